@@ -1,0 +1,264 @@
+"""What a run is told, in frozen dataclasses that check every value. No torch.
+
+A bad value raises `UserError` in one line when the object is made, so that whatever holds a
+`Policy` or `SamplingParams` need not check it again.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexgen_h2o.errors import UserError
+
+TIERS = ("gpu", "cpu", "disk")
+PLACED = ("weights", "cache", "activations")
+SCORES = ("sum", "mean", "decay")
+POSITIONS = ("original", "rolling")
+
+# Percentages are typed by people and summed in binary: 33.3 + 66.7 must count as 100.
+_PERCENT_SLACK = 1e-6
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise `UserError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} must be true or false, got {value!r}")
+
+
+def check_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> None:
+    """Raise `UserError` unless `value` is a whole number (no bool) in low..high."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise UserError(f"{name} must be a whole number, got {value!r}")
+    if low is not None and value < low:
+        raise UserError(f"{name} must be at least {low}, got {value}")
+    if high is not None and value > high:
+        raise UserError(f"{name} must be at most {high}, got {value}")
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+) -> None:
+    """Raise `UserError` unless `value` is a finite number in low..high and over `above`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, got {value!r}")
+    if above is not None and value <= above:
+        raise UserError(f"{name} must be greater than {above:g}, got {value}")
+    if low is not None and value < low:
+        raise UserError(f"{name} must be at least {low:g}, got {value}")
+    if high is not None and value > high:
+        raise UserError(f"{name} must be at most {high:g}, got {value}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise `UserError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one kind of data lives: percentages of the three tiers, which sum to 100.
+
+    Raises `UserError` for a share that is negative or not a number, or another sum.
+    """
+
+    gpu: float
+    cpu: float
+    disk: float
+
+    def __post_init__(self) -> None:
+        for tier in TIERS:
+            check_number(f"the {tier} percentage", getattr(self, tier), low=0, high=100)
+        total = self.gpu + self.cpu + self.disk
+        if abs(total - 100) > _PERCENT_SLACK:
+            raise UserError(f"percentages of gpu, cpu and disk must sum to 100, got {total:g}")
+
+    def fractions(self) -> tuple[float, float, float]:
+        """The shares of (gpu, cpu, disk) as fractions of 1."""
+        return self.gpu / 100, self.cpu / 100, self.disk / 100
+
+
+def parse_percent(values: Sequence[object]) -> tuple[Placement, Placement, Placement]:
+    """Read FlexGen's ``--percent``: the shares of the device and the host; the rest is disk.
+
+    Parameters
+    ----------
+    values : sequence of 4 or 6 numbers (or their text)
+        Weights gpu, cpu; cache gpu, cpu; activations gpu, cpu (default 100 0), in percent.
+
+    Returns
+    -------
+    tuple of Placement
+        For weights, cache, activations.
+
+    Raises
+    ------
+    UserError
+        Wrong count, not a number, out of 0..100, or two shares that sum to over 100.
+    """
+    if len(values) not in (4, 6):
+        raise UserError(
+            "--percent takes 4 or 6 numbers (weights gpu cpu, cache gpu cpu, "
+            f"activations gpu cpu; the rest is disk), got {len(values)}"
+        )
+    shares = [_percentage(value) for value in values]
+    shares += [100.0, 0.0][: 6 - len(shares)]
+    placements = []
+    for index, kind in enumerate(PLACED):
+        gpu, cpu = shares[2 * index : 2 * index + 2]
+        if gpu + cpu > 100 + _PERCENT_SLACK:
+            raise UserError(
+                f"--percent gives the {kind} {gpu:g} + {cpu:g} = {gpu + cpu:g} %: "
+                "make each pair sum to at most 100"
+            )
+        placements.append(Placement(gpu, cpu, max(0.0, 100 - gpu - cpu)))
+    weights, cache, activations = placements
+    return weights, cache, activations
+
+
+def _percentage(value: object) -> float:
+    """One number of ``--percent``, from a number or its text."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise UserError(f"--percent takes numbers from 0 to 100, got {value!r}") from None
+    check_number("each number of --percent", value, low=0, high=100)
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """All that decides speed and never results.
+
+    `gpu_batch_size` sequences are computed together; a block is `num_gpu_batches` of them, which
+    share every load of a layer's weights. `overlap` lets transfers run beside compute;
+    `cpu_cache_compute` attends on the CPU where the cache lives there; `pin_weight` page-locks
+    host weights when there is a GPU. Raises `UserError` for a value of a wrong type or range.
+    """
+
+    gpu_batch_size: int = 4
+    num_gpu_batches: int = 1
+    weights: Placement = Placement(100, 0, 0)
+    cache: Placement = Placement(100, 0, 0)
+    activations: Placement = Placement(100, 0, 0)
+    overlap: bool = True
+    cpu_cache_compute: bool = False
+    pin_weight: bool = True
+
+    def __post_init__(self) -> None:
+        check_int("gpu_batch_size", self.gpu_batch_size, low=1)
+        check_int("num_gpu_batches", self.num_gpu_batches, low=1)
+        for kind in PLACED:
+            if not isinstance(getattr(self, kind), Placement):
+                raise UserError(f"{kind} must be a Placement, got {getattr(self, kind)!r}")
+        for name in ("overlap", "cpu_cache_compute", "pin_weight"):
+            check_bool(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class H2OConfig:
+    """How much of the KV cache the heavy-hitter oracle keeps (arXiv 2306.14048).
+
+    Ratios are of each sequence's own prompt length; `recent_ratio` defaults to `heavy_ratio`.
+    Counts are tokens per sequence, layer and KV head. `decay` is the factor per step of the score
+    ``"decay"``. With nothing given, or a ratio of 1, the cache is full. Raises `UserError` for a
+    value of a wrong type or range, and for a ratio and a count of the same part.
+    """
+
+    heavy_ratio: float | None = None
+    recent_ratio: float | None = None
+    heavy_tokens: int | None = None
+    recent_tokens: int | None = None
+    sink_tokens: int = 0
+    score: str = "sum"
+    decay: float = 0.98
+    positions: str = "original"
+    evict_generated: bool = True
+    simulate: bool = False
+
+    def __post_init__(self) -> None:
+        # The newest token is always kept, so a window of 0 cannot be; no heavy hitters can.
+        for part, fewest in (("heavy", 0), ("recent", 1)):
+            ratio, count = getattr(self, f"{part}_ratio"), getattr(self, f"{part}_tokens")
+            if ratio is not None:
+                check_number(f"{part}_ratio", ratio, above=0, high=1)
+            if count is not None:
+                check_int(f"{part}_tokens", count, low=fewest)
+            if ratio is not None and count is not None:
+                raise UserError(f"give {part}_ratio or {part}_tokens, not both")
+        check_int("sink_tokens", self.sink_tokens, low=0)
+        check_choice("score", self.score, SCORES)
+        check_number("decay", self.decay, above=0, high=1)
+        check_choice("positions", self.positions, POSITIONS)
+        check_bool("evict_generated", self.evict_generated)
+        check_bool("simulate", self.simulate)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is ever evicted: no size is given, or every given one is ratio 1."""
+        sizes = (self.heavy_ratio, self.recent_ratio, self.heavy_tokens, self.recent_tokens)
+        if all(size is None for size in sizes):
+            return True
+        counted = self.heavy_tokens is not None or self.recent_tokens is not None
+        return self.heavy_ratio == 1 and self.recent_ratio in (None, 1) and not counted
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen: names and meaning of transformers' ``generate``.
+
+    Lengths are tokens. `top_k` 0 is off. `eos_token_id` is None (the model's own), -1 (never stop
+    early), or one or more token ids. The same `seed` gives the same tokens for every batch split.
+    Raises `UserError` for a value of a wrong type or range.
+    """
+
+    max_new_tokens: int = 32
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    eos_token_id: int | Sequence[int] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("max_new_tokens", self.max_new_tokens, low=1)
+        check_int("min_new_tokens", self.min_new_tokens, low=0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"min_new_tokens must be at most the {self.max_new_tokens} tokens to generate, "
+                f"got {self.min_new_tokens}"
+            )
+        check_bool("do_sample", self.do_sample)
+        check_number("temperature", self.temperature, above=0)
+        check_int("top_k", self.top_k, low=0)
+        check_number("top_p", self.top_p, low=0, high=1)
+        if self.min_p is not None:
+            check_number("min_p", self.min_p, low=0, high=1)
+        check_number("repetition_penalty", self.repetition_penalty, above=0)
+        check_int("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0)
+        check_int("seed", self.seed, low=0, high=2**63 - 1)
+        self._check_eos()
+
+    def _check_eos(self) -> None:
+        eos = self.eos_token_id
+        if eos is None:
+            return
+        if isinstance(eos, Sequence) and not isinstance(eos, str) and len(eos) > 0:
+            for token in eos:
+                check_int("each eos_token_id", token, low=0)
+            object.__setattr__(self, "eos_token_id", tuple(eos))  # frozen, but kept hashable
+        else:
+            check_int("eos_token_id", eos, low=-1)

@@ -1,0 +1,211 @@
+"""The one generation loop: carries out the schedule's steps for a block of GPU batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from flexgen_h2o.cache.kv_cache import KVCache, Seats
+from flexgen_h2o.engine.batching import Batch, Chunk
+from flexgen_h2o.engine.hidden import HiddenStates
+from flexgen_h2o.engine.schedule import Kind, Step, schedule
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.models import family
+from flexgen_h2o.models.layers import LayerContext, Scratch
+from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.storage.transfer import Transfers
+
+CHUNK_ROWS = {"cpu": 2048, "cuda": 16384}
+"""Rows of a prefill that go through a layer together. The temporaries of so many rows fit near the
+caches of a CPU and keep its GEMMs busy; more would only cost memory."""
+
+LogitRows = Callable[[Batch], torch.Tensor]
+"""Which rows of a batch's prefill get logits: int64 [rows], on the host."""
+
+Sink = Callable[[Batch, int, int, torch.Tensor], None]
+"""Takes (batch, token, row, logits [rows, vocab]): the logits from row number `row` on."""
+
+HEAD_ROWS = 512
+"""Rows that get logits together: a vocabulary is wide."""
+
+
+@dataclass
+class Timing:
+    """Wall-clock seconds of one block."""
+
+    prefill: float = 0.0
+    steps: list[float] = field(default_factory=list)
+
+
+class Executor:
+    """Runs blocks through the model.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    weights : WeightStore
+        Loaded.
+    cache : KVCache
+    hidden : HiddenStates
+    transfers : Transfers
+    overlap : bool
+        Issue loads ahead of their use and let stores run beside compute.
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightStore, *, cache: KVCache,
+                 hidden: HiddenStates, transfers: Transfers, dtype: torch.dtype,
+                 overlap: bool = True):
+        self._config = config
+        self._family = family(config)
+        self._weights = weights
+        self._cache = cache
+        self._hidden = hidden
+        self._transfers = transfers
+        self._device = transfers.device
+        self._dtype = dtype
+        self._overlap = overlap
+        self._scratch = Scratch(self._device.torch)
+        self._chunk_rows = CHUNK_ROWS[self._device.torch.type]
+        self._rope: dict[int, tuple | None] = {}
+        self._batches: list[Batch] = []
+        self._actions = {
+            Kind.LOAD_WEIGHTS: lambda step: self._weights.fetch(step.layer),
+            Kind.RELEASE_WEIGHTS: lambda step: self._weights.release(step.layer),
+            Kind.LOAD_CACHE: self._load_cache,
+            Kind.STORE_CACHE: self._store_cache,
+            Kind.LOAD_HIDDEN: self._load_hidden,
+            Kind.STORE_HIDDEN: self._store_hidden,
+            Kind.COMPUTE: self._compute,
+        }
+
+    @torch.inference_mode()
+    def run(self, batches: Sequence[Batch], num_tokens: int, sink: Sink, *,
+            logit_rows: LogitRows | None = None,
+            on_compute: Callable[[Step], None] = lambda step: None) -> Timing:
+        """Run one block for `num_tokens` steps (the prefill is the first), or until all have ended.
+
+        Parameters
+        ----------
+        batches : sequence of Batch
+            The block.
+        num_tokens : int
+        sink : Sink
+            Gets the logits; appends to the requests what they continue with.
+        logit_rows : LogitRows, optional
+            Default: the last token of each prompt.
+        on_compute : callable
+            Called after each compute, to show progress.
+        """
+        self._batches = list(batches)
+        self._sink = sink
+        self._logit_rows = logit_rows or _last_rows
+        self._weights.reset()
+        self._hidden.reset()
+        self._cache.begin([Seats(tuple(b.pads), b.padded, b.padded + num_tokens - 1)
+                           for b in batches])
+        timing = Timing()
+        last_layer, last_batch = self._config.num_layers + 1, len(self._batches) - 1
+        began = time.perf_counter()
+        for step in schedule(num_tokens, self._config.num_layers, len(batches),
+                             overlap=self._overlap):
+            if step.batch is None or not self._batches[step.batch].finished:
+                self._actions[step.kind](step)
+            if step.kind is not Kind.COMPUTE:
+                if not self._overlap:
+                    self._transfers.drain()
+                continue
+            on_compute(step)
+            if (step.layer, step.batch) == (last_layer, last_batch):
+                began = self._end_step(timing, step.token, began)
+                if all(batch.finished for batch in self._batches):
+                    break
+        return timing
+
+    def _end_step(self, timing: Timing, token: int, began: float) -> float:
+        """Note the time of a step. Its tokens are on the host: the device has done it."""
+        now = time.perf_counter()
+        if token == 0:
+            timing.prefill = now - began
+        else:
+            timing.steps.append(now - began)
+        self._transfers.settle()
+        return now
+
+    def _load_cache(self, step: Step) -> None:
+        self._cache.load(step.layer - 1, step.batch, step.token)
+
+    def _store_cache(self, step: Step) -> None:
+        self._cache.store(step.layer - 1, step.batch, step.token)
+
+    def _load_hidden(self, step: Step) -> None:
+        self._hidden.load(step.batch, self._batches[step.batch].rows(step.token))
+
+    def _store_hidden(self, step: Step) -> None:
+        self._hidden.store(step.batch, self._batches[step.batch].rows(step.token))
+
+    def _compute(self, step: Step) -> None:
+        began = self._device.stamp()
+        batch = self._batches[step.batch]
+        weights = self._weights.get(step.layer)
+        if step.layer == 0:
+            self._embed(step, batch, weights)
+        elif step.layer <= self._config.num_layers:
+            self._decoder_layer(step, batch, weights)
+        else:
+            self._head(step, batch, weights)
+        self._transfers.compute_span(f"layer {step.layer} batch {step.batch}", began,
+                                     self._device.stamp())
+
+    def _embed(self, step: Step, batch: Batch, weights) -> None:
+        ids, positions = (torch.tensor(values) for values in batch.inputs(step.token))
+        x = self._hidden.get(step.batch, len(ids), fresh=True)
+        for rows in _row_chunks(len(ids), self._chunk_rows):
+            x[rows] = self._family.embed(self._config, weights, self._weights.lookup,
+                                         ids[rows], positions[rows])
+        self._rope[step.batch] = self._family.rope(
+            self._config, positions.to(self._device.torch), self._dtype)
+
+    def _decoder_layer(self, step: Step, batch: Batch, weights) -> None:
+        x = self._hidden.get(step.batch, batch.rows(step.token))
+        rope = self._rope[step.batch]
+        most = self._chunk_rows if step.token == 0 else len(batch)
+        for chunk in batch.chunks(step.token, most):
+            rows = slice(chunk.row, chunk.end)
+            context = LayerContext(
+                rope=None if rope is None else tuple(table[rows] for table in rope),
+                attend=self._attend(step, batch, chunk),
+                scratch=self._scratch,
+            )
+            before = x[rows]
+            after = self._family.decoder_layer(self._config, weights, before, context)
+            if after is not before:
+                before.copy_(after)
+
+    def _attend(self, step: Step, batch: Batch, chunk: Chunk):
+        layer = step.layer - 1
+        if step.token > 0:
+            return lambda q, k, v: self._cache.attend_token(
+                layer, step.batch, q, k, v, token=step.token)
+        lengths = batch.lengths[chunk.first : chunk.last]
+        return lambda q, k, v: self._cache.attend_prompt(
+            layer, step.batch, q, k, v, first=chunk.first, lengths=lengths)
+
+    def _head(self, step: Step, batch: Batch, weights) -> None:
+        x = self._hidden.get(step.batch, batch.rows(step.token))
+        if step.token == 0:
+            x = x[self._logit_rows(batch).to(self._device.torch)]
+        for rows in _row_chunks(len(x), HEAD_ROWS):
+            logits = self._family.head(self._config, weights, x[rows])
+            self._sink(batch, step.token, rows.start, logits)
+        self._hidden.drop(step.batch)
+
+
+def _last_rows(batch: Batch) -> torch.Tensor:
+    return torch.tensor(batch.lengths).cumsum(0) - 1
+
+
+def _row_chunks(rows: int, most: int):
+    return (slice(start, min(start + most, rows)) for start in range(0, rows, most))

@@ -1,0 +1,142 @@
+"""From a model's name to an open checkpoint: configuration, dtype, names, tokenizer. No weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o.config import Placement
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models import family
+from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
+from flexgen_h2o.models.dummy import DummyCheckpoint
+from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, read_config
+from flexgen_h2o.models.spec import ModelConfig, ModelWeights, from_transformers, published
+from flexgen_h2o.storage.tiers import Device
+
+DUMMY = "_DUMMY_"
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Source:
+    """A model that can be loaded: its shape, and where its tensors and its tokenizer are.
+
+    folder is None for dummy weights of a published shape, which have no tokenizer either.
+    """
+
+    config: ModelConfig
+    weights: ModelWeights
+    dtype: torch.dtype
+    folder: Path | None
+    dummy: bool
+
+    def open(self, placement: Placement, seed: int, progress: Progress
+             ) -> tuple[Checkpoint, dict[str, str]]:
+        """The checkpoint, and its own name for each tensor that the model needs.
+
+        Weights on disk are read straight from the checkpoint's bytes at every step; when these are
+        of another dtype a converted copy is made, once, and reused.
+
+        Raises
+        ------
+        UserError
+            A shard is missing or damaged, a tensor is missing or has a wrong shape.
+        """
+        groups = (self.weights.embed, *self.weights.layers, self.weights.head)
+        specs = {spec.name: spec for group in groups for spec in group.values()}
+        if self.dummy:
+            shapes = {name: tuple(spec.shape) for name, spec in specs.items()}
+            return DummyCheckpoint(shapes, self.dtype, seed), {name: name for name in specs}
+        checkpoint, names = self._resolve(self.folder, specs)
+        if placement.disk > 0 and not all(self._direct(checkpoint, n) for n in names.values()):
+            checkpoint.close()
+            dtype = str(self.dtype).removeprefix("torch.")
+            folder = converted_folder(self.folder, dtype, progress=progress)
+            checkpoint, names = self._resolve(folder, specs)
+        return checkpoint, names
+
+    def _resolve(self, folder: Path, specs) -> tuple[Checkpoint, dict[str, str]]:
+        checkpoint = open_checkpoint(folder)
+        try:
+            return checkpoint, resolve(checkpoint, specs.values(), family(self.config).aliases)
+        except BaseException:
+            checkpoint.close()
+            raise
+
+    def _direct(self, checkpoint: Checkpoint, name: str) -> bool:
+        info = checkpoint.info(name)
+        plain = info.extent is not None and info.extent.offset % self.dtype.itemsize == 0
+        return plain and info.dtype == self.dtype
+
+
+def find(model: str, *, path: str | None, dtype: str, device: Device, progress: Progress) -> Source:
+    """Find a model by name, download or convert it if need be, and read its configuration.
+
+    Parameters
+    ----------
+    model : str
+        Repo id, local folder, `.gguf` file, ``smollm2-135m``, or a published shape's name.
+    path : str, optional
+        Folder or `.gguf` file of the weights; ``_DUMMY_`` for random weights of the shape.
+    dtype : str
+        auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU, and on a GPU the
+        checkpoint's own if it has 16 bits, else float16.
+
+    Raises
+    ------
+    UserError
+        The model is unknown or not to be had, or its architecture is not supported.
+    """
+    dummy = path == DUMMY
+    config = published(model) if dummy else None
+    if config is not None:
+        folder, own = None, None
+    else:
+        wanted = None if dtype == "auto" and device.torch.type == "cuda" else dtype
+        wanted = "bfloat16" if wanted == "auto" else wanted
+        folder = checkpoint_folder(model if path is None or dummy else path, dtype=wanted,
+                                   progress=progress)
+        described = read_config(folder)
+        own = described.get("dtype", described.get("torch_dtype"))
+        config = from_transformers(described, model)
+    return Source(config, family(config).weights(config), _dtype(dtype, own, device), folder, dummy)
+
+
+def _dtype(name: str, own: str | None, device: Device) -> torch.dtype:
+    if name == "auto":
+        on_gpu = own if own in ("float16", "bfloat16") else "float16"
+        name = on_gpu if device.torch.type == "cuda" else "bfloat16"
+    if name not in DTYPES:
+        raise UserError(f"unknown dtype {name!r}: use auto, float16, bfloat16 or float32")
+    return DTYPES[name]
+
+
+def load_tokenizer(folder: Path | None):
+    """The tokenizer of a folder, or None where it has none (dummy weights)."""
+    if folder is None or not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the tokenizer in {folder} can't be read: "
+                        f"{str(error).splitlines()[0]}") from error
+
+
+def end_tokens(source: Source) -> tuple[int, ...]:
+    """Token ids that end a text, as transformers' generate takes them."""
+    if source.folder is not None and (source.folder / "generation_config.json").exists():
+        import json
+
+        text = (source.folder / "generation_config.json").read_text(encoding="utf-8")
+        eos = json.loads(text).get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    return source.config.eos_token_ids

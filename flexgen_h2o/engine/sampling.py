@@ -1,0 +1,86 @@
+"""The next token: greedy, or sampled through transformers' logits processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flexgen_h2o.config import SamplingParams
+from flexgen_h2o.engine.batching import Request
+
+
+class Sampler:
+    """Chooses next tokens for the sequences of a run.
+
+    Each sequence draws from a generator of its own, seeded by (seed, its place among the prompts):
+    what it gets does not depend on the batch that it runs in.
+
+    Parameters
+    ----------
+    params : SamplingParams
+    eos_token_ids : tuple of int
+        Tokens that end a sequence; min_new_tokens keeps them away.
+    """
+
+    def __init__(self, params: SamplingParams, eos_token_ids: tuple[int, ...]):
+        from transformers import generation as hf
+
+        self._params = params
+        self._suppressed = list(eos_token_ids)
+        self._generators: dict[int, torch.Generator] = {}
+        self._history = hf.LogitsProcessorList()
+        self._warpers = hf.LogitsProcessorList()
+        if params.repetition_penalty != 1.0:
+            self._history.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        if params.no_repeat_ngram_size > 0:
+            self._history.append(hf.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
+        if not params.do_sample:
+            return
+        if params.temperature != 1.0:
+            self._warpers.append(hf.TemperatureLogitsWarper(params.temperature))
+        if params.top_k:
+            self._warpers.append(hf.TopKLogitsWarper(params.top_k))
+        if params.top_p < 1.0:
+            self._warpers.append(hf.TopPLogitsWarper(params.top_p))
+        if params.min_p is not None:
+            self._warpers.append(hf.MinPLogitsWarper(params.min_p))
+
+    def __call__(self, logits: torch.Tensor, requests: Sequence[Request], num_new: int
+                 ) -> list[int]:
+        """Choose a token for each row.
+
+        Parameters
+        ----------
+        logits : Tensor [sequences, vocab]
+        requests : sequence of Request
+            The rows' requests: their keys and what they hold so far, without pads.
+        num_new : int
+            Tokens generated so far.
+        """
+        if num_new < self._params.min_new_tokens and self._suppressed:
+            logits = logits.index_fill(
+                1, torch.tensor(self._suppressed, device=logits.device), float("-inf")
+            )
+        if self._history:
+            logits = torch.cat([
+                self._history(torch.tensor([request.history], device=logits.device), row[None])
+                for row, request in zip(logits.float(), requests, strict=True)
+            ])
+        if not self._params.do_sample:
+            return logits.argmax(-1).tolist()
+        probabilities = self._warpers(None, logits.float()).softmax(-1)
+        cumulative = probabilities.cumsum(-1)
+        draws = torch.tensor([self._draw(request.key) for request in requests], device=logits.device)
+        # Inverse transform; scaled by the last sum, which rounding keeps from being exactly 1.
+        points = draws[:, None].to(cumulative.dtype) * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, points, right=True)[:, 0]
+        last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
+        return torch.minimum(tokens, last).tolist()
+
+    def _draw(self, key: int) -> float:
+        if key not in self._generators:
+            # Nearby seeds of one generator family give unrelated streams only after mixing.
+            mixed = (self._params.seed * 0x9E3779B97F4A7C15 + key * 0xBF58476D1CE4E5B9) % 2**63
+            self._generators[key] = torch.Generator().manual_seed(mixed)
+        return torch.rand((), generator=self._generators[key], dtype=torch.float64).item()

@@ -1,0 +1,120 @@
+"""The zig-zag block schedule as a pure generator of steps (FlexGen, section 4.1). No torch.
+
+A block is several GPU batches that share every load of a layer's weights: for each token, for
+each layer, for each batch. Overlap is lookahead: loads are issued one layer (weights) or one
+compute (cache, hidden states) ahead of their use, and the executor runs them beside compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Kind(Enum):
+    """What a step does."""
+
+    LOAD_WEIGHTS = auto()
+    RELEASE_WEIGHTS = auto()
+    LOAD_CACHE = auto()
+    STORE_CACHE = auto()
+    LOAD_HIDDEN = auto()
+    STORE_HIDDEN = auto()
+    COMPUTE = auto()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to do: issue a load or a store, or compute.
+
+    token counts from 0 (the prefill); layer 0 embeds, 1 to num_layers are the decoder layers,
+    num_layers + 1 is the head; batch is the index within the block, or None for weights, which
+    all batches share.
+    """
+
+    kind: Kind
+    token: int
+    layer: int
+    batch: int | None
+
+
+def schedule(num_tokens: int, num_layers: int, num_batches: int, *, overlap: bool = True
+             ) -> Iterator[Step]:
+    """Steps that generate `num_tokens` tokens for every sequence of a block.
+
+    Every load precedes the compute that needs it, every store follows the compute that made it,
+    and a load of what an earlier compute stored is issued after that store. At most two layers'
+    weights are live at a time.
+
+    Parameters
+    ----------
+    num_tokens, num_layers, num_batches : int
+        Tokens to generate per sequence, decoder layers, GPU batches in the block; all positive.
+    overlap : bool
+        Issue loads ahead. Without, each load is issued just before its use.
+    """
+    order = _computes(num_tokens, num_layers, num_batches)
+    current = next(order)
+    yield from _weights(current)
+    yield from _states(current, num_layers)
+    while current is not None:
+        following = next(order, None)
+        ahead = list(_lookahead(current, following, num_tokens, num_layers)) if overlap else []
+        yield from ahead
+        yield current
+        yield from _stores(current, num_layers)
+        if current.batch == num_batches - 1:
+            yield Step(Kind.RELEASE_WEIGHTS, current.token, current.layer, None)
+        if following is not None:
+            late = [] if overlap else list(_weights(following))
+            late += [s for s in _states(following, num_layers) if s not in ahead]
+            yield from late
+        current = following
+
+
+def _computes(num_tokens: int, num_layers: int, num_batches: int) -> Iterator[Step]:
+    for token in range(num_tokens):
+        for layer in range(num_layers + 2):
+            for batch in range(num_batches):
+                yield Step(Kind.COMPUTE, token, layer, batch)
+
+
+def _weights(compute: Step) -> Iterator[Step]:
+    """The load of a layer's weights, for the first batch that uses them."""
+    if compute.batch == 0:
+        yield Step(Kind.LOAD_WEIGHTS, compute.token, compute.layer, None)
+
+
+def _states(compute: Step, num_layers: int) -> Iterator[Step]:
+    """The loads of cache and hidden states that a compute needs."""
+    token, layer, batch = compute.token, compute.layer, compute.batch
+    if 1 <= layer <= num_layers:
+        yield Step(Kind.LOAD_CACHE, token, layer, batch)
+    if layer > 0:
+        yield Step(Kind.LOAD_HIDDEN, token, layer, batch)
+
+
+def _stores(compute: Step, num_layers: int) -> Iterator[Step]:
+    token, layer, batch = compute.token, compute.layer, compute.batch
+    if layer <= num_layers:
+        yield Step(Kind.STORE_HIDDEN, token, layer, batch)
+    if 1 <= layer <= num_layers:
+        yield Step(Kind.STORE_CACHE, token, layer, batch)
+
+
+def _lookahead(current: Step, following: Step | None, num_tokens: int, num_layers: int
+               ) -> Iterator[Step]:
+    """Loads to issue before `current` computes: the next layer's weights, the next states."""
+    if current.batch == 0:
+        layer, token = current.layer + 1, current.token
+        if layer > num_layers + 1:
+            layer, token = 0, token + 1
+        if token < num_tokens:
+            yield Step(Kind.LOAD_WEIGHTS, token, layer, None)
+    if following is None:
+        return
+    for step in _states(following, num_layers):
+        # With one batch the next hidden states are what `current` is about to compute.
+        if step.kind is Kind.LOAD_CACHE or following.batch != current.batch:
+            yield step

@@ -1,0 +1,294 @@
+"""The command line: ``python -m flexgen_h2o.flex_opt --model NAME --prompts FILE ...``.
+
+It reads flags and prompts, runs the engine, and writes what came of it. Flags are the fields of
+`RunConfig`; all that can be refused is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from flexgen_h2o import report, results
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.planner import Workload
+from flexgen_h2o.run_config import GROUPS, RunConfig, flag_name, load_yaml
+
+_KINDS = {"int": int, "float": float}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are `UserError`, one line like all others, with no usage before."""
+
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def _parse_bool(text: str) -> bool:
+    """A flag's optional value, with the words that FlexGen takes."""
+    words = {"true": True, "yes": True, "t": True, "y": True, "1": True,
+             "false": False, "no": False, "f": False, "n": False, "0": False}
+    try:
+        return words[text.lower()]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}") from None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all flags, from the fields of `RunConfig`. A flag not given stays unset."""
+    parser = _Parser(
+        prog="python -m flexgen_h2o.flex_opt",
+        usage="%(prog)s [--model NAME] [--prompts FILE] [--percent P P P P] [flags]",
+        description="Generate text with a model larger than memory: weights, KV cache and "
+        "activations spread over device, host memory and disk.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(
+            prog, max_help_position=32, width=min(100, shutil.get_terminal_size().columns)
+        ),
+    )
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    for spec in fields(RunConfig):
+        groups[spec.metadata["group"]].add_argument(flag_name(spec.name), **_arguments(spec))
+    return parser
+
+
+def _arguments(spec) -> dict[str, object]:
+    """argparse's keywords for one field."""
+    rules, kind = spec.metadata, spec.metadata["kind"]
+    shown = rules.get("shown", " ".join(map(str, spec.default)) if kind == "percent"
+                      else str(spec.default).lower() if kind == "bool" else spec.default)
+    coming = "; not yet" if rules.get("coming") else ""
+    text = f"{rules['help']} (default: {shown}{coming})"
+    options: dict[str, object] = {"help": text.replace("%", "%%"), "dest": spec.name}
+    if kind == "bool":
+        options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}
+    elif kind == "texts":
+        options |= {"action": "append"}
+    elif kind == "percent":
+        options |= {"nargs": "+"}
+    elif kind in _KINDS:
+        options |= {"type": _KINDS[kind], "metavar": "N" if kind == "int" else "X"}
+    if "const" in rules:
+        options |= {"nargs": "?", "const": rules["const"]}
+    if "choices" in rules:
+        options["metavar"] = "|".join(rules["choices"])  # RunConfig checks it, in its own words
+    if "metavar" in rules:
+        options["metavar"] = rules["metavar"]
+    return options
+
+
+def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
+    """Flags, over those of ``--config``, as a checked `RunConfig`. Raises `UserError`."""
+    given = vars(build_parser().parse_args(argv))
+    values = load_yaml(given["config"]) if "config" in given else {}
+    # Prompts of the command line replace the file's, whichever of the two ways each uses.
+    if "prompt" in given or "prompts" in given:
+        values = {k: v for k, v in values.items() if k not in ("prompt", "prompts")}
+    return RunConfig.from_mapping(values | given)
+
+
+def read_prompts(path: str) -> list[str]:
+    """Read prompts: ``.txt`` one a line, ``.jsonl`` the key `prompt` of each line.
+
+    Blank lines are skipped. Raises `UserError` (with the line number, for .jsonl) when the file
+    is missing, empty, not UTF-8, or a line is not JSON or has no `prompt`.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read --prompts {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--prompts {path} is not UTF-8 text: save it as UTF-8") from None
+    # Not splitlines(), which also cuts at characters that may stand within a JSON string.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"--prompts {path} holds no prompts: write one a line")
+    if not path.endswith(".jsonl"):
+        return [line.rstrip("\r") for _, line in lines]
+    return [_json_prompt(path, number, line) for number, line in lines]
+
+
+def _json_prompt(path: str, number: int, line: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError(f"--prompts {path} line {number} is not JSON: mend it") from None
+    prompt = record.get("prompt") if isinstance(record, dict) else None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UserError(f"--prompts {path} line {number} has no text under the key `prompt`")
+    return prompt
+
+
+def synthetic_prompts(config: RunConfig, vocab_size: int) -> list[list[int]]:
+    """Random token ids for each sequence of one block, the same for the same seed."""
+    draw = random.Random(config.seed)
+    count = config.gpu_batch_size * config.num_gpu_batches
+    return [draw.choices(range(vocab_size), k=config.prompt_len) for _ in range(count)]
+
+
+def workload(config: RunConfig, texts: Sequence[str]) -> Workload:
+    """What the memory plan needs to know before there is a tokenizer.
+
+    A token has about four bytes of text; three leave some room. `LLM` plans again when it knows.
+    """
+    prompt_len, batch, batches = config.prompt_len, config.gpu_batch_size, config.num_gpu_batches
+    if texts:
+        longest = max(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        prompt_len = longest // 3 + 1
+        batch = min(batch, len(texts))
+        batches = min(batches, -(-len(texts) // batch))
+    return Workload(prompt_len, config.gen_len, gpu_batch_size=batch, num_gpu_batches=batches)
+
+
+def result_files(config: RunConfig) -> dict[str, str]:
+    """The files that the run will write, by flag; an automatic log is named after the run."""
+    files = {name: getattr(config, name) for name in ("output", "csv", "trace")}
+    if not config.no_log:
+        files["log_file"] = config.log_file
+        if config.log_file == "auto":
+            percent = "-".join(f"{share:g}" for share in config.percent)
+            model = Path(config.model).name or "model"
+            files["log_file"] = (
+                f"flexgen_h2o-{model}-gbs{config.gpu_batch_size}-ngbs{config.num_gpu_batches}"
+                f"-prompt{config.prompt_len}-gen{config.gen_len}-percent-{percent}.log"
+            )
+    return {name: path for name, path in files.items() if path is not None}
+
+
+def check_results(files: dict[str, str]) -> None:
+    """Raise `UserError` for a result that could not be written, before anything is computed."""
+    for name, path in files.items():
+        hint = ": give --log-file or --no-log" if name == "log_file" else ""
+        for target in (path, f"{path}.config.yaml"):
+            if os.path.lexists(target) and not os.path.isfile(target):
+                raise UserError(f"{flag_name(name)} {target} is not a regular file{hint}")
+            if os.path.exists(target) and not os.access(target, os.W_OK):
+                raise UserError(f"{flag_name(name)} {target} is not writable{hint}")
+        folder = os.path.dirname(path) or "."
+        try:
+            # Only trying tells: root passes os.access on a read-only file system.
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise UserError(f"cannot write {flag_name(name)} into the folder {folder}: "
+                            f"{error.strerror}{hint}") from None
+    if "csv" in files:
+        results.check_csv(files["csv"])
+
+
+def run(config: RunConfig) -> None:
+    """Carry out a checked config: prompts in, texts, figures and files out."""
+    texts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
+    files = result_files(config)
+    check_results(files)
+    trace = report.Trace(enabled=config.trace is not None)
+    from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
+
+    with LLM(
+        config.model,
+        path=config.path,
+        policy=config.policy(),
+        device=config.device,
+        dtype=config.dtype,
+        offload_dir=config.offload_dir,
+        seed=config.seed,
+        progress=None if config.verbose else False,
+        trace=trace,
+        verbose=config.verbose >= 3,
+        workload=workload(config, texts),
+    ) as llm:
+        prompts = texts or synthetic_prompts(config, llm.vocab_size)
+        outputs = llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
+        stats = llm.stats
+    summary = report.table(stats)
+    if config.verbose >= 2:
+        _show_outputs(outputs, everything=not config.synthetic)
+    if config.verbose >= 1:
+        _print(summary)
+    _write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
+
+
+def _show_outputs(outputs: Sequence, *, everything: bool) -> None:
+    """Print each prompt, shortened, and its completion; of random prompts the first and last."""
+    for index, out in enumerate(outputs):
+        if not everything and 0 < index < len(outputs) - 1:
+            continue
+        prompt = out.prompt if out.prompt is not None else str(out.prompt_token_ids[:16])
+        text = out.text if out.text is not None else str(out.token_ids)
+        _print(f"[{index}] {textwrap.shorten(prompt, 90, placeholder=' ...')}")
+        _print(f"{text.strip()}\n{'-' * 70}")
+
+
+def _print(text: str) -> None:
+    """Print what the terminal's encoding may not hold; generated text can be anything."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def _write_results(config, files, outputs, *, stats, summary, trace) -> None:
+    """Write every file that was asked for, and the resolved config beside the results."""
+    for name, path in files.items():
+        with _writing(name, path):
+            if name == "output":
+                write_outputs(path, outputs)
+            elif name == "csv":
+                results.append_csv(path, stats, config)
+            elif name == "trace":
+                trace.write_chrome(path)
+            else:
+                now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+                with open(path, "a", encoding="utf-8") as log:
+                    log.write(f"{now}\n{summary}\n\n")
+            if name != "trace":
+                config.save(f"{path}.config.yaml")
+
+
+def write_outputs(path: str, outputs: Sequence) -> None:
+    """Write a JSON line for each prompt, in order. OSError if it cannot."""
+    with report.open_atomic(path) as file:
+        for out in outputs:
+            record = {
+                "prompt": out.prompt,
+                "prompt_tokens": len(out.prompt_token_ids),
+                "token_ids": list(out.token_ids),
+                "text": out.text,
+                "finish_reason": out.finish_reason,
+            }
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def _writing(name: str, path: str):
+    """Tell which file failed, in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {flag_name(name)} {path}: {error.strerror}") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
+    try:
+        run(parse_args(argv))
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

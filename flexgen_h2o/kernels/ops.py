@@ -1,0 +1,65 @@
+"""One function per operation; the backend by device. `kernels.reference` specifies each.
+
+``FLEXGEN_H2O_KERNELS=reference`` in the environment forces the reference.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.nn.functional as F
+
+from flexgen_h2o.kernels import reference
+
+
+def _forced_reference() -> bool:
+    return os.environ.get("FLEXGEN_H2O_KERNELS") == "reference"
+
+
+def prefill_attention(q, k, v, lengths):
+    """See `reference.prefill_attention`; memory linear in the length (flash attention)."""
+    if _forced_reference():
+        return reference.prefill_attention(q, k, v, lengths)
+    grouped = q.shape[1] != k.shape[1]
+    if len(set(lengths)) == 1:
+        shape = (len(lengths), lengths[0])
+        q4, k4, v4 = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(0, 1)
+    # Sequences of unequal lengths go one by one: no pads to compute and no mask to build.
+    parts = (x.split(lengths) for x in (q, k, v))
+    return torch.cat([
+        F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in one), is_causal=True, enable_gqa=grouped
+        )[0].transpose(0, 1)
+        for one in zip(*parts, strict=True)
+    ])
+
+
+def decode_attention(q, k, v, valid=None):
+    """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
+    if _forced_reference():
+        return reference.decode_attention(q, k, v, valid)
+    sequences, heads, head_dim = q.shape
+    # The query heads of a group stand as rows of one query, so that they share a read of the keys.
+    grouped = q.view(sequences, k.shape[1], -1, head_dim)
+    rows = grouped.shape[2]
+    if rows == 1 and _slow_single_row(q):
+        grouped = grouped.expand(-1, -1, 2, -1)
+    mask = None if valid is None else valid[:, None, None, :]
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+    return out[:, :, :rows].reshape(sequences, heads, head_dim)
+
+
+def _slow_single_row(q: torch.Tensor) -> bool:
+    """Whether a single bfloat16 query row takes PyTorch's slow path.
+
+    On CPUs without AMX one row runs as a scalar matrix-vector product at 5 GB/s; two equal rows
+    run as a GEMM at 11 GB/s, although they do twice the arithmetic.
+    """
+    return (
+        q.device.type == "cpu"
+        and q.dtype == torch.bfloat16
+        and not getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
+    )

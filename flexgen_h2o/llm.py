@@ -1,0 +1,416 @@
+"""LLM: load a model over the tiers, tokenize, batch, generate, score."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from tqdm import tqdm
+
+from flexgen_h2o.cache.kv_cache import CacheShape, KVCache
+from flexgen_h2o.config import H2OConfig, Policy, SamplingParams
+from flexgen_h2o.engine.batching import Request, make_blocks
+from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.hidden import HiddenStates
+from flexgen_h2o.engine.loader import DUMMY, end_tokens, find, load_tokenizer
+from flexgen_h2o.engine.sampling import Sampler
+from flexgen_h2o.engine.schedule import Step
+from flexgen_h2o.engine.scoring import Generation, Scoring
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.planner import Workload, free_memory, memory_plan
+from flexgen_h2o.report import LinkStats, RunStats, Trace, peak_process_bytes
+from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.tiers import open_device
+from flexgen_h2o.storage.transfer import Transfers
+
+OFFLOAD_DIR = "~/.cache/flexgen_h2o/offload"
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one prompt was continued with.
+
+    finish_reason is ``"stop"`` (an end token came, and is the last of token_ids) or ``"length"``.
+    prompt and text are None where there is no text (token id prompts, no tokenizer).
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+
+
+class LLM:
+    """A language model whose weights, cache and activations are spread over the tiers.
+
+    Parameters
+    ----------
+    model : str
+        Hugging Face repo id, local folder, `.gguf` file, or ``smollm2-135m``.
+    path : str, optional
+        Folder or `.gguf` file of the weights, if not by name; ``_DUMMY_`` for random ones.
+    policy : Policy, optional
+        Placements, batch sizes, overlap: decides speed and never results.
+    h2o : H2OConfig, optional
+        None: the full cache, the only one so far.
+    weight_bits, cache_bits : int
+        16, the only ones so far.
+    device : str
+        auto, cpu, cuda or cuda:N.
+    dtype : str
+        auto, float16, bfloat16 or float32.
+    offload_dir : str, optional
+        Where the disk tier writes. A private folder in it lives as long as it is needed.
+    seed : int
+        Of dummy weights.
+    workload : Workload, optional
+        Lengths and batch sizes to come: what cannot fit is refused before anything is loaded.
+    progress : bool, optional
+        Show progress bars. Default: on a terminal.
+    trace : Trace, optional
+        Records transfers and compute.
+
+    Raises
+    ------
+    UserError
+        The model can't be had or is not supported, a value is out of range, memory is too small.
+
+    Examples
+    --------
+    >>> with LLM("smollm2-135m") as llm:                                    # doctest: +SKIP
+    ...     llm.generate(["The capital of France is"], max_new_tokens=8)[0].text
+    """
+
+    def __init__(self, model: str, *, path: str | None = None, policy: Policy | None = None,
+                 h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
+                 device: str = "auto", dtype: str = "auto", offload_dir: str | None = None,
+                 seed: int = 0, workload: Workload | None = None, progress: bool | None = None,
+                 trace: Trace | None = None):
+        self.policy = policy or Policy()
+        _refuse_what_is_to_come(self.policy, h2o, weight_bits, cache_bits)
+        self._offload_dir = offload_dir or OFFLOAD_DIR
+        self._disable_bars = None if progress is None else not progress
+        self._trace = trace or Trace(enabled=False)
+        self._links = LinkStats()
+        self._name = model
+        self.stats: RunStats | None = None
+        self._tokenizer = None
+        began = time.perf_counter()
+        with contextlib.ExitStack() as opened:
+            self._device = open_device(device)
+            with self._bar("converting") as bar:
+                self._source = find(model, path=path, dtype=dtype, device=self._device,
+                                    progress=bar)
+            self.model_config = self._source.config
+            if workload is not None:
+                self.plan(workload)
+            self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
+            opened.callback(self._transfers.close)
+            self._load_weights(opened, seed)
+            # From here on it is close() that closes.
+            self._opened = opened.pop_all()
+        self._load_seconds = time.perf_counter() - began
+
+    def _load_weights(self, opened: contextlib.ExitStack, seed: int) -> None:
+        with self._bar("converting") as bar:
+            checkpoint, names = self._source.open(self.policy.weights, seed, bar)
+        opened.callback(checkpoint.close)
+        self._weights = WeightStore(
+            self._source.weights, checkpoint, names, placement=self.policy.weights,
+            dtype=self._source.dtype, transfers=self._transfers, pin=self.policy.pin_weight)
+
+        def run_folder() -> RunFolder:
+            folder = RunFolder(self._offload_dir)
+            opened.callback(folder.close)
+            return folder
+
+        with self._bar("loading") as bar:
+            self._weights.load(run_folder, bar)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers and remove what was offloaded to disk; a second call does nothing."""
+        self._opened.close()
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.model_config.vocab_size
+
+    @property
+    def tokenizer(self):
+        """The transformers tokenizer, or None where the model has none."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._source.folder)
+        return self._tokenizer
+
+    def plan(self, workload: Workload):
+        """What `workload` needs on each tier, checked against what is free.
+
+        Raises
+        ------
+        UserError
+            It does not fit; the message names a placement that would.
+        """
+        limits = free_memory(self._offload_dir, self._device.free_bytes())
+        plan = memory_plan(self.model_config, self.policy, workload,
+                           itemsize=self._source.dtype.itemsize, writes_weights=self._source.dummy)
+        plan.check(limits)
+        return plan
+
+    def generate(self, prompts: Sequence[str | Sequence[int]], *, cut_gen_len: int | None = None,
+                 **sampling) -> list[Output]:
+        """Continue every prompt.
+
+        Parameters
+        ----------
+        prompts : sequence of str or of token id sequences
+            Any number; they are sorted by length and cut into blocks of batches.
+        cut_gen_len : int, optional
+            Generate only so many tokens and project the times in `stats` to max_new_tokens.
+        **sampling
+            Fields of `SamplingParams`, with transformers' names and meaning: max_new_tokens,
+            min_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
+            no_repeat_ngram_size, eos_token_id (-1: never stop early), seed.
+
+        Returns
+        -------
+        list of Output, in the order of the prompts
+
+        Raises
+        ------
+        UserError
+            A prompt is empty or too long, an option is unknown, the run does not fit in memory.
+        """
+        params = _sampling_params(sampling)
+        requests = [Request(key, self._encode(prompt, key)) for key, prompt in enumerate(prompts)]
+        steps = min(cut_gen_len or params.max_new_tokens, params.max_new_tokens)
+        eos = self._eos(params)
+        sink = Generation(Sampler(params, eos), eos, steps)
+        if requests:
+            self._check_lengths(requests, params.max_new_tokens)
+        self._run(requests, steps, sink, planned=params.max_new_tokens)
+        if steps < params.max_new_tokens and requests:
+            self.stats = self.stats.project(cut=steps, gen_len=params.max_new_tokens)
+        return [
+            Output(prompt if isinstance(prompt, str) else None, request.prompt, request.generated,
+                   self._decode(request.generated), request.finish_reason)
+            for prompt, request in zip(prompts, requests, strict=True)
+        ]
+
+    def loglikelihood(self, pairs: Sequence[tuple]) -> list[list[float]]:
+        """Log-probability of each continuation token, teacher-forced.
+
+        Parameters
+        ----------
+        pairs : sequence of (context, continuation)
+            Text or token ids. An empty context stands for the start of a text.
+
+        Returns
+        -------
+        list of list of float
+            For each pair, the natural log-probability of each token of the continuation.
+        """
+        requests, continuations = [], {}
+        for key, (context, continuation) in enumerate(pairs):
+            head, tail = self._encode_pair(context, continuation, key)
+            continuations[key] = tail
+            requests.append(Request(key, head + tail[:-1]))
+        sink = Scoring(continuations)
+        if requests:
+            self._check_lengths(requests, 1)
+        self._run(requests, 1, sink, planned=1)
+        return [sink.log_probs[key] for key in range(len(requests))]
+
+    def _run(self, requests: list[Request], steps: int, sink, *, planned: int) -> None:
+        """Run all blocks and set `stats`."""
+        self._links.reset()
+        self._device.reset_peak()
+        stats = self._new_stats(requests)
+        blocks = make_blocks(requests, self.policy.gpu_batch_size, self.policy.num_gpu_batches)
+        if blocks:
+            longest = blocks[0][0].padded
+            self.plan(Workload(prompt_len=longest, gen_len=planned, **_sizes(blocks)))
+            with self._executor(blocks, steps) as (executor, cache), self._bars(
+                    blocks, steps) as on_compute:
+                stats.kv_cache_bytes = cache.nbytes
+                for block in blocks:
+                    timing = executor.run(block, steps, sink, on_compute=on_compute,
+                                          logit_rows=getattr(sink, "rows", None))
+                    stats.prefill_seconds += timing.prefill
+                    stats.decode_seconds += sum(timing.steps)
+                    stats.step_seconds += timing.steps
+        stats.generated_tokens = sum(len(request.generated) for request in requests)
+        stats.links = self._links.totals()
+        stats.peak_device_bytes = self._device.peak_bytes()
+        stats.peak_process_bytes = peak_process_bytes()
+        self.stats = stats
+
+    def _new_stats(self, requests: list[Request]) -> RunStats:
+        return RunStats(
+            model=self._name, num_parameters=self.model_config.num_parameters(),
+            dtype=str(self._source.dtype).removeprefix("torch."),
+            device=self._device.description(), num_prompts=len(requests),
+            prompt_tokens=sum(len(request.prompt) for request in requests), generated_tokens=0,
+            gpu_batch_size=self.policy.gpu_batch_size,
+            num_gpu_batches=self.policy.num_gpu_batches, load_seconds=self._load_seconds)
+
+    @contextlib.contextmanager
+    def _executor(self, blocks, steps: int) -> Iterator[tuple[Executor, KVCache]]:
+        """An executor with room for the largest block, and its cache."""
+        config, dtype, sizes = self.model_config, self._source.dtype, _sizes(blocks)
+        with contextlib.ExitStack() as opened:
+            folders: list[RunFolder] = []
+
+            def run_folder() -> RunFolder:
+                if not folders:
+                    folders.append(RunFolder(self._offload_dir))
+                    opened.callback(folders[0].close)
+                    opened.callback(self._transfers.disk.forget, folders[0].path)
+                return folders[0]
+
+            # First out, last in: nothing may still be under way when files and buffers go.
+            common = {"transfers": self._transfers, "run_folder": run_folder}
+            cache = KVCache(
+                CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype),
+                batch_size=sizes["gpu_batch_size"], batches=sizes["num_gpu_batches"],
+                slots=blocks[0][0].padded + steps - 1, placement=self.policy.cache, **common)
+            hidden = HiddenStates(
+                max(batch.rows(0) for block in blocks for batch in block), config.hidden_size,
+                dtype, batches=sizes["num_gpu_batches"], placement=self.policy.activations,
+                **common)
+            opened.callback(self._transfers.abandon)
+            yield Executor(config, self._weights, cache=cache, hidden=hidden,
+                           transfers=self._transfers, dtype=dtype,
+                           overlap=self.policy.overlap), cache
+
+    def _encode(self, prompt: str | Sequence[int], key: int) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._tokenize(prompt)
+        else:
+            ids = [int(token) for token in prompt]
+            wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+            if wrong is not None:
+                raise UserError(f"prompt {key}: token id {wrong} is not below the vocabulary's "
+                                f"{self.vocab_size}")
+        if not ids:
+            raise UserError(f"prompt {key} is empty: give it at least one token")
+        return ids
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise UserError(f"{self._name} has no tokenizer here: give prompts as token ids")
+        return list(self.tokenizer(text)["input_ids"])
+
+    def _encode_pair(self, context, continuation, key: int) -> tuple[list[int], list[int]]:
+        if isinstance(context, str) != isinstance(continuation, str):
+            raise UserError(f"pair {key}: give context and continuation both as text or as tokens")
+        if isinstance(context, str):
+            # Tokenized together: the join may not fall on a token's edge.
+            head = self._tokenize(context) if context else []
+            tail = self._tokenize(context + continuation)[len(head):]
+        else:
+            head, tail = [list(map(int, part)) for part in (context, continuation)]
+        if not tail:
+            raise UserError(f"pair {key}: the continuation is empty")
+        if not head:
+            start = self.model_config.bos_token_id
+            if start is None:
+                raise UserError(f"pair {key}: the context is empty and the model has no BOS token")
+            head = [start]
+        self._encode(head + tail, key)
+        return head, tail
+
+    def _decode(self, tokens: list[int]) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _eos(self, params: SamplingParams) -> tuple[int, ...]:
+        given = params.eos_token_id
+        if given is None:
+            return end_tokens(self._source)
+        if given == -1:
+            return ()
+        return (given,) if isinstance(given, int) else tuple(given)
+
+    def _check_lengths(self, requests: list[Request], new_tokens: int) -> None:
+        config = self.model_config
+        longest = max(requests, key=lambda request: len(request.prompt))
+        length, limit = len(longest.prompt), config.max_positions
+        if config.sliding_window is not None:
+            limit = min(limit, config.sliding_window)
+        if length > limit:
+            raise UserError(f"prompt {longest.key} has {length} tokens, more than the model's "
+                            f"{limit} positions: shorten it")
+        # The last new token is never computed, and so needs no position.
+        if length + new_tokens - 1 > limit:
+            raise UserError(f"prompt {longest.key} of {length} tokens and {new_tokens} new ones "
+                            f"exceed the model's {limit} positions: generate at most "
+                            f"{limit - length + 1}")
+
+    @contextlib.contextmanager
+    def _bar(self, what: str) -> Iterator:
+        """A progress bar over bytes, as a callback that takes (done, total)."""
+        with tqdm(desc=what, unit="B", unit_scale=True, disable=self._disable_bars) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield show
+
+    @contextlib.contextmanager
+    def _bars(self, blocks, steps: int) -> Iterator:
+        """Bars for prefill (layers) and decode (steps), as a callback for each compute."""
+        layers = self.model_config.num_layers + 2
+        computes = layers * sum(map(len, blocks))
+        off = self._disable_bars
+        with tqdm(total=computes, desc="prefill", unit="layer", disable=off) as prefill, tqdm(
+                total=(steps - 1) * len(blocks), desc="decode", unit="step", disable=off) as decode:
+
+            def show(step: Step) -> None:
+                if step.token == 0:
+                    prefill.update()
+                elif step.layer == layers - 1 and step.batch == 0:
+                    decode.update()
+
+            yield show
+
+
+def _sizes(blocks) -> dict[str, int]:
+    """The largest batch and block there are: few prompts need less than the policy allows."""
+    return {"gpu_batch_size": max(len(batch) for block in blocks for batch in block),
+            "num_gpu_batches": max(map(len, blocks))}
+
+
+def _sampling_params(options: dict) -> SamplingParams:
+    known = [spec.name for spec in fields(SamplingParams)]
+    for name in options:
+        if name not in known:
+            raise UserError(f"generate has no option {name!r}; it has {', '.join(known)}")
+    return SamplingParams(**options)
+
+
+def _refuse_what_is_to_come(policy: Policy, h2o: H2OConfig | None, weight_bits: int,
+                            cache_bits: int) -> None:
+    if h2o is not None and not h2o.is_full:
+        raise UserError("h2o: eviction is not yet there; leave h2o out for the full cache")
+    for name, bits in (("weight_bits", weight_bits), ("cache_bits", cache_bits)):
+        if bits != 16:
+            raise UserError(f"{name}={bits}: compression is not yet there; use 16")
+    if policy.cpu_cache_compute:
+        raise UserError("cpu_cache_compute is not yet there; leave it out")
+
+
+__all__ = ["DUMMY", "LLM", "Output"]

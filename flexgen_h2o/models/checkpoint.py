@@ -1,0 +1,286 @@
+"""Named tensors of a checkpoint, read one at a time, by byte range where the format allows."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Protocol
+
+import torch
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
+from flexgen_h2o.models.dummy import DummyCheckpoint
+from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
+from flexgen_h2o.storage.extent import Extent
+
+__all__ = [
+    "BinCheckpoint",
+    "Checkpoint",
+    "DummyCheckpoint",
+    "Extent",
+    "SafetensorsCheckpoint",
+    "TensorInfo",
+    "open_checkpoint",
+    "resolve",
+]
+
+_SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
+_CONVERT_BYTES = 4 << 20  # of scratch for a read that converts; small enough to stay in cache
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """Tensors of a safetensors file, or of a folder with one, sharded or not.
+
+    Reads go through preadv straight into the caller's memory: no mmap, whose resident pages
+    would count a second time.
+
+    Parameters
+    ----------
+    path : Path or str
+        A `.safetensors` file, or a folder with `model.safetensors` or
+        `model.safetensors.index.json`.
+
+    Raises
+    ------
+    UserError
+        If a file is missing, truncated or damaged, or the index names a shard outside the
+        folder or a tensor that its shard lacks.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        path = Path(path)
+        self.source = str(path)
+        self._files: dict[Path, int] = {}
+        try:
+            self._infos = _collect(path, _SAFETENSORS, self._open)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, file: Path) -> dict[str, TensorInfo]:
+        try:
+            self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            return read_header(file, self._files[file])
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from error
+
+    def names(self) -> Collection[str]:
+        return self._infos.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        return self._infos[name]
+
+    def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        extent, flat = info.extent, out.view(-1)
+        fd = self._files[extent.path]
+        if out.dtype == info.dtype:
+            pread_exactly(fd, bytes_view(flat), extent.offset, extent.path)
+            return
+        # Scratch of the stored dtype is aligned for it, wherever in the file the bytes lie.
+        width = info.dtype.itemsize
+        scratch = torch.empty(min(len(flat), _CONVERT_BYTES // width), dtype=info.dtype)
+        for start in range(0, len(flat), max(1, len(scratch))):
+            part = scratch[: len(flat) - start]
+            offset = extent.offset + start * width
+            pread_exactly(fd, bytes_view(part), offset, extent.path)
+            flat[start : start + len(part)].copy_(part)
+
+    def close(self) -> None:
+        """Close the shards. The checkpoint must not be read afterwards."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+class BinCheckpoint(Checkpoint):
+    """Tensors of `pytorch_model.bin`, sharded or not, unpickled with weights_only alone.
+
+    One shard is mapped at a time. Extents are None: where torch's zip keeps a tensor is
+    torch's own business.
+
+    Parameters
+    ----------
+    folder : Path or str
+        A folder with `pytorch_model.bin` or `pytorch_model.bin.index.json`, or such a file.
+
+    Raises
+    ------
+    UserError
+        If a file is missing, damaged, not in torch's zip format or holds anything but
+        tensors, or if the index names a shard outside the folder or a tensor that its shard
+        lacks.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        folder = Path(folder)
+        self.source = str(folder)
+        self._lock = threading.Lock()
+        self._mapped: tuple[Path, dict[str, torch.Tensor]] | None = None
+        self._home: dict[str, Path] = {}
+        self._infos = _collect(folder, _BIN, self._open)
+
+    def _open(self, file: Path) -> dict[str, TensorInfo]:
+        tensors = _load_bin(file)
+        self._home.update(dict.fromkeys(tensors, file))
+        return {key: TensorInfo(t.dtype, tuple(t.shape), None) for key, t in tensors.items()}
+
+    def names(self) -> Collection[str]:
+        return self._infos.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        return self._infos[name]
+
+    def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        file = self._home[name]
+        with self._lock:
+            if self._mapped is None or self._mapped[0] != file:
+                self._mapped = None  # unmapped before the next is mapped, not after
+                self._mapped = (file, _load_bin(file))
+            tensor = self._mapped[1][name]
+        out.copy_(tensor)  # any strides: a transposed weight needs no contiguous copy
+
+    def close(self) -> None:
+        """Unmap the shard. The checkpoint must not be read afterwards."""
+        with self._lock:
+            self._mapped = None
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open what lies in a folder: safetensors if there is any, else `.bin`.
+
+    Parameters
+    ----------
+    path : Path or str
+        A local folder, or one `.safetensors` or `.bin` file.
+
+    Raises
+    ------
+    UserError
+        If there is no checkpoint, or it cannot be used (see the two classes).
+    """
+    path = Path(path)
+    if path.is_file():
+        return (BinCheckpoint if path.suffix == ".bin" else SafetensorsCheckpoint)(path)
+    if not path.is_dir():
+        raise UserError(f"no such folder: {path}; give a folder with a checkpoint")
+    for kind, name in ((SafetensorsCheckpoint, _SAFETENSORS), (BinCheckpoint, _BIN)):
+        if (path / name).exists() or (path / f"{name}.index.json").exists():
+            return kind(path)
+    raise UserError(
+        f"no checkpoint in {path}: looked for {_SAFETENSORS} and {_BIN}, "
+        "or either name followed by .index.json"
+    )
+
+
+class _Spec(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def resolve(
+    checkpoint: Checkpoint,
+    specs: Iterable[_Spec],
+    aliases: Callable[[str], tuple[str, ...]],
+) -> dict[str, str]:
+    """Find every wanted tensor of a model under the name that this checkpoint has for it.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Where to look.
+    specs : iterable of objects with `name` and `shape`
+        The tensors wanted, by canonical name.
+    aliases : callable
+        Given a canonical name, the names to try in turn, the canonical one first.
+
+    Returns
+    -------
+    dict of str to str
+        Canonical name to the checkpoint's name.
+
+    Raises
+    ------
+    UserError
+        If a tensor is missing or of another shape.
+    """
+    present = checkpoint.names()
+    found = {}
+    for spec in specs:
+        tried = aliases(spec.name)
+        actual = next((name for name in tried if name in present), None)
+        if actual is None:
+            also = [name for name in tried if name != spec.name]
+            hint = f" (nor {' or '.join(also)})" if also else ""
+            raise UserError(
+                f"{checkpoint.source} has no tensor {spec.name}{hint}; "
+                "is it complete, and does its config.json belong to it?"
+            )
+        shape = checkpoint.info(actual).shape
+        if shape != tuple(spec.shape):
+            raise UserError(
+                f"{checkpoint.source}: tensor {actual} has shape {list(shape)}, but config.json "
+                f"calls for {list(spec.shape)}; do the two belong together?"
+            )
+        found[spec.name] = actual
+    return found
+
+
+def _collect(
+    path: Path, name: str, open_shard: Callable[[Path], dict[str, TensorInfo]]
+) -> dict[str, TensorInfo]:
+    """All tensors of the checkpoint `name` in a folder (or of the file `path`), by `open_shard`."""
+    file = path / name if path.is_dir() else path
+    index = path / f"{name}.index.json"
+    if file.exists() or not index.exists():
+        return open_shard(file)
+    homes = _read_index(index)
+    shards = {shard: open_shard(shard) for shard in dict.fromkeys(homes.values())}
+    for tensor, shard in homes.items():
+        if tensor not in shards[shard]:
+            raise UserError(f"{shard} has no tensor {tensor}, which {index.name} places in it")
+    return {tensor: shards[shard][tensor] for tensor, shard in homes.items()}
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    try:
+        homes = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        pairs = [(str(tensor), str(shard)) for tensor, shard in homes.items()]
+    except OSError as error:
+        raise UserError(f"cannot read {index}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{index} is not a checkpoint index: it lacks a weight_map") from error
+    for _, shard in pairs:
+        # By name and not by resolving links: the hub's cache links its files out of the folder.
+        # PureWindowsPath splits at both kinds of slash and knows drives.
+        outside = PurePosixPath(shard).is_absolute() or PureWindowsPath(shard).drive
+        if outside or ".." in PureWindowsPath(shard).parts or "\0" in shard or not shard:
+            raise UserError(f"{index} names a shard outside its folder: {shard!r}; do not trust it")
+    for shard in dict.fromkeys(shard for _, shard in pairs):
+        if not (index.parent / shard).is_file():
+            raise UserError(f"missing shard {shard} (named in {index}); download or copy it")
+    return {tensor: index.parent / shard for tensor, shard in pairs}
+
+
+def _load_bin(file: Path) -> dict[str, torch.Tensor]:
+    advice = "get the model in safetensors, or save it again with torch.save"
+    try:
+        loaded = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+    except Exception as error:  # an unpickler fed damaged or hostile bytes raises anything
+        raise UserError(
+            f"{file} is damaged, too old, or holds more than tensors, and was not loaded; {advice}"
+        ) from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"{file} holds a {type(loaded).__name__}, not named tensors; {advice}")
+    return {
+        name: tensor
+        for name, tensor in loaded.items()
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    }

@@ -1,0 +1,104 @@
+"""What every checkpoint is: named tensors, known before they are read, read one at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.storage.extent import Extent
+
+_READABLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before it is read.
+
+    Attributes
+    ----------
+    dtype : torch.dtype
+        As stored.
+    shape : tuple of int
+        As stored.
+    extent : Extent or None
+        Where its raw bytes lie, or None if they do not lie plainly in a file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    extent: Extent | None
+
+
+class Checkpoint(ABC):
+    """Named tensors that are read one at a time. Safe to read from several threads.
+
+    Attributes
+    ----------
+    source : str
+        What error messages call it: a path, mostly.
+    """
+
+    source: str
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """The names of all tensors."""
+
+    @abstractmethod
+    def info(self, name: str) -> TensorInfo:
+        """Dtype, shape and place of one tensor; KeyError if there is none of that name."""
+
+    @abstractmethod
+    def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        """Fill `out`, which has been checked."""
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Read one tensor into memory that the caller owns, converting to its dtype.
+
+        Parameters
+        ----------
+        name : str
+            One of `names()`.
+        out : torch.Tensor
+            Contiguous, on the CPU, of the tensor's shape and of any floating dtype. Nothing
+            beyond it and a few MB of scratch is held while it is filled.
+
+        Raises
+        ------
+        KeyError
+            If there is no tensor of that name.
+        ValueError
+            If `out` is not as described.
+        UserError
+            If the bytes cannot be read, or the tensor is stored as something other than
+            float16, bfloat16, float32 or float64 (quantized checkpoints are).
+        """
+        info = self.info(name)
+        if tuple(out.shape) != info.shape:
+            raise ValueError(f"{name} has shape {info.shape}, not that of out {tuple(out.shape)}")
+        if out.device.type != "cpu" or not out.is_contiguous() or not out.is_floating_point():
+            raise ValueError(f"{name} can only be read into a contiguous floating CPU tensor")
+        if info.dtype not in _READABLE:
+            raise UserError(
+                f"{self.source}: tensor {name} is stored as {_plain(info.dtype)}; "
+                "use a checkpoint in float32, float16 or bfloat16"
+            )
+        self._fill(name, info, out)
+
+    def close(self) -> None:
+        """Let go of open files. The checkpoint must not be read afterwards."""
+        return None
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,260 @@
+"""Converted copies of checkpoints: made once, in the user's cache, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint
+from flexgen_h2o.models.safetensors_io import write_safetensors
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+)
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+Progress = Callable[[int, int], None]
+
+_FORMAT = 1  # raise it when what is written changes: copies of an older format are then made anew
+_HEAD_BYTES = 64 << 10  # of each source file, hashed into the key of its copy
+_WEIGHTS = (".safetensors", ".bin")
+_COPIED = (".json", ".model", ".txt", ".jinja")  # configuration and tokenizer
+_SPARE_BYTES = 64 << 20  # left free beside a copy, for its small files
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: `$FLEXGEN_H2O_CACHE`, else `~/.cache/flexgen_h2o`."""
+    chosen = os.environ.get("FLEXGEN_H2O_CACHE")
+    return Path(os.path.expanduser(chosen or "~/.cache/flexgen_h2o"))
+
+
+def read_config(folder: Path) -> dict:
+    """The `config.json` of a Hugging Face folder.
+
+    Raises
+    ------
+    UserError
+        If it is missing or not a JSON object.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path} ({error.strerror}); give a folder with a Hugging Face model"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return config
+
+
+def converted_folder(folder: Path, dtype: str, progress: Progress | None = None) -> Path:
+    """A copy of a local checkpoint in another dtype, as one safetensors file, made once.
+
+    For weights that are to be streamed straight from a file when the checkpoint's own dtype
+    or format does not allow it. Tensors follow one another by layer and their data starts at a
+    multiple of 64 bytes. Tensors that are not floating (masks that old checkpoints carry) are
+    left out; configuration and tokenizer files are copied.
+
+    Parameters
+    ----------
+    folder : Path
+        A Hugging Face folder with safetensors or `.bin` weights.
+    dtype : str
+        "float32", "float16" or "bfloat16".
+    progress : callable, optional
+        Called with (bytes done, bytes in all).
+
+    Returns
+    -------
+    Path
+        A complete Hugging Face folder in `cache_dir()`. The same source gives the same folder.
+
+    Raises
+    ------
+    UserError
+        If the checkpoint cannot be read or the copy cannot be written.
+    """
+    folder = Path(folder).resolve()
+    target = torch_dtype(dtype)
+
+    def build(made: Path) -> None:
+        with open_checkpoint(folder) as checkpoint:
+            layout = _layout(checkpoint, target)
+            pieces = _whole_tensors(checkpoint, target)
+            write_weights(made, layout, pieces, progress=progress)
+        for path in _files(folder, _COPIED):
+            if not path.name.endswith(".index.json"):
+                shutil.copyfile(path, made / path.name)
+        config = read_config(folder)
+        config.pop("torch_dtype", None)  # the name that transformers before 5 gave it
+        (made / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
+
+    return build_once(_files(folder, _WEIGHTS + _COPIED), dtype, folder.name, build)
+
+
+def build_once(
+    sources: Sequence[Path], dtype: str, title: str, build: Callable[[Path], None]
+) -> Path:
+    """The cached folder for these sources, built first if it is not there yet.
+
+    It is built under another name and renamed into place, so what stands under its own name is
+    whole. Processes (and threads) that want the same folder wait for the one that builds it.
+    What a killed process left is removed by the next build of anything.
+
+    Parameters
+    ----------
+    sources : sequence of Path
+        The files it is made from. Their names, sizes, times and first bytes are the key.
+    dtype : str
+        Part of the key.
+    title : str
+        For people who look into the cache; not part of the key.
+    build : callable
+        Given an empty folder, fills it.
+
+    Raises
+    ------
+    UserError
+        If the cache cannot be written.
+    """
+    root = cache_dir() / "converted"
+    name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', title)[:60]}-{dtype}-{_key(sources, dtype)}"
+    target = root / name
+    if target.is_dir():
+        return target
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f".{name}.lock"):
+            if not target.is_dir():
+                _build(root / f".{name}.tmp", target, build)
+    except OSError as error:
+        raise UserError(
+            f"cannot write a converted copy to {target} ({error.strerror or error}); "
+            "free space there or set FLEXGEN_H2O_CACHE to another folder"
+        ) from error
+    return target
+
+
+def write_weights(
+    folder: Path,
+    layout: Layout,
+    pieces: Callable[[str], Iterator[torch.Tensor]],
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Write `model.safetensors` in a folder under construction, if the disk has room for it.
+
+    Parameters are those of `write_safetensors`. Raises UserError if there is no room.
+    """
+    need = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values())
+    free = shutil.disk_usage(folder).free
+    if need + _SPARE_BYTES > free:
+        raise UserError(
+            f"a converted copy takes {need / 1e9:.1f} GB, but {cache_dir()} has "
+            f"{free / 1e9:.1f} GB free; free some or set FLEXGEN_H2O_CACHE to another disk"
+        )
+    write_safetensors(folder / "model.safetensors", layout, pieces, progress=progress)
+
+
+def natural_key(name: str) -> list:
+    """Sorts tensor names with layer 2 before layer 10, so that a layer's tensors are neighbours."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of "float32", "float16" or "bfloat16"; UserError for any other name."""
+    if dtype not in DTYPES:
+        raise UserError(f"cannot convert weights to dtype {dtype!r}; use {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _layout(checkpoint: Checkpoint, dtype: torch.dtype) -> Layout:
+    infos = {name: checkpoint.info(name) for name in sorted(checkpoint.names(), key=natural_key)}
+    return {
+        name: (dtype, info.shape) for name, info in infos.items() if info.dtype.is_floating_point
+    }
+
+
+def _whole_tensors(
+    checkpoint: Checkpoint, dtype: torch.dtype
+) -> Callable[[str], Iterator[torch.Tensor]]:
+    def pieces(name: str) -> Iterator[torch.Tensor]:
+        out = torch.empty(checkpoint.info(name).shape, dtype=dtype)
+        checkpoint.read(name, out)
+        yield out
+
+    return pieces
+
+
+def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    try:
+        return sorted(p for p in folder.iterdir() if p.suffix in suffixes and p.is_file())
+    except OSError as error:
+        raise UserError(f"cannot read {folder}: {error.strerror}") from error
+
+
+def _key(sources: Sequence[Path], dtype: str) -> str:
+    parts: list[object] = [_FORMAT, dtype]
+    for path in sources:
+        try:
+            status = path.stat()
+            with open(path, "rb") as file:
+                head = hashlib.sha256(file.read(_HEAD_BYTES)).hexdigest()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        parts.append([path.name, status.st_size, status.st_mtime_ns, head])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    # flock ends with the process, however that ends, so a lock is never stale. The file stays:
+    # removing it would let a third process lock a new one while the second holds the old.
+    with open(path, "ab") as file:
+        if not _try_lock(file.fileno()):
+            logging.getLogger(__name__).info("waiting for another process that makes %s", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _build(temporary: Path, target: Path, build: Callable[[Path], None]) -> None:
+    """Build and rename; the lock of `temporary` is held, so what stands there is left over."""
+    _remove_left_over(temporary.parent)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        build(temporary)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_left_over(root: Path) -> None:
+    """Remove the temporary folders that no living process holds the lock of."""
+    for temporary in root.glob(".*.tmp"):
+        with open(temporary.with_suffix(".lock"), "ab") as lock:
+            if _try_lock(lock.fileno()):
+                shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,74 @@
+"""Random weights of any shape, for measuring without a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+
+from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
+
+# Elements generated at a time. Any multiple of 16 gives the same values (torch's normal_ turns
+# uniforms into normals in groups of 16); this one is fastest, being at home in the L2 cache.
+_BLOCK = 1 << 16
+_GROUP = 16
+_STD = 0.02
+
+
+class DummyCheckpoint(Checkpoint):
+    """Seeded random weights of any shapes, generated when read.
+
+    A value depends on the seed, the tensor's name and `dtype`, and on nothing else: not on
+    the order of reads, the thread or the dtype read into. Names that end in "bias" and
+    matrices are N(0, 0.02), other vectors (the weights of norms) 1 + N(0, 0.02); values are
+    drawn in float32, rounded to `dtype`, then converted.
+
+    Parameters
+    ----------
+    tensors : mapping of str to tuple of int
+        Names and shapes.
+    dtype : torch.dtype
+        What the tensors count as being stored in.
+    seed : int
+        Any integer.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int
+    ) -> None:
+        self.source = "dummy weights"
+        self._dtype, self._seed = dtype, seed
+        self._infos = {
+            name: TensorInfo(dtype, tuple(shape), None) for name, shape in tensors.items()
+        }
+
+    def names(self) -> Collection[str]:
+        return self._infos.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        return self._infos[name]
+
+    def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        # hashlib, as Python's own hash() of a string differs from process to process.
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        is_norm = len(info.shape) == 1 and not name.endswith("bias")
+        flat = out.view(-1)
+        size = min(_BLOCK, _rounded_up(len(flat)))
+        scratch = torch.empty(size, dtype=torch.float32)
+        for start in range(0, len(flat), max(1, size)):
+            # Whole groups are drawn and the rest thrown away: normal_ draws a shorter tail in
+            # another way, which would make the values depend on where a block ends.
+            count = min(size, len(flat) - start)
+            block = scratch[: _rounded_up(count)]
+            block.normal_(float(is_norm), _STD, generator=generator)
+            drawn = block[:count]
+            if out.dtype != self._dtype:
+                drawn = drawn.to(self._dtype)
+            flat[start : start + count].copy_(drawn)
+
+
+def _rounded_up(count: int) -> int:
+    return math.ceil(count / _GROUP) * _GROUP

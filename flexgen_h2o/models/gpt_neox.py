@@ -1,0 +1,126 @@
+"""GPT-NeoX (arXiv 2204.06745) and Pythia: partial rotation, attention and MLP side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.models.layers import (
+    LayerContext,
+    activation,
+    add_linear_,
+    apply_rope_,
+    layer_norm,
+    linear,
+    rope_tables,
+    row_blocks,
+)
+from flexgen_h2o.models.spec import ModelConfig, ModelWeights, TensorSpec, renamed
+
+# Checkpoints saved from the bare model lack "gpt_neox."; transformers 5 calls the output matrix
+# lm_head in memory, yet still saves it under the old name.
+PREFIXES = (("gpt_neox.", ""), ("embed_out.", "lm_head."))
+
+
+def aliases(name: str) -> tuple[str, ...]:
+    """The names that a checkpoint may use for a tensor, the canonical one first."""
+    return renamed(name, PREFIXES)
+
+
+def weights(cfg: ModelConfig) -> ModelWeights:
+    """The tensors of a GPT-NeoX model."""
+    table = (cfg.vocab_size, cfg.hidden_size)
+    tokens = TensorSpec("gpt_neox.embed_in.weight", table)
+    matrix = tokens if cfg.tie_word_embeddings else TensorSpec("embed_out.weight", table)
+    head = _norm_specs(cfg, "norm", "gpt_neox.final_layer_norm") | {"lm_head": matrix}
+    layers = tuple(_layer_specs(cfg, f"gpt_neox.layers.{i}.") for i in range(cfg.num_layers))
+    return ModelWeights({"tokens": tokens}, layers, head, tables=("tokens",))
+
+
+def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+    hidden, ffn = cfg.hidden_size, cfg.ffn_size
+    matrices = {
+        "qkv": ("attention.query_key_value", 3 * hidden, hidden, cfg.attention_bias),
+        "out": ("attention.dense", hidden, hidden, cfg.attention_bias),
+        "fc1": ("mlp.dense_h_to_4h", ffn, hidden, cfg.mlp_bias),
+        "fc2": ("mlp.dense_4h_to_h", hidden, ffn, cfg.mlp_bias),
+    }
+    specs = _norm_specs(cfg, "ln1", f"{prefix}input_layernorm")
+    specs |= _norm_specs(cfg, "ln2", f"{prefix}post_attention_layernorm")
+    for short, (name, rows, columns, bias) in matrices.items():
+        specs[short] = TensorSpec(f"{prefix}{name}.weight", (rows, columns))
+        if bias:
+            specs[f"{short}_bias"] = TensorSpec(f"{prefix}{name}.bias", (rows,))
+    return specs
+
+
+def _norm_specs(cfg: ModelConfig, short: str, name: str) -> dict[str, TensorSpec]:
+    return {short: TensorSpec(f"{name}.weight", (cfg.hidden_size,)),
+            f"{short}_bias": TensorSpec(f"{name}.bias", (cfg.hidden_size,))}
+
+
+def embed(cfg: ModelConfig, w: Mapping[str, Tensor], lookup: Callable[[str, Tensor], Tensor],
+          ids: Tensor, positions: Tensor) -> Tensor:
+    """Token embeddings.
+
+    Parameters
+    ----------
+    lookup : callable (table name, index [rows]) -> new Tensor [rows, hidden]
+    ids, positions : Tensor [rows], int64
+        Positions come in later, by rotation.
+
+    Returns
+    -------
+    Tensor [rows, hidden]
+    """
+    return lookup("tokens", ids)
+
+
+def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [rows, rotary_dim / 2] each, at positions [rows]."""
+    return rope_tables(cfg.rope, positions, dtype)
+
+
+def decoder_layer(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
+                  ctx: LayerContext) -> Tensor:
+    """One layer; x [rows, hidden] is updated in place and returned."""
+    rows = x.shape[0]
+    # The fused matrix gives each head's query, key and value in turn.
+    qkv = ctx.scratch.get("qkv", (rows, cfg.num_heads, 3 * cfg.head_dim), x.dtype)
+    q, k, v = qkv.split(cfg.head_dim, dim=-1)
+    cos, sin = ctx.rope
+    for block in row_blocks(rows):
+        normed = _normed(cfg, w, "ln1", x[block], ctx)
+        linear(normed, w["qkv"], w.get("qkv_bias"), out=qkv[block].view(len(normed), -1))
+        apply_rope_(q[block], cos[block], sin[block])
+        apply_rope_(k[block], cos[block], sin[block])
+    attended = ctx.attend(q, k, v).reshape(rows, cfg.q_size)
+    for block in row_blocks(rows):
+        _attention_and_mlp_(cfg, w, x[block], attended[block], ctx)
+    return x
+
+
+def _attention_and_mlp_(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor,
+                        ctx: LayerContext) -> None:
+    """Add both to x; with a parallel residual the MLP reads x as it was before attention."""
+    if cfg.parallel_residual:
+        normed = _normed(cfg, w, "ln2", x, ctx)
+    add_linear_(x, attended, w["out"], w.get("out_bias"))
+    if not cfg.parallel_residual:
+        normed = _normed(cfg, w, "ln2", x, ctx)
+    wide = ctx.scratch.get("ffn", (x.shape[0], cfg.ffn_size), x.dtype)
+    linear(normed, w["fc1"], w.get("fc1_bias"), out=wide)
+    add_linear_(x, activation(cfg.activation)(wide), w["fc2"], w.get("fc2_bias"))
+
+
+def _normed(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor,
+            ctx: LayerContext) -> Tensor:
+    out = ctx.scratch.get("normed", tuple(x.shape), x.dtype)
+    return layer_norm(x, w[name], w[f"{name}_bias"], eps=cfg.norm_eps, out=out)
+
+
+def head(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """Logits [rows, vocab], in x's dtype, of x [rows, hidden]."""
+    return linear(layer_norm(x, w["norm"], w["norm_bias"], eps=cfg.norm_eps), w["lm_head"])

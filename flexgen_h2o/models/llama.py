@@ -1,0 +1,122 @@
+"""LLaMA 1, 2, 3 (arXiv 2302.13971) and what shares their architecture: Mistral, SmolLM2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.models.layers import (
+    LayerContext,
+    activation,
+    add_linear_,
+    apply_rope_,
+    linear,
+    rms_norm,
+    rope_tables,
+    row_blocks,
+)
+from flexgen_h2o.models.spec import ModelConfig, ModelWeights, TensorSpec, renamed
+
+# Checkpoints saved from the bare model lack the leading "model."
+PREFIXES = (("model.", ""),)
+
+
+def aliases(name: str) -> tuple[str, ...]:
+    """The names that a checkpoint may use for a tensor, the canonical one first."""
+    return renamed(name, PREFIXES)
+
+
+def weights(cfg: ModelConfig) -> ModelWeights:
+    """The tensors of a model of the LLaMA architecture."""
+    table = (cfg.vocab_size, cfg.hidden_size)
+    tokens = TensorSpec("model.embed_tokens.weight", table)
+    matrix = tokens if cfg.tie_word_embeddings else TensorSpec("lm_head.weight", table)
+    head = {"norm": TensorSpec("model.norm.weight", (cfg.hidden_size,)), "lm_head": matrix}
+    layers = tuple(_layer_specs(cfg, f"model.layers.{i}.") for i in range(cfg.num_layers))
+    return ModelWeights({"tokens": tokens}, layers, head, tables=("tokens",))
+
+
+def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
+    hidden, ffn = cfg.hidden_size, cfg.ffn_size
+    matrices = {
+        "q": ("self_attn.q_proj", cfg.q_size, hidden, cfg.attention_bias),
+        "k": ("self_attn.k_proj", cfg.kv_size, hidden, cfg.attention_bias),
+        "v": ("self_attn.v_proj", cfg.kv_size, hidden, cfg.attention_bias),
+        "out": ("self_attn.o_proj", hidden, cfg.q_size, cfg.attention_bias),
+        "gate": ("mlp.gate_proj", ffn, hidden, cfg.mlp_bias),
+        "up": ("mlp.up_proj", ffn, hidden, cfg.mlp_bias),
+        "down": ("mlp.down_proj", hidden, ffn, cfg.mlp_bias),
+    }
+    specs = {"ln1": TensorSpec(f"{prefix}input_layernorm.weight", (hidden,)),
+             "ln2": TensorSpec(f"{prefix}post_attention_layernorm.weight", (hidden,))}
+    for short, (name, rows, columns, bias) in matrices.items():
+        specs[short] = TensorSpec(f"{prefix}{name}.weight", (rows, columns))
+        if bias:
+            specs[f"{short}_bias"] = TensorSpec(f"{prefix}{name}.bias", (rows,))
+    return specs
+
+
+def embed(cfg: ModelConfig, w: Mapping[str, Tensor], lookup: Callable[[str, Tensor], Tensor],
+          ids: Tensor, positions: Tensor) -> Tensor:
+    """Token embeddings.
+
+    Parameters
+    ----------
+    lookup : callable (table name, index [rows]) -> new Tensor [rows, hidden]
+    ids, positions : Tensor [rows], int64
+        Positions come in later, by rotation.
+
+    Returns
+    -------
+    Tensor [rows, hidden]
+    """
+    return lookup("tokens", ids)
+
+
+def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [rows, rotary_dim / 2] each, at positions [rows]."""
+    return rope_tables(cfg.rope, positions, dtype)
+
+
+def decoder_layer(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
+                  ctx: LayerContext) -> Tensor:
+    """One layer; x [rows, hidden] is updated in place and returned."""
+    rows = x.shape[0]
+    q = ctx.scratch.get("q", (rows, cfg.num_heads, cfg.head_dim), x.dtype)
+    k, v = (ctx.scratch.get(name, (rows, cfg.num_kv_heads, cfg.head_dim), x.dtype)
+            for name in "kv")
+    cos, sin = ctx.rope
+    for block in row_blocks(rows):
+        normed = _normed(cfg, w["ln1"], x[block], ctx)
+        for name, out in (("q", q), ("k", k), ("v", v)):
+            linear(normed, w[name], w.get(f"{name}_bias"), out=out[block].view(len(normed), -1))
+        apply_rope_(q[block], cos[block], sin[block])
+        apply_rope_(k[block], cos[block], sin[block])
+    attended = ctx.attend(q, k, v).reshape(rows, cfg.q_size)
+    for block in row_blocks(rows):
+        add_linear_(x[block], attended[block], w["out"], w.get("out_bias"))
+        _mlp_(cfg, w, x[block], ctx)
+    return x
+
+
+def _mlp_(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, ctx: LayerContext) -> None:
+    """Add ``down(act(gate(norm(x))) * up(norm(x)))`` to x."""
+    normed = _normed(cfg, w["ln2"], x, ctx)
+    gate, up = (ctx.scratch.get(name, (x.shape[0], cfg.ffn_size), x.dtype)
+                for name in ("gate", "up"))
+    linear(normed, w["gate"], w.get("gate_bias"), out=gate)
+    linear(normed, w["up"], w.get("up_bias"), out=up)
+    wide = activation(cfg.activation)(gate).mul_(up)
+    add_linear_(x, wide, w["down"], w.get("down_bias"))
+
+
+def _normed(cfg: ModelConfig, weight: Tensor, x: Tensor, ctx: LayerContext) -> Tensor:
+    out = ctx.scratch.get("normed", tuple(x.shape), x.dtype)
+    return rms_norm(x, weight, eps=cfg.norm_eps, out=out)
+
+
+def head(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """Logits [rows, vocab], in x's dtype, of x [rows, hidden]."""
+    return linear(rms_norm(x, w["norm"], eps=cfg.norm_eps), w["lm_head"])

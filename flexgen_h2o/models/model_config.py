@@ -1,0 +1,216 @@
+"""What a model is: its sizes and options, and the tensors that it is made of.
+
+Imports neither torch nor transformers: the memory plan needs the sizes before those load.
+Other files take these names from `spec`, which makes them out of a config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexgen_h2o.errors import UserError
+
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
+ROPE_KINDS = ("default", "linear", "llama3")
+
+# Rows that a decoder layer takes at once through whatever is row by row (norms, projections, MLP).
+# It bounds the MLP's workspace, and is far more than a matrix product needs to run at full speed.
+ROW_BLOCK = 2048
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (arXiv 2104.09864) and how it is stretched.
+
+    Attributes
+    ----------
+    theta : float
+        Base of the wavelengths.
+    rotary_dim : int
+        Leading dimensions of each head that rotate; even.
+    kind : str
+        One of `ROPE_KINDS`. The fields below are unused by `default`.
+    factor : float
+        By how much positions are compressed.
+    low_freq_factor, high_freq_factor : float
+        `llama3` only: the band, in turns per original context, between scaled and untouched.
+    original_max_positions : int
+        `llama3` only: the context length before stretching.
+    """
+
+    theta: float
+    rotary_dim: int
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and options of one model; a family ignores the options that it does not have.
+
+    Attributes
+    ----------
+    name : str
+        What the user called it.
+    family : str
+        "opt", "llama" or "gpt_neox".
+    ffn_size : int
+        Width of the MLP.
+    max_positions : int
+        Trained context; OPT has a table of this many positions and cannot go past it.
+    activation : str
+        One of `ACTIVATIONS`.
+    attention_bias, mlp_bias : bool
+        Whether all four attention projections, and all MLP projections, have a bias.
+    eos_token_ids : tuple of int
+        Tokens that end a text; may be empty.
+    dtype : str or None
+        What the checkpoint says that it is stored in, such as "bfloat16".
+    rope : RopeConfig or None
+        None for learned positions.
+    sliding_window : int or None
+        Attention reaches back no further; a run must not be longer. None when inactive.
+    pre_norm, final_norm, norm_affine : bool
+        OPT: norms before (not after) attention and MLP; a norm before the head; norms with weights.
+    embed_dim : int
+        OPT: width of the token table, projected to `hidden_size` where they differ. 0 means equal.
+    parallel_residual : bool
+        GPT-NeoX: attention and MLP read the same input.
+
+    Raises
+    ------
+    UserError
+        If the sizes do not fit together.
+    """
+
+    name: str
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    max_positions: int
+    activation: str
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str | None = None
+    rope: RopeConfig | None = None
+    sliding_window: int | None = None
+    pre_norm: bool = True
+    final_norm: bool = True
+    norm_affine: bool = True
+    embed_dim: int = 0
+    parallel_residual: bool = True
+
+    def __post_init__(self):
+        object.__setattr__(self, "embed_dim", self.embed_dim or self.hidden_size)
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"{self.name}: {self.num_heads} attention heads cannot share "
+                            f"{self.num_kv_heads} key/value heads evenly; the config is wrong")
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"{self.name}: activation function {self.activation!r} is not "
+                            f"supported (supported: {', '.join(ACTIVATIONS)})")
+        rotary = self.rope.rotary_dim if self.rope else 2
+        if rotary % 2 or not 2 <= rotary <= self.head_dim:
+            raise UserError(f"{self.name}: {rotary} rotary dimensions in a head of "
+                            f"{self.head_dim} are not supported (an even number that fits is)")
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads (or all value heads) together."""
+        return self.num_kv_heads * self.head_dim
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of keys and values that one token adds to the full cache, all layers together."""
+        return 2 * self.num_layers * self.kv_size * itemsize
+
+    def embed_parameters(self) -> int:
+        """Parameters of the embeddings, a tied token table included."""
+        tokens = self.vocab_size * self.embed_dim
+        if self.family != "opt":
+            return tokens
+        return tokens + (self.max_positions + 2) * self.hidden_size + self._projection()
+
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer."""
+        hidden, ffn = self.hidden_size, self.ffn_size
+        wide = 2 if self.family == "llama" else 1  # gate and up, or a single matrix
+        attention = hidden * (2 * self.q_size + 2 * self.kv_size)
+        attention_bias = self.q_size + 2 * self.kv_size + hidden
+        return (attention + self.attention_bias * attention_bias
+                + (wide + 1) * hidden * ffn + self.mlp_bias * (wide * ffn + hidden)
+                + 2 * self._norm())
+
+    def head_parameters(self) -> int:
+        """Parameters after the last layer; the output matrix only if it is not tied."""
+        matrix = 0 if self.tie_word_embeddings else self.vocab_size * self.embed_dim
+        projection = self._projection() if self.family == "opt" else 0
+        return matrix + projection + self.final_norm * self._norm()
+
+    def num_parameters(self) -> int:
+        """All parameters, a tied table counted once."""
+        layers = self.num_layers * self.layer_parameters()
+        return self.embed_parameters() + layers + self.head_parameters()
+
+    def scratch_elements(self, rows: int) -> int:
+        """Elements of compute dtype that a decoder layer takes from its `Scratch` for `rows`."""
+        block = min(rows, ROW_BLOCK)
+        wide = 2 if self.family == "llama" else 1
+        return (rows * (self.q_size + 2 * self.kv_size)
+                + block * (self.hidden_size + wide * self.ffn_size))
+
+    def _norm(self) -> int:
+        scales = 1 if self.family == "llama" else 2  # RMS norm has no bias
+        return scales * self.hidden_size * self.norm_affine
+
+    def _projection(self) -> int:
+        return 0 if self.embed_dim == self.hidden_size else self.embed_dim * self.hidden_size
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a checkpoint: its canonical name (as transformers saves it) and shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The tensors of a model, by the short names that its functions use.
+
+    Attributes
+    ----------
+    embed, head : dict of str to TensorSpec
+        Before the first and after the last layer. A tied head names the embedding's tensor.
+    layers : tuple of dict of str to TensorSpec
+        One dict per decoder layer, all with the same keys.
+    tables : tuple of str
+        Keys of `embed` that are lookup tables: rows are gathered where the table lives.
+    """
+
+    embed: dict[str, TensorSpec]
+    layers: tuple[dict[str, TensorSpec], ...]
+    head: dict[str, TensorSpec]
+    tables: tuple[str, ...]
+
+
+def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """A tensor's possible names: `name` first, then with each (canonical, other) prefix swapped."""
+    others = (other + name[len(prefix):] for prefix, other in prefixes if name.startswith(prefix))
+    return (name, *dict.fromkeys(others))

@@ -1,0 +1,242 @@
+"""The safetensors format by byte range: headers read strictly, files written in a stream.
+
+The safetensors library hands out tensors, not offsets, and reads through mmap, whose resident
+pages count beside the tensor they are copied to. The engine needs offsets (it streams weights
+from the checkpoint's own bytes), so the format is read here: 8 bytes of header length, a JSON
+header, the data. Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.checkpoint_base import TensorInfo
+from flexgen_h2o.storage.extent import Extent
+
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+# The youngest of these are not in every torch; a file that uses one is then refused by name.
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {code: getattr(torch, name) for code, name in _TORCH_NAMES.items() if hasattr(torch, name)}
+)
+_CODES = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
+_MAX_HEADER = 100_000_000  # the reference implementation's own limit
+_LENGTH_BYTES = 8
+_DATA_ALIGNMENT = 64
+_READ_PIECE = 16 << 20
+
+
+def read_header(path: Path, fd: int) -> dict[str, TensorInfo]:
+    """Read and check the header of one safetensors file.
+
+    Parameters
+    ----------
+    path : Path
+        The file's name, for messages and extents.
+    fd : int
+        The file, open for reading.
+
+    Returns
+    -------
+    dict of str to TensorInfo
+        In the order of their bytes in the file. Their extents lie inside the file, do not
+        overlap, leave no holes and have the size that dtype and shape call for.
+
+    Raises
+    ------
+    UserError
+        If the file is truncated (with the number of missing bytes) or is not valid safetensors.
+    """
+    size = os.fstat(fd).st_size
+    length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
+    if size < _LENGTH_BYTES:
+        raise UserError(_truncated(path, _LENGTH_BYTES - size))
+    if not 2 <= length <= _MAX_HEADER:
+        raise UserError(f"{path} is not a safetensors file: its header length is {length}")
+    data_start = _LENGTH_BYTES + length
+    if size < data_start:
+        raise UserError(_truncated(path, data_start - size))
+    raw = bytearray(length)
+    pread_exactly(fd, memoryview(raw), _LENGTH_BYTES, path)
+    entries = _parse(path, bytes(raw))
+    infos = {name: _entry(path, name, entry, data_start) for name, entry in entries.items()}
+    ordered = sorted(infos.items(), key=_position)
+    end = data_start
+    for name, info in ordered:
+        if info.extent.offset != end:
+            raise UserError(
+                f"{path} is damaged: tensor {name} starts at byte {info.extent.offset}, "
+                f"where the one before it ends at {end}"
+            )
+        end += info.extent.nbytes
+    if size < end:
+        raise UserError(_truncated(path, end - size))
+    if size > end:
+        raise UserError(f"{path} is damaged: {size - end} bytes follow its last tensor")
+    return dict(ordered)
+
+
+def pread_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
+    """Fill `view` (writable bytes) from byte `offset` of the open file `fd`.
+
+    Safe from several threads: the file position is not used, and the GIL is not held.
+
+    Raises
+    ------
+    UserError
+        If the file ends early or cannot be read; `path` is named.
+    """
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(fd, [view[done : done + _READ_PIECE]], offset + done)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        if got == 0:
+            raise UserError(_truncated(path, len(view) - done))
+        done += got
+
+
+def bytes_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as writable bytes, whatever its dtype."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def write_safetensors(
+    path: Path,
+    layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    pieces: Callable[[str], Iterable[torch.Tensor]],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write a safetensors file tensor by tensor, without ever holding all of it.
+
+    The header is padded with spaces so that the data starts at a multiple of 64 bytes; the
+    format allows no holes between tensors.
+
+    Parameters
+    ----------
+    path : Path
+        The file to create. It is on stable storage when the function returns.
+    layout : mapping of str to (torch.dtype, tuple of int)
+        The tensors, in the order to write them.
+    pieces : callable
+        Given a name, yields the tensor's elements in row-major order as contiguous CPU tensors
+        of the dtype in `layout`, in one piece or in many.
+    progress : callable, optional
+        Called with (bytes done, bytes in all) after each piece.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written.
+    ValueError
+        If the pieces of a tensor do not add up to its shape.
+    """
+    header, total = _header_of(layout)
+    written = 0
+    with open(path, "xb") as file:
+        file.write(header)
+        for name, (dtype, shape) in layout.items():
+            expected = written + math.prod(shape) * dtype.itemsize
+            for piece in pieces(name):
+                if piece.dtype != dtype:
+                    raise ValueError(f"{name}: a piece is {piece.dtype}, not {dtype}")
+                written += file.write(bytes_view(piece))
+                if progress is not None:
+                    progress(written, total)
+            if written != expected:
+                raise ValueError(f"{name}: its pieces end {written - expected:+d} bytes off")
+        file.flush()
+        os.fsync(file.fileno())  # the folder is renamed into place next and trusted from then on
+
+
+def _header_of(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, int]:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in layout.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": _CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _DATA_ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, end
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, object]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("the same key twice")
+        return found
+
+    try:
+        entries = json.loads(raw.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a safetensors file: its header is not JSON") from error
+    if not isinstance(entries, dict):
+        raise UserError(f"{path} is not a safetensors file: its header is not a JSON object")
+    entries.pop("__metadata__", None)
+    return entries
+
+
+def _entry(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
+    fields = entry if isinstance(entry, dict) else {}
+    code, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (_counts(shape) and _counts(offsets) and len(offsets) == 2 and isinstance(code, str)):
+        raise UserError(f"{path} is damaged: its header does not describe tensor {name} properly")
+    if code not in DTYPES:
+        raise UserError(
+            f"{path}: tensor {name} has dtype {code}, which this engine does not know; "
+            "use a checkpoint in F32, F16 or BF16"
+        )
+    start, end = offsets
+    dtype = DTYPES[code]
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise UserError(
+            f"{path} is damaged: tensor {name} has {end - start} bytes, "
+            f"but {code} of shape {tuple(shape)} takes {math.prod(shape) * dtype.itemsize}"
+        )
+    return TensorInfo(dtype, tuple(shape), Extent(path, data_start + start, end - start))
+
+
+def _counts(value: object) -> bool:
+    # type() and not isinstance(): JSON's true is an int to Python.
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _position(item: tuple[str, TensorInfo]) -> tuple[int, int]:
+    # Empty tensors share their offset with the tensor after them, so they sort before it.
+    return item[1].extent.offset, item[1].extent.nbytes
+
+
+def _truncated(path: Path, missing: int) -> str:
+    return f"{path} is truncated: {missing} bytes are missing; download or copy it again"

@@ -1,0 +1,119 @@
+"""Published model shapes and the defaults of each model type, in the words of config.json.
+
+Plain data in today's spelling (`rope_parameters`), read by `spec.from_transformers` like any other
+config.json. A shape is enough for the memory plan and for `--path _DUMMY_`; a real checkpoint
+brings its own config. Values are those of the configs published on huggingface.co; the 175B shape
+is that of the OPT paper (arXiv 2205.01068, table 1), whose weights are not published there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What transformers assumes for a key that config.json leaves out, by model type.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "opt": {
+        "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072,
+        "num_attention_heads": 12, "max_position_embeddings": 2048, "activation_function": "relu",
+        "do_layer_norm_before": True, "_remove_final_layer_norm": False,
+        "enable_bias": True, "layer_norm_elementwise_affine": True,
+        "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 2,
+    },
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+        "intermediate_size": 11008, "num_attention_heads": 32,
+        "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "mistral": {
+        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "gpt_neox": {
+        "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44,
+        "intermediate_size": 24576, "num_attention_heads": 64,
+        "max_position_embeddings": 2048, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
+        "attention_bias": True, "use_parallel_residual": True,
+        "rotary_emb_base": 10000.0, "rotary_pct": 0.25,
+        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2,
+    },
+}
+
+
+def _opt(hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:
+    return {"model_type": "opt", "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "ffn_dim": 4 * hidden, "dtype": "float16", **other}
+
+
+def _llama(hidden: int, layers: int, heads: int, ffn: int, **other) -> dict[str, Any]:
+    return {"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "intermediate_size": ffn, "dtype": "float16", **other}
+
+
+def _llama3(**other) -> dict[str, Any]:
+    return _llama(4096, 32, 32, 14336, vocab_size=128256, num_key_value_heads=8,
+                  rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001,
+                  **{"dtype": "bfloat16", **other})
+
+
+def _pythia(hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:
+    return {"model_type": "gpt_neox", "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "intermediate_size": 4 * hidden, "vocab_size": 50304,
+            "eos_token_id": 0, "dtype": "float16", **other}
+
+
+_LLAMA2 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "facebook/opt-125m": _opt(768, 12, 12),
+    "facebook/opt-350m": _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
+    "facebook/opt-1.3b": _opt(2048, 24, 32),
+    "facebook/opt-2.7b": _opt(2560, 32, 32),
+    "facebook/opt-6.7b": _opt(4096, 32, 32),
+    "facebook/opt-13b": _opt(5120, 40, 40),
+    "facebook/opt-30b": _opt(7168, 48, 56),
+    "facebook/opt-66b": _opt(9216, 64, 72),
+    "facebook/opt-175b": _opt(12288, 96, 96),
+    "huggyllama/llama-7b": _llama(4096, 32, 32, 11008),
+    "huggyllama/llama-13b": _llama(5120, 40, 40, 13824),
+    "huggyllama/llama-30b": _llama(6656, 60, 52, 17920),
+    "huggyllama/llama-65b": _llama(8192, 80, 64, 22016, rms_norm_eps=1e-5),
+    "meta-llama/Llama-2-7b-hf": _llama(4096, 32, 32, 11008, **_LLAMA2),
+    "meta-llama/Llama-2-13b-hf": _llama(5120, 40, 40, 13824, **_LLAMA2),
+    "meta-llama/Llama-2-70b-hf": _llama(8192, 80, 64, 28672, num_key_value_heads=8, **_LLAMA2),
+    "meta-llama/Meta-Llama-3-8B": _llama3(
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+    "meta-llama/Llama-3.1-8B": _llama3(
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
+                         "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192}),
+    "mistralai/Mistral-7B-v0.3": {
+        "model_type": "mistral", "vocab_size": 32768, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5, "sliding_window": None, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "EleutherAI/gpt-neox-20b": {
+        "model_type": "gpt_neox", "hidden_act": "gelu_fast", "eos_token_id": 0,
+        "dtype": "float16"},
+    "EleutherAI/pythia-70m": _pythia(512, 6, 8),
+    "EleutherAI/pythia-160m": _pythia(768, 12, 12),
+    "EleutherAI/pythia-410m": _pythia(1024, 24, 16),
+    "EleutherAI/pythia-1b": _pythia(2048, 16, 8),
+    "EleutherAI/pythia-1.4b": _pythia(2048, 24, 16),
+    "EleutherAI/pythia-2.8b": _pythia(2560, 32, 32),
+    "EleutherAI/pythia-6.9b": _pythia(4096, 32, 32, vocab_size=50432),
+    "EleutherAI/pythia-12b": _pythia(5120, 36, 40, vocab_size=50688),
+    "HuggingFaceTB/SmolLM2-135M": _llama(
+        576, 30, 9, 1536, vocab_size=49152, num_key_value_heads=3, max_position_embeddings=8192,
+        rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+        dtype="bfloat16",
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0}),
+}
+
+# Repositories known under a second name.
+SAME_AS = {"meta-llama/Meta-Llama-3.1-8B": "meta-llama/Llama-3.1-8B"}

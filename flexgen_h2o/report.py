@@ -1,0 +1,284 @@
+"""What a run did: spans on a time line, bytes over links, and the figures made of them. No torch.
+
+Text, JSON and the trace are made here; the CSV file of many runs is in `results`. Throughput is
+generated tokens / (prefill + decode) seconds. GB is 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from flexgen_h2o.errors import UserError
+
+LINKS = ("disk->cpu", "cpu->disk", "cpu->gpu", "gpu->cpu")
+GB = 1e9
+
+RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
+          "latency_p50_seconds", "latency_p95_seconds")
+
+
+class Trace:
+    """A thread-safe recorder of spans, in lanes such as ``compute`` or ``disk->cpu``.
+
+    Times are `time.perf_counter` seconds. A disabled trace records nothing and costs a test.
+    """
+
+    def __init__(self, enabled: bool = True):
+        self.enabled = enabled
+        self._origin = time.perf_counter()
+        self._lock = threading.Lock()
+        self._spans: list[tuple[str, str, float, float, int]] = []
+
+    def span(self, name: str, lane: str) -> AbstractContextManager[None]:
+        """Record the body of a ``with`` statement, also when it raises."""
+        return self._timed(name, lane) if self.enabled else nullcontext()
+
+    @contextmanager
+    def _timed(self, name: str, lane: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, lane, start, time.perf_counter())
+
+    def add(self, name: str, lane: str, start: float, end: float, nbytes: int = 0) -> None:
+        """Record a span that has been timed elsewhere, and the bytes that it moved."""
+        if self.enabled:
+            with self._lock:
+                self._spans.append((name, lane, start, end, nbytes))
+
+    def spans(self) -> list[tuple[str, str, float, float, int]]:
+        """All spans so far: (name, lane, start, end, bytes), in order of recording."""
+        with self._lock:
+            return list(self._spans)
+
+    def write_chrome(self, path: str | os.PathLike) -> None:
+        """Write Chrome trace JSON (microseconds), for ui.perfetto.dev. OSError if it cannot."""
+        spans = self.spans()
+        lanes = {lane: number for number, lane in enumerate(dict.fromkeys(s[1] for s in spans))}
+        events: list[dict] = [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": lane}}
+            for lane, number in lanes.items()
+        ]
+        for name, lane, start, end, nbytes in spans:
+            event = {"ph": "X", "name": name, "cat": lane, "pid": 1, "tid": lanes[lane],
+                     "ts": (start - self._origin) * 1e6, "dur": max(end - start, 0.0) * 1e6}
+            if nbytes:
+                event["args"] = {"bytes": nbytes, "GB/s": over(nbytes / GB, end - start)}
+            events.append(event)
+        with open_atomic(path) as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+class LinkStats:
+    """Bytes moved and seconds busy on each link, added from any thread.
+
+    Busy time is the union of the intervals: two transfers at once count once, so that bytes over
+    seconds is what the link carried. Intervals are merged as they come; the oldest are closed into
+    a sum, as a long run has millions.
+    """
+
+    _MOST_OPEN = 1024
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the next run starts at zero."""
+        with self._lock:
+            self._bytes = dict.fromkeys(LINKS, 0)
+            self._closed = dict.fromkeys(LINKS, 0.0)
+            self._open: dict[str, list[tuple[float, float]]] = {link: [] for link in LINKS}
+
+    def add(self, link: str, nbytes: int, start: float, end: float) -> None:
+        """Count a transfer of `nbytes` that took from `start` to `end` (perf_counter seconds)."""
+        with self._lock:
+            self._bytes[link] += nbytes
+            intervals = self._open[link]
+            first = bisect.bisect_left(intervals, start, key=lambda span: span[1])
+            last = bisect.bisect_right(intervals, end, key=lambda span: span[0])
+            if first < last:
+                start, end = min(start, intervals[first][0]), max(end, intervals[last - 1][1])
+            intervals[first:last] = [(start, end)]
+            if len(intervals) > self._MOST_OPEN:
+                half = self._MOST_OPEN // 2
+                self._closed[link] += sum(b - a for a, b in intervals[:half])
+                del intervals[:half]
+
+    def totals(self) -> dict[str, tuple[int, float]]:
+        """Link to (bytes, busy seconds), for the links that carried anything."""
+        with self._lock:
+            return {
+                link: (nbytes, self._closed[link] + sum(b - a for a, b in self._open[link]))
+                for link, nbytes in self._bytes.items() if nbytes
+            }
+
+
+@dataclass(kw_only=True)
+class RunStats:
+    """The figures of one call of generate, warm-up excluded.
+
+    Sizes are bytes, times seconds. `prompt_tokens` and `generated_tokens` count real tokens (no
+    pads, nothing past EOS) of all prompts. `step_seconds` holds each decode step of each block:
+    the time that a sequence waits for one token. `links` is `LinkStats.totals`. `projected` says
+    that decode was extrapolated. A rate is None where its time was not measured.
+    """
+
+    model: str
+    num_parameters: int
+    dtype: str
+    device: str
+    num_prompts: int
+    prompt_tokens: int
+    generated_tokens: int
+    gpu_batch_size: int
+    num_gpu_batches: int
+    load_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+    peak_device_bytes: int = 0
+    peak_process_bytes: int = 0
+    kv_cache_bytes: int = 0
+    links: dict[str, tuple[int, float]] = field(default_factory=dict)
+    projected: bool = False
+
+    @property
+    def prefill_tokens_per_second(self) -> float | None:
+        """Prompt tokens / prefill seconds."""
+        return over(self.prompt_tokens, self.prefill_seconds)
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Generated tokens but each prompt's first (prefill makes it) / decode seconds."""
+        return over(self.generated_tokens - self.num_prompts, self.decode_seconds)
+
+    @property
+    def total_tokens_per_second(self) -> float | None:
+        """Generated tokens / (prefill + decode) seconds."""
+        return over(self.generated_tokens, self.prefill_seconds + self.decode_seconds)
+
+    @property
+    def latency_p50_seconds(self) -> float | None:
+        """Median seconds of a decode step."""
+        return percentile(self.step_seconds, 50)
+
+    @property
+    def latency_p95_seconds(self) -> float | None:
+        """95th percentile of the seconds of a decode step."""
+        return percentile(self.step_seconds, 95)
+
+    def project(self, *, cut: int, gen_len: int) -> RunStats:
+        """What `gen_len` tokens would have taken, from a run that was cut at `cut` tokens each.
+
+        Decode seconds become the mean measured step times ``gen_len - 1`` for every block, and
+        the tokens after the first grow alike. Steps, links and peaks stay as measured. Raises
+        `UserError` when there is decode time to project and no step was measured.
+        """
+        if gen_len > 1 and (cut < 2 or not self.step_seconds):
+            raise UserError("no decode step was measured to project from: cut at 2 tokens or more")
+        growth = (gen_len - 1) / (cut - 1) if gen_len > 1 else 1.0
+        mean = sum(self.step_seconds) / max(len(self.step_seconds), 1)
+        decoded = self.generated_tokens - self.num_prompts
+        return replace(
+            self,
+            decode_seconds=mean * len(self.step_seconds) * growth,
+            generated_tokens=self.num_prompts + round(decoded * growth),
+            projected=True,
+        )
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The percentile by linear interpolation, as numpy's default; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def over(amount: float, seconds: float) -> float | None:
+    """A rate; None where no time was measured."""
+    return amount / seconds if seconds > 0 else None
+
+
+def table(stats: RunStats) -> str:
+    """The figures as text in aligned columns; a projected run says so on every line it touches."""
+    mark = " (projected)" if stats.projected else ""
+    cut = " (of the steps that were measured)" if stats.projected else ""
+    rows = [
+        ("model", f"{stats.model}, {stats.num_parameters / 1e6:,.1f} M parameters", ""),
+        ("computed in", f"{stats.dtype} on {stats.device}", ""),
+        ("batch", f"{stats.gpu_batch_size} sequences x {stats.num_gpu_batches} in a block", ""),
+        ("prompts", f"{stats.num_prompts}, of {stats.prompt_tokens} tokens", ""),
+        ("generated", f"{stats.generated_tokens} tokens", mark),
+        ("load", f"{stats.load_seconds:.2f} s", ""),
+        ("prefill", f"{stats.prefill_seconds:.3f} s",
+         _figure(stats.prefill_tokens_per_second, "tokens/s")),
+        ("decode", f"{stats.decode_seconds:.3f} s",
+         _figure(stats.decode_tokens_per_second, "tokens/s") + mark),
+        ("total throughput", _figure(stats.total_tokens_per_second, "tokens/s"),
+         "generated / (prefill + decode)" + mark),
+        ("latency per token", f"p50 {_figure(stats.latency_p50_seconds, 's')}",
+         f"p95 {_figure(stats.latency_p95_seconds, 's')}{cut}"),
+        ("peak memory", f"process {stats.peak_process_bytes / GB:.2f} GB",
+         f"device {stats.peak_device_bytes / GB:.2f} GB" if stats.peak_device_bytes else ""),
+        ("KV cache", f"{stats.kv_cache_bytes / GB:.3f} GB", ""),
+    ]
+    for link, (nbytes, seconds) in stats.links.items():
+        rate = _figure(over(nbytes / GB, seconds), "GB/s")
+        rows.append((link, f"{nbytes / GB:.3f} GB", rate + cut))
+    width = max(len(row[1]) for row in rows[5:])  # the rows above have no third column to align
+    return "\n".join(f"{a:<18} {b:<{width}}  {c.strip()}".rstrip() for a, b, c in rows)
+
+
+def _figure(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
+
+
+def to_json(stats: RunStats) -> str:
+    """All fields and rates as one JSON object; each link as bytes, seconds and gb_per_s."""
+    values = asdict(stats) | {name: getattr(stats, name) for name in RATES}
+    values["links"] = {
+        link: {"bytes": nbytes, "seconds": seconds, "gb_per_s": over(nbytes / GB, seconds)}
+        for link, (nbytes, seconds) in stats.links.items()
+    }
+    return json.dumps(values)
+
+
+def peak_process_bytes() -> int:
+    """Most memory that this process has had resident, in bytes."""
+    # ru_maxrss is in KiB on Linux (getrusage(2)), and in bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def open_atomic(path: str | os.PathLike) -> Iterator[io.TextIOBase]:
+    """Open a text file that appears under `path` whole, or not at all. OSError if it cannot."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        # A lone surrogate, as a prompt may hold, becomes the JSON escape that it came from.
+        with open(temporary, "x", encoding="utf-8", errors="backslashreplace") as file:
+            yield file
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

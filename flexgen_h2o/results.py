@@ -1,0 +1,130 @@
+"""Rows of results: one run a row, in a CSV file that many runs and machines share. No torch."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import fcntl
+import io
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import flexgen_h2o
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.report import GB, LINKS, RATES, RunStats, over
+
+if TYPE_CHECKING:
+    from flexgen_h2o.run_config import RunConfig
+
+_TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
+                for tier in ("gpu", "cpu", "disk"))
+_SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "compress_weight", "compress_cache",
+             "hh_ratio", "hh_all")
+CSV_COLUMNS = (
+    "date", "version", "commit", "host", "device", "torch", "model", "parameters", "dtype",
+    *_TIERED, *_SWITCHES,
+    "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "num_prompts",
+    "prompt_tokens", "generated_tokens", "load_seconds", "prefill_seconds", "decode_seconds",
+    *RATES,
+    "peak_device_bytes", "peak_process_bytes", "kv_cache_bytes",
+    *(f"{link.replace('->', '_to_')}_{unit}" for link in LINKS for unit in ("gb", "gb_per_s")),
+    "projected",
+)
+
+
+def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
+    """One row of results by column name: where and when, the whole policy, the figures."""
+    policy = config.policy()
+    row: dict[str, object] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "version": flexgen_h2o.__version__,
+        "commit": source_commit(),
+        "host": platform.node(),
+        "torch": _installed("torch"),
+        "parameters": stats.num_parameters,
+        # With real prompts config.prompt_len is not used; the mean holds for both.
+        "prompt_len": stats.prompt_tokens / max(stats.num_prompts, 1),
+        "gen_len": config.gen_len,
+    }
+    for column in _TIERED:
+        kind, tier = column.split("_")
+        row[column] = getattr(getattr(policy, kind), tier)
+    row |= {name: getattr(config, name) for name in _SWITCHES}
+    for link in LINKS:
+        nbytes, seconds = stats.links.get(link, (0, 0.0))
+        name = link.replace("->", "_to_")
+        row[f"{name}_gb"] = nbytes / GB
+        row[f"{name}_gb_per_s"] = over(nbytes / GB, seconds)
+    return {name: row[name] if name in row else getattr(stats, name) for name in CSV_COLUMNS}
+
+
+def append_csv(path: str | os.PathLike, stats: RunStats, config: RunConfig) -> None:
+    """Append a row under the header `CSV_COLUMNS`, which a new or empty file gets first.
+
+    A row is one write, and writers take turns, so that parallel runs share a file. Raises
+    `UserError`, with nothing changed, when the file has another header; OSError if it cannot write.
+    """
+    row = _csv_line([_cell(value) for value in csv_row(stats, config).values()])
+    with open(path, "a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        _check_header(file, path)
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            row = _csv_line(CSV_COLUMNS) + row
+        else:
+            file.seek(size - 1)
+            row = row if file.read(1) == b"\n" else "\n" + row
+        file.write(row.encode("utf-8"))
+
+
+def check_csv(path: str | os.PathLike) -> None:
+    """Raise `UserError` when `path` has another header, so that it shows before a long run."""
+    if os.path.exists(path):
+        with open(path, "rb") as file:
+            _check_header(file, path)
+
+
+def _check_header(file: io.IOBase, path: str | os.PathLike) -> None:
+    found = file.readline(1 << 16)
+    if found and found.rstrip(b"\r\n") != _csv_line(CSV_COLUMNS).strip().encode():
+        raise UserError(f"{path} has other columns than this version writes: choose a new --csv")
+
+
+def _csv_line(cells: Sequence[object]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)
+    return line.getvalue()
+
+
+def _cell(value: object) -> object:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def source_commit() -> str:
+    """Short hash of the checkout that runs, ``-dirty`` when it is changed; empty outside of one."""
+    root = Path(flexgen_h2o.__file__).parent.parent
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,261 @@
+"""Disk I/O: aligned O_DIRECT reads and writes in worker threads; errors come back to the caller.
+
+Transfers are cut into pieces of a few MB which the workers take in order: measured here, two
+threads with 4 MB pieces run at the disk's raw rate while all cores multiply, because a thread in
+``preadv`` holds neither a core nor the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.tiers import PAGE, round_up
+
+log = logging.getLogger(__name__)
+
+PIECE = 4 << 20
+READ, WRITE = "disk->cpu", "cpu->disk"
+RUN_PREFIX = "flexgen_h2o-run-"
+
+
+@dataclass(frozen=True)
+class AlignedRead:
+    """A page-aligned file range and the page-aligned place in a buffer that it fills."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    buffer_offset: int
+
+
+def plan_reads(extents: Iterable[Extent], *, gap: int = 64 << 10):
+    """Merge byte ranges into few large aligned reads into one buffer.
+
+    Ranges of one file that lie within `gap` bytes of each other become one read. The bytes keep
+    their phase within a page, so that O_DIRECT puts them where they are used and nothing is copied.
+
+    Returns
+    -------
+    (list of AlignedRead, dict of Extent to buffer offset, buffer size in bytes)
+    """
+    reads: list[AlignedRead] = []
+    places: dict[Extent, int] = {}
+    size = 0
+    for extent in sorted(set(extents), key=lambda e: (str(e.path), e.offset)):
+        end = extent.offset + extent.nbytes
+        last = reads[-1] if reads else None
+        if last and last.path == extent.path and extent.offset <= last.offset + last.nbytes + gap:
+            start = last.offset
+            nbytes = max(last.nbytes, round_up(end, PAGE) - start)
+            reads[-1] = AlignedRead(last.path, start, nbytes, last.buffer_offset)
+        else:
+            start = extent.offset // PAGE * PAGE
+            reads.append(AlignedRead(extent.path, start, round_up(end, PAGE) - start, size))
+        places[extent] = reads[-1].buffer_offset + extent.offset - start
+        size = reads[-1].buffer_offset + reads[-1].nbytes
+    return reads, places, size
+
+
+class Disk:
+    """Worker threads that read and write aligned ranges of files.
+
+    Parameters
+    ----------
+    workers : int
+        Threads, that is, requests in flight.
+    record : callable, optional
+        ``record(link, nbytes, start, end)`` for every piece moved; seconds of perf_counter.
+    """
+
+    def __init__(self, workers: int = 3, record: Callable[..., None] | None = None):
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="disk")
+        self._record = record or (lambda *_: None)
+        self._files: dict[tuple[Path, bool], int] = {}
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def read(self, reads: Iterable[AlignedRead], buffer: torch.Tensor) -> None:
+        """Fill `buffer` (uint8, page-aligned, on the host) and return when all bytes are there.
+
+        Raises
+        ------
+        UserError
+            The file is gone, too short, or the disk reports an error.
+        """
+        view = memoryview(buffer.numpy())
+        self._each_piece(self._read_piece, ((r.path, r.offset, view, r.buffer_offset, r.nbytes)
+                                            for r in reads))
+
+    def write(self, extent: Extent, buffer: torch.Tensor) -> None:
+        """Write `buffer` (uint8, page-aligned) to a page-aligned extent of the same length."""
+        view = memoryview(buffer.numpy())
+        self._each_piece(
+            self._write_piece, [(extent.path, extent.offset, view, 0, extent.nbytes)]
+        )
+
+    def forget(self, folder: Path) -> None:
+        """Close the files under `folder`, which is about to go."""
+        with self._lock:
+            for path, writing in [key for key in self._files if folder in key[0].parents]:
+                os.close(self._files.pop((path, writing)))
+
+    def close(self) -> None:
+        """Finish what is under way, stop the workers and close the files."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            for descriptor in self._files.values():
+                os.close(descriptor)
+            self._files.clear()
+
+    def _each_piece(self, work, ranges) -> None:
+        futures: list[Future] = []
+        for path, offset, view, start, nbytes in ranges:
+            for done in range(0, nbytes, PIECE):
+                piece = view[start + done : start + min(done + PIECE, nbytes)]
+                futures.append(self._pool.submit(work, path, offset + done, piece))
+        # The buffer must outlive every piece, so wait for all of them before an error is raised.
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def _read_piece(self, path: Path, offset: int, piece: memoryview) -> None:
+        began = time.perf_counter()
+        done = 0
+        try:
+            descriptor = self._open(path, writing=False)
+            while done < len(piece):
+                got = os.preadv(descriptor, [piece[done:]], offset + done)
+                # The last page of a file that does not end on a page boundary comes back short.
+                if got == 0 or (done + got) % PAGE:
+                    done += got
+                    break
+                done += got
+            if done < len(piece) and offset + done < os.fstat(descriptor).st_size:
+                raise OSError(errno.EIO, "short read")
+        except OSError as error:
+            raise UserError(f"reading {path} failed: {error.strerror}; check the disk") from error
+        if len(piece) - done >= PAGE:
+            raise UserError(f"{path} ends at byte {offset + done}: it was cut short during the run")
+        self._record(READ, done, began, time.perf_counter())
+
+    def _write_piece(self, path: Path, offset: int, piece: memoryview) -> None:
+        began = time.perf_counter()
+        done = 0
+        try:
+            descriptor = self._open(path, writing=True)
+            while done < len(piece):
+                done += os.pwritev(descriptor, [piece[done:]], offset + done)
+        except OSError as error:
+            raise _offload_error(error, path) from error
+        self._record(WRITE, len(piece), began, time.perf_counter())
+
+    def _open(self, path: Path, *, writing: bool) -> int:
+        with self._lock:
+            key = (path, writing)
+            if key not in self._files:
+                flags = (os.O_RDWR if writing else os.O_RDONLY) | os.O_CLOEXEC
+                self._files[key] = self._open_direct(path, flags)
+            return self._files[key]
+
+    def _open_direct(self, path: Path, flags: int) -> int:
+        try:
+            return os.open(path, flags | getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        if not self._warned:
+            self._warned = True
+            log.warning("the file system of %s refuses O_DIRECT: reading through the page cache",
+                        path.parent)
+        return os.open(path, flags)
+
+
+def _offload_error(error: OSError, path: Path) -> UserError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"the disk of {path.parent} is full: free some space, offload less to "
+                         "disk, or choose another --offload-dir")
+    return UserError(f"writing {path} failed: {error.strerror}; check --offload-dir")
+
+
+class RunFolder:
+    """A private (0700) folder for one run's offload files, gone when the run is.
+
+    A lock held on the folder tells a living run from one that was killed; whatever a killed run
+    left behind in the same place is removed by the next. The kernel drops the lock with the
+    process, however it ends.
+
+    Raises
+    ------
+    UserError
+        The place can't be created or written.
+    """
+
+    def __init__(self, offload_dir: str | os.PathLike):
+        self._parent = Path(offload_dir).expanduser()
+        try:
+            self._parent.mkdir(parents=True, exist_ok=True)
+            # Creating and cleaning exclude each other: a new folder is never seen unlocked.
+            guard = os.open(self._parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(guard, fcntl.LOCK_EX)
+                self._remove_stale()
+                self.path = Path(tempfile.mkdtemp(prefix=RUN_PREFIX, dir=self._parent))
+                self._owner = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._owner, fcntl.LOCK_EX)
+            finally:
+                os.close(guard)
+        except OSError as error:
+            raise UserError(f"offload folder {self._parent} can't be used: {error.strerror}; "
+                            "choose a writable folder with --offload-dir") from error
+
+    def file(self, name: str, nbytes: int) -> Path:
+        """Create the file `name` with `nbytes` reserved on disk (so that a full disk shows now)."""
+        path = self.path / name
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, max(round_up(nbytes, PAGE), PAGE))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _offload_error(error, path) from error
+        return path
+
+    def close(self) -> None:
+        """Remove the folder with all that is in it; a second call does nothing."""
+        if self._owner is None:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._owner)
+        self._owner = None
+
+    def _remove_stale(self) -> None:
+        for folder in self._parent.glob(f"{RUN_PREFIX}*"):
+            try:
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            except OSError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            else:
+                log.info("removing %s, left behind by a killed run", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)

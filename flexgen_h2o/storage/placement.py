@@ -1,0 +1,48 @@
+"""Percentages to places: which tensor, and which sequence, lives on which tier. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from flexgen_h2o.config import TIERS, Placement
+
+
+def assign(sizes: Iterable[tuple[str, int]], placement: Placement) -> dict[str, str]:
+    """Give every tensor a tier so that each tier's bytes match `placement`.
+
+    Each tensor goes to the tier that is furthest behind its share of the bytes so far. The
+    shortfall is then never more than 5/6 of the largest tensor, over any stretch from the start,
+    so that consecutive layers carry about the same offloaded bytes (FlexGen rounds per layer).
+
+    Parameters
+    ----------
+    sizes : iterable of (name, bytes)
+        In the order in which the run uses the tensors.
+    placement : Placement
+        Percentages for gpu, cpu, disk.
+
+    Returns
+    -------
+    dict
+        Name to ``"gpu"``, ``"cpu"`` or ``"disk"``.
+    """
+    fractions = placement.fractions()
+    behind = [0.0, 0.0, 0.0]
+    tiers = {}
+    for name, nbytes in sizes:
+        behind = [owed + share * nbytes for owed, share in zip(behind, fractions, strict=True)]
+        # A tier with no share is never behind, but rounding could make it seem so.
+        best = max((t for t in range(3) if fractions[t] > 0), key=lambda t: behind[t])
+        behind[best] -= nbytes
+        tiers[name] = TIERS[best]
+    return tiers
+
+
+def split(count: int, placement: Placement) -> tuple[int, int, int]:
+    """Split `count` sequences (or rows) over (gpu, cpu, disk) by largest remainder."""
+    exact = [fraction * count for fraction in placement.fractions()]
+    parts = [int(share + 1e-9) for share in exact]
+    by_remainder: Sequence[int] = sorted(range(3), key=lambda t: parts[t] - exact[t])
+    for tier in by_remainder[: count - sum(parts)]:
+        parts[tier] += 1
+    return parts[0], parts[1], parts[2]

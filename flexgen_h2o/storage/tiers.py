@@ -1,0 +1,230 @@
+"""Memory on the tiers: the compute device, the host (pinned where there is a GPU), events.
+
+A `Device` hides the one difference that matters to the engine: whether compute memory is
+*separate* from host memory. On a machine without a GPU it is not: nothing is copied between the
+tiers ``gpu`` and ``cpu``, streams do their work at once, and events have always happened.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+
+import torch
+
+from flexgen_h2o.errors import UserError
+
+PAGE = 4096
+HUGE_PAGE = 2 << 20
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def typed(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype):
+    """View `shape` of `dtype` that starts `offset` bytes into the uint8 tensor `buffer`."""
+    count = 1
+    for size in shape:
+        count *= size
+    return buffer[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+
+
+class Event:
+    """A point in a stream's work. On the host, work is done when the call returns."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the point has been reached."""
+
+
+class Stream:
+    """A queue of copies beside compute. The host's does each copy at once."""
+
+    def wait(self, event: Event) -> None:
+        """Let everything queued from here on start after `event`."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue ``target.copy_(source)``; both must stay untouched until it is done."""
+        target.copy_(source)
+
+    def mark(self) -> Event:
+        """The point after everything queued so far."""
+        return Event()
+
+    def stamp(self):
+        """A clock reading at this point of the queue, for `Device.seconds`."""
+        return time.perf_counter()
+
+
+class Device:
+    """Where compute runs when there is no GPU: host memory, used in place."""
+
+    separate = False
+
+    def __init__(self, name: str = "cpu"):
+        self.torch = torch.device(name)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised page-aligned bytes in compute memory: uint8 [nbytes rounded to a page]."""
+        return self.host_empty(nbytes)
+
+    def host_empty(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+        """Uninitialised page-aligned bytes in host memory that the device can copy from.
+
+        Anonymous pages of their own rather than malloc's: they go back to the system when the
+        tensor goes, and large ones ask for huge pages, which spares the page faults.
+        """
+        size = max(round_up(nbytes, PAGE), PAGE)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def stream(self) -> Stream:
+        """A new stream for copies."""
+        return Stream()
+
+    def mark(self) -> Event:
+        """The point after everything that compute has been given so far."""
+        return Event()
+
+    def wait(self, event: Event) -> None:
+        """Let compute that is given from here on start after `event`."""
+
+    def stamp(self):
+        """A clock reading in compute's own queue, for `seconds`."""
+        return time.perf_counter()
+
+    def reached(self, stamp) -> bool:
+        """Whether the stamp's point has been reached."""
+        return True
+
+    def seconds(self, stamp) -> float:
+        """A stamp on the clock of `time.perf_counter`; its point must have been reached."""
+        return stamp
+
+    def peak_bytes(self) -> int:
+        """Most memory of the device in use since `reset_peak`; 0 where it is host memory."""
+        return 0
+
+    def reset_peak(self) -> None:
+        """Start measuring `peak_bytes` anew."""
+
+    def free_bytes(self) -> int | None:
+        """Free memory of the device in bytes; None where it is host memory."""
+        return None
+
+    def description(self) -> str:
+        """The device in a word, for reports."""
+        return "cpu"
+
+
+class _CudaEvent(Event):
+    def __init__(self, stream: torch.cuda.Stream, *, timed: bool = False):
+        self.event = torch.cuda.Event(enable_timing=timed)
+        self.event.record(stream)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class _CudaStream(Stream):
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, _CudaEvent):
+            self.stream.wait_event(event.event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Event:
+        return _CudaEvent(self.stream)
+
+    def stamp(self):
+        return _CudaEvent(self.stream, timed=True)
+
+
+class CudaDevice(Device):
+    """A GPU: memory of its own, copies on streams of their own, pinned host buffers."""
+
+    separate = True
+
+    def __init__(self, name: str = "cuda"):
+        index = torch.device(name).index
+        self.torch = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        torch.cuda.set_device(self.torch)
+        torch.cuda.synchronize(self.torch)
+        self._base = _CudaEvent(torch.cuda.current_stream(self.torch), timed=True)
+        self._base.synchronize()
+        self._base_seconds = time.perf_counter()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self.torch)
+
+    def host_empty(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+        if not pinned:
+            return super().host_empty(nbytes)
+        size = max(round_up(nbytes, PAGE), PAGE)
+        raw = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True)
+        start = -raw.data_ptr() % PAGE
+        return raw[start : start + size]
+
+    def stream(self) -> Stream:
+        return _CudaStream(self.torch)
+
+    def mark(self) -> Event:
+        return _CudaEvent(torch.cuda.current_stream(self.torch))
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, _CudaEvent):
+            torch.cuda.current_stream(self.torch).wait_event(event.event)
+
+    def stamp(self):
+        return _CudaEvent(torch.cuda.current_stream(self.torch), timed=True)
+
+    def reached(self, stamp) -> bool:
+        return stamp.event.query()
+
+    def seconds(self, stamp) -> float:
+        return self._base_seconds + self._base.event.elapsed_time(stamp.event) / 1e3
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self.torch)[0]
+
+    def description(self) -> str:
+        return torch.cuda.get_device_name(self.torch)
+
+
+def open_device(name: str = "auto") -> Device:
+    """The device called `name`: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:1``.
+
+    Raises
+    ------
+    UserError
+        The name is unknown, or a GPU is asked for that is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return Device()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type != "cuda":
+        raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise UserError(f"device {name!r}: PyTorch sees no GPU here; use --device cpu")
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise UserError(f"device {name!r}: there are {torch.cuda.device_count()} GPUs, from cuda:0")
+    return CudaDevice(name)

@@ -1,0 +1,151 @@
+"""Movement beside compute: lanes of jobs, handles to wait for, and the record of what moved.
+
+A lane is a thread with a stream. A job on it may read the disk, copy between host and device, and
+write the disk; it runs after the jobs that it names, while compute goes on. Jobs name only jobs
+that were submitted before them and every lane is first in, first out: there can be no deadlock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from flexgen_h2o.report import LinkStats, Trace
+from flexgen_h2o.storage.disk import Disk
+from flexgen_h2o.storage.tiers import Device, Event
+
+UP, DOWN = "cpu->gpu", "gpu->cpu"
+LANES = ("weights", "loads", "stores")
+
+
+class Handle:
+    """A job under way."""
+
+    def __init__(self, future: Future):
+        self._future = future
+
+    def event(self) -> Event:
+        """Wait until the job has been carried out by the host; the event after its copies.
+
+        Raises whatever the job raised.
+        """
+        return self._future.result()
+
+    def synchronize(self) -> None:
+        """Wait until every byte that the job moves is in place."""
+        self.event().synchronize()
+
+
+class Lane:
+    """A thread and its stream; jobs get it to move bytes with."""
+
+    def __init__(self, name: str, transfers: Transfers):
+        self._transfers = transfers
+        self.stream = transfers.device.stream()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    @property
+    def disk(self) -> Disk:
+        """The disk, for reads and writes that this lane waits for."""
+        return self._transfers.disk
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, link: str) -> None:
+        """Queue a copy on the stream and record it under `link`."""
+        began = self.stream.stamp()
+        self.stream.copy(target, source)
+        self._transfers.moved(link, target.nbytes, began, self.stream.stamp())
+
+    def flush(self) -> None:
+        """Wait on the host until the queued copies are done."""
+        self.stream.mark().synchronize()
+
+    def submit(self, job: Callable[[Lane], None], after: Iterable[Handle | Event]) -> Handle:
+        """Queue `job`; the stream starts its copies after `after`."""
+        before = tuple(after)
+
+        def run() -> Event:
+            for item in before:
+                self.stream.wait(item.event() if isinstance(item, Handle) else item)
+            job(self)
+            return self.stream.mark()
+
+        return Handle(self._pool.submit(run))
+
+    def close(self) -> None:
+        """Drop what has not started and wait for what has."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Transfers:
+    """The lanes of one engine, its disk, and the record of bytes, times and spans.
+
+    Weights have a lane of their own, so that a cache or activation write never stalls a read.
+    """
+
+    def __init__(self, device: Device, *, links: LinkStats, trace: Trace):
+        self.device = device
+        self._links = links
+        self._trace = trace
+        self._unsettled: deque[tuple] = deque()
+        self.disk = Disk(record=self._record)
+        self._latest: dict[str, Handle] = {}
+        self._lanes = {name: Lane(name, self) for name in LANES}
+
+    def submit(self, lane: str, job, *, after: Iterable[Handle | Event] = ()) -> Handle:
+        """Run ``job(lane)`` on the lane called `lane`, its copies ordered after `after`."""
+        handle = self._latest[lane] = self._lanes[lane].submit(job, after)
+        return handle
+
+    def drain(self) -> None:
+        """Wait until all that was submitted is done (a lane's newest job is its last)."""
+        latest, self._latest = self._latest, {}
+        for handle in latest.values():
+            handle.synchronize()
+
+    def ready(self, handle: Handle) -> None:
+        """Order compute after `handle`; the host waits only for its own share (disk reads)."""
+        self.device.wait(handle.event())
+
+    def moved(self, link: str, nbytes: int, began, ended) -> None:
+        """Record a copy between two stamps, whose times may not be known yet."""
+        self._unsettled.append((link, nbytes, began, ended))
+
+    def compute_span(self, name: str, began, ended) -> None:
+        """Record a span of compute between two stamps."""
+        if self._trace.enabled:
+            self._unsettled.append((name, None, began, ended))
+
+    def settle(self) -> None:
+        """Turn the stamps that have been reached into times; the others wait for the next call."""
+        for _ in range(len(self._unsettled)):
+            name, nbytes, began, ended = entry = self._unsettled.popleft()
+            if not self.device.reached(ended):
+                self._unsettled.append(entry)
+                continue
+            start, end = self.device.seconds(began), self.device.seconds(ended)
+            if nbytes is None:
+                self._trace.add(name, "compute", start, end)
+            else:
+                self._record(name, nbytes, start, end)
+
+    def abandon(self) -> None:
+        """Let nothing be under way any more, whatever became of it: before buffers go."""
+        latest, self._latest = self._latest, {}
+        for handle in latest.values():
+            with contextlib.suppress(Exception):
+                handle.synchronize()
+
+    def close(self) -> None:
+        """Stop the lanes, then the disk under them."""
+        for lane in self._lanes.values():
+            lane.close()
+        self.disk.close()
+
+    def _record(self, link: str, nbytes: int, start: float, end: float) -> None:
+        self._links.add(link, nbytes, start, end)
+        if self._trace.enabled:
+            self._trace.add(link, link, start, end, nbytes)

@@ -1,0 +1,59 @@
+"""Packaging. Every dependency stands with the reason for it and for its minimum version."""
+
+import ast
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+INSTALL = [
+    "torch>=2.6",  # tensors and kernels; torch.load(weights_only=True) is safe from 2.6 on
+    "numpy>=1.26",  # the arrays that gguf and memory-mapped files come as; first for Python 3.12
+    "transformers>=5.0",  # configs, tokenizers and logits processors, in the spelling of version 5
+    "huggingface_hub>=1.0",  # downloads checkpoints by repo id; what transformers 5 builds on
+    "safetensors>=0.4.3",  # the checkpoint format; the first with all dtypes that models use
+    "gguf>=0.13",  # reads .gguf files; its `quants.dequantize` covers every published format
+    "tqdm>=4.66",  # progress bars of loading, prefill and decode
+    "psutil>=5.9",  # free memory, for the plan that is made before anything is allocated
+    "pyyaml>=6.0.1",  # --config and the resolved configs; 6.0.1 is the first to build on 3.12
+]
+
+EXTRAS = {
+    "test": [
+        "pytest>=8",  # runs the tests
+        "hypothesis>=6.100",  # property tests of placement, schedule and parsing
+        "ruff>=0.9",  # lints, as part of `make test`
+    ],
+    "bench": [
+        "accelerate>=1.0",  # the peer that offloads transformers' models to disk
+    ],
+    "plot": [
+        "matplotlib>=3.8",  # benchmarks/plots.py
+    ],
+    "eval": [
+        "lm_eval>=0.4.9",  # the harness that measures quality by cache budget
+    ],
+}
+
+
+def version() -> str:
+    """`__version__` of the package, read without importing it."""
+    tree = ast.parse((ROOT / "flexgen_h2o" / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__version__":
+            return ast.literal_eval(node.value)
+    raise RuntimeError("flexgen_h2o/__init__.py has no __version__")
+
+
+setup(
+    name="flexgen_h2o",
+    version=version(),
+    description="Generate text with models larger than memory, with a heavy-hitter KV cache",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]),
+    install_requires=INSTALL,
+    extras_require=EXTRAS,
+)

@@ -1,0 +1,122 @@
+"""Tiny random transformers models that cover every branch of the three families.
+
+They are made and saved when first asked for. Nothing is downloaded, and no tokenizer is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A saved model: its folder (config.json, safetensors), the float32 model and its config."""
+
+    folder: Path
+    model: Any
+    config: Any
+
+
+def _opt(**options):
+    from transformers import OPTConfig
+
+    return OPTConfig(**{
+        "vocab_size": 112, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "ffn_dim": 96, "max_position_embeddings": 256, "word_embed_proj_dim": 48, **options})
+
+
+def _sizes(**options) -> dict[str, Any]:
+    return {"vocab_size": 120, "hidden_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 6, "intermediate_size": 80, "max_position_embeddings": 256,
+            **options}
+
+
+def _llama(**options):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_sizes(**{"num_key_value_heads": 2, **options}))
+
+
+def _mistral(**options):
+    from transformers import MistralConfig
+
+    return MistralConfig(**_sizes(num_key_value_heads=3, **options))
+
+
+def _neox(*, rotary: float = 0.25, **options):
+    from transformers import GPTNeoXConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary}
+    return GPTNeoXConfig(**_sizes(**{"hidden_size": 64, "num_attention_heads": 4,
+                                     "rope_parameters": rope, **options}))
+
+
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+# Each makes the transformers config of one branch; the folder of a model is named by its key.
+TINY: dict[str, Callable[[], Any]] = {
+    "opt": _opt,
+    "opt_350m_style": lambda: _opt(word_embed_proj_dim=32, do_layer_norm_before=False),
+    "opt_no_bias": lambda: _opt(enable_bias=False, layer_norm_elementwise_affine=False,
+                                activation_function="gelu"),
+    "opt_untied": lambda: _opt(tie_word_embeddings=False, _remove_final_layer_norm=True),
+    "llama": lambda: _llama(tie_word_embeddings=True),
+    "llama_untied_bias": lambda: _llama(attention_bias=True, mlp_bias=True,
+                                        num_key_value_heads=6),
+    "llama3_rope": lambda: _llama(rope_parameters=LLAMA3_ROPE),
+    "llama_linear_rope": lambda: _llama(rope_parameters=LINEAR_ROPE),
+    "llama_head_dim": lambda: _llama(head_dim=12, hidden_act="gelu_pytorch_tanh"),
+    "mistral": lambda: _mistral(sliding_window=None),
+    "neox": _neox,
+    "neox_sequential": lambda: _neox(rotary=1.0, use_parallel_residual=False,
+                                     hidden_act="gelu_fast"),
+    "neox_partial": lambda: _neox(hidden_act="gelu_new", attention_bias=False,
+                                  tie_word_embeddings=True),
+    "neox_linear_rope": lambda: _neox(rope_parameters=LINEAR_ROPE | {
+        "partial_rotary_factor": 0.5}),
+}
+
+
+def make_tiny(key: str, folder: Path) -> TinyModel:
+    """Build the model of one key of `TINY` with seeded random weights, and save it in `folder`."""
+    from transformers import AutoModelForCausalLM
+
+    config = TINY[key]()
+    config.eos_token_id = None  # a random model must not happen to stop
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(sum(map(ord, key)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # transformers starts biases at 0 and norms at 1: a forgotten one would go unnoticed.
+            norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.normal_(1.0 if norm else 0.0, 0.2, generator=generator)
+            parameter.requires_grad_(False)
+    model.save_pretrained(folder)
+    return TinyModel(folder, model, model.config)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads():
+    """Tiny products are slower, not faster, on many threads."""
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Callable[[str], TinyModel]:
+    """A function from a key of `TINY` to its model, made once per session and saved to disk."""
+    made: dict[str, TinyModel] = {}
+
+    def get(key: str) -> TinyModel:
+        if key not in made:
+            made[key] = make_tiny(key, tmp_path_factory.mktemp("tiny") / key)
+        return made[key]
+
+    return get

@@ -1,0 +1,76 @@
+"""A pretend GPU: memory that compute can't share with the host, and copies as late as allowed."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from flexgen_h2o.storage.tiers import Device, Event, Stream
+
+_lock = threading.RLock()
+
+
+class LazyEvent(Event):
+    """After the first `position` items of a stream's queue."""
+
+    def __init__(self, stream: LazyStream, position: int):
+        self.stream, self.position = stream, position
+
+    def synchronize(self) -> None:
+        with _lock:
+            self.stream.run_to(self.position)
+
+
+class LazyStream(Stream):
+    """Does nothing until somebody waits for it: code that forgets to wait sees old bytes."""
+
+    def __init__(self):
+        self.queue, self.done = [], 0
+
+    def run_to(self, position: int) -> None:
+        while self.done < position:
+            work = self.queue[self.done]
+            self.done += 1
+            work()
+
+    def wait(self, event: Event) -> None:
+        with _lock:
+            self.queue.append(event.synchronize)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.shape == source.shape
+        with _lock:
+            self.queue.append(lambda: target.copy_(source))
+
+    def mark(self) -> Event:
+        with _lock:
+            return LazyEvent(self, len(self.queue))
+
+
+class LazyDevice(Device):
+    """Separate memory, poisoned when allocated; compute itself runs at once."""
+
+    separate = True
+
+    def __init__(self):
+        super().__init__("cpu")
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return super().host_empty(nbytes).fill_(255)  # NaN in every float format
+
+    def host_empty(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+        return super().host_empty(nbytes).fill_(255)
+
+    def stream(self) -> Stream:
+        return LazyStream()
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+
+class PoisonedDevice(Device):
+    """The host alone, with every fresh buffer full of NaN."""
+
+    def host_empty(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+        return super().host_empty(nbytes).fill_(255)

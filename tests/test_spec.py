@@ -1,0 +1,212 @@
+"""Configs: both spellings, transformers' defaults, published shapes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import LINEAR_ROPE, LLAMA3_ROPE, TINY
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.shapes import PUBLISHED
+from flexgen_h2o.models.spec import RopeConfig, from_transformers, published
+
+# From the models' own safetensors metadata or papers; 175B and 66B follow from the OPT paper.
+KNOWN = {
+    "facebook/opt-125m": 125_239_296,
+    "facebook/opt-350m": 331_196_416,
+    "facebook/opt-1.3b": 1_315_758_080,
+    "facebook/opt-2.7b": 2_651_596_800,
+    "facebook/opt-6.7b": 6_658_473_984,
+    "facebook/opt-13b": 12_853_473_280,
+    "facebook/opt-30b": 29_974_540_288,
+    "huggyllama/llama-7b": 6_738_415_616,
+    "huggyllama/llama-13b": 13_015_864_320,
+    "huggyllama/llama-30b": 32_528_943_616,
+    "huggyllama/llama-65b": 65_285_660_672,
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "EleutherAI/gpt-neox-20b": 20_554_567_680,
+    "EleutherAI/pythia-70m": 70_426_624,
+    "EleutherAI/pythia-160m": 162_322_944,
+    "EleutherAI/pythia-410m": 405_334_016,
+    "EleutherAI/pythia-1b": 1_011_781_632,
+    "EleutherAI/pythia-1.4b": 1_414_647_808,
+    "EleutherAI/pythia-2.8b": 2_775_208_960,
+    "EleutherAI/pythia-6.9b": 6_857_302_016,
+    "EleutherAI/pythia-12b": 11_846_072_320,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+}
+
+
+@pytest.mark.parametrize("name, parameters", KNOWN.items())
+def test_published_parameter_counts(name, parameters):
+    assert published(name).num_parameters() == parameters
+
+
+@pytest.mark.parametrize("name", ["opt-1.3b", "opt-350m", "Llama-3.1-8B", "SmolLM2-135M",
+                                  "Mistral-7B-v0.3", "gpt-neox-20b", "pythia-70m"])
+def test_published_shapes_are_what_transformers_builds(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    cfg = published(name)
+    shape = next(dict(s) for full, s in PUBLISHED.items() if full.endswith(name))
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert cfg.num_parameters() == model.num_parameters()
+    assert cfg == from_transformers(config, name)
+
+
+@pytest.mark.parametrize("size, billions", [("66b", 65.7), ("175b", 174.6)])
+def test_the_largest_shapes(size, billions):
+    assert published(f"opt-{size}").num_parameters() / 1e9 == pytest.approx(billions, abs=0.1)
+
+
+def test_published_names():
+    assert published("OPT-30B").num_layers == published("facebook/opt-30b").num_layers == 48
+    assert published("meta-llama/meta-llama-3.1-8b").rope.kind == "llama3"
+    assert published("mistral-7b-v0.3").sliding_window is None
+    assert published("opt-350m").embed_dim == 512 and not published("opt-350m").final_norm
+    assert published("someone/opt-30b") is None
+    assert published("opt-31b") is None
+    assert published("") is None
+
+
+def test_cache_bytes_per_token():
+    assert published("opt-30b").kv_bytes_per_token(2) == 2 * 48 * 7168 * 2
+    assert published("Llama-3.1-8B").kv_bytes_per_token(2) == 2 * 32 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize("model_type", ["opt", "llama", "mistral", "gpt_neox"])
+def test_missing_keys_take_the_defaults_of_transformers(model_type):
+    from transformers import AutoConfig
+
+    wanted = from_transformers(AutoConfig.for_model(model_type), "x")
+    assert from_transformers({"model_type": model_type}, "x") == wanted
+
+
+@pytest.mark.parametrize("key", TINY)
+def test_the_saved_config_and_the_object_agree(tiny_model, key):
+    tiny = tiny_model(key)
+    saved = json.loads((tiny.folder / "config.json").read_text())
+    cfg = from_transformers(saved, key)
+    assert cfg == from_transformers(tiny.config, key)
+    assert cfg.dtype == "float32" and cfg.eos_token_ids == ()
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8}
+NEOX = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4}
+LLAMA3_OLD = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("old, new", [
+    (LLAMA | {"rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "float16"},
+     LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+              "dtype": "float16"}),
+    (LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+     LLAMA | {"rope_parameters": LINEAR_ROPE}),
+    (LLAMA | {"rope_theta": 500.0, "rope_scaling": LLAMA3_OLD},
+     LLAMA | {"rope_parameters": LLAMA3_ROPE}),
+    (NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 77},
+     NEOX | {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0,
+                                 "partial_rotary_factor": 0.5}}),
+    (NEOX | {"rotary_emb_base": 77, "rope_scaling": {"type": "linear", "factor": 2.0}},
+     NEOX | {"rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0,
+                                 "partial_rotary_factor": 0.25}}),
+])
+def test_the_spelling_of_transformers_4(old, new):
+    from transformers import AutoConfig
+
+    cfg = from_transformers(old, "x")
+    assert cfg == from_transformers(new, "x")
+    # And as transformers itself reads the old one. It fills dicts that it is given: hand it a copy.
+    theirs = from_transformers(AutoConfig.for_model(**json.loads(json.dumps(old))), "x")
+    assert cfg.rope == theirs.rope
+
+
+def test_rope_of_llama3():
+    cfg = from_transformers(LLAMA | {"rope_parameters": LLAMA3_ROPE}, "x")
+    assert cfg.rope == RopeConfig(500.0, 8, "llama3", 8.0, 1.0, 4.0, 64)
+
+
+def test_end_tokens():
+    def ends(**options):
+        return from_transformers(LLAMA | options, "x").eos_token_ids
+
+    assert ends() == (2,)
+    assert ends(eos_token_id=None) == ()
+    assert ends(eos_token_id=7) == (7,)
+    assert ends(eos_token_id=[7, 9]) == (7, 9)
+    assert from_transformers(LLAMA | {"bos_token_id": None}, "x").bos_token_id is None
+
+
+def test_sliding_window():
+    def window(**options):
+        return from_transformers({"model_type": "mistral", **options}, "x").sliding_window
+
+    assert window() == 4096
+    assert window(sliding_window=None) is None
+    assert window(sliding_window=4096, max_position_embeddings=4096) is None
+    assert from_transformers(LLAMA | {"sliding_window": 8}, "x").sliding_window is None
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"model_type": "bert"}, ["'bert'", "opt, llama, mistral, gpt_neox"]),
+    ({"model_type": None}, ["model type None"]),
+    ({"model_type": ["opt"]}, ["model type"]),
+    ({"model_type": "mixtral", "num_local_experts": 8}, ["mixture of experts"]),
+    ({"num_experts": 4}, ["mixture of experts", "num_experts"]),
+    ({"model_type": "bloom", "alibi": True}, ["ALiBi"]),
+    ({"model_type": "mpt", "attn_config": {"alibi": True}}, ["ALiBi"]),
+    ({"quantization_config": {"quant_method": "gptq"}}, ["quantized"]),
+    ({"hidden_act": "mish"}, ["'mish'", "gelu_new"]),
+    ({"hidden_act": 3}, ["hidden_act = 3"]),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "linear"]),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'"]),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'"]),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["flat"]),
+    ({"rope_scaling": "linear"}, ["rope parameters"]),
+    ({"rope_scaling": {"type": "linear"}}, ["rope factor = None"]),
+    ({"rope_scaling": {"type": "linear", "factor": "2"}}, ["rope factor = '2'"]),
+    ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": None}}, ["low_freq_factor"]),
+    ({"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, ["high_freq_factor"]),
+    ({"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 0}}, ["original_max"]),
+    ({"rope_theta": 0}, ["rope_theta = 0"]),
+    ({"rope_theta": float("nan")}, ["rope_theta = nan"]),
+    ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+    ({"num_attention_heads": 7}, ["hidden_size = 64", "7"]),
+    ({"num_key_value_heads": 3}, ["8 attention heads", "3 key/value heads"]),
+    ({"num_hidden_layers": 0}, ["num_hidden_layers = 0"]),
+    ({"num_hidden_layers": -2}, ["num_hidden_layers = -2"]),
+    ({"vocab_size": 1.5}, ["vocab_size = 1.5"]),
+    ({"vocab_size": "many"}, ["vocab_size = 'many'"]),
+    ({"vocab_size": True}, ["vocab_size = True"]),
+    ({"attention_bias": "no"}, ["attention_bias = 'no'"]),
+    ({"rms_norm_eps": -1.0}, ["rms_norm_eps"]),
+    ({"eos_token_id": "</s>"}, ["eos_token_id"]),
+    ({"eos_token_id": [1, -1]}, ["eos_token_id"]),
+    ({"head_dim": 9}, ["9 rotary dimensions"]),
+    ({"head_dim": -8}, ["head_dim = -8"]),
+    (NEOX | {"rotary_pct": 0.3}, ["rotary dimensions"]),
+    (NEOX | {"rotary_pct": 2.0}, ["rotary dimensions"]),
+    ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window = 0"]),
+    ({"model_type": "opt", "activation_function": "tanh"}, ["'tanh'"]),
+])
+def test_refusals_name_what_is_refused(options, words):
+    with pytest.raises(UserError) as refusal:
+        from_transformers(LLAMA | options, "some/model")
+    message = str(refusal.value)
+    assert message.startswith("some/model: ") and "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("config", [None, [], "llama", 3])
+def test_a_config_that_is_no_object(config):
+    with pytest.raises(UserError, match="must hold an object"):
+        from_transformers(config, "some/model")
