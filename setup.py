@@ -12,11 +12,11 @@ INSTALL = [
     "numpy>=1.26",  # the arrays that gguf and memory-mapped files come as; first for Python 3.12
     "transformers>=5.0",  # configs, tokenizers and logits processors, in the spelling of version 5
     "huggingface_hub>=1.0",  # downloads checkpoints by repo id; what transformers 5 builds on
-    "safetensors>=0.4.3",  # the checkpoint format; the first with all dtypes that models use
-    "gguf>=0.13",  # reads .gguf files; its `quants.dequantize` covers every published format
+    "safetensors>=0.4.3",  # the checkpoint format, as transformers 5 reads and writes it
+    "gguf>=0.10",  # reads .gguf files; `gguf.quants.dequantize` came with 0.10
     "tqdm>=4.66",  # progress bars of loading, prefill and decode
     "psutil>=5.9",  # free memory, for the plan that is made before anything is allocated
-    "pyyaml>=6.0.1",  # --config and the resolved configs; 6.0.1 is the first to build on 3.12
+    "pyyaml>=6.0.1",  # --config and the resolved configs; 6.0.1 has the first wheels for 3.12
 ]
 
 EXTRAS = {

@@ -1,0 +1,321 @@
+"""The command line, with a pretend engine: flags, prompts, files, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flexgen_h2o import flex_opt
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.report import RunStats
+from flexgen_h2o.results import CSV_COLUMNS
+from flexgen_h2o.run_config import RunConfig, flag_name
+
+
+class FakeLLM:
+    """Continues each prompt with its own first words; remembers what it was asked."""
+
+    made: list[FakeLLM] = []
+    fail: BaseException | None = None
+    vocab_size = 50
+
+    def __init__(self, model, **options):
+        self.model, self.options, self.closed = model, options, False
+        FakeLLM.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.closed = True
+
+    def generate(self, prompts, **options):
+        self.prompts, self.sampling = prompts, options
+        if FakeLLM.fail is not None:
+            raise FakeLLM.fail
+        self.options["trace"].add("layer 0", "compute", 1.0, 2.0)
+        return [self._output(prompt) for prompt in prompts]
+
+    def _output(self, prompt):
+        text = isinstance(prompt, str)
+        return types.SimpleNamespace(
+            prompt=prompt if text else None, prompt_token_ids=[1, 2, 3], token_ids=[4, 5],
+            text=f"continuation of {prompt[:9]}" if text else None, finish_reason="length")
+
+    @property
+    def stats(self):
+        return RunStats(
+            model=self.model, num_parameters=10, dtype="float32", device="cpu",
+            num_prompts=len(self.prompts), prompt_tokens=3 * len(self.prompts),
+            generated_tokens=2 * len(self.prompts), gpu_batch_size=4, num_gpu_batches=1,
+            prefill_seconds=1.0, decode_seconds=1.0, step_seconds=[1.0])
+
+
+@pytest.fixture(autouse=True)
+def llm(monkeypatch, tmp_path):
+    """Replace the engine, and run in an empty folder."""
+    monkeypatch.setattr(FakeLLM, "made", [])
+    monkeypatch.setattr(FakeLLM, "fail", None)
+    module = types.ModuleType("flexgen_h2o.llm")
+    module.LLM = FakeLLM
+    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", module)
+    monkeypatch.chdir(tmp_path)
+    return FakeLLM
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line on stderr of a command that exits with 2 and loads no model."""
+    assert flex_opt.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"error: [^\n]+\n", captured.err)
+    assert not FakeLLM.made
+    return captured.err
+
+
+# Flags
+
+
+def test_help_groups_every_flag_with_its_default(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        flex_opt.main(["--help"])
+    assert exit_.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for spec in fields(RunConfig):
+        rest = text[text.index(f" {flag_name(spec.name)} "):]
+        assert re.match(r"[^(]*(\([^)]*\)[^(]*)*\(default: ", rest)
+        assert "not yet" not in spec.metadata["help"]
+    for group in ("model:", "batch and lengths:", "policy:", "sampling:", "results:"):
+        assert group in text
+
+
+@pytest.mark.parametrize(("argv", "expected"), [
+    (["--overlap", "false"], {"overlap": False}),
+    (["--overlap"], {"overlap": True}),
+    (["--pin-weight", "0", "--no-log"], {"pin_weight": False, "no_log": True}),
+    (["--compress-cache", "false"], {"compress_cache": False}),
+    (["--percent", "0", "12.5", "100", "0"], {"percent": (0, 12.5, 100, 0, 100, 0)}),
+    (["--prompt", "a", "--prompt", "b c"], {"prompt": ("a", "b c")}),
+    (["--verbose"], {"verbose": 3}),
+    (["--verbose", "0"], {"verbose": 0}),
+    (["--do-sample", "--top-p", "0.9", "--min-p", "0.1"],
+     {"do_sample": True, "top_p": 0.9, "min_p": 0.1}),
+    (["--hh-ratio", "1", "--attn-sparsity", "1.0"], {"hh_ratio": 1.0}),
+    (["--model", "opt-125m", "--path", "_DUMMY_", "--device", "cuda:1", "--dtype", "float16"],
+     {"model": "opt-125m", "path": "_DUMMY_", "device": "cuda:1", "dtype": "float16"}),
+])
+def test_flags(argv, expected):
+    config = flex_opt.parse_args(argv)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("argv", "match"), [
+    (["--gen-len", "0"], "--gen-len must be at least 1"),
+    (["--gen-len", "ten"], "invalid int value"),
+    (["--gen-lem", "3"], "unrecognized arguments"),
+    (["--gen", "3"], "unrecognized arguments"),
+    (["--overlap", "maybe"], "expected true or false"),
+    (["--percent", "50", "60", "0", "0"], "weights 50 \\+ 60"),
+    (["--percent", "-5", "0", "0", "0"], "at least 0"),
+    (["--percent", "all", "0", "0", "0"], "'all'"),
+    (["--percent"], "expected at least one argument"),
+    (["--percent", "auto"], "not yet"),
+    (["--compress-weight"], "not yet"),
+    (["--compress-cache"], "not yet"),
+    (["--sep-layer"], "not yet"),
+    (["--cpu-cache-compute"], "not yet"),
+    (["--hh-ratio", "0.2"], "not yet"),
+    (["--hh-all", "false"], "not yet"),
+    (["--hh-long-seq"], "not yet"),
+    (["--attn-sparsity", "0.1"], "not yet"),
+    (["--debug-mode", "breakdown"], "not yet"),
+    (["--temperature", "nan"], "finite"),
+    (["--dtype", "int4"], "--dtype must be one of"),
+    (["--config", "missing.yaml"], "No such file"),
+])
+def test_bad_flags(capsys, argv, match):
+    assert re.search(match, refused(capsys, *argv))
+
+
+def test_flags_override_the_config_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: opt-125m\ngen_len: 7\npercent: 0 100 100 0\nprompts: a.txt\n")
+    config = flex_opt.parse_args(["--config", str(path), "--gen-len", "9", "--prompt", "x"])
+    assert (config.model, config.gen_len, config.prompts) == ("opt-125m", 9, None)
+    assert config.percent == (0, 100, 100, 0, 100, 0)
+
+
+def test_unknown_key_of_a_config_file(capsys, tmp_path):
+    (tmp_path / "c.yaml").write_text("gen_lenn: 7\n")
+    assert "did you mean gen_len?" in refused(capsys, "--config", "c.yaml")
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(("name", "content", "match"), [
+    ("p.txt", None, "No such file"),
+    ("p.txt", b"", "no prompts"),
+    ("p.txt", b"\n  \n", "no prompts"),
+    ("p.txt", b"caf\xe9\n", "not UTF-8"),
+    ("p.jsonl", b'{"prompt": "a"}\nnot json\n', "line 2 is not JSON"),
+    ("p.jsonl", b'{"prompt": "a"}\n\n{"text": "b"}\n', "line 3 has no text"),
+    ("p.jsonl", b'["prompt"]\n', "line 1 has no text"),
+    ("p.jsonl", b'{"prompt": 5}\n', "line 1 has no text"),
+    ("p.jsonl", b'{"prompt": " "}\n', "line 1 has no text"),
+    ("p.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+    ("p.csv", b"a\n", ".txt or .jsonl"),
+])
+def test_bad_prompt_files(capsys, tmp_path, name, content, match):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert re.search(match, refused(capsys, "--prompts", name))
+
+
+def test_prompt_files(tmp_path):
+    (tmp_path / "p.txt").write_bytes("\ufefffirst\r\n\n  second \x85 still\n".encode())
+    assert flex_opt.read_prompts("p.txt") == ["first", "  second \x85 still"]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a\\nb", "id": 1}\n\n{"prompt": "é\u2028"}\n')
+    assert flex_opt.read_prompts("p.jsonl") == ["a\nb", "é\u2028"]
+
+
+def test_synthetic_prompts_are_seeded_and_in_range(llm):
+    config = RunConfig(prompt_len=5, gpu_batch_size=3, num_gpu_batches=2, seed=1)
+    prompts = flex_opt.synthetic_prompts(config, 11)
+    assert len(prompts) == 6 and all(len(ids) == 5 for ids in prompts)
+    assert all(0 <= token < 11 for ids in prompts for token in ids)
+    assert prompts == flex_opt.synthetic_prompts(config, 11)
+    assert prompts != flex_opt.synthetic_prompts(RunConfig(
+        prompt_len=5, gpu_batch_size=3, num_gpu_batches=2, seed=2), 11)
+
+
+def test_workload_estimates_text():
+    config = RunConfig(prompt=("a" * 30, "bb"), gen_len=7, gpu_batch_size=4, num_gpu_batches=3)
+    load = flex_opt.workload(config, config.prompt)
+    assert (load.prompt_len, load.gen_len) == (11, 7)
+    assert (load.gpu_batch_size, load.num_gpu_batches) == (2, 1)
+    assert flex_opt.workload(RunConfig(), ()) == flex_opt.Workload(512, 32, 4, 1)
+
+
+# A run
+
+
+def test_a_run_prints_texts_and_the_table(capsys, llm):
+    argv = ["--model", "m", "--prompt", "one  two\nthree", "--prompt", "four", "--no-log",
+            "--percent", "0", "100", "100", "0", "--gen-len", "2", "--offload-dir", "/tmp/x"]
+    assert flex_opt.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "[0] one two three" in out and "continuation of four" in out
+    assert "total throughput" in out and out.index("continuation") < out.index("total throughput")
+    made = llm.made[0]
+    assert made.closed and made.options["policy"].weights.cpu == 100
+    assert made.options["offload_dir"] == "/tmp/x" and not made.options["trace"].enabled
+    assert made.options["workload"].gpu_batch_size == 2
+    assert made.prompts == ["one  two\nthree", "four"]
+    assert made.sampling["max_new_tokens"] == 2 and made.sampling["eos_token_id"] is None
+    assert made.sampling["cut_gen_len"] is None
+    assert list(Path().iterdir()) == []
+
+
+def test_without_prompts_it_measures_random_ones(capsys, llm):
+    assert flex_opt.main(["--prompt-len", "6", "--no-log", "--gen-len", "4", "--cut-gen-len",
+                          "2"]) == 0
+    out = capsys.readouterr().out
+    assert "[0]" in out and "[3]" in out and "[1]" not in out
+    made = llm.made[0]
+    assert len(made.prompts) == 4 and len(made.prompts[0]) == 6
+    assert made.sampling["eos_token_id"] == -1 and made.sampling["cut_gen_len"] == 2
+
+
+@pytest.mark.parametrize(("verbose", "texts", "figures"), [
+    ("0", False, False), ("1", False, True), ("2", True, True), ("3", True, True),
+])
+def test_verbose(capsys, llm, verbose, texts, figures):
+    assert flex_opt.main(["--prompt", "a", "--no-log", "--verbose", verbose]) == 0
+    out = capsys.readouterr().out
+    assert ("continuation" in out, "throughput" in out) == (texts, figures)
+    assert llm.made[0].options["verbose"] == (verbose == "3")
+    assert llm.made[0].options["progress"] == (False if verbose == "0" else None)
+
+
+def test_all_results_are_written_with_their_config(capsys, tmp_path):
+    argv = ["--prompt", "é\ud800", "--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json",
+            "--log-file", "l.log"]
+    assert flex_opt.main(argv) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "o.jsonl", "o.jsonl.config.yaml", "r.csv", "r.csv.config.yaml", "t.json", "l.log",
+        "l.log.config.yaml"}
+    record = json.loads((tmp_path / "o.jsonl").read_text(encoding="utf-8"))
+    assert record == {"prompt": "é\ud800", "prompt_tokens": 3, "token_ids": [4, 5],
+                      "text": "continuation of é\ud800", "finish_reason": "length"}
+    assert (tmp_path / "r.csv").read_text().splitlines()[0] == ",".join(CSV_COLUMNS)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert any(event["name"] == "layer 0" for event in events)
+    assert "total throughput" in (tmp_path / "l.log").read_text()
+    saved = yaml.safe_load((tmp_path / "o.jsonl.config.yaml").read_text(encoding="utf-8"))
+    assert saved["csv"] == "r.csv" and "config" not in saved
+
+
+def test_the_log_is_named_after_the_configuration(tmp_path):
+    assert flex_opt.main(["--model", "facebook/opt-125m", "--percent", "0", "50", "100", "0"]) == 0
+    name = "flexgen_h2o-opt-125m-gbs4-ngbs1-prompt512-gen32-percent-0-50-100-0-100-0.log"
+    assert {p.name for p in tmp_path.iterdir()} == {name, f"{name}.config.yaml"}
+
+
+@pytest.mark.parametrize("flag", ["--output", "--csv", "--trace", "--log-file"])
+def test_results_that_cannot_be_written_show_before_loading(capsys, tmp_path, flag):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert flag in refused(capsys, flag, "none/x")
+    assert "not a regular file" in refused(capsys, flag, "folder")
+    assert "not a regular file" in refused(capsys, flag, "/dev/null")
+    assert flag in refused(capsys, flag, "file/x")
+    assert {p.name for p in tmp_path.iterdir()} == {"folder", "file"}
+
+
+def test_a_csv_of_another_version_shows_before_loading(capsys, tmp_path):
+    (tmp_path / "r.csv").write_text("date,speed\n")
+    assert "other columns" in refused(capsys, "--csv", "r.csv", "--no-log")
+
+
+def test_user_errors_of_the_engine_are_one_line(capsys, llm, tmp_path):
+    llm.fail = UserError("the disk\nis full")
+    assert flex_opt.main(["--prompt", "a", "--output", "o.jsonl"]) == 2
+    assert capsys.readouterr().err == "error: the disk is full\n"
+    assert llm.made[0].closed and list(tmp_path.iterdir()) == []
+
+
+def test_interrupt(capsys, llm, tmp_path):
+    llm.fail = KeyboardInterrupt()
+    assert flex_opt.main(["--prompt", "a"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert llm.made[0].closed and list(tmp_path.iterdir()) == []
+
+
+def test_a_result_that_fails_late_is_one_line(capsys, monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(flex_opt.results, "append_csv", full)
+    assert flex_opt.main(["--prompt", "a", "--csv", "r.csv", "--no-log"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "error: cannot write --csv r.csv: No space left on device\n"
+    assert "total throughput" in captured.out, "what was measured is not lost"
+
+
+# The files that ship
+
+
+@pytest.mark.parametrize("name", ["demo", "opt30b_t4"])
+def test_shipped_configs_are_valid(name, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    config = flex_opt.parse_args(["--config", f"configs/{name}.yaml"])
+    if config.prompts:
+        assert len(flex_opt.read_prompts(config.prompts)) == 3

@@ -1,0 +1,250 @@
+"""The figures of a run: formulas, union of intervals, projection, and the files they go to."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o import report, results
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.report import LinkStats, RunStats, Trace
+from flexgen_h2o.results import CSV_COLUMNS, append_csv, check_csv
+from flexgen_h2o.run_config import RunConfig
+
+
+def make_stats(**changes) -> RunStats:
+    values = dict(
+        model="tiny", num_parameters=1_500_000, dtype="float32", device="cpu", num_prompts=4,
+        prompt_tokens=400, generated_tokens=44, gpu_batch_size=2, num_gpu_batches=2,
+        load_seconds=0.5, prefill_seconds=2.0, decode_seconds=4.0, step_seconds=[0.4] * 10,
+        peak_process_bytes=10**9, kv_cache_bytes=10**6,
+        links={"disk->cpu": (3 * 10**9, 1.5)},
+    )
+    return RunStats(**(values | changes))
+
+
+# RunStats
+
+
+def test_rates_are_as_defined():
+    stats = make_stats()
+    assert stats.prefill_tokens_per_second == 400 / 2
+    assert stats.decode_tokens_per_second == (44 - 4) / 4
+    assert stats.total_tokens_per_second == 44 / 6
+    assert stats.latency_p50_seconds == stats.latency_p95_seconds == 0.4
+
+
+def test_what_was_not_measured_is_none():
+    stats = make_stats(prefill_seconds=0.0, decode_seconds=0.0, step_seconds=[])
+    assert all(getattr(stats, name) is None for name in report.RATES)
+    assert "nan" not in report.table(stats)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.integers(0, 100))
+def test_percentile_is_numpys(values, percent):
+    import numpy as np
+
+    assert report.percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+def test_projection_extends_decode_by_the_mean_step():
+    # Two blocks, each cut at 3 of 21 tokens: two decode steps a block were measured.
+    stats = make_stats(generated_tokens=12, step_seconds=[0.1, 0.3, 0.1, 0.3], decode_seconds=0.8)
+    projected = stats.project(cut=3, gen_len=21)
+    assert projected.projected and not stats.projected
+    assert projected.decode_seconds == pytest.approx(0.2 * 20 * 2)
+    assert projected.generated_tokens == 4 * 21
+    assert projected.prefill_seconds == stats.prefill_seconds
+    assert projected.decode_tokens_per_second == pytest.approx(stats.decode_tokens_per_second)
+    assert projected.step_seconds == stats.step_seconds
+
+
+def test_projection_needs_a_step():
+    stats = make_stats(generated_tokens=4, step_seconds=[], decode_seconds=0.0)
+    with pytest.raises(UserError, match="no decode step"):
+        stats.project(cut=1, gen_len=8)
+    assert stats.project(cut=1, gen_len=1).generated_tokens == 4
+
+
+def test_projected_is_marked_in_every_form(tmp_path):
+    stats = make_stats(projected=True)
+    lines = report.table(stats).splitlines()
+    for start in ("generated", "decode", "total throughput"):
+        assert next(line for line in lines if line.startswith(start)).endswith("(projected)")
+    assert next(line for line in lines if line.startswith("latency")).count("measured") == 1
+    assert json.loads(report.to_json(stats))["projected"] is True
+    append_csv(tmp_path / "r.csv", stats, RunConfig())
+    assert read_csv(tmp_path / "r.csv")[0]["projected"] == "true"
+    assert "projected" not in report.table(make_stats())
+
+
+def test_json_has_rates_and_links():
+    values = json.loads(report.to_json(make_stats()))
+    assert values["total_tokens_per_second"] == pytest.approx(44 / 6)
+    assert values["links"]["disk->cpu"] == {"bytes": 3 * 10**9, "seconds": 1.5, "gb_per_s": 2.0}
+
+
+# LinkStats
+
+
+interval = st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1]))
+
+
+@given(st.lists(interval, min_size=1, max_size=40))
+def test_busy_time_is_the_union(intervals):
+    links = LinkStats()
+    for start, end in intervals:
+        links.add("disk->cpu", 2, float(start), float(end))
+    seconds = len({t for start, end in intervals for t in range(start, end)})
+    assert links.totals() == {"disk->cpu": (2 * len(intervals), pytest.approx(seconds))}
+
+
+def test_a_long_run_keeps_few_intervals():
+    links = LinkStats()
+    for index in range(5000):
+        links.add("cpu->gpu", 1, index, index + 0.5)
+    assert len(links._open["cpu->gpu"]) <= LinkStats._MOST_OPEN
+    assert links.totals() == {"cpu->gpu": (5000, pytest.approx(2500))}
+
+
+def test_links_add_up_from_many_threads():
+    links = LinkStats()
+
+    def work(first):
+        for index in range(500):
+            links.add("gpu->cpu", 3, first + index, first + index + 1)
+
+    threads = [threading.Thread(target=work, args=(n * 500,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert links.totals() == {"gpu->cpu": (6000, pytest.approx(2000))}
+    links.reset()
+    assert links.totals() == {}
+
+
+# Trace
+
+
+def test_trace_is_chrome_json(tmp_path):
+    trace = Trace()
+    with trace.span("layer 1", "compute"):
+        pass
+    with pytest.raises(ValueError, match="boom"), trace.span("layer 2", "compute"):
+        raise ValueError("boom")
+    start = trace.spans()[0][2]
+    trace.add("piece", "disk->cpu", start + 1, start + 3, 4 * 10**9)
+    trace.write_chrome(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert sorted(names.values()) == ["compute", "disk->cpu"]
+    assert [names[e["tid"]] for e in spans] == ["compute", "compute", "disk->cpu"]
+    assert spans[2]["dur"] == pytest.approx(2e6)
+    assert spans[2]["ts"] - spans[0]["ts"] == pytest.approx(1e6)
+    assert spans[2]["args"] == {"bytes": 4 * 10**9, "GB/s": pytest.approx(2.0)}
+    assert list(tmp_path.iterdir()) == [tmp_path / "t.json"]
+
+
+def test_disabled_trace_records_nothing():
+    trace = Trace(enabled=False)
+    with trace.span("layer", "compute"):
+        trace.add("piece", "disk->cpu", 0.0, 1.0, 5)
+    assert trace.spans() == []
+
+
+# CSV
+
+
+def read_csv(path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_schema():
+    """Files of older runs are appended to: a change here breaks them, and must be meant."""
+    assert ",".join(CSV_COLUMNS) == (
+        "date,version,commit,host,device,torch,model,parameters,dtype,"
+        "weights_gpu,weights_cpu,weights_disk,cache_gpu,cache_cpu,cache_disk,"
+        "activations_gpu,activations_cpu,activations_disk,"
+        "overlap,pin_weight,cpu_cache_compute,compress_weight,compress_cache,hh_ratio,hh_all,"
+        "prompt_len,gen_len,gpu_batch_size,num_gpu_batches,num_prompts,prompt_tokens,"
+        "generated_tokens,load_seconds,prefill_seconds,decode_seconds,"
+        "prefill_tokens_per_second,decode_tokens_per_second,total_tokens_per_second,"
+        "latency_p50_seconds,latency_p95_seconds,"
+        "peak_device_bytes,peak_process_bytes,kv_cache_bytes,"
+        "disk_to_cpu_gb,disk_to_cpu_gb_per_s,cpu_to_disk_gb,cpu_to_disk_gb_per_s,"
+        "cpu_to_gpu_gb,cpu_to_gpu_gb_per_s,gpu_to_cpu_gb,gpu_to_cpu_gb_per_s,projected"
+    )
+
+
+def test_csv_rows(tmp_path):
+    path = tmp_path / "r.csv"
+    config = RunConfig(percent=(0, 50, 100, 0, 100, 0), gen_len=11, overlap=False)
+    for model in ("a", "b, \"c\"\nd"):
+        append_csv(path, make_stats(model=model), config)
+    rows = read_csv(path)
+    assert [row["model"] for row in rows] == ["a", "b, \"c\"\nd"]
+    first = rows[0]
+    assert tuple(first) == CSV_COLUMNS
+    assert (first["weights_gpu"], first["weights_cpu"], first["weights_disk"]) == ("0", "50", "50")
+    assert (first["overlap"], first["projected"], first["prompt_len"]) == ("false", "false", "100")
+    assert (first["disk_to_cpu_gb"], first["disk_to_cpu_gb_per_s"]) == ("3", "2")
+    assert (first["cpu_to_gpu_gb"], first["cpu_to_gpu_gb_per_s"]) == ("0", "")
+    assert float(first["total_tokens_per_second"]) == pytest.approx(44 / 6, rel=1e-5)
+    assert first["version"] and first["host"] and first["torch"] and first["date"]
+
+
+def test_csv_leaves_a_file_of_another_header_alone(tmp_path):
+    path = tmp_path / "r.csv"
+    path.write_text("date,speed\n1,2\n")
+    for attempt in (lambda: append_csv(path, make_stats(), RunConfig()), lambda: check_csv(path)):
+        with pytest.raises(UserError, match="other columns"):
+            attempt()
+    assert path.read_text() == "date,speed\n1,2\n"
+
+
+def test_csv_mends_a_missing_line_end(tmp_path):
+    path = tmp_path / "r.csv"
+    append_csv(path, make_stats(), RunConfig())
+    path.write_text(path.read_text().rstrip("\n"))
+    check_csv(path)
+    append_csv(path, make_stats(), RunConfig())
+    assert len(read_csv(path)) == 2
+
+
+def test_csv_header_goes_into_an_empty_file_once(tmp_path):
+    path = tmp_path / "r.csv"
+    path.touch()
+    threads = [threading.Thread(target=append_csv, args=(path, make_stats(), RunConfig()))
+               for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rows = read_csv(path)
+    assert len(rows) == 8 and all(row["model"] == "tiny" for row in rows)
+
+
+def test_commit_is_empty_outside_of_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(results.flexgen_h2o, "__file__", str(tmp_path / "p" / "__init__.py"))
+    assert results.source_commit() == ""
+
+
+# Files
+
+
+def test_a_failed_file_leaves_the_old_one(tmp_path):
+    path = tmp_path / "out.txt"
+    path.write_text("old")
+    with pytest.raises(RuntimeError, match="half"), report.open_atomic(path) as file:
+        file.write("new")
+        raise RuntimeError("half way")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
