@@ -7,15 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-import torch
 from tqdm import tqdm
 
-from flexgen_h2o.cache.kv_cache import CacheShape, KVCache
 from flexgen_h2o.config import H2OConfig, Policy, SamplingParams
 from flexgen_h2o.engine.batching import Request, make_blocks
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.hidden import HiddenStates
-from flexgen_h2o.engine.loader import DUMMY, end_tokens, find, load_tokenizer
+from flexgen_h2o.engine.loader import end_tokens, find, load_tokenizer
+from flexgen_h2o.engine.room import Room, Size
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.schedule import Step
 from flexgen_h2o.engine.scoring import Generation, Scoring
@@ -74,6 +72,8 @@ class LLM:
         Show progress bars. Default: on a terminal.
     trace : Trace, optional
         Records transfers and compute.
+    verbose : bool
+        Print the memory plan.
 
     Raises
     ------
@@ -90,7 +90,7 @@ class LLM:
                  h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
                  device: str = "auto", dtype: str = "auto", offload_dir: str | None = None,
                  seed: int = 0, workload: Workload | None = None, progress: bool | None = None,
-                 trace: Trace | None = None):
+                 trace: Trace | None = None, verbose: bool = False):
         self.policy = policy or Policy()
         _refuse_what_is_to_come(self.policy, h2o, weight_bits, cache_bits)
         self._offload_dir = offload_dir or OFFLOAD_DIR
@@ -100,6 +100,7 @@ class LLM:
         self._name = model
         self.stats: RunStats | None = None
         self._tokenizer = None
+        self._room: Room | None = None
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
             self._device = open_device(device)
@@ -108,7 +109,7 @@ class LLM:
                                     progress=bar)
             self.model_config = self._source.config
             if workload is not None:
-                self.plan(workload)
+                self._plan(workload, loaded=False, show=verbose)
             self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
             opened.callback(self._transfers.close)
             self._load_weights(opened, seed)
@@ -140,6 +141,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the workers and remove what was offloaded to disk; a second call does nothing."""
+        self._leave()
         self._opened.close()
 
     @property
@@ -154,19 +156,15 @@ class LLM:
             self._tokenizer = load_tokenizer(self._source.folder)
         return self._tokenizer
 
-    def plan(self, workload: Workload):
-        """What `workload` needs on each tier, checked against what is free.
-
-        Raises
-        ------
-        UserError
-            It does not fit; the message names a placement that would.
-        """
+    def _plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
+        """Refuse what does not fit, before it is allocated."""
         limits = free_memory(self._offload_dir, self._device.free_bytes())
         plan = memory_plan(self.model_config, self.policy, workload,
-                           itemsize=self._source.dtype.itemsize, writes_weights=self._source.dummy)
-        plan.check(limits)
-        return plan
+                           itemsize=self._source.dtype.itemsize,
+                           has_gpu=self._device.separate, writes_weights=self._source.dummy)
+        if show:
+            print(plan.table(limits), flush=True)
+        plan.check(limits, loaded=loaded)
 
     def generate(self, prompts: Sequence[str | Sequence[int]], *, cut_gen_len: int | None = None,
                  **sampling) -> list[Output]:
@@ -239,22 +237,33 @@ class LLM:
         stats = self._new_stats(requests)
         blocks = make_blocks(requests, self.policy.gpu_batch_size, self.policy.num_gpu_batches)
         if blocks:
-            longest = blocks[0][0].padded
-            self.plan(Workload(prompt_len=longest, gen_len=planned, **_sizes(blocks)))
-            with self._executor(blocks, steps) as (executor, cache), self._bars(
-                    blocks, steps) as on_compute:
-                stats.kv_cache_bytes = cache.nbytes
-                for block in blocks:
-                    timing = executor.run(block, steps, sink, on_compute=on_compute,
-                                          logit_rows=getattr(sink, "rows", None))
-                    stats.prefill_seconds += timing.prefill
-                    stats.decode_seconds += sum(timing.steps)
-                    stats.step_seconds += timing.steps
+            room = self._enter(blocks, steps, planned)
+            stats.kv_cache_bytes = max(
+                sum(room.cache.shape.total_bytes(len(batch), batch.padded + steps - 1)
+                    for batch in block) for block in blocks)
+            executor = Executor(self.model_config, self._weights, room,
+                                transfers=self._transfers, dtype=self._source.dtype,
+                                overlap=self.policy.overlap)
+            try:
+                self._run_blocks(executor, blocks, steps, sink, stats)
+            except BaseException:
+                # Work may be under way in the room, and its state is anybody's guess.
+                self._leave()
+                raise
         stats.generated_tokens = sum(len(request.generated) for request in requests)
         stats.links = self._links.totals()
         stats.peak_device_bytes = self._device.peak_bytes()
         stats.peak_process_bytes = peak_process_bytes()
         self.stats = stats
+
+    def _run_blocks(self, executor: Executor, blocks, steps: int, sink, stats: RunStats) -> None:
+        with self._bars(blocks, steps) as on_compute:
+            for block in blocks:
+                timing = executor.run(block, steps, sink, on_compute=on_compute,
+                                      logit_rows=getattr(sink, "rows", None))
+                stats.prefill_seconds += timing.prefill
+                stats.decode_seconds += sum(timing.steps)
+                stats.step_seconds += timing.steps
 
     def _new_stats(self, requests: list[Request]) -> RunStats:
         return RunStats(
@@ -265,34 +274,23 @@ class LLM:
             gpu_batch_size=self.policy.gpu_batch_size,
             num_gpu_batches=self.policy.num_gpu_batches, load_seconds=self._load_seconds)
 
-    @contextlib.contextmanager
-    def _executor(self, blocks, steps: int) -> Iterator[tuple[Executor, KVCache]]:
-        """An executor with room for the largest block, and its cache."""
-        config, dtype, sizes = self.model_config, self._source.dtype, _sizes(blocks)
-        with contextlib.ExitStack() as opened:
-            folders: list[RunFolder] = []
+    def _enter(self, blocks, steps: int, planned: int) -> Room:
+        """The room for these blocks: the last run's if they fit in, else a new one."""
+        size = Size.of(blocks, steps)
+        if self._room is not None and self._room.size.covers(size):
+            return self._room
+        self._leave()
+        self._plan(Workload(prompt_len=blocks[0][0].padded, gen_len=planned,
+                            gpu_batch_size=size.sequences, num_gpu_batches=size.batches),
+                   loaded=True)
+        self._room = Room(self.model_config, self._source.dtype, size, policy=self.policy,
+                          transfers=self._transfers, offload_dir=self._offload_dir)
+        return self._room
 
-            def run_folder() -> RunFolder:
-                if not folders:
-                    folders.append(RunFolder(self._offload_dir))
-                    opened.callback(folders[0].close)
-                    opened.callback(self._transfers.disk.forget, folders[0].path)
-                return folders[0]
-
-            # First out, last in: nothing may still be under way when files and buffers go.
-            common = {"transfers": self._transfers, "run_folder": run_folder}
-            cache = KVCache(
-                CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype),
-                batch_size=sizes["gpu_batch_size"], batches=sizes["num_gpu_batches"],
-                slots=blocks[0][0].padded + steps - 1, placement=self.policy.cache, **common)
-            hidden = HiddenStates(
-                max(batch.rows(0) for block in blocks for batch in block), config.hidden_size,
-                dtype, batches=sizes["num_gpu_batches"], placement=self.policy.activations,
-                **common)
-            opened.callback(self._transfers.abandon)
-            yield Executor(config, self._weights, cache=cache, hidden=hidden,
-                           transfers=self._transfers, dtype=dtype,
-                           overlap=self.policy.overlap), cache
+    def _leave(self) -> None:
+        if self._room is not None:
+            self._room.close()
+        self._room = None
 
     def _encode(self, prompt: str | Sequence[int], key: int) -> list[int]:
         if isinstance(prompt, str):
@@ -388,12 +386,6 @@ class LLM:
             yield show
 
 
-def _sizes(blocks) -> dict[str, int]:
-    """The largest batch and block there are: few prompts need less than the policy allows."""
-    return {"gpu_batch_size": max(len(batch) for block in blocks for batch in block),
-            "num_gpu_batches": max(map(len, blocks))}
-
-
 def _sampling_params(options: dict) -> SamplingParams:
     known = [spec.name for spec in fields(SamplingParams)]
     for name in options:
@@ -411,6 +403,3 @@ def _refuse_what_is_to_come(policy: Policy, h2o: H2OConfig | None, weight_bits: 
             raise UserError(f"{name}={bits}: compression is not yet there; use 16")
     if policy.cpu_cache_compute:
         raise UserError("cpu_cache_compute is not yet there; leave it out")
-
-
-__all__ = ["DUMMY", "LLM", "Output"]

@@ -59,7 +59,7 @@ class LazyDevice(Device):
     def empty(self, nbytes: int) -> torch.Tensor:
         return super().host_empty(nbytes).fill_(255)  # NaN in every float format
 
-    def host_empty(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+    def host_empty(self, nbytes: int, *, pinned: bool = True, touch: bool = False) -> torch.Tensor:
         return super().host_empty(nbytes).fill_(255)
 
     def stream(self) -> Stream:
@@ -72,5 +72,5 @@ class LazyDevice(Device):
 class PoisonedDevice(Device):
     """The host alone, with every fresh buffer full of NaN."""
 
-    def host_empty(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+    def host_empty(self, nbytes: int, *, pinned: bool = True, touch: bool = False) -> torch.Tensor:
         return super().host_empty(nbytes).fill_(255)

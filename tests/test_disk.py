@@ -134,8 +134,8 @@ def test_a_run_folder_is_private_sized_and_gone_after_use(tmp_path):
 
 
 def test_what_a_killed_run_left_goes_and_a_living_runs_stays(tmp_path):
-    code = (f"import os; from flexgen_h2o.storage.disk import RunFolder; f=RunFolder({str(tmp_path)!r});"
-            "f.file('a.bin', 9); os.kill(os.getpid(), 9)")
+    code = ("import os; from flexgen_h2o.storage.disk import RunFolder;"
+            f"RunFolder({str(tmp_path)!r}).file('a.bin', 9); os.kill(os.getpid(), 9)")
     subprocess.run([sys.executable, "-c", code], check=False)
     left = list(tmp_path.glob(f"{RUN_PREFIX}*"))
     assert len(left) == 1

@@ -16,7 +16,7 @@ def attention64(q, k, v, allowed):
 
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("lengths", [[1], [7], [33, 33], [5, 1, 64, 17]])
+@pytest.mark.parametrize("lengths", [[1], [7], [33, 33], [5, 1, 64, 17], [257], [300, 511, 3]])
 @pytest.mark.parametrize("module", [ops, reference])
 def test_prefill_attention(dtype, group, lengths, module):
     torch.manual_seed(hash((group, len(lengths))) % 1000)

@@ -42,6 +42,10 @@ class CacheShape:
         """Bytes of keys and values of one layer."""
         return 2 * sequences * self.kv_heads * slots * self.head_dim * self.dtype.itemsize
 
+    def total_bytes(self, sequences: int, slots: int) -> int:
+        """Bytes of keys and values of all layers."""
+        return self.num_layers * self.nbytes(sequences, slots)
+
 
 @dataclass(frozen=True)
 class Seats:
@@ -194,7 +198,7 @@ class FetchedPart(Part):
         return writes
 
     def _write_home(self, home: Home, staging: Staging, nbytes: int) -> Handle:
-        """Write the staged bytes to disk. A token that compute adds meanwhile is in the tail too."""
+        """Write the staged bytes to disk. What compute adds meanwhile is in the tail too."""
         extent = Extent(home.extent.path, home.extent.offset, nbytes)
 
         def job(lane: Lane) -> None:
@@ -288,7 +292,6 @@ class KVCache:
                 part = FetchedPart(shape, first, last, transfers=transfers)
                 part.allocate(batches, slots, folder)
                 self.parts.append(part)
-        self.nbytes = batches * shape.num_layers * shape.nbytes(batch_size, slots)
 
     def begin(self, batches: Sequence[Seats]) -> None:
         """Start a new block: forget what is cached."""

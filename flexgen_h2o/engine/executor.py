@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flexgen_h2o.cache.kv_cache import KVCache, Seats
+from flexgen_h2o.cache.kv_cache import Seats
 from flexgen_h2o.engine.batching import Batch, Chunk
-from flexgen_h2o.engine.hidden import HiddenStates
+from flexgen_h2o.engine.room import Room
 from flexgen_h2o.engine.schedule import Kind, Step, schedule
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.models import family
-from flexgen_h2o.models.layers import LayerContext, Scratch
-from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.models.layers import LayerContext
+from flexgen_h2o.models.spec import ROW_BLOCK, ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
 
-CHUNK_ROWS = {"cpu": 2048, "cuda": 16384}
+CHUNK_ROWS = {"cpu": ROW_BLOCK, "cuda": 8 * ROW_BLOCK}
 """Rows of a prefill that go through a layer together. The temporaries of so many rows fit near the
 caches of a CPU and keep its GEMMs busy; more would only cost memory."""
 
@@ -48,38 +48,30 @@ class Executor:
     config : ModelConfig
     weights : WeightStore
         Loaded.
-    cache : KVCache
-    hidden : HiddenStates
+    room : Room
+        Has room for every block that will be run.
     transfers : Transfers
+    dtype : torch.dtype
+        Of weights, cache and activations.
     overlap : bool
         Issue loads ahead of their use and let stores run beside compute.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightStore, *, cache: KVCache,
-                 hidden: HiddenStates, transfers: Transfers, dtype: torch.dtype,
-                 overlap: bool = True):
+    def __init__(self, config: ModelConfig, weights: WeightStore, room: Room, *,
+                 transfers: Transfers, dtype: torch.dtype, overlap: bool = True):
         self._config = config
         self._family = family(config)
         self._weights = weights
-        self._cache = cache
-        self._hidden = hidden
+        self._cache = room.cache
+        self._hidden = room.hidden
+        self._scratch = room.scratch
         self._transfers = transfers
         self._device = transfers.device
         self._dtype = dtype
         self._overlap = overlap
-        self._scratch = Scratch(self._device.torch)
         self._chunk_rows = CHUNK_ROWS[self._device.torch.type]
         self._rope: dict[int, tuple | None] = {}
         self._batches: list[Batch] = []
-        self._actions = {
-            Kind.LOAD_WEIGHTS: lambda step: self._weights.fetch(step.layer),
-            Kind.RELEASE_WEIGHTS: lambda step: self._weights.release(step.layer),
-            Kind.LOAD_CACHE: self._load_cache,
-            Kind.STORE_CACHE: self._store_cache,
-            Kind.LOAD_HIDDEN: self._load_hidden,
-            Kind.STORE_HIDDEN: self._store_hidden,
-            Kind.COMPUTE: self._compute,
-        }
 
     @torch.inference_mode()
     def run(self, batches: Sequence[Batch], num_tokens: int, sink: Sink, *,
@@ -112,7 +104,7 @@ class Executor:
         for step in schedule(num_tokens, self._config.num_layers, len(batches),
                              overlap=self._overlap):
             if step.batch is None or not self._batches[step.batch].finished:
-                self._actions[step.kind](step)
+                self._ACTIONS[step.kind](self, step)
             if step.kind is not Kind.COMPUTE:
                 if not self._overlap:
                     self._transfers.drain()
@@ -133,18 +125,6 @@ class Executor:
             timing.steps.append(now - began)
         self._transfers.settle()
         return now
-
-    def _load_cache(self, step: Step) -> None:
-        self._cache.load(step.layer - 1, step.batch, step.token)
-
-    def _store_cache(self, step: Step) -> None:
-        self._cache.store(step.layer - 1, step.batch, step.token)
-
-    def _load_hidden(self, step: Step) -> None:
-        self._hidden.load(step.batch, self._batches[step.batch].rows(step.token))
-
-    def _store_hidden(self, step: Step) -> None:
-        self._hidden.store(step.batch, self._batches[step.batch].rows(step.token))
 
     def _compute(self, step: Step) -> None:
         began = self._device.stamp()
@@ -201,6 +181,21 @@ class Executor:
             logits = self._family.head(self._config, weights, x[rows])
             self._sink(batch, step.token, rows.start, logits)
         self._hidden.drop(step.batch)
+
+    def _rows(self, step: Step) -> int:
+        return self._batches[step.batch].rows(step.token)
+
+    # Of the class and not of the object: an executor that pointed at itself would keep its cache
+    # in memory until the garbage collector came by.
+    _ACTIONS = {
+        Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(step.layer),
+        Kind.RELEASE_WEIGHTS: lambda self, step: self._weights.release(step.layer),
+        Kind.LOAD_CACHE: lambda self, s: self._cache.load(s.layer - 1, s.batch, s.token),
+        Kind.STORE_CACHE: lambda self, s: self._cache.store(s.layer - 1, s.batch, s.token),
+        Kind.LOAD_HIDDEN: lambda self, step: self._hidden.load(step.batch, self._rows(step)),
+        Kind.STORE_HIDDEN: lambda self, step: self._hidden.store(step.batch, self._rows(step)),
+        Kind.COMPUTE: _compute,
+    }
 
 
 def _last_rows(batch: Batch) -> torch.Tensor:

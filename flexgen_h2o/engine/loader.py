@@ -96,21 +96,20 @@ def find(model: str, *, path: str | None, dtype: str, device: Device, progress: 
     dummy = path == DUMMY
     config = published(model) if dummy else None
     if config is not None:
-        folder, own = None, None
+        folder = None
     else:
         wanted = None if dtype == "auto" and device.torch.type == "cuda" else dtype
         wanted = "bfloat16" if wanted == "auto" else wanted
         folder = checkpoint_folder(model if path is None or dummy else path, dtype=wanted,
                                    progress=progress)
-        described = read_config(folder)
-        own = described.get("dtype", described.get("torch_dtype"))
-        config = from_transformers(described, model)
-    return Source(config, family(config).weights(config), _dtype(dtype, own, device), folder, dummy)
+        config = from_transformers(read_config(folder), model)
+    return Source(config, family(config).weights(config), _dtype(dtype, config, device), folder,
+                  dummy)
 
 
-def _dtype(name: str, own: str | None, device: Device) -> torch.dtype:
+def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:
     if name == "auto":
-        on_gpu = own if own in ("float16", "bfloat16") else "float16"
+        on_gpu = config.dtype if config.dtype in ("float16", "bfloat16") else "float16"
         name = on_gpu if device.torch.type == "cuda" else "bfloat16"
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}: use auto, float16, bfloat16 or float32")

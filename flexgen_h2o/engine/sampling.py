@@ -71,9 +71,9 @@ class Sampler:
             return logits.argmax(-1).tolist()
         probabilities = self._warpers(None, logits.float()).softmax(-1)
         cumulative = probabilities.cumsum(-1)
-        draws = torch.tensor([self._draw(request.key) for request in requests], device=logits.device)
+        draws = torch.tensor([self._draw(request.key) for request in requests])
         # Inverse transform; scaled by the last sum, which rounding keeps from being exactly 1.
-        points = draws[:, None].to(cumulative.dtype) * cumulative[:, -1:]
+        points = draws[:, None].to(cumulative) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, points, right=True)[:, 0]
         last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
         return torch.minimum(tokens, last).tolist()

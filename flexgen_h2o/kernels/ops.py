@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,24 +18,39 @@ def _forced_reference() -> bool:
     return os.environ.get("FLEXGEN_H2O_KERNELS") == "reference"
 
 
+QUERY_BLOCK = 256
+SQUARE_BELOW = 768
+"""PyTorch's CPU kernel skips the future by key blocks of 512: below this length it computes the
+whole square. Cut into query blocks that see only their past, 512 tokens take 0.8 of the time."""
+
+
 def prefill_attention(q, k, v, lengths):
     """See `reference.prefill_attention`; memory linear in the length (flash attention)."""
     if _forced_reference():
         return reference.prefill_attention(q, k, v, lengths)
-    grouped = q.shape[1] != k.shape[1]
     if len(set(lengths)) == 1:
         shape = (len(lengths), lengths[0])
-        q4, k4, v4 = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, enable_gqa=grouped)
+        out = _causal(*(x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v)))
         return out.transpose(1, 2).flatten(0, 1)
     # Sequences of unequal lengths go one by one: no pads to compute and no mask to build.
     parts = (x.split(lengths) for x in (q, k, v))
-    return torch.cat([
-        F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in one), is_causal=True, enable_gqa=grouped
-        )[0].transpose(0, 1)
-        for one in zip(*parts, strict=True)
-    ])
+    return torch.cat([_causal(*(x.transpose(0, 1)[None] for x in one))[0].transpose(0, 1)
+                      for one in zip(*parts, strict=True)])
+
+
+def _causal(q, k, v):
+    """Causal attention of [batch, heads, length, head_dim]; fewer heads in k and v."""
+    length = q.shape[2]
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
+    if q.device.type != "cpu" or not QUERY_BLOCK < length < SQUARE_BELOW:
+        return attend(q, k, v, is_causal=True)
+    out = torch.empty_like(q)
+    for start in range(0, length, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, length)
+        seen = torch.ones(end - start, end, dtype=torch.bool).tril(start)
+        out[:, :, start:end] = attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end],
+                                      attn_mask=seen)
+    return out
 
 
 def decode_attention(q, k, v, valid=None):

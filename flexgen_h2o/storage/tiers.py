@@ -7,6 +7,7 @@ tiers ``gpu`` and ``cpu``, streams do their work at once, and events have always
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 
@@ -16,6 +17,7 @@ from flexgen_h2o.errors import UserError
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
+MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14; not in the mmap module
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -66,10 +68,14 @@ class Device:
         self.torch = torch.device(name)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised page-aligned bytes in compute memory: uint8 [nbytes rounded to a page]."""
-        return self.host_empty(nbytes)
+        """Uninitialised page-aligned bytes in compute memory: uint8 [nbytes rounded to a page].
 
-    def host_empty(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+        On the host its pages are made now and not when compute first writes to them, which
+        measured 1.3 s per GB in the middle of a prefill.
+        """
+        return self.host_empty(nbytes, touch=True)
+
+    def host_empty(self, nbytes: int, *, pinned: bool = True, touch: bool = False) -> torch.Tensor:
         """Uninitialised page-aligned bytes in host memory that the device can copy from.
 
         Anonymous pages of their own rather than malloc's: they go back to the system when the
@@ -79,6 +85,9 @@ class Device:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
+        if touch:
+            with contextlib.suppress(OSError):  # an older kernel: the pages come when written
+                pages.madvise(MADV_POPULATE_WRITE)
         return torch.frombuffer(pages, dtype=torch.uint8)
 
     def stream(self) -> Stream:
@@ -165,7 +174,7 @@ class CudaDevice(Device):
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self.torch)
 
-    def host_empty(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
+    def host_empty(self, nbytes: int, *, pinned: bool = True, touch: bool = False) -> torch.Tensor:
         if not pinned:
             return super().host_empty(nbytes)
         size = max(round_up(nbytes, PAGE), PAGE)

@@ -1,0 +1,263 @@
+"""Prefill and decode beside transformers' generate, in memory and from disk, in one run.
+
+    python benchmarks/make_checkpoint.py --model facebook/opt-1.3b --out /tmp/opt-1.3b
+    python benchmarks/throughput.py --model /tmp/opt-1.3b --batches 1 4 16
+
+Every system runs in a process of its own on the same weights, prompts, lengths and threads; a
+warm-up, then the systems in turn, `--repeats` times; medians. The peer also runs with glibc's
+allocator tuned to its best (huge pages, nothing returned to the system), and so does the engine.
+Beside each figure stands its floor: bytes over the read rate measured in the same run, or FLOPs
+over the rate of matrix products, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TUNED = ("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:"
+         "glibc.malloc.trim_threshold=17179869184")
+SYSTEMS = ("engine", "engine tuned", "engine disk", "transformers", "transformers tuned")
+COLUMNS = (
+    "date", "commit", "host", "cpu", "threads", "torch", "transformers", "model", "dtype",
+    "prompt_len", "gen_len", "batch", "system", "repeats", "prefill_s", "decode_step_s",
+    "tokens_per_s", "peak_rss_gb", "gb_read_per_step", "disk_gb_per_s", "prefill_floor_s",
+    "decode_floor_s", "prefill_over_floor", "decode_over_floor",
+    "prefill_speedup_over_transformers", "decode_speedup_over_transformers",
+    "prefill_speedup_over_tuned", "decode_speedup_over_tuned",
+)
+
+
+def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(5, vocab) for _ in range(length)] for _ in range(batch)]
+
+
+def run_engine(args) -> list[dict]:
+    """The engine: all weights in memory, or all on disk (read with O_DIRECT: no page cache)."""
+    from flexgen_h2o import LLM, Placement, Policy
+
+    weights = Placement(0, 0, 100) if args.worker == "engine disk" else Placement(100, 0, 0)
+    policy = Policy(gpu_batch_size=args.batch, weights=weights)
+    rows = []
+    with LLM(args.model, policy=policy, dtype=args.dtype, progress=False) as llm:
+        tokens = prompts(args.batch, args.prompt_len, llm.vocab_size)
+        llm.generate(tokens, max_new_tokens=2, eos_token_id=-1)
+        for _ in range(args.inner):
+            llm.generate(tokens, max_new_tokens=args.gen_len, eos_token_id=-1)
+            stats = llm.stats
+            moved = stats.links.get("disk->cpu", (0, 0.0))[0]
+            rows.append({"prefill": stats.prefill_seconds,
+                         "step": statistics.mean(stats.step_seconds),
+                         "read": moved / args.gen_len, "rss": stats.peak_process_bytes})
+    return rows
+
+
+def run_transformers(args) -> list[dict]:
+    """transformers' generate with its default (sdpa) attention and cache."""
+    import torch
+    from transformers import AutoModelForCausalLM, StoppingCriteria
+
+    from flexgen_h2o.report import peak_process_bytes
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    ids = torch.tensor(prompts(args.batch, args.prompt_len, model.config.vocab_size))
+
+    class Clock(StoppingCriteria):
+        """Notes the time after each token: the first ends the prefill."""
+
+        def __init__(self):
+            self.times = [time.perf_counter()]
+
+        def __call__(self, input_ids, scores, **_):
+            self.times.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    rows = []
+    for new in [2] + [args.gen_len] * args.inner:
+        clock = Clock()
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
+                       min_new_tokens=new, do_sample=False, stopping_criteria=[clock])
+        steps = [b - a for a, b in zip(clock.times[1:], clock.times[2:], strict=False)]
+        rows.append({"prefill": clock.times[1] - clock.times[0], "step": statistics.mean(steps),
+                     "read": 0, "rss": peak_process_bytes()})
+    return rows[1:]
+
+
+def spawn(args, system: str, batch: int) -> list[dict]:
+    """Run one system in a process of its own and read its rows."""
+    command = [sys.executable, __file__, "--worker", system, "--batch", str(batch)]
+    for name in ("model", "prompt_len", "gen_len", "dtype", "threads", "inner"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+    if system.endswith("tuned"):
+        environment["GLIBC_TUNABLES"] = TUNED
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: {system} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def work(config, batch: int, args) -> dict[str, float]:
+    """Bytes and FLOPs of a decode step, FLOPs of a prefill (attention included)."""
+    matrices = config.num_layers * config.layer_parameters()
+    head = config.vocab_size * config.embed_dim
+    itemsize = 4 if args.dtype == "float32" else 2
+    cached = args.prompt_len + args.gen_len / 2
+    attention = 4 * config.num_layers * config.q_size
+    return {
+        "weight_bytes": (matrices + head) * itemsize,
+        "cache_bytes": batch * cached * config.kv_bytes_per_token(itemsize),
+        "step_flops": batch * (2 * (matrices + head) + attention * cached),
+        "prefill_flops": batch * args.prompt_len * (
+            2 * matrices + attention * args.prompt_len / 2) + 2 * batch * head,
+    }
+
+
+def measure_rates(args) -> dict[str, float]:
+    """This machine's rates, measured now."""
+    import torch
+
+    from flexgen_h2o.storage.links import disk_read_rate, gemm_rate, memory_read_rate
+
+    dtype = getattr(torch, args.dtype)
+    largest = max(Path(args.model).glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    return {"disk": disk_read_rate(largest), "memory": memory_read_rate(),
+            "gemm": max(gemm_rate(256, dtype), gemm_rate(2048, dtype))}
+
+
+def floors(system: str, amount: dict, rates: dict, compute_alone: float) -> tuple[float, float]:
+    """(prefill, decode step) in seconds: no system on this machine can be faster.
+
+    From disk, a step's compute alone is what the engine's step takes with the weights in memory.
+    """
+    prefill = amount["prefill_flops"] / rates["gemm"]
+    read = (amount["weight_bytes"] + amount["cache_bytes"]) / rates["memory"]
+    decode = max(read, amount["step_flops"] / rates["gemm"])
+    if system == "engine disk":
+        from_disk = amount["read"] / rates["disk"]
+        return max(prefill, from_disk), max(from_disk, compute_alone)
+    return prefill, decode
+
+
+def describe(args) -> dict[str, object]:
+    """What is the same for every row."""
+    from importlib.metadata import version
+
+    from flexgen_h2o.results import source_commit
+
+    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().split("\n")
+                if line.startswith("model name")), platform.processor())
+    return {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "commit": source_commit(), "host": platform.node(), "cpu": cpu,
+            "threads": args.threads, "torch": version("torch"),
+            "transformers": version("transformers"), "model": Path(args.model).name,
+            "dtype": args.dtype, "prompt_len": args.prompt_len, "gen_len": args.gen_len,
+            "repeats": args.repeats * args.inner}
+
+
+def compare(args) -> list[dict]:
+    """All systems at all batches, interleaved; one row of medians for each."""
+    from flexgen_h2o.models.convert import read_config
+    from flexgen_h2o.models.spec import from_transformers
+
+    config = from_transformers(read_config(Path(args.model)), args.model)
+    table = []
+    for batch in args.batches:
+        found: dict[str, list[dict]] = {system: [] for system in SYSTEMS}
+        rates: list[dict[str, float]] = []
+        for repeat in range(args.repeats):
+            rates.append(measure_rates(args))
+            for system in SYSTEMS:
+                found[system] += spawn(args, system, batch)
+                print(f"batch {batch} repeat {repeat} {system}: {found[system][-1]}",
+                      file=sys.stderr, flush=True)
+        middle = {system: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+                  for system, rows in found.items()}
+        typical = {key: statistics.median(r[key] for r in rates) for key in rates[0]}
+        table += [row_of(args, config, batch, system, middle, typical) for system in SYSTEMS]
+    return table
+
+
+def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> dict:
+    """One row of the table, from the medians of all systems at one batch."""
+    mine = middle[system]
+    amount = work(config, batch, args) | {"read": mine["read"]}
+    prefill_floor, decode_floor = floors(system, amount, rates, middle["engine"]["step"])
+    row = {
+        "batch": batch, "system": system, "prefill_s": mine["prefill"],
+        "decode_step_s": mine["step"],
+        "tokens_per_s": batch * args.gen_len / (mine["prefill"] + (args.gen_len - 1) * mine["step"]),
+        "peak_rss_gb": mine["rss"] / 1e9, "gb_read_per_step": mine["read"] / 1e9,
+        "disk_gb_per_s": rates["disk"] / 1e9,
+        "prefill_floor_s": prefill_floor, "decode_floor_s": decode_floor,
+        "prefill_over_floor": mine["prefill"] / prefill_floor,
+        "decode_over_floor": mine["step"] / decode_floor,
+    }
+    for name, peer in (("transformers", "transformers"), ("tuned", "transformers tuned")):
+        for stage, key in (("prefill", "prefill"), ("decode", "step")):
+            row[f"{stage}_speedup_over_{name}"] = middle[peer][key] / mine[key]
+    return describe(args) | row
+
+
+def show(table: list[dict]) -> str:
+    """The rows as a Markdown table of the figures that matter."""
+    head = ("batch", "system", "prefill s", "decode step s", "tokens/s", "peak RSS GB",
+            "prefill / floor", "step / floor", "decode vs transformers", "vs tuned")
+    lines = [" | ".join(head), " | ".join("---" for _ in head)]
+    for row in table:
+        cells = (row["batch"], row["system"], f"{row['prefill_s']:.2f}",
+                 f"{row['decode_step_s']:.3f}", f"{row['tokens_per_s']:.2f}",
+                 f"{row['peak_rss_gb']:.1f}", f"{row['prefill_over_floor']:.2f}",
+                 f"{row['decode_over_floor']:.2f}",
+                 f"{row['decode_speedup_over_transformers']:.2f}x",
+                 f"{row['decode_speedup_over_tuned']:.2f}x")
+        lines.append(" | ".join(map(str, cells)))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder with config.json and safetensors")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--prompt-len", type=int, default=512, help="tokens")
+    parser.add_argument("--gen-len", type=int, default=16, help="tokens")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--repeats", type=int, default=3, help="rounds over all systems")
+    parser.add_argument("--inner", type=int, default=1, help="measurements a process and round")
+    parser.add_argument("--csv", default="benchmarks/results/throughput.csv")
+    parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        import torch
+
+        torch.set_num_threads(args.threads)
+        run = run_engine if args.worker.startswith("engine") else run_transformers
+        print(json.dumps(run(args)))
+        return 0
+    table = compare(args)
+    with open(args.csv, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for row in table:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+    text = show(table)
+    Path(args.csv).with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
