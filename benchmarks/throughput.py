@@ -197,7 +197,8 @@ def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> 
     row = {
         "batch": batch, "system": system, "prefill_s": mine["prefill"],
         "decode_step_s": mine["step"],
-        "tokens_per_s": batch * args.gen_len / (mine["prefill"] + (args.gen_len - 1) * mine["step"]),
+        "tokens_per_s": batch * args.gen_len / (
+            mine["prefill"] + (args.gen_len - 1) * mine["step"]),
         "peak_rss_gb": mine["rss"] / 1e9, "gb_read_per_step": mine["read"] / 1e9,
         "disk_gb_per_s": rates["disk"] / 1e9,
         "prefill_floor_s": prefill_floor, "decode_floor_s": decode_floor,
