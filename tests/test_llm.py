@@ -76,6 +76,27 @@ def test_the_same_tokens_for_every_batch_split(tiny_model, tmp_path, split):
     assert got == transformers_tokens(tiny, prompts)
 
 
+def test_call_after_call_in_the_same_room(tiny_model, tmp_path, device):
+    """Smaller blocks after larger ones, scoring in between, an early end with loads under way."""
+    tiny = tiny_model("llama")
+    vocab = tiny.model.config.vocab_size
+    policy = Policy(gpu_batch_size=3, num_gpu_batches=2, weights=Placement(0, 0, 100),
+                    cache=Placement(30, 30, 40), activations=Placement(30, 30, 40))
+    calls = [make_prompts(vocab, lengths, seed) for seed, lengths in enumerate(
+        [[12, 9, 30, 4, 4], [5], [2, 3], [40, 1, 1, 1, 1, 1, 1], [7, 8]])]
+    with LLM(str(tiny.folder), policy=policy, dtype="float32", offload_dir=str(tmp_path)) as llm:
+        for prompts in calls:
+            expected = transformers_tokens(tiny, prompts)
+            got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+            assert [out.token_ids for out in got] == expected
+            stops = [tokens[2] for tokens in expected]
+            got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=stops)
+            assert all(out.token_ids[-1] in stops for out in got)
+            scores = llm.loglikelihood(list(zip(prompts, expected, strict=True)))
+            assert [len(one) for one in scores] == [NEW] * len(prompts)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_prompts_longer_than_a_chunk_of_rows(tiny_model, monkeypatch):
     from flexgen_h2o.engine import executor
 
