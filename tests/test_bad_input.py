@@ -1,0 +1,484 @@
+"""Bad input through the real command line: one line, status 2, nothing left; and one good run.
+
+What the flags and prompt files alone refuse, before any model is looked for, is in test_flex_opt.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import flexgen_h2o.llm as llm_module
+from flexgen_h2o import LLM, flex_opt, planner
+from flexgen_h2o.config import parse_percent
+from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.models.checkpoint_base import Checkpoint
+from flexgen_h2o.models.spec import published
+from flexgen_h2o.planner import MemoryLimits, Workload, memory_plan
+from flexgen_h2o.results import CSV_COLUMNS
+
+RESULTS = ("--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json", "--log-file", "l.log")
+SHORT = ("--prompt-len", "6", "--gen-len", "4", "--gpu-batch-size", "2", "--dtype", "float32",
+         "--device", "cpu")
+DISK = ("--percent", "0", "0", "0", "0", "0", "0")
+MEMORY = ("--percent", "100", "0", "100", "0")
+PLACES = pytest.mark.parametrize("percent", [MEMORY, DISK], ids=["memory", "disk"])
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty current folder; home, caches and temporary files go below tmp_path too."""
+    for name in ("here", "home", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "home" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # or it would stay what it was found to be
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def model(tiny_model, here) -> Path:
+    """A copy of a tiny model that a test may damage."""
+    return Path(shutil.copytree(tiny_model("llama_untied_bias").folder, here / "model"))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content; folders count only by what is in them.
+
+    The lock of a conversion is an empty file that stays, so that no two processes hold two of it.
+    """
+    files = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {path: held for path, held in files.items() if held or not path.endswith(".lock")}
+
+
+def refused(capfd, here, *argv: str) -> str:
+    """The message of a command that ends with status 2, one line, and nothing left of it."""
+    before, threads = tree(here.parent), set(threading.enumerate())
+    capfd.readouterr()
+    status = flex_opt.main([*SHORT, *RESULTS, "--offload-dir", "offload", *argv])
+    out, err = capfd.readouterr()
+    assert (status, out) == (2, ""), err
+    check_line(err)
+    assert tree(here.parent) == before
+    offload = Path("offload")
+    assert not offload.is_dir() or list(offload.iterdir()) == []
+    assert not {t.name for t in set(threading.enumerate()) - threads if "tqdm" not in repr(t)}
+    return err
+
+
+def check_line(err: str) -> None:
+    assert re.fullmatch(r"error: [^\n]+\n", err), err
+    assert "Traceback" not in err
+
+
+def shard(model: Path) -> list[Path]:
+    """Cut a model's one file into two shards with an index."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts, homes = (names[: len(names) // 2], names[len(names) // 2 :]), {}
+    for number, part in enumerate(parts, 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, model / file)
+        homes |= dict.fromkeys(part, file)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    return sorted(model.glob("*.safetensors"))
+
+
+def change_config(model: Path, **values) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | values))
+
+
+# The checkpoint
+
+
+def test_the_sharded_model_is_good_before_it_is_damaged(model, capfd):
+    shard(model)
+    assert flex_opt.main([*SHORT, "--model", "model", "--no-log", "--offload-dir", "o"]) == 0
+    assert capfd.readouterr().err == ""
+
+
+@PLACES
+def test_missing_shard(model, here, capfd, percent):
+    shard(model)[1].unlink()
+    message = refused(capfd, here, "--model", "model", *percent)
+    assert "missing shard model-00002-of-00002.safetensors" in message
+
+
+@PLACES
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("keep", [-1, 1000, 5, 0])
+def test_truncated_shard(model, here, capfd, percent, sharded, keep):
+    file = shard(model)[1] if sharded else model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    message = refused(capfd, here, "--model", "model", *percent)
+    assert f"{file.name} is truncated" in message and "bytes are missing" in message
+
+
+@pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/passwd", "a/../../stolen"])
+def test_index_that_names_a_shard_outside_the_folder(model, here, capfd, name):
+    files = shard(model)
+    shutil.copy(files[0], here / "stolen.safetensors")  # it is there: not its absence is refused
+    index = model / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(files[0].name, name))
+    assert "outside its folder" in refused(capfd, here, "--model", "model")
+
+
+@PLACES
+@pytest.mark.parametrize("damage", ["shape", "missing", "renamed"])
+def test_tensor_of_a_wrong_shape_or_missing(model, here, capfd, percent, damage):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(model / "model.safetensors")
+    tensor = tensors.pop(name)
+    if damage == "shape":
+        tensors[name] = tensor.T.contiguous()
+    elif damage == "renamed":
+        tensors[name.upper()] = tensor
+    save_file(tensors, model / "model.safetensors")
+    message = refused(capfd, here, "--model", "model", *percent)
+    assert name in message
+    words = ("[48, 80]", "[80, 48]") if damage == "shape" else ("has no tensor",)
+    assert all(word in message for word in words)
+
+
+def test_quantized_tensor(model, here, capfd):
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, model / "model.safetensors")
+    assert f"{name} is stored as int8" in refused(capfd, here, "--model", "model")
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    (None, "config.json"), ("{", "not JSON"), ("[]", "not a JSON object"), ("{}", "model type")])
+def test_config_that_is_not_one(model, here, capfd, text, words):
+    (model / "config.json").unlink()
+    if text is not None:
+        (model / "config.json").write_text(text)
+    assert words in refused(capfd, here, "--model", "model")
+
+
+def test_folder_without_weights(model, here, capfd):
+    (model / "model.safetensors").unlink()
+    assert "no checkpoint in model" in refused(capfd, here, "--model", "model")
+
+
+# The model
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"model_type": "bloom"}, "'bloom' is not supported"),
+    ({"model_type": "qwen2_moe", "num_experts": 60}, "mixture of experts"),
+    ({"alibi": True}, "ALiBi"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+    ({"quantization_config": {"bits": 4}}, "quantized"),
+    ({"hidden_act": "relu2"}, "'relu2' is not supported"),
+])
+def test_unsupported_architecture_is_named(model, here, capfd, values, words):
+    change_config(model, **values)
+    assert words in refused(capfd, here, "--model", "model")
+
+
+def test_sliding_window_shorter_than_the_run(model, here, capfd):
+    change_config(model, model_type="mistral", sliding_window=8, attention_bias=False)
+    # Its biases are not read: only the length is in the way.
+    ran = ["--model", "model", *SHORT, "--no-log"]
+    assert flex_opt.main([*ran, "--gen-len", "3"]) == 0
+    message = refused(capfd, here, "--model", "model", "--gen-len", "4")
+    assert "8 positions" in message and "at most 3" in message
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_unknown_model_without_network(here, capfd, monkeypatch, local):
+    import huggingface_hub as hub
+
+    def no_network(*_, **__):
+        raise ConnectionError("[Errno -2] Name or service not known")
+
+    def not_local(*_, **options):
+        assert options.get("local_files_only"), "nothing may be downloaded"
+        raise hub.errors.LocalEntryNotFoundError("not\nhere")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", no_network)
+    monkeypatch.setattr(hub, "snapshot_download", not_local)
+    if local:
+        assert "no such folder" in refused(capfd, here, "--model", "./nobody/nothing")
+    else:
+        message = refused(capfd, here, "--model", "nobody/nothing")
+        assert "nobody/nothing" in message and "check the network" in message
+
+
+# The prompts
+
+
+@PLACES
+def test_prompt_longer_than_the_positions(model, here, capfd, percent):
+    message = refused(capfd, here, "--model", "model", "--prompt-len", "5000", *percent)
+    assert "5000 tokens, more than the model's 256 positions" in message
+    message = refused(capfd, here, "--model", "model", "--prompt-len", "250", "--gen-len", "8",
+                      *percent)
+    assert "generate at most 7" in message
+
+
+def test_text_for_a_model_without_a_tokenizer(model, here, capfd):
+    (here / "p.txt").write_text("some text\n")
+    message = refused(capfd, here, "--model", "model", "--prompts", "p.txt")
+    assert "no tokenizer" in message
+
+
+def test_damaged_tokenizer(model, here, capfd):
+    (model / "tokenizer.json").write_text("{")
+    message = refused(capfd, here, "--model", "model", "--prompt", "some text")
+    assert "tokenizer" in message
+
+
+@pytest.mark.parametrize(("name", "content", "match"), [
+    ("p.txt", None, "No such file"),
+    ("p.txt", b"\n\n", "no prompts"),
+    ("p.txt", b"\xff\xfe\x00", "not UTF-8"),
+    ("p.jsonl", b'{"text": "a"}\n', "no text under the key `prompt`"),
+    ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
+])
+def test_bad_prompt_file_beside_a_good_model(model, here, capfd, name, content, match):
+    if content is not None:
+        (here / name).write_bytes(content)
+    assert match in refused(capfd, here, "--model", "model", "--prompts", name)
+
+
+# The disk
+
+
+@pytest.mark.parametrize("place", ["taken", "taken/below"])
+def test_offload_folder_that_cannot_be(model, here, capfd, place):
+    (here / "taken").write_text("a file")
+    message = refused(capfd, here, "--model", "model", "--offload-dir", place, *DISK)
+    assert "--offload-dir" in message and "taken" in message
+
+
+def failing(number: int, after: int = 0):
+    """A system call that fails; the first `after` calls of it do what they should."""
+    left = [after]
+
+    def wrap(real):
+        def call(*arguments):
+            if left[0] > 0:
+                left[0] -= 1
+                return real(*arguments)
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    return wrap
+
+
+@pytest.mark.parametrize(("call", "after"), [
+    ("posix_fallocate", 0), ("posix_fallocate", 1), ("pwritev", 0), ("pwritev", 4),
+    ("pwritev", 25)])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_disk_full_while_offloading(model, here, capfd, monkeypatch, call, after, number):
+    monkeypatch.setattr(os, call, failing(number, after)(getattr(os, call)))
+    message = refused(capfd, here, "--model", "model", *DISK, "--gen-len", "40")
+    assert re.search("the disk of .* is full: free some space.*--offload-dir", message)
+
+
+def test_disk_full_while_writing_dummy_weights(model, here, capfd, monkeypatch):
+    (model / "model.safetensors").unlink()
+    monkeypatch.setattr(os, "pwritev", failing(errno.ENOSPC, 5)(os.pwritev))
+    message = refused(capfd, here, "--model", "model", "--path", "_DUMMY_", *DISK)
+    assert "is full" in message
+
+
+def test_disk_full_while_converting_for_the_disk(model, here, capfd, monkeypatch):
+    """Weights on disk in another dtype need a copy of the checkpoint, and it has no room."""
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC)(os.fsync))
+    message = refused(capfd, here, "--model", "model", "--dtype", "bfloat16", *DISK)
+    assert "No space left" in message and "FLEXGEN_H2O_CACHE" in message
+
+
+@pytest.mark.parametrize("after", [0, 30])
+def test_disk_that_cannot_be_read(model, here, capfd, monkeypatch, after):
+    monkeypatch.setattr(os, "preadv", failing(errno.EIO, after)(os.preadv))
+    message = refused(capfd, here, "--model", "model", *DISK)
+    assert "Input/output error" in message
+
+
+def test_disk_too_small_by_the_plan(model, here, capfd, monkeypatch):
+    limits = MemoryLimits(None, 8 * 10**9, 10_000)
+    monkeypatch.setattr(llm_module, "free_memory", lambda *_: limits)
+    message = refused(capfd, here, "--model", "model", *DISK)
+    assert "disk space: needs" in message and "--percent 100 0 100 0 100 0 would fit" in message
+
+
+# The memory
+
+
+def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatch):
+    def read(*_):
+        raise AssertionError("a weight was built")
+
+    limits = MemoryLimits(None, 24 * 10**9, 500 * 10**9)
+    monkeypatch.setattr(Checkpoint, "read", read)
+    monkeypatch.setattr(LLM, "_load_weights", read)
+    monkeypatch.setattr(llm_module, "free_memory", lambda *_: limits)
+    command = ("--model", "facebook/opt-30b", "--path", "_DUMMY_", "--prompt-len", "512",
+               "--gen-len", "32", "--gpu-batch-size", "4", "--dtype", "auto")
+    message = refused(capfd, here, *command, "--percent", "0", "100", "100", "0")
+    found = re.search(r"host memory: needs (\S+) GB \(weights (\S+) GB, .*\), 24\.0 GB free\. "
+                      r"--percent ([\d. ]+) would fit", message)
+    assert found, message
+    needs, weights = map(float, found.groups()[:2])
+    assert 59 < weights < needs < 70, "29.97e9 parameters of two bytes, and the rest"
+    # What it proposes fits in what is free, and is no other run than the one that was asked for.
+    numbers = found[3].split()
+    config = flex_opt.parse_args([*command, "--percent", *numbers])
+    plan = memory_plan(published("facebook/opt-30b"), config.policy(), Workload(512, 32, 4, 1),
+                       itemsize=2, writes_weights=True)
+    assert plan.shortfalls(limits) == ()
+    weights_at, cache_at, _ = parse_percent(numbers)
+    assert weights_at.disk < 80 and cache_at.gpu == 100, "and no more is moved than has to be"
+    with pytest.raises(AssertionError, match="a weight was built"):
+        flex_opt.main([*command, "--percent", *numbers, "--no-log"])
+
+
+def test_nothing_would_fit(model, here, capfd, monkeypatch):
+    monkeypatch.setattr(llm_module, "free_memory", lambda *_: MemoryLimits(None, 1000, 1000))
+    message = refused(capfd, here, "--model", "model")
+    assert "no --percent would fit: lower --gpu-batch-size" in message
+
+
+def test_the_plan_counts_the_cgroup_limit(model, here, capfd, monkeypatch):
+    monkeypatch.setattr(planner, "cgroup_free", lambda: 3_000_000)
+    assert "0.0 GB free" in refused(capfd, here, "--model", "model")
+
+
+# A process of its own
+
+
+def command(*argv: str) -> subprocess.CompletedProcess:
+    root = str(Path(flex_opt.__file__).parents[1])
+    return subprocess.run([sys.executable, "-m", "flexgen_h2o.flex_opt", *SHORT, *RESULTS,
+                           "--offload-dir", "offload", *argv], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": root})
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--model", "model", *DISK], "missing shard"),
+    (["--model", "model", "--gen-len", "0"], "--gen-len must be at least 1"),
+    (["--model", "nobody/nothing"], "nobody/nothing"),
+])
+def test_a_process_ends_the_same_way(model, here, monkeypatch, argv, words):
+    shard(model)[0].unlink()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there: no network
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    before = tree(here)
+    done = command(*argv)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    check_line(done.stderr)
+    assert words in done.stderr
+    assert tree(here) == before and tree(here.parent / "tmp") == {}
+    assert not (here / "offload").exists()
+
+
+# And what works
+
+
+SPREAD = ("--model", "model", "--percent", "30", "30", "50", "0", "50", "0", "--gen-len", "5",
+          "--num-gpu-batches", "2", "--seed", "4")
+
+
+def test_a_good_run_writes_all_results(model, here, capfd):
+    assert flex_opt.main([*SHORT, *RESULTS, "--offload-dir", "offload", *SPREAD]) == 0
+    out, err = capfd.readouterr()
+    assert err == "" and "total throughput" in out
+    assert list((here / "offload").iterdir()) == []
+    files = {path.name for path in here.iterdir() if path.is_file()}
+    assert files == {"o.jsonl", "r.csv", "t.json", "l.log", "o.jsonl.config.yaml",
+                     "r.csv.config.yaml", "l.log.config.yaml"}
+
+    config = flex_opt.parse_args([*SHORT, *RESULTS, "--offload-dir", "offload", *SPREAD])
+    with LLM("model", dtype="float32", device="cpu") as llm:
+        prompts = flex_opt.synthetic_prompts(config, llm.vocab_size)
+        expected = llm.generate(prompts, max_new_tokens=5, eos_token_id=-1)
+    lines = (here / "o.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"prompt": None, "prompt_tokens": 6, "token_ids": o.token_ids, "text": None,
+         "finish_reason": "length"} for o in expected]
+    assert len(lines) == 4 and "total throughput" in (here / "l.log").read_text()
+
+    (row,) = read_csv(here / "r.csv")
+    assert tuple(row) == CSV_COLUMNS
+    wanted = {"model": "model", "weights_gpu": "30", "weights_disk": "40", "cache_disk": "50",
+              "activations_disk": "50", "gpu_batch_size": "2", "num_gpu_batches": "2",
+              "num_prompts": "4", "prompt_tokens": "24", "generated_tokens": "20",
+              "gen_len": "5", "dtype": "float32", "device": "cpu", "projected": "false"}
+    assert {name: row[name] for name in wanted} == wanted
+    for name in ("total_tokens_per_second", "disk_to_cpu_gb", "cpu_to_disk_gb", "prefill_seconds",
+                 "kv_cache_bytes", "peak_process_bytes"):
+        assert float(row[name]) > 0, name
+
+    events = json.loads((here / "t.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"compute", "disk->cpu", "cpu->disk"} <= lanes
+    computed = [event["name"] for event in events if event.get("cat") == "compute"]
+    assert len(computed) == 5 * (3 + 2) * 2  # tokens, layers with embedding and head, batches
+    saved = yaml.safe_load((here / "o.jsonl.config.yaml").read_text(encoding="utf-8"))
+    assert saved["percent"] == [30, 30, 50, 0, 50, 0] and saved["seed"] == 4
+
+
+def test_the_saved_config_repeats_the_run_in_another_process(model, here, capfd):
+    assert flex_opt.main([*SHORT, *RESULTS, "--offload-dir", "offload", *SPREAD]) == 0
+    first = (here / "o.jsonl").read_text()
+    root = str(Path(flex_opt.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "flexgen_h2o.flex_opt", "--config", "o.jsonl.config.yaml",
+         "--output", "again.jsonl", "--verbose", "0"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (here / "again.jsonl").read_text() == first
+    assert len(read_csv(here / "r.csv")) == 2
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("percent", [MEMORY, DISK], ids=["memory", "disk"])
+def test_ctrl_c(model, here, capfd, monkeypatch, percent):
+    seen = []
+
+    def interrupt(self, step, *_):
+        # In the middle: files are on disk and transfers under way.
+        seen.extend(path.stat().st_mode & 0o777 for path in Path("offload").glob("*"))
+        if step.token == 2:
+            raise KeyboardInterrupt
+        return head(self, step, *_)
+
+    head = Executor._head
+    monkeypatch.setattr(Executor, "_head", interrupt)
+    before, threads = tree(here.parent), set(threading.enumerate())
+    argv = [*SHORT, *RESULTS, "--model", "model", "--offload-dir", "offload", *percent]
+    assert flex_opt.main(argv) == 130
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "interrupted\n")
+    assert bool(seen) == (percent == DISK) and set(seen) <= {0o700}
+    assert tree(here.parent) == before
+    assert not Path("offload").exists() or list(Path("offload").iterdir()) == []
+    assert not {t.name for t in set(threading.enumerate()) - threads if "tqdm" not in repr(t)}

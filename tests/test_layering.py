@@ -1,0 +1,210 @@
+"""Imports point downward: the one table of who stands on whom, held against the source."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flexgen_h2o
+
+ROOT = Path(flexgen_h2o.__file__).parent
+PACKAGE = ROOT.name
+
+# From low to high. A module may import only what stands on a higher line of this text, that is,
+# lower in the building; neighbours on one line do not know each other. A package's own name is its
+# __init__. Imports inside of functions count too, those under TYPE_CHECKING do not.
+ORDER = """
+    flexgen_h2o
+    errors
+    config  report
+
+    storage  storage.extent
+    storage.tiers
+    storage.placement
+    storage.disk
+    storage.transfer  storage.links
+
+    kernels  kernels.reference
+    kernels.ops
+    cache  cache.kv_cache
+
+    models.model_config
+    models.shapes
+    models.spec
+    models.layers
+    models.opt  models.llama  models.gpt_neox
+    models.checkpoint_base
+    models.dummy  models.safetensors_io
+    models.checkpoint
+    models.convert
+    models.from_gguf
+    models.sources
+    models
+
+    engine  engine.schedule  engine.batching
+    engine.sampling
+    engine.scoring  engine.hidden  engine.weights  engine.loader
+    engine.room
+    engine.executor
+
+    planner
+    llm
+    run_config
+    results
+    flex_opt
+"""
+
+# (importer, imported): why it may point upward all the same.
+UPWARD: dict[tuple[str, str], str] = {}
+
+# Modules that import by a computed name, which no parser can follow, and why they may.
+DYNAMIC = {
+    "flexgen_h2o": "the public names are loaded on first use, so that flags answer without torch",
+    "models": "a family is found by its name in the config, and loads torch",
+}
+
+TORCH_FREE = (
+    "flexgen_h2o", "errors", "config", "report", "planner", "run_config", "results", "flex_opt",
+    "models", "models.model_config", "models.shapes", "models.spec",
+    "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
+)
+
+
+def full(name: str) -> str:
+    return name if name == PACKAGE else f"{PACKAGE}.{name}"
+
+
+def short(name: str) -> str:
+    return name.removeprefix(f"{PACKAGE}.")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, by short name."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        found[short(".".join(parts[:-1] if parts[-1] == "__init__" else parts))] = path
+    return found
+
+
+def levels() -> dict[str, int]:
+    """Module to the number of its line in `ORDER`."""
+    lines = [line.split() for line in ORDER.splitlines()]
+    names = [name for line in lines for name in line]
+    assert len(names) == len(set(names)), "a module stands in ORDER twice"
+    return {name: number for number, line in enumerate(lines) for name in line}
+
+
+def imports(source: str, known: set[str]) -> Iterator[str]:
+    """Short names of the package's modules that a source text imports, at any depth."""
+    for node in running(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (short(alias.name) for alias in node.names if ours(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            if ours(node.module):
+                for alias in node.names:
+                    inner = short(f"{node.module}.{alias.name}")
+                    yield inner if inner in known else short(node.module)
+
+
+def running(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker sees."""
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for other in node.orelse:
+                yield other
+                yield from running(other)
+        else:
+            yield from running(node)
+
+
+def ours(module: str | None) -> bool:
+    return module is not None and module.split(".")[0] == PACKAGE
+
+
+def edges() -> dict[str, set[str]]:
+    found = modules()
+    return {name: set(imports(path.read_text(encoding="utf-8"), set(found))) - {name}
+            for name, path in found.items()}
+
+
+def test_the_parser_sees_every_kind_of_import():
+    source = """
+import flexgen_h2o.errors, os
+import flexgen_h2o.config as c
+from flexgen_h2o import report, __version__
+from flexgen_h2o.models.spec import TensorSpec
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from flexgen_h2o import llm
+else:
+    from flexgen_h2o import planner
+def lazy():
+    if True:
+        from flexgen_h2o.models import sources, family
+class C:
+    import flexgen_h2o.storage.disk
+"""
+    known = {"report", "llm", "planner", "models.sources"}
+    assert list(imports(source, known)) == [
+        "errors", "config", "report", PACKAGE, "models.spec", "planner", "models.sources",
+        "models", "storage.disk"]
+    with pytest.raises(AssertionError, match="relative"):
+        list(imports("from . import errors", known))
+
+
+def test_every_module_has_its_place():
+    assert set(modules()) == set(levels()), "put new modules into ORDER, take old ones out"
+
+
+def test_imports_point_downward():
+    level = levels()
+    upward = {(name, other) for name, others in edges().items() for other in others
+              if name in level and other in level and level[other] >= level[name]}
+    assert upward == set(UPWARD)
+    assert all(UPWARD.values())
+
+
+def test_there_is_no_cycle():
+    order = list(graphlib.TopologicalSorter(edges()).static_order())  # CycleError names it
+    assert set(order) == set(modules())
+
+
+def test_only_those_with_a_reason_import_by_a_computed_name():
+    found = set()
+    for name, path in modules().items():
+        for node in running(ast.parse(path.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called.split(".")[-1] in ("import_module", "__import__"):
+                found.add(name)
+    assert found == set(DYNAMIC)
+    assert all(DYNAMIC.values())
+
+
+def test_what_answers_before_torch_imports_without_it():
+    """Flags, the memory plan and the schedule: no seconds spent on loading torch."""
+    assert set(TORCH_FREE) <= set(modules())
+    code = f"""
+import importlib, sys
+for name in ("torch", "transformers", "safetensors", "huggingface_hub", "gguf"):
+    sys.modules[name] = None  # importing it fails
+failed = []
+for name in {[full(name) for name in TORCH_FREE]!r}:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        failed.append(f"{{name}}: {{error}}")
+print(*failed, sep="\\n", end="")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT.parent)})
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

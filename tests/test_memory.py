@@ -1,0 +1,169 @@
+"""Resident memory: weights on disk stay there, and call after call takes no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexgen_h2o
+from flexgen_h2o.models import family
+from flexgen_h2o.models.convert import natural_key
+from flexgen_h2o.models.dummy import DummyCheckpoint
+from flexgen_h2o.models.safetensors_io import write_safetensors
+from flexgen_h2o.models.spec import from_transformers
+
+MB = 10**6
+SLACK = 600 * MB  # issue 2, point 3: Python, the libraries, and whatever else a run takes
+BATCH, PROMPT, NEW = 4, 48, 6
+LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+pytestmark = LINUX
+
+
+def llama(**sizes) -> dict:
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+            "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+            "tie_word_embeddings": False, "eos_token_id": None, **sizes}
+
+
+# 26 layers of 26 MB and two tables of 16 MB.
+LARGE = llama(vocab_size=8000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=26,
+              num_attention_heads=16, num_key_value_heads=16)
+# Small, but with tables and a cache of a megabyte or two: ten that were kept would be seen.
+TINY = llama(vocab_size=4000, hidden_size=128, intermediate_size=128, num_hidden_layers=3,
+             num_attention_heads=4, num_key_value_heads=2)
+
+
+def write_model(folder: Path, config: dict) -> None:
+    """A folder of seeded random bfloat16 weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    cfg = from_transformers(config, folder.name)
+    weights = family(cfg).weights(cfg)
+    groups = (weights.embed, *weights.layers, weights.head)
+    shapes = {spec.name: spec.shape for group in groups for spec in group.values()}
+    dummy = DummyCheckpoint(shapes, torch.bfloat16, seed=0)
+
+    def pieces(name: str):
+        tensor = torch.empty(shapes[name], dtype=torch.bfloat16)
+        dummy.read(name, tensor)
+        yield tensor
+
+    layout = {name: (torch.bfloat16, shapes[name]) for name in sorted(shapes, key=natural_key)}
+    write_safetensors(folder / "model.safetensors", layout, pieces)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """The folder of a model that would be seen in memory; removed as soon as it is not needed."""
+    folder = tmp_path_factory.mktemp("memory") / "large"
+    write_model(folder, LARGE)
+    yield folder
+    shutil.rmtree(folder)
+
+
+COMMON = """
+import json, os, sys, threading
+import torch
+torch.set_num_threads(2)
+from flexgen_h2o import LLM, Placement, Policy
+
+def status(key):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+def held():
+    return {"fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+
+"""
+
+
+def measure(code: str, *argv: object) -> dict:
+    """What `code` prints as JSON, in a process of its own."""
+    root = str(Path(flexgen_h2o.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", COMMON + code, *map(str, argv)],
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+RUN = """
+folder, offload, *numbers = sys.argv[1:]
+gpu, disk, batch, prompt, new = map(int, numbers)
+policy = Policy(weights=Placement(gpu, 0, disk), gpu_batch_size=batch)
+with LLM(folder, policy=policy, device="cpu", dtype="bfloat16", offload_dir=offload,
+         progress=False) as llm:
+    before = status("VmHWM")
+    prompts = [[(7 * i + j) % 8000 for j in range(prompt)] for i in range(batch)]
+    llm.generate(prompts, max_new_tokens=new, eos_token_id=-1)
+    links = llm.stats.links
+    cache = llm.stats.kv_cache_bytes
+print(json.dumps({"peak": status("VmHWM"), "loaded": before, "cache": cache,
+                  "read": links.get("disk->cpu", [0])[0]}))
+"""
+
+
+def test_weights_on_disk_are_never_all_in_memory(large, tmp_path):
+    cfg = from_transformers(LARGE, "large")
+    layer = 2 * cfg.layer_parameters()
+    tables = 2 * (cfg.embed_parameters() + cfg.head_parameters())
+    model = 2 * cfg.num_parameters()
+    arguments = (BATCH, PROMPT, NEW)
+    away = measure(RUN, large, tmp_path, 0, 100, *arguments)
+    here = measure(RUN, large, tmp_path, 100, 0, *arguments)
+    bound = 3 * layer + tables + away["cache"] + SLACK
+    figures = {"bound": bound, "layer": layer, "tables": tables, "model": model,
+               "on disk": away, "in memory": here}
+    shown = json.dumps(figures, indent=1)
+    assert model > 600 * MB and away["read"] > NEW * 0.95 * (model - tables), shown
+    assert away["peak"] < bound, shown
+    assert here["peak"] > bound, f"the bound would hold with all in memory too: {shown}"
+
+
+CALLS = """
+folder, offload = sys.argv[1:]
+
+def engine(disk):
+    place = Placement(100 - disk, 0, disk)
+    return LLM(folder, device="cpu", dtype="bfloat16", offload_dir=offload, progress=False,
+               policy=Policy(gpu_batch_size=8, num_gpu_batches=2, weights=place, cache=place,
+                             activations=place))
+
+def call(llm, requests, length):
+    llm.generate([[1 + i] * length for i in range(requests)], max_new_tokens=18, eos_token_id=-1)
+    return status("VmRSS"), held()
+
+engine(50).close()
+bare = held()  # with tqdm's one thread, which stays
+with engine(0) as llm:
+    same = [call(llm, 16, 150) for _ in range(10)]
+with engine(50) as llm:
+    # Few long ones and many short ones do not fit into each other's room.
+    rooms = [call(llm, *((4, 230) if i % 2 else (16, 150))) for i in range(10)]
+fresh = []
+for _ in range(10):
+    with engine(50) as llm:
+        fresh.append(call(llm, 9, 100))
+print(json.dumps({"same": same, "rooms": rooms, "fresh": fresh, "bare": bare,
+                  "closed": held(), "offload": os.listdir(offload)}))
+"""
+
+
+def test_calls_and_engines_leave_nothing_behind(tmp_path):
+    """No memory, no file descriptors, no threads, however often one generates or opens."""
+    write_model(tmp_path / "tiny", TINY)
+    found = measure(CALLS, tmp_path / "tiny", tmp_path / "offload")
+    shown = json.dumps(found, indent=1)
+    for name in ("same", "rooms", "fresh"):
+        rss, held = zip(*found[name], strict=True)
+        # Of two neighbours the smaller, as every other call may be of another kind.
+        assert min(rss[-2:]) - min(rss[1:3]) < 4 * MB, (name, shown)
+        assert all(each == held[1] for each in held[2:]), (name, shown)
+    assert found["closed"] == found["bare"], shown
+    assert found["offload"] == []

