@@ -212,11 +212,13 @@ def run(config: RunConfig) -> None:
         outputs = llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
         stats = llm.stats
     summary = report.table(stats)
-    if config.verbose >= 2:
-        _show_outputs(outputs, everything=not config.synthetic)
-    if config.verbose >= 1:
-        _print(summary)
-    _write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
+    try:
+        if config.verbose >= 2:
+            _show_outputs(outputs, everything=not config.synthetic)
+        if config.verbose >= 1:
+            _print(summary)
+    finally:  # a full disk behind stdout must not lose the files too
+        _write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
 
 
 def _show_outputs(outputs: Sequence, *, everything: bool) -> None:
@@ -232,8 +234,16 @@ def _show_outputs(outputs: Sequence, *, everything: bool) -> None:
 
 def _print(text: str) -> None:
     """Print what the terminal's encoding may not hold; generated text can be anything."""
+    if sys.stdout is None:  # closed by the shell: >&-
+        return
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
+        # What is still buffered goes nowhere, or Python would fail on it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # `| head` has just seen enough
+            raise UserError(f"cannot print to stdout: {error.strerror}") from None
 
 
 def _write_results(config, files, outputs, *, stats, summary, trace) -> None:

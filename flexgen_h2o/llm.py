@@ -141,8 +141,10 @@ class LLM:
 
     def close(self) -> None:
         """Stop the workers and remove what was offloaded to disk; a second call does nothing."""
-        self._leave()
-        self._opened.close()
+        try:
+            self._leave()
+        finally:
+            self._opened.close()
 
     @property
     def vocab_size(self) -> int:
@@ -233,7 +235,7 @@ class LLM:
     def _run(self, requests: list[Request], steps: int, sink, *, planned: int) -> None:
         """Run all blocks and set `stats`."""
         self._links.reset()
-        self._device.reset_peak()
+        self._device.begin_run()
         stats = self._new_stats(requests)
         blocks = make_blocks(requests, self.policy.gpu_batch_size, self.policy.num_gpu_batches)
         if blocks:
@@ -250,6 +252,8 @@ class LLM:
                 # Work may be under way in the room, and its state is anybody's guess.
                 self._leave()
                 raise
+        self._transfers.drain()
+        self._transfers.settle()
         stats.generated_tokens = sum(len(request.generated) for request in requests)
         stats.links = self._links.totals()
         stats.peak_device_bytes = self._device.peak_bytes()
@@ -319,13 +323,14 @@ class LLM:
             tail = self._tokenize(context + continuation)[len(head):]
         else:
             head, tail = [list(map(int, part)) for part in (context, continuation)]
-        if not tail:
-            raise UserError(f"pair {key}: the continuation is empty")
         if not head:
             start = self.model_config.bos_token_id
             if start is None:
                 raise UserError(f"pair {key}: the context is empty and the model has no BOS token")
-            head = [start]
+            # Many tokenizers put it in front themselves.
+            head, tail = [start], tail[1:] if tail[:1] == [start] else tail
+        if not tail:
+            raise UserError(f"pair {key}: the continuation is empty")
         self._encode(head + tail, key)
         return head, tail
 

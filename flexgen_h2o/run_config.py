@@ -233,7 +233,7 @@ class RunConfig:
         if self.prompts and not self.prompts.endswith((".txt", ".jsonl")):
             raise UserError(f"--prompts must name a .txt or .jsonl file, got {self.prompts!r}")
         seen: dict[str, str] = {}
-        for name in ("output", "csv", "trace", "log_file"):
+        for name in ("prompts", "config", "output", "csv", "trace", "log_file"):
             path = getattr(self, name)
             if path is None or path == "auto":
                 continue

@@ -262,6 +262,16 @@ def test_bad_prompt_file_beside_a_good_model(model, here, capfd, name, content, 
     assert match in refused(capfd, here, "--model", "model", "--prompts", name)
 
 
+@pytest.mark.parametrize("flag", ["--output", "--csv", "--trace", "--log-file"])
+def test_a_result_that_would_replace_an_input(model, here, capfd, flag):
+    (here / "p.txt").write_text("a prompt\n")
+    (here / "c.yaml").write_text("gen_len: 3\n")
+    message = refused(capfd, here, "--model", "model", "--prompts", "p.txt", flag, "../here/p.txt")
+    assert f"--prompts and {flag} name the same file" in message
+    message = refused(capfd, here, "--model", "model", "--config", "c.yaml", flag, "c.yaml")
+    assert f"--config and {flag} name the same file" in message
+
+
 # The disk
 
 
@@ -371,10 +381,10 @@ def test_the_plan_counts_the_cgroup_limit(model, here, capfd, monkeypatch):
 # A process of its own
 
 
-def command(*argv: str) -> subprocess.CompletedProcess:
+def command(*argv: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess:
     root = str(Path(flex_opt.__file__).parents[1])
-    return subprocess.run([sys.executable, "-m", "flexgen_h2o.flex_opt", *SHORT, *RESULTS,
-                           "--offload-dir", "offload", *argv], capture_output=True, text=True,
+    return subprocess.run([sys.executable, "-m", "flexgen_h2o.flex_opt", *argv], text=True,
+                          stdout=stdout, stderr=subprocess.PIPE,
                           env={**os.environ, "PYTHONPATH": root})
 
 
@@ -388,7 +398,7 @@ def test_a_process_ends_the_same_way(model, here, monkeypatch, argv, words):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there: no network
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     before = tree(here)
-    done = command(*argv)
+    done = command(*SHORT, *RESULTS, "--offload-dir", "offload", *argv)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     check_line(done.stderr)
     assert words in done.stderr
@@ -445,14 +455,33 @@ def test_a_good_run_writes_all_results(model, here, capfd):
 def test_the_saved_config_repeats_the_run_in_another_process(model, here, capfd):
     assert flex_opt.main([*SHORT, *RESULTS, "--offload-dir", "offload", *SPREAD]) == 0
     first = (here / "o.jsonl").read_text()
-    root = str(Path(flex_opt.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-m", "flexgen_h2o.flex_opt", "--config", "o.jsonl.config.yaml",
-         "--output", "again.jsonl", "--verbose", "0"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+    done = command("--config", "o.jsonl.config.yaml", "--output", "again.jsonl", "--verbose", "0")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (here / "again.jsonl").read_text() == first
     assert len(read_csv(here / "r.csv")) == 2
+
+
+@pytest.mark.parametrize(("stdout", "status", "err"), [
+    ("head", 0, ""), ("full", 2, "error: cannot print to stdout: No space left on device\n")])
+def test_results_are_written_though_nothing_can_be_printed(model, here, stdout, status, err):
+    if stdout == "full":
+        target = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, target = os.pipe()
+        os.close(reader)
+    try:
+        done = command(*SHORT, *RESULTS, "--model", "model", stdout=target)
+    finally:
+        os.close(target)
+    assert (done.returncode, done.stderr) == (status, err)
+    assert len((here / "o.jsonl").read_text().splitlines()) == 2
+    assert len(read_csv(here / "r.csv")) == 1 and (here / "l.log").exists()
+
+
+def test_results_are_written_though_stdout_is_closed(model, here, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert flex_opt.main([*SHORT, *RESULTS, "--model", "model", "--offload-dir", "offload"]) == 0
+    assert len(read_csv(here / "r.csv")) == 1
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

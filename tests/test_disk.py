@@ -135,8 +135,10 @@ def test_a_run_folder_is_private_sized_and_gone_after_use(tmp_path):
 
 def test_what_a_killed_run_left_goes_and_a_living_runs_stays(tmp_path):
     code = ("import os; from flexgen_h2o.storage.disk import RunFolder;"
-            f"RunFolder({str(tmp_path)!r}).file('a.bin', 9); os.kill(os.getpid(), 9)")
-    subprocess.run([sys.executable, "-c", code], check=False)
+            f"f = RunFolder({str(tmp_path)!r}); f.file('a.bin', 9); {{}}")
+    subprocess.run([sys.executable, "-c", code.format("f.close")], check=True)
+    assert list(tmp_path.iterdir()) == []  # never closed, but gone at exit
+    subprocess.run([sys.executable, "-c", code.format("os.kill(os.getpid(), 9)")], check=False)
     left = list(tmp_path.glob(f"{RUN_PREFIX}*"))
     assert len(left) == 1
     living = RunFolder(tmp_path)

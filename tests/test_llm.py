@@ -84,7 +84,8 @@ def test_call_after_call_in_the_same_room(tiny_model, tmp_path, device):
                     cache=Placement(30, 30, 40), activations=Placement(30, 30, 40))
     calls = [make_prompts(vocab, lengths, seed) for seed, lengths in enumerate(
         [[12, 9, 30, 4, 4], [5], [2, 3], [40, 1, 1, 1, 1, 1, 1], [7, 8]])]
-    with LLM(str(tiny.folder), policy=policy, dtype="float32", offload_dir=str(tmp_path)) as llm:
+    with torch.inference_mode(), LLM(str(tiny.folder), policy=policy, dtype="float32",
+                                     offload_dir=str(tmp_path)) as llm:
         for prompts in calls:
             expected = transformers_tokens(tiny, prompts)
             got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
@@ -261,6 +262,24 @@ def test_a_disk_error_ends_the_run_and_leaves_nothing(tiny_model, tmp_path, monk
         assert list(tmp_path.iterdir()) == []
         assert len(llm.generate([[5, 6, 7]], max_new_tokens=3, eos_token_id=-1)[0].token_ids) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_read_error_ends_one_run_and_not_the_next(tiny_model, tmp_path, monkeypatch):
+    from flexgen_h2o.storage.disk import Disk
+
+    def fail(*_):
+        raise UserError("reading failed")
+
+    tiny = tiny_model("opt")
+    prompts = make_prompts(96, [5])
+    with LLM(str(tiny.folder), policy=Policy(weights=Placement(0, 0, 100)), dtype="float32",
+             offload_dir=str(tmp_path)) as llm:
+        monkeypatch.setattr(Disk, "_read_piece", fail)
+        with pytest.raises(UserError, match="reading failed"):
+            llm.generate(prompts, max_new_tokens=NEW)
+        monkeypatch.undo()
+        got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+    assert [out.token_ids for out in got] == transformers_tokens(tiny, prompts)
 
 
 def test_an_interrupt_leaves_nothing(tiny_model, tmp_path, monkeypatch):

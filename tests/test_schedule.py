@@ -24,7 +24,8 @@ def test_every_step_comes_once_and_computes_come_in_order(tokens, layers, batche
                         for j in range(layers + 2) for k in range(batches)]
     per_layer = tokens * layers * batches
     counts = Counter(s.kind for s in steps)
-    assert counts[Kind.LOAD_CACHE] == counts[Kind.STORE_CACHE] == per_layer
+    assert counts[Kind.LOAD_CACHE] == per_layer
+    assert counts[Kind.STORE_CACHE] == per_layer - layers * batches  # nobody reads the last
     assert counts[Kind.LOAD_HIDDEN] == counts[Kind.STORE_HIDDEN] == per_layer + tokens * batches
     assert counts[Kind.LOAD_WEIGHTS] == counts[Kind.RELEASE_WEIGHTS] == tokens * (layers + 2)
 
@@ -40,7 +41,7 @@ def test_dependencies_come_before_their_uses(tokens, layers, batches, overlap):
             assert place[Step(Kind.RELEASE_WEIGHTS, i, j, None)] > index
             if 1 <= j <= layers:
                 assert place[Step(Kind.LOAD_CACHE, i, j, k)] < index
-                assert place[Step(Kind.STORE_CACHE, i, j, k)] > index
+                assert i == tokens - 1 or place[Step(Kind.STORE_CACHE, i, j, k)] > index
             if j > 0:
                 assert place[Step(Kind.LOAD_HIDDEN, i, j, k)] < index
             if j <= layers:

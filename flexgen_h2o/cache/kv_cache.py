@@ -9,6 +9,7 @@ a layer needs them, and only what changed goes back.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -152,6 +153,8 @@ class FetchedPart(Part):
                           tail=torch.empty(tail, dtype=shape.dtype))
                 for i, key in enumerate(keys)
             }
+        if self._device.separate:
+            self._landing = self._device.host_empty(shape.nbytes(sequences, 1))
         for _ in range(STAGING):
             host = self._device.host_empty(size)
             device = self._device.empty(size) if self._device.separate else host
@@ -182,7 +185,6 @@ class FetchedPart(Part):
         if home.host is not None:
             lane.copy(staging.device[:nbytes], home.host[:nbytes], UP)
             return []
-        lane.flush()  # the last copy out of this host buffer
         whole = round_up(nbytes, PAGE)
         lane.disk.read([AlignedRead(home.extent.path, home.extent.offset, whole, 0)],
                        staging.host[:whole])
@@ -240,10 +242,10 @@ class FetchedPart(Part):
                      ) -> None:
         token = self._view(staging.device, seats)[:, :, :, slot]
         if self._device.separate:
-            pinned = typed(self._device.host_empty(token.nbytes), 0, token.shape, token.dtype)
-            lane.copy(pinned, token, DOWN)
+            landed = typed(self._landing, 0, token.shape, token.dtype)
+            lane.copy(landed, token, DOWN)
             lane.flush()
-            token = pinned
+            token = landed
         if home.host is not None:
             self._view(home.host, seats)[:, :, :, slot] = token
             return
@@ -253,7 +255,8 @@ class FetchedPart(Part):
     def reset(self):
         for staging in self._ring:
             for handle in staging.busy:
-                handle.synchronize()
+                with contextlib.suppress(Exception):  # nobody wants what was cached any more
+                    handle.synchronize()
             staging.busy = []
         for home in self._homes.values():
             home.stored = None

@@ -63,7 +63,7 @@ def schedule(num_tokens: int, num_layers: int, num_batches: int, *, overlap: boo
         ahead = list(_lookahead(current, following, num_tokens, num_layers)) if overlap else []
         yield from ahead
         yield current
-        yield from _stores(current, num_layers)
+        yield from _stores(current, num_tokens, num_layers)
         if current.batch == num_batches - 1:
             yield Step(Kind.RELEASE_WEIGHTS, current.token, current.layer, None)
         if following is not None:
@@ -95,11 +95,12 @@ def _states(compute: Step, num_layers: int) -> Iterator[Step]:
         yield Step(Kind.LOAD_HIDDEN, token, layer, batch)
 
 
-def _stores(compute: Step, num_layers: int) -> Iterator[Step]:
+def _stores(compute: Step, num_tokens: int, num_layers: int) -> Iterator[Step]:
+    """The stores of what a compute made; nobody reads what the last token adds to the cache."""
     token, layer, batch = compute.token, compute.layer, compute.batch
     if layer <= num_layers:
         yield Step(Kind.STORE_HIDDEN, token, layer, batch)
-    if 1 <= layer <= num_layers:
+    if 1 <= layer <= num_layers and token < num_tokens - 1:
         yield Step(Kind.STORE_CACHE, token, layer, batch)
 
 

@@ -7,6 +7,7 @@ and a few large reads. On disk they are the checkpoint's own bytes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -61,11 +62,15 @@ class Unit:
 
 @dataclass
 class Slot:
-    """A buffer that one unit's fetched weights occupy while they are live."""
+    """A buffer that one unit's fetched weights occupy while they are live.
+
+    host is where the disk's share lands on its way to a GPU; None where nothing is to land.
+    """
 
     device: torch.Tensor
-    host: torch.Tensor
+    host: torch.Tensor | None
     free: Event | None = None
+    sent: Event | None = None
     unit: int | None = None
     handle: Handle | None = None
 
@@ -248,11 +253,14 @@ class WeightStore:
         self.units[0].host = [(pack, host) for pack, host in self.units[0].host
                               if not set(pack.places) <= set(self.tables)]
         largest = max(unit.fetched_bytes for unit in self.units)
+        staged = max(unit.packs["disk"].nbytes if "disk" in unit.packs else 0
+                     for unit in self.units)
         if largest:
             for _ in range(2):
-                host = self._device.host_empty(largest)
-                device = self._device.empty(largest) if self._device.separate else host
-                self._slots.append(Slot(device, host))
+                host = None
+                if self._device.separate and staged:
+                    host = self._device.host_empty(staged)
+                self._slots.append(Slot(self._device.empty(largest), host))
 
     def fetch(self, index: int) -> None:
         """Start bringing unit `index` to compute memory; nothing to do when it is there."""
@@ -261,13 +269,13 @@ class WeightStore:
             return
         slot = self._slots[self._next]
         self._next = 1 - self._next
-        slot.unit = index
         after = () if slot.free is None else (slot.free,)
 
         def job(lane: Lane) -> None:
             self._bring(lane, unit, slot)
 
         slot.handle = self._transfers.submit("weights", job, after=after)
+        slot.unit = index
 
     def _bring(self, lane: Lane, unit: Unit, slot: Slot) -> None:
         start = 0
@@ -278,11 +286,14 @@ class WeightStore:
         if pack is None:
             return
         end = start + round_up(pack.nbytes, PAGE)
-        if self._device.separate:
-            lane.flush()  # the last copy out of this slot's host buffer
-        lane.disk.read(pack.reads, slot.host[start:end])
-        if self._device.separate:
-            lane.copy(slot.device[start:end], slot.host[start:end], UP)
+        if not self._device.separate:
+            lane.disk.read(pack.reads, slot.device[start:end])
+            return
+        if slot.sent is not None:
+            slot.sent.synchronize()  # the last copy out of this host buffer
+        lane.disk.read(pack.reads, slot.host)
+        lane.copy(slot.device[start:end], slot.host[: end - start], UP)
+        slot.sent = lane.stream.mark()
 
     def get(self, index: int) -> dict[str, torch.Tensor]:
         """A unit's weights by local name, on the compute device, ready for compute to use.
@@ -305,8 +316,9 @@ class WeightStore:
         """Forget what was fetched ahead and will not be used; call between runs."""
         for slot in self._slots:
             if slot.handle is not None:
-                slot.handle.synchronize()
-                self.release(slot.unit)
+                with contextlib.suppress(Exception):  # nobody wants these weights any more
+                    slot.handle.synchronize()
+            slot.free, slot.unit, slot.handle = self._device.mark(), None, None
 
     def release(self, index: int) -> None:
         """Compute has been given its last use of the unit: its buffer may be filled again."""

@@ -41,7 +41,13 @@ def prefill_attention(q, k, v, lengths):
 def _causal(q, k, v):
     """Causal attention of [batch, heads, length, head_dim]; fewer heads in k and v."""
     length = q.shape[2]
-    attend = partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda and (q.dtype == torch.float32
+                                  or torch.cuda.get_device_capability(q.device)[0] < 8):
+        # No flash kernel: the one that is linear in memory takes no groups.
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=grouped)
     if q.device.type != "cpu" or not QUERY_BLOCK < length < SQUARE_BELOW:
         return attend(q, k, v, is_causal=True)
     out = torch.empty_like(q)

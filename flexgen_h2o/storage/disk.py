@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -192,6 +193,11 @@ def _offload_error(error: OSError, path: Path) -> UserError:
     return UserError(f"writing {path} failed: {error.strerror}; check --offload-dir")
 
 
+def _remove_folder(path: Path, owner: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(owner)
+
+
 class RunFolder:
     """A private (0700) folder for one run's offload files, gone when the run is.
 
@@ -222,6 +228,8 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"offload folder {self._parent} can't be used: {error.strerror}; "
                             "choose a writable folder with --offload-dir") from error
+        # Also when the interpreter exits and nobody has closed it.
+        self._remove = weakref.finalize(self, _remove_folder, self.path, self._owner)
 
     def file(self, name: str, nbytes: int) -> Path:
         """Create the file `name` with `nbytes` reserved on disk (so that a full disk shows now)."""
@@ -238,11 +246,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Remove the folder with all that is in it; a second call does nothing."""
-        if self._owner is None:
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._owner)
-        self._owner = None
+        self._remove()
 
     def _remove_stale(self) -> None:
         for folder in self._parent.glob(f"{RUN_PREFIX}*"):

@@ -8,6 +8,7 @@ that were submitted before them and every lane is first in, first out: there can
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -70,7 +71,9 @@ class Lane:
         def run() -> Event:
             for item in before:
                 self.stream.wait(item.event() if isinstance(item, Handle) else item)
-            job(self)
+            # The mode is the thread's own, and a caller's may have made the buffers.
+            with torch.inference_mode():
+                job(self)
             return self.stream.mark()
 
         return Handle(self._pool.submit(run))
@@ -93,18 +96,26 @@ class Transfers:
         self._unsettled: deque[tuple] = deque()
         self.disk = Disk(record=self._record)
         self._latest: dict[str, Handle] = {}
+        self._lock = threading.Lock()
         self._lanes = {name: Lane(name, self) for name in LANES}
 
     def submit(self, lane: str, job, *, after: Iterable[Handle | Event] = ()) -> Handle:
         """Run ``job(lane)`` on the lane called `lane`, its copies ordered after `after`."""
-        handle = self._latest[lane] = self._lanes[lane].submit(job, after)
+        with self._lock:  # a job may submit another
+            handle = self._latest[lane] = self._lanes[lane].submit(job, after)
         return handle
 
     def drain(self) -> None:
         """Wait until all that was submitted is done (a lane's newest job is its last)."""
-        latest, self._latest = self._latest, {}
-        for handle in latest.values():
+        while self._latest:
+            lane, handle = next(iter(self._latest.items()))
             handle.synchronize()
+            self._done(lane, handle)
+
+    def _done(self, lane: str, handle: Handle) -> None:
+        with self._lock:
+            if self._latest.get(lane) is handle:
+                del self._latest[lane]
 
     def ready(self, handle: Handle) -> None:
         """Order compute after `handle`; the host waits only for its own share (disk reads)."""
@@ -134,10 +145,15 @@ class Transfers:
 
     def abandon(self) -> None:
         """Let nothing be under way any more, whatever became of it: before buffers go."""
-        latest, self._latest = self._latest, {}
-        for handle in latest.values():
+        while self._latest:  # what is waited for may submit more
+            lane, handle = next(iter(self._latest.items()))
             with contextlib.suppress(Exception):
                 handle.synchronize()
+            self._done(lane, handle)
+        for lane in self._lanes.values():  # copies before a job that failed
+            with contextlib.suppress(Exception):
+                lane.flush()
+        self._unsettled.clear()
 
     def close(self) -> None:
         """Stop the lanes, then the disk under them."""
