@@ -4,7 +4,7 @@
     python benchmarks/throughput.py --model /tmp/opt-1.3b --batches 1 4 16
 
 Every system runs in a process of its own on the same weights, prompts, lengths and threads; a
-warm-up, then the systems in turn, `--repeats` times; medians. The peer also runs with glibc's
+warm-up (2 tokens after shorter prompts, same batch), then the systems in turn, `--repeats` times; medians. The peer also runs with glibc's
 allocator tuned to its best (huge pages, nothing returned to the system); the engine runs as it is
 installed, since it allocates next to nothing in its loop.
 Beside each figure stands its floor: bytes over the read rate measured in the same run, or FLOPs
@@ -53,7 +53,8 @@ def run_engine(args) -> list[dict]:
     rows = []
     with LLM(args.model, policy=policy, dtype=args.dtype, progress=False) as llm:
         tokens = prompts(args.batch, args.prompt_len, llm.vocab_size)
-        llm.generate(tokens, max_new_tokens=2, eos_token_id=-1)
+        llm.generate(prompts(args.batch, args.warm_len, llm.vocab_size), max_new_tokens=2,
+                     eos_token_id=-1)
         for _ in range(args.inner):
             llm.generate(tokens, max_new_tokens=args.gen_len, eos_token_id=-1)
             stats = llm.stats
@@ -72,7 +73,7 @@ def run_transformers(args) -> list[dict]:
     from flexgen_h2o.report import peak_process_bytes
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-    ids = torch.tensor(prompts(args.batch, args.prompt_len, model.config.vocab_size))
+    vocab = model.config.vocab_size
 
     class Clock(StoppingCriteria):
         """Notes the time after each token: the first ends the prefill."""
@@ -85,7 +86,8 @@ def run_transformers(args) -> list[dict]:
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     rows = []
-    for new in [2] + [args.gen_len] * args.inner:
+    for length, new in [(args.warm_len, 2)] + [(args.prompt_len, args.gen_len)] * args.inner:
+        ids = torch.tensor(prompts(args.batch, length, vocab))
         clock = Clock()
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
                        min_new_tokens=new, do_sample=False, stopping_criteria=[clock])
@@ -98,7 +100,7 @@ def run_transformers(args) -> list[dict]:
 def spawn(args, system: str, batch: int) -> list[dict]:
     """Run one system in a process of its own and read its rows."""
     command = [sys.executable, __file__, "--worker", system, "--batch", str(batch)]
-    for name in ("model", "prompt_len", "gen_len", "dtype", "threads", "inner"):
+    for name in ("model", "prompt_len", "warm_len", "gen_len", "dtype", "threads", "inner"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     if system.endswith("tuned"):
@@ -167,13 +169,12 @@ def describe(args) -> dict[str, object]:
             "repeats": args.repeats * args.inner}
 
 
-def compare(args) -> list[dict]:
-    """All systems at all batches, interleaved; one row of medians for each."""
+def compare(args):
+    """All systems at each batch, interleaved; yields a row of medians for each system."""
     from flexgen_h2o.models.convert import read_config
     from flexgen_h2o.models.spec import from_transformers
 
     config = from_transformers(read_config(Path(args.model)), args.model)
-    table = []
     for batch in args.batches:
         found: dict[str, list[dict]] = {system: [] for system in SYSTEMS}
         rates: list[dict[str, float]] = []
@@ -186,8 +187,8 @@ def compare(args) -> list[dict]:
         middle = {system: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
                   for system, rows in found.items()}
         typical = {key: statistics.median(r[key] for r in rates) for key in rates[0]}
-        table += [row_of(args, config, batch, system, middle, typical) for system in SYSTEMS]
-    return table
+        for system in SYSTEMS:
+            yield row_of(args, config, batch, system, middle, typical)
 
 
 def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> dict:
@@ -233,6 +234,7 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="folder with config.json and safetensors")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompt-len", type=int, default=512, help="tokens")
+    parser.add_argument("--warm-len", type=int, default=128, help="of the warm-up's prompts, tokens")
     parser.add_argument("--gen-len", type=int, default=16, help="tokens")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -249,12 +251,14 @@ def main() -> int:
         run = run_engine if args.worker.startswith("engine") else run_transformers
         print(json.dumps(run(args)))
         return 0
-    table = compare(args)
+    table = []
     with open(args.csv, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for row in table:
+        for row in compare(args):
+            table.append(row)
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+            file.flush()
     text = show(table)
     Path(args.csv).with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     print(text)
