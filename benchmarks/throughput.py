@@ -4,9 +4,9 @@
     python benchmarks/throughput.py --model /tmp/opt-1.3b --batches 1 4 16
 
 Every system runs in a process of its own on the same weights, prompts, lengths and threads; a
-warm-up (2 tokens after shorter prompts, same batch), then the systems in turn, `--repeats` times; medians. The peer also runs with glibc's
-allocator tuned to its best (huge pages, nothing returned to the system); the engine runs as it is
-installed, since it allocates next to nothing in its loop.
+warm-up (2 tokens after shorter prompts, same batch), then the systems in turn, `--repeats` times;
+medians. The peer also runs with glibc's allocator tuned to its best (huge pages, nothing returned
+to the system); the engine runs as it is installed, since it allocates next to nothing in its loop.
 Beside each figure stands its floor: bytes over the read rate measured in the same run, or FLOPs
 over the rate of matrix products, whichever is longer.
 """
@@ -234,7 +234,7 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="folder with config.json and safetensors")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompt-len", type=int, default=512, help="tokens")
-    parser.add_argument("--warm-len", type=int, default=128, help="of the warm-up's prompts, tokens")
+    parser.add_argument("--warm-len", type=int, default=128, help="warm-up prompts' tokens")
     parser.add_argument("--gen-len", type=int, default=16, help="tokens")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

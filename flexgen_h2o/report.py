@@ -7,6 +7,7 @@ generated tokens / (prefill + decode) seconds. GB is 1e9 bytes.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import io
 import json
 import os
@@ -264,7 +265,12 @@ def to_json(stats: RunStats) -> str:
 
 def peak_process_bytes() -> int:
     """Most memory that this process has had resident, in bytes."""
-    # ru_maxrss is in KiB on Linux (getrusage(2)), and in bytes on macOS.
+    # Not getrusage's ru_maxrss where there is a choice: a process inherits its parent's through
+    # exec (fs/exec.c), and a benchmark would report its launcher.
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
