@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from tqdm import tqdm
 
-from flexgen_h2o.config import H2OConfig, Policy, SamplingParams
+from flexgen_h2o.config import H2OConfig, Policy, SamplingParams, check_int
 from flexgen_h2o.engine.batching import Request, make_blocks
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loader import end_tokens, find, load_tokenizer
@@ -101,6 +102,7 @@ class LLM:
         self.stats: RunStats | None = None
         self._tokenizer = None
         self._room: Room | None = None
+        self._closed = False
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
             self._device = open_device(device)
@@ -141,6 +143,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the workers and remove what was offloaded to disk; a second call does nothing."""
+        self._closed = True
         try:
             self._leave()
         finally:
@@ -193,8 +196,14 @@ class LLM:
             A prompt is empty or too long, an option is unknown, the run does not fit in memory.
         """
         params = _sampling_params(sampling)
+        if isinstance(prompts, str):
+            raise UserError("generate takes a list of prompts: put the one prompt in a list")
+        _ = self.tokenizer  # a damaged one must show now and not after the work
         requests = [Request(key, self._encode(prompt, key)) for key, prompt in enumerate(prompts)]
-        steps = min(cut_gen_len or params.max_new_tokens, params.max_new_tokens)
+        steps = params.max_new_tokens
+        if cut_gen_len is not None:
+            check_int("cut_gen_len", cut_gen_len, low=1)
+            steps = min(cut_gen_len, steps)
         eos = self._eos(params)
         sink = Generation(Sampler(params, eos), eos, steps)
         if requests:
@@ -222,7 +231,10 @@ class LLM:
             For each pair, the natural log-probability of each token of the continuation.
         """
         requests, continuations = [], {}
-        for key, (context, continuation) in enumerate(pairs):
+        for key, pair in enumerate(pairs):
+            if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+                raise UserError(f"pair {key} is not (context, continuation): {pair!r:.80}")
+            context, continuation = pair
             head, tail = self._encode_pair(context, continuation, key)
             continuations[key] = tail
             requests.append(Request(key, head + tail[:-1]))
@@ -234,6 +246,8 @@ class LLM:
 
     def _run(self, requests: list[Request], steps: int, sink, *, planned: int) -> None:
         """Run all blocks and set `stats`."""
+        if self._closed:
+            raise UserError("this LLM has been closed: make a new one")
         self._links.reset()
         self._device.begin_run()
         stats = self._new_stats(requests)
@@ -300,7 +314,7 @@ class LLM:
         if isinstance(prompt, str):
             ids = self._tokenize(prompt)
         else:
-            ids = [int(token) for token in prompt]
+            ids = _token_ids(prompt, f"prompt {key}")
             wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
             if wrong is not None:
                 raise UserError(f"prompt {key}: token id {wrong} is not below the vocabulary's "
@@ -322,7 +336,7 @@ class LLM:
             head = self._tokenize(context) if context else []
             tail = self._tokenize(context + continuation)[len(head):]
         else:
-            head, tail = [list(map(int, part)) for part in (context, continuation)]
+            head, tail = (_token_ids(part, f"pair {key}") for part in (context, continuation))
         if not head:
             start = self.model_config.bos_token_id
             if start is None:
@@ -389,6 +403,15 @@ class LLM:
                     decode.update()
 
             yield show
+
+
+def _token_ids(tokens, what: str) -> list[int]:
+    """Token ids as plain ints, from any iterable of whole numbers (a tensor, an array)."""
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise UserError(f"{what} must be text or a sequence of whole token ids, "
+                        f"got {tokens!r:.80}") from None
 
 
 def _sampling_params(options: dict) -> SamplingParams:

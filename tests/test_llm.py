@@ -228,12 +228,41 @@ def test_stats_count_what_was_done(tiny_model):
     (["text"], {}, "no tokenizer"),
     ([[5]], {"max_tokens": 5}, "no option 'max_tokens'"),
     ([[5]], {"max_new_tokens": 0}, "at least 1"),
+    ("text", {}, "put the one prompt in a list"),
+    ([5, 6], {}, "prompt 0 must be text or a sequence"),
+    ([[1.5]], {}, "prompt 0 must be text or a sequence"),
+    ([[5]], {"cut_gen_len": 0}, "at least 1"),
 ])
 def test_bad_requests_are_one_line(tiny_model, prompts, options, words):
     with LLM(str(tiny_model("opt").folder), dtype="float32") as llm, \
             pytest.raises(UserError, match=words) as caught:
         llm.generate(prompts, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_bad_pairs_and_a_closed_llm_are_one_line(tiny_model):
+    llm = LLM(str(tiny_model("opt").folder), dtype="float32")
+    for pair in ("ab", ([5],), ([5], [6.5]), ([5], []), ([], [5])):
+        with pytest.raises(UserError, match="pair 0"):
+            llm.loglikelihood([pair])
+    llm.close()
+    with pytest.raises(UserError, match="closed"):
+        llm.generate([[5]])
+
+
+@pytest.mark.parametrize("name, text", [
+    ("tokenizer.json", "{}"), ("generation_config.json", "{"), ("generation_config.json", "[]"),
+    ("generation_config.json", '{"eos_token_id": "x"}'),
+])
+def test_damaged_small_files_show_before_the_work(tiny_model, tmp_path, name, text):
+    import shutil
+
+    shutil.copytree(tiny_model("opt").folder, tmp_path / "model")
+    (tmp_path / "model" / name).write_text(text)
+    with LLM(str(tmp_path / "model"), dtype="float32") as llm, \
+            pytest.raises(UserError, match="can't be") as caught:
+        llm.generate([[5]], max_new_tokens=2)
+    assert "\n" not in str(caught.value) and llm.stats is None
 
 
 def test_what_is_to_come_is_refused(tiny_model):
@@ -291,6 +320,7 @@ def test_an_interrupt_leaves_nothing(tiny_model, tmp_path, monkeypatch):
     policy = Policy(cache=Placement(0, 0, 100), weights=Placement(0, 0, 100))
     monkeypatch.setattr(Executor, "_head", interrupt)
     with pytest.raises(KeyboardInterrupt), LLM(
-            str(tiny_model("opt").folder), policy=policy, offload_dir=str(tmp_path)) as llm:
+            str(tiny_model("opt").folder), policy=policy, dtype="float32",
+            offload_dir=str(tmp_path)) as llm:
         llm.generate([[5, 6, 7]], max_new_tokens=3)
     assert list(tmp_path.iterdir()) == []

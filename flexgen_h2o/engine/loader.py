@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,18 +125,22 @@ def load_tokenizer(folder: Path | None):
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the tokenizer in {folder} can't be read: "
-                        f"{str(error).splitlines()[0]}") from error
+    except Exception as error:  # the libraries raise anything over a damaged file
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the tokenizer in {folder} can't be read ({type(error).__name__}: "
+                        f"{reason}); get its files again") from error
 
 
 def end_tokens(source: Source) -> tuple[int, ...]:
     """Token ids that end a text, as transformers' generate takes them."""
-    if source.folder is not None and (source.folder / "generation_config.json").exists():
-        import json
-
-        text = (source.folder / "generation_config.json").read_text(encoding="utf-8")
-        eos = json.loads(text).get("eos_token_id")
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (eos,)
-    return source.config.eos_token_ids
+    path = source.folder and source.folder / "generation_config.json"
+    if not path or not path.exists():
+        return source.config.eos_token_ids
+    try:
+        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(token, int) and token >= 0 for token in tokens):
+            raise ValueError("eos_token_id is not a token id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} can't be used ({error}): mend or remove it") from error
+    return tuple(tokens) or source.config.eos_token_ids

@@ -58,10 +58,10 @@ class Sampler:
         num_new : int
             Tokens generated so far.
         """
-        if num_new < self._params.min_new_tokens and self._suppressed:
-            logits = logits.index_fill(
-                1, torch.tensor(self._suppressed, device=logits.device), float("-inf")
-            )
+        if num_new < self._params.min_new_tokens:
+            ends = [token for token in self._suppressed if token < logits.shape[1]]
+            index = torch.tensor(ends, dtype=torch.int64, device=logits.device)
+            logits = logits.index_fill(1, index, float("-inf"))
         if self._history:
             logits = torch.cat([
                 self._history(torch.tensor([request.history], device=logits.device), row[None])
