@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -13,7 +12,8 @@ from tqdm import tqdm
 from flexgen_h2o.config import H2OConfig, Policy, SamplingParams, check_int
 from flexgen_h2o.engine.batching import Request, make_blocks
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.loader import end_tokens, find, load_tokenizer
+from flexgen_h2o.engine.loader import end_tokens, find
+from flexgen_h2o.engine.prompts import Prompts
 from flexgen_h2o.engine.room import Room, Size
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.schedule import Step
@@ -100,7 +100,6 @@ class LLM:
         self._links = LinkStats()
         self._name = model
         self.stats: RunStats | None = None
-        self._tokenizer = None
         self._room: Room | None = None
         self._closed = False
         began = time.perf_counter()
@@ -110,6 +109,7 @@ class LLM:
                 self._source = find(model, path=path, dtype=dtype, device=self._device,
                                     progress=bar)
             self.model_config = self._source.config
+            self._prompts = Prompts(self._source, model)
             if workload is not None:
                 self._plan(workload, loaded=False, show=verbose)
             self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
@@ -157,9 +157,7 @@ class LLM:
     @property
     def tokenizer(self):
         """The transformers tokenizer, or None where the model has none."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._source.folder)
-        return self._tokenizer
+        return self._prompts.tokenizer
 
     def _plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
         """Refuse what does not fit, before it is allocated."""
@@ -199,7 +197,8 @@ class LLM:
         if isinstance(prompts, str):
             raise UserError("generate takes a list of prompts: put the one prompt in a list")
         _ = self.tokenizer  # a damaged one must show now and not after the work
-        requests = [Request(key, self._encode(prompt, key)) for key, prompt in enumerate(prompts)]
+        requests = [Request(key, self._prompts.encode(prompt, key))
+                    for key, prompt in enumerate(prompts)]
         steps = params.max_new_tokens
         if cut_gen_len is not None:
             check_int("cut_gen_len", cut_gen_len, low=1)
@@ -207,13 +206,13 @@ class LLM:
         eos = self._eos(params)
         sink = Generation(Sampler(params, eos), eos, steps)
         if requests:
-            self._check_lengths(requests, params.max_new_tokens)
+            self._prompts.check_lengths(requests, params.max_new_tokens)
         self._run(requests, steps, sink, planned=params.max_new_tokens)
         if steps < params.max_new_tokens and requests:
             self.stats = self.stats.project(cut=steps, gen_len=params.max_new_tokens)
         return [
             Output(prompt if isinstance(prompt, str) else None, request.prompt, request.generated,
-                   self._decode(request.generated), request.finish_reason)
+                   self._prompts.decode(request.generated), request.finish_reason)
             for prompt, request in zip(prompts, requests, strict=True)
         ]
 
@@ -235,12 +234,12 @@ class LLM:
             if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
                 raise UserError(f"pair {key} is not (context, continuation): {pair!r:.80}")
             context, continuation = pair
-            head, tail = self._encode_pair(context, continuation, key)
+            head, tail = self._prompts.encode_pair(context, continuation, key)
             continuations[key] = tail
             requests.append(Request(key, head + tail[:-1]))
         sink = Scoring(continuations)
         if requests:
-            self._check_lengths(requests, 1)
+            self._prompts.check_lengths(requests, 1)
         self._run(requests, 1, sink, planned=1)
         return [sink.log_probs[key] for key in range(len(requests))]
 
@@ -262,11 +261,11 @@ class LLM:
                                 overlap=self.policy.overlap)
             try:
                 self._run_blocks(executor, blocks, steps, sink, stats)
+                self._transfers.drain()
             except BaseException:
                 # Work may be under way in the room, and its state is anybody's guess.
                 self._leave()
                 raise
-        self._transfers.drain()
         self._transfers.settle()
         stats.generated_tokens = sum(len(request.generated) for request in requests)
         stats.links = self._links.totals()
@@ -310,49 +309,6 @@ class LLM:
             self._room.close()
         self._room = None
 
-    def _encode(self, prompt: str | Sequence[int], key: int) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._tokenize(prompt)
-        else:
-            ids = _token_ids(prompt, f"prompt {key}")
-            wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-            if wrong is not None:
-                raise UserError(f"prompt {key}: token id {wrong} is not below the vocabulary's "
-                                f"{self.vocab_size}")
-        if not ids:
-            raise UserError(f"prompt {key} is empty: give it at least one token")
-        return ids
-
-    def _tokenize(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise UserError(f"{self._name} has no tokenizer here: give prompts as token ids")
-        return list(self.tokenizer(text)["input_ids"])
-
-    def _encode_pair(self, context, continuation, key: int) -> tuple[list[int], list[int]]:
-        if isinstance(context, str) != isinstance(continuation, str):
-            raise UserError(f"pair {key}: give context and continuation both as text or as tokens")
-        if isinstance(context, str):
-            # Tokenized together: the join may not fall on a token's edge.
-            head = self._tokenize(context) if context else []
-            tail = self._tokenize(context + continuation)[len(head):]
-        else:
-            head, tail = (_token_ids(part, f"pair {key}") for part in (context, continuation))
-        if not head:
-            start = self.model_config.bos_token_id
-            if start is None:
-                raise UserError(f"pair {key}: the context is empty and the model has no BOS token")
-            # Many tokenizers put it in front themselves.
-            head, tail = [start], tail[1:] if tail[:1] == [start] else tail
-        if not tail:
-            raise UserError(f"pair {key}: the continuation is empty")
-        self._encode(head + tail, key)
-        return head, tail
-
-    def _decode(self, tokens: list[int]) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
-
     def _eos(self, params: SamplingParams) -> tuple[int, ...]:
         given = params.eos_token_id
         if given is None:
@@ -360,21 +316,6 @@ class LLM:
         if given == -1:
             return ()
         return (given,) if isinstance(given, int) else tuple(given)
-
-    def _check_lengths(self, requests: list[Request], new_tokens: int) -> None:
-        config = self.model_config
-        longest = max(requests, key=lambda request: len(request.prompt))
-        length, limit = len(longest.prompt), config.max_positions
-        if config.sliding_window is not None:
-            limit = min(limit, config.sliding_window)
-        if length > limit:
-            raise UserError(f"prompt {longest.key} has {length} tokens, more than the model's "
-                            f"{limit} positions: shorten it")
-        # The last new token is never computed, and so needs no position.
-        if length + new_tokens - 1 > limit:
-            raise UserError(f"prompt {longest.key} of {length} tokens and {new_tokens} new ones "
-                            f"exceed the model's {limit} positions: generate at most "
-                            f"{limit - length + 1}")
 
     @contextlib.contextmanager
     def _bar(self, what: str) -> Iterator:
@@ -403,15 +344,6 @@ class LLM:
                     decode.update()
 
             yield show
-
-
-def _token_ids(tokens, what: str) -> list[int]:
-    """Token ids as plain ints, from any iterable of whole numbers (a tensor, an array)."""
-    try:
-        return [operator.index(token) for token in tokens]
-    except TypeError:
-        raise UserError(f"{what} must be text or a sequence of whole token ids, "
-                        f"got {tokens!r:.80}") from None
 
 
 def _sampling_params(options: dict) -> SamplingParams:

@@ -51,7 +51,7 @@ ORDER = """
     engine  engine.schedule  engine.batching
     engine.sampling
     engine.scoring  engine.hidden  engine.weights  engine.loader
-    engine.room
+    engine.prompts  engine.room
     engine.executor
 
     planner

@@ -110,7 +110,6 @@ class WeightStore:
         self._slots: list[Slot] = []
         self._next = 0
         self._spill: dict[str, Extent] = {}
-        self.resident_bytes = {"gpu": 0, "cpu": 0, "disk": 0}
 
     def _place(self, placement: Placement) -> dict[str, str]:
         """Tier of each tensor by checkpoint name, a tied one once.
@@ -162,7 +161,6 @@ class WeightStore:
     def _load_pack(self, unit: Unit, tier: str, wanted: Mapping[str, TensorSpec]) -> None:
         pack = self._pack(wanted)
         unit.packs[tier] = pack
-        self.resident_bytes[tier] += pack.nbytes
         if tier == "disk":
             if pack.reads is None:
                 raise UserError("weights on disk must lie in the run's dtype; this is a bug")

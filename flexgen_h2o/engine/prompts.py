@@ -1,0 +1,101 @@
+"""Prompts in and texts out: what users give becomes checked token ids, and back. No weights."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from flexgen_h2o.engine.batching import Request
+from flexgen_h2o.engine.loader import Source, load_tokenizer
+from flexgen_h2o.errors import UserError
+
+
+class Prompts:
+    """The tokenizer of a model, loaded when it is first needed, and the checks of what it makes.
+
+    All methods raise `UserError`, in one line that names the prompt or pair by its number.
+    """
+
+    def __init__(self, source: Source, name: str):
+        self._source = source
+        self._config = source.config
+        self._name = name
+        self._tokenizer = None
+
+    @property
+    def tokenizer(self):
+        """The transformers tokenizer, or None where the model has none."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._source.folder)
+        return self._tokenizer
+
+    def encode(self, prompt: str | Sequence[int], key: int) -> list[int]:
+        """Token ids of prompt number `key`, of which there is at least one."""
+        if isinstance(prompt, str):
+            ids = self._tokenize(prompt)
+        else:
+            ids = _token_ids(prompt, f"prompt {key}")
+            wrong = next((token for token in ids if not 0 <= token < self._config.vocab_size), None)
+            if wrong is not None:
+                raise UserError(f"prompt {key}: token id {wrong} is not below the vocabulary's "
+                                f"{self._config.vocab_size}")
+        if not ids:
+            raise UserError(f"prompt {key} is empty: give it at least one token")
+        return ids
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise UserError(f"{self._name} has no tokenizer here: give prompts as token ids")
+        return list(self.tokenizer(text)["input_ids"])
+
+    def encode_pair(self, context, continuation, key: int) -> tuple[list[int], list[int]]:
+        """Token ids of context and continuation of pair number `key`, at least one each."""
+        if isinstance(context, str) != isinstance(continuation, str):
+            raise UserError(f"pair {key}: give context and continuation both as text or as tokens")
+        if isinstance(context, str):
+            # Tokenized together: the join may not fall on a token's edge.
+            head = self._tokenize(context) if context else []
+            tail = self._tokenize(context + continuation)[len(head):]
+        else:
+            head, tail = (_token_ids(part, f"pair {key}") for part in (context, continuation))
+        if not head:
+            start = self._config.bos_token_id
+            if start is None:
+                raise UserError(f"pair {key}: the context is empty and the model has no BOS token")
+            # Many tokenizers put it in front themselves.
+            head, tail = [start], tail[1:] if tail[:1] == [start] else tail
+        if not tail:
+            raise UserError(f"pair {key}: the continuation is empty")
+        self.encode(head + tail, key)
+        return head, tail
+
+    def decode(self, tokens: list[int]) -> str | None:
+        """The text of generated tokens, or None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def check_lengths(self, requests: list[Request], new_tokens: int) -> None:
+        """Refuse what would run past the model's positions."""
+        config = self._config
+        longest = max(requests, key=lambda request: len(request.prompt))
+        length, limit = len(longest.prompt), config.max_positions
+        if config.sliding_window is not None:
+            limit = min(limit, config.sliding_window)
+        if length > limit:
+            raise UserError(f"prompt {longest.key} has {length} tokens, more than the model's "
+                            f"{limit} positions: shorten it")
+        # The last new token is never computed, and so needs no position.
+        if length + new_tokens - 1 > limit:
+            raise UserError(f"prompt {longest.key} of {length} tokens and {new_tokens} new ones "
+                            f"exceed the model's {limit} positions: generate at most "
+                            f"{limit - length + 1}")
+
+
+def _token_ids(tokens, what: str) -> list[int]:
+    """Token ids as plain ints, from any iterable of whole numbers (a tensor, an array)."""
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise UserError(f"{what} must be text or a sequence of whole token ids, "
+                        f"got {tokens!r:.80}") from None
