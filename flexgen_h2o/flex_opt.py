@@ -76,14 +76,15 @@ def _arguments(spec) -> dict[str, object]:
         options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}
     elif kind == "texts":
         options |= {"action": "append"}
-    elif kind == "percent":
+    elif kind in ("percent", "ratios"):
         options |= {"nargs": "+"}
     elif kind in _KINDS:
         options |= {"type": _KINDS[kind], "metavar": "N" if kind == "int" else "X"}
     if "const" in rules:
         options |= {"nargs": "?", "const": rules["const"]}
     if "choices" in rules:
-        options["metavar"] = "|".join(rules["choices"])  # RunConfig checks it, in its own words
+        # Shown, not given to argparse: RunConfig checks it, in its own words.
+        options["metavar"] = "|".join(map(str, rules["choices"]))
     if "metavar" in rules:
         options["metavar"] = rules["metavar"]
     return options
@@ -162,9 +163,32 @@ def result_files(config: RunConfig) -> dict[str, str]:
             model = Path(config.model).name or "model"
             files["log_file"] = (
                 f"flexgen_h2o-{model}-gbs{config.gpu_batch_size}-ngbs{config.num_gpu_batches}"
-                f"-prompt{config.prompt_len}-gen{config.gen_len}-percent-{percent}.log"
+                f"-prompt{config.prompt_len}-gen{config.gen_len}-percent-{percent}"
+                f"{_cache_suffix(config)}.log"
             )
     return {name: path for name, path in files.items() if path is not None}
+
+
+def _cache_suffix(config: RunConfig) -> str:
+    """What is special about the cache, for a file name: ``-h2o-hh0.1-kv4``; empty if nothing is."""
+    parts: list[str] = []
+    h2o = config.h2o()
+    if h2o is not None and not h2o.is_full:
+        sizes = {"hh": config.hh_ratio if config.hh_ratio != 1 else None,
+                 "recent": config.recent_ratio,
+                 "heavy": config.num_heavy_hitter_tokens,
+                 "window": config.num_window_length,
+                 "sinks": h2o.sink_tokens or None}
+        # Ratios of every layer would be too long for a file's name.
+        parts += [config.eviction, *(
+            f"{name}-by-layer" if isinstance(size, tuple) else f"{name}{size:g}"
+            for name, size in sizes.items() if size is not None)]
+        scores = {"sum": [], "mean": ["mean"], "decay": [f"decay{h2o.decay:g}"]}
+        parts += scores[h2o.score]
+        parts += ["rolling"] if h2o.positions == "rolling" else []
+        parts += [] if h2o.evict_generated else ["prompt-only"]
+    parts += [] if config.resolved_cache_bits == 16 else [f"kv{config.resolved_cache_bits}"]
+    return "".join(f"-{part}" for part in parts)
 
 
 def check_results(files: dict[str, str]) -> None:
@@ -199,6 +223,8 @@ def run(config: RunConfig) -> None:
         config.model,
         path=config.path,
         policy=config.policy(),
+        h2o=config.h2o(),
+        cache_bits=config.resolved_cache_bits,
         device=config.device,
         dtype=config.dtype,
         offload_dir=config.offload_dir,

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
-from tqdm import tqdm
-
+from flexgen_h2o.cache.kv_cache import CacheShape
 from flexgen_h2o.config import H2OConfig, Policy, SamplingParams, check_int
 from flexgen_h2o.engine.batching import Request, make_blocks
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loader import end_tokens, find
+from flexgen_h2o.engine.progress import byte_bar, run_bars
 from flexgen_h2o.engine.prompts import Prompts
 from flexgen_h2o.engine.room import Room, Size
 from flexgen_h2o.engine.sampling import Sampler
-from flexgen_h2o.engine.schedule import Step
-from flexgen_h2o.engine.scoring import Generation, Scoring
+from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.planner import Workload, free_memory, memory_plan
+from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.planner import CacheOptions, Workload, free_memory, memory_plan
 from flexgen_h2o.report import LinkStats, RunStats, Trace, peak_process_bytes
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.tiers import open_device
@@ -56,9 +57,11 @@ class LLM:
     policy : Policy, optional
         Placements, batch sizes, overlap: decides speed and never results.
     h2o : H2OConfig, optional
-        None: the full cache, the only one so far.
-    weight_bits, cache_bits : int
+        Which tokens stay cached; None: all of them.
+    weight_bits : int
         16, the only ones so far.
+    cache_bits : int
+        16: the run's dtype. 8 or 4: groups of codes, each with a scale and a zero point.
     device : str
         auto, cpu, cuda or cuda:N.
     dtype : str
@@ -93,9 +96,10 @@ class LLM:
                  seed: int = 0, workload: Workload | None = None, progress: bool | None = None,
                  trace: Trace | None = None, verbose: bool = False):
         self.policy = policy or Policy()
-        _refuse_what_is_to_come(self.policy, h2o, weight_bits, cache_bits)
+        self.h2o = h2o
+        self._cache_bits = _checked_bits(weight_bits, cache_bits, h2o)
         self._offload_dir = offload_dir or OFFLOAD_DIR
-        self._disable_bars = None if progress is None else not progress
+        self._no_bars = None if progress is None else not progress
         self._trace = trace or Trace(enabled=False)
         self._links = LinkStats()
         self._name = model
@@ -105,11 +109,12 @@ class LLM:
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
             self._device = open_device(device)
-            with self._bar("converting") as bar:
+            with byte_bar("converting", off=self._no_bars) as bar:
                 self._source = find(model, path=path, dtype=dtype, device=self._device,
                                     progress=bar)
             self.model_config = self._source.config
-            self._prompts = Prompts(self._source, model)
+            _check_positions(self.model_config, h2o)
+            self._prompts = Prompts(self._source, model, h2o)
             if workload is not None:
                 self._plan(workload, loaded=False, show=verbose)
             self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
@@ -120,7 +125,7 @@ class LLM:
         self._load_seconds = time.perf_counter() - began
 
     def _load_weights(self, opened: contextlib.ExitStack, seed: int) -> None:
-        with self._bar("converting") as bar:
+        with byte_bar("converting", off=self._no_bars) as bar:
             checkpoint, names = self._source.open(self.policy.weights, seed, bar)
         opened.callback(checkpoint.close)
         self._weights = WeightStore(
@@ -132,7 +137,7 @@ class LLM:
             opened.callback(folder.close)
             return folder
 
-        with self._bar("loading") as bar:
+        with byte_bar("loading", off=self._no_bars) as bar:
             self._weights.load(run_folder, bar)
 
     def __enter__(self) -> LLM:
@@ -164,7 +169,8 @@ class LLM:
         limits = free_memory(self._offload_dir, self._device.free_bytes())
         plan = memory_plan(self.model_config, self.policy, workload,
                            itemsize=self._source.dtype.itemsize,
-                           has_gpu=self._device.separate, writes_weights=self._source.dummy)
+                           has_gpu=self._device.separate, writes_weights=self._source.dummy,
+                           cache=CacheOptions(self.h2o, self._cache_bits))
         if show:
             print(plan.table(limits), flush=True)
         plan.check(limits, loaded=loaded)
@@ -207,7 +213,7 @@ class LLM:
         sink = Generation(Sampler(params, eos), eos, steps)
         if requests:
             self._prompts.check_lengths(requests, params.max_new_tokens)
-        self._run(requests, steps, sink, planned=params.max_new_tokens)
+        self._run(requests, steps - 1, sink, planned=params.max_new_tokens)
         if steps < params.max_new_tokens and requests:
             self.stats = self.stats.project(cut=steps, gen_len=params.max_new_tokens)
         return [
@@ -218,6 +224,10 @@ class LLM:
 
     def loglikelihood(self, pairs: Sequence[tuple]) -> list[list[float]]:
         """Log-probability of each continuation token, teacher-forced.
+
+        With the full cache, context and continuation are one prompt. An evicting or compressed
+        cache gets the context as the prompt and then the continuation token by token, as if they
+        had been generated: what it predicts depends on what it has dropped by then.
 
         Parameters
         ----------
@@ -236,31 +246,37 @@ class LLM:
             context, continuation = pair
             head, tail = self._prompts.encode_pair(context, continuation, key)
             continuations[key] = tail
-            requests.append(Request(key, head + tail[:-1]))
-        sink = Scoring(continuations)
+            requests.append(Request(key, head))
+        new = max(map(len, continuations.values()), default=1)
+        if self._cache_bits != 16 or (self.h2o is not None and not self.h2o.is_full):
+            sink = Forcing(continuations)
+        else:
+            sink, new = Scoring(continuations), 1
+            for request in requests:
+                request.prompt += continuations[request.key][:-1]
         if requests:
-            self._prompts.check_lengths(requests, 1)
-        self._run(requests, 1, sink, planned=1)
+            self._prompts.check_lengths(requests, new)
+        self._run(requests, new - 1, sink, planned=new)
         return [sink.log_probs[key] for key in range(len(requests))]
 
-    def _run(self, requests: list[Request], steps: int, sink, *, planned: int) -> None:
-        """Run all blocks and set `stats`."""
+    def _run(self, requests: list[Request], new: int, sink, *, planned: int) -> None:
+        """Run all blocks, each request with up to `new` tokens appended, and set `stats`."""
         if self._closed:
             raise UserError("this LLM has been closed: make a new one")
         self._links.reset()
         self._device.begin_run()
         stats = self._new_stats(requests)
-        blocks = make_blocks(requests, self.policy.gpu_batch_size, self.policy.num_gpu_batches)
+        policy = self.policy
+        blocks = make_blocks(requests, new, gpu_batch_size=policy.gpu_batch_size,
+                             num_gpu_batches=policy.num_gpu_batches,
+                             prefill_chunk=policy.prefill_chunk)
         if blocks:
-            room = self._enter(blocks, steps, planned)
-            stats.kv_cache_bytes = max(
-                sum(room.cache.shape.total_bytes(len(batch), batch.padded + steps - 1)
-                    for batch in block) for block in blocks)
+            room = self._enter(blocks, planned)
             executor = Executor(self.model_config, self._weights, room,
                                 transfers=self._transfers, dtype=self._source.dtype,
                                 overlap=self.policy.overlap)
             try:
-                self._run_blocks(executor, blocks, steps, sink, stats)
+                self._run_blocks(executor, blocks, sink, stats)
                 self._transfers.drain()
             except BaseException:
                 # Work may be under way in the room, and its state is anybody's guess.
@@ -273,11 +289,15 @@ class LLM:
         stats.peak_process_bytes = peak_process_bytes()
         self.stats = stats
 
-    def _run_blocks(self, executor: Executor, blocks, steps: int, sink, stats: RunStats) -> None:
-        with self._bars(blocks, steps) as on_compute:
+    def _run_blocks(self, executor: Executor, blocks, sink, stats: RunStats) -> None:
+        per_token = self.model_config.kv_bytes_per_token(self._source.dtype.itemsize)
+        with run_bars(blocks, self.model_config.num_layers, off=self._no_bars) as progress:
             for block in blocks:
-                timing = executor.run(block, steps, sink, on_compute=on_compute,
-                                      logit_rows=getattr(sink, "rows", None))
+                timing = executor.run(block, sink, on_compute=partial(progress, block))
+                stats.kv_cache_bytes = max(stats.kv_cache_bytes, self._room.cache.nbytes())
+                full = sum(len(batch) * (max(batch.seats.lengths) + batch.seats.new)
+                           for batch in block)
+                stats.full_kv_cache_bytes = max(stats.full_kv_cache_bytes, per_token * full)
                 stats.prefill_seconds += timing.prefill
                 stats.decode_seconds += sum(timing.steps)
                 stats.step_seconds += timing.steps
@@ -289,19 +309,26 @@ class LLM:
             device=self._device.description(), num_prompts=len(requests),
             prompt_tokens=sum(len(request.prompt) for request in requests), generated_tokens=0,
             gpu_batch_size=self.policy.gpu_batch_size,
-            num_gpu_batches=self.policy.num_gpu_batches, load_seconds=self._load_seconds)
+            num_gpu_batches=self.policy.num_gpu_batches, load_seconds=self._load_seconds,
+            kv_bytes_per_token=self._cache_shape().token_bytes())
 
-    def _enter(self, blocks, steps: int, planned: int) -> Room:
+    def _cache_shape(self) -> CacheShape:
+        config = self.model_config
+        return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
+                          self._source.dtype, self._cache_bits)
+
+    def _enter(self, blocks, planned: int) -> Room:
         """The room for these blocks: the last run's if they fit in, else a new one."""
-        size = Size.of(blocks, steps)
+        size = Size.of(blocks, self.h2o, self.model_config.num_layers)
         if self._room is not None and self._room.size.covers(size):
             return self._room
         self._leave()
-        self._plan(Workload(prompt_len=blocks[0][0].padded, gen_len=planned,
-                            gpu_batch_size=size.sequences, num_gpu_batches=size.batches),
+        self._plan(Workload(prompt_len=max(blocks[0][0].seats.lengths), gen_len=planned,
+                            gpu_batch_size=size.cache.sequences,
+                            num_gpu_batches=size.cache.batches),
                    loaded=True)
-        self._room = Room(self.model_config, self._source.dtype, size, policy=self.policy,
-                          transfers=self._transfers, offload_dir=self._offload_dir)
+        self._room = Room(self.model_config, self._cache_shape(), size, policy=self.policy,
+                          h2o=self.h2o, transfers=self._transfers, offload_dir=self._offload_dir)
         return self._room
 
     def _leave(self) -> None:
@@ -317,34 +344,6 @@ class LLM:
             return ()
         return (given,) if isinstance(given, int) else tuple(given)
 
-    @contextlib.contextmanager
-    def _bar(self, what: str) -> Iterator:
-        """A progress bar over bytes, as a callback that takes (done, total)."""
-        with tqdm(desc=what, unit="B", unit_scale=True, disable=self._disable_bars) as bar:
-
-            def show(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            yield show
-
-    @contextlib.contextmanager
-    def _bars(self, blocks, steps: int) -> Iterator:
-        """Bars for prefill (layers) and decode (steps), as a callback for each compute."""
-        layers = self.model_config.num_layers + 2
-        computes = layers * sum(map(len, blocks))
-        off = self._disable_bars
-        with tqdm(total=computes, desc="prefill", unit="layer", disable=off) as prefill, tqdm(
-                total=(steps - 1) * len(blocks), desc="decode", unit="step", disable=off) as decode:
-
-            def show(step: Step) -> None:
-                if step.token == 0:
-                    prefill.update()
-                elif step.layer == layers - 1 and step.batch == 0:
-                    decode.update()
-
-            yield show
-
 
 def _sampling_params(options: dict) -> SamplingParams:
     known = [spec.name for spec in fields(SamplingParams)]
@@ -354,12 +353,23 @@ def _sampling_params(options: dict) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def _refuse_what_is_to_come(policy: Policy, h2o: H2OConfig | None, weight_bits: int,
-                            cache_bits: int) -> None:
-    if h2o is not None and not h2o.is_full:
-        raise UserError("h2o: eviction is not yet there; leave h2o out for the full cache")
-    for name, bits in (("weight_bits", weight_bits), ("cache_bits", cache_bits)):
-        if bits != 16:
-            raise UserError(f"{name}={bits}: compression is not yet there; use 16")
-    if policy.cpu_cache_compute:
-        raise UserError("cpu_cache_compute is not yet there; leave it out")
+def _checked_bits(weight_bits: int, cache_bits: int, h2o: H2OConfig | None) -> int:
+    if weight_bits != 16:
+        raise UserError(f"weight_bits={weight_bits}: compression is not yet there; use 16")
+    if cache_bits not in (4, 8, 16):
+        raise UserError(f"cache_bits must be 16, 8 or 4, got {cache_bits!r}")
+    if h2o is not None and h2o.simulate and cache_bits != 16:
+        raise UserError("simulate masks an exact cache: leave cache_bits at 16")
+    return cache_bits
+
+
+def _check_positions(config: ModelConfig, h2o: H2OConfig | None) -> None:
+    if h2o is None:
+        return
+    h2o.check_layers(config.num_layers)
+    if config.rope is None and h2o.positions == "rolling":
+        raise UserError(f"{config.name} adds learned positions to the embeddings: they can't roll "
+                        "with the cache; leave position rolling off")
+    if config.rope is not None and h2o.drop_positions:
+        raise UserError(f"{config.name} has rotary positions, of which there is no end to drop: "
+                        "leave --hh-long-seq off, or use position rolling")

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from flexgen_h2o.config import PLACED, TIERS, Placement, Policy, check_int
+from flexgen_h2o.cache.budget import budget, slots
+from flexgen_h2o.config import PLACED, TIERS, H2OConfig, Placement, Policy, check_int
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import GB
 from flexgen_h2o.storage.placement import split
+from flexgen_h2o.storage.quantization import GroupLayout
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.spec import ModelConfig
@@ -29,13 +31,19 @@ STEP = 5
 WEIGHT_BUFFERS = 2
 STAGING_BUFFERS = 3
 TAIL_TOKENS = 16
-"""What the engine holds beside the data: `engine.weights`, `cache.kv_cache`, `engine.hidden`."""
+"""What the engine holds beside the data: `engine.weights`, `cache.parts`, `engine.hidden`."""
 
 CHUNK_ROWS = {False: 2048, True: 16384}
 """Rows of a prefill that go through a layer together, by whether there is a GPU (as `Executor`)."""
 
 WEIGHT_ROWS = ("weights", "embeddings", "weight buffers")
 """The rows of the plan that are in place once the model is loaded."""
+
+SCORE_BLOCK = 8 << 20
+SCORE_ROWS = 16
+CONVERTED = 4 << 20
+"""As `kernels.ops`: bytes of attention weights that a scoring prefill has at a time, and the fewest
+queries; bytes of cached keys and values that decode has in float32 at a time on a CPU."""
 
 LOGIT_ROWS = 512
 RESERVE = 128 << 20
@@ -56,6 +64,41 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"):
             check_int(name, getattr(self, name), low=1)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What stays cached (`h2o` None: all) and in how many bits: 16 (the run's dtype), 8 or 4."""
+
+    h2o: H2OConfig | None = None
+    bits: int = 16
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any token ever goes, if only behind the mask of a simulation."""
+        return self.h2o is not None and not self.h2o.is_full
+
+    @property
+    def simulated(self) -> bool:
+        """Whether eviction masks a full cache."""
+        return self.evicts and self.h2o.simulate
+
+    def record_bytes(self, model: ModelConfig, itemsize: int) -> int:
+        """Bytes at rest of one token's key and value in one layer, all KV heads together."""
+        # A simulation is exact: it keeps float32.
+        vector = model.head_dim * (4 if self.simulated else itemsize)
+        if self.bits != 16:
+            vector = GroupLayout(length=model.head_dim, bits=self.bits).nbytes
+        return 2 * model.num_kv_heads * vector
+
+    def layer_slots(self, model: ModelConfig, workload: Workload) -> list[int]:
+        """The most slots that a sequence uses in each decoder layer."""
+        # The last token that is generated is never cached.
+        return [slots(self.h2o, layer, workload.prompt_len, workload.gen_len - 1)
+                for layer in range(model.num_layers)]
+
+
+FULL_CACHE = CacheOptions()
 
 
 @dataclass(frozen=True)
@@ -87,7 +130,25 @@ class MemoryPlan:
     itemsize: int
     has_gpu: bool
     writes_weights: bool
+    cache: CacheOptions
     rows: tuple[PlanRow, ...] = ()
+
+    @property
+    def sweep_rows(self) -> int:
+        """Tokens of the longest prompt that go through the network together."""
+        prompt = self.workload.prompt_len
+        return min(prompt, self.policy.prefill_chunk or prompt)
+
+    @property
+    def gathers_prompts(self) -> bool:
+        """Whether prompts come in pieces to a cache that cannot hold them as they are."""
+        own = self.cache.evicts or self.cache.bits != 16
+        return own and not self.cache.simulated and self.sweep_rows < self.workload.prompt_len
+
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether the cache in host memory is used there, beside a GPU."""
+        return self.has_gpu and self.policy.cpu_cache_compute
 
     def total(self, tier: str) -> int:
         """Bytes of all rows on a tier."""
@@ -151,7 +212,8 @@ class MemoryPlan:
 
     def _with(self, policy: Policy) -> MemoryPlan:
         return memory_plan(self.model, policy, self.workload, itemsize=self.itemsize,
-                           has_gpu=self.has_gpu, writes_weights=self.writes_weights)
+                           has_gpu=self.has_gpu, writes_weights=self.writes_weights,
+                           cache=self.cache)
 
     def _offloading(self, policy: Policy, limits: MemoryLimits) -> Iterator[Policy]:
         """`policy`, then ever more of it moved away from the first tier that is short."""
@@ -185,6 +247,7 @@ def memory_plan(
     itemsize: int,
     has_gpu: bool = False,
     writes_weights: bool = False,
+    cache: CacheOptions = FULL_CACHE,
 ) -> MemoryPlan:
     """Sum what a run takes on each tier.
 
@@ -204,8 +267,10 @@ def memory_plan(
     writes_weights : bool
         Weights on disk have to be written there (dummy weights); otherwise they are read from
         the checkpoint's own bytes and take no free space.
+    cache : CacheOptions
+        What stays cached, and in how many bits.
     """
-    plan = MemoryPlan(model, policy, workload, itemsize, has_gpu, writes_weights)
+    plan = MemoryPlan(model, policy, workload, itemsize, has_gpu, writes_weights, cache)
     rows = (*_weight_rows(plan), *_cache_rows(plan), *_activation_rows(plan), _workspace(plan))
     if not has_gpu:
         rows = tuple(PlanRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
@@ -233,22 +298,82 @@ def _weight_rows(plan: MemoryPlan) -> Iterator[PlanRow]:
 
 
 def _cache_rows(plan: MemoryPlan) -> Iterator[PlanRow]:
-    """Keys and values by sequences, and the staging buffers of each part that is fetched."""
+    """Keys and values by sequences, their staging, gathered prompts, and eviction's own data."""
+    model, load, options = plan.model, plan.workload, plan.cache
+    held = options.layer_slots(model, load)
+    record = options.record_bytes(model, plan.itemsize)
+    placed = split(load.gpu_batch_size, plan.policy.cache)
+    # A simulation has its full cache where it computes.
+    cached = (load.gpu_batch_size, 0, 0) if options.simulated else placed
+    token = record * sum(held) * load.num_gpu_batches
+    yield PlanRow("cache", *(count * token for count in cached))
+    here, host = _staging(plan, cached, record=record, most=max(held),
+                          staged_host=not plan.attends_on_host)
+    if plan.gathers_prompts:
+        plain = 2 * model.kv_size * plan.itemsize
+        more = _staging(plan, placed, record=plain, most=load.prompt_len)
+        here, host = here + more[0], host + more[1]
+    yield PlanRow("cache buffers", here, host)
+    yield _prompt_cache(plan, placed)
+    yield _bookkeeping(plan, held, on_host=cached[1] if plan.attends_on_host else 0)
+
+
+def _staging(plan: MemoryPlan, counts: tuple[int, int, int], *, record: int, most: int,
+             staged_host: bool = True) -> tuple[int, int]:
+    """Bytes in compute and host memory to fetch and store what is placed elsewhere.
+
+    `counts` are the sequences of a batch on (gpu, cpu, disk), `most` the slots of the largest
+    layer. `staged_host`: host memory beside a GPU is fetched, too.
+    """
+    _, cpu, disk = counts
+    model = plan.model
+    fetched = disk + (cpu if plan.has_gpu and staged_host else 0)
+    staging = STAGING_BUFFERS * fetched * most * record
+    # A tail holds the newest records of each layer, and the slot of each KV head.
+    tail = TAIL_TOKENS * model.num_layers * (record + 8 * model.num_kv_heads)
+    tails = disk * plan.workload.num_gpu_batches * tail
+    return staging, tails + (staging if plan.has_gpu else 0)
+
+
+def _prompt_cache(plan: MemoryPlan, placed: tuple[int, int, int]) -> PlanRow:
+    """Whole prompts, and the scores of their tokens, until they can be cut or compressed."""
+    if not plan.gathers_prompts:
+        return PlanRow("prompt cache")
+    model, load, h2o = plan.model, plan.workload, plan.cache.h2o
+    prompts = load.num_gpu_batches * load.prompt_len
+    gpu, cpu, disk = (count * prompts * model.kv_bytes_per_token(plan.itemsize)
+                      for count in placed)
+    if plan.cache.evicts and h2o.scored:
+        gpu += load.gpu_batch_size * prompts * model.num_kv_heads * 4 * len(_evicting(plan))
+    return PlanRow("prompt cache", gpu, cpu, disk)
+
+
+def _bookkeeping(plan: MemoryPlan, held: Sequence[int], *, on_host: int) -> PlanRow:
+    """A score and a position of each slot and KV head, and its rank if positions roll.
+
+    They are where attention runs, whatever the cache's tier: for `on_host` sequences of a batch
+    in host memory.
+    """
     model, load = plan.model, plan.workload
-    token = model.kv_bytes_per_token(plan.itemsize)
-    slots = load.prompt_len + load.gen_len
-    gpu, cpu, disk = split(load.gpu_batch_size, plan.policy.cache)
-    yield PlanRow("cache", *(n * load.num_gpu_batches * slots * token for n in (gpu, cpu, disk)))
-    fetched = disk + (cpu if plan.has_gpu else 0)
-    staging = STAGING_BUFFERS * fetched * slots * token // model.num_layers
-    tails = disk * load.num_gpu_batches * min(TAIL_TOKENS, slots) * token
-    yield PlanRow("cache buffers", staging, tails + (staging if plan.has_gpu else 0))
+    layers = _evicting(plan)
+    rolls = bool(layers) and plan.cache.h2o.positions == "rolling"
+    slot = model.num_kv_heads * (12 if rolls else 8)
+    sequence = slot * sum(held[layer] for layer in layers) * load.num_gpu_batches
+    return PlanRow("cache bookkeeping", (load.gpu_batch_size - on_host) * sequence,
+                   on_host * sequence)
+
+
+def _evicting(plan: MemoryPlan) -> list[int]:
+    """The decoder layers that ever drop a token."""
+    h2o, prompt = plan.cache.h2o, plan.workload.prompt_len
+    return [layer for layer in range(plan.model.num_layers)
+            if budget(h2o, layer, prompt) is not None]
 
 
 def _activation_rows(plan: MemoryPlan) -> Iterator[PlanRow]:
     """The hidden states of a block between layers, and the working buffers if any are away."""
     load, placement = plan.workload, plan.policy.activations
-    rows = load.gpu_batch_size * load.prompt_len
+    rows = load.gpu_batch_size * plan.sweep_rows
     batch = rows * plan.model.hidden_size * plan.itemsize
     total = batch * load.num_gpu_batches
     yield PlanRow("activations", *(int(total * share) for share in placement.fractions()))
@@ -261,14 +386,31 @@ def _workspace(plan: MemoryPlan) -> PlanRow:
     """Temporaries of the widest step: a chunk of prefill in a layer, or the logits."""
     model, load = plan.model, plan.workload
     # Chunks are cut between sequences: one that is longer is a chunk of its own.
-    chunk = max(CHUNK_ROWS[plan.has_gpu], load.prompt_len)
-    rows = min(load.gpu_batch_size * load.prompt_len, chunk)
+    chunk = max(CHUNK_ROWS[plan.has_gpu], plan.sweep_rows)
+    rows = min(load.gpu_batch_size * plan.sweep_rows, chunk)
     # Beside the layer's own scratch, attention makes its output and copies of what it reads.
     attention = rows * (2 * model.q_size + 2 * model.kv_size)
     layer = (model.scratch_elements(rows) + attention) * plan.itemsize
     # Logits in the run's dtype, and up to three float32 copies while sampling.
     logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (plan.itemsize + 3 * 4)
-    return PlanRow("workspace", layer + logits + RESERVE)
+    return PlanRow("workspace", layer + logits + _own_attention(plan) + RESERVE)
+
+
+def _own_attention(plan: MemoryPlan) -> int:
+    """Temporaries of attention where PyTorch's does not do: it scores, converts or reads pieces."""
+    model, load, cache = plan.model, plan.workload, plan.cache
+    converts = cache.evicts or cache.bits != 16
+    if not converts and plan.sweep_rows == load.prompt_len:
+        return 0
+    token = 2 * model.kv_size * 4  # key and value in float32
+    # A simulation takes all queries at once.
+    rows = plan.sweep_rows if cache.simulated else SCORE_ROWS
+    block = max(SCORE_BLOCK, rows * model.num_heads * load.prompt_len * 4)
+    prefill = load.prompt_len * token + block
+    sequence = max(cache.layer_slots(model, load)) * token
+    group = load.gpu_batch_size * sequence if plan.has_gpu else max(CONVERTED, sequence)
+    # Twice: what is masked or rotated is one more copy.
+    return max(prefill, 2 * group if converts else 0)
 
 
 def _move(policy: Policy, tier: str, has_gpu: bool) -> Policy | None:

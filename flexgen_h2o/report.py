@@ -133,8 +133,11 @@ class RunStats:
 
     Sizes are bytes, times seconds. `prompt_tokens` and `generated_tokens` count real tokens (no
     pads, nothing past EOS) of all prompts. `step_seconds` holds each decode step of each block:
-    the time that a sequence waits for one token. `links` is `LinkStats.totals`. `projected` says
-    that decode was extrapolated. A rate is None where its time was not measured.
+    the time that a sequence waits for one token. `kv_cache_bytes` is the cache of the largest
+    block at rest, `full_kv_cache_bytes` what it would be with nothing evicted or compressed, and
+    `kv_bytes_per_token` a cached token at rest, all layers together. `links` is
+    `LinkStats.totals`. `projected` says that decode was extrapolated. A rate is None where its
+    time was not measured.
     """
 
     model: str
@@ -153,6 +156,8 @@ class RunStats:
     peak_device_bytes: int = 0
     peak_process_bytes: int = 0
     kv_cache_bytes: int = 0
+    full_kv_cache_bytes: int = 0
+    kv_bytes_per_token: int = 0
     links: dict[str, tuple[int, float]] = field(default_factory=dict)
     projected: bool = False
 
@@ -238,13 +243,19 @@ def table(stats: RunStats) -> str:
          f"p95 {_figure(stats.latency_p95_seconds, 's')}{cut}"),
         ("peak memory", f"process {stats.peak_process_bytes / GB:.2f} GB",
          f"device {stats.peak_device_bytes / GB:.2f} GB" if stats.peak_device_bytes else ""),
-        ("KV cache", f"{stats.kv_cache_bytes / GB:.3f} GB", ""),
+        ("KV cache", f"{stats.kv_cache_bytes / GB:.3f} GB", _against_full(stats)),
     ]
     for link, (nbytes, seconds) in stats.links.items():
         rate = _figure(over(nbytes / GB, seconds), "GB/s")
         rows.append((link, f"{nbytes / GB:.3f} GB", rate + cut))
     width = max(len(row[1]) for row in rows[5:])  # the rows above have no third column to align
     return "\n".join(f"{a:<18} {b:<{width}}  {c.strip()}".rstrip() for a, b, c in rows)
+
+
+def _against_full(stats: RunStats) -> str:
+    """The full cache beside the one there was, where they differ."""
+    used, full = stats.kv_cache_bytes, stats.full_kv_cache_bytes
+    return f"{used / full:.3f} of the full {full / GB:.3f} GB" if full not in (0, used) else ""
 
 
 def _figure(value: float | None, unit: str) -> str:

@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 
 _TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
                 for tier in ("gpu", "cpu", "disk"))
-_SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "compress_weight", "compress_cache",
-             "hh_ratio", "hh_all")
+_SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "prefill_chunk", "compress_weight",
+             "compress_cache", "cache_bits", "eviction", "hh_ratio", "recent_ratio",
+             "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score", "score_decay",
+             "sink_tokens", "enable_position_rolling")
 CSV_COLUMNS = (
     "date", "version", "commit", "host", "device", "torch", "model", "parameters", "dtype",
     *_TIERED, *_SWITCHES,
     "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "num_prompts",
     "prompt_tokens", "generated_tokens", "load_seconds", "prefill_seconds", "decode_seconds",
     *RATES,
-    "peak_device_bytes", "peak_process_bytes", "kv_cache_bytes",
+    "peak_device_bytes", "peak_process_bytes",
+    "kv_cache_bytes", "full_kv_cache_bytes", "kv_bytes_per_token",
     *(f"{link.replace('->', '_to_')}_{unit}" for link in LINKS for unit in ("gb", "gb_per_s")),
     "projected",
 )
@@ -54,13 +57,25 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
     for column in _TIERED:
         kind, tier = column.split("_")
         row[column] = getattr(getattr(policy, kind), tier)
-    row |= {name: getattr(config, name) for name in _SWITCHES}
+    row |= {name: getattr(config, name) for name in _SWITCHES} | _resolved_cache(config)
     for link in LINKS:
         nbytes, seconds = stats.links.get(link, (0, 0.0))
         name = link.replace("->", "_to_")
         row[f"{name}_gb"] = nbytes / GB
         row[f"{name}_gb_per_s"] = over(nbytes / GB, seconds)
     return {name: row[name] if name in row else getattr(stats, name) for name in CSV_COLUMNS}
+
+
+def _resolved_cache(config: RunConfig) -> dict[str, object]:
+    """What the flags of the cache come to where that is not what was typed."""
+    h2o = config.h2o()
+    full = h2o is None or h2o.is_full
+    return {
+        "cache_bits": config.resolved_cache_bits,
+        "eviction": "full" if full else config.eviction,
+        "sink_tokens": 0 if full else h2o.sink_tokens,
+        "score_decay": config.score_decay if config.score == "decay" else None,
+    }
 
 
 def append_csv(path: str | os.PathLike, stats: RunStats, config: RunConfig) -> None:
@@ -107,6 +122,8 @@ def _cell(value: object) -> object:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(f"{number:.6g}" for number in value)
     return f"{value:.6g}" if isinstance(value, float) else value
 
 

@@ -27,7 +27,7 @@ from flexgen_h2o import LLM, flex_opt, planner
 from flexgen_h2o.config import parse_percent
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.models.checkpoint_base import Checkpoint
-from flexgen_h2o.models.spec import published
+from flexgen_h2o.models.spec import from_transformers, published
 from flexgen_h2o.planner import MemoryLimits, Workload, memory_plan
 from flexgen_h2o.results import CSV_COLUMNS
 
@@ -225,6 +225,37 @@ def test_unknown_model_without_network(here, capfd, monkeypatch, local):
         assert "nobody/nothing" in message and "check the network" in message
 
 
+# What stays cached
+
+
+@PLACES
+@pytest.mark.parametrize("flag", ["--hh-ratio", "--recent-ratio"])
+def test_ratios_for_another_number_of_layers(model, here, capfd, percent, flag):
+    (here / "ratios.yaml").write_text("[0.1, 0.2]")
+    for given in (("0.1", "0.2"), ("ratios.yaml",)):
+        message = refused(capfd, here, "--model", "model", "--hh-ratio", "0.5", flag, *given,
+                          *percent)
+        assert "2 numbers" in message and "3 decoder layers" in message
+
+
+def test_positions_that_the_model_does_not_have(tiny_model, model, here, capfd):
+    message = refused(capfd, here, "--model", "model", "--hh-ratio", "0.5", "--hh-long-seq")
+    assert "rotary positions" in message and "--hh-long-seq" in message
+    message = refused(capfd, here, "--model", str(tiny_model("opt").folder), "--hh-ratio", "0.5",
+                      "--enable-position-rolling")
+    assert "learned positions" in message
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (("--hh-ratio", "0.2", "--num-window-length", "8"), "not both"),
+    (("--num-window-length", "4", "--sink-tokens", "2"), "no recent tokens"),
+    (("--compress-cache", "--cache-bits", "16"), "contradict"),
+    (("--eviction", "window"), "no effect on the full cache"),
+])
+def test_contradictions_show_before_the_model_is_looked_for(here, capfd, argv, words):
+    assert words in refused(capfd, here, "--model", "nowhere", *argv)
+
+
 # The prompts
 
 
@@ -367,6 +398,24 @@ def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatc
         flex_opt.main([*command, "--percent", *numbers, "--no-log"])
 
 
+def test_less_cache_fits_where_the_full_one_does_not(model, here, capfd, monkeypatch):
+    """The plan knows of eviction and compression, and never proposes them: they change results."""
+    monkeypatch.setattr(planner, "RESERVE", 0)
+    argv = ("--model", "model", "--prompt-len", "240", "--gpu-batch-size", "8",
+            "--num-gpu-batches", "8", "--gen-len", "2", "--prefill-chunk", "240")
+    config = flex_opt.parse_args([*SHORT, *argv, "--hh-ratio", "0.05"])
+    sizes = from_transformers(json.loads((model / "config.json").read_text()), "model")
+    small, full = (
+        memory_plan(sizes, config.policy(), Workload(240, 2, 8, 8), itemsize=4,
+                    cache=planner.CacheOptions(h2o)).total("cpu") for h2o in (config.h2o(), None))
+    assert small < full
+    limits = MemoryLimits(None, (small + full) // 2, 0)
+    monkeypatch.setattr(llm_module, "free_memory", lambda *_: limits)
+    message = refused(capfd, here, *argv)
+    assert "host memory: needs" in message and "hh-ratio" not in message
+    assert flex_opt.main([*SHORT, *argv, "--no-log", "--hh-ratio", "0.05"]) == 0
+
+
 def test_nothing_would_fit(model, here, capfd, monkeypatch):
     monkeypatch.setattr(llm_module, "free_memory", lambda *_: MemoryLimits(None, 1000, 1000))
     message = refused(capfd, here, "--model", "model")
@@ -461,6 +510,26 @@ def test_the_saved_config_repeats_the_run_in_another_process(model, here, capfd)
     assert len(read_csv(here / "r.csv")) == 2
 
 
+@pytest.mark.parametrize("argv", [
+    (), ("--hh-ratio", "0.1", "0.2", "1", "--prefill-chunk", "16"),
+    ("--num-window-length", "16", "--eviction", "sink-window", "--compress-cache"),
+    ("--hh-ratio", "0.1", "--hh-all", "false", "--score", "mean", "--cache-bits", "8"),
+])
+def test_the_plan_counts_what_is_cached(model, here, argv):
+    argv = [*SHORT, "--model", "model", "--prompt-len", "40", "--gen-len", "9", "--csv", "r.csv",
+            "--no-log", "--verbose", "0", *argv]
+    assert flex_opt.main(argv) == 0
+    (row,) = read_csv(here / "r.csv")
+    config = flex_opt.parse_args(argv)
+    sizes = from_transformers(json.loads((model / "config.json").read_text()), "model")
+    cache = planner.CacheOptions(config.h2o(), config.resolved_cache_bits)
+    plan = memory_plan(sizes, config.policy(), Workload(40, 9, 2, 1), itemsize=4, cache=cache)
+    (planned,) = (row.cpu for row in plan.rows if row.name == "cache")
+    assert int(row["kv_cache_bytes"]) == planned
+    assert int(row["full_kv_cache_bytes"]) == 2 * 48 * sizes.kv_bytes_per_token(4)
+    assert int(row["kv_bytes_per_token"]) == 3 * cache.record_bytes(sizes, 4)
+
+
 @pytest.mark.parametrize(("stdout", "status", "err"), [
     ("head", 0, ""), ("full", 2, "error: cannot print to stdout: No space left on device\n")])
 def test_results_are_written_though_nothing_can_be_printed(model, here, stdout, status, err):
@@ -496,7 +565,7 @@ def test_ctrl_c(model, here, capfd, monkeypatch, percent):
     def interrupt(self, step, *_):
         # In the middle: files are on disk and transfers under way.
         seen.extend(path.stat().st_mode & 0o777 for path in Path("offload").glob("*"))
-        if step.token == 2:
+        if step.sweep == 2:
             raise KeyboardInterrupt
         return head(self, step, *_)
 

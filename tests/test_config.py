@@ -125,9 +125,16 @@ def test_percent_refusals(values, match):
     ({"overlap": 1}, "true or false"),
     ({"weights": (100, 0, 0)}, "Placement"),
     ({"pin_weight": "yes"}, "true or false"),
+    ({"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
+    ({"prefill_chunk": 0.5}, "whole number"),
 ])
 def test_policy_refusals(values, match):
     refused(lambda: Policy(**values), match)
+
+
+def test_prefill_chunk_is_off_by_default():
+    assert Policy().prefill_chunk is None
+    assert Policy(prefill_chunk=1).prefill_chunk == 1
 
 
 @pytest.mark.parametrize(("values", "match"), [
@@ -139,27 +146,70 @@ def test_policy_refusals(values, match):
     ({"heavy_tokens": -1}, "at least 0"),
     ({"recent_tokens": 0}, "at least 1"),
     ({"sink_tokens": -1}, "at least 0"),
+    ({"sink_tokens": 4}, "no effect on the full cache: give heavy_ratio"),
+    ({"heavy_tokens": 0}, "give recent_tokens or recent_ratio"),
+    ({"heavy_ratio": "0.1"}, "heavy_ratio must be a finite number"),
+    ({"heavy_ratio": []}, "one per decoder layer"),
+    ({"heavy_ratio": [0.1, 0]}, "heavy_ratio of layer 1 must be greater than 0"),
+    ({"recent_ratio": (2, 0.1)}, "recent_ratio of layer 0 must be at most 1"),
+    ({"heavy_ratio": (0.1, None)}, "layer 1 must be a finite number"),
+    ({"heavy_ratio": [0.1] * 3, "recent_ratio": [0.1] * 2}, "3 numbers and recent_ratio 2"),
+    ({"heavy_ratio": [0.1], "heavy_tokens": 4}, "not both"),
     ({"score": "max"}, "sum, mean, decay"),
     ({"decay": 0}, "greater than 0"),
     ({"positions": "absolute"}, "original, rolling"),
     ({"simulate": "no"}, "true or false"),
+    ({"evict_generated": 0}, "true or false"),
+    ({"drop_positions": 1}, "true or false"),
 ])
 def test_h2o_refusals(values, match):
     refused(lambda: H2OConfig(**values), match)
 
 
-@pytest.mark.parametrize(("values", "full"), [
-    ({}, True),
-    ({"sink_tokens": 4}, True),
-    ({"heavy_ratio": 1}, True),
-    ({"heavy_ratio": 1.0, "recent_ratio": 1.0}, True),
-    ({"heavy_ratio": 0.5}, False),
-    ({"recent_ratio": 1.0}, False),
-    ({"heavy_ratio": 1, "recent_tokens": 4}, False),
-    ({"heavy_tokens": 0, "recent_tokens": 8}, False),
+@pytest.mark.parametrize(("values", "full", "scored"), [
+    ({}, True, False),
+    ({"simulate": True}, True, False),
+    ({"heavy_ratio": 1}, True, False),
+    ({"heavy_ratio": 1, "sink_tokens": 4}, True, False),
+    ({"heavy_ratio": 1.0, "recent_ratio": 1.0}, True, False),
+    ({"heavy_ratio": [1, 1.0]}, True, False),
+    ({"heavy_ratio": [1, 1], "recent_ratio": 1}, True, False),
+    ({"heavy_ratio": [1, 0.5]}, False, True),
+    ({"heavy_ratio": 1, "recent_ratio": [1, 0.5]}, False, True),
+    ({"heavy_ratio": 0.5}, False, True),
+    ({"recent_ratio": 1.0}, False, False),
+    ({"recent_tokens": 4, "sink_tokens": 2}, False, False),
+    ({"heavy_ratio": 1, "recent_tokens": 4}, False, True),
+    ({"heavy_tokens": 3}, False, True),
+    ({"heavy_tokens": 3, "recent_ratio": 1}, False, True),
+    ({"heavy_tokens": 0, "recent_tokens": 8}, False, False),
 ])
-def test_h2o_is_full(values, full):
-    assert H2OConfig(**values).is_full is full
+def test_h2o_is_full_and_scored(values, full, scored):
+    h2o = H2OConfig(**values)
+    assert (h2o.is_full, h2o.scored) == (full, scored)
+
+
+def test_h2o_is_full_layer_by_layer():
+    h2o = H2OConfig(heavy_ratio=[1, 1, 0.5, 1], recent_ratio=[1, 0.5, 1, 1])
+    assert [h2o.is_full_at(layer) for layer in range(4)] == [True, False, False, True]
+
+
+def test_h2o_ratios_per_layer():
+    h2o = H2OConfig(heavy_ratio=[0.1, 0.2], recent_ratio=0.5)
+    assert hash(h2o) == hash(H2OConfig(heavy_ratio=(0.1, 0.2), recent_ratio=0.5))
+    assert [h2o.ratios(layer) for layer in range(2)] == [(0.1, 0.5), (0.2, 0.5)]
+    assert H2OConfig(heavy_ratio=[0.1, 0.2]).ratios(1) == (0.2, 0.2)
+    assert H2OConfig(heavy_ratio=[0.1, 0.2], recent_tokens=3).ratios(1) == (0.2, None)
+    assert H2OConfig(heavy_tokens=3).ratios(1) == (None, None)
+
+
+def test_h2o_layers_of_the_model():
+    H2OConfig().check_layers(3)
+    H2OConfig(heavy_ratio=0.1, recent_ratio=0.2).check_layers(3)
+    H2OConfig(heavy_ratio=[0.1] * 3).check_layers(3)
+    for part in ("heavy_ratio", "recent_ratio"):
+        h2o = H2OConfig(**{part: [0.1] * 3})
+        refused(lambda h2o=h2o: h2o.check_layers(12), f"{part} has 3 numbers but .* 12 decoder")
 
 
 @pytest.mark.parametrize(("values", "match"), [
@@ -236,9 +286,8 @@ def test_run_config_refusals(values, match):
 
 
 @pytest.mark.parametrize("values", [
-    {"sep_layer": True}, {"cpu_cache_compute": True}, {"compress_weight": True},
-    {"compress_cache": True}, {"attn_sparsity": 0.5}, {"hh_ratio": 0.2}, {"hh_all": False},
-    {"hh_long_seq": True}, {"debug_mode": "breakdown"}, {"percent": ["auto"]}, {"percent": "auto"},
+    {"sep_layer": True}, {"compress_weight": True}, {"attn_sparsity": 0.5},
+    {"debug_mode": "breakdown"}, {"percent": ["auto"]}, {"percent": "auto"},
 ])
 def test_what_is_to_come_is_refused(values):
     message = refused(lambda: RunConfig.from_mapping(values), "not yet")
@@ -246,10 +295,212 @@ def test_what_is_to_come_is_refused(values):
 
 
 @pytest.mark.parametrize("values", [
-    {"hh_ratio": 1}, {"attn_sparsity": 1}, {"hh_all": True}, {"sep_layer": False},
+    {"attn_sparsity": 1}, {"sep_layer": False}, {"compress_weight": False},
 ])
 def test_neutral_values_of_what_is_to_come_are_taken(values):
     RunConfig.from_mapping(values)
+
+
+# RunConfig: what stays cached
+
+
+@pytest.mark.parametrize("values", [
+    {}, {"hh_ratio": 1}, {"hh_ratio": [1, 1.0]}, {"eviction": "full"}, {"hh_all": True},
+    {"sink_tokens": 0}, {"score": "sum"}, {"cache_bits": 4}, {"compress_cache": True},
+])
+def test_the_cache_is_full_unless_asked_for_less(values):
+    assert RunConfig(**values).h2o() is None
+
+
+SIZES = [
+    # Ratios
+    ({"hh_ratio": 0.1}, H2OConfig(heavy_ratio=0.1)),
+    ({"hh_ratio": 0.1, "recent_ratio": 0.3}, H2OConfig(heavy_ratio=0.1, recent_ratio=0.3)),
+    ({"hh_ratio": [0.1, 1]}, H2OConfig(heavy_ratio=(0.1, 1.0))),
+    ({"hh_ratio": "0.1 0.2", "recent_ratio": 1},
+     H2OConfig(heavy_ratio=(0.1, 0.2), recent_ratio=1.0)),
+    ({"hh_ratio": 0.1, "sink_tokens": 2}, H2OConfig(heavy_ratio=0.1, sink_tokens=2)),
+    ({"hh_ratio": 0.1, "eviction": "window"}, H2OConfig(recent_ratio=0.2)),
+    ({"hh_ratio": 0.7, "recent_ratio": 0.1, "eviction": "window"}, H2OConfig(recent_ratio=0.8)),
+    ({"hh_ratio": 0.6, "eviction": "window"}, H2OConfig(recent_ratio=1.0)),
+    ({"hh_ratio": [0.1, 0.3], "recent_ratio": 0.2, "eviction": "window"},
+     H2OConfig(recent_ratio=(0.3, 0.5))),
+    ({"recent_ratio": 0.2, "eviction": "window"}, H2OConfig(recent_ratio=0.2)),
+    ({"hh_ratio": 0.1, "eviction": "sink-window"}, H2OConfig(recent_ratio=0.2, sink_tokens=4)),
+    ({"hh_ratio": 0.1, "eviction": "sink-window", "sink_tokens": 1},
+     H2OConfig(recent_ratio=0.2, sink_tokens=1)),
+    # Counts
+    ({"num_window_length": 9}, H2OConfig(heavy_tokens=4, recent_tokens=5)),
+    ({"num_window_length": 1}, H2OConfig(heavy_tokens=0, recent_tokens=1)),
+    ({"num_window_length": 9, "sink_tokens": 2},
+     H2OConfig(heavy_tokens=4, recent_tokens=3, sink_tokens=2)),
+    ({"num_window_length": 9, "num_heavy_hitter_tokens": 6},
+     H2OConfig(heavy_tokens=6, recent_tokens=3)),
+    ({"num_window_length": 9, "num_heavy_hitter_tokens": 0, "sink_tokens": 3},
+     H2OConfig(heavy_tokens=0, recent_tokens=6, sink_tokens=3)),
+    ({"num_heavy_hitter_tokens": 6}, H2OConfig(heavy_tokens=6, recent_tokens=6)),
+    ({"num_heavy_hitter_tokens": 6, "sink_tokens": 3},
+     H2OConfig(heavy_tokens=6, recent_tokens=6, sink_tokens=3)),
+    ({"num_window_length": 9, "eviction": "window"}, H2OConfig(heavy_tokens=0, recent_tokens=9)),
+    ({"num_heavy_hitter_tokens": 6, "eviction": "window"},
+     H2OConfig(heavy_tokens=0, recent_tokens=12)),
+    ({"num_window_length": 9, "eviction": "sink-window"},
+     H2OConfig(heavy_tokens=0, recent_tokens=5, sink_tokens=4)),
+    ({"num_heavy_hitter_tokens": 6, "eviction": "sink-window", "sink_tokens": 2},
+     H2OConfig(heavy_tokens=0, recent_tokens=10, sink_tokens=2)),
+    # The rest
+    ({"hh_ratio": 0.1, "hh_all": False}, H2OConfig(heavy_ratio=0.1, evict_generated=False)),
+    ({"hh_ratio": 0.1, "score": "decay", "score_decay": 0.5},
+     H2OConfig(heavy_ratio=0.1, score="decay", decay=0.5)),
+    ({"hh_ratio": 0.1, "score": "mean"}, H2OConfig(heavy_ratio=0.1, score="mean")),
+    ({"hh_ratio": 0.1, "enable_position_rolling": True},
+     H2OConfig(heavy_ratio=0.1, positions="rolling")),
+    ({"hh_ratio": 0.1, "hh_long_seq": True}, H2OConfig(heavy_ratio=0.1, drop_positions=True)),
+    ({"hh_long_seq": True}, H2OConfig(drop_positions=True)),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), SIZES)
+def test_what_stays_cached(values, expected):
+    assert RunConfig.from_mapping(values).h2o() == expected
+
+
+@pytest.mark.parametrize(("values", "match"), [
+    ({"hh_ratio": 0}, "--hh-ratio must be greater than 0"),
+    ({"hh_ratio": 1.1}, "--hh-ratio must be at most 1"),
+    ({"hh_ratio": [0.1, math.nan]}, "--hh-ratio must be a finite number"),
+    ({"hh_ratio": True}, "--hh-ratio must be a finite number"),
+    ({"hh_ratio": None}, "--hh-ratio must be a finite number"),
+    ({"hh_ratio": []}, "--hh-ratio is empty"),
+    ({"hh_ratio": "  "}, "--hh-ratio is empty"),
+    ({"hh_ratio": {"a": 1}}, "--hh-ratio must be a finite number"),
+    ({"hh_ratio": [[0.1, 0.2]]}, "--hh-ratio must be a finite number"),
+    ({"hh_ratio": "a tenth"}, "--hh-ratio takes numbers .* got 'a'"),
+    ({"recent_ratio": ["0.1", "x.yaml"]}, "--recent-ratio takes numbers .* got 'x.yaml'"),
+    ({"hh_ratio": [0.1, 0.2], "recent_ratio": [0.1] * 3}, "different counts .* decoder layer"),
+    ({"recent_ratio": 0.2}, "give --hh-ratio below 1 too, or --eviction window"),
+    ({"hh_ratio": 0.1, "num_window_length": 8}, "--hh-ratio or --num-window-length, not both"),
+    ({"hh_ratio": 0.1, "num_heavy_hitter_tokens": 8},
+     "--hh-ratio or --num-heavy-hitter-tokens, not both"),
+    ({"recent_ratio": 0.1, "num_window_length": 8}, "--recent-ratio or --num-window-length"),
+    ({"num_window_length": 0}, "--num-window-length must be at least 1"),
+    ({"num_heavy_hitter_tokens": -1}, "--num-heavy-hitter-tokens must be at least 0"),
+    ({"num_heavy_hitter_tokens": 0}, "--num-heavy-hitter-tokens 0 leaves no recent tokens"),
+    ({"num_window_length": 8, "num_heavy_hitter_tokens": 8},
+     "--num-window-length 8 leaves no recent tokens beside 8 heavy hitters and 0 sinks: raise it"),
+    ({"num_window_length": 8, "sink_tokens": 4}, "no recent tokens beside 4 heavy .* 4 sinks"),
+    ({"num_window_length": 4, "eviction": "sink-window"}, "no recent tokens beside 0 heavy"),
+    ({"num_window_length": 8, "num_heavy_hitter_tokens": 2, "eviction": "window"},
+     "--num-heavy-hitter-tokens has no effect with --eviction window"),
+    ({"hh_ratio": 0.1, "eviction": "window", "sink_tokens": 4}, "give --eviction sink-window"),
+    ({"hh_ratio": 0.1, "eviction": "full"}, "--eviction full keeps all: leave --hh-ratio out"),
+    ({"num_window_length": 8, "eviction": "full"}, "leave --num-window-length out"),
+    ({"eviction": "lru"}, "--eviction must be one of h2o, window, sink-window, full, got 'lru'"),
+    ({"score": "max"}, "--score must be one of sum, mean, decay"),
+    ({"hh_ratio": 0.1, "score_decay": 0.5}, "--score-decay has no effect: add --score decay"),
+    ({"hh_ratio": 0.1, "score": "decay", "score_decay": 0}, "decay must be greater than 0"),
+    ({"hh_ratio": 0.1, "eviction": "window", "score": "mean"}, "--score has no effect without"),
+    ({"num_window_length": 8, "num_heavy_hitter_tokens": 0, "score": "mean"},
+     "--score has no effect without heavy hitters"),
+    ({"sink_tokens": -1}, "--sink-tokens must be at least 0"),
+    ({"cache_bits": 5}, "--cache-bits must be one of 16, 8, 4, got 5"),
+    ({"cache_bits": "4"}, "--cache-bits must be a whole number"),
+    ({"compress_cache": True, "cache_bits": 16}, "--compress-cache and --cache-bits 16"),
+    ({"prefill_chunk": 0}, "--prefill-chunk must be at least 1"),
+])
+def test_cache_refusals(values, match):
+    refused(lambda: RunConfig.from_mapping(values), match)
+
+
+@pytest.mark.parametrize(("values", "flag"), [
+    ({"eviction": "window"}, "--eviction window"),
+    ({"eviction": "sink-window"}, "--eviction sink-window"),
+    ({"score": "mean"}, "--score"),
+    ({"score": "decay", "score_decay": 0.5}, "--score"),
+    ({"sink_tokens": 4}, "--sink-tokens"),
+    ({"enable_position_rolling": True}, "--enable-position-rolling"),
+    ({"hh_all": False}, "--hh-all false"),
+])
+def test_what_would_be_ignored_by_the_full_cache_is_refused(values, flag):
+    message = refused(lambda: RunConfig(**values), "no effect on the full cache")
+    assert message.startswith(flag) and "give --hh-ratio or --num-window-length" in message
+    if "eviction" not in values:
+        assert "leave it out" in refused(lambda: RunConfig(**values, eviction="full"))
+
+
+layers = st.lists(st.integers(1, 20).map(lambda n: n / 20), min_size=1, max_size=6)
+
+
+@given(layers, st.none() | layers, st.sampled_from(["h2o", "window", "sink-window"]))
+def test_ratios_of_layers_map_or_are_refused_in_one_line(heavy, recent, eviction):
+    try:
+        config = RunConfig(hh_ratio=heavy, recent_ratio=recent, eviction=eviction)
+    except UserError as error:
+        counts = {len(heavy), len(recent or [1])} - {1}
+        full = set(heavy) == {1}
+        assert "\n" not in str(error) and (full or len(counts) == 2), error
+        return
+    h2o = config.h2o()
+    assert h2o is None or (h2o.heavy_ratio is None) == (eviction != "h2o")
+    assert RunConfig.from_mapping(config.to_dict()).h2o() == h2o
+
+
+@given(st.none() | st.integers(1, 40), st.none() | st.integers(0, 40), st.integers(0, 9),
+       st.sampled_from(["h2o", "window", "sink-window"]))
+def test_counts_keep_the_total_or_are_refused_in_one_line(total, heavy, sinks, eviction):
+    values = {"num_window_length": total, "num_heavy_hitter_tokens": heavy, "sink_tokens": sinks,
+              "eviction": eviction}
+    try:
+        h2o = RunConfig(**values).h2o()
+    except UserError as error:
+        assert "\n" not in str(error)
+        return
+    if h2o is not None:
+        kept = h2o.heavy_tokens + h2o.recent_tokens + h2o.sink_tokens
+        assert kept == (total or 2 * heavy + (sinks if eviction == "h2o" else 0))
+
+
+@pytest.mark.parametrize(("content", "match"), [
+    (None, "No such file"),
+    (b"0.2\n", "must hold a list of numbers"),
+    (b"- 0.1\n- [\n", "not valid YAML at line 3"),
+    (b"- 2020-13-45\n", "not valid YAML"),
+    (b"[" * 10_000, "not valid YAML"),
+    (b"- \xff\n", "not UTF-8"),
+    (b"[]", "is empty"),
+    (b"- 0.1\n- many\n", "got 'many'"),
+    (b"- 0.1\n- 7\n", "at most 1"),
+])
+def test_ratio_file_refusals(tmp_path, content, match):
+    path = tmp_path / "ratios.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    assert "--recent-ratio" in refused(lambda: RunConfig(recent_ratio=str(path)), match)
+
+
+def test_ratios_of_a_file_are_saved_as_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "r.yaml").write_text("# by layer\n- 0.1\n- 2e-1\n- 1\n")
+    config = RunConfig(hh_ratio="~/r.yaml", recent_ratio=["~/r.yaml"], cache_bits=4)
+    assert config.hh_ratio == config.recent_ratio == (0.1, 0.2, 1.0)
+    config.save(tmp_path / "c.yaml")
+    (tmp_path / "r.yaml").unlink()
+    assert RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml")) == config
+
+
+def test_a_result_does_not_replace_the_ratio_file(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("[0.1, 0.2]")
+    refused(lambda: RunConfig(hh_ratio=str(path), output=str(path)),
+            "--hh-ratio and --output name the same file")
+
+
+@pytest.mark.parametrize(("values", "bits"), [
+    ({}, 16), ({"compress_cache": True}, 4), ({"cache_bits": 8}, 8),
+    ({"compress_cache": True, "cache_bits": 8}, 8), ({"cache_bits": 16}, 16),
+])
+def test_cache_bits(values, bits):
+    assert RunConfig(**values).resolved_cache_bits == bits
 
 
 def test_unknown_keys_get_a_suggestion():
@@ -274,10 +525,11 @@ def test_real_prompts_stop_at_the_models_end():
 
 def test_policy_and_sampling_carry_the_flags():
     config = RunConfig(percent="0 50 20 30", gpu_batch_size=8, num_gpu_batches=2, overlap=False,
-                       pin_weight=False, do_sample=True, top_k=7, temperature=0.5, gen_len=9,
-                       seed=3)
+                       pin_weight=False, prefill_chunk=64, cpu_cache_compute=True, do_sample=True,
+                       top_k=7, temperature=0.5, gen_len=9, seed=3)
     assert config.policy() == Policy(8, 2, Placement(0, 50, 50), Placement(20, 30, 50),
-                                     Placement(100, 0, 0), overlap=False, pin_weight=False)
+                                     Placement(100, 0, 0), overlap=False, pin_weight=False,
+                                     prefill_chunk=64, cpu_cache_compute=True)
     expected = SamplingParams(9, do_sample=True, top_k=7, temperature=0.5, eos_token_id=-1, seed=3)
     assert config.sampling() == expected
 

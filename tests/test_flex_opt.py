@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from flexgen_h2o import flex_opt
+from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats
 from flexgen_h2o.results import CSV_COLUMNS
@@ -92,7 +93,7 @@ def test_help_groups_every_flag_with_its_default(capsys):
         rest = text[text.index(f" {flag_name(spec.name)} "):]
         assert re.match(r"[^(]*(\([^)]*\)[^(]*)*\(default: ", rest)
         assert "not yet" not in spec.metadata["help"]
-    for group in ("model:", "batch and lengths:", "policy:", "sampling:", "results:"):
+    for group in ("model:", "batch and lengths:", "policy:", "cache:", "sampling:", "results:"):
         assert group in text
 
 
@@ -108,6 +109,16 @@ def test_help_groups_every_flag_with_its_default(capsys):
     (["--do-sample", "--top-p", "0.9", "--min-p", "0.1"],
      {"do_sample": True, "top_p": 0.9, "min_p": 0.1}),
     (["--hh-ratio", "1", "--attn-sparsity", "1.0"], {"hh_ratio": 1.0}),
+    (["--hh-ratio", ".1", "0.25", "1", "--recent-ratio", "0.5", "--hh-all", "false"],
+     {"hh_ratio": (0.1, 0.25, 1.0), "recent_ratio": 0.5, "hh_all": False}),
+    (["--num-window-length", "64", "--num-heavy-hitter-tokens", "16", "--sink-tokens", "2"],
+     {"num_window_length": 64, "num_heavy_hitter_tokens": 16, "sink_tokens": 2}),
+    (["--hh-ratio", "0.1", "--eviction", "sink-window", "--enable-position-rolling"],
+     {"eviction": "sink-window", "enable_position_rolling": True, "sink_tokens": None}),
+    (["--hh-ratio", "0.1", "--score", "decay", "--score-decay", "0.9", "--hh-long-seq"],
+     {"score": "decay", "score_decay": 0.9, "hh_long_seq": True}),
+    (["--compress-cache", "--cache-bits", "8", "--cpu-cache-compute", "--prefill-chunk", "128"],
+     {"compress_cache": True, "cache_bits": 8, "cpu_cache_compute": True, "prefill_chunk": 128}),
     (["--model", "opt-125m", "--path", "_DUMMY_", "--device", "cuda:1", "--dtype", "float16"],
      {"model": "opt-125m", "path": "_DUMMY_", "device": "cuda:1", "dtype": "float16"}),
 ])
@@ -128,12 +139,18 @@ def test_flags(argv, expected):
     (["--percent"], "expected at least one argument"),
     (["--percent", "auto"], "not yet"),
     (["--compress-weight"], "not yet"),
-    (["--compress-cache"], "not yet"),
     (["--sep-layer"], "not yet"),
-    (["--cpu-cache-compute"], "not yet"),
-    (["--hh-ratio", "0.2"], "not yet"),
-    (["--hh-all", "false"], "not yet"),
-    (["--hh-long-seq"], "not yet"),
+    (["--hh-ratio"], "expected at least one argument"),
+    (["--hh-ratio", "0"], "--hh-ratio must be greater than 0"),
+    (["--hh-ratio", "-0.1"], "--hh-ratio must be greater than 0"),
+    (["--hh-ratio", "0.1", "many"], "--hh-ratio takes numbers .* got 'many'"),
+    (["--hh-ratio", "none.yaml"], "cannot read --hh-ratio none.yaml: No such file"),
+    (["--hh-ratio", "0.2", "--num-window-length", "9"], "not both"),
+    (["--num-window-length", "9.5"], "invalid int value"),
+    (["--hh-all", "false"], "--hh-all false has no effect on the full cache"),
+    (["--eviction", "oldest"], "--eviction must be one of h2o, window, sink-window, full"),
+    (["--cache-bits", "2"], "--cache-bits must be one of 16, 8, 4"),
+    (["--compress-cache", "--cache-bits", "16"], "contradict"),
     (["--attn-sparsity", "0.1"], "not yet"),
     (["--debug-mode", "breakdown"], "not yet"),
     (["--temperature", "nan"], "finite"),
@@ -150,6 +167,16 @@ def test_flags_override_the_config_file(tmp_path):
     config = flex_opt.parse_args(["--config", str(path), "--gen-len", "9", "--prompt", "x"])
     assert (config.model, config.gen_len, config.prompts) == ("opt-125m", 9, None)
     assert config.percent == (0, 100, 100, 0, 100, 0)
+
+
+def test_ratios_of_layers_from_files(tmp_path):
+    (tmp_path / "ratios.yaml").write_text("[0.1, 0.2, 0.3]")
+    (tmp_path / "c.yaml").write_text("hh_ratio: ratios.yaml\nrecent_ratio: [0.3, 0.2, 0.1]\n")
+    config = flex_opt.parse_args(["--config", "c.yaml"])
+    assert config.hh_ratio == (0.1, 0.2, 0.3)
+    assert flex_opt.parse_args(["--hh-ratio", "ratios.yaml"]).hh_ratio == config.hh_ratio
+    config = flex_opt.parse_args(["--config", "c.yaml", "--recent-ratio", "0.5"])
+    assert config.h2o() == H2OConfig(heavy_ratio=(0.1, 0.2, 0.3), recent_ratio=0.5)
 
 
 def test_unknown_key_of_a_config_file(capsys, tmp_path):
@@ -224,6 +251,18 @@ def test_a_run_prints_texts_and_the_table(capsys, llm):
     assert list(Path().iterdir()) == []
 
 
+def test_the_engine_gets_the_cache_policy(llm):
+    quiet = ["--no-log", "--verbose", "0"]
+    assert flex_opt.main([*quiet, "--hh-ratio", "0.1", "--compress-cache", "--cpu-cache-compute",
+                          "--prefill-chunk", "64"]) == 0
+    assert flex_opt.main(quiet) == 0
+    options, full = (made.options for made in llm.made)
+    assert options["h2o"] == H2OConfig(heavy_ratio=0.1) and options["cache_bits"] == 4
+    assert options["policy"].prefill_chunk == 64 and options["policy"].cpu_cache_compute
+    assert full["h2o"] is None and full["cache_bits"] == 16
+    assert full["policy"].prefill_chunk is None
+
+
 def test_without_prompts_it_measures_random_ones(capsys, llm):
     assert flex_opt.main(["--prompt-len", "6", "--no-log", "--gen-len", "4", "--cut-gen-len",
                           "2"]) == 0
@@ -267,6 +306,25 @@ def test_the_log_is_named_after_the_configuration(tmp_path):
     assert flex_opt.main(["--model", "facebook/opt-125m", "--percent", "0", "50", "100", "0"]) == 0
     name = "flexgen_h2o-opt-125m-gbs4-ngbs1-prompt512-gen32-percent-0-50-100-0-100-0.log"
     assert {p.name for p in tmp_path.iterdir()} == {name, f"{name}.config.yaml"}
+
+
+@pytest.mark.parametrize(("argv", "suffix"), [
+    (["--hh-ratio", "1"], ""),
+    (["--hh-ratio", "0.1"], "-h2o-hh0.1"),
+    (["--hh-ratio", "0.1", "--recent-ratio", "0.25", "--eviction", "window", "--cache-bits", "8"],
+     "-window-hh0.1-recent0.25-kv8"),
+    (["--hh-ratio", "0.1", "0.2", "--score", "mean"], "-h2o-hh-by-layer-mean"),
+    (["--num-window-length", "64", "--num-heavy-hitter-tokens", "0", "--sink-tokens", "4"],
+     "-h2o-heavy0-window64-sinks4"),
+    (["--num-window-length", "64", "--eviction", "sink-window", "--hh-all", "false",
+      "--enable-position-rolling"], "-sink-window-window64-sinks4-rolling-prompt-only"),
+    (["--hh-ratio", "0.1", "--score", "decay", "--score-decay", "0.9"], "-h2o-hh0.1-decay0.9"),
+    (["--compress-cache"], "-kv4"),
+    (["--hh-long-seq"], ""),
+])
+def test_the_log_is_named_after_the_cache_policy(argv, suffix):
+    name = flex_opt.result_files(flex_opt.parse_args(argv))["log_file"]
+    assert name.endswith(f"-percent-100-0-100-0-100-0{suffix}.log")
 
 
 @pytest.mark.parametrize("flag", ["--output", "--csv", "--trace", "--log-file"])

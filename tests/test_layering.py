@@ -25,15 +25,21 @@ ORDER = """
     errors
     config  report
 
-    storage  storage.extent
+    storage  storage.extent  storage.quantization
     storage.tiers
     storage.placement
     storage.disk
     storage.transfer  storage.links
 
-    kernels  kernels.reference
+    kernels  kernels.rotary
+    kernels.reference
+    kernels.torch_groups
+    kernels.torch_attention
     kernels.ops
-    cache  cache.kv_cache
+    cache  cache.budget  cache.seats  cache.parts
+    cache.eviction  cache.simulation
+    cache.bookkeeping
+    cache.kv_cache
 
     models.model_config
     models.shapes
@@ -50,7 +56,7 @@ ORDER = """
 
     engine  engine.schedule  engine.batching
     engine.sampling
-    engine.scoring  engine.hidden  engine.weights  engine.loader
+    engine.scoring  engine.hidden  engine.weights  engine.loader  engine.progress
     engine.prompts  engine.room
     engine.executor
 
@@ -59,6 +65,9 @@ ORDER = """
     run_config
     results
     flex_opt
+    tasks  tasks.articles  tasks.configurations
+    tasks.plots  tasks.measures
+    tasks.quality
 """
 
 # (importer, imported): why it may point upward all the same.
@@ -74,6 +83,7 @@ TORCH_FREE = (
     "flexgen_h2o", "errors", "config", "report", "planner", "run_config", "results", "flex_opt",
     "models", "models.model_config", "models.shapes", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
+    "storage.quantization", "cache", "cache.budget", "cache.seats",
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from fakes import LazyDevice, PoisonedDevice
 
 import flexgen_h2o.llm as llm_module
-from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import Trace
 
@@ -267,11 +267,8 @@ def test_damaged_small_files_show_before_the_work(tiny_model, tmp_path, name, te
 
 def test_what_is_to_come_is_refused(tiny_model):
     folder = str(tiny_model("opt").folder)
-    for options in ({"h2o": H2OConfig(heavy_ratio=0.1)}, {"weight_bits": 4}, {"cache_bits": 8},
-                    {"policy": Policy(cpu_cache_compute=True)}):
-        with pytest.raises(UserError, match="not yet"):
-            LLM(folder, **options)
-    LLM(folder, h2o=H2OConfig(heavy_ratio=1.0)).close()
+    with pytest.raises(UserError, match="not yet"):
+        LLM(folder, weight_bits=4)
 
 
 def test_a_disk_error_ends_the_run_and_leaves_nothing(tiny_model, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.models import family, layers
 from flexgen_h2o.models.layers import LayerContext, Scratch
 from flexgen_h2o.models.spec import ACTIVATIONS, RopeConfig, from_transformers
@@ -48,13 +50,15 @@ class Runner:
                               ids, positions)
         rope = self.family.rope(self.cfg, positions, self.dtype)
         for w, cache in zip(self.layers, self.caches, strict=True):
-            context = LayerContext(rope, lambda q, k, v, c=cache: attend(q, k, v, c), self.scratch)
+            context = LayerContext(partial(attend, cache=cache, rope=rope), self.scratch)
             x = self.family.decoder_layer(self.cfg, w, x, context)
         return self.family.head(self.cfg, self.head, x)
 
 
-def attend(q, k, v, cache):
+def attend(q, k, v, *, cache, rope):
     """Causal attention over everything cached, which the new keys and values join."""
+    if rope is not None:
+        q, k = (apply_rope_(x, *rope) for x in (q, k))
     cache.append((k.clone(), v.clone()))
     keys, values = (torch.cat(parts) for parts in zip(*cache, strict=True))
     group = q.shape[1] // k.shape[1]
@@ -203,7 +207,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance(rotary, extra, positions
 
     def turned(x, position):
         tables = layers.rope_tables(rope, torch.tensor([position]), torch.float64)
-        return layers.apply_rope_(x[None].clone(), *tables)[0]
+        return apply_rope_(x[None].clone(), *tables)[0]
 
     for position in positions:
         at = turned(q, position)
@@ -219,9 +223,9 @@ def test_rope_in_place_on_strided_views():
     rope = RopeConfig(10000.0, 4)
     tables = layers.rope_tables(rope, torch.arange(5), torch.float32)
     fused = torch.randn(5, 3, 24)
-    wanted = layers.apply_rope_(fused[..., 8:16].clone(), *tables)
+    wanted = apply_rope_(fused[..., 8:16].clone(), *tables)
     untouched = fused.clone()
-    layers.apply_rope_(fused[..., 8:16], *tables)
+    apply_rope_(fused[..., 8:16], *tables)
     assert torch.equal(fused[..., 8:16], wanted)
     assert torch.equal(fused[..., :8], untouched[..., :8])
     assert torch.equal(fused[..., 16:], untouched[..., 16:])

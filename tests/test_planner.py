@@ -12,12 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o import planner
-from flexgen_h2o.config import Placement, Policy, parse_percent
+from flexgen_h2o.cache.budget import kept
+from flexgen_h2o.config import H2OConfig, Placement, Policy, parse_percent
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.spec import published
-from flexgen_h2o.planner import MemoryLimits, Workload, cgroup_free, free_memory, memory_plan
+from flexgen_h2o.planner import (
+    CacheOptions,
+    MemoryLimits,
+    Workload,
+    cgroup_free,
+    free_memory,
+    memory_plan,
+)
+from flexgen_h2o.storage.quantization import GroupLayout
 
 OPT_30B = published("facebook/opt-30b")
+LLAMA_8B = published("meta-llama/Meta-Llama-3-8B")
 LOAD = Workload(prompt_len=512, gen_len=32, gpu_batch_size=4, num_gpu_batches=2)
 
 
@@ -39,10 +49,12 @@ def test_sums_without_a_gpu():
     found = rows(plan)
     weights = found["weights"][1] + found["embeddings"][1]
     assert weights == pytest.approx(OPT_30B.num_parameters() * 2, rel=1e-9)
-    assert found["cache"] == (0, 8 * 544 * OPT_30B.kv_bytes_per_token(2), 0)
+    assert found["cache"] == (0, 8 * 543 * OPT_30B.kv_bytes_per_token(2), 0)
     assert found["activations"] == (0, 8 * 512 * 7168 * 2, 0)
     for buffers in ("weight buffers", "cache buffers", "activation buffers"):
         assert found[buffers] == (0, 0, 0), "memory is used in place"
+    for extra in ("prompt cache", "cache bookkeeping"):
+        assert found[extra] == (0, 0, 0), "the full cache needs neither"
     assert plan.total("gpu") == plan.total("disk") == 0
     assert plan.total("cpu") == sum(row.cpu for row in plan.rows)
 
@@ -58,7 +70,7 @@ def test_weights_on_disk_need_two_layers_and_no_space_unless_written():
 
 def test_a_gpu_needs_staging_for_what_is_on_the_host():
     layer = OPT_30B.layer_parameters() * 2
-    part = 4 * 544 * OPT_30B.kv_bytes_per_token(2) // OPT_30B.num_layers
+    part = 4 * 543 * OPT_30B.kv_bytes_per_token(2) // OPT_30B.num_layers
     found = rows(make_plan(0, 100, 0, 100, 0, 100, has_gpu=True))
     assert found["weight buffers"] == (2 * layer, 2 * layer, 0)
     assert found["cache buffers"] == (3 * part, 3 * part, 0)
@@ -124,17 +136,203 @@ def test_a_full_disk_sends_weights_back_to_memory():
     assert fitting is not None and fitting.weights.disk < 100
 
 
+# What is cached. LLaMA-3-8B has 32 layers of 8 KV heads (32 heads) of 128: a token's key and value
+# take 2 * 8 * 128 * 2 = 4096 bytes in a layer. The block has 4 * 2 sequences of 512 + 32 tokens.
+
+
+def cache_plan(*percent, chunk=None, on_cpu=False, has_gpu=False, **cache):
+    policy = replace(make_policy(*percent), prefill_chunk=chunk, cpu_cache_compute=on_cpu)
+    if "h2o" in cache:
+        cache["h2o"] = H2OConfig(**cache["h2o"])
+    return memory_plan(LLAMA_8B, policy, LOAD, itemsize=2, has_gpu=has_gpu,
+                       cache=CacheOptions(**cache))
+
+
+ALL_GPU = (100, 0, 100, 0)
+
+
+@pytest.mark.parametrize(("h2o", "layer_slots"), [
+    ({"heavy_ratio": 0.1}, [102] * 32),
+    ({"heavy_ratio": 0.1, "recent_ratio": 0.3}, [51 + 153] * 32),
+    ({"heavy_ratio": 0.1, "sink_tokens": 4}, [106] * 32),
+    ({"heavy_ratio": 0.1, "evict_generated": False}, [102 + 31] * 32),
+    ({"heavy_ratio": [0.1] * 31 + [1]}, [102] * 31 + [543]),
+    ({"recent_ratio": 0.25}, [128] * 32),
+    ({"heavy_tokens": 0, "recent_tokens": 64}, [64] * 32),
+    ({"heavy_tokens": 300, "recent_tokens": 240}, [540] * 32),
+    ({"heavy_tokens": 300, "recent_tokens": 600}, [543] * 32),
+    ({"heavy_ratio": 1}, [543] * 32),
+    ({"drop_positions": True}, [543] * 32),
+])
+def test_an_evicting_cache_has_the_slots_of_its_budget(h2o, layer_slots):
+    found = rows(cache_plan(*ALL_GPU, has_gpu=True, h2o=h2o))
+    assert found["cache"] == (8 * sum(layer_slots) * 4096, 0, 0)
+    full = [not H2OConfig(**h2o).is_full_at(layer) for layer in range(32)]
+    evicting = sum(s for s, evicts in zip(layer_slots, full, strict=True) if evicts)
+    assert found["cache bookkeeping"] == (8 * evicting * 8 * (4 + 4), 0, 0)
+    assert found["prompt cache"] == (0, 0, 0)
+
+
+def test_rolling_positions_are_booked_too():
+    h2o = {"heavy_tokens": 40, "recent_tokens": 60, "positions": "rolling"}
+    found = rows(cache_plan(0, 0, 0, 0, has_gpu=True, h2o=h2o))
+    assert found["cache bookkeeping"] == (8 * 32 * 100 * 8 * 12, 0, 0), "never on disk"
+    assert found["cache"] == (0, 0, 8 * 32 * 100 * 4096)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_compressed_cache_takes_its_groups(bits):
+    vector = GroupLayout(length=128, bits=bits).nbytes
+    assert 128 * bits // 8 < vector < 128 * 2
+    found = rows(cache_plan(*ALL_GPU, has_gpu=True, bits=bits))
+    assert found["cache"] == (8 * 543 * 32 * 2 * 8 * vector, 0, 0)
+    assert found["cache bookkeeping"] == (0, 0, 0)
+    both = rows(cache_plan(*ALL_GPU, has_gpu=True, bits=bits, h2o={"heavy_ratio": 0.1}))
+    assert both["cache"] == (8 * 102 * 32 * 2 * 8 * vector, 0, 0)
+
+
+def test_staging_is_of_the_largest_layer():
+    ratios = [0.1] * 31 + [0.2]
+    found = rows(cache_plan(100, 0, 0, 100, has_gpu=True, h2o={"heavy_ratio": ratios}))
+    staging = 3 * 4 * 204 * 4096
+    assert found["cache buffers"] == (staging, staging, 0)
+
+
+def test_tails_of_a_cache_on_disk_hold_records_and_their_slots():
+    found = rows(cache_plan(100, 0, 50, 0, h2o={"heavy_ratio": 0.1}))
+    staging, tails = 3 * 2 * 102 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
+    assert found["cache buffers"] == (0, staging + tails, 0)
+
+
+def test_a_cache_that_is_used_on_the_host_is_not_staged():
+    h2o = {"heavy_ratio": 0.1}
+    found = rows(cache_plan(100, 0, 25, 75, has_gpu=True, on_cpu=True, h2o=h2o))
+    assert found["cache buffers"] == (0, 0, 0)
+    book = 2 * 102 * 32 * 8 * 8
+    assert found["cache bookkeeping"] == (book, 3 * book, 0), "where attention runs"
+    disk = rows(cache_plan(100, 0, 0, 50, has_gpu=True, on_cpu=True))
+    assert disk["cache buffers"][0] == 3 * 2 * 543 * 4096
+    assert cache_plan(100, 0, 0, 50, on_cpu=True).rows == cache_plan(100, 0, 0, 50).rows
+
+
+def test_a_simulation_is_exact_and_where_it_computes():
+    plan = cache_plan(100, 0, 0, 0, chunk=64, has_gpu=True,
+                      h2o={"heavy_ratio": 0.1, "simulate": True})
+    found = rows(plan)
+    assert found["cache"] == (8 * 543 * 32 * 2 * 8 * 128 * 4, 0, 0)
+    assert found["cache bookkeeping"] == (8 * 543 * 32 * 8 * 8, 0, 0)
+    assert found["cache buffers"] == found["prompt cache"] == (0, 0, 0)
+
+
+# Prompts in pieces
+
+
+@pytest.mark.parametrize("cache", [
+    {"h2o": {"heavy_ratio": 0.1}}, {"h2o": {"recent_ratio": 0.1}}, {"bits": 4},
+])
+def test_prompts_in_pieces_are_held_until_they_are_cut(cache):
+    scores = 8 * 512 * 8 * 32 * 4 if "heavy_ratio" in cache.get("h2o", {}) else 0
+    found = rows(cache_plan(100, 0, 25, 25, chunk=64, has_gpu=True, **cache))
+    part = 2 * 512 * 32 * 4096
+    assert found["prompt cache"] == (part + scores, part, 2 * part)
+    whole = rows(cache_plan(100, 0, 25, 25, chunk=512, has_gpu=True, **cache))
+    assert whole["prompt cache"] == (0, 0, 0)
+    assert whole["cache"] == found["cache"]
+    staging, tails = 3 * 3 * 512 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
+    more = [b - a for a, b in zip(whole["cache buffers"], found["cache buffers"], strict=True)]
+    assert more == [staging, staging + tails, 0]
+
+
+def test_the_full_cache_gathers_prompts_itself():
+    pieces, whole = (cache_plan(*ALL_GPU, chunk=chunk) for chunk in (64, None))
+    assert rows(pieces)["prompt cache"] == (0, 0, 0)
+    assert rows(pieces)["cache"] == rows(whole)["cache"]
+    assert rows(pieces)["activations"] == (0, 8 * 64 * 4096 * 2, 0)
+    assert rows(whole)["activations"] == (0, 8 * 512 * 4096 * 2, 0)
+    assert cache_plan(*ALL_GPU, chunk=600).rows == whole.rows
+
+
+def test_a_piece_of_a_long_prompt_needs_less_workspace():
+    load = Workload(prompt_len=30_000, gen_len=32, gpu_batch_size=1, num_gpu_batches=1)
+    found = {}
+    for chunk in (None, 256):
+        policy = replace(make_policy(*ALL_GPU), prefill_chunk=chunk)
+        found[chunk] = rows(memory_plan(LLAMA_8B, policy, load, itemsize=2))
+    assert found[256]["workspace"][1] < found[None]["workspace"][1]
+    assert found[256]["activations"][1] * 30_000 == found[None]["activations"][1] * 256
+
+
+def test_workspace_of_scoring():
+    plain, evicting, packed = (
+        rows(cache_plan(*ALL_GPU, **cache))["workspace"][1]
+        for cache in ({}, {"h2o": {"heavy_ratio": 0.1}}, {"bits": 4}))
+    copies = 2 * 8 * 128 * 512 * 4
+    assert evicting - plain == packed - plain == copies + (8 << 20)
+    long = replace(LOAD, prompt_len=100_000)
+    policy = make_policy(*ALL_GPU)
+    plain, evicting = (
+        rows(memory_plan(LLAMA_8B, policy, long, itemsize=2, cache=cache))["workspace"][1]
+        for cache in (CacheOptions(), CacheOptions(H2OConfig(heavy_ratio=0.1))))
+    assert evicting - plain == 2 * 8 * 128 * 100_000 * 4 + 16 * 32 * 100_000 * 4
+
+
+@pytest.mark.parametrize(("has_gpu", "sequences"), [(True, 64), (False, 1)])
+def test_workspace_of_decoding_packed_slots(has_gpu, sequences):
+    load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=64, num_gpu_batches=1)
+    plain, packed = (
+        sum(rows(memory_plan(LLAMA_8B, make_policy(*ALL_GPU), load, itemsize=2, has_gpu=has_gpu,
+                             cache=CacheOptions(bits=bits)))["workspace"])
+        for bits in (16, 4))
+    assert packed - plain == 2 * sequences * 4000 * 2 * 8 * 128 * 4
+
+sizes_of_h2o = st.one_of(
+    st.none(),
+    st.builds(H2OConfig, heavy_ratio=st.floats(0.01, 1), recent_ratio=st.floats(0.01, 1),
+              sink_tokens=st.integers(0, 9), evict_generated=st.booleans()),
+    st.builds(H2OConfig, heavy_tokens=st.integers(0, 3000), recent_tokens=st.integers(1, 3000),
+              positions=st.sampled_from(["original", "rolling"])),
+    st.builds(H2OConfig, recent_ratio=st.lists(st.floats(0.01, 1), min_size=32, max_size=32)),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes_of_h2o, st.sampled_from([16, 8, 4]), st.none() | st.integers(1, 900),
+       st.tuples(*[st.integers(1, 900)] * 2, *[st.integers(1, 9)] * 2), st.booleans())
+def test_any_cache_is_between_its_prompt_and_the_full_one(h2o, bits, chunk, lengths, has_gpu):
+    load = Workload(*lengths)
+    policy = replace(make_policy(100, 0, 20, 30), prefill_chunk=chunk)
+    plan, full = (memory_plan(LLAMA_8B, policy, load, itemsize=2, has_gpu=has_gpu, cache=cache)
+                  for cache in (CacheOptions(h2o, bits), CacheOptions()))
+    assert [row.name for row in plan.rows] == [row.name for row in full.rows]
+    assert all(isinstance(n, int) and n >= 0 for found in rows(plan).values() for n in found)
+    for tier in ("gpu", "cpu", "disk"):
+        assert plan.total(tier) == sum(getattr(row, tier) for row in plan.rows)
+    cached, most = (sum(rows(p)["cache"]) for p in (plan, full))
+    vector = 256 if bits == 16 else GroupLayout(length=128, bits=bits).nbytes
+    cut = sum(kept(h2o, layer, load.prompt_len) for layer in range(32))
+    sequences = load.gpu_batch_size * load.num_gpu_batches
+    assert cut * sequences * 2 * 8 * vector <= cached <= most
+    assert most == sequences * (load.prompt_len + load.gen_len - 1) * 32 * 4096
+
+
 shares = st.integers(0, 20).flatmap(
     lambda gpu: st.integers(0, 20 - gpu).map(lambda cpu: (5 * gpu, 5 * cpu)))
 sizes = st.integers(0, 90).map(lambda gigabytes: gigabytes * 10**9)
 
 
+caches = st.sampled_from([
+    CacheOptions(), CacheOptions(bits=4), CacheOptions(H2OConfig(heavy_ratio=0.2)),
+    CacheOptions(H2OConfig(heavy_ratio=0.2, simulate=True)),
+])
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.tuples(shares, shares, shares), st.one_of(st.none(), sizes), sizes, sizes, st.booleans())
-def test_a_suggestion_fits_itself(percent, gpu, cpu, disk, writes):
+@given(st.tuples(shares, shares, shares), st.one_of(st.none(), sizes), sizes, sizes, st.booleans(),
+       caches)
+def test_a_suggestion_fits_itself(percent, gpu, cpu, disk, writes, cache):
     limits = MemoryLimits(gpu, cpu, disk)
     plan = make_plan(*(share for pair in percent for share in pair), has_gpu=gpu is not None,
-                     writes_weights=writes)
+                     writes_weights=writes, cache=cache)
     try:
         plan.check(limits)
         assert not plan.shortfalls(limits)
@@ -143,8 +341,9 @@ def test_a_suggestion_fits_itself(percent, gpu, cpu, disk, writes):
         if found is None:
             assert "no --percent would fit" in str(error)
             return
+        assert "hh-ratio" not in str(error), "that would change the results"
         suggested = make_plan(*map(float, found[1].split()), has_gpu=gpu is not None,
-                              writes_weights=writes)
+                              writes_weights=writes, cache=cache)
         suggested.check(limits)
 
 

@@ -86,7 +86,20 @@ def test_projected_is_marked_in_every_form(tmp_path):
 def test_json_has_rates_and_links():
     values = json.loads(report.to_json(make_stats()))
     assert values["total_tokens_per_second"] == pytest.approx(44 / 6)
+    assert values["full_kv_cache_bytes"] == values["kv_bytes_per_token"] == 0
     assert values["links"]["disk->cpu"] == {"bytes": 3 * 10**9, "seconds": 1.5, "gb_per_s": 2.0}
+
+
+@pytest.mark.parametrize(("used", "full", "line"), [
+    (2 * 10**8, 10**9, "0.200 GB  0.200 of the full 1.000 GB"),
+    (10**9, 10**9, "1.000 GB"),
+    (10**9, 0, "1.000 GB"),
+    (0, 0, "0.000 GB"),
+])
+def test_the_table_compares_the_cache_with_the_full_one(used, full, line):
+    lines = report.table(make_stats(kv_cache_bytes=used, full_kv_cache_bytes=full)).splitlines()
+    found = next(text for text in lines if text.startswith("KV cache"))
+    assert " ".join(found.split()) == f"KV cache {' '.join(line.split())}"
 
 
 # LinkStats
@@ -173,12 +186,15 @@ def test_csv_schema():
         "date,version,commit,host,device,torch,model,parameters,dtype,"
         "weights_gpu,weights_cpu,weights_disk,cache_gpu,cache_cpu,cache_disk,"
         "activations_gpu,activations_cpu,activations_disk,"
-        "overlap,pin_weight,cpu_cache_compute,compress_weight,compress_cache,hh_ratio,hh_all,"
+        "overlap,pin_weight,cpu_cache_compute,prefill_chunk,compress_weight,compress_cache,"
+        "cache_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,num_window_length,"
+        "hh_all,score,score_decay,sink_tokens,enable_position_rolling,"
         "prompt_len,gen_len,gpu_batch_size,num_gpu_batches,num_prompts,prompt_tokens,"
         "generated_tokens,load_seconds,prefill_seconds,decode_seconds,"
         "prefill_tokens_per_second,decode_tokens_per_second,total_tokens_per_second,"
         "latency_p50_seconds,latency_p95_seconds,"
-        "peak_device_bytes,peak_process_bytes,kv_cache_bytes,"
+        "peak_device_bytes,peak_process_bytes,"
+        "kv_cache_bytes,full_kv_cache_bytes,kv_bytes_per_token,"
         "disk_to_cpu_gb,disk_to_cpu_gb_per_s,cpu_to_disk_gb,cpu_to_disk_gb_per_s,"
         "cpu_to_gpu_gb,cpu_to_gpu_gb_per_s,gpu_to_cpu_gb,gpu_to_cpu_gb_per_s,projected"
     )
@@ -199,6 +215,37 @@ def test_csv_rows(tmp_path):
     assert (first["cpu_to_gpu_gb"], first["cpu_to_gpu_gb_per_s"]) == ("0", "")
     assert float(first["total_tokens_per_second"]) == pytest.approx(44 / 6, rel=1e-5)
     assert first["version"] and first["host"] and first["torch"] and first["date"]
+
+
+def csv_of(tmp_path, **flags) -> dict[str, str]:
+    append_csv(tmp_path / "r.csv", make_stats(full_kv_cache_bytes=4 * 10**6, kv_bytes_per_token=96),
+               RunConfig(**flags))
+    return read_csv(tmp_path / "r.csv")[0]
+
+
+@pytest.mark.parametrize(("flags", "cells"), [
+    ({}, {"cache_bits": "16", "eviction": "full", "hh_ratio": "1", "recent_ratio": "",
+          "num_heavy_hitter_tokens": "", "num_window_length": "", "score": "sum",
+          "score_decay": "", "sink_tokens": "0", "enable_position_rolling": "false",
+          "prefill_chunk": "", "full_kv_cache_bytes": "4000000", "kv_bytes_per_token": "96"}),
+    ({"hh_ratio": [0.1, 1 / 3, 1], "recent_ratio": 0.5, "compress_cache": True},
+     {"hh_ratio": "0.1 0.333333 1", "recent_ratio": "0.5", "eviction": "h2o", "cache_bits": "4",
+      "compress_cache": "true"}),
+    ({"num_window_length": 64, "num_heavy_hitter_tokens": 0, "prefill_chunk": 32},
+     {"num_window_length": "64", "num_heavy_hitter_tokens": "0", "prefill_chunk": "32",
+      "hh_ratio": "1"}),
+    ({"hh_ratio": 0.2, "eviction": "sink-window", "enable_position_rolling": True,
+      "hh_all": False},
+     {"eviction": "sink-window", "sink_tokens": "4", "enable_position_rolling": "true",
+      "hh_all": "false"}),
+    ({"hh_ratio": 0.2, "score": "decay", "cache_bits": 8, "sink_tokens": 2},
+     {"score": "decay", "score_decay": "0.98", "cache_bits": "8", "compress_cache": "false",
+      "sink_tokens": "2"}),
+    ({"hh_long_seq": True}, {"eviction": "full", "sink_tokens": "0"}),
+])
+def test_csv_says_what_was_cached(tmp_path, flags, cells):
+    row = csv_of(tmp_path, **flags)
+    assert {name: row[name] for name in cells} == cells
 
 
 def test_csv_leaves_a_file_of_another_header_alone(tmp_path):

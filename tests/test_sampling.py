@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config import SamplingParams
-from flexgen_h2o.engine.batching import Batch, Request, make_blocks
+from flexgen_h2o.engine.batching import Request, make_blocks
 from flexgen_h2o.engine.sampling import Sampler
-from flexgen_h2o.engine.scoring import Generation, Scoring
+from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring, newest_rows
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -3.0])
 NONE = float("-inf")
@@ -154,9 +154,16 @@ def one_hot(*tokens, vocab=8):
     return torch.nn.functional.one_hot(torch.tensor(tokens), vocab).float()
 
 
+def batch_of(requests, new=3, chunk=None):
+    """One batch, alone in its block."""
+    [[batch]] = make_blocks(requests, new, gpu_batch_size=len(requests), num_gpu_batches=1,
+                            prefill_chunk=chunk)
+    return batch
+
+
 def test_generation_extends_each_request_until_eos_or_the_length():
     sink = Generation(Sampler(SamplingParams(), (7,)), (7,), max_new_tokens=3)
-    batch = Batch(0, [request(key) for key in range(3)])
+    batch = batch_of([request(key) for key in range(3)])
     sink(batch, 0, 0, one_hot(1, 7))  # the head may come in pieces
     sink(batch, 0, 2, one_hot(2))
     sink(batch, 1, 0, one_hot(3, 4, 7))
@@ -166,49 +173,88 @@ def test_generation_extends_each_request_until_eos_or_the_length():
     assert [r.finish_reason for r in batch.requests] == ["stop"] * 3
     assert batch.finished
     assert batch.inputs(2)[0] == [7, 7, 7], "who has ended repeats its last token"
-    batch = Batch(0, [request()])
+    batch = batch_of([request()])
     for token in range(3):
         sink(batch, token, 0, one_hot(token))
     assert (batch.requests[0].generated, batch.requests[0].finish_reason) == ([0, 1, 2], "length")
 
 
+def texts_to_score(data):
+    """Requests keyed in another order than they stand in, texts, and where continuations begin."""
+    sizes = data.draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1,
+                               max_size=6))
+    rng = random.Random(data.draw(st.integers(0, 999)))
+    texts = [[rng.randrange(VOCAB) for _ in range(c + t)] for c, t in sizes]
+    return texts, [context for context, _ in sizes]
+
+
+VOCAB = 11
+
+
 @few
 @given(st.data())
 def test_scoring_finds_the_rows_that_predict_each_continuation(data):
-    sizes = data.draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1,
-                               max_size=6))
-    vocab, rng = 11, random.Random(data.draw(st.integers(0, 999)))
-    texts = [[rng.randrange(vocab) for _ in range(c + t)] for c, t in sizes]
-    continuations = {key: text[sizes[key][0]:] for key, text in enumerate(texts)}
-    requests = [Request(key, text[:-1]) for key, text in enumerate(texts)]
-    rng.shuffle(requests)
-    batch, sink = Batch(0, requests), Scoring(continuations)
-    # As if a model had made them: the logits of each row of the packed prompts.
-    logits = torch.randn(batch.rows(0), vocab, generator=torch.Generator().manual_seed(1))
-    wanted = logits[sink.rows(batch)]
-    piece = data.draw(st.integers(1, len(wanted)))
-    for row in range(0, len(wanted), piece):
-        sink(batch, 0, row, wanted[row : row + piece])
-    start = 0
-    for request_ in requests:
-        context, key = sizes[request_.key][0], request_.key
-        expected = [logits[start + context - 1 + i].log_softmax(-1)[target].item()
-                    for i, target in enumerate(continuations[key])]
+    texts, contexts = texts_to_score(data)
+    continuations = {key: text[contexts[key]:] for key, text in enumerate(texts)}
+    batch = batch_of([Request(key, text[:-1]) for key, text in enumerate(texts)],
+                     chunk=data.draw(st.sampled_from([None, 1, 2, 3, 50])))
+    sink = Scoring(continuations)
+    generator = torch.Generator().manual_seed(1)
+    # As if a model had made them: logits for each position of each text.
+    logits = [torch.randn(len(text), VOCAB, generator=generator) for text in texts]
+    for sweep in range(batch.seats.prefill_sweeps):
+        assert not batch.finished
+        rows = [logits[batch.requests[span.sequence].key][span.start : span.end]
+                for span in batch.seats.spans(sweep)]
+        wanted = torch.cat(rows)[sink.rows(batch, sweep)]
+        piece = data.draw(st.integers(1, 12))
+        for row in range(0, len(wanted), piece):
+            sink(batch, sweep, row, wanted[row : row + piece])
+    for key, (text, context) in enumerate(zip(texts, contexts, strict=True)):
+        expected = [logits[key][context - 1 + i].log_softmax(-1)[target].item()
+                    for i, target in enumerate(text[context:])]
         assert sink.log_probs[key] == pytest.approx(expected)
-        start += len(request_.prompt)
     assert batch.finished
 
 
-# Batches, blocks, chunks
+@few
+@given(st.data())
+def test_forcing_feeds_the_continuation_whatever_the_model_would_say(data):
+    texts, contexts = texts_to_score(data)
+    continuations = {key: text[contexts[key]:] for key, text in enumerate(texts)}
+    requests = [Request(key, text[: contexts[key]]) for key, text in enumerate(texts)]
+    new = max(map(len, continuations.values())) - 1
+    batch = batch_of(requests, new, chunk=data.draw(st.sampled_from([None, 2])))
+    sink, expected = Forcing(continuations), {key: [] for key in continuations}
+    first = batch.seats.prefill_sweeps - 1
+    assert all(len(sink.rows(batch, sweep)) == 0 for sweep in range(first))
+    for step in range(new + 1):
+        logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(step))
+        for request_, row in zip(batch.requests, logits, strict=True):
+            tail = continuations[request_.key]
+            if step < len(tail):
+                expected[request_.key].append(row.log_softmax(-1)[tail[step]].item())
+        assert len(sink.rows(batch, first + step)) == len(batch)
+        sink(batch, first + step, 0, logits[:2])
+        sink(batch, first + step, 2, logits[2:])
+    assert batch.finished
+    assert {r.key: r.generated for r in requests} == continuations
+    for key, values in expected.items():
+        assert sink.log_probs[key] == pytest.approx(values)
+
+
+# Batches, blocks, sweeps, chunks
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+chunks = st.sampled_from([None, 1, 7, 16, 100])
 
 
 @few
-@given(lengths, st.integers(1, 9), st.integers(1, 5))
-def test_blocks_hold_every_request_once(lengths, size, batches):
+@given(lengths, st.integers(1, 9), st.integers(1, 5), chunks)
+def test_blocks_hold_every_request_once(lengths, size, batches, chunk):
     requests = [request(key, [0] * n) for key, n in enumerate(lengths)]
-    blocks = make_blocks(requests, size, batches)
+    blocks = make_blocks(requests, 5, gpu_batch_size=size, num_gpu_batches=batches,
+                         prefill_chunk=chunk)
     flat = [batch for block in blocks for batch in block]
     found = [r for batch in flat for r in batch.requests]
     assert sorted(r.key for r in found) == list(range(len(lengths)))
@@ -220,47 +266,60 @@ def test_blocks_hold_every_request_once(lengths, size, batches):
     # The longest first, and equals in their order: as little padding as there can be.
     assert [(-len(r.prompt), r.key) for r in found] == sorted(
         (-n, key) for key, n in enumerate(lengths))
+    for block in blocks:
+        assert len({batch.seats.prefill_sweeps for batch in block}) == 1
 
 
 def test_no_requests_are_no_blocks():
-    assert make_blocks([], 4, 2) == []
+    assert make_blocks([], 3, gpu_batch_size=4, num_gpu_batches=2) == []
 
 
 @few
-@given(lengths)
-def test_a_batch_pads_in_the_cache_and_packs_its_rows(lengths):
-    batch = Batch(0, [request(k, range(100 * k, 100 * k + n)) for k, n in enumerate(lengths)])
-    assert batch.padded == max(lengths)
-    assert [pad + n for pad, n in zip(batch.pads, lengths, strict=True)] == (
-        [batch.padded] * len(lengths))
-    ids, positions = batch.inputs(0)
-    assert len(ids) == len(positions) == batch.rows(0) == sum(lengths)
-    assert [(i // 100, i % 100) for i in ids] == [
-        (key, p) for key, n in enumerate(lengths) for p in range(n)]
-    assert positions == [i % 100 for i in ids]
+@given(lengths, chunks)
+def test_a_batch_packs_its_rows_sweep_by_sweep(lengths, chunk):
+    batch = batch_of([request(k, range(100 * k, 100 * k + n)) for k, n in enumerate(lengths)],
+                     chunk=chunk)
+    sweeps = batch.seats.prefill_sweeps
+    assert sweeps == (1 if chunk is None else math.ceil(max(lengths) / chunk))
+    seen = {r.key: [] for r in batch.requests}
+    for sweep in range(sweeps):
+        ids, positions = batch.inputs(sweep)
+        assert len(ids) == len(positions) == batch.rows(sweep)
+        assert positions == [i % 100 for i in ids]
+        assert chunk is None or len(ids) <= chunk * len(lengths)
+        keys = [i // 100 for i in ids]
+        assert keys == sorted(keys, key=lambda k: (-lengths[k], k))
+        for i in ids:
+            seen[i // 100].append(i % 100)
+        ended = [r.key for r in batch.requests if len(seen[r.key]) == lengths[r.key]]
+        assert (len(ended) == len(lengths)) == (sweep == sweeps - 1), "all end in the last sweep"
+        last = newest_rows(batch, sweep).tolist()
+        assert [ids[row] % 100 for row in last] == (
+            [lengths[r.key] - 1 for r in batch.requests] if sweep == sweeps - 1 else [])
+    assert all(found == list(range(lengths[key])) for key, found in seen.items())
     for r in batch.requests:
         r.generated = [r.key, r.key + 7]
-    ids, positions = batch.inputs(2)
+    ids, positions = batch.inputs(sweeps + 1)
     assert ids == [r.key + 7 for r in batch.requests]
-    assert positions == [n + 1 for n in lengths]
-    assert batch.rows(2) == len(lengths)
+    assert positions == [lengths[r.key] + 1 for r in batch.requests]
+    assert batch.rows(sweeps + 1) == len(lengths)
 
 
 @few
-@given(lengths, st.integers(1, 80), st.integers(0, 3))
-def test_chunks_cover_all_rows_once_and_cut_between_sequences(lengths, most, token):
-    batch = Batch(0, [request(key, [0] * n) for key, n in enumerate(lengths)])
-    rows = lengths if token == 0 else [1] * len(lengths)
-    chunks = list(batch.chunks(token, most))
-    first = row = 0
-    for chunk in chunks:
-        assert (chunk.first, chunk.row) == (first, row)
-        assert chunk.last > chunk.first
-        held = sum(rows[chunk.first : chunk.last])
-        assert chunk.end == chunk.row + held
-        assert held <= most or chunk.last == chunk.first + 1
-        first, row = chunk.last, chunk.end
-    assert (first, row) == (len(lengths), batch.rows(token))
-    # As few as can be, in this order: no chunk could have taken in the next one's first sequence.
-    for chunk, after in zip(chunks, chunks[1:], strict=False):
-        assert chunk.end - chunk.row + rows[after.first] > most
+@given(lengths, st.integers(1, 80), chunks)
+def test_chunks_cover_all_rows_once_and_cut_between_sequences(lengths, most, chunk):
+    batch = batch_of([request(key, [0] * n) for key, n in enumerate(lengths)], chunk=chunk)
+    for sweep in range(batch.seats.prefill_sweeps):
+        found = list(batch.chunks(sweep, most))
+        spans = [span for each in found for span in each.spans]
+        assert spans == [span for span in batch.seats.spans(sweep) if len(span)]
+        row = 0
+        for each in found:
+            held = sum(map(len, each.spans))
+            assert (each.row, each.end) == (row, row + held)
+            assert 0 < held <= most or len(each.spans) == 1
+            row = each.end
+        assert row == batch.rows(sweep)
+        # As few as can be, in this order: none could have taken in the next one's first span.
+        for each, after in zip(found, found[1:], strict=False):
+            assert each.end - each.row + len(after.spans[0]) > most

@@ -1,266 +1,121 @@
-"""Keys and values in fixed slots over the tiers: append, attend, write back.
+"""The KV cache of a block: fixed slots over tiers; append, attend, evict, write back.
 
-The cache of a GPU batch is ``[sequences, kv_heads, slots, head_dim]`` for keys and for values, per
+The cache of a GPU batch is ``[keys and values, sequences, kv_heads, slots, width]`` for each
 decoder layer, contiguous; nothing is shifted or concatenated. A percentage of the cache is a
-share of each batch's sequences. A *part* is the sequences of a batch that live on one tier. Parts
-in compute memory are used in place; the others are fetched into a staging buffer before
-a layer needs them, and only what changed goes back.
+share of each batch's sequences. With an eviction policy (arXiv 2306.14048) there are as many
+slots as the budget has tokens, and a new token takes its victim's slot; the slots' order means
+nothing then. Prompts that come in chunks are held whole until they are cut.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.config import Placement
+from flexgen_h2o.cache import budget as budgets
+from flexgen_h2o.cache.bookkeeping import Book, Turn
+from flexgen_h2o.cache.eviction import Eviction
+from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, make_parts
+from flexgen_h2o.cache.seats import Seats, Span
+from flexgen_h2o.config import H2OConfig, Policy
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.storage.disk import AlignedRead, RunFolder
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.kernels.rotary import apply_rope_, rotated
+from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
-from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
-from flexgen_h2o.storage.transfer import DOWN, UP, Handle, Lane, Transfers
+from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.storage.transfer import DOWN, UP, Transfers
 
-TAIL = 16
-"""New tokens of a sequence on disk that are held in memory before all is written back in bulk."""
-
-STAGING = 3
-"""Staging buffers: one being stored, one computed with, one being fetched."""
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, [rows, rotary_dim / 2] each."""
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What is the same for all parts of a cache."""
+    """What is the same for all sequences: the model's sizes, and how a vector lies at rest.
+
+    `bits` 8 or 4 keeps groups of codes with their scales in place of `dtype`.
+    """
 
     num_layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    bits: int = 16
 
-    def nbytes(self, sequences: int, slots: int) -> int:
-        """Bytes of keys and values of one layer."""
-        return 2 * sequences * self.kv_heads * slots * self.head_dim * self.dtype.itemsize
+    @property
+    def layout(self) -> GroupLayout | None:
+        """The groups of a compressed vector."""
+        return None if self.bits == 16 else GroupLayout(self.head_dim, self.bits)
 
-    def total_bytes(self, sequences: int, slots: int) -> int:
-        """Bytes of keys and values of all layers."""
-        return self.num_layers * self.nbytes(sequences, slots)
+    def records(self) -> Records:
+        """A cached vector at rest."""
+        if self.layout is None:
+            return self.plain()
+        return Records(self.kv_heads, self.layout.nbytes, torch.uint8)
+
+    def token_bytes(self) -> int:
+        """Bytes of one cached token of a sequence at rest, in all layers."""
+        return self.num_layers * self.records().nbytes(1, 1)
+
+    def plain(self) -> Records:
+        """A cached vector in the run's dtype."""
+        return Records(self.kv_heads, self.head_dim, self.dtype)
 
 
 @dataclass(frozen=True)
-class Seats:
-    """A batch in the cache: how many sequences, their pads, and their slots."""
+class CacheSize:
+    """The most that a cache has to hold: sequences of a batch, batches of a block, slots of a
+    sequence in each layer, and tokens of a prompt that comes in chunks (0 without chunks)."""
 
-    pads: tuple[int, ...]
-    padded: int
-    slots: int
+    sequences: int
+    batches: int
+    slots: tuple[int, ...]
+    prompt: int = 0
 
-
-@dataclass
-class Staging:
-    """A buffer pair that one (layer, batch) of a fetched part occupies; the same on a CPU."""
-
-    device: torch.Tensor
-    host: torch.Tensor
-    busy: list[Handle] = field(default_factory=list)
-
-
-@dataclass
-class Home:
-    """Where one (layer, batch) of a fetched part rests between its uses."""
-
-    host: torch.Tensor | None = None
-    extent: Extent | None = None
-    tail: torch.Tensor | None = None
-    tail_from: int = 0
-    tail_count: int = 0
-    stored: Handle | None = None
+    def covers(self, other: CacheSize) -> bool:
+        """Whether what fits into a cache of size `other` fits into one of this size."""
+        mine, its = ((size.sequences, size.batches, *size.slots, size.prompt)
+                     for size in (self, other))
+        return all(a >= b for a, b in zip(mine, its, strict=True))
 
 
-class Part:
-    """Sequences first:last of every batch, on one tier."""
-
-    def __init__(self, shape: CacheShape, first: int, last: int):
-        self.shape = shape
-        self.first = first
-        self.last = last
-
-    def _view(self, buffer: torch.Tensor, seats: Seats) -> torch.Tensor:
-        """[2, sequences, kv_heads, slots, head_dim] at the start of `buffer`."""
-        sequences = min(self.last, len(seats.pads)) - self.first
-        shape = (2, sequences, self.shape.kv_heads, seats.slots, self.shape.head_dim)
-        return typed(buffer, 0, shape, self.shape.dtype)
-
-    def load(self, layer: int, batch: int, seats: Seats, token: int) -> None:
-        """Start bringing (layer, batch) to compute memory; in the prefill, make room for it."""
-
-    def get(self, layer: int, batch: int, seats: Seats) -> torch.Tensor:
-        """The keys and values, ready for compute: [2, sequences, kv_heads, slots, head_dim]."""
-        raise NotImplementedError
-
-    def store(self, layer: int, batch: int, seats: Seats, token: int) -> None:
-        """Start writing back what token number `token` changed."""
-
-    def reset(self) -> None:
-        """Wait for what is under way; call between blocks."""
+def slots_of(seats: Seats, h2o: H2OConfig | None, num_layers: int) -> tuple[int, ...]:
+    """Slots of each layer that hold every sequence of a batch."""
+    return tuple(max(budgets.slots(h2o, layer, length, seats.new) for length in set(seats.lengths))
+                 for layer in range(num_layers))
 
 
-class ResidentPart(Part):
-    """A part in compute memory, used in place."""
+@dataclass(frozen=True)
+class Fate:
+    """What will become of a batch's sequences in one layer.
 
-    def __init__(self, shape: CacheShape, first: int, last: int, *, batches: int,
-                 slots: int, device: Device):
-        super().__init__(shape, first, last)
-        self._stride = round_up(shape.nbytes(last - first, slots), PAGE)
-        self._batches = batches
-        self._buffer = device.empty(shape.num_layers * batches * self._stride)
-
-    def get(self, layer, batch, seats):
-        start = (layer * self._batches + batch) * self._stride
-        return self._view(self._buffer[start : start + self._stride], seats)
-
-
-class FetchedPart(Part):
-    """A part whose home is host memory beside a GPU, or disk.
-
-    On disk, whole homes are read and written: few large transfers. The newest tokens wait in
-    memory (the tail) and are laid over what was read; every `TAIL` tokens the whole is written.
+    Attributes
+    ----------
+    slots : int
+    evicts : bool
+        Some sequence will lose a token; if not, nothing is scored and no position rolls, as
+        a rank is then the position itself.
+    like : int
+        The first layer with the same budgets.
     """
 
-    def __init__(self, shape: CacheShape, first: int, last: int, *, transfers: Transfers):
-        super().__init__(shape, first, last)
-        self._transfers = transfers
-        self._device = transfers.device
-        self._ring: list[Staging] = []
-        self._next = 0
-        self._homes: dict[tuple[int, int], Home] = {}
-        self._live: dict[tuple[int, int], tuple[Staging, Handle]] = {}
+    slots: int
+    evicts: bool
+    like: int
 
-    def allocate(self, batches: int, slots: int, run_folder: Callable[[], RunFolder] | None
-                 ) -> None:
-        """Make homes (on disk if there is a `run_folder`) and staging buffers."""
-        shape, sequences = self.shape, self.last - self.first
-        size = round_up(shape.nbytes(sequences, slots), PAGE)
-        keys = [(layer, b) for layer in range(shape.num_layers) for b in range(batches)]
-        if run_folder is None:
-            self._homes = {key: Home(host=self._device.host_empty(size)) for key in keys}
-        else:
-            path = run_folder().file(f"cache-{self.first}.bin", size * len(keys))
-            tail = (2, sequences, shape.kv_heads, TAIL, shape.head_dim)
-            self._homes = {
-                key: Home(extent=Extent(path, i * size, size),
-                          tail=torch.empty(tail, dtype=shape.dtype))
-                for i, key in enumerate(keys)
-            }
-        if self._device.separate:
-            self._landing = self._device.host_empty(shape.nbytes(sequences, 1))
-        for _ in range(STAGING):
-            host = self._device.host_empty(size)
-            device = self._device.empty(size) if self._device.separate else host
-            self._ring.append(Staging(device, host))
 
-    def load(self, layer, batch, seats, token):
-        home = self._homes[layer, batch]
-        staging = self._ring[self._next]
-        self._next = (self._next + 1) % STAGING
-        before = [*staging.busy, *([home.stored] if home.stored else [])]
-        # The buffer's last compute, too, must be over before anything is put into it.
-        mark = self._device.mark()
-        staging.busy = busy = []
-
-        def job(lane: Lane) -> None:
-            for handle in before:
-                handle.synchronize()
-            if token > 0:
-                busy.extend(self._fetch(lane, home, staging, seats))
-
-        handle = self._transfers.submit("loads", job, after=(mark, *before))
-        busy.append(handle)
-        self._live[layer, batch] = (staging, handle)
-
-    def _fetch(self, lane: Lane, home: Home, staging: Staging, seats: Seats) -> list[Handle]:
-        """Fill the staging buffer; what else must be over before it is filled again."""
-        nbytes = self._view(staging.device, seats).nbytes
-        if home.host is not None:
-            lane.copy(staging.device[:nbytes], home.host[:nbytes], UP)
-            return []
-        whole = round_up(nbytes, PAGE)
-        lane.disk.read([AlignedRead(home.extent.path, home.extent.offset, whole, 0)],
-                       staging.host[:whole])
-        held = self._view(staging.host, seats)
-        newest = slice(home.tail_from, home.tail_from + home.tail_count)
-        held[:, :, :, newest] = home.tail[:, : held.shape[1], :, : home.tail_count]
-        writes = []
-        if home.tail_count == TAIL:
-            home.tail_from, home.tail_count = newest.stop, 0
-            writes.append(self._write_home(home, staging, whole))
-        if self._device.separate:
-            lane.copy(staging.device[:nbytes], staging.host[:nbytes], UP)
-        return writes
-
-    def _write_home(self, home: Home, staging: Staging, nbytes: int) -> Handle:
-        """Write the staged bytes to disk. What compute adds meanwhile is in the tail too."""
-        extent = Extent(home.extent.path, home.extent.offset, nbytes)
-
-        def job(lane: Lane) -> None:
-            lane.disk.write(extent, staging.host[:nbytes])
-
-        return self._transfers.submit("stores", job)
-
-    def get(self, layer, batch, seats):
-        staging, handle = self._live[layer, batch]
-        self._transfers.ready(handle)
-        return self._view(staging.device, seats)
-
-    def store(self, layer, batch, seats, token):
-        staging, _ = self._live.pop((layer, batch))
-        home = self._homes[layer, batch]
-        keep = self._store_prompt if token == 0 else self._store_token
-        slot = seats.padded + token - 1
-
-        def job(lane: Lane) -> None:
-            keep(lane, home, staging, seats, slot)
-
-        home.stored = self._transfers.submit("stores", job, after=(self._device.mark(),))
-        staging.busy.append(home.stored)
-
-    def _store_prompt(self, lane: Lane, home: Home, staging: Staging, seats: Seats, slot: int
-                      ) -> None:
-        nbytes = self._view(staging.device, seats).nbytes
-        if home.host is not None:
-            lane.copy(home.host[:nbytes], staging.device[:nbytes], DOWN)
-            return
-        if self._device.separate:
-            lane.copy(staging.host[:nbytes], staging.device[:nbytes], DOWN)
-            lane.flush()
-        home.tail_from, home.tail_count = seats.padded, 0
-        extent = Extent(home.extent.path, home.extent.offset, round_up(nbytes, PAGE))
-        lane.disk.write(extent, staging.host[: extent.nbytes])
-
-    def _store_token(self, lane: Lane, home: Home, staging: Staging, seats: Seats, slot: int
-                     ) -> None:
-        token = self._view(staging.device, seats)[:, :, :, slot]
-        if self._device.separate:
-            landed = typed(self._landing, 0, token.shape, token.dtype)
-            lane.copy(landed, token, DOWN)
-            lane.flush()
-            token = landed
-        if home.host is not None:
-            self._view(home.host, seats)[:, :, :, slot] = token
-            return
-        home.tail[:, : token.shape[1], :, home.tail_count] = token
-        home.tail_count += 1
-
-    def reset(self):
-        for staging in self._ring:
-            for handle in staging.busy:
-                with contextlib.suppress(Exception):  # nobody wants what was cached any more
-                    handle.synchronize()
-            staging.busy = []
-        for home in self._homes.values():
-            home.stored = None
-        self._live.clear()
+def fates(seats: Seats, h2o: H2OConfig | None, num_layers: int) -> list[Fate]:
+    """One for each layer."""
+    found, seen = [], {}
+    new = seats.new if h2o is None or h2o.evict_generated else 0
+    for layer, slots in enumerate(slots_of(seats, h2o, num_layers)):
+        evicts = any(budgets.slots(h2o, layer, length, new) < length + new
+                     for length in set(seats.lengths))
+        key = tuple(budgets.budget(h2o, layer, length) for length in seats.lengths)
+        found.append(Fate(slots, evicts, seen.setdefault(key, layer)))
+    return found
 
 
 class KVCache:
@@ -269,98 +124,277 @@ class KVCache:
     Parameters
     ----------
     shape : CacheShape
-    batch_size, batches : int
-        The most sequences of a batch, and batches of a block.
-    slots : int
-        The most slots that a batch will ask for.
-    placement : Placement
-        Share of each batch's sequences on each tier.
+    size : CacheSize
+    policy : Policy
+        Where the cache lives, and where attention over host memory runs.
+    h2o : H2OConfig or None
+        What stays cached; None is everything.
+    rope : callable (positions) -> Rope or None
+        float32 tables, for positions that roll.
+    run_folder : callable
+        Makes the folder of the disk's share.
     """
 
-    def __init__(self, shape: CacheShape, *, batch_size: int, batches: int, slots: int,
-                 placement: Placement, transfers: Transfers, run_folder: Callable[[], RunFolder]):
+    def __init__(self, shape: CacheShape, size: CacheSize, policy: Policy, *,
+                 h2o: H2OConfig | None, rope: Callable[[torch.Tensor], Rope | None],
+                 transfers: Transfers, run_folder: Callable[[], RunFolder]):
         self.shape = shape
-        self._device = transfers.device
+        self._h2o = None if h2o is None or h2o.is_full else h2o
+        self._eviction = None if self._h2o is None else Eviction(self._h2o)
+        self._transfers = transfers
+        self._device = transfers.device.torch
+        self._rope = rope
+        self._tables: Rope | None = None
         self._seats: list[Seats] = []
-        self._valid: list[torch.Tensor | None] = []
-        gpu, cpu, disk = split(batch_size, placement)
-        if not self._device.separate:
-            gpu, cpu = gpu + cpu, 0
-        self.parts: list[Part] = []
-        if gpu:
-            self.parts.append(ResidentPart(shape, 0, gpu, batches=batches, slots=slots,
-                                           device=self._device))
-        for first, last, folder in ((gpu, gpu + cpu, None), (gpu + cpu, batch_size, run_folder)):
-            if last > first:
-                part = FetchedPart(shape, first, last, transfers=transfers)
-                part.allocate(batches, slots, folder)
-                self.parts.append(part)
+        counts = split(size.sequences, policy.cache)
+
+        def make(name: str, records: Records, slots: tuple[int, ...], *, on_host: bool):
+            return make_parts(
+                records, Grid(size.batches, slots), counts, transfers=transfers, on_host=on_host,
+                file=lambda nbytes: run_folder().file(f"{name}.bin", nbytes))
+
+        host = policy.cpu_cache_compute and transfers.device.separate
+        self.parts: list[Part] = make("cache", shape.records(), size.slots, on_host=host)
+        self._prompts: list[Part] = self.parts
+        """Where prompts are gathered that come in chunks. The full cache has room for them."""
+        if size.prompt and (self._h2o is not None or shape.bits != 16):
+            self._prompts = make("prompts", shape.plain(), (size.prompt,) * shape.num_layers,
+                                 on_host=False)
 
     def begin(self, batches: Sequence[Seats]) -> None:
         """Start a new block: forget what is cached."""
-        for part in self.parts:
-            part.reset()
+        layers = self.shape.num_layers
         self._seats = list(batches)
-        self._valid = [self._valid_slots(seats) for seats in batches]
+        self._fates = [fates(seats, self._h2o, layers) for seats in batches]
+        for part in self.parts:
+            part.begin([(len(seats), [fate.slots for fate in each])
+                        for seats, each in zip(batches, self._fates, strict=True)])
+        if self._prompts is not self.parts:
+            for part in self._prompts:
+                part.begin([(len(seats), [max(seats.lengths)] * layers) for seats in batches])
+        self._books: dict[tuple, Book] = {}
+        self._mass: dict[tuple, torch.Tensor] = {}
+        self._turns: dict[tuple, tuple[int, Turn]] = {}
+        self._changed: dict[tuple, Changed] = {}
 
-    def _valid_slots(self, seats: Seats) -> torch.Tensor | None:
-        """bool [sequences, slots], False for pads; None when there are none."""
-        if not any(seats.pads):
-            return None
-        pads = torch.tensor(seats.pads)[:, None]
-        return (torch.arange(seats.slots) >= pads).to(self._device.torch)
+    def nbytes(self) -> int:
+        """Bytes of all keys and values of the block at rest, once the prompts have been cut."""
+        records = self.shape.records()
+        return sum(records.nbytes(len(seats), fate.slots)
+                   for seats, each in zip(self._seats, self._fates, strict=True) for fate in each)
 
-    def _parts(self, batch: int) -> list[Part]:
-        return [part for part in self.parts if part.first < len(self._seats[batch].pads)]
+    def _here(self, batch: int, parts: list[Part] | None = None) -> list[Part]:
+        return [part for part in parts or self.parts if part.first < len(self._seats[batch])]
 
-    def load(self, layer: int, batch: int, token: int) -> None:
+    def load(self, layer: int, batch: int, sweep: int) -> None:
         """Start bringing what compute of (layer, batch) needs; layer counts from 0."""
-        for part in self._parts(batch):
-            part.load(layer, batch, self._seats[batch], token)
+        seats = self._seats[batch]
+        if not seats.in_prefill(sweep):
+            for part in self._here(batch):
+                part.load(layer, batch, fetch=True)
+            return
+        chunked = seats.chunk is not None
+        if chunked:
+            for part in self._here(batch, self._prompts):
+                part.load(layer, batch, fetch=seats.begun(sweep))
+        if seats.token(sweep) == 0 and not (chunked and self._prompts is self.parts):
+            for part in self._here(batch):
+                part.load(layer, batch, fetch=False)
 
-    def store(self, layer: int, batch: int, token: int) -> None:
+    def store(self, layer: int, batch: int, sweep: int) -> None:
         """Start writing back what compute of (layer, batch) changed."""
-        for part in self._parts(batch):
-            part.store(layer, batch, self._seats[batch], token)
-
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, first: int,
-                      lengths: Sequence[int]) -> torch.Tensor:
-        """Cache the prompts of sequences first, first + 1, ... and attend within each.
-
-        q is [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], the sequences' rows
-        packed one after the other; returns [rows, heads, head_dim].
-        """
         seats = self._seats[batch]
-        for part in self._parts(batch):
-            held = part.get(layer, batch, seats)
-            row = 0
-            for sequence, length in enumerate(lengths, start=first):
-                if part.first <= sequence < part.last:
-                    pad = seats.padded - length
-                    for cached, new in zip(held[:, sequence - part.first], (k, v), strict=True):
-                        # A masked slot still gets multiplied (by 0): it must not hold a NaN.
-                        cached[:, :pad] = 0
-                        cached[:, pad : seats.padded] = new[row : row + length].transpose(0, 1)
-                row += length
-        return ops.prefill_attention(q, k, v, list(lengths))
+        last = seats.token(sweep) >= 0
+        for part in self._here(batch, self.parts if last else self._prompts):
+            part.store(layer, batch, self._changed.pop((layer, batch, part.first), None))
 
-    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int) -> torch.Tensor:
-        """Cache one new token of each sequence and attend over all that is cached.
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span],
+                      rope: Rope | None) -> torch.Tensor:
+        """Cache spans of prompts and attend within each prompt.
 
-        q is [sequences, heads, head_dim], k and v [sequences, kv_heads, head_dim]; returns
-        [sequences, heads, head_dim].
+        Parameters
+        ----------
+        q : Tensor [rows, heads, head_dim]
+        k, v : Tensor [rows, kv_heads, head_dim]
+            Rows of all spans, packed one after the other; q and k before rotation, and rotated in
+            place.
+        rope : Rope or None
+            Of the rows.
+
+        Returns
+        -------
+        Tensor [rows, heads, head_dim]
         """
-        seats = self._seats[batch]
-        slot = seats.padded + token - 1
+        rolling = rope is not None and self._rolls(layer, batch)
+        cached = k.clone() if rolling else k
+        if rope is not None:
+            for x in (q, k):
+                apply_rope_(x, *rope)
+        lengths = [len(span) for span in spans]
+        rows = list(zip(*(x.split(lengths) for x in (q, k, cached, v)), strict=True))
+        if self._seats[batch].chunk is not None:
+            outputs = [self._attend_span(layer, batch, span, q, cached, v)
+                       for span, (q, _, cached, v) in zip(spans, rows, strict=True)]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        scored = self._scored(layer, batch)
+        out = torch.empty_like(q) if scored else ops.prefill_attention(q, k, v, lengths)
+        first = 0
+        for span, (q, k, cached, v) in zip(spans, rows, strict=True):
+            keys, values, cached = (x.transpose(0, 1) for x in (k, v, cached))
+            mass = None
+            if scored:
+                mass = torch.zeros(keys.shape[:2], device=k.device)
+                out[first : first + len(span)] = ops.causal_attention(
+                    q, keys, values, mass=mass, decay=self._eviction.decay)
+                first += len(span)
+            self._keep(layer, batch, span.sequence, cached, values, mass)
+        return out
+
+    def _attend_span(self, layer: int, batch: int, span: Span, q, k, v) -> torch.Tensor:
+        """Attend from a chunk of a prompt over all that came before; cut the prompt at its end."""
+        part = next(p for p in self._prompts if span.sequence < p.last)
+        held = part.get(layer, batch)[:, span.sequence - part.first]
+        for cached, new in zip(held, (k, v), strict=True):
+            cached[:, span.start : span.end] = new.transpose(0, 1)
+        cached, values = held[:, :, : span.end].to(q.device)
+        keys = cached
+        if self._rolls(layer, batch):
+            keys = rotated(cached, *(table[: span.end] for table in self._table(span.end)))
+        key = (layer, batch, span.sequence)
+        mass = None
+        if self._scored(layer, batch):
+            length = self._seats[batch].lengths[span.sequence]
+            if key not in self._mass:
+                self._mass[key] = torch.zeros((held.shape[1], length), device=q.device)
+            mass = self._mass[key][:, : span.end]
+        out = ops.causal_attention(q, keys, values, mass=mass,
+                                   decay=1.0 if mass is None else self._eviction.decay)
+        if span.end == self._seats[batch].lengths[span.sequence]:
+            self._keep(layer, batch, span.sequence, cached, values, self._mass.pop(key, None))
+        return out
+
+    def _keep(self, layer: int, batch: int, sequence: int, k, v, mass) -> None:
+        """Cut a prompt to its budget and put what stays into slots; k, v [kv_heads, tokens, ...]"""
+        part = next(p for p in self.parts if sequence < p.last)
+        held = part.get(layer, batch)[:, sequence - part.first]
+        length = k.shape[1]
+        budget = budgets.budget(self._h2o, layer, length)
+        positions = torch.arange(length, device=k.device).expand(k.shape[0], -1)
+        if budget is not None and length > budget.total:
+            if mass is None:
+                mass = torch.zeros(k.shape[:2], device=k.device)
+            positions = self._eviction.select(mass, budget)
+            mass = mass.gather(1, positions)
+            k, v = (x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1])) for x in (k, v))
+        gathered = self._seats[batch].chunk is not None and self._prompts is self.parts
+        kept = k.shape[1]
+        for slots, new in zip(held, (k, v), strict=True):
+            if not gathered:  # a prompt that came in chunks may lie in its slots already
+                slots[:, :kept] = self._encode(new)
+            if self._plain(layer, batch):
+                slots[:, kept:] = 0  # a masked slot still gets multiplied: it must not hold a NaN
+        if self._fates[batch][layer].evicts:
+            book = self._book(layer, batch, part)
+            book.keep(sequence - part.first, positions, mass)
+
+    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
+                     rope: Rope | None) -> torch.Tensor:
+        """Attend from one new token of each sequence over what is cached and itself; cache it.
+
+        q is [sequences, heads, head_dim], k and v [sequences, kv_heads, head_dim], before rotation;
+        rope is of the sequences. Returns [sequences, heads, head_dim].
+        """
+        if rope is not None and not self._rolls(layer, batch):
+            for x in (q, k):
+                apply_rope_(x, *rope)
         outputs = []
-        for part in self._parts(batch):
-            held = part.get(layer, batch, seats)
-            mine = slice(part.first, part.last)
-            held[0, :, :, slot] = k[mine]
-            held[1, :, :, slot] = v[mine]
-            filled = held[:, :, :, : slot + 1]
-            valid = self._valid[batch]
-            if valid is not None:
-                valid = valid[mine, : slot + 1]
-            outputs.append(ops.decode_attention(q[mine], filled[0], filled[1], valid))
+        for part in self._here(batch):
+            mine = part.sequences(batch)
+            rows = [x[mine] for x in (q, k, v)]
+            if part.on_host:
+                rows = [self._carry(x, "cpu", DOWN) for x in rows]
+            attend = self._attend_plain if self._plain(layer, batch) else self._attend_slots
+            out, changed = attend(layer, batch, part, *rows, self._turn(layer, batch, part, token))
+            if part.moves:
+                self._changed[layer, batch, part.first] = changed
+            outputs.append(self._carry(out, self._device, UP) if part.on_host else out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_plain(self, layer: int, batch: int, part: Part, q, k, v, turn: Turn):
+        """Append, then attend over the first slots with PyTorch's own attention: no scores."""
+        held = part.get(layer, batch)
+        changed = Changed(torch.stack((k, v)), turn.before[:, None].expand(k.shape[:2]))
+        changed.write(held)
+        keys, values = held[:, :, :, : turn.span]
+        return ops.decode_attention(q, keys, values, turn.filled), changed
+
+    def _attend_slots(self, layer: int, batch: int, part: Part, q, k, v, turn: Turn):
+        """Attend over the slots and the new token beside them; then it takes its slot."""
+        held = part.get(layer, batch)
+        evicts, rolls = self._fates[batch][layer].evicts, self._rolls(layer, batch)
+        book = self._book(layer, batch, part) if evicts else None
+        view = ops.SlotView(
+            filled=turn.filled, layout=self.shape.layout,
+            ranks=book.ranks[..., : turn.span] if rolls else None,
+            newest=turn.before if rolls else None,
+            rope=tuple(t.to(k.device) for t in self._table(turn.span + 1)) if rolls else None)
+        out, mass = ops.slot_attention(q, k, v, held[:, :, :, : turn.span], view)
+        slots = turn.before[:, None].expand(k.shape[:2])
+        if evicts:
+            slots = book.add(turn, mass, eviction=self._eviction, sinks=self._h2o.sink_tokens)
+        changed = Changed(self._encode(torch.stack((k, v))), slots)
+        changed.write(held)
+        return out, changed
+
+    def _encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.shape.layout is None else ops.quantize_groups(x, self.shape.layout)
+
+    def _plain(self, layer: int, batch: int) -> bool:
+        """Whether nothing is scored, evicted or compressed, so that slots stand in order."""
+        return self.shape.bits == 16 and not self._fates[batch][layer].evicts
+
+    def _scored(self, layer: int, batch: int) -> bool:
+        return self._fates[batch][layer].evicts and self._h2o.scored
+
+    def _rolls(self, layer: int, batch: int) -> bool:
+        """Whether positions are ranks. As long as nothing is evicted, the two are the same."""
+        return self._fates[batch][layer].evicts and self._h2o.positions == "rolling"
+
+    def _table(self, positions: int) -> Rope:
+        """Rotations at the first `positions` positions, or more."""
+        if self._tables is None or len(self._tables[0]) < positions:
+            most = max(fate.slots for each in self._fates for fate in each) + 1
+            self._tables = self._rope(torch.arange(max(positions, most), device=self._device))
+        return self._tables
+
+    def _book(self, layer: int, batch: int, part: Part) -> Book:
+        key = (layer, batch, part.first)
+        if key not in self._books:
+            mine = part.sequences(batch)
+            shape = (mine.stop - mine.start, self.shape.kv_heads, self._fates[batch][layer].slots)
+            self._books[key] = Book(shape, rolling=self._rolls(layer, batch),
+                                    device=self._place(part))
+        return self._books[key]
+
+    def _turn(self, layer: int, batch: int, part: Part, token: int) -> Turn:
+        """The turn of a token, made once for all layers that share it."""
+        key = (batch, part.first, self._fates[batch][layer].like)
+        made, turn = self._turns.get(key, (0, None))
+        if made != token:
+            turn = Turn.of(self._seats[batch], part.sequences(batch), self._h2o, layer=layer,
+                           token=token, appended=self._plain(layer, batch),
+                           device=self._place(part))
+            self._turns[key] = (token, turn)
+        return turn
+
+    def _place(self, part: Part) -> torch.device:
+        """Where attention over a part runs."""
+        return torch.device("cpu") if part.on_host else self._device
+
+    def _carry(self, x: torch.Tensor, place, link: str) -> torch.Tensor:
+        """A copy in the other memory, waited for."""
+        device = self._transfers.device
+        began = device.stamp()
+        there = x.to(place)
+        self._transfers.moved(link, x.nbytes, began, device.stamp())
+        return there

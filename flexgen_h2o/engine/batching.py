@@ -1,14 +1,14 @@
 """Requests, GPU batches and blocks: who is computed together, and which rows are whose. No torch.
 
 In the prefill the sequences of a batch lie packed, one after the other, with no pads between them.
-In the cache they are padded on the left to the longest of the batch, so that every sequence's
-next token goes to the same slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from flexgen_h2o.cache.seats import Seats, Span, prefill_sweeps
 
 
 @dataclass
@@ -27,14 +27,15 @@ class Request:
 
 
 class Batch:
-    """The sequences computed together; `index` is the batch's place in its block."""
+    """The sequences computed together; `index` is the batch's place in its block.
 
-    def __init__(self, index: int, requests: Sequence[Request]):
+    `seats` says how their prompts are cut into sweeps and how many tokens may follow.
+    """
+
+    def __init__(self, index: int, requests: Sequence[Request], seats: Seats):
         self.index = index
         self.requests = list(requests)
-        self.lengths = [len(request.prompt) for request in requests]
-        self.padded = max(self.lengths)
-        self.pads = [self.padded - length for length in self.lengths]
+        self.seats = seats
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -44,52 +45,69 @@ class Batch:
         """Whether every sequence of the batch has ended."""
         return all(request.finish_reason for request in self.requests)
 
-    def rows(self, token: int) -> int:
-        """Rows of hidden states when token number `token` is computed."""
-        return sum(self.lengths) if token == 0 else len(self)
+    def rows(self, sweep: int) -> int:
+        """Rows of hidden states in a sweep."""
+        if not self.seats.in_prefill(sweep):
+            return len(self)
+        return sum(map(len, self.seats.spans(sweep)))
 
-    def inputs(self, token: int) -> tuple[list[int], list[int]]:
-        """Token ids and positions of the rows: the prompts, or each sequence's newest token."""
-        if token == 0:
-            ids = [i for request in self.requests for i in request.prompt]
-            return ids, [p for length in self.lengths for p in range(length)]
-        # A sequence that has ended repeats its last token; nobody looks at what comes of it.
-        ids = [request.generated[-1] for request in self.requests]
-        return ids, [length + token - 1 for length in self.lengths]
+    def inputs(self, sweep: int) -> tuple[list[int], list[int]]:
+        """Token ids and positions of the rows: of the prompts, or each sequence's newest token."""
+        if not self.seats.in_prefill(sweep):
+            token = self.seats.token(sweep)
+            # A sequence that has ended repeats its last token; nobody looks at what comes of it.
+            ids = [request.generated[-1] for request in self.requests]
+            return ids, [length + token - 1 for length in self.seats.lengths]
+        ids, positions = [], []
+        for span in self.seats.spans(sweep):
+            ids += self.requests[span.sequence].prompt[span.start : span.end]
+            positions += range(span.start, span.end)
+        return ids, positions
 
-    def chunks(self, token: int, most_rows: int) -> Iterator[Chunk]:
-        """Cut the rows between sequences so that a chunk has at most `most_rows` of them.
+    def chunks(self, sweep: int, most_rows: int) -> Iterator[Chunk]:
+        """Cut the rows of a prefill between sequences so that a chunk has at most `most_rows`.
 
-        A sequence longer than that is a chunk of its own.
+        A span longer than that is a chunk of its own.
         """
-        lengths = self.lengths if token == 0 else [1] * len(self)
-        first = row = 0
-        for last in range(1, len(lengths) + 1):
-            rows = sum(lengths[first:last])
-            if last == len(lengths) or rows + lengths[last] > most_rows:
-                yield Chunk(first, last, row, row + rows)
-                first, row = last, row + rows
+        spans: list[Span] = []
+        row = rows = 0
+        for span in self.seats.spans(sweep):
+            if not len(span):
+                continue
+            if spans and rows + len(span) > most_rows:
+                yield Chunk(tuple(spans), row, row + rows)
+                spans, row, rows = [], row + rows, 0
+            spans.append(span)
+            rows += len(span)
+        if spans:
+            yield Chunk(tuple(spans), row, row + rows)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Sequences first:last of a batch, whose rows are row:end."""
+    """Spans of prompts that go through a layer together; their rows are row:end."""
 
-    first: int
-    last: int
+    spans: tuple[Span, ...]
     row: int
     end: int
 
 
-def make_blocks(requests: Sequence[Request], gpu_batch_size: int, num_gpu_batches: int
-                ) -> list[list[Batch]]:
-    """Sort requests by length, so that little is padded, and cut them into blocks of batches.
+def make_blocks(requests: Sequence[Request], new: int, *, gpu_batch_size: int,
+                num_gpu_batches: int, prefill_chunk: int | None = None) -> list[list[Batch]]:
+    """Sort requests by length, so that a batch's are alike, and cut them into blocks of batches.
 
-    The longest come first: what does not fit shows at once. The last block may be partial.
+    The longest come first: what does not fit shows at once. The last block may be partial. Up to
+    `new` tokens will be appended to each; prompts come in chunks of `prefill_chunk` tokens.
     """
     ordered = sorted(requests, key=lambda request: (-len(request.prompt), request.key))
     groups = [ordered[i : i + gpu_batch_size] for i in range(0, len(ordered), gpu_batch_size)]
-    return [
-        [Batch(index, group) for index, group in enumerate(groups[i : i + num_gpu_batches])]
-        for i in range(0, len(groups), num_gpu_batches)
-    ]
+    blocks = []
+    for start in range(0, len(groups), num_gpu_batches):
+        block = groups[start : start + num_gpu_batches]
+        sweeps = prefill_sweeps(len(block[0][0].prompt), prefill_chunk)
+        seats = Seats((), new, prefill_chunk if sweeps > 1 else None, sweeps)
+        blocks.append([
+            Batch(index, group,
+                  replace(seats, lengths=tuple(len(request.prompt) for request in group)))
+            for index, group in enumerate(block)])
+    return blocks

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import torch
 
-from flexgen_h2o.cache.kv_cache import Seats
-from flexgen_h2o.engine.batching import Batch, Chunk
+from flexgen_h2o.engine.batching import Batch
 from flexgen_h2o.engine.room import Room
 from flexgen_h2o.engine.schedule import Kind, Step, schedule
 from flexgen_h2o.engine.weights import WeightStore
@@ -22,11 +23,16 @@ CHUNK_ROWS = {"cpu": ROW_BLOCK, "cuda": 8 * ROW_BLOCK}
 """Rows of a prefill that go through a layer together. The temporaries of so many rows fit near the
 caches of a CPU and keep its GEMMs busy; more would only cost memory."""
 
-LogitRows = Callable[[Batch], torch.Tensor]
-"""Which rows of a batch's prefill get logits: int64 [rows], on the host."""
 
-Sink = Callable[[Batch, int, int, torch.Tensor], None]
-"""Takes (batch, token, row, logits [rows, vocab]): the logits from row number `row` on."""
+class Sink(Protocol):
+    """Where logits go."""
+
+    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
+        """Which rows of a batch's sweep get logits: int64 [rows], on the host."""
+
+    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
+        """Take logits [rows, vocab] of the chosen rows from number `row` on."""
+
 
 HEAD_ROWS = 512
 """Rows that get logits together: a vocabulary is wide."""
@@ -74,36 +80,31 @@ class Executor:
         self._batches: list[Batch] = []
 
     @torch.inference_mode()
-    def run(self, batches: Sequence[Batch], num_tokens: int, sink: Sink, *,
-            logit_rows: LogitRows | None = None,
+    def run(self, batches: Sequence[Batch], sink: Sink, *,
             on_compute: Callable[[Step], None] = lambda step: None) -> Timing:
-        """Run one block for `num_tokens` steps (the prefill is the first), or until all have ended.
+        """Run one block: its prompts and the new tokens that it has seats for, or until all end.
 
         Parameters
         ----------
         batches : sequence of Batch
             The block.
-        num_tokens : int
         sink : Sink
             Gets the logits; appends to the requests what they continue with.
-        logit_rows : LogitRows, optional
-            Default: the last token of each prompt.
         on_compute : callable
             Called after each compute, to show progress.
         """
         self._batches = list(batches)
         self._sink = sink
-        self._logit_rows = logit_rows or _last_rows
         self._weights.reset()
         self._hidden.reset()
-        self._cache.begin([Seats(tuple(b.pads), b.padded, b.padded + num_tokens - 1)
-                           for b in batches])
+        self._cache.begin([batch.seats for batch in batches])
         timing = Timing()
         last_layer, last_batch = self._config.num_layers + 1, len(self._batches) - 1
+        seats = batches[0].seats
         began = time.perf_counter()
-        for step in schedule(num_tokens, self._config.num_layers, len(batches),
-                             overlap=self._overlap):
-            if step.batch is None or not self._batches[step.batch].finished:
+        for step in schedule(seats.prefill_sweeps + seats.new, self._config.num_layers,
+                             len(batches), overlap=self._overlap):
+            if step.batch is None or self._takes_part(step):
                 self._ACTIONS[step.kind](self, step)
             if step.kind is not Kind.COMPUTE:
                 if not self._overlap:
@@ -111,16 +112,21 @@ class Executor:
                 continue
             on_compute(step)
             if (step.layer, step.batch) == (last_layer, last_batch):
-                began = self._end_step(timing, step.token, began)
+                began = self._end_sweep(timing, seats.in_prefill(step.sweep), began)
                 if all(batch.finished for batch in self._batches):
                     break
         return timing
 
-    def _end_step(self, timing: Timing, token: int, began: float) -> float:
-        """Note the time of a step. Its tokens are on the host: the device has done it."""
+    def _takes_part(self, step: Step) -> bool:
+        """Whether a batch has not ended yet, and has begun (a short prompt has fewer chunks)."""
+        batch = self._batches[step.batch]
+        return not batch.finished and batch.rows(step.sweep) > 0
+
+    def _end_sweep(self, timing: Timing, prefill: bool, began: float) -> float:
+        """Note the time of a sweep. Its tokens are on the host: the device has done it."""
         now = time.perf_counter()
-        if token == 0:
-            timing.prefill = now - began
+        if prefill:
+            timing.prefill += now - began
         else:
             timing.steps.append(now - began)
         self._transfers.settle()
@@ -140,7 +146,7 @@ class Executor:
                                      self._device.stamp())
 
     def _embed(self, step: Step, batch: Batch, weights) -> None:
-        ids, positions = (torch.tensor(values) for values in batch.inputs(step.token))
+        ids, positions = (torch.tensor(values) for values in batch.inputs(step.sweep))
         x = self._hidden.get(step.batch, len(ids), fresh=True)
         for rows in _row_chunks(len(ids), self._chunk_rows):
             x[rows] = self._family.embed(self._config, weights, self._weights.lookup,
@@ -149,57 +155,50 @@ class Executor:
             self._config, positions.to(self._device.torch), self._dtype)
 
     def _decoder_layer(self, step: Step, batch: Batch, weights) -> None:
-        x = self._hidden.get(step.batch, batch.rows(step.token))
+        x = self._hidden.get(step.batch, batch.rows(step.sweep))
         rope = self._rope[step.batch]
-        most = self._chunk_rows if step.token == 0 else len(batch)
-        for chunk in batch.chunks(step.token, most):
+        if not batch.seats.in_prefill(step.sweep):
+            attend = partial(self._cache.attend_token, step.layer - 1, step.batch,
+                             token=batch.seats.token(step.sweep), rope=rope)
+            self._layer(weights, x, attend)
+            return
+        for chunk in batch.chunks(step.sweep, self._chunk_rows):
             rows = slice(chunk.row, chunk.end)
-            context = LayerContext(
-                rope=None if rope is None else tuple(table[rows] for table in rope),
-                attend=self._attend(step, batch, chunk),
-                scratch=self._scratch,
-            )
-            before = x[rows]
-            after = self._family.decoder_layer(self._config, weights, before, context)
-            if after is not before:
-                before.copy_(after)
+            attend = partial(self._cache.attend_prompt, step.layer - 1, step.batch,
+                             spans=chunk.spans,
+                             rope=None if rope is None else tuple(table[rows] for table in rope))
+            self._layer(weights, x[rows], attend)
 
-    def _attend(self, step: Step, batch: Batch, chunk: Chunk):
-        layer = step.layer - 1
-        if step.token > 0:
-            return lambda q, k, v: self._cache.attend_token(
-                layer, step.batch, q, k, v, token=step.token)
-        lengths = batch.lengths[chunk.first : chunk.last]
-        return lambda q, k, v: self._cache.attend_prompt(
-            layer, step.batch, q, k, v, first=chunk.first, lengths=lengths)
+    def _layer(self, weights, x: torch.Tensor, attend) -> None:
+        context = LayerContext(attend=attend, scratch=self._scratch)
+        after = self._family.decoder_layer(self._config, weights, x, context)
+        if after is not x:
+            x.copy_(after)
 
     def _head(self, step: Step, batch: Batch, weights) -> None:
-        x = self._hidden.get(step.batch, batch.rows(step.token))
-        if step.token == 0:
-            x = x[self._logit_rows(batch).to(self._device.torch)]
+        x = self._hidden.get(step.batch, batch.rows(step.sweep))
+        wanted = self._sink.rows(batch, step.sweep)
+        if len(wanted) < len(x):
+            x = x[wanted.to(self._device.torch)]
         for rows in _row_chunks(len(x), HEAD_ROWS):
             logits = self._family.head(self._config, weights, x[rows])
-            self._sink(batch, step.token, rows.start, logits)
+            self._sink(batch, step.sweep, rows.start, logits)
         self._hidden.drop(step.batch)
 
     def _rows(self, step: Step) -> int:
-        return self._batches[step.batch].rows(step.token)
+        return self._batches[step.batch].rows(step.sweep)
 
     # Of the class and not of the object: an executor that pointed at itself would keep its cache
     # in memory until the garbage collector came by.
     _ACTIONS = {
         Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(step.layer),
         Kind.RELEASE_WEIGHTS: lambda self, step: self._weights.release(step.layer),
-        Kind.LOAD_CACHE: lambda self, s: self._cache.load(s.layer - 1, s.batch, s.token),
-        Kind.STORE_CACHE: lambda self, s: self._cache.store(s.layer - 1, s.batch, s.token),
+        Kind.LOAD_CACHE: lambda self, s: self._cache.load(s.layer - 1, s.batch, s.sweep),
+        Kind.STORE_CACHE: lambda self, s: self._cache.store(s.layer - 1, s.batch, s.sweep),
         Kind.LOAD_HIDDEN: lambda self, step: self._hidden.load(step.batch, self._rows(step)),
         Kind.STORE_HIDDEN: lambda self, step: self._hidden.store(step.batch, self._rows(step)),
         Kind.COMPUTE: _compute,
     }
-
-
-def _last_rows(batch: Batch) -> torch.Tensor:
-    return torch.tensor(batch.lengths).cumsum(0) - 1
 
 
 def _row_chunks(rows: int, most: int):

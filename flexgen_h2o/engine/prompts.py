@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+from flexgen_h2o.cache.budget import cached
+from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.engine.batching import Request
 from flexgen_h2o.engine.loader import Source, load_tokenizer
 from flexgen_h2o.errors import UserError
@@ -16,8 +18,9 @@ class Prompts:
     All methods raise `UserError`, in one line that names the prompt or pair by its number.
     """
 
-    def __init__(self, source: Source, name: str):
+    def __init__(self, source: Source, name: str, h2o: H2OConfig | None):
         self._source = source
+        self._h2o = h2o
         self._config = source.config
         self._name = name
         self._tokenizer = None
@@ -77,7 +80,9 @@ class Prompts:
 
     def check_lengths(self, requests: list[Request], new_tokens: int) -> None:
         """Refuse what would run past the model's positions."""
-        config = self._config
+        config, h2o = self._config, self._h2o
+        if h2o is not None and h2o.drop_positions:
+            return
         longest = max(requests, key=lambda request: len(request.prompt))
         length, limit = len(longest.prompt), config.max_positions
         if config.sliding_window is not None:
@@ -86,10 +91,18 @@ class Prompts:
             raise UserError(f"prompt {longest.key} has {length} tokens, more than the model's "
                             f"{limit} positions: shorten it")
         # The last new token is never computed, and so needs no position.
-        if length + new_tokens - 1 > limit:
+        needed, advice = length + new_tokens - 1, ""
+        if h2o is not None and not h2o.is_full and config.rope is not None:
+            advice = ", or let positions roll with the cache (--enable-position-rolling)"
+            if h2o.positions == "rolling":
+                # A place in the cache is all that counts; the new token has one beside the slots.
+                needed = min(needed, 1 + max(cached(h2o, layer, length, new_tokens - 1)
+                                             for layer in range(config.num_layers)))
+                advice = ", or lower the budget"
+        if needed > limit:
             raise UserError(f"prompt {longest.key} of {length} tokens and {new_tokens} new ones "
                             f"exceed the model's {limit} positions: generate at most "
-                            f"{limit - length + 1}")
+                            f"{limit - length + 1}{advice}")
 
 
 def _token_ids(tokens, what: str) -> list[int]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.cache.kv_cache import CacheShape, KVCache
-from flexgen_h2o.config import Policy
+from flexgen_h2o.cache.kv_cache import CacheShape, CacheSize, KVCache, slots_of
+from flexgen_h2o.cache.simulation import SimulatedCache
+from flexgen_h2o.config import H2OConfig, Policy
 from flexgen_h2o.engine.batching import Batch
 from flexgen_h2o.engine.hidden import HiddenStates
+from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Scratch
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.disk import RunFolder
@@ -20,24 +22,26 @@ from flexgen_h2o.storage.transfer import Transfers
 
 @dataclass(frozen=True)
 class Size:
-    """What the largest block takes: sequences and rows of a batch, batches, slots of a sequence."""
+    """What the largest block takes: in the cache, and rows of hidden states of a batch."""
 
-    sequences: int
-    batches: int
-    slots: int
+    cache: CacheSize
     rows: int
 
     @classmethod
-    def of(cls, blocks: Sequence[Sequence[Batch]], steps: int) -> Size:
-        """The size that holds each of `blocks` for `steps` tokens."""
+    def of(cls, blocks: Sequence[Sequence[Batch]], h2o: H2OConfig | None, num_layers: int) -> Size:
+        """The size that holds each of `blocks`."""
         batches = [batch for block in blocks for batch in block]
-        return cls(max(map(len, batches)), max(map(len, blocks)),
-                   max(batch.padded for batch in batches) + steps - 1,
-                   max(batch.rows(0) for batch in batches))
+        slots = zip(*(slots_of(batch.seats, h2o, num_layers) for batch in batches), strict=True)
+        chunked = [max(batch.seats.lengths) for batch in batches if batch.seats.chunk is not None]
+        cache = CacheSize(max(map(len, batches)), max(map(len, blocks)),
+                          tuple(max(layer) for layer in slots), max(chunked, default=0))
+        rows = max(batch.rows(sweep) for batch in batches
+                   for sweep in range(batch.seats.prefill_sweeps))
+        return cls(cache, rows)
 
     def covers(self, other: Size) -> bool:
         """Whether a block of size `other` fits in."""
-        return all(mine >= its for mine, its in zip(astuple(self), astuple(other), strict=True))
+        return self.rows >= other.rows and self.cache.covers(other.cache)
 
 
 class Room:
@@ -45,23 +49,38 @@ class Room:
 
     Fresh memory is slow the first time that it is touched, so a run does better in a room that
     is there already than in one of its own.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    shape : CacheShape
+    size : Size
+    policy : Policy
+    h2o : H2OConfig or None
+    transfers : Transfers
+    offload_dir : str
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, size: Size, *, policy: Policy,
-                 transfers: Transfers, offload_dir: str):
+    def __init__(self, config: ModelConfig, shape: CacheShape, size: Size, *, policy: Policy,
+                 h2o: H2OConfig | None, transfers: Transfers, offload_dir: str):
         self.size = size
         self.scratch = Scratch(transfers.device.torch)
         self._offload_dir = offload_dir
         self._transfers = transfers
         self._folder: RunFolder | None = None
+
+        def rope(positions: torch.Tensor):
+            return family(config).rope(config, positions, torch.float32)
+
         with ExitStack() as opened:
             self._opened = opened
-            shape = CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-            self.cache = KVCache(
-                shape, batch_size=size.sequences, batches=size.batches, slots=size.slots,
-                placement=policy.cache, transfers=transfers, run_folder=self._run_folder)
+            if h2o is not None and h2o.simulate:
+                self.cache = SimulatedCache(h2o, rope)
+            else:
+                self.cache = KVCache(shape, size.cache, policy, h2o=h2o, rope=rope,
+                                     transfers=transfers, run_folder=self._run_folder)
             self.hidden = HiddenStates(
-                size.rows, config.hidden_size, dtype, batches=size.batches,
+                size.rows, config.hidden_size, shape.dtype, batches=size.cache.batches,
                 placement=policy.activations, transfers=transfers, run_folder=self._run_folder)
             # Last in, first out: nothing may be under way when files and buffers go.
             opened.callback(transfers.abandon)

@@ -26,9 +26,13 @@ class Generation:
         self._eos = frozenset(eos_token_ids)
         self._max_new_tokens = max_new_tokens
 
-    def __call__(self, batch: Batch, token: int, row: int, logits: torch.Tensor) -> None:
+    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
+        """Rows that get logits: the newest token of each sequence, once its prompt has ended."""
+        return newest_rows(batch, sweep)
+
+    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
         requests = batch.requests[row : row + len(logits)]
-        chosen = self._sampler(logits, requests, token)
+        chosen = self._sampler(logits, requests, batch.seats.token(sweep))
         for request, choice in zip(requests, chosen, strict=True):
             if request.finish_reason:
                 continue
@@ -40,7 +44,7 @@ class Generation:
 
 
 class Scoring:
-    """A sink that collects the log-probabilities of given continuations.
+    """A sink that collects the log-probabilities of given continuations, in one prefill.
 
     A request's prompt is context and continuation without its last token; the logits of the last
     ``len(continuation)`` rows of each prompt predict the continuation.
@@ -55,20 +59,77 @@ class Scoring:
         self._continuations = continuations
         self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
 
-    def rows(self, batch: Batch) -> torch.Tensor:
-        """Rows of the batch's prefill that predict a continuation: int64 [rows]."""
-        end, rows = 0, []
-        for request, length in zip(batch.requests, batch.lengths, strict=True):
-            end += length
-            rows.append(torch.arange(end - len(self._continuations[request.key]), end))
-        return torch.cat(rows)
+    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
+        """Rows of a sweep that predict a continuation: int64 [rows]."""
+        return torch.tensor([row for row, _, _ in self._owners(batch, sweep)], dtype=torch.int64)
 
-    def __call__(self, batch: Batch, token: int, row: int, logits: torch.Tensor) -> None:
-        owners = [(request.key, target) for request in batch.requests
-                  for target in self._continuations[request.key]][row : row + len(logits)]
-        targets = torch.tensor([target for _, target in owners], device=logits.device)
-        found = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0].tolist()
-        for (key, _), value in zip(owners, found, strict=True):
+    def _owners(self, batch: Batch, sweep: int) -> list[tuple[int, int, int]]:
+        """(row, request key, token to predict) of the rows that predict."""
+        owners, row = [], 0
+        for span in batch.seats.spans(sweep):
+            request = batch.requests[span.sequence]
+            tail = self._continuations[request.key]
+            begin = len(request.prompt) - len(tail)
+            owners += [(row + position - span.start, request.key, tail[position - begin])
+                       for position in range(max(span.start, begin), span.end)]
+            row += len(span)
+        return owners
+
+    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
+        owners = self._owners(batch, sweep)[row : row + len(logits)]
+        found = _log_probs(logits, [target for _, _, target in owners])
+        for (_, key, _), value in zip(owners, found, strict=True):
             self.log_probs[key].append(value)
-        for request in batch.requests:
-            request.finish_reason = "length"
+        if batch.seats.token(sweep) == 0:
+            for request in batch.requests:
+                request.finish_reason = "length"
+
+
+class Forcing:
+    """A sink that feeds given continuations token by token and collects their log-probabilities.
+
+    What an evicting cache predicts depends on how tokens came: only the context is a prompt.
+
+    Parameters
+    ----------
+    continuations : mapping
+        Request key to token ids, at least one each.
+    """
+
+    def __init__(self, continuations: Mapping[int, Sequence[int]]):
+        self._continuations = continuations
+        self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
+
+    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
+        """Rows that get logits: as in generation."""
+        return newest_rows(batch, sweep)
+
+    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
+        requests = batch.requests[row : row + len(logits)]
+        # One that has ended goes on with its last token, whose probability nobody wants.
+        tails = [self._continuations[request.key] for request in requests]
+        targets = [tail[min(len(request.generated), len(tail) - 1)]
+                   for request, tail in zip(requests, tails, strict=True)]
+        found = _log_probs(logits, targets)
+        for request, tail, target, value in zip(requests, tails, targets, found, strict=True):
+            if request.finish_reason:
+                continue
+            self.log_probs[request.key].append(value)
+            request.generated.append(target)
+            if len(request.generated) == len(tail):
+                request.finish_reason = "length"
+
+
+def newest_rows(batch: Batch, sweep: int) -> torch.Tensor:
+    """The row of each sequence's newest token, int64 [rows]; none while prompts have not ended."""
+    if batch.seats.token(sweep) < 0:
+        return torch.empty(0, dtype=torch.int64)
+    if not batch.seats.in_prefill(sweep):
+        return torch.arange(len(batch))
+    return torch.tensor([len(span) for span in batch.seats.spans(sweep)]).cumsum(0) - 1
+
+
+def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> list[float]:
+    """Natural log-probability of one token per row of logits [rows, vocab]."""
+    index = torch.tensor(targets, device=logits.device)
+    return logits.float().log_softmax(-1).gather(1, index[:, None])[:, 0].tolist()

@@ -11,7 +11,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from flexgen_h2o.kernels import reference
+from flexgen_h2o.kernels import reference, torch_attention, torch_groups
+from flexgen_h2o.kernels.reference import SlotView
+
+__all__ = ["SlotView", "causal_attention", "decode_attention", "dequantize_groups",
+           "prefill_attention", "quantize_groups", "slot_attention"]
 
 
 def _forced_reference() -> bool:
@@ -85,3 +89,30 @@ def _slow_single_row(q: torch.Tensor) -> bool:
         and q.dtype == torch.bfloat16
         and not getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
     )
+
+
+def causal_attention(q, k, v, *, mass=None, decay=1.0):
+    """See `reference.causal_attention`; memory linear in the tokens."""
+    if _forced_reference():
+        return reference.causal_attention(q, k, v, mass=mass, decay=decay)
+    if mass is None and q.is_cuda:
+        return torch_attention.fused_causal_attention(q, k, v)
+    return torch_attention.causal_attention(q, k, v, mass=mass, decay=decay)
+
+
+def slot_attention(q, k, v, slots, view=None):
+    """See `reference.slot_attention`; each cached byte is read once per group of query heads."""
+    backend = reference if _forced_reference() else torch_attention
+    return backend.slot_attention(q, k, v, slots, view or SlotView())
+
+
+def quantize_groups(x, layout):
+    """See `reference.quantize_groups`."""
+    backend = reference if _forced_reference() else torch_groups
+    return backend.quantize_groups(x, layout)
+
+
+def dequantize_groups(records, layout):
+    """See `reference.dequantize_groups`."""
+    backend = reference if _forced_reference() else torch_groups
+    return backend.dequantize_groups(records, layout)

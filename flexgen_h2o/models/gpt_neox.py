@@ -11,7 +11,6 @@ from flexgen_h2o.models.layers import (
     LayerContext,
     activation,
     add_linear_,
-    apply_rope_,
     layer_norm,
     linear,
     rope_tables,
@@ -90,12 +89,9 @@ def decoder_layer(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
     # The fused matrix gives each head's query, key and value in turn.
     qkv = ctx.scratch.get("qkv", (rows, cfg.num_heads, 3 * cfg.head_dim), x.dtype)
     q, k, v = qkv.split(cfg.head_dim, dim=-1)
-    cos, sin = ctx.rope
     for block in row_blocks(rows):
         normed = _normed(cfg, w, "ln1", x[block], ctx)
         linear(normed, w["qkv"], w.get("qkv_bias"), out=qkv[block].view(len(normed), -1))
-        apply_rope_(q[block], cos[block], sin[block])
-        apply_rope_(k[block], cos[block], sin[block])
     attended = ctx.attend(q, k, v).reshape(rows, cfg.q_size)
     for block in row_blocks(rows):
         _attention_and_mlp_(cfg, w, x[block], attended[block], ctx)

@@ -61,18 +61,16 @@ class LayerContext:
 
     Attributes
     ----------
-    rope : tuple of two Tensors [rows, rotary_dim / 2], or None
-        Cosines and sines of this step's rows.
     attend : callable (q, k, v) -> Tensor
         Causal attention over the cache and these rows, with softmax scale head_dim ** -0.5. q is
-        [rows, heads, head_dim]; k and v are [rows, kv_heads, head_dim]; the result is like q. All
-        three may be strided views of scratch: they hold only until the layer's next step, so
+        [rows, heads, head_dim]; k and v are [rows, kv_heads, head_dim]; the result is like q. q and
+        k come before rotation, since the cache decides at which positions, and may be overwritten.
+        All three may be strided views of scratch: they hold only until the layer's next step, so
         what is to last has to be copied before `attend` returns.
     scratch : Scratch
         On the compute device.
     """
 
-    rope: tuple[Tensor, Tensor] | None
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     scratch: Scratch
 
@@ -155,32 +153,6 @@ def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> tupl
         frequencies = _llama3_frequencies(rope, frequencies)
     angles = positions[:, None].float() * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading dimensions of each head in place; the others stay.
-
-    Parameters
-    ----------
-    x : Tensor [rows, heads, head_dim]
-        Any strides. Dimension i turns with dimension i + rotary_dim / 2.
-    cos, sin : Tensor [rows, rotary_dim / 2]
-        From `rope_tables`.
-
-    Returns
-    -------
-    Tensor
-        x itself.
-    """
-    half = cos.shape[-1]
-    rows = _piece_rows(x)
-    for piece, c, s in zip(x.split(rows), cos[:, None].split(rows), sin[:, None].split(rows),
-                           strict=True):
-        first, second = piece[..., :half], piece[..., half:2 * half]
-        before = first.clone()
-        first.mul_(c).addcmul_(second, s, value=-1)
-        second.mul_(c).addcmul_(before, s)
-    return x
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:

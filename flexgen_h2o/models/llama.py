@@ -11,7 +11,6 @@ from flexgen_h2o.models.layers import (
     LayerContext,
     activation,
     add_linear_,
-    apply_rope_,
     linear,
     rms_norm,
     rope_tables,
@@ -87,13 +86,10 @@ def decoder_layer(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
     q = ctx.scratch.get("q", (rows, cfg.num_heads, cfg.head_dim), x.dtype)
     k, v = (ctx.scratch.get(name, (rows, cfg.num_kv_heads, cfg.head_dim), x.dtype)
             for name in "kv")
-    cos, sin = ctx.rope
     for block in row_blocks(rows):
         normed = _normed(cfg, w["ln1"], x[block], ctx)
         for name, out in (("q", q), ("k", k), ("v", v)):
             linear(normed, w[name], w.get(f"{name}_bias"), out=out[block].view(len(normed), -1))
-        apply_rope_(q[block], cos[block], sin[block])
-        apply_rope_(k[block], cos[block], sin[block])
     attended = ctx.attend(q, k, v).reshape(rows, cfg.q_size)
     for block in row_blocks(rows):
         add_linear_(x[block], attended[block], w["out"], w.get("out_bias"))

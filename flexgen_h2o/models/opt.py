@@ -84,7 +84,8 @@ def embed(cfg: ModelConfig, w: Mapping[str, Tensor], lookup: Callable[[str, Tens
         The embedding tensors that are not tables.
     lookup : callable (table name, index [rows]) -> new Tensor [rows, width]
     ids, positions : Tensor [rows], int64
-        Positions must lie below `cfg.max_positions`.
+        A position past the table has no embedding, and none is added: whoever lets a run get
+        there wants its speed and not its text.
 
     Returns
     -------
@@ -93,7 +94,11 @@ def embed(cfg: ModelConfig, w: Mapping[str, Tensor], lookup: Callable[[str, Tens
     x = lookup("tokens", ids)
     if "project_in" in w:
         x = linear(x, w["project_in"])
-    return x.add_(lookup("positions", positions + POSITION_OFFSET))
+    known = positions < cfg.max_positions
+    if known.all():
+        return x.add_(lookup("positions", positions + POSITION_OFFSET))
+    x[known.to(x.device)] += lookup("positions", positions[known] + POSITION_OFFSET)
+    return x
 
 
 def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> None:

@@ -1,0 +1,42 @@
+"""Progress bars: over bytes while loading, over layers and steps while a run computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from flexgen_h2o.engine.batching import Batch
+from flexgen_h2o.engine.schedule import Step
+
+
+@contextmanager
+def byte_bar(what: str, *, off: bool | None) -> Iterator[Callable[[int, int], None]]:
+    """A bar as a callback that takes (bytes done, bytes in all). off None: only on a terminal."""
+    with tqdm(desc=what, unit="B", unit_scale=True, disable=off) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+@contextmanager
+def run_bars(blocks: Sequence[Sequence[Batch]], num_layers: int, *, off: bool | None
+             ) -> Iterator[Callable[[Sequence[Batch], Step], None]]:
+    """Bars for prefill (layers) and decode (steps), as a callback (block, its finished compute)."""
+    layers = num_layers + 2
+    computes = layers * sum(block[0].seats.prefill_sweeps * len(block) for block in blocks)
+    steps = sum(block[0].seats.new for block in blocks)
+    with tqdm(total=computes, desc="prefill", unit="layer", disable=off) as prefill, tqdm(
+            total=steps, desc="decode", unit="step", disable=off) as decode:
+
+        def show(block: Sequence[Batch], step: Step) -> None:
+            if block[0].seats.in_prefill(step.sweep):
+                prefill.update()
+            elif step.layer == layers - 1 and step.batch == 0:
+                decode.update()
+
+        yield show

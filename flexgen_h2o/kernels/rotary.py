@@ -1,0 +1,63 @@
+"""Rotary position embeddings (arXiv 2104.09864): turning the leading dimensions of each head.
+
+Dimension i turns with dimension i + rotary_dim / 2; those past rotary_dim stay.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# In pieces of this size the temporaries stay in cache and in the heap that malloc reuses.
+PIECE_BYTES = 1 << 19
+
+
+def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the rows of packed sequences in place.
+
+    Parameters
+    ----------
+    x : Tensor [rows, heads, head_dim]
+        Any strides.
+    cos, sin : Tensor [rows, rotary_dim / 2]
+
+    Returns
+    -------
+    Tensor
+        x itself.
+    """
+    rows = max(1, x.shape[0])
+    if x.device.type == "cpu":
+        rows = max(1, PIECE_BYTES // max(1, x[:1].numel() * x.element_size()))
+    for piece, c, s in zip(x.split(rows), cos[:, None].split(rows), sin[:, None].split(rows),
+                           strict=True):
+        turn_(piece, c, s)
+    return x
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A rotated copy of x.
+
+    Parameters
+    ----------
+    x : Tensor [..., head_dim]
+    cos, sin : Tensor [..., rotary_dim / 2]
+        Broadcastable over the leading dimensions of x.
+
+    Returns
+    -------
+    Tensor [..., head_dim]
+        In x's dtype; computed in that of the tables if it is wider.
+    """
+    wide = torch.promote_types(x.dtype, cos.dtype)
+    return turn_(x.to(wide, copy=True), cos, sin).to(x.dtype)
+
+
+def turn_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Like `rotated`, in place; x is returned."""
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    before = first.clone()
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(before, sin)
+    return x

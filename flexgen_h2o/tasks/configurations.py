@@ -1,0 +1,112 @@
+"""The caches that the quality task compares: policies over budgets, and variants of one. No torch.
+
+A budget is a percentage of each sequence's own prompt: all that stays cached of it, but for the
+sinks of ``sink-window``, which come on top, since 4 tokens are another share of every sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from flexgen_h2o.cache import budget as cache_budget
+from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.run_config import SINK_WINDOW_SINKS
+
+POLICIES = ("full", "h2o", "window", "sink-window")  # in the words of --eviction
+# What --only picks from: the policies, and the variants of h2o by what they vary.
+GROUPS = (*POLICIES, "score", "positions", "bits")
+VARIED = (5, 20)  # percent: a tight and a usual budget
+USUAL = 20
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One cache. `budget` is in percent of the prompt (100 for the full cache)."""
+
+    policy: str
+    budget: float
+    score: str = "sum"
+    positions: str = "original"
+    cache_bits: int = 16
+
+    @property
+    def variant(self) -> str:
+        """What makes it another than the plain policy, in a word; empty for that itself."""
+        if self.cache_bits != 16:
+            return f"{self.cache_bits}-bit"
+        if self.score != "sum":
+            return self.score
+        return self.positions if self.positions != "original" else ""
+
+    @property
+    def name(self) -> str:
+        """Such as ``h2o 20 % 4-bit``."""
+        if self.policy == "full":
+            return "full"
+        return f"{self.policy} {self.budget:g} % {self.variant}".strip()
+
+    @property
+    def group(self) -> str:
+        """The one of `GROUPS` that it belongs to."""
+        if self.cache_bits != 16:
+            return "bits"
+        if self.score != "sum":
+            return "score"
+        return "positions" if self.positions != "original" else self.policy
+
+    def h2o(self) -> H2OConfig | None:
+        """The cache's sizes and scores in `LLM`'s words; None for the full cache."""
+        share = self.budget / 100
+        if self.policy == "full":
+            return None
+        if self.policy == "h2o":
+            return H2OConfig(heavy_ratio=share / 2, recent_ratio=share / 2, score=self.score,
+                             positions=self.positions)
+        sinks = SINK_WINDOW_SINKS if self.policy == "sink-window" else 0
+        return H2OConfig(heavy_tokens=0, recent_ratio=share, sink_tokens=sinks,
+                         positions=self.positions)
+
+    def arguments(self) -> dict[str, object]:
+        """Keywords of `LLM` that set this cache."""
+        return {"h2o": self.h2o(), "cache_bits": self.cache_bits}
+
+    def sizes(self, prompt_len: int) -> cache_budget.Budget | None:
+        """Tokens kept of a prompt, alike in all layers. None for the full cache."""
+        return cache_budget.budget(self.h2o(), 0, prompt_len)
+
+    def cached(self, prompt_len: int, new_tokens: int) -> float:
+        """Tokens that are cached after a decode step, mean over the steps of `new_tokens`.
+
+        The first new token comes from the prefill and the last is never cached, so there is a
+        step less than new tokens.
+        """
+        steps = range(1, new_tokens) or [0]
+        h2o = self.h2o()
+        return fmean(cache_budget.cached(h2o, 0, prompt_len, step) for step in steps)
+
+
+def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
+                   ) -> list[Configuration]:
+    """All caches to measure, the full one first: what the others are compared with.
+
+    Parameters
+    ----------
+    budgets : iterable of float
+        Percent of the prompt. Variants of h2o are measured at those of `VARIED` that are among
+        them, fewer bits at `USUAL` alone.
+    only : iterable of str, optional
+        Those of `GROUPS` to measure beside the full cache. Default: all.
+    """
+    budgets = sorted(set(budgets))
+    found = [Configuration("full", 100)]
+    found += [Configuration(policy, budget) for policy in POLICIES[1:] for budget in budgets]
+    for budget in (budget for budget in VARIED if budget in budgets):
+        plain = Configuration("h2o", budget)
+        found += [replace(plain, score="mean"), replace(plain, score="decay"),
+                  replace(plain, positions="rolling")]
+    if USUAL in budgets:
+        found += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]
+    wanted = set(GROUPS if only is None else only) | {"full"}
+    return [one for one in found if one.group in wanted]

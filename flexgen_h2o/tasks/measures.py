@@ -1,0 +1,261 @@
+"""What a cache does to a model's output, in figures and rows: the arithmetic of the quality task.
+
+No torch: an `LLM`, or anything with its `loglikelihood`, `generate` and `stats`, is handed in.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.report import RunStats
+from flexgen_h2o.tasks.articles import Pair
+from flexgen_h2o.tasks.configurations import Configuration
+
+_TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",
+          "policy", "variant", "score", "positions")
+_MAY_LACK = ("heavy_tokens_mean", "recent_tokens_mean", "sink_tokens")  # the full cache has none
+COLUMNS = (
+    "date", "version", "commit", "host", "device", "model", "dtype",
+    "articles", "prompt_tokens_mean", "continuation_tokens", "gen_len",
+    "configuration", "policy", "variant", "budget_percent", "heavy_tokens_mean",
+    "recent_tokens_mean", "sink_tokens", "score", "positions", "cache_bits",
+    "cached_tokens_mean", "kv_cache_bytes_per_sequence",
+    "perplexity", "perplexity_over_full", "delta_nats", "delta_nats_low", "delta_nats_high",
+    "greedy_equal_share", "common_prefix_mean", "seconds",
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one cache gave: for each article the natural log-probability of each token of its
+    second half, and the greedy tokens after its first. `stats` is that of the scoring; `seconds`
+    are those of scoring and generation, without loading.
+    """
+
+    log_probs: list[list[float]]
+    tokens: list[list[int]]
+    stats: RunStats
+    seconds: float
+
+
+def measure(llm, pairs: Sequence[Pair], *, gen_len: int,
+            on_part: Callable[[], None] = lambda: None) -> Measurement:
+    """Score each article's second half after its first, and continue the first by `gen_len`.
+
+    `on_part` is called after each of the two.
+    """
+    began = time.perf_counter()
+    log_probs = llm.loglikelihood(pairs)
+    stats = llm.stats
+    on_part()
+    # With no end token all texts are of one length, and shares of them mean the same.
+    outputs = llm.generate([head for head, _ in pairs], max_new_tokens=gen_len, eos_token_id=-1)
+    seconds = time.perf_counter() - began
+    on_part()
+    return Measurement(log_probs, [list(out.token_ids) for out in outputs], stats, seconds)
+
+
+def perplexity(log_probs: Iterable[Sequence[float]]) -> float:
+    """exp of the mean negative log-likelihood over all tokens of all articles."""
+    values = [value for article in log_probs for value in article]
+    with np.errstate(over="ignore"):  # a token of probability 0 makes it infinite
+        return float(np.exp(-fmean(values)))
+
+
+def bootstrap(differences: Sequence[float], tokens: Sequence[int], *, draws: int = 10_000,
+              seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean difference per token, when articles are drawn again and again.
+
+    Parameters
+    ----------
+    differences : sequence of float
+        For each article the sum over its tokens, in nats.
+    tokens : sequence of int
+        Each article's tokens.
+    draws : int
+        Samples of as many articles, with replacement.
+    seed : int
+        The same seed gives the same interval.
+    """
+    sums, counts = np.asarray(differences, float), np.asarray(tokens, float)
+    picks = np.random.default_rng(seed).integers(len(sums), size=(draws, len(sums)))
+    with np.errstate(invalid="ignore"):  # infinite differences have no interval: nan
+        low, high = np.percentile(sums[picks].sum(1) / counts[picks].sum(1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = enumerate(zip(one, other, strict=True))
+    return next((place for place, (a, b) in pairs if a != b), len(one))
+
+
+def figures(found: Measurement, full: Measurement) -> dict[str, float]:
+    """One cache beside the full one, on the same articles, by column name.
+
+    Nats are of the mean negative log-likelihood per token, so that more is worse.
+    """
+    tokens = [len(article) for article in full.log_probs]
+    differences = [math.fsum(b - a for a, b in zip(ours, theirs, strict=True))
+                   for ours, theirs in zip(found.log_probs, full.log_probs, strict=True)]
+    low, high = bootstrap(differences, tokens)
+    ours, theirs = perplexity(found.log_probs), perplexity(full.log_probs)
+    greedy = list(zip(found.tokens, full.tokens, strict=True))
+    return {
+        "perplexity": ours,
+        "perplexity_over_full": ours / theirs,
+        "delta_nats": math.fsum(differences) / sum(tokens),
+        "delta_nats_low": low,
+        "delta_nats_high": high,
+        "greedy_equal_share": fmean(a == b for one, other in greedy
+                                    for a, b in zip(one, other, strict=True)),
+        "common_prefix_mean": fmean(common_prefix(one, other) for one, other in greedy),
+    }
+
+
+def row_of(one: Configuration, found: Measurement, full: Measurement, *, pairs: Sequence[Pair],
+           gen_len: int) -> dict[str, object]:
+    """A row by column name, but for when and where; None where a column has no meaning."""
+    heads, stats = [len(head) for head, _ in pairs], found.stats
+    sizes = [one.sizes(length) for length in heads]
+    heavy, recent, sinks = (
+        None if one.policy == "full" else fmean(getattr(size, part) for size in sizes)
+        for part in ("heavy", "recent", "sinks"))
+    return {
+        "device": stats.device, "model": stats.model, "dtype": stats.dtype,
+        "articles": len(pairs), "prompt_tokens_mean": fmean(heads),
+        "continuation_tokens": sum(len(tail) for _, tail in pairs), "gen_len": gen_len,
+        "configuration": one.name, "policy": one.policy, "variant": one.variant,
+        "budget_percent": float(one.budget), "heavy_tokens_mean": heavy,
+        "recent_tokens_mean": recent, "sink_tokens": sinks,
+        "score": one.score if one.policy == "h2o" else None, "positions": one.positions,
+        "cache_bits": one.cache_bits,
+        "cached_tokens_mean": fmean(one.cached(len(head), len(tail)) for head, tail in pairs),
+        # The cache of the largest block, which is one GPU batch.
+        "kv_cache_bytes_per_sequence": stats.kv_cache_bytes / min(stats.gpu_batch_size, len(pairs)),
+        **figures(found, full), "seconds": found.seconds,
+    }
+
+
+def compare(configurations: Sequence[Configuration],
+            open_llm: Callable[[Configuration], AbstractContextManager],
+            pairs_of: Callable[[object], Sequence[Pair]], *, gen_len: int,
+            on_part: Callable[[], None] = lambda: None) -> Iterator[dict[str, object]]:
+    """Measure one cache after the other, the full one first, and yield a row of each.
+
+    Rolling positions are left out of a model that adds learned ones to its embeddings (OPT).
+
+    Parameters
+    ----------
+    configurations : sequence of Configuration
+        The full cache first.
+    open_llm : callable
+        The `LLM` of a configuration, as a context manager.
+    pairs_of : callable
+        The articles' halves as token ids, from the first `LLM` (it has the tokenizer).
+    gen_len : int
+        Greedy tokens to compare.
+    on_part : callable
+        Called twice for each configuration, for a progress bar.
+    """
+    full, pairs, rotary = None, None, False
+    for one in configurations:
+        if one.positions == "rolling" and not rotary:
+            on_part()
+            on_part()
+            continue
+        with open_llm(one) as llm:
+            if pairs is None:
+                pairs, rotary = pairs_of(llm), llm.model_config.rope is not None
+            found = measure(llm, pairs, gen_len=gen_len, on_part=on_part)
+        full = found if full is None else full
+        yield row_of(one, found, full, pairs=pairs, gen_len=gen_len)
+
+
+def cells(row: dict[str, object]) -> dict[str, object]:
+    """A row as the CSV file holds it: empty for None, six digits of a float."""
+    return {name: "" if row[name] is None else
+            f"{row[name]:.6g}" if isinstance(row[name], float) else row[name] for name in COLUMNS}
+
+
+def read_rows(path: str) -> list[dict[str, object]]:
+    """Rows of a CSV file (a ``.partial`` one too): texts, numbers, None for an empty number.
+
+    Raises `UserError` when it is missing, is not such a file, or has no row of the full cache.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, strict=True)
+            if tuple(reader.fieldnames or ()) != COLUMNS:
+                raise UserError(f"--from-csv {path} has other columns than this task writes")
+            rows = [_row(path, reader.line_num, values) for values in reader]
+    except OSError as error:
+        raise UserError(f"cannot read --from-csv {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error):
+        raise UserError(f"--from-csv {path} is not a CSV file in UTF-8") from None
+    if not any(row["policy"] == "full" for row in rows):
+        raise UserError(f"--from-csv {path} has no row of the full cache")
+    return rows
+
+
+def _row(path: str, number: int, values: dict) -> dict[str, object]:
+    try:
+        if None in values or None in values.values():  # a cell too many, or too few
+            raise ValueError
+        return {name: text if name in _TEXTS else
+                None if text == "" and name in _MAY_LACK else float(text)
+                for name, text in values.items()}
+    except ValueError:
+        raise UserError(f"--from-csv {path} line {number} is not a row of this task") from None
+
+
+class RowsFile:
+    """A CSV file that is under its name when it is whole, and until then `path`.partial.
+
+    Each row is on disk when `write` returns, so that a run that is stopped keeps what it has.
+    OSError if it cannot write.
+    """
+
+    def __init__(self, path: str):
+        self._path = Path(path)
+        self.partial = Path(f"{path}.partial")
+        self.count = 0
+
+    def write(self, row: dict[str, object]) -> None:
+        """Add a row; the first one replaces what an earlier run has left."""
+        with open(self.partial, "a" if self.count else "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            if not self.count:
+                writer.writeheader()
+            writer.writerow(cells(row))
+        self.count += 1
+
+    def finish(self) -> None:
+        """Give the file its name."""
+        self.partial.replace(self._path)
+
+
+def table(rows: Sequence[dict]) -> str:
+    """The figures that matter as text in aligned columns."""
+    head = ("cache", "cached tokens", "KiB a sequence", "perplexity", "x full",
+            "nats over full (95 %)", "equal greedy", "common prefix", "seconds")
+    body = [(
+        row["configuration"], f"{row['cached_tokens_mean']:.1f}",
+        f"{row['kv_cache_bytes_per_sequence'] / 1024:.0f}", f"{row['perplexity']:.3f}",
+        f"{row['perplexity_over_full']:.3f}",
+        f"{row['delta_nats']:+.4f} [{row['delta_nats_low']:+.4f}, {row['delta_nats_high']:+.4f}]",
+        f"{row['greedy_equal_share']:.1%}", f"{row['common_prefix_mean']:.1f}",
+        f"{row['seconds']:.1f}") for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    return "\n".join("  ".join([line[0].ljust(widths[0]),
+                                *map(str.rjust, line[1:], widths[1:])]) for line in (head, *body))
