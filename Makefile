@@ -18,7 +18,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 demo: $(VENV)/.have-package $(VENV)/.have-model
 	$(BIN)/python -m flexgen_h2o.flex_opt --config configs/demo.yaml \
 	    --model smollm2-135m --prompts configs/demo_prompts.jsonl \
-	    --gen-len 48 --percent 0 100 100 0
+	    --gen-len 48 --hh-ratio 0.2 --percent 0 100 100 0
 
 test: $(VENV)/.have-package $(VENV)/.have-test $(VENV)/.have-model
 	$(BIN)/ruff check .

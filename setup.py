@@ -30,7 +30,7 @@ EXTRAS = {
         "accelerate>=1.0",  # the peer that offloads transformers' models to disk
     ],
     "plot": [
-        "matplotlib>=3.8",  # benchmarks/plots.py
+        "matplotlib>=3.8",  # tasks.quality --plot; 3.7 brought "outside" legends, 3.8 Python 3.12
     ],
     "eval": [
         "lm_eval>=0.4.9",  # the harness that measures quality by cache budget

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from flexgen_h2o import report, results
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.planner import Workload
-from flexgen_h2o.run_config import GROUPS, RunConfig, flag_name, load_yaml
+from flexgen_h2o.flag_values import flag_name, load_yaml
+from flexgen_h2o.plan_rows import Workload
+from flexgen_h2o.run_config import GROUPS, RunConfig
 
 _KINDS = {"int": int, "float": float}
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
-from flexgen_h2o.cache.kv_cache import CacheShape
+from flexgen_h2o.cache.shape import CacheShape
 from flexgen_h2o.config import H2OConfig, Policy, SamplingParams, check_int
 from flexgen_h2o.engine.batching import Request, make_blocks
 from flexgen_h2o.engine.executor import Executor
@@ -20,8 +20,10 @@ from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.free_memory import free_memory
 from flexgen_h2o.models.spec import ModelConfig
-from flexgen_h2o.planner import CacheOptions, Workload, free_memory, memory_plan
+from flexgen_h2o.plan_rows import CacheOptions, Workload
+from flexgen_h2o.planner import memory_plan
 from flexgen_h2o.report import LinkStats, RunStats, Trace, peak_process_bytes
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.tiers import open_device

@@ -243,7 +243,7 @@ def table(stats: RunStats) -> str:
          f"p95 {_figure(stats.latency_p95_seconds, 's')}{cut}"),
         ("peak memory", f"process {stats.peak_process_bytes / GB:.2f} GB",
          f"device {stats.peak_device_bytes / GB:.2f} GB" if stats.peak_device_bytes else ""),
-        ("KV cache", f"{stats.kv_cache_bytes / GB:.3f} GB", _against_full(stats)),
+        ("KV cache", f"{stats.kv_cache_bytes / GB:.3f} GB", _of_the_cache(stats)),
     ]
     for link, (nbytes, seconds) in stats.links.items():
         rate = _figure(over(nbytes / GB, seconds), "GB/s")
@@ -252,10 +252,11 @@ def table(stats: RunStats) -> str:
     return "\n".join(f"{a:<18} {b:<{width}}  {c.strip()}".rstrip() for a, b, c in rows)
 
 
-def _against_full(stats: RunStats) -> str:
-    """The full cache beside the one there was, where they differ."""
+def _of_the_cache(stats: RunStats) -> str:
+    """Bytes per token, and the full cache beside the one there was, where they differ."""
     used, full = stats.kv_cache_bytes, stats.full_kv_cache_bytes
-    return f"{used / full:.3f} of the full {full / GB:.3f} GB" if full not in (0, used) else ""
+    beside = f", {used / full:.3f} of the full {full / GB:.3f} GB" if full not in (0, used) else ""
+    return f"{stats.kv_bytes_per_token} bytes per token{beside}"
 
 
 def _figure(value: float | None, unit: str) -> str:

@@ -23,12 +23,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import flexgen_h2o.llm as llm_module
-from flexgen_h2o import LLM, flex_opt, planner
+from flexgen_h2o import LLM, flex_opt, plan_rows
 from flexgen_h2o.config import parse_percent
 from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.free_memory import MemoryLimits
 from flexgen_h2o.models.checkpoint_base import Checkpoint
 from flexgen_h2o.models.spec import from_transformers, published
-from flexgen_h2o.planner import MemoryLimits, Workload, memory_plan
+from flexgen_h2o.plan_rows import CacheOptions, Workload
+from flexgen_h2o.planner import memory_plan
 from flexgen_h2o.results import CSV_COLUMNS
 
 RESULTS = ("--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json", "--log-file", "l.log")
@@ -400,14 +402,14 @@ def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatc
 
 def test_less_cache_fits_where_the_full_one_does_not(model, here, capfd, monkeypatch):
     """The plan knows of eviction and compression, and never proposes them: they change results."""
-    monkeypatch.setattr(planner, "RESERVE", 0)
+    monkeypatch.setattr(plan_rows, "RESERVE", 0)
     argv = ("--model", "model", "--prompt-len", "240", "--gpu-batch-size", "8",
             "--num-gpu-batches", "8", "--gen-len", "2", "--prefill-chunk", "240")
     config = flex_opt.parse_args([*SHORT, *argv, "--hh-ratio", "0.05"])
     sizes = from_transformers(json.loads((model / "config.json").read_text()), "model")
     small, full = (
         memory_plan(sizes, config.policy(), Workload(240, 2, 8, 8), itemsize=4,
-                    cache=planner.CacheOptions(h2o)).total("cpu") for h2o in (config.h2o(), None))
+                    cache=CacheOptions(h2o)).total("cpu") for h2o in (config.h2o(), None))
     assert small < full
     limits = MemoryLimits(None, (small + full) // 2, 0)
     monkeypatch.setattr(llm_module, "free_memory", lambda *_: limits)
@@ -423,7 +425,7 @@ def test_nothing_would_fit(model, here, capfd, monkeypatch):
 
 
 def test_the_plan_counts_the_cgroup_limit(model, here, capfd, monkeypatch):
-    monkeypatch.setattr(planner, "cgroup_free", lambda: 3_000_000)
+    monkeypatch.setattr("flexgen_h2o.free_memory.cgroup_free", lambda: 3_000_000)
     assert "0.0 GB free" in refused(capfd, here, "--model", "model")
 
 
@@ -522,7 +524,7 @@ def test_the_plan_counts_what_is_cached(model, here, argv):
     (row,) = read_csv(here / "r.csv")
     config = flex_opt.parse_args(argv)
     sizes = from_transformers(json.loads((model / "config.json").read_text()), "model")
-    cache = planner.CacheOptions(config.h2o(), config.resolved_cache_bits)
+    cache = CacheOptions(config.h2o(), config.resolved_cache_bits)
     plan = memory_plan(sizes, config.policy(), Workload(40, 9, 2, 1), itemsize=4, cache=cache)
     (planned,) = (row.cpu for row in plan.rows if row.name == "cache")
     assert int(row["kv_cache_bytes"]) == planned

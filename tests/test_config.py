@@ -20,7 +20,8 @@ from flexgen_h2o.config import (
     parse_percent,
 )
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.run_config import GROUPS, RunConfig, load_yaml
+from flexgen_h2o.flag_values import load_yaml
+from flexgen_h2o.run_config import GROUPS, RunConfig
 
 
 def refused(make, match: str | None = None) -> str:

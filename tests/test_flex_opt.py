@@ -15,9 +15,10 @@ import yaml
 from flexgen_h2o import flex_opt
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.report import RunStats
 from flexgen_h2o.results import CSV_COLUMNS
-from flexgen_h2o.run_config import RunConfig, flag_name
+from flexgen_h2o.run_config import RunConfig
 
 
 class FakeLLM:

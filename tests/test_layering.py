@@ -37,7 +37,7 @@ ORDER = """
     kernels.torch_attention
     kernels.ops
     cache  cache.budget  cache.seats  cache.parts
-    cache.eviction  cache.simulation
+    cache.eviction  cache.simulation  cache.shape
     cache.bookkeeping
     cache.kv_cache
 
@@ -60,8 +60,11 @@ ORDER = """
     engine.prompts  engine.room
     engine.executor
 
+    free_memory  plan_rows
     planner
     llm
+    flag_values
+    cache_flags
     run_config
     results
     flex_opt
@@ -80,7 +83,8 @@ DYNAMIC = {
 }
 
 TORCH_FREE = (
-    "flexgen_h2o", "errors", "config", "report", "planner", "run_config", "results", "flex_opt",
+    "flexgen_h2o", "errors", "config", "report", "free_memory", "plan_rows", "planner",
+    "flag_values", "cache_flags", "run_config", "results", "flex_opt",
     "models", "models.model_config", "models.shapes", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
     "storage.quantization", "cache", "cache.budget", "cache.seats",

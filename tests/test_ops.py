@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexgen_h2o.kernels import ops, reference, rotary, torch_attention, torch_groups
@@ -103,6 +105,18 @@ def test_causal_attention(dtype, group, decay, rows, tokens, module):
     assert held[:, tokens:].isnan().all()
     alone = module.causal_attention(q, k, v)
     assert (alone - expected).abs().max() < BOUND[dtype]
+
+
+@given(tokens=st.integers(1, 700), before=st.integers(0, 300), group=st.sampled_from([1, 2, 4]),
+       kv_heads=st.integers(1, 5), decay=st.sampled_from([1.0, 0.98, 0.5]))
+@settings(max_examples=25)
+def test_any_causal_shape(tokens, before, group, kv_heads, decay):
+    rows = max(1, tokens - before)
+    q, k, v = causal_inputs(rows, tokens, group=group, kv_heads=kv_heads, dim=8)
+    mass = torch.zeros(kv_heads, tokens)
+    expected, wanted = causal64(q, k, v, decay)
+    assert (ops.causal_attention(q, k, v, mass=mass, decay=decay) - expected).abs().max() < 2e-5
+    torch.testing.assert_close(mass.double(), wanted, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.9])

@@ -11,19 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o import planner
+from flexgen_h2o import plan_rows
+from flexgen_h2o.cache import parts
 from flexgen_h2o.cache.budget import kept
 from flexgen_h2o.config import H2OConfig, Placement, Policy, parse_percent
+from flexgen_h2o.engine import executor, hidden
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.free_memory import MemoryLimits, cgroup_free, free_memory
+from flexgen_h2o.kernels import torch_attention
 from flexgen_h2o.models.spec import published
-from flexgen_h2o.planner import (
-    CacheOptions,
-    MemoryLimits,
-    Workload,
-    cgroup_free,
-    free_memory,
-    memory_plan,
-)
+from flexgen_h2o.plan_rows import CacheOptions, Workload
+from flexgen_h2o.planner import memory_plan
 from flexgen_h2o.storage.quantization import GroupLayout
 
 OPT_30B = published("facebook/opt-30b")
@@ -361,6 +359,18 @@ def test_workload_refuses_nothing_to_do(field):
         replace(LOAD, **{field: 0})
 
 
+def test_the_plan_knows_the_engines_own_numbers():
+    """It may not load torch, so that it repeats them."""
+    assert plan_rows.TAIL_TOKENS == parts.TAIL
+    assert plan_rows.STAGING_BUFFERS == parts.STAGING == hidden.WORKING
+    assert plan_rows.LOGIT_ROWS == executor.HEAD_ROWS
+    assert list(plan_rows.CHUNK_ROWS.values()) == [
+        executor.CHUNK_ROWS[kind] for kind in ("cpu", "cuda")]
+    assert plan_rows.ATTENTION_BLOCK == {False: torch_attention.CPU_BYTES,
+                                         True: torch_attention.GPU_BYTES}
+    assert plan_rows.SCORE_ROWS == torch_attention.FEWEST_QUERIES
+
+
 # What is free
 
 
@@ -410,9 +420,9 @@ def test_no_cgroups_no_limit(tmp_path):
 
 
 def test_free_memory_heeds_the_cgroup_and_needs_no_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(planner, "cgroup_free", lambda: 12345)
+    monkeypatch.setattr("flexgen_h2o.free_memory.cgroup_free", lambda: 12345)
     limits = free_memory(tmp_path / "not" / "there", 77)
     assert (limits.gpu_bytes, limits.cpu_bytes) == (77, 12345)
     assert limits.disk_bytes > 0
-    monkeypatch.setattr(planner, "cgroup_free", lambda: None)
+    monkeypatch.setattr("flexgen_h2o.free_memory.cgroup_free", lambda: None)
     assert 0 < free_memory(tmp_path, None).cpu_bytes <= psutil.virtual_memory().total

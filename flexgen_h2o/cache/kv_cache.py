@@ -10,7 +10,6 @@ nothing then. Prompts that come in chunks are held whole until they are cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,103 +18,16 @@ from flexgen_h2o.cache.bookkeeping import Book, Turn
 from flexgen_h2o.cache.eviction import Eviction
 from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, make_parts
 from flexgen_h2o.cache.seats import Seats, Span
+from flexgen_h2o.cache.shape import CacheShape, CacheSize, fates
 from flexgen_h2o.config import H2OConfig, Policy
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import apply_rope_, rotated
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
-from flexgen_h2o.storage.quantization import GroupLayout
 from flexgen_h2o.storage.transfer import DOWN, UP, Transfers
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [rows, rotary_dim / 2] each."""
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """What is the same for all sequences: the model's sizes, and how a vector lies at rest.
-
-    `bits` 8 or 4 keeps groups of codes with their scales in place of `dtype`.
-    """
-
-    num_layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    bits: int = 16
-
-    @property
-    def layout(self) -> GroupLayout | None:
-        """The groups of a compressed vector."""
-        return None if self.bits == 16 else GroupLayout(self.head_dim, self.bits)
-
-    def records(self) -> Records:
-        """A cached vector at rest."""
-        if self.layout is None:
-            return self.plain()
-        return Records(self.kv_heads, self.layout.nbytes, torch.uint8)
-
-    def token_bytes(self) -> int:
-        """Bytes of one cached token of a sequence at rest, in all layers."""
-        return self.num_layers * self.records().nbytes(1, 1)
-
-    def plain(self) -> Records:
-        """A cached vector in the run's dtype."""
-        return Records(self.kv_heads, self.head_dim, self.dtype)
-
-
-@dataclass(frozen=True)
-class CacheSize:
-    """The most that a cache has to hold: sequences of a batch, batches of a block, slots of a
-    sequence in each layer, and tokens of a prompt that comes in chunks (0 without chunks)."""
-
-    sequences: int
-    batches: int
-    slots: tuple[int, ...]
-    prompt: int = 0
-
-    def covers(self, other: CacheSize) -> bool:
-        """Whether what fits into a cache of size `other` fits into one of this size."""
-        mine, its = ((size.sequences, size.batches, *size.slots, size.prompt)
-                     for size in (self, other))
-        return all(a >= b for a, b in zip(mine, its, strict=True))
-
-
-def slots_of(seats: Seats, h2o: H2OConfig | None, num_layers: int) -> tuple[int, ...]:
-    """Slots of each layer that hold every sequence of a batch."""
-    return tuple(max(budgets.slots(h2o, layer, length, seats.new) for length in set(seats.lengths))
-                 for layer in range(num_layers))
-
-
-@dataclass(frozen=True)
-class Fate:
-    """What will become of a batch's sequences in one layer.
-
-    Attributes
-    ----------
-    slots : int
-    evicts : bool
-        Some sequence will lose a token; if not, nothing is scored and no position rolls, as
-        a rank is then the position itself.
-    like : int
-        The first layer with the same budgets.
-    """
-
-    slots: int
-    evicts: bool
-    like: int
-
-
-def fates(seats: Seats, h2o: H2OConfig | None, num_layers: int) -> list[Fate]:
-    """One for each layer."""
-    found, seen = [], {}
-    new = seats.new if h2o is None or h2o.evict_generated else 0
-    for layer, slots in enumerate(slots_of(seats, h2o, num_layers)):
-        evicts = any(budgets.slots(h2o, layer, length, new) < length + new
-                     for length in set(seats.lengths))
-        key = tuple(budgets.budget(h2o, layer, length) for length in seats.lengths)
-        found.append(Fate(slots, evicts, seen.setdefault(key, layer)))
-    return found
 
 
 class KVCache:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.cache.kv_cache import CacheShape, CacheSize, KVCache, slots_of
+from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.cache.shape import CacheShape, CacheSize, slots_of
 from flexgen_h2o.cache.simulation import SimulatedCache
 from flexgen_h2o.config import H2OConfig, Policy
 from flexgen_h2o.engine.batching import Batch

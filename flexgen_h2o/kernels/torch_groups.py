@@ -11,7 +11,7 @@ from flexgen_h2o.kernels.reference import FLOAT16_MAX, half_below
 from flexgen_h2o.storage.quantization import GroupLayout
 
 # Elements treated at once: the float32 temporaries of a piece then stay in the CPU's caches.
-PIECE = 1 << 19
+PIECE = 1 << 20
 
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
@@ -26,11 +26,12 @@ def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
         scales = half_below((zeros.float() - grouped.amax(-1)).div_(layout.levels)).abs_()
         steps = scales.float().clamp_min_(2.0**-24)
         grouped.sub_(zeros.float()[..., None]).div_(steps[..., None])
-        codes = values.round_().to(torch.uint8)
+        codes = values.round_()
         if layout.bits == 4:
             low, high = codes.chunk(2, dim=-1)
-            codes = low | (high << 4)
-        places[some, :used] = codes
+            codes = torch.add(low, high, alpha=16)
+        # By way of int8: there are vector instructions from float to that, and none to uint8.
+        places[some, :used] = codes.sub_(128).to(torch.int8).view(torch.uint8).bitwise_xor_(128)
         places[some, used : layout.code_bytes] = 0
         halves = places[some, layout.code_bytes :].view(torch.float16)
         halves[:, : layout.groups], halves[:, layout.groups :] = scales, zeros

@@ -52,12 +52,12 @@ def draw(rows: Sequence[dict], path: str) -> None:
         axes.set(xlabel="KV cache budget, % of the prompt", xlim=(0, None))
         axes.grid(color="0.9", which="both")
         axes.set_axisbelow(True)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5,
-                  frameon=False, fontsize=9)
+    figure.legend(*_legend(left), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    aside = f"; variants of h2o at {USUAL} % stand to its right" if _shown(rows) else ""
     figure.suptitle(
         f"{full['model']}, {full['dtype']}, {full['articles']:.0f} articles, prompts of "
-        f"{full['prompt_tokens_mean']:.0f} tokens; bars: 95 % interval of the difference to full",
-        fontsize=10)
+        f"{full['prompt_tokens_mean']:.0f} tokens; bars: 95 % interval of the difference to full"
+        f"{aside}", fontsize=10)
     _save(figure, Path(path))
 
 
@@ -80,13 +80,25 @@ def _curves(axes, rows: Sequence[dict], column: str, *, scale: float) -> None:
         axes.errorbar(at, [scale * value for value in values], yerr=bars, color=color, capsize=2,
                       linestyle=dash, marker=marker, markersize=5, linewidth=1.6, elinewidth=0.8,
                       label=policy)
-    shown = [row for row in rows
-             if row["variant"] in _MARKERS and row["budget_percent"] == USUAL]
-    order = list(_MARKERS)
-    for place, row in enumerate(sorted(shown, key=lambda row: order.index(row["variant"])), 1):
+    for place, row in enumerate(_shown(rows), 1):
         axes.plot([USUAL + place * _STEP], [scale * row[column]], linestyle="none",
                   marker=_MARKERS[row["variant"]], markersize=7, markerfacecolor="white",
-                  markeredgecolor="black", label=f"h2o {USUAL} % {row['variant']} (set beside)")
+                  markeredgecolor="black", label=f"h2o {USUAL} % {row['variant']}")
+
+
+def _shown(rows: Sequence[dict]) -> list[dict]:
+    """The variants at the usual budget, in the order of their markers."""
+    order = list(_MARKERS)
+    return sorted((row for row in rows if row["variant"] in order
+                   and row["budget_percent"] == USUAL), key=lambda row: order.index(row["variant"]))
+
+
+def _legend(axes) -> tuple[list, list[str]]:
+    """Handles and labels, column by column: the lines first, as they come, then the points."""
+    named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    order = [name for name in (*_LINES, "full cache") if name in named]
+    order += [name for name in named if name not in order]
+    return [named[name] for name in order], order
 
 
 def _log_scale(axes, values: Sequence[float]) -> None:

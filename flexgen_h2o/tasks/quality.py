@@ -23,8 +23,9 @@ from tqdm import tqdm
 import flexgen_h2o
 from flexgen_h2o.config import check_choice, check_int, check_number
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.results import source_commit
-from flexgen_h2o.run_config import RunConfig, flag_name
+from flexgen_h2o.run_config import RunConfig
 from flexgen_h2o.tasks import measures, plots
 from flexgen_h2o.tasks.articles import choose, halves, read_articles
 from flexgen_h2o.tasks.configurations import GROUPS, Configuration, configurations

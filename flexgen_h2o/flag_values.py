@@ -1,0 +1,139 @@
+"""The value of a flag, from the command line, Python or YAML: checked, and in one form. No torch.
+
+What flags say together is for `run_config` and `cache_flags` to check.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import Field
+from pathlib import Path
+
+import yaml
+
+from flexgen_h2o.config import check_bool, check_int, check_number, parse_percent
+from flexgen_h2o.errors import UserError
+
+
+def flag_name(name: str) -> str:
+    """The flag of a field: ``gen_len`` is ``--gen-len``."""
+    return "--" + name.replace("_", "-")
+
+
+def checked(spec: Field, value: object) -> object:
+    """The value of a field of `RunConfig`, checked by the metadata of its flag.
+
+    Several values become a tuple, a file of ratios what it holds, and a path's ``~`` the home
+    folder. Raises `UserError`.
+    """
+    flag, rules = flag_name(spec.name), spec.metadata
+    if value is None and spec.default is None:
+        return None
+    match rules["kind"]:
+        case "bool":
+            check_bool(flag, value)
+        case "int":
+            check_int(flag, value, low=rules.get("low"))
+        case "float":
+            check_number(flag, value)
+        case "percent":
+            value = _six_percentages(value)
+        case "ratios":
+            value = _ratios(flag, value)
+        case "path":
+            value = os.path.expanduser(_text(flag, value))
+        case "texts":
+            value = _text(flag, value, several=True)
+        case "text":
+            value = _text(flag, value)
+    if value not in rules.get("choices", (value,)):
+        choices = ", ".join(map(str, rules["choices"]))
+        raise UserError(f"{flag} must be one of {choices}, got {value!r}")
+    if rules.get("coming") and value != spec.default:
+        default = str(spec.default).lower()
+        raise UserError(f"{flag} is not yet supported: leave it at its default, {default}")
+    return value
+
+
+def _text(flag: str, value: object, *, several: bool = False) -> str | tuple[str, ...]:
+    """A text that is not empty; a tuple of them if there may be several."""
+    texts = value if several and isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise UserError(f"{flag} must be text that is not empty, got {value!r}")
+    return tuple(texts) if several else value
+
+
+def _six_percentages(value: object) -> tuple[float, ...]:
+    """Both forms of ``--percent`` as six numbers. YAML may give a list or ``0 100 100 0``."""
+    numbers = value.split() if isinstance(value, str) else value
+    if not isinstance(numbers, (list, tuple)):
+        raise UserError(f"--percent takes 4 or 6 numbers, got {value!r}")
+    if list(numbers) == ["auto"]:
+        raise UserError("--percent auto is not yet supported: give 4 or 6 numbers")
+    shares = [s for p in parse_percent(numbers) for s in (p.gpu, p.cpu)]
+    return tuple(int(share) if share == int(share) else share for share in shares)
+
+
+def _ratios(flag: str, value: object) -> float | tuple[float, ...]:
+    """A fraction, or several: as numbers, as their text, or in a YAML file that lists them."""
+    path = ratio_file(value)
+    if path is not None:
+        value = _read_yaml(flag, path)
+        if not isinstance(value, list):
+            raise UserError(f"{flag} {path} must hold a list of numbers, such as [0.1, 0.2]")
+    elif isinstance(value, str):
+        value = value.split()
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    if not numbers:
+        raise UserError(f"{flag} is empty: give a number, or one for each decoder layer")
+    ratios = tuple(_ratio(flag, number) for number in numbers)
+    return ratios if len(ratios) > 1 else ratios[0]
+
+
+def ratio_file(value: object) -> str | None:
+    """The YAML file that a flag of ratios names in place of numbers, if it does."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    is_file = isinstance(value, str) and value.endswith((".yaml", ".yml"))
+    return os.path.expanduser(value) if is_file else None
+
+
+def _ratio(flag: str, value: object) -> float:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise UserError(f"{flag} takes numbers above 0, at most 1, or a .yaml file of them, "
+                            f"got {value!r}") from None
+    check_number(flag, value, above=0, high=1)
+    return float(value)
+
+
+def load_yaml(path: str | os.PathLike) -> dict[str, object]:
+    """Read a mapping of flags from a YAML file; `RunConfig.from_mapping` checks its keys.
+
+    Raises
+    ------
+    UserError
+        The file is missing, unreadable, not UTF-8, not YAML, not a mapping, or names `config`.
+    """
+    values = _read_yaml("--config", path)
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path} must hold lines of `name: value`")
+    if "config" in values:
+        raise UserError(f"--config {path} names another config: put its lines into one file")
+    return values
+
+
+def _read_yaml(flag: str, path: str | os.PathLike) -> object:
+    """What a YAML file holds. `UserError` if it is missing, unreadable, not UTF-8 or not YAML."""
+    try:
+        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{flag} {path} is not UTF-8 text: save it as UTF-8") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the latter of a date or depth
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(f"{flag} {path} is not valid YAML{where}") from None

@@ -1,0 +1,278 @@
+"""The rows of the memory plan: which data of a run takes how many bytes on which tier. No torch.
+
+The numbers of buffers and the sizes of blocks are the engine's own, whose modules load torch; a
+test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.cache.budget import budget, slots
+from flexgen_h2o.config import H2OConfig, Policy, check_int
+from flexgen_h2o.models.model_config import ROW_BLOCK
+from flexgen_h2o.storage.placement import split
+from flexgen_h2o.storage.quantization import GroupLayout
+
+if TYPE_CHECKING:
+    from flexgen_h2o.models.spec import ModelConfig
+
+WEIGHT_ROWS = ("weights", "embeddings", "weight buffers")
+"""The rows that are in place once the model is loaded."""
+
+WEIGHT_BUFFERS = 2
+STAGING_BUFFERS = 3
+TAIL_TOKENS = 16
+"""What is held beside the data: see `engine.weights`, `cache.parts` and `engine.hidden`."""
+
+CHUNK_ROWS = {False: ROW_BLOCK, True: 8 * ROW_BLOCK}
+"""Rows of a prefill that go through a layer together, by whether there is a GPU (as `Executor`)."""
+
+LOGIT_ROWS = 512
+"""Rows that get logits together (as `Executor`)."""
+
+ATTENTION_BLOCK = {False: 4 << 20, True: 1 << 28}
+SCORE_ROWS = 16
+"""As `kernels.torch_attention`, by whether there is a GPU: bytes of attention weights that a
+scoring prefill has at a time, and of cached keys or values that decode has in float32; the fewest
+queries of a block.
+"""
+
+RESERVE = 128 << 20
+"""Bytes for thread stacks, the libraries' own workspaces and the allocators' slack."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The largest block of a run: lengths in tokens, batches in sequences."""
+
+    prompt_len: int
+    gen_len: int
+    gpu_batch_size: int
+    num_gpu_batches: int
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"):
+            check_int(name, getattr(self, name), low=1)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What stays cached (`h2o` None: all) and in how many bits: 16 (the run's dtype), 8 or 4."""
+
+    h2o: H2OConfig | None = None
+    bits: int = 16
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any token ever goes, if only behind the mask of a simulation."""
+        return self.h2o is not None and not self.h2o.is_full
+
+    @property
+    def simulated(self) -> bool:
+        """Whether eviction masks a full cache."""
+        return self.evicts and self.h2o.simulate
+
+    @property
+    def plain(self) -> bool:
+        """Whether it holds every token just as attention computed it."""
+        return not self.evicts and self.bits == 16
+
+    def record_bytes(self, model: ModelConfig, itemsize: int) -> int:
+        """Bytes at rest of one token's key and value in one layer, all KV heads together."""
+        # A simulation is exact: it keeps float32.
+        vector = model.head_dim * (4 if self.simulated else itemsize)
+        if self.bits != 16:
+            vector = GroupLayout(length=model.head_dim, bits=self.bits).nbytes
+        return 2 * model.num_kv_heads * vector
+
+    def layer_slots(self, model: ModelConfig, workload: Workload) -> list[int]:
+        """The most slots that a sequence uses in each decoder layer."""
+        # The last token that is generated is never cached.
+        return [slots(self.h2o, layer, workload.prompt_len, workload.gen_len - 1)
+                for layer in range(model.num_layers)]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """All that the bytes of a run follow from: the parameters of `planner.memory_plan`."""
+
+    model: ModelConfig
+    policy: Policy
+    workload: Workload
+    itemsize: int
+    has_gpu: bool
+    writes_weights: bool
+    cache: CacheOptions
+
+    @property
+    def sweep_rows(self) -> int:
+        """Tokens of the longest prompt that go through the network together."""
+        prompt = self.workload.prompt_len
+        return min(prompt, self.policy.prefill_chunk or prompt)
+
+    @property
+    def gathers_prompts(self) -> bool:
+        """Whether prompts come in pieces to a cache that cannot hold them as they are."""
+        pieces = self.sweep_rows < self.workload.prompt_len
+        return pieces and not self.cache.plain and not self.cache.simulated
+
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether the cache in host memory is used there, beside a GPU."""
+        return self.has_gpu and self.policy.cpu_cache_compute
+
+    @property
+    def evicting_layers(self) -> list[int]:
+        """The decoder layers that ever drop a token."""
+        return [layer for layer in range(self.model.num_layers)
+                if budget(self.cache.h2o, layer, self.workload.prompt_len) is not None]
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Bytes that one kind of data takes on each tier."""
+
+    name: str
+    gpu: int = 0
+    cpu: int = 0
+    disk: int = 0
+
+
+def plan_rows(run: PlannedRun) -> tuple[PlanRow, ...]:
+    """What a run takes. Without a GPU the tier gpu is host memory, and counted there."""
+    rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run), _workspace(run))
+    if run.has_gpu:
+        return rows
+    return tuple(PlanRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
+
+
+def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
+    """Decoder layers, embeddings and head as placed, and two buffers for what is fetched."""
+    model, fractions = run.model, run.policy.weights.fractions()
+    layer = model.layer_parameters() * run.itemsize
+    layers = model.num_layers * layer
+    embeddings = (model.embed_parameters() + model.head_parameters()) * run.itemsize
+    for name, nbytes in (("weights", layers), ("embeddings", embeddings)):
+        gpu, cpu, disk = (int(nbytes * fraction) for fraction in fractions)
+        yield PlanRow(name, gpu, cpu, disk if run.writes_weights else 0)
+    away = fractions[2] + (fractions[1] if run.has_gpu else 0)
+    buffers = 0
+    if away > 0:
+        # Placement is by whole tensors: a layer may hold one more of them than its share, and the
+        # head's matrix (a tied one too) is there or it is not.
+        tensor = model.hidden_size * model.ffn_size * run.itemsize
+        head = model.vocab_size * model.embed_dim * run.itemsize
+        buffers = WEIGHT_BUFFERS * max(min(layer, int(layer * away) + tensor), head)
+    yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)
+
+
+def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
+    """Keys and values by sequences, their staging, gathered prompts, and eviction's own data."""
+    model, load, options = run.model, run.workload, run.cache
+    held = options.layer_slots(model, load)
+    record = options.record_bytes(model, run.itemsize)
+    placed = split(load.gpu_batch_size, run.policy.cache)
+    # A simulation has its full cache where it computes.
+    cached = (load.gpu_batch_size, 0, 0) if options.simulated else placed
+    token = record * sum(held) * load.num_gpu_batches
+    yield PlanRow("cache", *(count * token for count in cached))
+    here, host = _staging(run, cached, record=record, most=max(held),
+                          staged_host=not run.attends_on_host)
+    if run.gathers_prompts:
+        plain = 2 * model.kv_size * run.itemsize
+        more = _staging(run, placed, record=plain, most=load.prompt_len)
+        here, host = here + more[0], host + more[1]
+    yield PlanRow("cache buffers", here, host)
+    yield _prompt_cache(run, placed)
+    yield _bookkeeping(run, held, on_host=cached[1] if run.attends_on_host else 0)
+
+
+def _staging(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most: int,
+             staged_host: bool = True) -> tuple[int, int]:
+    """Bytes in compute and host memory to fetch and store what is placed elsewhere.
+
+    `counts` are the sequences of a batch on (gpu, cpu, disk), `most` the slots of the largest
+    layer, `record` the bytes of a slot. `staged_host`: host memory beside a GPU is fetched, too.
+    """
+    _, cpu, disk = counts
+    model = run.model
+    fetched = disk + (cpu if run.has_gpu and staged_host else 0)
+    staging = STAGING_BUFFERS * fetched * most * record
+    # A tail holds the newest records of each layer, and the slot of each KV head.
+    tail = TAIL_TOKENS * model.num_layers * (record + 8 * model.num_kv_heads)
+    tails = disk * run.workload.num_gpu_batches * tail
+    return staging, tails + (staging if run.has_gpu else 0)
+
+
+def _prompt_cache(run: PlannedRun, placed: tuple[int, int, int]) -> PlanRow:
+    """Whole prompts, and the scores of their tokens, until they can be cut or compressed."""
+    if not run.gathers_prompts:
+        return PlanRow("prompt cache")
+    model, load, h2o = run.model, run.workload, run.cache.h2o
+    prompts = load.num_gpu_batches * load.prompt_len
+    gpu, cpu, disk = (count * prompts * model.kv_bytes_per_token(run.itemsize) for count in placed)
+    if run.cache.evicts and h2o.scored:
+        scores = model.num_kv_heads * 4 * len(run.evicting_layers)
+        gpu += load.gpu_batch_size * prompts * scores
+    return PlanRow("prompt cache", gpu, cpu, disk)
+
+
+def _bookkeeping(run: PlannedRun, held: Sequence[int], *, on_host: int) -> PlanRow:
+    """A score and a position of each slot and KV head, and its rank if positions roll.
+
+    They are where attention runs, whatever the cache's tier: for `on_host` sequences of a batch
+    in host memory. `held` are the slots of each layer.
+    """
+    model, load, layers = run.model, run.workload, run.evicting_layers
+    rolls = bool(layers) and run.cache.h2o.positions == "rolling"
+    slot = model.num_kv_heads * (12 if rolls else 8)
+    sequence = slot * sum(held[layer] for layer in layers) * load.num_gpu_batches
+    return PlanRow("cache bookkeeping", (load.gpu_batch_size - on_host) * sequence,
+                   on_host * sequence)
+
+
+def _activation_rows(run: PlannedRun) -> Iterator[PlanRow]:
+    """The hidden states of a block between layers, and the working buffers if any are away."""
+    load, placement = run.workload, run.policy.activations
+    rows = load.gpu_batch_size * run.sweep_rows
+    batch = rows * run.model.hidden_size * run.itemsize
+    total = batch * load.num_gpu_batches
+    yield PlanRow("activations", *(int(total * share) for share in placement.fractions()))
+    away = placement.disk > 0 or (run.has_gpu and placement.cpu > 0)
+    working = STAGING_BUFFERS * batch if away else 0
+    yield PlanRow("activation buffers", working, working if placement.disk > 0 else 0)
+
+
+def _workspace(run: PlannedRun) -> PlanRow:
+    """Temporaries of the widest step: a chunk of prefill in a layer, or the logits."""
+    model, load = run.model, run.workload
+    # Chunks are cut between sequences: one that is longer is a chunk of its own.
+    chunk = max(CHUNK_ROWS[run.has_gpu], run.sweep_rows)
+    rows = min(load.gpu_batch_size * run.sweep_rows, chunk)
+    # Beside the layer's own scratch, attention makes its output and copies of what it reads.
+    attention = rows * (2 * model.q_size + 2 * model.kv_size)
+    layer = (model.scratch_elements(rows) + attention) * run.itemsize
+    # Logits in the run's dtype, and up to three float32 copies while sampling.
+    logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
+    return PlanRow("workspace", layer + logits + _own_attention(run) + RESERVE)
+
+
+def _own_attention(run: PlannedRun) -> int:
+    """Temporaries of attention where PyTorch's does not do: it scores, converts or reads pieces."""
+    model, load, cache = run.model, run.workload, run.cache
+    if cache.plain and run.sweep_rows == load.prompt_len:
+        return 0
+    token = 2 * model.kv_size * 4  # key and value in float32
+    # A simulation takes all queries at once.
+    rows = run.sweep_rows if cache.simulated else SCORE_ROWS
+    block = ATTENTION_BLOCK[run.has_gpu]
+    # Twice: before and after the softmax.
+    prefill = load.prompt_len * token + 2 * max(block, rows * model.num_heads * load.prompt_len * 4)
+    if cache.plain:
+        return prefill
+    sequence = max(cache.layer_slots(model, load)) * token
+    # Twice: what is masked or rotated is one more copy.
+    return max(prefill, 2 * min(load.gpu_batch_size * sequence, max(block, sequence)))
