@@ -91,15 +91,15 @@ def test_json_has_rates_and_links():
 
 
 @pytest.mark.parametrize(("used", "full", "line"), [
-    (2 * 10**8, 10**9, "0.200 GB  0.200 of the full 1.000 GB"),
-    (10**9, 10**9, "1.000 GB"),
-    (10**9, 0, "1.000 GB"),
-    (0, 0, "0.000 GB"),
+    (2 * 10**8, 10**9, "0.200 GB 512 bytes per token, 0.200 of the full 1.000 GB"),
+    (10**9, 10**9, "1.000 GB 512 bytes per token"),
+    (10**9, 0, "1.000 GB 512 bytes per token"),
+    (0, 0, "0.000 GB 512 bytes per token"),
 ])
 def test_the_table_compares_the_cache_with_the_full_one(used, full, line):
-    lines = report.table(make_stats(kv_cache_bytes=used, full_kv_cache_bytes=full)).splitlines()
-    found = next(text for text in lines if text.startswith("KV cache"))
-    assert " ".join(found.split()) == f"KV cache {' '.join(line.split())}"
+    stats = make_stats(kv_cache_bytes=used, full_kv_cache_bytes=full, kv_bytes_per_token=512)
+    found = next(text for text in report.table(stats).splitlines() if text.startswith("KV cache"))
+    assert " ".join(found.split()) == f"KV cache {line}"
 
 
 # LinkStats
