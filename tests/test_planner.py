@@ -271,17 +271,21 @@ def test_workspace_of_scoring():
     plain, evicting = (
         rows(memory_plan(LLAMA_8B, policy, long, itemsize=2, cache=cache))["workspace"][1]
         for cache in (CacheOptions(), CacheOptions(H2OConfig(heavy_ratio=0.1))))
-    assert evicting - plain == 2 * 8 * 128 * 100_000 * 4 + 16 * 32 * 100_000 * 4
+    assert evicting - plain == 2 * 8 * 128 * 100_000 * 4 + 2 * 16 * 32 * 100_000 * 4
 
 
-@pytest.mark.parametrize(("has_gpu", "sequences"), [(True, 64), (False, 1)])
-def test_workspace_of_decoding_packed_slots(has_gpu, sequences):
+ONE = 4000 * 2 * 8 * 128 * 4
+"""Bytes of the float32 keys and values of a sequence of 4,000 tokens in a layer of LLAMA_8B."""
+
+
+@pytest.mark.parametrize(("has_gpu", "held"), [(True, 1 << 28), (False, ONE)])
+def test_workspace_of_decoding_packed_slots(has_gpu, held):
     load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=64, num_gpu_batches=1)
     plain, packed = (
         sum(rows(memory_plan(LLAMA_8B, make_policy(*ALL_GPU), load, itemsize=2, has_gpu=has_gpu,
                              cache=CacheOptions(bits=bits)))["workspace"])
         for bits in (16, 4))
-    assert packed - plain == 2 * sequences * 4000 * 2 * 8 * 128 * 4
+    assert 0 <= packed - plain - 2 * held <= ONE // 4000
 
 sizes_of_h2o = st.one_of(
     st.none(),
