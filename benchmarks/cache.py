@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.llm import OFFLOAD_DIR
 from flexgen_h2o.results import source_commit
 from flexgen_h2o.storage.links import disk_read_rate, memory_read_rate
 
@@ -55,7 +56,7 @@ def measure(args, name: str) -> dict[str, float]:
              offload_dir=args.offload_dir, **options) as llm:
         prompts = [[draw.randrange(5, llm.vocab_size) for _ in range(args.prompt_len)]
                    for _ in range(args.batch)]
-        llm.generate(prompts, max_new_tokens=2, eos_token_id=-1)
+        llm.generate([prompt[:16] for prompt in prompts], max_new_tokens=2, eos_token_id=-1)
         llm.generate(prompts, max_new_tokens=args.gen_len, eos_token_id=-1)
         stats, steps = llm.stats, args.gen_len - 1
         return {
@@ -72,7 +73,7 @@ def measure(args, name: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="facebook/opt-125m")
-    parser.add_argument("--prompt-len", type=int, default=1024)
+    parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--gen-len", type=int, default=33)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
@@ -86,7 +87,9 @@ def main() -> None:
             row = measure(args, name)
             found[name].append(row)
             print(name, {k: round(v, 4) for k, v in row.items() if k != "dtype"}, flush=True)
-    with tempfile.NamedTemporaryFile(dir=args.offload_dir or ".") as file:
+    place = Path(args.offload_dir or OFFLOAD_DIR).expanduser()
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=place) as file:
         file.write(os.urandom(1 << 28))
         file.flush()
         os.fsync(file.fileno())
