@@ -16,24 +16,17 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from flexgen_h2o import report, results
+from flexgen_h2o.cli import Parser, exit_status, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name, load_yaml
 from flexgen_h2o.plan_rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
 
 _KINDS = {"int": int, "float": float}
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are `UserError`, one line like all others, with no usage before."""
-
-    def error(self, message: str):
-        raise UserError(message)
 
 
 def _parse_bool(text: str) -> bool:
@@ -48,7 +41,7 @@ def _parse_bool(text: str) -> bool:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags, from the fields of `RunConfig`. A flag not given stays unset."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m flexgen_h2o.flex_opt",
         usage="%(prog)s [--model NAME] [--prompts FILE] [--percent P P P P] [flags]",
         description="Generate text with a model larger than memory: weights, KV cache and "
@@ -276,7 +269,7 @@ def _print(text: str) -> None:
 def _write_results(config, files, outputs, *, stats, summary, trace) -> None:
     """Write every file that was asked for, and the resolved config beside the results."""
     for name, path in files.items():
-        with _writing(name, path):
+        with writing(name, path):
             if name == "output":
                 write_outputs(path, outputs)
             elif name == "csv":
@@ -305,26 +298,9 @@ def write_outputs(path: str, outputs: Sequence) -> None:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-@contextmanager
-def _writing(name: str, path: str):
-    """Tell which file failed, in one line."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {flag_name(name)} {path}: {error.strerror}") from None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    try:
-        run(parse_args(argv))
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: run(parse_args(argv)))
 
 
 if __name__ == "__main__":

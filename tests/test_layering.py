@@ -31,7 +31,8 @@ ORDER = """
     storage.disk
     storage.transfer  storage.links
 
-    kernels  kernels.rotary
+    kernels  kernels.pieces
+    kernels.rotary
     kernels.reference
     kernels.torch_groups
     kernels.torch_attention
@@ -64,7 +65,7 @@ ORDER = """
     planner
     llm
     flag_values
-    cache_flags
+    cache_flags  cli
     run_config
     results
     flex_opt
@@ -84,7 +85,7 @@ DYNAMIC = {
 
 TORCH_FREE = (
     "flexgen_h2o", "errors", "config", "report", "free_memory", "plan_rows", "planner",
-    "flag_values", "cache_flags", "run_config", "results", "flex_opt",
+    "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli",
     "models", "models.model_config", "models.shapes", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
     "storage.quantization", "cache", "cache.budget", "cache.seats",

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from flexgen_h2o.kernels import pieces
 from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.models import family, layers
 from flexgen_h2o.models.layers import LayerContext, Scratch
@@ -91,7 +92,7 @@ def test_logits_of_prefill_and_ten_steps(tiny_model, key):
 @pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "neox", "neox_sequential"])
 def test_blocks_and_pieces_of_rows_change_nothing(tiny_model, key, monkeypatch):
     monkeypatch.setattr(layers, "ROW_BLOCK", 7)
-    monkeypatch.setattr(layers, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
     model = tiny_model(key).model
     runner = Runner(model)
     ids = random_ids(runner.cfg, 30)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexgen_h2o.kernels import ops, reference, rotary, torch_attention, torch_groups
+from flexgen_h2o.kernels import ops, pieces, reference, rotary, torch_attention, torch_groups
 from flexgen_h2o.storage.quantization import GroupLayout
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -324,7 +324,7 @@ def test_rotations(monkeypatch, dtype, rows, dim):
     out = rotary.rotated(x[..., :dim], *(table[:, None] for table in tables))
     assert out.dtype == dtype and torch.equal(x, before)
     torch.testing.assert_close(out.double(), expected, rtol=BOUND[dtype], atol=BOUND[dtype])
-    monkeypatch.setattr(rotary, "PIECE_BYTES", 500)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 500)
     result = rotary.apply_rope_(x[..., :dim], *(table.to(dtype) for table in tables))
     assert result.data_ptr() == x.data_ptr()
     torch.testing.assert_close(x[..., :dim].double(), expected, rtol=BOUND[dtype],

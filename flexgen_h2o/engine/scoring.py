@@ -43,11 +43,8 @@ class Generation:
                 request.finish_reason = "length"
 
 
-class Scoring:
-    """A sink that collects the log-probabilities of given continuations, in one prefill.
-
-    A request's prompt is context and continuation without its last token; the logits of the last
-    ``len(continuation)`` rows of each prompt predict the continuation.
+class _Continuations:
+    """A sink that collects the log-probabilities of given continuations.
 
     Parameters
     ----------
@@ -58,6 +55,14 @@ class Scoring:
     def __init__(self, continuations: Mapping[int, Sequence[int]]):
         self._continuations = continuations
         self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
+
+
+class Scoring(_Continuations):
+    """Scores continuations in one prefill.
+
+    A request's prompt is context and continuation without its last token; the logits of the last
+    ``len(continuation)`` rows of each prompt predict the continuation.
+    """
 
     def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
         """Rows of a sweep that predict a continuation: int64 [rows]."""
@@ -85,20 +90,11 @@ class Scoring:
                 request.finish_reason = "length"
 
 
-class Forcing:
-    """A sink that feeds given continuations token by token and collects their log-probabilities.
+class Forcing(_Continuations):
+    """Scores continuations by feeding them token by token.
 
     What an evicting cache predicts depends on how tokens came: only the context is a prompt.
-
-    Parameters
-    ----------
-    continuations : mapping
-        Request key to token ids, at least one each.
     """
-
-    def __init__(self, continuations: Mapping[int, Sequence[int]]):
-        self._continuations = continuations
-        self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
 
     def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
         """Rows that get logits: as in generation."""

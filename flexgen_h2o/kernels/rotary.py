@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# In pieces of this size the temporaries stay in cache and in the heap that malloc reuses.
-PIECE_BYTES = 1 << 19
+from flexgen_h2o.kernels.pieces import piece_rows
 
 
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -26,9 +25,7 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Tensor
         x itself.
     """
-    rows = max(1, x.shape[0])
-    if x.device.type == "cpu":
-        rows = max(1, PIECE_BYTES // max(1, x[:1].numel() * x.element_size()))
+    rows = piece_rows(x)
     for piece, c, s in zip(x.split(rows), cos[:, None].split(rows), sin[:, None].split(rows),
                            strict=True):
         turn_(piece, c, s)

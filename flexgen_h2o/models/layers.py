@@ -17,11 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen_h2o.kernels.pieces import piece_rows
 from flexgen_h2o.models.spec import ROW_BLOCK, RopeConfig
-
-# Norms and rotations have no `out=`. In pieces of this size their temporaries stay in cache and in
-# the heap that malloc reuses: an RMS norm of 2048x2048 in bf16 takes a quarter of the time.
-PIECE_BYTES = 1 << 19
 
 
 class Scratch:
@@ -179,15 +176,8 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     return kept * frequencies + (1 - kept) * frequencies / rope.factor
 
 
-def _piece_rows(x: Tensor) -> int:
-    """Rows of x to treat at once: all of them, except on the CPU (see PIECE_BYTES)."""
-    if x.device.type != "cpu":
-        return max(1, x.shape[0])
-    return max(1, PIECE_BYTES // max(1, x[:1].numel() * x.element_size()))
-
-
 def _into(out: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    rows = _piece_rows(x)
+    rows = piece_rows(x)  # norms have no `out=`
     for piece, place in zip(x.split(rows), out.split(rows), strict=True):
         place.copy_(function(piece))
     return out

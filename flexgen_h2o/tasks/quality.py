@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from tqdm import tqdm
 
 import flexgen_h2o
+from flexgen_h2o.cli import Parser, exit_status, writing
 from flexgen_h2o.config import check_choice, check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
@@ -93,13 +94,6 @@ class Options:
                     raise UserError(f"{flag_name(other)} and {flag_name(name)} name the same file")
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are `UserError`, one line like all others, with no usage before."""
-
-    def error(self, message: str):
-        raise UserError(message)
-
-
 _FLAGS: dict[str, tuple[dict, str]] = {
     "model": ({"metavar": "NAME"}, "model name, Hugging Face repo id or local folder"),
     "path": ({}, "folder or .gguf file of the weights, if not by name"),
@@ -123,7 +117,7 @@ _FLAGS: dict[str, tuple[dict, str]] = {
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
     """Flags as checked `Options`. Raises `UserError`."""
-    parser = _Parser(prog="python -m flexgen_h2o.tasks.quality", allow_abbrev=False,
+    parser = Parser(prog="python -m flexgen_h2o.tasks.quality", allow_abbrev=False,
                      argument_default=argparse.SUPPRESS,
                      description="Perplexity and greedy tokens by the budget of the KV cache.")
     for spec in fields(Options):
@@ -164,7 +158,7 @@ def run(options: Options) -> None:
         rows = measure_all(options, read_articles(options.input_path))
     print(measures.table(rows), flush=True)
     if options.plot is not None:
-        with _writing("plot", options.plot):
+        with writing("plot", options.plot):
             plots.draw(rows, options.plot)
 
 
@@ -182,10 +176,10 @@ def measure_all(options: Options, texts: Sequence[str]) -> list[dict[str, object
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             rows.append({"date": now, **where, **row})
             if file is not None:
-                with _writing("csv", options.csv):
+                with writing("csv", options.csv):
                     file.write(rows[-1])
     if file is not None:
-        with _writing("csv", options.csv):
+        with writing("csv", options.csv):
             file.finish()
     return rows
 
@@ -226,26 +220,9 @@ def _keeping(file: measures.RowsFile | None):
         raise type(error)(f"{error} {where}".lstrip()) from None
 
 
-@contextmanager
-def _writing(name: str, path: str):
-    """Tell which file failed, in one line."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {flag_name(name)} {path}: {error.strerror}") from None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    try:
-        run(parse_args(argv))
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as interrupt:
-        print(f"interrupted {interrupt}".rstrip(), file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: run(parse_args(argv)))
 
 
 if __name__ == "__main__":
