@@ -167,3 +167,28 @@ def test_calls_and_engines_leave_nothing_behind(tmp_path):
         assert all(each == held[1] for each in held[2:]), (name, shown)
     assert found["closed"] == found["bare"], shown
     assert found["offload"] == []
+
+
+LONG = """
+from flexgen_h2o import H2OConfig
+
+folder, chunk = sys.argv[1:]
+policy = Policy(gpu_batch_size=1, prefill_chunk=int(chunk) or None)
+with LLM(folder, policy=policy, h2o=H2OConfig(heavy_ratio=0.1), device="cpu", dtype="bfloat16",
+         progress=False) as llm:
+    llm.generate([[5] * 40], max_new_tokens=3)
+    before = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")  # forgets the peak so far
+    llm.generate([[(7 * i) % 3999 for i in range(6000)]], max_new_tokens=3, eos_token_id=-1)
+    print(json.dumps({"above": status("VmHWM") - before, "cache": llm.stats.kv_cache_bytes}))
+"""
+
+
+@pytest.mark.parametrize("chunk", [0, 500])
+def test_a_long_prompt_takes_linear_memory(tmp_path, chunk):
+    """6,000 tokens: a matrix of scores would be 576 MB for the four heads of one layer."""
+    write_model(tmp_path / "long", TINY | {"max_position_embeddings": 8192})
+    found = measure(LONG, tmp_path / "long", chunk)
+    whole = 6000 * 3 * 2 * 2 * 32 * 2  # layers, keys and values, KV heads, head_dim, bfloat16
+    assert found["cache"] == whole // 5
+    assert found["above"] < 3 * whole + 40 * MB, found
