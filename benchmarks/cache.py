@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.llm import OFFLOAD_DIR
+from flexgen_h2o.config import OFFLOAD_DIR
 from flexgen_h2o.results import source_commit
 from flexgen_h2o.storage.links import disk_read_rate, memory_read_rate
 

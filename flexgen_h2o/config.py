@@ -17,6 +17,7 @@ TIERS = ("gpu", "cpu", "disk")
 PLACED = ("weights", "cache", "activations")
 SCORES = ("sum", "mean", "decay")
 POSITIONS = ("original", "rolling")
+OFFLOAD_DIR = "~/.cache/flexgen_h2o/offload"
 
 # Percentages are typed by people and summed in binary: 33.3 + 66.7 must count as 100.
 _PERCENT_SLACK = 1e-6

@@ -25,6 +25,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name, load_yaml
 from flexgen_h2o.plan_rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
+from flexgen_h2o.text_files import json_texts, read_lines
 
 _KINDS = {"int": int, "float": float}
 
@@ -100,30 +101,10 @@ def read_prompts(path: str) -> list[str]:
     Blank lines are skipped. Raises `UserError` (with the line number, for .jsonl) when the file
     is missing, empty, not UTF-8, or a line is not JSON or has no `prompt`.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read --prompts {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--prompts {path} is not UTF-8 text: save it as UTF-8") from None
-    # Not splitlines(), which also cuts at characters that may stand within a JSON string.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise UserError(f"--prompts {path} holds no prompts: write one a line")
-    if not path.endswith(".jsonl"):
-        return [line.rstrip("\r") for _, line in lines]
-    return [_json_prompt(path, number, line) for number, line in lines]
-
-
-def _json_prompt(path: str, number: int, line: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError(f"--prompts {path} line {number} is not JSON: mend it") from None
-    prompt = record.get("prompt") if isinstance(record, dict) else None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise UserError(f"--prompts {path} line {number} has no text under the key `prompt`")
-    return prompt
+    if_empty = "holds no prompts: write one a line"
+    if path.endswith(".jsonl"):
+        return json_texts("--prompts", path, "prompt", if_empty=if_empty)
+    return [line.rstrip("\r") for _, line in read_lines("--prompts", path, if_empty=if_empty)]
 
 
 def synthetic_prompts(config: RunConfig, vocab_size: int) -> list[list[int]]:

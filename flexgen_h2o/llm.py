@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from flexgen_h2o.cache.shape import CacheShape
-from flexgen_h2o.config import H2OConfig, Policy, SamplingParams, check_int
+from flexgen_h2o.config import OFFLOAD_DIR, H2OConfig, Policy, SamplingParams, check_int
 from flexgen_h2o.engine.batching import Request, make_blocks
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.loader import end_tokens, find
@@ -28,8 +28,6 @@ from flexgen_h2o.report import LinkStats, RunStats, Trace, peak_process_bytes
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.tiers import open_device
 from flexgen_h2o.storage.transfer import Transfers
-
-OFFLOAD_DIR = "~/.cache/flexgen_h2o/offload"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,15 @@ from typing import TypeVar
 import yaml
 
 from flexgen_h2o.cache_flags import EVICTIONS, SINK_WINDOW_SINKS, CacheFlags
-from flexgen_h2o.config import PLACED, SCORES, H2OConfig, Policy, SamplingParams, parse_percent
+from flexgen_h2o.config import (
+    OFFLOAD_DIR,
+    PLACED,
+    SCORES,
+    H2OConfig,
+    Policy,
+    SamplingParams,
+    parse_percent,
+)
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import checked, flag_name, ratio_file
 
@@ -115,7 +123,7 @@ class RunConfig:
         "policy", "bool", False, coming=True, help="schedule attention and MLP as two layers",
     )
     offload_dir: str = _flag(
-        "policy", "path", "~/.cache/flexgen_h2o/offload", metavar="DIR",
+        "policy", "path", OFFLOAD_DIR, metavar="DIR",
         help="folder for what the disk tier writes; emptied at exit",
     )
     eviction: str = _flag(

@@ -65,7 +65,7 @@ ORDER = """
     planner
     llm
     flag_values
-    cache_flags  cli
+    cache_flags  cli  text_files
     run_config
     results
     flex_opt
@@ -85,7 +85,7 @@ DYNAMIC = {
 
 TORCH_FREE = (
     "flexgen_h2o", "errors", "config", "report", "free_memory", "plan_rows", "planner",
-    "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli",
+    "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
     "models", "models.model_config", "models.shapes", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
     "storage.quantization", "cache", "cache.budget", "cache.seats",

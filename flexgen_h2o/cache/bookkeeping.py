@@ -103,7 +103,10 @@ class Book:
         mass is float32 [sequences, kv_heads, span + 1], the new token's own share last. Returns
         the slots, int64 [sequences, kv_heads].
         """
-        self.mass[..., : turn.span].mul_(eviction.decay).add_(mass[..., :-1])
+        seen = self.mass[..., : turn.span]
+        if eviction.decay != 1.0:
+            seen.mul_(eviction.decay)
+        seen.add_(mass[..., :-1])
         slots = turn.before[:, None].expand(self.mass.shape[:2])
         if turn.any_full:
             victims = eviction.victims(self.mass, self.positions, tokens=turn.tokens,

@@ -6,11 +6,10 @@ the key `article`. There it stands within a prompt for a summary, which is taken
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.text_files import json_texts
 
 _HEAD = "###\nArticle: "
 _TAIL = "\n\nSummarize the above article in 1 sentence."
@@ -24,29 +23,8 @@ def read_articles(path: str) -> list[str]:
     Raises `UserError`, with the line's number where there is one, when the file is missing, empty
     or not UTF-8, or a line is not JSON or has no text under `article`.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read --input-path {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--input-path {path} is not UTF-8 text: save it as UTF-8") from None
-    # Not splitlines(), which also cuts at characters that may stand within a JSON string.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise UserError(f"--input-path {path} holds no articles: write one JSON object a line")
-    return [_article(path, number, line) for number, line in lines]
-
-
-def _article(path: str, number: int, line: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError(f"--input-path {path} line {number} is not JSON: mend it") from None
-    text = record.get("article") if isinstance(record, dict) else None
-    text = unwrap(text) if isinstance(text, str) else ""
-    if not text:
-        raise UserError(f"--input-path {path} line {number} has no text under the key `article`")
-    return text
+    return json_texts("--input-path", path, "article", clean=unwrap,
+                      if_empty="holds no articles: write one JSON object a line")
 
 
 def unwrap(text: str) -> str:

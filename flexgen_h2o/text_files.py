@@ -1,0 +1,50 @@
+"""Texts that users hand in as files: lines with their numbers, and text under a key of JSON lines.
+
+All errors are `UserError`, in one line that names the flag, the file and the line. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from flexgen_h2o.errors import UserError
+
+
+def read_lines(flag: str, path: str, *, if_empty: str) -> list[tuple[int, str]]:
+    """The lines that are not blank, with their numbers from 1.
+
+    Raises `UserError` when the file is missing, not UTF-8, or has none (it then says `if_empty`).
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{flag} {path} is not UTF-8 text: save it as UTF-8") from None
+    # Not splitlines(), which also cuts at characters that may stand within a JSON string.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{flag} {path} {if_empty}")
+    return lines
+
+
+def json_texts(flag: str, path: str, key: str, *, if_empty: str,
+               clean: Callable[[str], str] = str) -> list[str]:
+    """What `clean` makes of the text under `key` of each line of a .jsonl file.
+
+    Raises `UserError` also when a line is not JSON, or no text is left of it.
+    """
+    texts = []
+    for number, line in read_lines(flag, path, if_empty=if_empty):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            raise UserError(f"{flag} {path} line {number} is not JSON: mend it") from None
+        text = record.get(key) if isinstance(record, dict) else None
+        text = clean(text) if isinstance(text, str) else ""
+        if not text.strip():
+            raise UserError(f"{flag} {path} line {number} has no text under the key `{key}`")
+        texts.append(text)
+    return texts
