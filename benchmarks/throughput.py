@@ -28,14 +28,15 @@ from pathlib import Path
 
 TUNED = ("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:"
          "glibc.malloc.trim_threshold=17179869184")
-SYSTEMS = ("engine", "engine disk", "transformers", "transformers tuned")
+SYSTEMS = ("engine", "engine h2o", "engine disk", "transformers", "transformers tuned")
 COLUMNS = (
     "date", "commit", "host", "cpu", "threads", "torch", "transformers", "model", "dtype",
     "prompt_len", "gen_len", "batch", "system", "repeats", "prefill_s", "decode_step_s",
     "tokens_per_s", "peak_rss_gb", "gb_read_per_step", "disk_gb_per_s", "prefill_floor_s",
     "decode_floor_s", "prefill_over_floor", "decode_over_floor",
     "prefill_speedup_over_transformers", "decode_speedup_over_transformers",
-    "prefill_speedup_over_tuned", "decode_speedup_over_tuned",
+    "prefill_speedup_over_tuned", "decode_speedup_over_tuned", "prefill_speedup_over_engine",
+    "decode_speedup_over_engine",
 )
 
 
@@ -45,13 +46,17 @@ def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
 
 
 def run_engine(args) -> list[dict]:
-    """The engine: all weights in memory, or all on disk (read with O_DIRECT: no page cache)."""
-    from flexgen_h2o import LLM, Placement, Policy
+    """The engine: all weights in memory, or all on disk (read with O_DIRECT: no page cache).
+
+    "engine h2o" keeps the heavy hitters and the newest tokens, `--hh-ratio` of the prompt each.
+    """
+    from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 
     weights = Placement(0, 0, 100) if args.worker == "engine disk" else Placement(100, 0, 0)
     policy = Policy(gpu_batch_size=args.batch, weights=weights)
+    h2o = H2OConfig(heavy_ratio=args.hh_ratio) if args.worker == "engine h2o" else None
     rows = []
-    with LLM(args.model, policy=policy, dtype=args.dtype, progress=False) as llm:
+    with LLM(args.model, policy=policy, h2o=h2o, dtype=args.dtype, progress=False) as llm:
         tokens = prompts(args.batch, args.prompt_len, llm.vocab_size)
         llm.generate(prompts(args.batch, args.warm_len, llm.vocab_size), max_new_tokens=2,
                      eos_token_id=-1)
@@ -100,7 +105,8 @@ def run_transformers(args) -> list[dict]:
 def spawn(args, system: str, batch: int) -> list[dict]:
     """Run one system in a process of its own and read its rows."""
     command = [sys.executable, __file__, "--worker", system, "--batch", str(batch)]
-    for name in ("model", "prompt_len", "warm_len", "gen_len", "dtype", "threads", "inner"):
+    for name in ("model", "prompt_len", "warm_len", "gen_len", "dtype", "threads", "inner",
+                 "hh_ratio"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     if system.endswith("tuned"):
@@ -111,12 +117,14 @@ def spawn(args, system: str, batch: int) -> list[dict]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def work(config, batch: int, args) -> dict[str, float]:
+def work(config, batch: int, system: str, args) -> dict[str, float]:
     """Bytes and FLOPs of a decode step, FLOPs of a prefill (attention included)."""
     matrices = config.num_layers * config.layer_parameters()
     head = config.vocab_size * config.embed_dim
     itemsize = 4 if args.dtype == "float32" else 2
     cached = args.prompt_len + args.gen_len / 2
+    if system == "engine h2o":
+        cached = 2 * int(args.hh_ratio * args.prompt_len)
     attention = 4 * config.num_layers * config.q_size
     return {
         "weight_bytes": (matrices + head) * itemsize,
@@ -176,25 +184,25 @@ def compare(args):
 
     config = from_transformers(read_config(Path(args.model)), args.model)
     for batch in args.batches:
-        found: dict[str, list[dict]] = {system: [] for system in SYSTEMS}
+        found: dict[str, list[dict]] = {system: [] for system in args.systems}
         rates: list[dict[str, float]] = []
         for repeat in range(args.repeats):
             rates.append(measure_rates(args))
-            for system in SYSTEMS:
+            for system in args.systems:
                 found[system] += spawn(args, system, batch)
                 print(f"batch {batch} repeat {repeat} {system}: {found[system][-1]}",
                       file=sys.stderr, flush=True)
         middle = {system: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
                   for system, rows in found.items()}
         typical = {key: statistics.median(r[key] for r in rates) for key in rates[0]}
-        for system in SYSTEMS:
+        for system in args.systems:
             yield row_of(args, config, batch, system, middle, typical)
 
 
 def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> dict:
     """One row of the table, from the medians of all systems at one batch."""
     mine = middle[system]
-    amount = work(config, batch, args) | {"read": mine["read"]}
+    amount = work(config, batch, system, args) | {"read": mine["read"]}
     prefill_floor, decode_floor = floors(system, amount, rates, middle["engine"]["step"])
     row = {
         "batch": batch, "system": system, "prefill_s": mine["prefill"],
@@ -207,24 +215,28 @@ def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> 
         "prefill_over_floor": mine["prefill"] / prefill_floor,
         "decode_over_floor": mine["step"] / decode_floor,
     }
-    for name, peer in (("transformers", "transformers"), ("tuned", "transformers tuned")):
+    for name, peer in (("transformers", "transformers"), ("tuned", "transformers tuned"),
+                       ("engine", "engine")):
         for stage, key in (("prefill", "prefill"), ("decode", "step")):
-            row[f"{stage}_speedup_over_{name}"] = middle[peer][key] / mine[key]
+            if peer in middle:
+                row[f"{stage}_speedup_over_{name}"] = middle[peer][key] / mine[key]
     return describe(args) | row
 
 
 def show(table: list[dict]) -> str:
     """The rows as a Markdown table of the figures that matter."""
     head = ("batch", "system", "prefill s", "decode step s", "tokens/s", "peak RSS GB",
-            "prefill / floor", "step / floor", "decode vs transformers", "vs tuned")
+            "prefill / floor", "step / floor", "decode vs transformers", "vs tuned",
+            "vs our full cache")
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
     for row in table:
         cells = (row["batch"], row["system"], f"{row['prefill_s']:.2f}",
                  f"{row['decode_step_s']:.3f}", f"{row['tokens_per_s']:.2f}",
                  f"{row['peak_rss_gb']:.1f}", f"{row['prefill_over_floor']:.2f}",
                  f"{row['decode_over_floor']:.2f}",
-                 f"{row['decode_speedup_over_transformers']:.2f}x",
-                 f"{row['decode_speedup_over_tuned']:.2f}x")
+                 *(f"{row[f'decode_speedup_over_{peer}']:.2f}x"
+                   if f"decode_speedup_over_{peer}" in row else "-"
+                   for peer in ("transformers", "tuned", "engine")))
         lines.append(" | ".join(map(str, cells)))
     return "\n".join(f"| {line} |" for line in lines)
 
@@ -241,6 +253,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="rounds over all systems")
     parser.add_argument("--inner", type=int, default=1, help="measurements a process and round")
     parser.add_argument("--csv", default="benchmarks/results/throughput.csv")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS),
+                        help="'engine' is needed: it is what others are compared with")
+    parser.add_argument("--hh-ratio", type=float, default=0.1, help="of 'engine h2o'")
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -251,6 +266,8 @@ def main() -> int:
         run = run_engine if args.worker.startswith("engine") else run_transformers
         print(json.dumps(run(args)))
         return 0
+    if "engine" not in args.systems:
+        parser.error("--systems needs 'engine'")
     table = []
     with open(args.csv, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)

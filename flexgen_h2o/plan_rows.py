@@ -6,6 +6,7 @@ test holds the two together.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,11 +34,9 @@ CHUNK_ROWS = {False: ROW_BLOCK, True: 8 * ROW_BLOCK}
 LOGIT_ROWS = 512
 """Rows that get logits together (as `Executor`)."""
 
-ATTENTION_BLOCK = {False: 4 << 20, True: 1 << 28}
-SCORE_ROWS = 16
-"""As `kernels.torch_attention`, by whether there is a GPU: bytes of attention weights that a
-scoring prefill has at a time, and of cached keys or values that decode has in float32; the fewest
-queries of a block.
+QUERY_LANES, FEWEST_TASKS = 64, 64
+"""As kernels/cpu: queries of a block, of whose weights each thread holds whole rows; the tasks that
+are made of few heads, each with results of its own.
 """
 
 RESERVE = 128 << 20
@@ -261,18 +260,18 @@ def _workspace(run: PlannedRun) -> PlanRow:
 
 
 def _own_attention(run: PlannedRun) -> int:
-    """Temporaries of attention where PyTorch's does not do: it scores, converts or reads pieces."""
+    """Temporaries of attention: weights before they meet the values, and what tasks share."""
     model, load, cache = run.model, run.workload, run.cache
-    if cache.plain and run.sweep_rows == load.prompt_len:
-        return 0
     token = 2 * model.kv_size * 4  # key and value in float32
-    # A simulation takes all queries at once.
-    rows = run.sweep_rows if cache.simulated else SCORE_ROWS
-    block = ATTENTION_BLOCK[run.has_gpu]
-    # Twice: before and after the softmax.
-    prefill = load.prompt_len * token + 2 * max(block, rows * model.num_heads * load.prompt_len * 4)
-    if cache.plain:
-        return prefill
-    sequence = max(cache.layer_slots(model, load)) * token
-    # Twice: what is masked or rotated is one more copy.
-    return max(prefill, 2 * min(load.gpu_batch_size * sequence, max(block, sequence)))
+    if cache.simulated:  # takes all queries at once; twice: before and after the softmax
+        logits = run.sweep_rows * model.num_heads * load.prompt_len * 4
+        return load.prompt_len * token + 2 * logits
+    threads = 0 if run.has_gpu else os.cpu_count() or 1
+    lanes = threads * QUERY_LANES * (load.prompt_len + 8 * model.head_dim)
+    tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
+    # A score of each token by task, or on a GPU a normaliser of each query head.
+    prefill = 4 * (lanes + tasks * load.prompt_len)
+    if not cache.plain or run.sweep_rows < load.prompt_len:
+        prefill += load.prompt_len * token  # prompts in pieces, and rotated copies
+    most = max(cache.layer_slots(model, load)) + QUERY_LANES
+    return max(prefill, 4 * tasks * (most + 2 * model.head_dim))

@@ -5,6 +5,7 @@ They are made and saved when first asked for. Nothing is downloaded, and no toke
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+
+# The GPU kernels run under Triton's interpreter. Triton looks once, when it is first imported, and
+# torch.compile imports it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A slow machine is no failure, and a failure is the same one every time.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)

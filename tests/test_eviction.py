@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from definition import Definition, by_hand
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flexgen_h2o.cache.bookkeeping import eviction_of
 from flexgen_h2o.cache.budget import Budget, budget, cached, kept, slots
-from flexgen_h2o.cache.eviction import EMPTY, Eviction
 from flexgen_h2o.config import SCORES, H2OConfig
+from flexgen_h2o.kernels.eviction import EMPTY, Cut, Eviction
 
 
 def definition(rows: np.ndarray, prompt_len: int, size: Budget | None, h2o: H2OConfig
@@ -23,21 +24,11 @@ def definition(rows: np.ndarray, prompt_len: int, size: Budget | None, h2o: H2OC
 
     rows is float32 [tokens, tokens]: the attention of each query to each key.
     """
-    tokens, history = [], []
-    for query, row in enumerate(rows):
-        tokens.append((query, np.float32(0)))
-        decay = np.float32(h2o.decay if h2o.score == "decay" else 1)
-        tokens = [(p, score * decay + row[p]) for p, score in tokens]
-        if query < prompt_len - 1:
-            continue
-        if size is not None and (h2o.evict_generated or query < prompt_len):
-            excess = max(0, len(tokens) - size.total)
-            others = [t for t in tokens if size.sinks <= t[0] <= query - size.recent]
-            seen = {p: np.float32(query + 1 - p if h2o.score == "mean" else 1) for p, _ in others}
-            others.sort(key=lambda t: (t[1] / seen[t[0]], t[0]))  # the lowest, the oldest first
-            tokens = [t for t in tokens if t not in others[:excess]]
-        history.append([p for p, _ in tokens])
-    return history
+    head, history = Definition(prompt_len, size, h2o), []
+    for row in rows:
+        head.step(row)
+        history.append(head.held)
+    return history[prompt_len - 1 :]
 
 
 @dataclass
@@ -54,24 +45,26 @@ class Cache:
     rows: torch.Tensor
 
     def __post_init__(self) -> None:
-        self.eviction = Eviction(self.h2o)
-        self.sizes = [budget(self.h2o, self.layer, n) for n in self.prompts]
-        self.kept = [kept(self.h2o, self.layer, n) for n in self.prompts]
+        self.eviction = eviction_of(self.h2o)
+        sizes = [budget(self.h2o, self.layer, n) for n in self.prompts]
+        self.cuts = [Cut(n, size.heavy, size.recent) if size else Cut(n, n, 0)
+                     for n, size in zip(self.prompts, sizes, strict=True)]
         most = max(slots(self.h2o, self.layer, n, self.new) for n in self.prompts)
         shape = (len(self.prompts), self.rows.shape[1], most)
         self.mass = torch.zeros(shape)
         self.positions = torch.full(shape, EMPTY, dtype=torch.int32)
 
     def prefill(self) -> None:
-        for s, length in enumerate(self.prompts):
-            mass = torch.zeros(self.rows.shape[1], length)
-            for query in range(length):
-                mass = mass * self.eviction.decay + self.rows[s, :, query, :length]
-            index = torch.arange(length).expand(len(mass), -1)
-            if self.kept[s] < length:
-                index = self.eviction.select(mass, self.sizes[s])
-            self.mass[s, :, : self.kept[s]] = mass.gather(1, index)
-            self.positions[s, :, : self.kept[s]] = index
+        for s, cut in enumerate(self.cuts):
+            mass = torch.zeros(self.rows.shape[1], cut.length)
+            for query in range(cut.length):
+                mass = mass * self.eviction.decay + self.rows[s, :, query, : cut.length]
+            index = self.eviction.select(mass, cut)
+            count = kept(self.h2o, self.layer, cut.length)
+            assert index.dtype == torch.int64 and index.shape == (len(mass), count)
+            assert self.eviction.kept(cut) == count
+            self.mass[s, :, :count] = mass.gather(1, index)
+            self.positions[s, :, :count] = index
 
     def append(self, number: int) -> None:
         """Attend with new token `number` (from 1) of every sequence, then give it a slot."""
@@ -80,9 +73,8 @@ class Cache:
         rows = torch.stack([r[:, q] for r, q in zip(self.rows, query, strict=True)])
         seen = rows.gather(2, self.positions.long().where(filled, 0)).where(filled, 0)
         self.mass = self.mass * self.eviction.decay + seen
-        recent = torch.tensor([size.recent if size else 1 for size in self.sizes])
-        victims = self.eviction.victims(self.mass, self.positions, tokens=query + 1,
-                                        recent=recent, sinks=self.h2o.sink_tokens)
+        recent = torch.tensor([cut.recent or 1 for cut in self.cuts])
+        victims = self.eviction.victims(self.mass, self.positions, tokens=query + 1, recent=recent)
         assert victims.dtype == torch.int64 and (victims >= 0).all()
         for s, length in enumerate(self.prompts):
             before = cached(self.h2o, self.layer, length, number - 1)
@@ -118,28 +110,6 @@ def hold_to_definition(h2o: H2OConfig, prompts: Sequence[int], new: int, *, laye
             if number > 0:
                 cache.append(number)
             assert cache.held() == [[history[number] for history in e] for e in expected]
-
-
-def by_hand(h2o: H2OConfig, layer: int, prompt_len: int) -> Budget | None:
-    """The budget, from what is documented of `H2OConfig`."""
-    heavy, recent = (share[layer] if isinstance(share, tuple) else share
-                     for share in (h2o.heavy_ratio, h2o.recent_ratio))
-    if heavy is None and recent is None and h2o.heavy_tokens is h2o.recent_tokens is None:
-        return None
-    if h2o.recent_tokens is None and recent is None:
-        if heavy == 1:
-            return None
-        recent, recent_tokens = heavy, h2o.heavy_tokens
-    else:
-        recent_tokens = h2o.recent_tokens
-    if heavy == recent == 1:
-        return None
-
-    def count(ratio, tokens):
-        # As it is typed, in decimals.
-        return tokens or 0 if ratio is None else max(1, int(Fraction(str(ratio)) * prompt_len))
-
-    return Budget(count(heavy, h2o.heavy_tokens), count(recent, recent_tokens), h2o.sink_tokens)
 
 
 def hold_counts(h2o: H2OConfig, layer: int, prompt_len: int, counts: list[int]) -> None:
@@ -196,97 +166,63 @@ def test_long_sequences(sizes, score, evict_generated):
         hold_to_definition(h2o, [60, 1, 7, 33], 40, layers=3, levels=levels)
 
 
-def test_full_cache_counts():
-    for h2o in (None, H2OConfig(), H2OConfig(heavy_ratio=1.0, sink_tokens=3)):
-        assert budget(h2o, 0, 7) is None
-        assert (kept(h2o, 0, 7), cached(h2o, 0, 7, 5), slots(h2o, 0, 7, 5)) == (7, 12, 12)
-
-
-def test_simulation_needs_the_full_cache():
-    h2o = H2OConfig(heavy_tokens=2, simulate=True)
-    assert (kept(h2o, 0, 7), cached(h2o, 0, 7, 5), slots(h2o, 0, 7, 5)) == (4, 4, 12)
-
-
-@given(st.integers(1, 1000), st.integers(1, 10_000))
-def test_a_ratio_is_read_as_typed(thousandths, prompt_len):
-    found = budget(H2OConfig(recent_ratio=thousandths / 1000), 0, prompt_len)
-    assert found == Budget(0, max(1, thousandths * prompt_len // 1000))
-
-
-@pytest.mark.parametrize(("share", "prompt_len", "count"), [
-    (0.1, 30, 3), (0.29, 100, 29), (0.1, 512, 51), (1 / 3, 30, 10), (0.001, 5, 1), (1, 9, 9),
-])
-def test_ratio_examples(share, prompt_len, count):
-    h2o = H2OConfig(heavy_ratio=share, recent_tokens=2, sink_tokens=1)
-    assert budget(h2o, 0, prompt_len) == Budget(count, 2, 1)
-    assert budget(h2o, 0, prompt_len).total == count + 3
-
-
-@pytest.mark.parametrize(("values", "expected"), [
-    ({"heavy_ratio": 0.2}, Budget(2, 2)),
-    ({"heavy_ratio": 0.2, "recent_ratio": 0.5}, Budget(2, 5)),
-    ({"heavy_ratio": 1, "recent_tokens": 4}, Budget(10, 4)),
-    ({"heavy_tokens": 3}, Budget(3, 3)),
-    ({"heavy_tokens": 3, "recent_ratio": 1}, Budget(3, 10)),
-    ({"recent_tokens": 3, "sink_tokens": 4}, Budget(0, 3, 4)),
-])
-def test_sizes_left_out(values, expected):
-    assert budget(H2OConfig(**values), 0, 10) == expected
-
-
 def test_select_by_example():
     mass = torch.tensor([[9.0, 1, 5, 5, 5, 2, 0, 0]])
-    select = Eviction(H2OConfig(heavy_tokens=2)).select
-    assert select(mass, Budget(2, 2)).tolist() == [[0, 4, 6, 7]]  # 4: the newest of the fives
-    assert select(mass, Budget(2, 2, 1)).tolist() == [[0, 3, 4, 6, 7]]
-    assert select(mass, Budget(0, 1)).tolist() == [[7]]
-    mean = Eviction(H2OConfig(heavy_tokens=1, score="mean"))
-    assert mean.select(mass, Budget(1, 2)).tolist() == [[4, 6, 7]]  # 5/4 over 9/8
-    for whole in (Budget(4, 4), Budget(1, 1, 9)):
-        assert select(mass, whole).tolist() == [list(range(8))]
+    select = Eviction().select
+    assert select(mass, Cut(8, 2, 2)).tolist() == [[0, 4, 6, 7]]  # 4: the newest of the fives
+    assert select(mass, Cut(8, 0, 1)).tolist() == [[7]]
+    assert Eviction(sinks=1).select(mass, Cut(8, 2, 2)).tolist() == [[0, 3, 4, 6, 7]]
+    mean = Eviction(mean=True)
+    assert mean.select(mass, Cut(8, 1, 2)).tolist() == [[4, 6, 7]]  # 5/4 over 9/8
+    for eviction, cut in ((Eviction(), Cut(8, 4, 4)), (Eviction(sinks=9), Cut(8, 1, 1))):
+        assert eviction.select(mass, cut).tolist() == [list(range(8))]
+    signs = torch.tensor([[0.0, -0.0, 0.0, -0.0, -1.0, 0.0]])  # the zeros are equal
+    assert select(signs, Cut(6, 2, 1)).tolist() == [[2, 3, 5]]
 
 
 def test_victims_by_example():
     mass = torch.tensor([[[3.0, 2, 2, 4, 0]], [[0.0, 2, 1, 0, 0]]])
     positions = torch.tensor([[[0, 7, 3, 5, 8]], [[0, 1, 2, EMPTY, EMPTY]]], dtype=torch.int32)
-    ask = {"tokens": torch.tensor([10, 4]), "recent": torch.tensor([2, 1])}
-    plain = Eviction(H2OConfig(heavy_tokens=2))
+
+    def victims(**options):
+        return Eviction(**options).victims(mass, positions, tokens=torch.tensor([10, 4]),
+                                           recent=torch.tensor([2, 1])).flatten().tolist()
+
     # Of the twos the older; the free slots of the second sequence hold the lowest score, but none.
-    assert plain.victims(mass, positions, sinks=0, **ask).tolist() == [[2], [0]]
-    assert plain.victims(mass, positions, sinks=1, **ask).tolist() == [[2], [2]]
-    mean = Eviction(H2OConfig(heavy_tokens=2, score="mean"))
-    assert mean.victims(mass, positions, sinks=0, **ask).tolist() == [[2], [0]]
-    assert mean.victims(mass, positions, sinks=4, **ask).tolist()[0] == [1]  # 2/3 under 4/5
+    assert victims() == [2, 0]
+    assert victims(sinks=1) == [2, 2]
+    assert victims(mean=True) == [2, 0]
+    assert victims(mean=True, sinks=4)[0] == 1  # 2/3 under 4/5
 
 
 def test_victims_where_nothing_can_go():
     positions = torch.tensor([[[0, 1, EMPTY]]], dtype=torch.int32)
-    for score in SCORES:
-        found = Eviction(H2OConfig(heavy_tokens=2, score=score)).victims(
-            torch.zeros(1, 1, 3), positions, tokens=torch.tensor([2]), recent=torch.tensor([5]),
-            sinks=4)
+    for mean in (False, True):
+        found = Eviction(mean=mean, sinks=4).victims(
+            torch.zeros(1, 1, 3), positions, tokens=torch.tensor([2]), recent=torch.tensor([5]))
         assert 0 <= found.item() < 3
 
 
-def test_decay_is_only_of_its_score():
-    assert [Eviction(H2OConfig(heavy_tokens=1, score=score, decay=0.5)).decay
-            for score in SCORES] == [1.0, 1.0, 0.5]
+def test_a_configuration_gives_its_policy():
+    assert eviction_of(None) == Eviction(mean=False, decay=1.0, sinks=0)
+    assert [eviction_of(H2OConfig(heavy_tokens=1, score=score, decay=0.5, sink_tokens=3))
+            for score in ("sum", "mean", "decay")] == [
+        Eviction(sinks=3), Eviction(mean=True, sinks=3), Eviction(decay=0.5, sinks=3)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("score", SCORES)
-def test_a_gpu_chooses_the_same(score):
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_gpu_chooses_the_same(mean):
     generator = torch.Generator().manual_seed(0)
-    eviction = Eviction(H2OConfig(heavy_tokens=1, score=score))
+    eviction = Eviction(mean=mean, sinks=4)
     for levels in (3, 10_000):
         mass = torch.randint(levels, (4, 8, 700), generator=generator).float()
         positions = torch.stack([torch.randperm(900, generator=generator)[:700]
                                  for _ in range(32)]).view(4, 8, 700).int()
-        size = Budget(100, 90, 4)
         ask = {"tokens": torch.full((4,), 901), "recent": torch.tensor([1, 9, 99, 500])}
         on_gpu = {name: value.cuda() for name, value in ask.items()}
-        assert torch.equal(eviction.select(mass[0].cuda(), size).cpu(),
-                           eviction.select(mass[0], size))
-        assert torch.equal(
-            eviction.victims(mass.cuda(), positions.cuda(), sinks=4, **on_gpu).cpu(),
-            eviction.victims(mass, positions, sinks=4, **ask))
+        cut = Cut(700, 100, 90)
+        assert torch.equal(eviction.select(mass[0].cuda(), cut).cpu(),
+                           eviction.select(mass[0], cut))
+        assert torch.equal(eviction.victims(mass.cuda(), positions.cuda(), **on_gpu).cpu(),
+                           eviction.victims(mass, positions, **ask))

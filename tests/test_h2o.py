@@ -61,6 +61,19 @@ def test_dropping_equals_the_simulation(tiny_model, key, positions, share):
         assert expected != transformers_tokens(tiny, prompts, NEW), "nothing was evicted"
 
 
+@pytest.mark.parametrize("key, positions", [("opt", "original"), ("llama", "rolling"),
+                                            ("neox", "original")])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_kernels_give_the_reference_tokens(tiny_model, monkeypatch, key, positions, bits):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    for h2o in (None, H2OConfig(heavy_ratio=0.1, positions=positions)):
+        monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
+        fused = tokens(tiny, prompts, h2o, cache_bits=bits)
+        monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
+        assert tokens(tiny, prompts, h2o, cache_bits=bits) == fused
+
+
 VARIANTS = {
     "mean": {"heavy_ratio": 0.1, "score": "mean"},
     "decay": {"heavy_ratio": 0.1, "score": "decay", "decay": 0.8},

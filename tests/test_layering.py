@@ -33,12 +33,14 @@ ORDER = """
 
     kernels  kernels.pieces
     kernels.rotary
+    kernels.eviction
     kernels.reference
-    kernels.torch_groups
-    kernels.torch_attention
+    kernels.native  kernels.sdpa  kernels.triton_common
+    kernels.triton_groups  kernels.triton_decode  kernels.triton_prefill  kernels.triton_select
+    kernels.library
     kernels.ops
     cache  cache.budget  cache.seats  cache.parts
-    cache.eviction  cache.simulation  cache.shape
+    cache.simulation  cache.shape
     cache.bookkeeping
     cache.kv_cache
 
@@ -81,6 +83,7 @@ UPWARD: dict[tuple[str, str], str] = {}
 DYNAMIC = {
     "flexgen_h2o": "the public names are loaded on first use, so that flags answer without torch",
     "models": "a family is found by its name in the config, and loads torch",
+    "kernels.library": "Triton's modules are loaded when a GPU first needs them",
 }
 
 TORCH_FREE = (

@@ -1,156 +1,121 @@
-"""Each operation against its reference, and the reference against float64 arithmetic."""
+"""Each operation and its reference against the definition: in float64, or in plain Python."""
+
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import (
+    BOUND,
+    FORMS,
+    check_decode,
+    check_prefill,
+    check_select,
+    decode_case,
+    poisoned_memory,
+    prefill64,
+    prefill_case,
+    select_case,
+    tied,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexgen_h2o.kernels import ops, pieces, reference, rotary, torch_attention, torch_groups
+from flexgen_h2o.kernels import library, ops, reference, sdpa
+from flexgen_h2o.kernels.eviction import Book, Cut, Eviction
 from flexgen_h2o.storage.quantization import GroupLayout
 
-BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+PREFILL = (ops.prefill_attention, reference.prefill_attention)
+SELECT = (ops.select_heavy_hitters, reference.select_heavy_hitters)
+DECODE = (ops.decode_attention, reference.decode_attention)
+DIMS = [12, 64, 80, 96, 128, 256]
+GROUPS = [1, 3, 4, 8]
+VARIANTS = [Eviction(), Eviction(mean=True), Eviction(decay=0.9), Eviction(sinks=3),
+            Eviction(mean=True, decay=0.5, sinks=1)]
 
 
-def attention64(q, k, v, allowed):
-    """One head in float64: q [n, d], k and v [t, d], allowed [n, t]."""
-    scores = (q.double() @ k.double().T) * q.shape[-1] ** -0.5
-    return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v.double()
+@pytest.fixture(autouse=True)
+def _poison():
+    with poisoned_memory():
+        yield
 
 
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("lengths", [[1], [7], [33, 33], [5, 1, 64, 17], [257], [300, 511, 3]])
-@pytest.mark.parametrize("module", [ops, reference])
-def test_prefill_attention(dtype, group, lengths, module):
-    torch.manual_seed(hash((group, len(lengths))) % 1000)
-    kv_heads, dim, rows = 2, 16, sum(lengths)
-    q = torch.randn(rows, kv_heads * group, dim).to(dtype)
-    k, v = (torch.randn(rows, kv_heads, dim).to(dtype) for _ in range(2))
-    out = module.prefill_attention(q, k, v, lengths)
-    assert out.shape == q.shape and out.dtype == dtype
-    first = 0
-    for length in lengths:
-        mine = slice(first, first + length)
-        first += length
-        for head in range(q.shape[1]):
-            expected = attention64(q[mine, head], k[mine, head // group], v[mine, head // group],
-                                   torch.ones(length, length, dtype=torch.bool).tril())
-            assert (out[mine, head] - expected).abs().max() < BOUND[dtype]
+# prefill_attention
 
 
 @pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("filled", [1, 2, 31, 64])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("module", [ops, reference])
-def test_decode_attention(dtype, group, filled, padded, module):
-    torch.manual_seed(filled)
-    sequences, kv_heads, dim, slots = 3, 2, 16, 70
-    q = torch.randn(sequences, kv_heads * group, dim).to(dtype)
-    k, v = (torch.randn(sequences, kv_heads, slots, dim).to(dtype) for _ in range(2))
-    k[:, :, filled:] = v[:, :, filled:] = float("nan")  # slots that nobody has written
-    valid = torch.arange(filled) >= torch.tensor([0, filled // 2, filled - 1])[:, None]
-    out = module.decode_attention(q, k[:, :, :filled], v[:, :, :filled],
-                                  valid if padded else None)
-    assert out.shape == q.shape and out.dtype == dtype
-    for s in range(sequences):
-        allowed = valid[s : s + 1] if padded else torch.ones(1, filled, dtype=torch.bool)
-        for head in range(q.shape[1]):
-            keys, values = k[s, head // group, :filled], v[s, head // group, :filled]
-            expected = attention64(q[s, head : head + 1], keys, values, allowed)
-            assert (out[s, head] - expected).abs().max() < BOUND[dtype]
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 7], [127, 33], [128], [129, 5, 1], [257, 90]],
+                         ids=str)
+def test_prefill(dtype, group, lengths):
+    check_prefill(PREFILL, prefill_case(lengths, group=group, dtype=dtype,
+                                        kv_heads=1 + group % 2, decay=0.99 if group == 3 else 1.0))
 
 
-def causal64(q, k, v, decay):
-    """Output and mass of the last rows in float64: q [rows, heads, d], k and v [kv, tokens, d]."""
-    rows, heads, _ = q.shape
-    kv_heads, tokens, _ = k.shape
-    allowed = torch.ones(rows, tokens, dtype=torch.bool).tril(tokens - rows)
-    weights = decay ** torch.arange(rows - 1, -1, -1).double()
-    out, mass = torch.empty(q.shape, dtype=torch.float64), torch.zeros(kv_heads, tokens).double()
-    for head in range(heads):
-        mine = head // (heads // kv_heads)
-        scores = (q[:, head].double() @ k[mine].double().T) * q.shape[-1] ** -0.5
-        probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
-        out[:, head] = probabilities @ v[mine].double()
-        mass[mine] += weights @ probabilities
-    return out, mass
-
-
-def causal_inputs(rows, tokens, *, group=2, kv_heads=2, dim=16, dtype=torch.float32):
-    """q as a slice of fused projections, k and v as packed rows: all strided."""
-    torch.manual_seed(rows + tokens)
-    q = torch.randn(rows, kv_heads * group, dim + 3).to(dtype)[..., :dim]
-    k, v = (torch.randn(tokens, kv_heads, dim).to(dtype).transpose(0, 1) for _ in range(2))
-    return q, k, v
+@pytest.mark.parametrize("group", GROUPS)
+def test_prefill_around_blocks_of_queries(group):
+    """The C++ computes 64 (AVX-512), 16 or 8 queries together, those of the group's heads too."""
+    edges = {lanes // group for lanes in (8, 16, 64, 128)} - {0}
+    lengths = sorted({edge + near for edge in edges for near in (-1, 0, 1)} - {0})
+    for dtype in BOUND:
+        check_prefill(PREFILL, prefill_case(lengths, group=group, dtype=dtype, kv_heads=1))
 
 
 @pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize(("group", "decay"), [(1, 1.0), (3, 1.0), (1, 0.98), (3, 0.9)])
-@pytest.mark.parametrize(("rows", "tokens"), [
-    (1, 1), (7, 7), (64, 64), (257, 257), (700, 700), (1, 700), (65, 300)])
-@pytest.mark.parametrize("module", [ops, reference])
-def test_causal_attention(dtype, group, decay, rows, tokens, module):
-    q, k, v = causal_inputs(rows, tokens, group=group, dtype=dtype)
-    before = torch.rand(2, tokens)
-    held = torch.full((2, tokens + 5), float("nan"))
-    held[:, :tokens] = before
-    out = module.causal_attention(q, k, v, mass=held[:, :tokens], decay=decay)
-    expected, mass = causal64(q, k, v, decay)
-    assert out.shape == q.shape and out.dtype == dtype
-    assert (out - expected).abs().max() < BOUND[dtype]
-    mass += before.double() * decay**rows
-    torch.testing.assert_close(held[:, :tokens].double(), mass, rtol=1e-5, atol=1e-9)
-    assert held[:, tokens:].isnan().all()
-    alone = module.causal_attention(q, k, v)
-    assert (alone - expected).abs().max() < BOUND[dtype]
+@pytest.mark.parametrize("dim", [5, *DIMS])
+def test_prefill_of_every_head_size(dtype, dim):
+    check_prefill(PREFILL, prefill_case([67, 20], group=3, dtype=dtype, dim=dim, kv_heads=1))
 
 
-@given(tokens=st.integers(1, 700), before=st.integers(0, 300), group=st.sampled_from([1, 2, 4]),
-       kv_heads=st.integers(1, 5), decay=st.sampled_from([1.0, 0.98, 0.5]))
-@settings(max_examples=25)
-def test_any_causal_shape(tokens, before, group, kv_heads, decay):
-    rows = max(1, tokens - before)
-    q, k, v = causal_inputs(rows, tokens, group=group, kv_heads=kv_heads, dim=8)
-    mass = torch.zeros(kv_heads, tokens)
-    expected, wanted = causal64(q, k, v, decay)
-    assert (ops.causal_attention(q, k, v, mass=mass, decay=decay) - expected).abs().max() < 2e-5
-    torch.testing.assert_close(mass.double(), wanted, rtol=1e-5, atol=1e-9)
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("group", "decay"), [(1, 1.0), (3, 0.9), (4, 0.98)])
+@pytest.mark.parametrize(("lengths", "key_lengths"), [
+    ([1], [700]), ([65], [300]), ([1, 40, 64], [1, 129, 64]), ([256, 3], [257, 400])], ids=str)
+def test_prefill_chunks(dtype, group, decay, lengths, key_lengths):
+    check_prefill(PREFILL, prefill_case(lengths, key_lengths, group=group, dtype=dtype, decay=decay,
+                                        kv_heads=2 if group == 1 else 1))
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+def test_long_prefill(dtype):
+    check_prefill(PREFILL[:1], prefill_case([2049, 1030], group=2, dtype=dtype, kv_heads=1))
+
+
+@given(lengths=st.lists(st.tuples(st.integers(0, 200), st.sampled_from([0, 0, 1, 100])),
+                        min_size=1, max_size=4),
+       group=st.integers(1, 9), kv_heads=st.integers(1, 3), dim=st.integers(1, 40),
+       decay=st.sampled_from([1.0, 0.98, 0.5]), dtype=st.sampled_from(list(BOUND)))
+@settings(max_examples=40)
+def test_any_prefill(lengths, group, kv_heads, dim, decay, dtype):
+    rows, before = map(list, zip(*lengths, strict=True))
+    check_prefill(PREFILL, prefill_case(rows, [a + b for a, b in lengths], group=group, dim=dim,
+                                        kv_heads=kv_heads, decay=decay, dtype=dtype))
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.9])
-@pytest.mark.parametrize("chunks", [[1] * 9, [100, 1, 64, 200], [130, 235]])
-@pytest.mark.parametrize("module", [ops, reference])
-def test_chunks_accumulate_what_the_whole_gives(decay, chunks, module):
-    tokens = sum(chunks)
-    q, k, v = causal_inputs(tokens, tokens)
-    expected, whole = causal64(q, k, v, decay)
-    mass, end = torch.zeros(2, tokens), 0
+@pytest.mark.parametrize("chunks", [[1] * 9, [100, 1, 64, 200], [130, 235]], ids=str)
+@pytest.mark.parametrize("function", PREFILL)
+def test_chunks_accumulate_what_the_whole_gives(decay, chunks, function):
+    case = prefill_case([sum(chunks)], group=3, decay=decay)
+    expected, whole = prefill64(**case)
+    mass, end = case["mass"], 0
     for rows in chunks:
         start, end = end, end + rows
-        out = module.causal_attention(q[start:end], k[:, :end], v[:, :end], mass=mass[:, :end],
-                                      decay=decay)
+        out = function(case["q"][start:end], case["k"][:end], case["v"][:end], [rows],
+                       key_lengths=[end], mass=mass[:, :end], decay=decay)
+        # A prompt that comes whole decays what all of its keys had before.
+        mass[:, end:] *= decay**rows
         assert (out - expected[start:end]).abs().max() < BOUND[torch.float32]
-    torch.testing.assert_close(mass.double(), whole, rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(mass.double(), whole, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("size", [1, 1 << 15, 1 << 18])
-def test_blocks_of_any_size_give_the_same(monkeypatch, size):
-    monkeypatch.setattr(torch_attention, "CPU_BYTES", size)
-    q, k, v = causal_inputs(150, 200, kv_heads=5)
-    mass = torch.zeros(5, 200)
-    expected, wanted = causal64(q, k, v, 0.99)
-    out = ops.causal_attention(q, k, v, mass=mass, decay=0.99)
-    assert (out - expected).abs().max() < BOUND[torch.float32]
-    torch.testing.assert_close(mass.double(), wanted, rtol=1e-5, atol=1e-9)
-
-
-def test_large_logits_do_not_overflow():
-    q, k, v = causal_inputs(90, 90)
-    mass = torch.zeros(2, 90)
-    out = ops.causal_attention(q * 300, k * 300, v, mass=mass)
-    assert out.isfinite().all() and abs(mass.sum().item() - 4 * 90) < 1e-2
+@pytest.mark.parametrize("function", PREFILL)
+@pytest.mark.parametrize("size", [300, 3e4])
+def test_large_logits_do_not_overflow(function, size):
+    case = prefill_case([90], dim=12)
+    case["mass"].zero_()
+    out = function(case["q"] * size, case["k"] * size, case["v"], [90], mass=case["mass"])
+    assert out.isfinite().all() and abs(case["mass"].sum().item() - 2 * 90) < 1e-2
 
 
 class LargestTensor(TorchDispatchMode):
@@ -166,194 +131,204 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("scored", [True, False])
-def test_causal_memory_is_linear_in_the_tokens(scored):
-    q, k, v = causal_inputs(2048, 2048, dim=8)
-    mass = torch.zeros(2, 2048) if scored else None
+@pytest.mark.parametrize("function", PREFILL)
+def test_prefill_makes_no_tensor_of_all_weights(function):
+    case = prefill_case([2048], group=1, kv_heads=2, dim=8)
     with LargestTensor() as largest:
-        ops.causal_attention(q, k, v, mass=mass)
-    assert 4 * largest.elements <= torch_attention.CPU_BYTES  # the square of one head: 16 MB
+        function(**case)
+    assert largest.elements <= 2 * 2048 * reference.QUERIES
+
+
+# Prefill without scores where PyTorch's own kernels are the fastest: sdpa.py.
 
 
 @pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (300, 300), (270, 400), (1, 40)])
-def test_the_fused_kernels_of_a_gpu_get_the_right_mask(dtype, rows, tokens):
-    q, k, v = causal_inputs(rows, tokens, group=3, dtype=dtype)
-    out = torch_attention.fused_causal_attention(q, k, v)
-    assert out.shape == q.shape and out.dtype == dtype
-    assert (out - causal64(q, k, v, 1.0)[0]).abs().max() < BOUND[dtype]
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("lengths", [[1], [33, 33], [5, 1, 64, 17], [257], [300, 511, 3], [769]],
+                         ids=str)
+def test_sdpa_prefill(dtype, group, lengths):
+    case = prefill_case(lengths, group=group, dtype=dtype)
+    out = sdpa.prefill_attention(case["q"], case["k"], case["v"], lengths)
+    assert out.shape == case["q"].shape and out.dtype == dtype
+    assert (out - prefill64(**case)[0]).abs().max() < BOUND[dtype]
 
 
-POSITIONS, ROTARY = 41, 8
-FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
+# select_heavy_hitters
 
 
-def turned(x, position, tables):
-    """x [..., d] at its position, rotated in float64 as complex numbers."""
-    half = ROTARY // 2
-    x = x.double()
-    turn = torch.complex(*(table[position].double() for table in tables))
-    parts = torch.complex(x[..., :half], x[..., half:ROTARY]) * turn
-    return torch.cat([parts.real, parts.imag, x[..., ROTARY:]], dim=-1)
+CUTS = [Cut(1, 1, 1), Cut(7, 2, 2), Cut(31, 10, 5), Cut(33, 1, 1), Cut(65, 0, 9), Cut(64, 20, 0),
+        Cut(100, 40, 33), Cut(100, 90, 9), Cut(5, 4, 9), Cut(300, 1, 298)]
 
 
-def slot_case(form, *, sequences=3, n=37, group=3, kv_heads=2, dim=12, masked=True, rolls=False):
-    """q, k, v, slots and view of one decode step; what is in empty slots is poison."""
-    torch.manual_seed(sequences + n + group + dim)
-    dtype, layout = (form, None) if isinstance(form, torch.dtype) else (torch.bfloat16,
-                                                                       GroupLayout(dim, form))
-    q = torch.randn(sequences, kv_heads * group, dim).to(dtype)
-    k, v = (torch.randn(sequences, kv_heads, dim).to(dtype) for _ in range(2))
-    cached = torch.randn(2, sequences, kv_heads, n, dim).to(dtype)
-    if layout is not None:
-        cached = ops.quantize_groups(cached, layout)
-    # A record full of ones has NaN for scale and zero point.
-    poison = float("nan") if layout is None else 255
-    slots = torch.full((2, sequences, kv_heads, n + 4, cached.shape[-1]), poison,
-                       dtype=cached.dtype)[:, :, :, :n]
-    slots.copy_(cached)
-    filled = ranks = newest = tables = None
-    if masked:
-        filled = torch.rand(sequences, n) < 0.7
-        filled[0] = False  # nothing cached: the new token attends to itself alone
-        slots.masked_fill_(~filled[:, None, :, None], poison)
-    if rolls:
-        ranks = torch.rand(sequences, kv_heads, n).argsort(-1).int() % POSITIONS
-        newest = torch.randint(0, POSITIONS, (sequences,))
-        angles = torch.rand(POSITIONS, ROTARY // 2) * 6
-        tables = (angles.cos(), angles.sin())
-        if masked:
-            garbage = torch.tensor([-2**31, -1, POSITIONS, 2**31 - 1], dtype=torch.int32)
-            garbage = garbage.repeat(n)[:n].expand_as(ranks)
-            ranks = torch.where(filled[:, None], ranks, garbage)
-    return q, k, v, slots, ops.SlotView(filled, layout, ranks, newest, tables)
-
-
-def slots64(q, k, v, slots, view):
-    """Output and mass in float64, head by head, of the filled slots alone."""
-    _, sequences, kv_heads, n, _ = slots.shape
-    group = q.shape[1] // kv_heads
-    if view.layout is not None:
-        slots = reference.dequantize_groups(slots, view.layout)
-    out, mass = q.double(), torch.zeros(sequences, kv_heads, n + 1).double()
-    for s in range(sequences):
-        cached = torch.arange(n) if view.filled is None else view.filled[s].nonzero()[:, 0]
-        for head in range(q.shape[1]):
-            mine = head // group
-            query, new = q[s, head].double(), k[s, mine].double()
-            keys, values = slots[:, s, mine, cached].double()
-            if view.ranks is not None:
-                keys = turned(keys, view.ranks[s, mine, cached], view.rope)
-                query, new = (turned(x, view.newest[s], view.rope) for x in (query, new))
-            scores = torch.cat([keys, new[None]]) @ query * q.shape[-1] ** -0.5
-            probabilities = scores.softmax(-1)
-            out[s, head] = probabilities @ torch.cat([values, v[s, mine].double()[None]])
-            mass[s, mine, torch.cat([cached, torch.tensor([n])])] += probabilities
-    return out, mass
-
-
-def check_slots(module, q, k, v, slots, view):
-    out, mass = module.slot_attention(q, k, v, slots, view)
-    expected, received = slots64(q, k, v, slots, view)
-    assert out.shape == q.shape and out.dtype == q.dtype
-    assert mass.shape == received.shape and mass.dtype == torch.float32
-    assert (out - expected).abs().max() < BOUND[q.dtype]
-    torch.testing.assert_close(mass.double(), received, rtol=2e-5, atol=1e-9)
-    if view.filled is not None:
-        empty = ~view.filled[:, None].expand(-1, slots.shape[2], -1)
-        assert (mass[..., :-1][empty] == 0).all()
+@pytest.mark.parametrize("scores", [torch.rand, torch.randn, tied, torch.zeros, None])
+@pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(sinks=4)])
+@pytest.mark.parametrize("form", [torch.float32, 4])
+def test_select(scores, eviction, form):
+    check_select(SELECT, select_case(CUTS[:-1] if eviction.sinks else CUTS, scores=scores,
+                                     eviction=eviction, form=form, rolls=form == 4))
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("rolls", [False, True])
-@pytest.mark.parametrize("dim", [12, 80])  # quantized: one group, and two
-@pytest.mark.parametrize("module", [ops, reference])
-def test_slot_attention(form, group, masked, rolls, dim, module):
-    check_slots(module, *slot_case(form, group=group, masked=masked, rolls=rolls, dim=dim))
+@pytest.mark.parametrize("dim", [5, *DIMS])
+def test_select_of_every_form(form, dim):
+    if isinstance(form, int) and dim % 2:
+        pytest.skip("records have an even number of elements")
+    check_select(SELECT, select_case([Cut(40, 13, 2), Cut(9, 3, 2)], form=form, dim=dim,
+                                     kv_heads=3, eviction=Eviction(sinks=1), scores=tied))
+
+
+def test_select_by_scores_of_every_size():
+    def scores(*shape):
+        return torch.randn(shape) * 10.0 ** torch.randint(-44, 38, shape)
+
+    check_select(SELECT, select_case([Cut(900, 250, 5)], scores=scores))
+
+
+@pytest.mark.parametrize("scores", [torch.rand, torch.randn, tied,
+                                    lambda *shape: torch.randint(40, shape).float()])
+@pytest.mark.parametrize("mean", [False, True])
+def test_select_from_long_prompts(scores, mean):
+    cuts = [Cut(131072, 8192, 8192), Cut(2048, 409, 409), Cut(4097, 4000, 1)]
+    check_select(SELECT, select_case(cuts, dim=2, kv_heads=1, scores=scores,
+                                     eviction=Eviction(mean=mean, sinks=4)))
+
+
+@given(cuts=st.lists(st.builds(Cut, st.integers(1, 150), st.integers(0, 60), st.integers(1, 60)),
+                     min_size=1, max_size=5),
+       sinks=st.integers(0, 5), mean=st.booleans(), kv_heads=st.integers(1, 4),
+       scores=st.sampled_from([torch.rand, tied, torch.ones]))
+@settings(max_examples=50)
+def test_any_selection(cuts, sinks, mean, kv_heads, scores):
+    check_select(SELECT, select_case(cuts, eviction=Eviction(mean=mean, sinks=sinks),
+                                     kv_heads=kv_heads, scores=scores, dim=4))
+
+
+# decode_attention
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rolls", [False, True])
-@pytest.mark.parametrize(("sequences", "n"), [(1, 0), (3, 0), (1, 1), (1, 37)])
-@pytest.mark.parametrize("module", [ops, reference])
-def test_few_slots_and_sequences(form, rolls, sequences, n, module):
-    for masked in (False, True):
-        check_slots(module, *slot_case(form, sequences=sequences, n=n, masked=masked, rolls=rolls))
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("rotary", [0, 8, 64])
+def test_decode(form, group, rotary):
+    check_decode(DECODE, decode_case([0, 63, 1, 70], full=(1, 3), form=form, group=group, dim=64,
+                                     rotary=rotary, eviction=Eviction()))
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [1, 3 * 37 * 12 * 4, 3 * 4 * 37 * 12 * 4])
-def test_slots_in_blocks(monkeypatch, form, size):
-    """Of one head, of heads that do not divide evenly, of sequences that do not."""
-    monkeypatch.setattr(torch_attention, "CPU_BYTES", size)
-    for rolls in (False, True):
-        check_slots(ops, *slot_case(form, sequences=5, kv_heads=4, rolls=rolls))
+@pytest.mark.parametrize("cached", [[0], [1], [2], [15, 16, 17], [63, 64, 65], [31, 33, 0],
+                                    [129, 127, 2]], ids=str)
+@pytest.mark.parametrize("scored", [False, True])
+def test_decode_lengths(form, cached, scored):
+    check_decode(DECODE, decode_case(cached, form=form, kv_heads=2 - scored, group=1 + 2 * scored,
+                                     eviction=Eviction() if scored else None, dim=80))
 
 
-def test_slots_stay_as_they_are():
-    """What is computed in place is computed on copies, also where float32 needs none."""
-    for form in FORMS:
-        q, k, v, slots, view = slot_case(form, rolls=True)
-        inputs = [q, k, v, slots, view.ranks, *view.rope]
-        before = [x.clone() for x in inputs]
-        ops.slot_attention(q, k, v, slots, view)
-        for x, old in zip(inputs, before, strict=True):
-            torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cached", [[255], [256], [257], [700, 300], [1500]], ids=str)
+def test_decode_of_few_heads_with_many_slots(form, cached):
+    """Their slots are split into parts."""
+    for kv_heads, dim, full in ((1, 64, (0,)), (2, 12, ())):
+        check_decode(DECODE, decode_case(cached, full=full, form=form, kv_heads=kv_heads, group=3,
+                                         dim=dim, eviction=Eviction()))
+    check_decode(DECODE, decode_case(cached, form=form, kv_heads=1, dim=128, n=1600))
 
 
-def test_slots_without_a_view_are_plain_and_full():
-    q, k, v, slots, view = slot_case(torch.float32, masked=False)
-    for module in (ops, reference):
-        for one, other in zip(module.slot_attention(q, k, v, slots),
-                              module.slot_attention(q, k, v, slots, view), strict=True):
-            assert torch.equal(one, other)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dim", [2, 6, 66, 130, *DIMS])
+def test_decode_of_every_head_size(form, dim):
+    for rotary in sorted({0, dim // 4 * 2, dim}):
+        check_decode(DECODE, decode_case([5, 39], full=(1,), form=form, dim=dim, kv_heads=1,
+                                         group=4 if rotary == dim else 3, rotary=rotary,
+                                         eviction=Eviction()))
 
 
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("rows", [0, 1, 29])
-@pytest.mark.parametrize("dim", [ROTARY, 12])
-def test_rotations(monkeypatch, dtype, rows, dim):
-    torch.manual_seed(rows)
-    angles = torch.rand(rows, ROTARY // 2) * 6
-    tables = angles.cos(), angles.sin()
-    x = torch.randn(rows, 3, dim + 5).to(dtype)
-    expected = turned(x[..., :dim], torch.arange(rows)[:, None], tables)
-    before = x.clone()
-    out = rotary.rotated(x[..., :dim], *(table[:, None] for table in tables))
-    assert out.dtype == dtype and torch.equal(x, before)
-    torch.testing.assert_close(out.double(), expected, rtol=BOUND[dtype], atol=BOUND[dtype])
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 500)
-    result = rotary.apply_rope_(x[..., :dim], *(table.to(dtype) for table in tables))
-    assert result.data_ptr() == x.data_ptr()
-    torch.testing.assert_close(x[..., :dim].double(), expected, rtol=BOUND[dtype],
-                               atol=BOUND[dtype])
-    assert torch.equal(x[..., dim:], before[..., dim:])
+@pytest.mark.parametrize("eviction", VARIANTS, ids=str)
+@pytest.mark.parametrize("recent", [1, 30])
+@pytest.mark.parametrize("form", [torch.float32, 8])
+def test_decode_variants(eviction, recent, form):
+    check_decode(DECODE, decode_case([32, 31, 65, 300], full=(0, 2, 3), recent=recent, rotary=4,
+                                     eviction=eviction, form=form, kv_heads=1))
 
 
-def test_rotations_broadcast_over_leading_dimensions():
-    x = torch.randn(2, 4, 5, 12)
-    angles = torch.rand(5, ROTARY // 2)
-    out = rotary.rotated(x, angles.cos(), angles.sin())
-    for place in range(5):
-        one = turned(x[:, :, place], place, (angles.cos(), angles.sin()))
-        torch.testing.assert_close(out[:, :, place].double(), one, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("eviction", [e for e in VARIANTS if e.decay != 0.9], ids=str)
+@pytest.mark.parametrize("cached", [[40, 9, 17], [700, 128]], ids=str)
+def test_of_equal_scores_the_oldest_goes(eviction, cached):
+    full = range(len(cached))
+    for recent in (1, 7):
+        check_decode(DECODE, decode_case(cached, full=full, recent=recent, kv_heads=5, ties=True,
+                                         eviction=eviction), ties=True)
+
+
+@pytest.mark.parametrize("function", [*PREFILL, *SELECT, *DECODE])
+def test_elements_that_lie_apart(function):
+    """Inputs may have any strides, in the last dimension too."""
+    if function in PREFILL:
+        case, check = prefill_case([40, 3]), check_prefill
+    elif function in SELECT:
+        case, check = select_case([Cut(9, 2, 3), Cut(4, 1, 1)]), check_select
+    else:
+        case, check = decode_case([9, 3], full=(0,), eviction=Eviction()), check_decode
+    for name in set("qkv") & set(case):
+        wide = torch.full((*case[name].shape, 2), float("nan"))
+        case[name] = wide[..., 0].copy_(case[name])
+    check([function], case)
+
+
+@given(cached=st.lists(st.integers(0, 90), min_size=1, max_size=4), group=st.integers(1, 9),
+       kv_heads=st.integers(1, 3), half=st.integers(1, 36), rotary=st.integers(0, 36),
+       form=st.sampled_from(FORMS), eviction=st.sampled_from([None, *VARIANTS]),
+       room=st.integers(1, 300), data=st.data())
+@settings(max_examples=60)
+def test_any_decode(cached, group, kv_heads, half, rotary, form, eviction, room, data):
+    many = [s for s, c in enumerate(cached) if c > 20]
+    full = data.draw(st.sets(st.sampled_from(many))) if many and eviction else ()
+    check_decode(DECODE, decode_case(
+        cached, form=form, group=group, kv_heads=kv_heads, dim=2 * half, n=max(cached) + room,
+        full=full, recent=data.draw(st.integers(1, 9)), eviction=eviction,
+        rotary=2 * min(rotary, half)))
+
+
+# quantize_groups and dequantize_groups: test_quantization.py.
+
+
+# The backend
 
 
 def test_the_reference_can_be_forced(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("not the reference")
 
-    monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
-    monkeypatch.setattr(ops.F, "scaled_dot_product_attention", refuse)
-    for module in (torch_attention, torch_groups):
-        for name in ("causal_attention", "slot_attention", "quantize_groups", "dequantize_groups"):
+    for module in (library, sdpa):
+        for name in ops.__all__:
             monkeypatch.setattr(module, name, refuse, raising=False)
-    q = torch.randn(4, 2, 8)
-    ops.prefill_attention(q, q, q, [4])
-    ops.decode_attention(q[:1], q[None].transpose(1, 2), q[None].transpose(1, 2))
-    ops.causal_attention(q, q.transpose(0, 1), q.transpose(0, 1))
-    ops.slot_attention(q, q, q, torch.randn(2, 4, 2, 3, 8))
-    layout = GroupLayout(8, 4)
-    ops.dequantize_groups(ops.quantize_groups(q, layout), layout)
+    layout = GroupLayout(16, 4)
+    calls = [partial(function, **case) for function, case in (
+        (ops.prefill_attention, prefill_case([9])),
+        (ops.prefill_attention, prefill_case([9]) | {"mass": None, "key_lengths": None}),
+        (ops.select_heavy_hitters, select_case([Cut(9, 2, 3)])),
+        (ops.decode_attention, decode_case([9], eviction=Eviction())),
+        (ops.decode_attention, decode_case([9], form=8)),
+        (ops.quantize_groups, {"x": torch.randn(3, 16), "layout": layout}),
+        (ops.dequantize_groups, {"records": torch.zeros(3, layout.nbytes, dtype=torch.uint8),
+                                 "layout": layout}))]
+    for call in calls:
+        with pytest.raises(AssertionError, match="not the reference"):
+            call()
+    monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
+    for call in calls:
+        call()
+
+
+def test_a_device_without_kernels_gets_the_reference(caplog):
+    """And the log says so once."""
+    ops._fused.cache_clear()
+    case = decode_case([3, 1], eviction=Eviction())
+    book = case.pop("book")
+    meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in case.items()}
+    meta["book"] = Book(book.eviction, book.mass.to("meta"), book.positions.to("meta"))
+    for _ in range(2):
+        out, taken = ops.decode_attention(**meta)
+        assert out.shape == case["q"].shape and taken.shape == (2, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "plain PyTorch does attention and eviction on meta, slowly: no kernels for this kind of "
+        "device"]

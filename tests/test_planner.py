@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o import plan_rows
+from flexgen_h2o import kernels, plan_rows
 from flexgen_h2o.cache import parts
 from flexgen_h2o.cache.budget import kept
 from flexgen_h2o.config import H2OConfig, Placement, Policy, parse_percent
 from flexgen_h2o.engine import executor, hidden
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.free_memory import MemoryLimits, cgroup_free, free_memory
-from flexgen_h2o.kernels import torch_attention
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.plan_rows import CacheOptions, Workload
 from flexgen_h2o.planner import memory_plan
@@ -260,32 +259,29 @@ def test_a_piece_of_a_long_prompt_needs_less_workspace():
     assert found[256]["activations"][1] * 30_000 == found[None]["activations"][1] * 256
 
 
-def test_workspace_of_scoring():
-    plain, evicting, packed = (
-        rows(cache_plan(*ALL_GPU, **cache))["workspace"][1]
-        for cache in ({}, {"h2o": {"heavy_ratio": 0.1}}, {"bits": 4}))
-    copies = 2 * 8 * 128 * 512 * 4
-    assert evicting - plain == packed - plain == copies + (8 << 20)
-    long = replace(LOAD, prompt_len=100_000)
-    policy = make_policy(*ALL_GPU)
-    plain, evicting = (
-        rows(memory_plan(LLAMA_8B, policy, long, itemsize=2, cache=cache))["workspace"][1]
-        for cache in (CacheOptions(), CacheOptions(H2OConfig(heavy_ratio=0.1))))
-    assert evicting - plain == 2 * 8 * 128 * 100_000 * 4 + 2 * 16 * 32 * 100_000 * 4
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("cache", [CacheOptions(), CacheOptions(bits=4),
+                                   CacheOptions(H2OConfig(heavy_ratio=0.1))])
+def test_workspace_of_attention(monkeypatch, has_gpu, cache):
+    """Linear in the tokens: whole rows of 64 queries by thread, and a score of a key by task."""
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    load = replace(LOAD, prompt_len=100_000)
+    run = plan_rows.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, has_gpu, False, cache)
+    by_thread = 0 if has_gpu else 3 * 64 * (100_000 + 8 * 128)
+    copies = 0 if cache.plain else 100_000 * 2 * 8 * 128 * 4
+    prefill = 4 * (by_thread + (64 + 4 * 32) * 100_000) + copies
+    slots = 20_000 if cache.evicts else 100_031
+    decode = 4 * (64 + 4 * 32) * (slots + 64 + 2 * 128)
+    assert plan_rows._own_attention(run) == max(prefill, decode)
 
 
-ONE = 4000 * 2 * 8 * 128 * 4
-"""Bytes of the float32 keys and values of a sequence of 4,000 tokens in a layer of LLAMA_8B."""
-
-
-@pytest.mark.parametrize(("has_gpu", "held"), [(True, 1 << 28), (False, ONE)])
-def test_workspace_of_decoding_packed_slots(has_gpu, held):
+@pytest.mark.parametrize("bits", [16, 4])
+def test_workspace_of_decoding_is_the_weights_of_all_heads(bits):
     load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=64, num_gpu_batches=1)
-    plain, packed = (
-        sum(rows(memory_plan(LLAMA_8B, make_policy(*ALL_GPU), load, itemsize=2, has_gpu=has_gpu,
-                             cache=CacheOptions(bits=bits)))["workspace"])
-        for bits in (16, 4))
-    assert 0 <= packed - plain - 2 * held <= ONE // 4000
+    run = plan_rows.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, True, False,
+                               CacheOptions(bits=bits))
+    assert plan_rows._own_attention(run) == 4 * (64 + 64 * 32) * (4000 + 64 + 2 * 128)
+
 
 sizes_of_h2o = st.one_of(
     st.none(),
@@ -370,9 +366,9 @@ def test_the_plan_knows_the_engines_own_numbers():
     assert plan_rows.LOGIT_ROWS == executor.HEAD_ROWS
     assert list(plan_rows.CHUNK_ROWS.values()) == [
         executor.CHUNK_ROWS[kind] for kind in ("cpu", "cuda")]
-    assert plan_rows.ATTENTION_BLOCK == {False: torch_attention.CPU_BYTES,
-                                         True: torch_attention.GPU_BYTES}
-    assert plan_rows.SCORE_ROWS == torch_attention.FEWEST_QUERIES
+    source = (Path(kernels.__file__).parent / "cpu" / "prefill.cpp").read_text()
+    assert "VECTORS = WIDTH == 16 ? 4 : 2" in source and plan_rows.QUERY_LANES == 16 * 4
+    assert f"FEWEST_TASKS = {plan_rows.FEWEST_TASKS};" in source
 
 
 # What is free

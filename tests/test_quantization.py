@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import ops, reference, torch_groups
+from flexgen_h2o.kernels import ops, reference
 from flexgen_h2o.storage.quantization import GROUP, GroupLayout
 
 LENGTHS = (2, 6, 12, 64, 66, 80, 96, 128, 320)
@@ -91,8 +91,8 @@ def test_the_fast_bytes_are_those_of_the_reference(layout, seed, size):
     x = vectors(seed, layout, size=size).view(7, 1, -1)
     records = ops.quantize_groups(x, layout)
     assert torch.equal(records, reference.quantize_groups(x, layout))
-    torch.testing.assert_close(ops.dequantize_groups(records, layout),
-                               reference.dequantize_groups(records, layout), rtol=1e-6, atol=0)
+    assert torch.equal(ops.dequantize_groups(records, layout),
+                       reference.dequantize_groups(records, layout))
 
 
 @pytest.mark.parametrize("module", [ops, reference])
@@ -143,17 +143,6 @@ def test_no_vectors_at_all(module):
     records = module.quantize_groups(torch.empty(2, 0, 64), layout)
     assert records.shape == (2, 0, 36)
     assert module.dequantize_groups(records, layout).shape == (2, 0, 64)
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_many_pieces_are_as_one(monkeypatch, bits):
-    layout = GroupLayout(96, bits)
-    x = vectors(5, layout, rows=41)
-    records = ops.quantize_groups(x, layout)
-    out = ops.dequantize_groups(records, layout)
-    monkeypatch.setattr(torch_groups, "PIECE", 1000)
-    assert torch.equal(ops.quantize_groups(x, layout), records)
-    assert torch.equal(ops.dequantize_groups(records, layout), out)
 
 
 def test_half_below_is_the_next_float16_down():

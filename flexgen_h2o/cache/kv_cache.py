@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from flexgen_h2o.cache import budget as budgets
-from flexgen_h2o.cache.bookkeeping import Book, Turn
-from flexgen_h2o.cache.eviction import Eviction
+from flexgen_h2o.cache.bookkeeping import eviction_of, narrowed, new_book, turn_of
 from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, make_parts
 from flexgen_h2o.cache.seats import Seats, Span
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, fates
 from flexgen_h2o.config import H2OConfig, Policy
 from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.eviction import Book, Cut
 from flexgen_h2o.kernels.rotary import apply_rope_, rotated
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
@@ -52,7 +52,7 @@ class KVCache:
                  transfers: Transfers, run_folder: Callable[[], RunFolder]):
         self.shape = shape
         self._h2o = None if h2o is None or h2o.is_full else h2o
-        self._eviction = None if self._h2o is None else Eviction(self._h2o)
+        self._eviction = eviction_of(self._h2o)
         self._transfers = transfers
         self._device = transfers.device.torch
         self._rope = rope
@@ -86,7 +86,7 @@ class KVCache:
                 part.begin([(len(seats), [max(seats.lengths)] * layers) for seats in batches])
         self._books: dict[tuple, Book] = {}
         self._mass: dict[tuple, torch.Tensor] = {}
-        self._turns: dict[tuple, tuple[int, Turn]] = {}
+        self._turns: dict[tuple, tuple[int, torch.Tensor]] = {}
         self._changed: dict[tuple, Changed] = {}
 
     def nbytes(self) -> int:
@@ -143,23 +143,16 @@ class KVCache:
             for x in (q, k):
                 apply_rope_(x, *rope)
         lengths = [len(span) for span in spans]
-        rows = list(zip(*(x.split(lengths) for x in (q, k, cached, v)), strict=True))
         if self._seats[batch].chunk is not None:
-            outputs = [self._attend_span(layer, batch, span, q, cached, v)
-                       for span, (q, _, cached, v) in zip(spans, rows, strict=True)]
+            rows = zip(*(x.split(lengths) for x in (q, cached, v)), strict=True)
+            outputs = [self._attend_span(layer, batch, span, *some)
+                       for span, some in zip(spans, rows, strict=True)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        scored = self._scored(layer, batch)
-        out = torch.empty_like(q) if scored else ops.prefill_attention(q, k, v, lengths)
-        first = 0
-        for span, (q, k, cached, v) in zip(spans, rows, strict=True):
-            keys, values, cached = (x.transpose(0, 1) for x in (k, v, cached))
-            mass = None
-            if scored:
-                mass = torch.zeros(keys.shape[:2], device=k.device)
-                out[first : first + len(span)] = ops.causal_attention(
-                    q, keys, values, mass=mass, decay=self._eviction.decay)
-                first += len(span)
-            self._keep(layer, batch, span.sequence, cached, values, mass)
+        mass = None
+        if self._scored(layer, batch):
+            mass = torch.zeros((k.shape[1], len(k)), device=k.device)
+        out = ops.prefill_attention(q, k, v, lengths, mass=mass, decay=self._eviction.decay)
+        self._keep(layer, batch, spans, cached, v, mass)
         return out
 
     def _attend_span(self, layer: int, batch: int, span: Span, q, k, v) -> torch.Tensor:
@@ -168,46 +161,62 @@ class KVCache:
         held = part.get(layer, batch)[:, span.sequence - part.first]
         for cached, new in zip(held, (k, v), strict=True):
             cached[:, span.start : span.end] = new.transpose(0, 1)
-        cached, values = held[:, :, : span.end].to(q.device)
+        cached, values = held[:, :, : span.end].to(q.device).transpose(1, 2)
         keys = cached
         if self._rolls(layer, batch):
-            keys = rotated(cached, *(table[: span.end] for table in self._table(span.end)))
+            keys = rotated(cached, *(table[: span.end, None] for table in self._table(span.end)))
         key = (layer, batch, span.sequence)
+        length = self._seats[batch].lengths[span.sequence]
         mass = None
         if self._scored(layer, batch):
-            length = self._seats[batch].lengths[span.sequence]
             if key not in self._mass:
                 self._mass[key] = torch.zeros((held.shape[1], length), device=q.device)
             mass = self._mass[key][:, : span.end]
-        out = ops.causal_attention(q, keys, values, mass=mass,
-                                   decay=1.0 if mass is None else self._eviction.decay)
-        if span.end == self._seats[batch].lengths[span.sequence]:
-            self._keep(layer, batch, span.sequence, cached, values, self._mass.pop(key, None))
+        out = ops.prefill_attention(q, keys, values, [len(span)], key_lengths=[span.end],
+                                    mass=mass, decay=self._eviction.decay)
+        if span.end == length:
+            self._keep(layer, batch, [span], cached, values, self._mass.pop(key, None))
         return out
 
-    def _keep(self, layer: int, batch: int, sequence: int, k, v, mass) -> None:
-        """Cut a prompt to its budget and put what stays into slots; k, v [kv_heads, tokens, ...]"""
-        part = next(p for p in self.parts if sequence < p.last)
-        held = part.get(layer, batch)[:, sequence - part.first]
-        length = k.shape[1]
+    def _keep(self, layer: int, batch: int, spans: Sequence[Span], k, v, mass) -> None:
+        """Cut whole prompts to their budgets and put what stays into slots.
+
+        k, v [rows, kv_heads, head_dim]; mass [kv_heads, rows] or None. The spans are the prompts'
+        last; their sequences are neighbours.
+        """
+        first = 0
+        for part in self._here(batch):
+            mine = [span for span in spans if part.first <= span.sequence < part.last]
+            if not mine:
+                continue
+            cuts = [self._cut(layer, span.end) for span in mine]
+            rows = slice(first, first + sum(cut.length for cut in cuts))
+            first = rows.stop
+            seats = slice(mine[0].sequence - part.first, mine[-1].sequence + 1 - part.first)
+            held = part.get(layer, batch)[:, seats]
+            if self._fates[batch][layer].evicts:
+                book = narrowed(self._book(layer, batch, part), seats)
+                some = (x if x is None else x.to(held.device)
+                        for x in (k[rows], v[rows], None if mass is None else mass[:, rows]))
+                ops.select_heavy_hitters(*some, cuts=cuts, slots=held, book=book,
+                                         layout=self.shape.layout)
+            elif self._seats[batch].chunk is None or self._prompts is not self.parts:
+                # Else the prompt came in chunks and lies in its slots already.
+                self._fill(held, cuts, k[rows], v[rows])
+
+    def _fill(self, held: torch.Tensor, cuts: Sequence[Cut], *packed: torch.Tensor) -> None:
+        """Put prompts of which everything stays into their first slots."""
+        for slots, x in zip(held, packed, strict=True):
+            for mine, rows in zip(slots, x.split([cut.length for cut in cuts]), strict=True):
+                new = rows.transpose(0, 1)
+                if self.shape.layout is not None:
+                    new = ops.quantize_groups(new, self.shape.layout)
+                mine[:, : new.shape[1]] = new
+
+    def _cut(self, layer: int, length: int) -> Cut:
         budget = budgets.budget(self._h2o, layer, length)
-        positions = torch.arange(length, device=k.device).expand(k.shape[0], -1)
-        if budget is not None and length > budget.total:
-            if mass is None:
-                mass = torch.zeros(k.shape[:2], device=k.device)
-            positions = self._eviction.select(mass, budget)
-            mass = mass.gather(1, positions)
-            k, v = (x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1])) for x in (k, v))
-        gathered = self._seats[batch].chunk is not None and self._prompts is self.parts
-        kept = k.shape[1]
-        for slots, new in zip(held, (k, v), strict=True):
-            if not gathered:  # a prompt that came in chunks may lie in its slots already
-                slots[:, :kept] = self._encode(new)
-            if self._plain(layer, batch):
-                slots[:, kept:] = 0  # a masked slot still gets multiplied: it must not hold a NaN
-        if self._fates[batch][layer].evicts:
-            book = self._book(layer, batch, part)
-            book.keep(sequence - part.first, positions, mass)
+        return Cut(length, length, 0) if budget is None else (
+            Cut(length, budget.heavy, budget.recent))
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
                      rope: Rope | None) -> torch.Tensor:
@@ -225,45 +234,15 @@ class KVCache:
             rows = [x[mine] for x in (q, k, v)]
             if part.on_host:
                 rows = [self._carry(x, "cpu", DOWN) for x in rows]
-            attend = self._attend_plain if self._plain(layer, batch) else self._attend_slots
-            out, changed = attend(layer, batch, part, *rows, self._turn(layer, batch, part, token))
+            held = part.get(layer, batch)
+            evicts = self._fates[batch][layer].evicts
+            out, taken = ops.decode_attention(
+                *rows, slots=held, turn=self._turn(layer, batch, part, token),
+                layout=self.shape.layout, book=self._book(layer, batch, part) if evicts else None)
             if part.moves:
-                self._changed[layer, batch, part.first] = changed
+                self._changed[layer, batch, part.first] = Changed.read(held, taken)
             outputs.append(self._carry(out, self._device, UP) if part.on_host else out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _attend_plain(self, layer: int, batch: int, part: Part, q, k, v, turn: Turn):
-        """Append, then attend over the first slots with PyTorch's own attention: no scores."""
-        held = part.get(layer, batch)
-        changed = Changed(torch.stack((k, v)), turn.before[:, None].expand(k.shape[:2]))
-        changed.write(held)
-        keys, values = held[:, :, :, : turn.span]
-        return ops.decode_attention(q, keys, values, turn.filled), changed
-
-    def _attend_slots(self, layer: int, batch: int, part: Part, q, k, v, turn: Turn):
-        """Attend over the slots and the new token beside them; then it takes its slot."""
-        held = part.get(layer, batch)
-        evicts, rolls = self._fates[batch][layer].evicts, self._rolls(layer, batch)
-        book = self._book(layer, batch, part) if evicts else None
-        view = ops.SlotView(
-            filled=turn.filled, layout=self.shape.layout,
-            ranks=book.ranks[..., : turn.span] if rolls else None,
-            newest=turn.before if rolls else None,
-            rope=tuple(t.to(k.device) for t in self._table(turn.span + 1)) if rolls else None)
-        out, mass = ops.slot_attention(q, k, v, held[:, :, :, : turn.span], view)
-        slots = turn.before[:, None].expand(k.shape[:2])
-        if evicts:
-            slots = book.add(turn, mass, eviction=self._eviction, sinks=self._h2o.sink_tokens)
-        changed = Changed(self._encode(torch.stack((k, v))), slots)
-        changed.write(held)
-        return out, changed
-
-    def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.shape.layout is None else ops.quantize_groups(x, self.shape.layout)
-
-    def _plain(self, layer: int, batch: int) -> bool:
-        """Whether nothing is scored, evicted or compressed, so that slots stand in order."""
-        return self.shape.bits == 16 and not self._fates[batch][layer].evicts
 
     def _scored(self, layer: int, batch: int) -> bool:
         return self._fates[batch][layer].evicts and self._h2o.scored
@@ -280,22 +259,25 @@ class KVCache:
         return self._tables
 
     def _book(self, layer: int, batch: int, part: Part) -> Book:
+        """What eviction knows of a part's sequences; `_keep` fills it in."""
         key = (layer, batch, part.first)
         if key not in self._books:
-            mine = part.sequences(batch)
-            shape = (mine.stop - mine.start, self.shape.kv_heads, self._fates[batch][layer].slots)
-            self._books[key] = Book(shape, rolling=self._rolls(layer, batch),
-                                    device=self._place(part))
+            mine, place = part.sequences(batch), self._place(part)
+            slots = self._fates[batch][layer].slots
+            rope = None
+            if self._rolls(layer, batch):
+                rope = tuple(table.to(place) for table in self._table(slots + 1))
+            self._books[key] = new_book((mine.stop - mine.start, self.shape.kv_heads, slots),
+                                        self._eviction, rope=rope, device=place)
         return self._books[key]
 
-    def _turn(self, layer: int, batch: int, part: Part, token: int) -> Turn:
+    def _turn(self, layer: int, batch: int, part: Part, token: int) -> torch.Tensor:
         """The turn of a token, made once for all layers that share it."""
         key = (batch, part.first, self._fates[batch][layer].like)
         made, turn = self._turns.get(key, (0, None))
         if made != token:
-            turn = Turn.of(self._seats[batch], part.sequences(batch), self._h2o, layer=layer,
-                           token=token, appended=self._plain(layer, batch),
-                           device=self._place(part))
+            turn = turn_of(self._seats[batch], part.sequences(batch), self._h2o, layer=layer,
+                           token=token, device=self._place(part))
             self._turns[key] = (token, turn)
         return turn
 

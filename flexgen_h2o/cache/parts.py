@@ -58,6 +58,12 @@ class Changed:
     fresh: torch.Tensor
     slots: torch.Tensor
 
+    @classmethod
+    def read(cls, held: torch.Tensor, slots: torch.Tensor) -> Changed:
+        """What is in some slots of `held` [2, sequences, kv_heads, slots, width]."""
+        place = slots[None, ..., None, None].expand(2, -1, -1, 1, held.shape[-1])
+        return cls(held.gather(3, place).squeeze(3), slots)
+
     def write(self, held: torch.Tensor) -> None:
         """Put the records into their slots of `held` [2, sequences, kv_heads, slots, width]."""
         _, sequences, heads, slots, width = held.shape

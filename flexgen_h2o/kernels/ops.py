@@ -1,118 +1,105 @@
 """One function per operation; the backend by device. `kernels.reference` specifies each.
 
-``FLEXGEN_H2O_KERNELS=reference`` in the environment forces the reference.
+On a CPU the operations are C++ (`native`), on a GPU Triton. Where the C++ could not be built or
+Triton is missing the reference runs, and the log says so once.
+``FLEXGEN_H2O_KERNELS=reference`` in the environment forces it.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 import os
-from functools import partial
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from flexgen_h2o.kernels import reference, torch_attention, torch_groups
-from flexgen_h2o.kernels.reference import SlotView
+from flexgen_h2o.kernels import library, native, reference, sdpa
+from flexgen_h2o.kernels.eviction import Book, Cut
+from flexgen_h2o.storage.quantization import GroupLayout
 
-__all__ = ["SlotView", "causal_attention", "decode_attention", "dequantize_groups",
-           "prefill_attention", "quantize_groups", "slot_attention"]
+__all__ = ["decode_attention", "dequantize_groups", "prefill_attention", "quantize_groups",
+           "select_heavy_hitters"]
 
-
-def _forced_reference() -> bool:
-    return os.environ.get("FLEXGEN_H2O_KERNELS") == "reference"
-
-
-QUERY_BLOCK = 256
-SQUARE_BELOW = 768
-"""PyTorch's CPU kernel skips the future by key blocks of 512: below this length it computes the
-whole square. Cut into query blocks that see only their past, 512 tokens take 0.8 of the time."""
+_log = logging.getLogger(__name__)
 
 
-def prefill_attention(q, k, v, lengths):
-    """See `reference.prefill_attention`; memory linear in the length (flash attention)."""
-    if _forced_reference():
-        return reference.prefill_attention(q, k, v, lengths)
-    if len(set(lengths)) == 1:
-        shape = (len(lengths), lengths[0])
-        out = _causal(*(x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v)))
-        return out.transpose(1, 2).flatten(0, 1)
-    # Sequences of unequal lengths go one by one: no pads to compute and no mask to build.
-    parts = (x.split(lengths) for x in (q, k, v))
-    return torch.cat([_causal(*(x.transpose(0, 1)[None] for x in one))[0].transpose(0, 1)
-                      for one in zip(*parts, strict=True)])
+def _plain_torch(device: str) -> bool:
+    """Whether the reference has to do, on a type of device."""
+    return os.environ.get("FLEXGEN_H2O_KERNELS") == "reference" or not _fused(device)
 
 
-def _causal(q, k, v):
-    """Causal attention of [batch, heads, length, head_dim]; fewer heads in k and v."""
-    length = q.shape[2]
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and q.is_cuda and (q.dtype == torch.float32
-                                  or torch.cuda.get_device_capability(q.device)[0] < 8):
-        # No flash kernel: the one that is linear in memory takes no groups.
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        grouped = False
-    attend = partial(F.scaled_dot_product_attention, enable_gqa=grouped)
-    if q.device.type != "cpu" or not QUERY_BLOCK < length < SQUARE_BELOW:
-        return attend(q, k, v, is_causal=True)
-    out = torch.empty_like(q)
-    for start in range(0, length, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, length)
-        seen = torch.ones(end - start, end, dtype=torch.bool).tril(start)
-        out[:, :, start:end] = attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end],
-                                      attn_mask=seen)
-    return out
+@functools.cache
+def _fused(device: str) -> bool:
+    """Whether there are kernels for a type of device."""
+    missing = "no kernels for this kind of device"
+    if device == "cpu":
+        missing = native.missing()
+    elif device == "cuda":
+        missing = None if importlib.util.find_spec("triton") else "Triton is not installed"
+    if missing:
+        _log.warning("plain PyTorch does attention and eviction on %s, slowly: %s", device,
+                     missing)
+    return missing is None
 
 
-def decode_attention(q, k, v, valid=None):
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *,
+                      key_lengths: Sequence[int] | None = None, mass: Tensor | None = None,
+                      decay: float = 1.0) -> Tensor:
+    """See `reference.prefill_attention`; memory linear in the tokens."""
+    if os.environ.get("FLEXGEN_H2O_KERNELS") != "reference" and mass is None and (
+            key_lengths is None) and (q.is_cuda or native.amx() or not _fused(q.device.type)):
+        return sdpa.prefill_attention(q, k, v, lengths)
+    if _plain_torch(q.device.type):
+        return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, mass=mass,
+                                           decay=decay)
+    return library.prefill_attention(q, k, v, lengths, key_lengths or lengths, mass, decay)
+
+
+def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, *, cuts: Sequence[Cut],
+                         slots: Tensor, book: Book, layout: GroupLayout | None = None) -> None:
+    """See `reference.select_heavy_hitters`; no sort."""
+    if _plain_torch(k.device.type):
+        reference.select_heavy_hitters(k, v, mass, cuts=cuts, slots=slots, book=book,
+                                       layout=layout)
+        return
+    library.select_heavy_hitters(
+        k, v, mass, list(chain.from_iterable(cuts)), slots, book.mass, book.positions, book.ranks,
+        _bits(layout), book.eviction.mean, book.eviction.sinks)
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, turn: Tensor,
+                     layout: GroupLayout | None = None, book: Book | None = None
+                     ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
-    if _forced_reference():
-        return reference.decode_attention(q, k, v, valid)
-    sequences, heads, head_dim = q.shape
-    # The query heads of a group stand as rows of one query, so that they share a read of the keys.
-    grouped = q.view(sequences, k.shape[1], -1, head_dim)
-    rows = grouped.shape[2]
-    if rows == 1 and _slow_single_row(q):
-        grouped = grouped.expand(-1, -1, 2, -1)
-    mask = None if valid is None else valid[:, None, None, :]
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
-    return out[:, :, :rows].reshape(sequences, heads, head_dim)
+    if _plain_torch(q.device.type):
+        return reference.decode_attention(q, k, v, slots=slots, turn=turn, layout=layout,
+                                          book=book)
+    if book is None:
+        return library.decode_attention(q, k, v, slots, turn, None, None, None, None, None,
+                                        _bits(layout), False, 1.0, 0)
+    eviction = book.eviction
+    return library.decode_attention(
+        q, k, v, slots, turn, book.mass, book.positions, book.ranks, *(book.rope or (None, None)),
+        _bits(layout), eviction.mean, eviction.decay, eviction.sinks)
 
 
-def _slow_single_row(q: torch.Tensor) -> bool:
-    """Whether a single bfloat16 query row takes PyTorch's slow path.
-
-    On CPUs without AMX one row runs as a scalar matrix-vector product at 5 GB/s; two equal rows
-    run as a GEMM at 11 GB/s, although they do twice the arithmetic.
-    """
-    return (
-        q.device.type == "cpu"
-        and q.dtype == torch.bfloat16
-        and not getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
-    )
-
-
-def causal_attention(q, k, v, *, mass=None, decay=1.0):
-    """See `reference.causal_attention`; memory linear in the tokens."""
-    if _forced_reference():
-        return reference.causal_attention(q, k, v, mass=mass, decay=decay)
-    if mass is None and q.is_cuda:
-        return torch_attention.fused_causal_attention(q, k, v)
-    return torch_attention.causal_attention(q, k, v, mass=mass, decay=decay)
-
-
-def slot_attention(q, k, v, slots, view=None):
-    """See `reference.slot_attention`; each cached byte is read once per group of query heads."""
-    backend = reference if _forced_reference() else torch_attention
-    return backend.slot_attention(q, k, v, slots, view or SlotView())
-
-
-def quantize_groups(x, layout):
+def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
     """See `reference.quantize_groups`."""
-    backend = reference if _forced_reference() else torch_groups
-    return backend.quantize_groups(x, layout)
+    if _plain_torch(x.device.type):
+        return reference.quantize_groups(x, layout)
+    return library.quantize_groups(x.float() if x.dtype == torch.float64 else x, layout.bits)
 
 
-def dequantize_groups(records, layout):
+def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
     """See `reference.dequantize_groups`."""
-    backend = reference if _forced_reference() else torch_groups
-    return backend.dequantize_groups(records, layout)
+    if _plain_torch(records.device.type):
+        return reference.dequantize_groups(records, layout)
+    return library.dequantize_groups(records, layout.bits, layout.length)
+
+
+def _bits(layout: GroupLayout | None) -> int:
+    return 16 if layout is None else layout.bits

@@ -5,67 +5,184 @@ Everything is computed in float32 whatever the inputs' dtype; outputs have the i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from flexgen_h2o.kernels.eviction import EMPTY
 from flexgen_h2o.kernels.rotary import rotated
-from flexgen_h2o.storage.quantization import GroupLayout
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
 
+QUERIES = 256
+"""Queries that `prefill_attention` treats together: memory stays linear in the tokens."""
 
-def prefill_attention(q, k, v, lengths):
-    """Causal self-attention within each of several packed sequences.
+
+def prefill_attention(q, k, v, lengths, *, key_lengths=None, mass=None, decay=1.0):
+    """Causal attention within each of several packed sequences, with the mass each key receives.
+
+    A sequence may come in chunks: its queries are then the last of its tokens, and the keys are
+    all up to there. Query row r of n stands at position key_length - n + r and sees the keys up to
+    there. Query head h belongs to KV head h // group. A sequence that comes in chunks gives the
+    same mass as one that comes whole.
 
     Parameters
     ----------
     q : Tensor [rows, heads, head_dim]
-    k, v : Tensor [rows, kv_heads, head_dim]
-        Rows of all sequences one after the other; heads is a multiple of kv_heads.
+    k, v : Tensor [key_rows, kv_heads, head_dim]
+        Rows of all sequences one after the other; heads is a multiple of kv_heads. May be strided.
     lengths : list of int
-        Tokens of each sequence; they sum to rows.
+        Query rows of each sequence; they sum to rows.
+    key_lengths : list of int, optional
+        Keys of each sequence, at least its rows; they sum to key_rows. None: as `lengths`.
+    mass : float32 Tensor [kv_heads, key_rows], optional
+        Scores, updated in place: times decay ** n, plus the sum of decay ** (n - 1 - r) times the
+        probability of each key over the sequence's rows r and the query heads of the group.
+    decay : float
+        1: the plain sum (arXiv 2306.14048).
 
     Returns
     -------
     Tensor [rows, heads, head_dim]
     """
     out = torch.empty_like(q)
-    group = q.shape[1] // k.shape[1]
-    first = 0
-    for length in lengths:
-        rows = slice(first, first + length)
-        first += length
-        keys = k[rows].float().repeat_interleave(group, dim=1)
-        values = v[rows].float().repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * q.shape[-1] ** -0.5
-        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
-        out[rows] = torch.einsum("hqk,khd->qhd", probabilities, values).to(q.dtype)
+    key_lengths = lengths if key_lengths is None else key_lengths
+    masses = [None] * len(lengths) if mass is None else mass.split(key_lengths, dim=1)
+    for one in zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), masses,
+                   out.split(lengths), strict=True):
+        _attend_sequence(*one, decay=decay)
     return out
 
 
-def decode_attention(q, k, v, valid=None):
-    """Attention of one new token of each sequence over its cached tokens.
+def _attend_sequence(q, k, v, mass, out, *, decay):
+    """`prefill_attention` of one sequence."""
+    rows, tokens, kv_heads = len(q), len(k), k.shape[1]
+    keys, values = k.float(), v.float()
+    if mass is not None:
+        mass.mul_(decay**rows)
+    for start in range(0, rows, QUERIES):
+        query = torch.arange(start, min(start + QUERIES, rows), device=q.device)
+        mine = q[query].float().unflatten(1, (kv_heads, -1))
+        scores = torch.einsum("rkgd,tkd->kgrt", mine, keys) * q.shape[-1] ** -0.5
+        future = torch.arange(tokens, device=q.device) > (tokens - rows + query)[:, None]
+        probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
+        if mass is not None:
+            weights = decay ** (rows - 1 - query).float()
+            mass += torch.einsum("kgrt,r->kt", probabilities, weights)
+        attended = torch.einsum("kgrt,tkd->rkgd", probabilities, values)
+        out[query] = attended.flatten(1, 2).to(q.dtype)
+
+
+def select_heavy_hitters(k, v, mass, *, cuts, slots, book, layout=None):
+    """Cut prompts to their budgets: put the keys and values that stay into slots, and the book.
+
+    Which tokens stay is `book.eviction`'s to say (`Eviction.select`); they stand in the first
+    slots in the order of their positions. Whatever the slots behind them hold stays.
+
+    Parameters
+    ----------
+    k, v : Tensor [rows, kv_heads, head_dim]
+        Of all prompts one after the other. May be strided.
+    mass : float32 Tensor [kv_heads, rows] or None
+        Of every key, all queries done. None: 0, for where no score decides.
+    cuts : sequence of Cut
+        One for each prompt; their lengths sum to rows.
+    slots : Tensor [2, sequences, kv_heads, slots, width]
+        head_dim floats of k's dtype, or uint8 records of `layout`; written in place. May be
+        strided, contiguous in the last dimension.
+    book : Book
+        Of the same sequences and slots; what it says afterwards is all new.
+    layout : GroupLayout, optional
+        Of the records that the slots hold. None: they hold plain vectors.
+    """
+    lengths = [cut.length for cut in cuts]
+    masses = torch.zeros(k.shape[1], len(k), device=k.device) if mass is None else mass
+    book.mass.zero_()
+    book.positions.fill_(EMPTY)
+    if book.ranks is not None:
+        book.ranks.zero_()
+    for sequence, (cut, keys, values, scores) in enumerate(zip(
+            cuts, k.split(lengths), v.split(lengths), masses.split(lengths, dim=1), strict=True)):
+        index = book.eviction.select(scores, cut)
+        kept = index.shape[1]
+        for held, x in zip(slots[:, sequence], (keys, values), strict=True):
+            x = x.transpose(0, 1).gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+            held[:, :kept] = x if layout is None else quantize_groups(x, layout)
+        book.mass[sequence, :, :kept] = scores.gather(1, index)
+        book.positions[sequence, :, :kept] = index.to(torch.int32)
+        if book.ranks is not None:
+            book.ranks[sequence, :, :kept] = torch.arange(kept, device=index.device)
+
+
+def decode_attention(q, k, v, *, slots, turn, layout=None, book=None):
+    """Attention of one new token of each sequence over its slots and itself; then it is cached.
+
+    With a book, what each slot received is added to its score, and a new token for which there is
+    no free slot takes its victim's (`Eviction.victims`); without one, and as long as there is
+    room, it takes the next free slot.
 
     Parameters
     ----------
     q : Tensor [sequences, heads, head_dim]
-    k, v : Tensor [sequences, kv_heads, slots, head_dim]
-        May be strided views of a larger cache; the new token is among them.
-    valid : bool Tensor [sequences, slots], optional
-        False for slots that hold no token (pads). None: all hold one.
+    k, v : Tensor [sequences, kv_heads, head_dim]
+        The new token's. With rolling positions (`book.ranks`) q and k come unrotated.
+    slots : Tensor [2, sequences, kv_heads, slots, width]
+        Cached keys and values: head_dim floats of k's dtype, or uint8 records of `layout`; one
+        slot per head is written. May be strided, contiguous in the last dimension.
+    turn : int32 Tensor [4, sequences]
+        Of each sequence: how many slots hold a token (the first ones; whatever is in the others,
+        NaN too, has no effect); all its tokens so far, the new and the evicted ones included; how
+        many of the newest are safe from eviction; 1 if the new one needs a victim, else 0.
+    layout : GroupLayout, optional
+        Of the records that the slots hold. None: they hold plain vectors.
+    book : Book, optional
+        Updated in place. None: nothing is scored and no sequence needs a victim.
 
     Returns
     -------
-    Tensor [sequences, heads, head_dim]
+    out : Tensor [sequences, heads, head_dim]
+    taken : int64 Tensor [sequences, kv_heads]
+        The slot that each new token got.
     """
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("shd,shtd->sht", q.float(), keys) * q.shape[-1] ** -0.5
-    if valid is not None:
-        scores = scores.masked_fill(~valid[:, None, :], float("-inf"))
-    return torch.einsum("sht,shtd->shd", scores.softmax(-1), values).to(q.dtype)
+    cached, tokens, recent, full = turn.long()
+    kv_heads, n = slots.shape[2:4]
+    filled = (torch.arange(n, device=q.device) < cached[:, None])[:, None]  # of every head
+    keys, values = (x.float() for x in
+                    (slots if layout is None else dequantize_groups(slots, layout)))
+    query, key, value = q.float(), k.float(), v.float()
+    if book is not None and book.ranks is not None:
+        old = [table[book.ranks.where(filled, 0)] for table in book.rope]
+        new = [table[cached][:, None] for table in book.rope]
+        query, key, keys = rotated(query, *new), rotated(key, *new), rotated(keys, *old)
+    keys, values = (torch.cat([x.masked_fill(~filled[..., None], 0), own[:, :, None]], dim=2)
+                    for x, own in ((keys, key), (values, value)))
+    scores = torch.einsum("skgd,sktd->skgt", query.unflatten(1, (kv_heads, -1)), keys)
+    scores *= q.shape[-1] ** -0.5
+    scores[..., :n].masked_fill_(~filled[:, :, None], float("-inf"))
+    probabilities = scores.softmax(-1)
+    out = torch.einsum("skgt,sktd->skgd", probabilities, values).flatten(1, 2).to(q.dtype)
+    taken = cached[:, None].expand(-1, kv_heads)
+    if book is not None:
+        received = probabilities.sum(2)
+        book.mass.mul_(book.eviction.decay).add_(received[..., :n])
+        victims = book.eviction.victims(book.mass, book.positions, tokens=tokens, recent=recent)
+        taken = torch.where(full[:, None] == 1, victims, taken)
+        _note(book, turn.long(), taken[..., None], received[..., n:])
+    fresh = torch.stack((k, v))
+    fresh = fresh if layout is None else quantize_groups(fresh, layout)
+    place = taken[None, ..., None, None].expand(2, -1, -1, 1, slots.shape[-1])
+    slots.scatter_(3, place, fresh[:, :, :, None].to(slots.dtype))
+    return out, taken.contiguous()
+
+
+def _note(book, turn, place, own):
+    """Write the new token into the book: place and own mass are [sequences, kv_heads, 1]."""
+    cached, tokens, _, full = (x[:, None, None] for x in turn)
+    book.mass.scatter_(-1, place, own)
+    if book.ranks is not None:
+        # Close the gap that each victim leaves among the ranks; the new token is the last.
+        gone = book.ranks.gather(-1, place)
+        book.ranks.sub_(((book.ranks > gone) & (full == 1)).to(torch.int32))
+        book.ranks.scatter_(-1, place, (cached - full).to(torch.int32).expand(place.shape))
+    book.positions.scatter_(-1, place, (tokens - 1).to(torch.int32).expand(place.shape))
 
 
 def half_below(x):
@@ -142,109 +259,3 @@ def dequantize_groups(records, layout):
     scales, zeros = halves.view(torch.float16).float()[..., None].chunk(2, dim=-2)
     codes = codes.float().unflatten(-1, (layout.groups, layout.group))
     return (zeros + scales * codes).flatten(-2)
-
-
-def causal_attention(q, k, v, *, mass=None, decay=1.0):
-    """Attention of the last rows of one sequence over all of it, with the mass each key receives.
-
-    Query row r stands at position tokens - rows + r and sees the keys up to there. Query head h
-    belongs to KV head h // group. A sequence that comes in chunks gives the same mass as one that
-    comes whole.
-
-    Parameters
-    ----------
-    q : Tensor [rows, heads, head_dim]
-    k, v : Tensor [kv_heads, tokens, head_dim]
-        tokens >= rows; may be strided views.
-    mass : float32 Tensor [kv_heads, tokens], optional
-        Scores, updated in place: times decay ** rows, plus the sum of decay ** (rows - 1 - r)
-        times the probability of each key over rows r and the query heads of the group.
-    decay : float
-        1: the plain sum (arXiv 2306.14048).
-
-    Returns
-    -------
-    Tensor [rows, heads, head_dim]
-    """
-    rows, heads, head_dim = q.shape
-    kv_heads, tokens, _ = k.shape
-    queries = q.float().unflatten(1, (kv_heads, heads // kv_heads))
-    scores = torch.einsum("rkgd,ktd->kgrt", queries, k.float()) * head_dim**-0.5
-    future = torch.ones(rows, tokens, dtype=torch.bool, device=q.device).triu(tokens - rows + 1)
-    probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
-    if mass is not None:
-        weights = decay ** torch.arange(rows - 1, -1, -1, device=q.device).float()
-        mass.mul_(decay**rows).add_(torch.einsum("kgrt,r->kt", probabilities, weights))
-    out = torch.einsum("kgrt,ktd->rkgd", probabilities, v.float())
-    return out.flatten(1, 2).to(q.dtype)
-
-
-@dataclass(frozen=True)
-class SlotView:
-    """How `slot_attention` is to read the slots of a cache.
-
-    Attributes
-    ----------
-    filled : bool Tensor [sequences, n], optional
-        False for slots that hold no token: whatever is in them, NaN too, has no effect. None: all
-        hold one.
-    layout : GroupLayout, optional
-        Of the records that the slots hold. None: they hold plain vectors.
-    ranks : int32 Tensor [sequences, kv_heads, n], optional
-        Positions by rank: the cached keys, q and k come unrotated, and each cached key is
-        rotated to its rank here. Those of empty slots may be anything. None: all is rotated.
-    newest : int Tensor [sequences], with ranks
-        The new token's rank.
-    rope : tuple of two float32 Tensors [positions, rotary_dim / 2], with ranks
-        Cosines and sines by rank.
-    """
-
-    filled: torch.Tensor | None = None
-    layout: GroupLayout | None = None
-    ranks: torch.Tensor | None = None
-    newest: torch.Tensor | None = None
-    rope: tuple[torch.Tensor, torch.Tensor] | None = None
-
-
-def slot_attention(q, k, v, slots, view=None):
-    """Attention of one new token of each sequence over slots of a cache and itself.
-
-    Parameters
-    ----------
-    q : Tensor [sequences, heads, head_dim]
-    k, v : Tensor [sequences, kv_heads, head_dim]
-        The new token's, which is not in the slots yet.
-    slots : Tensor [2, sequences, kv_heads, n, width]
-        Cached keys and values: head_dim floats, or uint8 records of ``view.layout.nbytes``. May
-        be a strided view, contiguous in the last dimension; n may be 0.
-    view : SlotView, optional
-        None: plain rotated vectors in every slot.
-
-    Returns
-    -------
-    out : Tensor [sequences, heads, head_dim]
-        In q's dtype.
-    mass : float32 Tensor [sequences, kv_heads, n + 1]
-        Probabilities, summed over the query heads of each group; the new token's come last. 0 for
-        empty slots.
-    """
-    view = view or SlotView()
-    keys, values = slots if view.layout is None else dequantize_groups(slots, view.layout)
-    dtype, q, k, keys, values = q.dtype, *(x.float() for x in (q, k, keys, values))
-    if view.ranks is not None:
-        positions = view.rope[0].shape[0]
-        old = [table[view.ranks.clamp(0, positions - 1)] for table in view.rope]
-        new = [table[view.newest][:, None] for table in view.rope]
-        q, k, keys = rotated(q, *new), rotated(k, *new), rotated(keys, *old)
-    if view.filled is not None:
-        empty = ~view.filled[:, None, :, None]
-        keys, values = keys.masked_fill(empty, 0), values.masked_fill(empty, 0)
-    keys = torch.cat([keys, k[:, :, None]], dim=2)
-    values = torch.cat([values, v.float()[:, :, None]], dim=2)
-    queries = q.unflatten(1, (k.shape[1], -1))
-    scores = torch.einsum("skgd,sktd->skgt", queries, keys) * q.shape[-1] ** -0.5
-    if view.filled is not None:
-        scores[..., :-1].masked_fill_(~view.filled[:, None, None], float("-inf"))
-    probabilities = scores.softmax(-1)
-    out = torch.einsum("skgt,sktd->skgd", probabilities, values).flatten(1, 2)
-    return out.to(dtype), probabilities.sum(2)

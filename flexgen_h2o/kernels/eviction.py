@@ -6,65 +6,77 @@ key starts at 0, and each query does ``mass = mass * decay + row``, its own key 
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from flexgen_h2o.cache.budget import Budget
-from flexgen_h2o.config import H2OConfig
+import torch
 
 EMPTY = 2**31 - 1
 """The position of a slot that holds no token: later than all, so it is never a victim."""
 
 
+class Cut(NamedTuple):
+    """A prompt of `length` tokens, of which `heavy` and the newest `recent` stay beside sinks."""
+
+    length: int
+    heavy: int
+    recent: int
+
+
+@dataclass(frozen=True)
 class Eviction:
     """Picks what stays of a prompt and whose slot a new token takes.
 
     All of it is exact on every device: no choice depends on the order in which ties are seen.
 
-    Parameters
-    ----------
-    h2o : H2OConfig
-        Its `score` and `decay`; the sizes come with each call.
-
     Attributes
     ----------
+    mean : bool
+        The score is the mass over the number of queries that could see the key, not the mass.
     decay : float
-        The factor per query on the accumulated mass; 1.0 unless the score is ``"decay"``.
+        The factor per query on the accumulated mass.
+    sinks : int
+        The first tokens of a sequence that always stay.
     """
 
-    def __init__(self, h2o: H2OConfig):
-        self.decay = float(h2o.decay) if h2o.score == "decay" else 1.0
-        self._mean = h2o.score == "mean"
+    mean: bool = False
+    decay: float = 1.0
+    sinks: int = 0
 
-    def select(self, mass: torch.Tensor, budget: Budget) -> torch.Tensor:
+    def kept(self, cut: Cut) -> int:
+        """How many tokens of a prompt stay."""
+        return min(cut.length, cut.heavy + cut.recent + self.sinks)
+
+    def select(self, mass: torch.Tensor, cut: Cut) -> torch.Tensor:
         """The tokens of a prompt that stay: sinks, the last recent, the heaviest of the rest.
 
         Of equal scores the newer stays.
 
         Parameters
         ----------
-        mass : float32 [kv_heads, tokens]
+        mass : float32 [kv_heads, cut.length]
             Of every key of the prompt, all queries done; any finite values if ``heavy`` is 0.
-        budget : Budget
+        cut : Cut
 
         Returns
         -------
-        int64 [kv_heads, min(tokens, budget.total)]
+        int64 [kv_heads, kept]
             Indices of tokens, ascending.
         """
         heads, tokens = mass.shape
         index = torch.arange(tokens, device=mass.device)
-        if tokens <= budget.total:
+        if self.kept(cut) == tokens:
             return index.repeat(heads, 1)
-        first, last = budget.sinks, tokens - budget.recent
+        first, last = self.sinks, tokens - cut.recent
         score = self._score(mass, index, tokens)[:, first:last]
         # Sorted from new to old: a stable sort then leaves the newer of equals in front.
         order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
-        heavy = (last - 1 - order[:, : budget.heavy]).sort(dim=-1).values
+        heavy = (last - 1 - order[:, : cut.heavy]).sort(dim=-1).values
         sinks, recent = (part.expand(heads, -1) for part in (index[:first], index[last:]))
         return torch.cat([sinks, heavy, recent], dim=-1)
 
     def victims(self, mass: torch.Tensor, positions: torch.Tensor, *, tokens: torch.Tensor,
-                recent: torch.Tensor, sinks: int) -> torch.Tensor:
+                recent: torch.Tensor) -> torch.Tensor:
         """The slot with the lowest score outside the sinks and the recent tokens.
 
         Of equal scores the oldest goes. Where nothing can go, the index means nothing.
@@ -80,14 +92,13 @@ class Eviction:
             Tokens so far, the new one included.
         recent : int [sequences]
             The budget's, at least 1.
-        sinks : int
 
         Returns
         -------
         int64 [sequences, kv_heads]
         """
         tokens, recent = tokens[:, None, None], recent[:, None, None]
-        evictable = (positions >= sinks) & (positions < tokens - recent)
+        evictable = (positions >= self.sinks) & (positions < tokens - recent)
         score = self._score(mass, positions, tokens).masked_fill(~evictable, torch.inf)
         lowest = score.amin(dim=-1, keepdim=True)
         # Positions differ, so the oldest of equals is one slot on every device.
@@ -96,6 +107,31 @@ class Eviction:
     def _score(self, mass: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor | int
                ) -> torch.Tensor:
         """Reduce the mass to the score. A key at p was seen by queries p to ``tokens - 1``."""
-        if self._mean:
+        if self.mean:
             return mass / (tokens - positions).clamp(min=1)  # an empty slot has no queries
         return mass
+
+
+@dataclass(frozen=True)
+class Book:
+    """What eviction knows of the slots of some sequences; the operations keep it up in place.
+
+    Attributes
+    ----------
+    eviction : Eviction
+    mass : float32 Tensor [sequences, kv_heads, slots]
+        Attention that each cached key has received; 0 in empty slots.
+    positions : int32 Tensor, the same shape
+        Of the token in each slot; `EMPTY` where there is none.
+    ranks : int32 Tensor, the same shape, or None
+        With rolling positions, each token's place among the cached ones: keys are then cached
+        unrotated, and a key's position is its rank. None: keys are cached rotated.
+    rope : two float32 Tensors [positions, rotary_dim / 2], or None
+        Cosines and sines by rank, the new token's included. With `ranks`.
+    """
+
+    eviction: Eviction
+    mass: torch.Tensor
+    positions: torch.Tensor
+    ranks: torch.Tensor | None = None
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None

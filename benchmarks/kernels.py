@@ -1,0 +1,362 @@
+"""The CPU's kernels beside PyTorch's own and beside the machine's limits, in one run.
+
+    python benchmarks/kernels.py
+
+Each operation is checked against `kernels.reference` on a small random case, then timed. The
+contestants take turns within each repeat; medians. Whatever memory bounds goes through copies of
+1 GB and more in all, so that no cache holds them. The floor is the bytes that must move over the
+rate at which this machine reads memory, or for prefill the FLOPs of the causal half over its rate
+in bf16 products of 2048 rows: the better of two measurements, before and after each case.
+`extra_mb` is what a scored prefill adds to the peak of a fresh process, its output aside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import datetime
+import functools
+import itertools
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import kernel_peers
+import torch
+
+from flexgen_h2o.kernels import native, ops, reference
+from flexgen_h2o.kernels.eviction import Book, Cut, Eviction
+from flexgen_h2o.results import source_commit
+from flexgen_h2o.storage.links import gemm_rate, memory_read_rate
+from flexgen_h2o.storage.quantization import GroupLayout
+
+DTYPE, HEADS, DIM = torch.bfloat16, 32, 128
+DECODES = [(16, 32, 205), (16, 32, 1024), (16, 8, 205), (16, 8, 1024), (1, 8, 32768)]
+"""Sequences, KV heads, slots."""
+PREFILLS = [(4, 2048), (1, 8192)]
+"""Sequences, tokens of each."""
+SELECTION = (16, Cut(2048, heavy=205, recent=204))
+GROUPED = (16, 32, 1024, DIM)
+ROTATED = 1 << 30
+"""Bytes of all the copies that contestants go through in turn."""
+COLUMNS = (
+    "date", "commit", "host", "threads", "torch", "isa", "dtype", "repeats", "operation", "shape",
+    "contestant", "ms", "fastest_ms", "floor_ms", "share_of_floor", "limit", "gb_per_s",
+    "over_sdpa", "speedup_over_plain", "speedup_over_16_bits", "extra_mb",
+)
+OURS, OURS_8, OURS_4, SCORELESS = "ours", "ours, 8 bits", "ours, 4 bits", "ours, no scores"
+SDPA, PLAIN, INDEXED = "torch SDPA", "plain PyTorch", "plain, indexed"
+LOOKS = {OURS: ("#0072B2", ""), OURS_8: ("#56B4E9", "//"), OURS_4: ("#CC79A7", ".."),
+         SCORELESS: ("#009E73", "--"), SDPA: ("#E69F00", "\\\\"), PLAIN: ("#999999", "xx"),
+         INDEXED: ("#666666", "++")}
+
+
+class Rows:
+    """Times cases and collects the rows of the file."""
+
+    def __init__(self, repeats: int):
+        self.repeats, self.rows = repeats, []
+
+    def measure(self, operation: str, shape: str, functions: dict[str, Callable],
+                inputs: dict[str, Iterator[dict]], *, nbytes: dict[str, int] | None = None,
+                flops: float = 0) -> None:
+        """A row for each function, called with the next of its inputs, and its floor."""
+        measured = functools.partial(gemm_rate, 2048, DTYPE) if flops else memory_read_rate
+        rate = measured()
+        seconds: dict[str, list[float]] = {name: [] for name in functions}
+        for repeat in range(self.repeats + 1):  # the first one warms up
+            for name, function in functions.items():
+                arguments = next(inputs[name])
+                began = time.perf_counter()
+                function(**arguments)
+                took = time.perf_counter() - began
+                if repeat:
+                    seconds[name].append(took)
+        rate = max(rate, measured())
+        limit = f"{rate / 1e12:.2f} TFLOP/s" if flops else f"{rate / 1e9:.1f} GB/s"
+        middle = {name: statistics.median(times) for name, times in seconds.items()}
+        for name, took in middle.items():
+            floor = (flops or nbytes[name]) / rate
+            self.rows.append({
+                "operation": operation, "shape": shape, "contestant": name, "ms": took * 1e3,
+                "fastest_ms": min(seconds[name]) * 1e3, "floor_ms": floor * 1e3,
+                "share_of_floor": floor / took, "limit": limit,
+                "gb_per_s": nbytes[name] / took / 1e9 if nbytes else "",
+                "over_sdpa": took / middle[SDPA] if SDPA in middle else "",
+                "speedup_over_plain": middle[PLAIN] / took if PLAIN in middle else "",
+                "speedup_over_16_bits": middle[OURS] / took if name in (OURS_8, OURS_4) else "",
+                "extra_mb": ""})
+            row = self.rows[-1]
+            print(f"{operation:10}  {shape:33}  {name:15} {row['ms']:9.2f} ms, floor "
+                  f"{row['floor_ms']:7.2f} ({row['share_of_floor']:.2f} of {limit})" + "".join(
+                      f", {key} {row[key]:.2f}" for key in COLUMNS[-4:-1] if row[key] != ""),
+                  flush=True)
+
+    def write(self, path: Path) -> None:
+        common = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "commit": source_commit(), "host": platform.node(),
+            "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "isa": native.instruction_set(), "dtype": str(DTYPE).removeprefix("torch."),
+            "repeats": self.repeats}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            writer.writerows([f"{row[c]:.4g}" if isinstance(row[c], float) else row[c]
+                              for c in COLUMNS] for row in (common | row for row in self.rows))
+
+
+def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:
+    """Equal tensors, enough of them for `ROTATED` bytes."""
+    count = 2 if quick else max(2, math.ceil(ROTATED / block.nbytes))
+    return [block.clone() for _ in range(count)]
+
+
+def error(x: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The relative error in the 2-norm."""
+    return ((x.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def check(what: str, *errors: float, same: bool = True, bound: float = 1e-2) -> None:
+    """Print the largest error; RuntimeError if it is too large, or not the same what must be."""
+    print(f"check  {what:50} error {max(errors):.2g}", flush=True)
+    if not (same and max(errors) <= bound):
+        raise RuntimeError(f"{what}: wrong by {max(errors):.2g} (at most {bound:g}), {same=}")
+
+
+def decode_step(slots: torch.Tensor, bits: int) -> dict:
+    """Arguments of a decode step over full slots, random, in the middle of a generation."""
+    _, sequences, kv_heads, n, _ = slots.shape
+    shape = (sequences, kv_heads, n)
+    # Scores far apart: rounding changes no victim, so that the functions can be compared.
+    book = Book(Eviction(), torch.rand(shape).argsort(-1) * 0.25,
+                torch.rand(shape).argsort(-1).to(torch.int32))
+    turn = torch.tensor([n, n + 1, n // 2, 1], dtype=torch.int32)[:, None].repeat(1, sequences)
+    q, k, v = (torch.randn(sequences, heads, DIM, dtype=DTYPE)
+               for heads in (HEADS, kv_heads, kv_heads))
+    return {"q": q, "k": k, "v": v, "slots": slots, "turn": turn, "book": book,
+            "layout": None if bits == 16 else GroupLayout(DIM, bits)}
+
+
+def successive(steps: list[dict]) -> Iterator[dict]:
+    """The steps in turn without end, each a token later than the last one."""
+    for count, step in enumerate(itertools.cycle(steps)):
+        step["turn"][1] = step["slots"].shape[3] + 1 + count
+        yield step
+
+
+DECODERS = {OURS: (16, ops.decode_attention), OURS_8: (8, ops.decode_attention),
+            OURS_4: (4, ops.decode_attention), SDPA: (16, kernel_peers.sdpa_decode),
+            PLAIN: (16, kernel_peers.plain_decode)}
+
+
+def check_decode(kv_heads: int) -> None:
+    for name, (bits, function) in DECODERS.items():
+        if name == SDPA:  # does less
+            continue
+        slots = torch.randn(2, 3, kv_heads, 93, DIM, dtype=DTYPE)
+        if bits < 16:
+            slots = reference.quantize_groups(slots, GroupLayout(DIM, bits))
+        step = decode_step(slots, bits)
+        book, other = step["book"], step | {"slots": slots.clone()}
+        other["book"] = Book(book.eviction, book.mass.clone(), book.positions.clone())
+        (out, taken), (wanted, victims) = function(**step), reference.decode_attention(**other)
+        check(f"decode: {name}, {kv_heads} KV heads", error(out, wanted),
+              error(book.mass, other["book"].mass),
+              same=torch.equal(taken, victims) and torch.equal(slots, other["slots"])
+              and torch.equal(book.positions, other["book"].positions))
+
+
+def decode(rows: Rows, quick: bool) -> None:
+    for kv_heads in sorted({kv_heads for _, kv_heads, _ in DECODES}):
+        check_decode(kv_heads)
+    for sequences, kv_heads, n in DECODES:
+        n = n // 16 if quick else n
+        block = torch.randn(2, sequences, kv_heads, n, DIM, dtype=DTYPE)
+        blocks = {16: block} | {bits: ops.quantize_groups(block, GroupLayout(DIM, bits))
+                                for bits in (8, 4)}
+        # All who read 16-bit slots share one round through them: nobody finds them in a cache.
+        steps = {bits: successive([decode_step(slots, bits) for slots in copies(slots, quick)])
+                 for bits, slots in blocks.items()}
+        rows.measure("decode", f"batch {sequences}, {kv_heads} KV heads, {n} slots",
+                     {name: function for name, (_, function) in DECODERS.items()},
+                     {name: steps[bits] for name, (bits, _) in DECODERS.items()},
+                     nbytes={name: blocks[bits].nbytes for name, (bits, _) in DECODERS.items()})
+
+
+def scoreless(q, k, v, lengths, *, mass):
+    return ops.prefill_attention(q, k, v, lengths)
+
+
+PREFILLERS = {OURS: ops.prefill_attention, SCORELESS: scoreless, SDPA: kernel_peers.sdpa_prefill,
+              PLAIN: kernel_peers.plain_prefill}
+
+
+def prefill_case(sequences: int, length: int) -> dict:
+    rows = sequences * length
+    q, k, v = torch.randn(3, rows, HEADS, DIM, dtype=DTYPE)
+    return {"q": q, "k": k, "v": v, "lengths": [length] * sequences,
+            "mass": torch.rand(HEADS, rows)}
+
+
+def prefill(rows: Rows, quick: bool) -> None:
+    case = prefill_case(2, 301)
+    mass = case["mass"].clone()
+    wanted = reference.prefill_attention(**case | {"mass": mass})
+    for name, function in PREFILLERS.items():
+        twin = case | {"mass": case["mass"].clone()}
+        check(f"prefill: {name}", error(function(**twin), wanted),
+              error(twin["mass"], mass) if name in (OURS, PLAIN) else 0)
+    for sequences, length in PREFILLS:
+        length = length // 8 if quick else length
+        shape = f"batch {sequences}, {length} tokens"
+        functions = dict(PREFILLERS)
+        if sequences == 1:
+            del functions[PLAIN]  # many seconds a call
+        cases = itertools.cycle([prefill_case(sequences, length) for _ in range(2)])
+        rows.measure("prefill", shape, functions, dict.fromkeys(functions, cases),
+                     flops=2 * HEADS * DIM * sequences * length * (length + 1))
+        command = [sys.executable, __file__, "--extra-memory", str(sequences), str(length)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        row = next(row for row in rows.rows if (row["shape"], row["contestant"]) == (shape, OURS))
+        row["extra_mb"] = float(done.stdout.split()[-1])
+        print(f"prefill     {shape:33}  {OURS:15} extra memory {row['extra_mb']:.1f} MB")
+
+
+def extra_memory(sequences: int, length: int) -> float:
+    """MB that a scored prefill adds to this process's peak, its output aside."""
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+    PREFILLERS[OURS](**prefill_case(1, 2))  # loads the code and starts the threads
+    case = prefill_case(sequences, length)
+    ctypes.CDLL(None).malloc_trim(0)  # else what was freed could hide what is taken
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    out = PREFILLERS[OURS](**case)
+    return (status("VmHWM") - before - out.nbytes) / 1e6
+
+
+def selection_case(sequences: int, cut: Cut) -> dict:
+    rows, shape = sequences * cut.length, (sequences, HEADS, cut.heavy + cut.recent)
+    k, v = torch.randn(2, rows, HEADS, DIM, dtype=DTYPE)
+    book = Book(Eviction(), torch.ones(shape), torch.ones(shape, dtype=torch.int32))
+    return {"k": k, "v": v, "mass": torch.randn(HEADS, rows).exp(), "cuts": [cut] * sequences,
+            "slots": torch.ones(2, *shape, DIM, dtype=DTYPE), "book": book}
+
+
+def select(rows: Rows, quick: bool) -> None:
+    functions = {OURS: ops.select_heavy_hitters, PLAIN: kernel_peers.select_by_gather,
+                 INDEXED: kernel_peers.select_by_index}
+    sequences, cut = SELECTION
+    sequences = 1 if quick else sequences
+    for case in (selection_case(2, Cut(333, 40, 31)), selection_case(sequences, cut)):
+        reference.select_heavy_hitters(**case)
+        for name, function in functions.items():
+            twin = case | {"slots": torch.ones_like(case["slots"]), "book": Book(
+                Eviction(), *(torch.ones_like(x) for x in (case["book"].mass,
+                                                           case["book"].positions)))}
+            function(**twin)
+            # Of equal scores another may stay; what the kept ones sum up to must not differ.
+            differ = (twin["book"].positions != case["book"].positions).float().mean().item()
+            check(f"select: {name}, {case['cuts'][0].length} tokens, other places", differ,
+                  same=torch.equal(*(x["book"].mass.sort(-1).values for x in (case, twin)))
+                  and (differ > 0 or torch.equal(case["slots"], twin["slots"])), bound=1e-3)
+    nbytes = case["mass"].nbytes + 2 * case["slots"].nbytes  # K and V kept: read, and written
+    cases = itertools.cycle([case, selection_case(sequences, cut)])  # 1.3 GB
+    rows.measure("select", f"batch {sequences}, {case['slots'].shape[3]} of {cut.length} tokens",
+                 functions, dict.fromkeys(functions, cases),
+                 nbytes=dict.fromkeys(functions, nbytes))
+
+
+def groups(rows: Rows, quick: bool) -> None:
+    shape = (1, *GROUPED[1:]) if quick else GROUPED
+    for bits, operation in itertools.product((8, 4), ("quantize", "dequantize")):
+        layout, name = GroupLayout(DIM, bits), f"{operation}_groups"
+        functions = {OURS: getattr(ops, name), PLAIN: getattr(reference, name)}
+
+        def inputs(*shape: int, bits=bits, operation=operation) -> torch.Tensor:
+            x = torch.randn(shape, dtype=DTYPE)
+            return x if operation == "quantize" else ops.quantize_groups(x, GroupLayout(DIM, bits))
+
+        small, block = inputs(77, DIM), inputs(*shape)
+        results = [function(small, layout) for function in functions.values()]
+        check(f"{operation}: {OURS}, {bits} bits", error(*results), bound=1e-6)
+        nbytes = block.nbytes + block[..., 0].numel() * results[0][0].nbytes
+        key = "x" if operation == "quantize" else "records"
+        blocks = itertools.cycle([{key: x, "layout": layout} for x in copies(block, quick)])
+        rows.measure(operation, f"{bits} bits, {' x '.join(map(str, shape))}", functions,
+                     dict.fromkeys(functions, blocks), nbytes=dict.fromkeys(functions, nbytes))
+
+
+def draw(rows: list[dict], path: Path, title: str) -> None:
+    """Bars: the share of its floor that each contestant reaches, its time beside it."""
+    from matplotlib.figure import Figure  # no pyplot: it holds state, and wants a screen
+
+    figure = Figure(figsize=(9, 2 + 0.24 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    ticks: dict[str, list[float]] = {}
+    labels = dict.fromkeys(row["contestant"] for row in rows)
+    place = 0.0
+    for row in rows:
+        case, share = f"{row['operation']}\n{row['shape']}", 100 * row["share_of_floor"]
+        place += 1.0 if case in ticks else 1.8  # a gap before the next case
+        ticks.setdefault(case, []).append(place)
+        name = row["contestant"]
+        color, hatch = LOOKS[name]
+        axes.barh(place, share, 0.9, color=color, hatch=hatch, edgecolor="white",
+                  label=name if name in labels else None)
+        labels.pop(name, None)
+        axes.annotate(f"{row['ms']:.3g} ms", (share, place), (3, 0), textcoords="offset points",
+                      va="center", fontsize=7)
+    axes.set_yticks([statistics.mean(places) for places in ticks.values()], list(ticks), fontsize=8)
+    axes.axvline(100, color="black", linewidth=1, linestyle=":")
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlabel("floor over time, %: longer is better; dotted: memory or matrix products at "
+                    "this machine's own rate")
+    axes.set_title(title, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": groups}
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=list(OPERATIONS))
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--quick", action="store_true",
+                        help="small shapes, which caches hold: to try this script, not to report")
+    parser.add_argument("--out", default="benchmarks/results/kernels.csv",
+                        help="the table; the plot goes beside it as .png")
+    parser.add_argument("--extra-memory", type=int, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.extra_memory:
+        print(extra_memory(*args.extra_memory))
+        return
+    if why := native.missing():
+        parser.error(f"nothing to measure: {why}")
+    torch.manual_seed(0)
+    machine = (f"{platform.node()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+               f"{native.instruction_set()}{', AMX' if native.amx() else ''}")
+    print(machine, flush=True)
+    rows = Rows(args.repeats)
+    for name in args.only:
+        OPERATIONS[name](rows, args.quick)
+        rows.write(Path(args.out))
+    draw(rows.rows, Path(args.out).with_suffix(".png"), machine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+// Records of quantized vectors: see storage/quantization.py for the layout, kernels/reference.py
+// for the arithmetic, which the bytes here follow to the bit.
+#pragma once
+
+#include <cmath>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace ISA {
+
+constexpr float HALF_MAX = 65504.0f, TINY = 0x1p-24f;
+
+// The largest float16 that is no larger than x.
+inline uint16_t half_below(float x) {
+    uint16_t nearest = to_half(x);
+    if (from_half(nearest) > x) nearest += x < 0 ? 1 : -1;
+    return nearest;
+}
+
+INLINE Floats clamped(Floats x) {
+    x = x > HALF_MAX ? spread(HALF_MAX) : x;
+    return x < -HALF_MAX ? spread(-HALF_MAX) : x;
+}
+
+template <class T>
+INLINE float clamped_one(const T* x) {
+    return std::fmin(std::fmax(one(x), -HALF_MAX), HALF_MAX);
+}
+
+template <class T>
+inline void bounds(const T* x, int64_t count, float& low, float& high) {
+    int64_t i = 0;
+    low = HALF_MAX, high = -HALF_MAX;
+    if (count >= WIDTH) {
+        Floats lows = spread(low), highs = spread(high);
+        for (; i + WIDTH <= count; i += WIDTH) {
+            Floats some = clamped(load(x + i));
+            lows = some < lows ? some : lows;
+            highs = larger(some, highs);
+        }
+        low = -widest(-lows), high = widest(highs);
+    }
+    for (; i < count; i++) {
+        low = std::fmin(low, clamped_one(x + i));
+        high = std::fmax(high, clamped_one(x + i));
+    }
+}
+
+// One vector to its record. `codes` is scratch for layout.groups * layout.group bytes.
+template <class T>
+inline void quantize_row(const T* x, uint8_t* record, const Layout& layout, uint8_t* codes) {
+    const float levels = layout.bits == 8 ? 255.0f : 15.0f;
+    const int64_t length = layout.groups * layout.group;
+    uint8_t* to = layout.bits == 8 ? record : codes;
+    for (int64_t g = 0; g < layout.groups; g++) {
+        const T* mine = x + g * layout.group;
+        float low, high;
+        bounds(mine, layout.group, low, high);
+        const uint16_t zero_bits = half_below(low);
+        const float zero = from_half(zero_bits);
+        const uint16_t scale_bits = half_below((zero - high) / levels) & 0x7fff;  // rounded up
+        const float scale = from_half(scale_bits), step = scale < TINY ? TINY : scale;
+        std::memcpy(record + layout.code_bytes + 2 * g, &scale_bits, 2);
+        std::memcpy(record + layout.code_bytes + 2 * (layout.groups + g), &zero_bits, 2);
+        uint8_t* out = to + g * layout.group;
+        int64_t i = 0;
+        for (; i + WIDTH <= layout.group; i += WIDTH) {
+            Floats code = rounded((clamped(load(mine + i)) - zero) / step);
+            narrow(out + i, __builtin_convertvector(code, Ints));
+        }
+        for (; i < layout.group; i++)
+            out[i] = static_cast<uint8_t>(std::nearbyint((clamped_one(mine + i) - zero) / step));
+    }
+    int64_t used = length;
+    if (layout.bits == 4) {
+        used = length / 2;
+        for (int64_t i = 0; i < used; i++)
+            record[i] = static_cast<uint8_t>(codes[i] | codes[used + i] << 4);
+    }
+    if (used < layout.code_bytes) record[used] = 0;
+}
+
+INLINE float half_at(const uint8_t* from) {
+    uint16_t bits;
+    std::memcpy(&bits, from, 2);
+    return from_half(bits);
+}
+
+// Codes of `count` elements out of as many bytes: whole bytes, their low or their high halves.
+enum Part { WHOLE, LOW, HIGH };
+
+template <Part part>
+INLINE Floats code(Ints bytes) {
+#if defined(__AVX512F__)
+    if (part != WHOLE) {  // a table, which looks at the low half of its index alone
+        const Floats table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        return _mm512_permutexvar_ps(__m512i(part == LOW ? bytes : bytes >> 4), table);
+    }
+#endif
+    if (part == LOW) bytes &= 15;
+    if (part == HIGH) bytes >>= 4;
+    return __builtin_convertvector(bytes, Floats);
+}
+
+template <Part part>
+INLINE void stretch(const uint8_t* bytes, float* x, int64_t count, float scale, float zero) {
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) store(x + i, zero + scale * code<part>(widen(bytes + i)));
+    for (; i < count; i++) {
+        int code = part == LOW ? bytes[i] & 15 : part == HIGH ? bytes[i] >> 4 : bytes[i];
+        x[i] = zero + scale * static_cast<float>(code);
+    }
+}
+
+// One record to its vector of floats.
+inline void dequantize_row(const uint8_t* record, float* x, const Layout& layout) {
+    const int64_t half = layout.groups * layout.group / 2;
+    for (int64_t g = 0; g < layout.groups; g++) {
+        const uint8_t* scales = record + layout.code_bytes + 2 * g;
+        const float scale = half_at(scales), zero = half_at(scales + 2 * layout.groups);
+        const int64_t start = g * layout.group, end = start + layout.group;
+        if (layout.bits == 8) {
+            stretch<WHOLE>(record + start, x + start, layout.group, scale, zero);
+            continue;
+        }
+        const int64_t low_end = end < half ? end : half, high_start = start > half ? start : half;
+        if (start < low_end) stretch<LOW>(record + start, x + start, low_end - start, scale, zero);
+        if (high_start < end)
+            stretch<HIGH>(record + high_start - half, x + high_start, end - high_start, scale,
+                          zero);
+    }
+}
+
+}  // namespace ISA

@@ -1,0 +1,448 @@
+// prefill_attention: causal attention and, on demand, the attention that each key received, in one
+// pass over blocks of queries whose whole rows of weights stay in the caches.
+//
+// Queries stand in lanes: a block is LANES of them (the query heads of a group are queries too),
+// so that maxima and sums over the keys need no horizontal arithmetic, and keys are read where
+// they lie. Where the CPU multiplies pairs of bfloat16 (AVX512_BF16), bfloat16 inputs use that;
+// everything else is float32. A task is a share of the blocks of one KV head of one sequence; the
+// shares depend on shapes alone, so that results do not depend on the number of threads.
+#include <cmath>
+#include <limits>
+
+#include "memory.h"
+#include "simd.h"
+
+#include "kernels.h"
+
+namespace ISA {
+namespace {
+
+constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
+constexpr int LANES = VECTORS * WIDTH;
+constexpr int ROWS = 4;              // of a product that are computed together
+constexpr int TILE = 128;            // keys or values that are widened or packed together
+constexpr int FEWEST_TASKS = 64;
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+// out [count, LANES] (+)= a [count, depth] b [depth, LANES]. Element (m, k) of a is at
+// a + m * row + k * column.
+template <int M, bool ADD>
+INLINE void product_rows(const float* a, int64_t row, int64_t column, const float* b,
+                         int64_t depth, float* out) {
+    Floats sums[M][VECTORS];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < VECTORS; n++)
+            sums[m][n] = ADD ? load(out + m * LANES + n * WIDTH) : Floats{};
+    for (int64_t k = 0; k < depth; k++) {
+        Floats lanes[VECTORS];
+        for (int n = 0; n < VECTORS; n++) lanes[n] = load(b + k * LANES + n * WIDTH);
+        for (int m = 0; m < M; m++) {
+            const Floats x = spread(a[m * row + k * column]);
+            for (int n = 0; n < VECTORS; n++) sums[m][n] = fma(x, lanes[n], sums[m][n]);
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < VECTORS; n++) store(out + m * LANES + n * WIDTH, sums[m][n]);
+}
+
+#if defined(__AVX512BF16__)
+// The same of pairs of bfloat16: depth, row and column count pairs.
+template <int M, bool ADD>
+INLINE void product_rows(const uint32_t* a, int64_t row, int64_t column, const uint32_t* b,
+                         int64_t depth, float* out) {
+    __m512 sums[M][VECTORS];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < VECTORS; n++)
+            sums[m][n] = ADD ? load(out + m * LANES + n * WIDTH) : Floats{};
+    for (int64_t k = 0; k < depth; k++) {
+        __m512bh lanes[VECTORS];
+        for (int n = 0; n < VECTORS; n++)
+            lanes[n] = load_raw<__m512bh>(b + k * LANES + n * WIDTH);
+        for (int m = 0; m < M; m++) {
+            uint32_t pair;
+            std::memcpy(&pair, a + m * row + k * column, sizeof pair);
+            const __m512bh x = bits_of<__m512bh>(_mm512_set1_epi32(static_cast<int>(pair)));
+            for (int n = 0; n < VECTORS; n++)
+                sums[m][n] = _mm512_dpbf16_ps(sums[m][n], lanes[n], x);
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < VECTORS; n++)
+            store(out + m * LANES + n * WIDTH, Floats(sums[m][n]));
+}
+#endif
+
+template <bool ADD, class E>
+void product(const E* a, int64_t row, int64_t column, int64_t count, const E* b, int64_t depth,
+             float* out) {
+    int64_t m = 0;
+    for (; m + ROWS <= count; m += ROWS)
+        product_rows<ROWS, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
+    for (; m < count; m++)
+        product_rows<1, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
+}
+
+// How operands come to the form that is multiplied. As floats:
+template <class T>
+struct AsFloats {
+    using Element = float;
+    static constexpr int64_t DEPTH = 1;  // elements of T in one Element
+
+    static void query(const T* q, int64_t dim, Element* to) {
+        for (int64_t i = 0; i < dim; i++) to[i * LANES] = one(q + i);
+    }
+    // Rows of keys or values `stride` apart: where they are to be read, and how far apart then.
+    static const Element* rows(const T* x, int64_t& stride, int64_t count, int64_t dim,
+                               Element* tile) {
+        if constexpr (sizeof(T) == sizeof(float)) return x;
+        for (int64_t t = 0; t < count; t++) {
+            const T* from = x + t * stride;
+            Element* to = tile + t * dim;
+            int64_t i = 0;
+            for (; i + WIDTH <= dim; i += WIDTH) store(to + i, load(from + i));
+            for (; i < dim; i++) to[i] = one(from + i);
+        }
+        stride = dim;
+        return tile;
+    }
+    static const Element* keys(const T* x, int64_t& stride, int64_t count, int64_t dim,
+                               Element* tile) {
+        return rows(x, stride, count, dim, tile);
+    }
+    static const Element* values(const T* x, int64_t& stride, int64_t count, int64_t dim,
+                                 Element* tile) {
+        return rows(x, stride, count, dim, tile);
+    }
+    static const Element* weights(const float* e, int64_t, Element*) { return e; }
+    // `sums` [dim, LANES] to the outputs of lanes.
+    static void outputs(float* sums, int64_t dim, T* const* to, int64_t count) {
+        for (int64_t lane = 0; lane < count; lane++)
+            for (int64_t i = 0; i < dim; i++) put(to[lane] + i, sums[i * LANES + lane]);
+    }
+};
+
+#if defined(__AVX512BF16__)
+INLINE Words as_bf16(Floats x) {
+    const Words bits = bits_of<Words>(x);
+    const Words near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return x == x ? near : (Words{} + 0x7fc0);
+}
+
+INLINE void store_pairs(uint32_t* to, Floats low, Floats high) {
+    const Words pairs = as_bf16(low) | as_bf16(high) << 16;
+    std::memcpy(to, &pairs, sizeof pairs);
+}
+
+// As pairs of bfloat16 along the dimension that is summed over, the first in the low half.
+struct AsPairs {
+    using Element = uint32_t;
+    static constexpr int64_t DEPTH = 2;
+
+    static void query(const bf16* q, int64_t dim, Element* to) {
+        for (int64_t i = 0; i < dim / 2; i++) std::memcpy(to + i * LANES, q + 2 * i, 4);
+    }
+    static const Element* keys(const bf16* x, int64_t& stride, int64_t count, int64_t dim,
+                               Element* tile) {
+        if (stride % 2 == 0 && reinterpret_cast<uintptr_t>(x) % 4 == 0) {
+            stride /= 2;
+            return reinterpret_cast<const Element*>(x);
+        }
+        for (int64_t t = 0; t < count; t++)
+            std::memcpy(tile + t * (dim / 2), x + t * stride, static_cast<size_t>(dim) * 2);
+        stride = dim / 2;
+        return tile;
+    }
+    static const Element* values(const bf16* x, int64_t& stride, int64_t count, int64_t dim,
+                                 Element* tile) {
+        for (int64_t t = 0; t < count; t += 2) {
+            const bf16 *low = x + t * stride, *high = low + stride;
+            Element* to = tile + t / 2 * dim;
+            const bool both = t + 1 < count;
+            int64_t i = 0;
+            for (; i + WIDTH <= dim; i += WIDTH) {
+                Words pairs = widen(&low[i].bits);
+                if (both)
+                    pairs |= widen(&high[i].bits) << 16;
+                std::memcpy(to + i, &pairs, sizeof pairs);
+            }
+            for (; i < dim; i++)
+                to[i] = low[i].bits | (both ? static_cast<uint32_t>(high[i].bits) << 16 : 0);
+        }
+        stride = dim;
+        return tile;
+    }
+    static const Element* weights(const float* e, int64_t count, Element* tile) {
+        for (int64_t t = 0; t < count; t += 2)
+            for (int n = 0; n < LANES; n += WIDTH)
+                store_pairs(tile + t / 2 * LANES + n, load(e + t * LANES + n),
+                            t + 1 < count ? load(e + (t + 1) * LANES + n) : Floats{});
+        return tile;
+    }
+    static void outputs(float* sums, int64_t dim, bf16* const* to, int64_t count) {
+        // Rounded where they lie; then lane by lane, since the outputs' rows are so far apart that
+        // they would push each other out of the cache.
+        uint32_t* pairs = reinterpret_cast<uint32_t*>(sums);
+        for (int64_t i = 0; i < dim; i += 2)
+            for (int n = 0; n < LANES; n += WIDTH)
+                store_pairs(pairs + i / 2 * LANES + n, load(sums + i * LANES + n),
+                            load(sums + (i + 1) * LANES + n));
+        for (int64_t lane = 0; lane < count; lane++)
+            for (int64_t i = 0; i < dim / 2; i++)
+                std::memcpy(to[lane] + 2 * i, pairs + i * LANES + lane, 4);
+    }
+};
+#endif
+
+struct Sequence {
+    int64_t row, key_row, rows, tokens;
+};
+
+// Memory of one thread.
+template <class E>
+struct Space {
+    Memory<E> queries, keys, values, weights;
+    Memory<float> logits, sums;
+
+    bool make(int64_t dim, int64_t longest) {
+        queries = memory<E>(dim * LANES);
+        keys = memory<E>(TILE * dim);
+        values = memory<E>(TILE * dim);
+        weights = memory<E>(TILE * LANES);
+        logits = memory<float>(longest * LANES);
+        sums = memory<float>(dim * LANES);
+        return queries && keys && values && weights && logits && sums;
+    }
+};
+
+template <class T, class As>
+struct Block {
+    const Prefill& a;
+    const Sequence& sequence;
+    int64_t kv_head, first, count;  // lanes: flat numbers of (row, head of the group)
+    Space<typename As::Element>& space;
+
+    int64_t group() const { return a.heads / a.kv_heads; }
+    int64_t row(int64_t lane) const { return (first + lane) / group(); }
+    // The last key that a lane sees.
+    int64_t limit(int64_t lane) const { return sequence.tokens - sequence.rows + row(lane); }
+    int64_t seen() const { return limit(count - 1) + 1; }
+
+    template <class P>
+    const P* cached(const void* x, int64_t row_stride, int64_t head_stride) const {
+        return static_cast<const P*>(x) + sequence.key_row * row_stride + kv_head * head_stride;
+    }
+
+    void run(float* mass) {
+        load_queries();
+        Floats top[VECTORS], total[VECTORS];
+        key_products(top);
+        value_products(top, total);
+        for (int n = 0; n < VECTORS; n++) total[n] = 1.0f / total[n];
+        write(total);
+        if (mass) add_received(mass, total);
+    }
+
+    void load_queries() const {
+        auto* to = space.queries.get();
+        if (count < LANES)
+            std::memset(to, 0, static_cast<size_t>(a.head_dim / As::DEPTH) * LANES * sizeof *to);
+        for (int64_t lane = 0; lane < count; lane++) {
+            const int64_t head = kv_head * group() + (first + lane) % group();
+            As::query(static_cast<const T*>(a.q) + (sequence.row + row(lane)) * a.q_row +
+                          head * a.q_head,
+                      a.head_dim, to + lane);
+        }
+    }
+
+    // Logits, unscaled, of all keys that any lane sees; the largest of each lane.
+    void key_products(Floats* top) const {
+        Ints limits[VECTORS]{};
+        for (int64_t lane = 0; lane < LANES; lane++)
+            limits[lane / WIDTH][lane % WIDTH] =
+                static_cast<int32_t>(limit(lane < count ? lane : count - 1));
+        for (int n = 0; n < VECTORS; n++) top[n] = spread(NONE);
+        const T* k = cached<T>(a.k, a.k_row, a.k_head);
+        const int64_t seen = this->seen(), open = limit(0);
+        for (int64_t t = 0; t < seen; t += TILE) {
+            const int64_t some = t + TILE < seen ? TILE : seen - t;
+            int64_t stride = a.k_row;
+            const auto* rows = As::keys(k + t * stride, stride, some, a.head_dim,
+                                        space.keys.get());
+            float* logits = space.logits.get() + t * LANES;
+            product<false>(rows, stride, 1, some, space.queries.get(), a.head_dim / As::DEPTH,
+                           logits);
+            for (int64_t i = 0; i < some; i++) {
+                float* mine = logits + i * LANES;
+                for (int n = 0; n < VECTORS; n++) {
+                    Floats x = load(mine + n * WIDTH);
+                    if (t + i > open) {
+                        x = limits[n] < static_cast<int32_t>(t + i) ? spread(NONE) : x;
+                        store(mine + n * WIDTH, x);
+                    }
+                    top[n] = larger(x, top[n]);
+                }
+            }
+        }
+    }
+
+    // Logits become weights, exp(logit - top); their sums, and the values by them.
+    void value_products(const Floats* top, Floats* total) const {
+        const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
+        const int64_t dim = a.head_dim, seen = this->seen();
+        std::memset(space.sums.get(), 0, static_cast<size_t>(dim) * LANES * sizeof(float));
+        for (int n = 0; n < VECTORS; n++) total[n] = Floats{};
+        const T* v = cached<T>(a.v, a.v_row, a.v_head);
+        for (int64_t t = 0; t < seen; t += TILE) {
+            const int64_t some = t + TILE < seen ? TILE : seen - t;
+            float* logits = space.logits.get() + t * LANES;
+            for (int64_t i = 0; i < some * LANES; i += LANES)
+                for (int n = 0; n < VECTORS; n++) {
+                    const Floats e = exp((load(logits + i + n * WIDTH) - top[n]) * scale);
+                    store(logits + i + n * WIDTH, e);
+                    total[n] += e;
+                }
+            int64_t stride = a.v_row;
+            const auto* rows = As::values(v + t * stride, stride, some, dim, space.values.get());
+            const auto* weights = As::weights(logits, some, space.weights.get());
+            product<true>(rows, 1, stride, dim, weights, (some + As::DEPTH - 1) / As::DEPTH,
+                          space.sums.get());
+        }
+    }
+
+    void write(const Floats* inverse) const {
+        float* sums = space.sums.get();
+        for (int64_t i = 0; i < a.head_dim * LANES; i += LANES)
+            for (int n = 0; n < VECTORS; n++)
+                store(sums + i + n * WIDTH, load(sums + i + n * WIDTH) * inverse[n]);
+        T* to[LANES];
+        for (int64_t lane = 0; lane < count; lane++) {
+            const int64_t head = kv_head * group() + (first + lane) % group();
+            to[lane] = static_cast<T*>(a.out) +
+                       ((sequence.row + row(lane)) * a.heads + head) * a.head_dim;
+        }
+        As::outputs(sums, a.head_dim, to, count);
+    }
+
+    void add_received(float* mass, const Floats* inverse) const {
+        Floats factors[VECTORS]{};
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            const double age = static_cast<double>(sequence.rows - 1 - row(lane));
+            factors[lane / WIDTH][lane % WIDTH] =
+                lane >= count ? 0.0f
+                : a.decay == 1.0 ? 1.0f : static_cast<float>(std::pow(a.decay, age));
+        }
+        for (int n = 0; n < VECTORS; n++) factors[n] *= inverse[n];
+        const int64_t seen = this->seen();
+        for (int64_t t = 0; t < seen; t++) {
+            const float* weights = space.logits.get() + t * LANES;
+            Floats received{};
+            for (int n = 0; n < VECTORS; n++)
+                received = fma(load(weights + n * WIDTH), factors[n], received);
+            mass[t] += sum(received);
+        }
+    }
+};
+
+struct Work {
+    Memory<Sequence> sequences;
+    int64_t longest = 0, key_rows = 0, parts = 1;
+
+    bool make(const Prefill& a) {
+        sequences = memory<Sequence>(a.sequences);
+        if (!sequences) return false;
+        int64_t row = 0, most_blocks = 1;
+        for (int64_t s = 0; s < a.sequences; s++) {
+            sequences[s] = {row, key_rows, a.lengths[s], a.key_lengths[s]};
+            row += a.lengths[s];
+            key_rows += a.key_lengths[s];
+            if (a.key_lengths[s] > longest) longest = a.key_lengths[s];
+            const int64_t blocks = (a.lengths[s] * (a.heads / a.kv_heads) + LANES - 1) / LANES;
+            if (blocks > most_blocks) most_blocks = blocks;
+        }
+        const int64_t heads = a.sequences * a.kv_heads;
+        parts = heads ? (FEWEST_TASKS + heads - 1) / heads : 1;
+        if (parts > most_blocks) parts = most_blocks;
+        return true;
+    }
+};
+
+// Blocks part, part + parts, ... of one KV head of a sequence; mass [tokens] is the task's own.
+template <class T, class As>
+void attend(const Prefill& a, const Sequence& sequence, int64_t kv_head, int64_t part,
+            int64_t parts, Space<typename As::Element>& space, float* mass) {
+    if (mass) std::memset(mass, 0, static_cast<size_t>(sequence.tokens) * sizeof *mass);
+    const int64_t lanes = sequence.rows * (a.heads / a.kv_heads);
+    for (int64_t first = part * LANES; first < lanes; first += parts * LANES) {
+        const int64_t count = first + LANES < lanes ? LANES : lanes - first;
+        Block<T, As>{a, sequence, kv_head, first, count, space}.run(mass);
+    }
+}
+
+// The tasks' shares of the mass to the whole, in a fixed order.
+void gather_mass(const Prefill& a, const Work& work, const float* shares) {
+#pragma omp parallel for schedule(static) num_threads(a.threads)
+    for (int64_t index = 0; index < a.sequences * a.kv_heads; index++) {
+        const Sequence& sequence = work.sequences[index / a.kv_heads];
+        const int64_t head = index % a.kv_heads;
+        const double kept = std::pow(a.decay, static_cast<double>(sequence.rows));
+        float* mass = a.mass + head * a.mass_head + sequence.key_row;
+        for (int64_t t = 0; t < sequence.tokens; t++) {
+            float received = 0;
+            for (int64_t part = 0; part < work.parts; part++)
+                received += shares[(part * a.kv_heads + head) * work.key_rows +
+                                   sequence.key_row + t];
+            mass[t] = mass[t] * static_cast<float>(kept) + received;
+        }
+    }
+}
+
+template <class T, class As>
+int prefill(const Prefill& a) {
+    Work work;
+    if (!work.make(a)) return NO_MEMORY;
+    Memory<float> shares;
+    if (a.mass) {
+        shares = memory<float>(work.parts * a.kv_heads * work.key_rows);
+        if (!shares) return NO_MEMORY;
+    }
+    bool short_of_memory = false;
+#pragma omp parallel num_threads(a.threads)
+    {
+        Space<typename As::Element> space;
+        const bool ready = space.make(a.head_dim, work.longest);
+        if (!ready) {
+#pragma omp atomic write
+            short_of_memory = true;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < a.sequences * a.kv_heads * work.parts; task++) {
+            const int64_t part = task % work.parts, index = task / work.parts;
+            const Sequence& sequence = work.sequences[index / a.kv_heads];
+            const int64_t head = index % a.kv_heads;
+            float* mass = !a.mass ? nullptr
+                                  : shares.get() + (part * a.kv_heads + head) * work.key_rows +
+                                        sequence.key_row;
+            if (ready)
+                attend<T, As>(a, sequence, head, part, work.parts, space, mass);
+        }
+    }
+    if (short_of_memory) return NO_MEMORY;
+    if (a.mass) gather_mass(a, work, shares.get());
+    return DONE;
+}
+
+}  // namespace
+
+int prefill_attention(const Prefill& a) {
+    switch (a.dtype) {
+        case BFLOAT16:
+#if defined(__AVX512BF16__)
+            if (a.head_dim % 2 == 0) return prefill<bf16, AsPairs>(a);
+#endif
+            return prefill<bf16, AsFloats<bf16>>(a);
+        case FLOAT16: return prefill<fp16, AsFloats<fp16>>(a);
+        default: return prefill<float, AsFloats<float>>(a);
+    }
+}
+
+}  // namespace ISA

@@ -1,0 +1,156 @@
+// select_heavy_hitters: a radix selection of the heaviest scores, then one pass that gathers keys,
+// values, scores and positions into the slots. Nothing is sorted.
+//
+// A task is one KV head of one sequence.
+#include "groups.h"
+#include "memory.h"
+
+namespace ISA {
+namespace {
+
+constexpr int32_t EMPTY = 0x7fffffff;
+constexpr int BINS = 2048;
+
+// Whole numbers in the order of the floats; the two zeros are one.
+inline uint32_t ordered(float x) {
+    const uint32_t bits = bits_of<uint32_t>(x + 0.0f);
+    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+// The largest key that `wanted` of the keys reach, and how many of those equal to it must go:
+// digit by digit from the top, a histogram of those that agree so far tells the next digit.
+struct Threshold {
+    uint32_t key;
+    int64_t surplus;
+};
+
+Threshold threshold(const uint32_t* keys, int64_t count, int64_t wanted, uint32_t* bins) {
+    uint32_t prefix = 0, known = 0;  // the digits found so far, and which bits they are
+    const int shifts[] = {21, 10, 0};
+    for (const int shift : shifts) {
+        const uint32_t digit = shift == 0 ? 0x3ff : BINS - 1;
+        std::memset(bins, 0, BINS * sizeof *bins);
+        for (int64_t i = 0; i < count; i++)
+            if ((keys[i] & known) == prefix) bins[keys[i] >> shift & digit]++;
+        uint32_t bin = digit;
+        while (bins[bin] < wanted) wanted -= bins[bin--];
+        prefix |= bin << shift;
+        known |= digit << shift;
+        if (shift == 0) return {prefix, bins[bin] - wanted};
+    }
+    return {prefix, 0};
+}
+
+struct Prompt {
+    int64_t first, length, heavy, recent;  // first: row
+};
+
+template <class T>
+struct Gather {
+    const Select& a;
+    const Prompt& prompt;
+    int64_t sequence, head;
+    uint8_t* codes;
+    int64_t slot = 0;
+
+    // Token i of the prompt stays.
+    INLINE void take(int64_t i) {
+        const int64_t row = prompt.first + i;
+        const int64_t mine = (sequence * a.kv_heads + head) * a.num_slots + slot;
+        put_in(0, static_cast<const T*>(a.k) + row * a.k_row + head * a.k_head);
+        put_in(1, static_cast<const T*>(a.v) + row * a.v_row + head * a.v_head);
+        a.kept_mass[mine] = a.mass ? a.mass[head * a.mass_head + row] : 0.0f;
+        a.positions[mine] = static_cast<int32_t>(i);
+        if (a.ranks) a.ranks[mine] = static_cast<int32_t>(slot);
+        slot++;
+    }
+
+    INLINE void put_in(int64_t kind, const T* from) {
+        const int64_t at = kind * a.slots_kind + sequence * a.slots_sequence +
+                           head * a.slots_head + slot * a.slots_slot;
+        if (a.layout.bits == 16)
+            std::memcpy(static_cast<T*>(a.slots) + at, from,
+                        static_cast<size_t>(a.head_dim) * sizeof(T));
+        else
+            quantize_row(from, static_cast<uint8_t*>(a.slots) + at, a.layout, codes);
+    }
+
+    void finish() {
+        const int64_t mine = (sequence * a.kv_heads + head) * a.num_slots;
+        for (int64_t i = slot; i < a.num_slots; i++) {
+            a.kept_mass[mine + i] = 0;
+            a.positions[mine + i] = EMPTY;
+            if (a.ranks) a.ranks[mine + i] = 0;
+        }
+    }
+};
+
+template <class T>
+void cut(const Select& a, const Prompt& prompt, int64_t sequence, int64_t head, uint32_t* keys,
+         uint8_t* codes) {
+    Gather<T> gather{a, prompt, sequence, head, codes};
+    const int64_t tokens = prompt.length, first = a.sinks, last = tokens - prompt.recent;
+    if (tokens <= first + prompt.heavy + prompt.recent) {
+        for (int64_t i = 0; i < tokens; i++) gather.take(i);
+        gather.finish();
+        return;
+    }
+    for (int64_t i = 0; i < first; i++) gather.take(i);
+    if (prompt.heavy > 0 && !a.mass) {  // all equal: the newest
+        for (int64_t i = last - prompt.heavy; i < last; i++) gather.take(i);
+    } else if (prompt.heavy > 0) {
+        const float* mass = a.mass + head * a.mass_head + prompt.first;
+        const int64_t count = last - first;
+        for (int64_t i = first; i < last; i++)
+            keys[i - first] =
+                ordered(a.mean ? mass[i] / static_cast<float>(tokens - i) : mass[i]);
+        uint32_t* bins = keys + count;
+        Threshold limit = threshold(keys, count, prompt.heavy, bins);
+        for (int64_t i = 0; i < count; i++) {
+            if (keys[i] < limit.key) continue;
+            // Of equals the newer stay, so the surplus goes from the old end.
+            if (keys[i] == limit.key && limit.surplus > 0)
+                limit.surplus--;
+            else
+                gather.take(first + i);
+        }
+    }
+    for (int64_t i = last; i < tokens; i++) gather.take(i);
+    gather.finish();
+}
+
+template <class T>
+int select(const Select& a) {
+    const Memory<Prompt> prompts = memory<Prompt>(a.sequences);
+    if (!prompts) return NO_MEMORY;
+    int64_t rows = 0, longest = 0;
+    for (int64_t s = 0; s < a.sequences; s++) {
+        const int64_t* one = a.cuts + 3 * s;
+        prompts[s] = {rows, one[0], one[1], one[2]};
+        rows += one[0];
+        if (one[0] > longest) longest = one[0];
+    }
+    const int64_t each = longest + BINS;
+    const Memory<uint32_t> keys = memory<uint32_t>(a.threads * each);
+    const Memory<uint8_t> codes = memory<uint8_t>(a.threads * a.head_dim);
+    if (!keys || !codes) return NO_MEMORY;
+#pragma omp parallel for schedule(dynamic) num_threads(a.threads)
+    for (int64_t task = 0; task < a.sequences * a.kv_heads; task++) {
+        const int64_t sequence = task / a.kv_heads, thread = thread_number();
+        cut<T>(a, prompts[sequence], sequence, task % a.kv_heads, keys.get() + thread * each,
+               codes.get() + thread * a.head_dim);
+    }
+    return DONE;
+}
+
+}  // namespace
+
+int select_heavy_hitters(const Select& a) {
+    switch (a.dtype) {
+        case BFLOAT16: return select<bf16>(a);
+        case FLOAT16: return select<fp16>(a);
+        default: return select<float>(a);
+    }
+}
+
+}  // namespace ISA

@@ -1,0 +1,225 @@
+// Vectors of WIDTH floats on whatever instruction set this file is compiled for.
+//
+// Every source that includes it is compiled once per instruction set, into namespace ISA (a macro
+// of the build). Nothing here rounds behind the caller's back: the build turns contraction off,
+// and multiply-adds are written out.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+// GCC 12 warns of its own header's deliberately undefined vectors (its bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+namespace ISA {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+
+// Cached 16-bit elements; float is itself.
+struct bf16 {
+    uint16_t bits;
+};
+struct fp16 {
+    uint16_t bits;
+};
+
+template <class To, class From>
+INLINE To bits_of(From from) {
+    static_assert(sizeof(To) == sizeof(From), "same size");
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+template <class V, class P>
+INLINE V load_raw(const P* from) {
+    V to;
+    std::memcpy(&to, from, sizeof to);
+    return to;
+}
+
+INLINE Floats spread(float x) { return x - Floats{}; }
+
+INLINE Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+INLINE float sum(Floats x) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+    x += _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0x4e);  // the other half
+    x += _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0xb1);  // the other quarter
+    __m128 four = _mm512_castps512_ps128(x);
+#else
+    __m128 four = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
+#endif
+    four += _mm_movehl_ps(four, four);
+    return four[0] + four[1];
+#else
+    return (x[0] + x[2]) + (x[1] + x[3]);
+#endif
+}
+
+// The sums of four vectors, to four floats.
+INLINE void sums(const Floats* x, float* to) {
+#if defined(__AVX512F__)
+    const Floats a = _mm512_unpacklo_ps(x[0], x[1]) + _mm512_unpackhi_ps(x[0], x[1]);
+    const Floats b = _mm512_unpacklo_ps(x[2], x[3]) + _mm512_unpackhi_ps(x[2], x[3]);
+    Floats all = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
+    all += _mm512_maskz_shuffle_f32x4(0xffff, all, all, 0x4e);
+    all += _mm512_maskz_shuffle_f32x4(0xffff, all, all, 0xb1);
+    _mm_storeu_ps(to, _mm512_castps512_ps128(all));
+#elif defined(__AVX2__)
+    const Floats all = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    _mm_storeu_ps(to, _mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1));
+#else
+    for (int i = 0; i < 4; i++) to[i] = sum(x[i]);
+#endif
+}
+
+INLINE float widest(Floats x) {
+    float parts[WIDTH], most;
+    std::memcpy(parts, &x, sizeof x);
+    most = parts[0];
+    for (int i = 1; i < WIDTH; i++) most = parts[i] > most ? parts[i] : most;
+    return most;
+}
+
+// float16 by its bits, for single elements; denormals, infinities and NaN included.
+inline float from_half(uint16_t half) {
+    uint32_t bits = static_cast<uint32_t>(half & 0x7fff) << 13;
+    bits = (half & 0x7c00) == 0x7c00
+               ? bits + (112u << 23) + (112u << 23)
+               : bits_of<uint32_t>(bits_of<float>(bits) * 0x1p112f);
+    return bits_of<float>(bits | static_cast<uint32_t>(half & 0x8000) << 16);
+}
+
+// To the nearest float16, of two equally near to the even one.
+inline uint16_t to_half(float x) {
+    uint32_t bits = bits_of<uint32_t>(x), sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
+    if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
+    if (bits < 0x38800000) {  // below the smallest normal: adding 0.5 rounds at 2^-24
+        uint32_t low = bits_of<uint32_t>(bits_of<float>(bits) + 0.5f) - 0x3f000000;
+        return static_cast<uint16_t>(sign | low);
+    }
+    bits += 0xfff + (bits >> 13 & 1);
+    return static_cast<uint16_t>(sign | (bits - (112u << 23)) >> 13);
+}
+
+INLINE Floats load(const float* from) { return load_raw<Floats>(from); }
+
+// Wider and narrower whole numbers; GCC takes vectors apart for some of these conversions.
+INLINE Words widen(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return Words(_mm512_cvtepu16_epi32(load_raw<__m256i>(from)));
+#elif defined(__AVX2__)
+    return Words(_mm256_cvtepu16_epi32(load_raw<__m128i>(from)));
+#else
+    return __builtin_convertvector(load_raw<Halves>(from), Words);
+#endif
+}
+
+INLINE Ints widen(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return Ints(_mm512_cvtepu8_epi32(load_raw<__m128i>(from)));
+#elif defined(__AVX2__)
+    return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    return __builtin_convertvector(load_raw<Bytes>(from), Ints);
+#endif
+}
+
+INLINE void narrow(uint8_t* to, Ints x) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(__m512i(x)));
+#else
+    for (int i = 0; i < WIDTH; i++) to[i] = static_cast<uint8_t>(x[i]);
+#endif
+}
+
+INLINE Floats load(const bf16* from) { return bits_of<Floats>(widen(&from->bits) << 16); }
+
+INLINE Floats load(const fp16* from) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_cvtph_ps(0xffff, load_raw<__m256i>(from));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(load_raw<__m128i>(from));
+#else
+    Floats to;
+    for (int i = 0; i < WIDTH; i++) to[i] = from_half(from[i].bits);
+    return to;
+#endif
+}
+
+INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+inline float one(const float* from) { return *from; }
+inline float one(const bf16* from) {
+    return bits_of<float>(static_cast<uint32_t>(from->bits) << 16);
+}
+inline float one(const fp16* from) { return from_half(from->bits); }
+
+inline void put(float* to, float x) { *to = x; }
+inline void put(bf16* to, float x) {
+    uint32_t bits = bits_of<uint32_t>(x);
+    to->bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000
+                                         ? bits >> 16 | 0x40
+                                         : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline void put(fp16* to, float x) { to->bits = to_half(x); }
+
+// To the nearest whole number, of two equally near to the even one; for |x| < 2^22.
+INLINE Floats rounded(Floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+
+// e^x for x <= 0, to 2 units in the last place; 0 below -87, and of -inf.
+INLINE Floats exp(Floats x) {
+    const Floats lowest = spread(-87.0f);
+    const Ints under = x < lowest;
+    Floats clamped = under ? lowest : x;
+    Floats shifted = fma(clamped, spread(1.44269504f), spread(0x1.8p23f));
+    Floats n = shifted - 0x1.8p23f;
+    Floats r = fma(n, spread(-0.693359375f), clamped);
+    r = fma(n, spread(2.12194440e-4f), r);
+    Floats p = spread(1.9875691500e-4f);
+    p = fma(p, r, spread(1.3981999507e-3f));
+    p = fma(p, r, spread(8.3334519073e-3f));
+    p = fma(p, r, spread(4.1665795894e-2f));
+    p = fma(p, r, spread(1.6666665459e-1f));
+    p = fma(p, r, spread(5.0000001201e-1f));
+    p = fma(p, r * r, r + 1.0f);
+    // The low bits of `shifted` are n: into the exponent with them.
+    Floats scale = bits_of<Floats>((bits_of<Words>(shifted) + 127) << 23);
+    Floats result = p * scale;
+    return under ? Floats{} : result;
+}
+
+}  // namespace ISA

@@ -1,0 +1,111 @@
+"""The operations as PyTorch's custom ops: C++ on the CPU, Triton on a GPU, shapes alone under meta.
+
+Their arguments are flat, as PyTorch's schemas want them; `ops` has the same in the engine's words.
+`cuts` has three integers a prompt (`Cut`); `bits` is 16 for plain vectors, else 8 or 4. What
+`native` and the Triton modules offer has these names and arguments too.
+"""
+
+# No `from __future__ import annotations` here: PyTorch reads the schemas off the annotations.
+
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.kernels import native
+from flexgen_h2o.storage.quantization import GroupLayout
+
+NAMESPACE = "flexgen_h2o"
+
+
+def _triton(module: str, name: str):
+    """A function of a Triton module, which is imported when it is first called."""
+    def call(*args):
+        with torch.cuda.device_of(args[0]):  # Triton launches on the current device
+            return getattr(import_module(f"flexgen_h2o.kernels.triton_{module}"), name)(*args)
+
+    return call
+
+
+@torch.library.custom_op(f"{NAMESPACE}::prefill_attention", mutates_args=("mass",),
+                         device_types="cpu")
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
+                      key_lengths: Sequence[int], mass: Tensor | None, decay: float) -> Tensor:
+    """See `reference.prefill_attention`."""
+    return native.prefill_attention(q, k, v, lengths, key_lengths, mass, decay)
+
+
+prefill_attention.register_kernel("cuda")(_triton("prefill", "prefill_attention"))
+
+
+@prefill_attention.register_fake
+def _(q, k, v, lengths, key_lengths, mass, decay):
+    return q.new_empty(q.shape)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::select_heavy_hitters",
+                         mutates_args=("slots", "kept_mass", "positions", "ranks"),
+                         device_types="cpu")
+def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequence[int],
+                         slots: Tensor, kept_mass: Tensor, positions: Tensor,
+                         ranks: Tensor | None, bits: int, mean: bool, sinks: int) -> None:
+    """See `reference.select_heavy_hitters`."""
+    native.select_heavy_hitters(k, v, mass, cuts, slots, kept_mass, positions, ranks, bits, mean,
+                                sinks)
+
+
+select_heavy_hitters.register_kernel("cuda")(_triton("select", "select_heavy_hitters"))
+
+
+@select_heavy_hitters.register_fake
+def _(k, v, mass, cuts, slots, kept_mass, positions, ranks, bits, mean, sinks):
+    return None
+
+
+@torch.library.custom_op(f"{NAMESPACE}::decode_attention",
+                         mutates_args=("slots", "mass", "positions", "ranks"), device_types="cpu")
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, turn: Tensor,
+                     mass: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
+                     cos: Tensor | None, sin: Tensor | None, bits: int, mean: bool,
+                     decay: float, sinks: int) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_attention`; mass and positions come together, or neither."""
+    return native.decode_attention(q, k, v, slots, turn, mass, positions, ranks, cos, sin, bits,
+                                   mean, decay, sinks)
+
+
+decode_attention.register_kernel("cuda")(_triton("decode", "decode_attention"))
+
+
+@decode_attention.register_fake
+def _(q, k, v, slots, turn, mass, positions, ranks, cos, sin, bits, mean, decay, sinks):
+    return q.new_empty(q.shape), q.new_empty(k.shape[:2], dtype=torch.int64)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::quantize_groups", mutates_args=(), device_types="cpu")
+def quantize_groups(x: Tensor, bits: int) -> Tensor:
+    """See `reference.quantize_groups`."""
+    return native.quantize_groups(x, bits)
+
+
+quantize_groups.register_kernel("cuda")(_triton("groups", "quantize_groups"))
+
+
+@quantize_groups.register_fake
+def _(x, bits):
+    nbytes = GroupLayout(x.shape[-1], bits).nbytes
+    return x.new_empty((*x.shape[:-1], nbytes), dtype=torch.uint8)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::dequantize_groups", mutates_args=(), device_types="cpu")
+def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
+    """See `reference.dequantize_groups`."""
+    return native.dequantize_groups(records, bits, length)
+
+
+dequantize_groups.register_kernel("cuda")(_triton("groups", "dequantize_groups"))
+
+
+@dequantize_groups.register_fake
+def _(records, bits, length):
+    return records.new_empty((*records.shape[:-1], length), dtype=torch.float32)

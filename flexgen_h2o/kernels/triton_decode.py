@@ -1,0 +1,352 @@
+"""Decode attention on a GPU: two launches, one that reads the cache and one that writes to it.
+
+The first is split over the slots, so that a batch of one fills the device too; each program reads
+its slots' keys and values once for all query heads of a KV head, and leaves logits and a partial
+softmax. The second puts the parts together, adds the new token, scores, evicts and writes: not
+before every read of the first is done, since launches on one stream follow each other.
+
+All logits are to base 2 (`tl.exp2` is the device's own instruction).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen_h2o.kernels.triton_common import (
+    FEWEST,
+    configs,
+    in_units,
+    interpreted,
+    load_halves,
+    load_turned,
+    multiprocessors,
+    store_records,
+    unit_stride,
+)
+from flexgen_h2o.storage.quantization import GroupLayout
+
+LOWEST = tl.constexpr(-3.0e38)
+"""Below every logit, and finite: the difference of two is never NaN."""
+NOWHERE = tl.constexpr(2**31 - 1)
+"""`EMPTY`: a position later than all."""
+
+MOST_SPLITS = 128
+TILE = 8192
+"""Elements that a program of the second launch handles at a time."""
+
+
+@triton.jit
+def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS: tl.constexpr,
+            PRECISION: tl.constexpr):
+    """Logits of a block of slots, [slots] of one query head or [heads, slots] of several.
+
+    They are stored at `kept`, a row of n for each head, unless it is None.
+    """
+    if HEADS == 1:
+        products = (k_low.to(tl.float32) * q_low.to(tl.float32)
+                    + k_high.to(tl.float32) * q_high.to(tl.float32))
+        logit = tl.where(live, tl.sum(products, axis=1) * scale, float("-inf"))
+        if kept is not None:
+            tl.store(kept + slot, logit, mask=live)
+    else:
+        logit = tl.dot(q_low.to(k_low.dtype), tl.trans(k_low), input_precision=PRECISION)
+        logit = tl.dot(q_high.to(k_high.dtype), tl.trans(k_high), logit,
+                       input_precision=PRECISION)
+        logit = tl.where(live[None, :], logit * scale, float("-inf"))
+        if kept is not None:
+            tl.store(kept + g.to(tl.int64)[:, None] * n + slot[None, :], logit,
+                     mask=(g < HEADS)[:, None] & live[None, :])
+    return logit
+
+
+@triton.jit
+def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr,
+            PRECISION: tl.constexpr):
+    """One step of the online softmax: maximum, sum and the two halves of the output.
+
+    Of one query head, every lane of slots has a softmax of its own, put together at the end. The
+    loop then has no exchange between threads but each logit's sum, so loads stay in flight. A
+    group of heads goes through the matrix units, with one softmax a head.
+    """
+    if HEADS == 1:
+        new = tl.maximum(most, logit)
+        shrink, p = tl.exp2(most - new), tl.exp2(logit - new)
+        total = total * shrink + p
+        low = low * shrink[:, None] + p[:, None] * v_low.to(tl.float32)
+        high = high * shrink[:, None] + p[:, None] * v_high.to(tl.float32)
+    else:
+        new = tl.maximum(most, tl.max(logit, axis=1))
+        shrink, p = tl.exp2(most - new), tl.exp2(logit - new[:, None])
+        total = total * shrink + tl.sum(p, axis=1)
+        p = p.to(v_low.dtype)
+        low = tl.dot(p, v_low, low * shrink[:, None], input_precision=PRECISION)
+        high = tl.dot(p, v_high, high * shrink[:, None], input_precision=PRECISION)
+    return new, total, low, high
+
+
+@triton.autotune(
+    configs({"BLOCK": 16}, ({"BLOCK": 16}, 2, 2), ({"BLOCK": 16}, 4, 3), ({"BLOCK": 32}, 4, 2),
+            ({"BLOCK": 32}, 4, 3), ({"BLOCK": 64}, 8, 2)),
+    key=["HEADS", "LENGTH", "BITS", "ROTARY", "LONG"], cache_results=True)
+@triton.jit
+def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, turn, ranks, b_row, b_head,
+          cos, sin, logits, parts, stats, kv_heads, n, split, scale, HEADS: tl.constexpr,
+          TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+          WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr,
+          PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits [sequence, head, slot], parts [.., head, split, LENGTH], stats [2, .., head, split].
+
+    One program a split of the slots of one sequence's KV head. The strides of slots come in UNITs.
+    LONG only tells the tuner. All that is written is scratch, so that the tuner may run it again.
+    """
+    sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
+    head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    cached = tl.load(turn + sequence)
+    first = tl.program_id(1) * split
+    last = tl.minimum(first + split, cached)
+    if first >= last:
+        return
+    lane = tl.arange(0, BLOCK)
+    g = tl.arange(0, TALL)
+    rows = q + sequence * q_row + (head * HEADS + g) * q_head
+    q_low, q_high = load_turned(rows, g < HEADS, tl.zeros_like(g) + cached, cos, sin, ROTARY,
+                                LENGTH, LENGTH, 16, WIDTH)
+    mine = tl.program_id(0).to(tl.int64) * HEADS + g  # of parts and stats
+    kept = None if logits is None else logits + tl.program_id(0).to(tl.int64) * HEADS * n
+    slots += (sequence * s_row + head * s_head) * UNIT
+    most = tl.full((BLOCK if HEADS == 1 else TALL,), LOWEST, tl.float32)
+    total = tl.zeros_like(most)
+    low = tl.zeros((BLOCK if HEADS == 1 else TALL, WIDTH), tl.float32)
+    high = tl.zeros_like(low)
+    for start in range(first, last, BLOCK):
+        slot = start + lane
+        live = slot < last
+        place = slots + slot.to(tl.int64) * s_slot * UNIT
+        turns = slot
+        if ROTARY > 0:
+            turns = tl.load(ranks + sequence * b_row + head * b_head + slot, mask=live, other=0)
+        k_low, k_high = load_turned(place, live, turns, cos, sin, ROTARY, LENGTH, GROUP, BITS,
+                                    WIDTH)
+        v_low, v_high = load_halves(place + s_kind * UNIT, live, LENGTH, GROUP, BITS, WIDTH)
+        logit = _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS,
+                        PRECISION)
+        most, total, low, high = _attend(logit, v_low, v_high, most, total, low, high, HEADS,
+                                         PRECISION)
+    _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH, WIDTH, HEADS)
+
+
+@triton.jit
+def _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH: tl.constexpr,
+               WIDTH: tl.constexpr, HEADS: tl.constexpr):
+    """Store a split's partial softmax of the query heads `mine`."""
+    if HEADS == 1:
+        weight = tl.exp2(most - tl.max(most, axis=0))
+        most = tl.max(most, axis=0) + tl.zeros_like(g)
+        total = tl.sum(total * weight, axis=0) + tl.zeros_like(g)
+        low = tl.sum(low * weight[:, None], axis=0)[None, :]
+        high = tl.sum(high * weight[:, None], axis=0)[None, :]
+    live = g < HEADS
+    lane = tl.arange(0, WIDTH)
+    place = mine * tl.num_programs(1) + tl.program_id(1)
+    everyone = tl.num_programs(0).to(tl.int64) * HEADS * tl.num_programs(1)
+    tl.store(stats + place, most, mask=live)
+    tl.store(stats + everyone + place, total, mask=live)
+    mask = live[:, None] & (lane < LENGTH // 2)[None, :]
+    place = parts + place[:, None] * LENGTH + lane[None, :]
+    tl.store(place, low, mask=mask)
+    tl.store(place + LENGTH // 2, high, mask=mask)
+
+
+@triton.jit
+def _combine(parts, stats, v, out, mine, live, own, count, splits, everyone,
+             LENGTH: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+    """Put the splits and the new token together: the output; maximum and sum of each head."""
+    part = tl.arange(0, SPLITS)
+    there = live[:, None] & (part < count)[None, :]
+    place = stats + mine[:, None] * splits + part[None, :]
+    mosts = tl.load(place, mask=there, other=LOWEST)
+    totals = tl.load(place + everyone, mask=there, other=0.0)
+    most = tl.maximum(tl.max(mosts, axis=1), own)
+    fresh = tl.exp2(own - most)
+    total = tl.sum(tl.exp2(mosts - most[:, None]) * totals, axis=1) + fresh
+    lane = tl.arange(0, triton.next_power_of_2(LENGTH))
+    value = tl.load(v + lane, mask=lane < LENGTH, other=0).to(tl.float32)
+    result = fresh[:, None] * value[None, :]
+    for start in range(0, count, CHUNK):
+        some = start + tl.arange(0, CHUNK)
+        mask = live[:, None] & (some < count)[None, :]
+        index = mine[:, None] * splits + some[None, :]
+        weight = tl.exp2(tl.load(stats + index, mask=mask, other=LOWEST) - most[:, None])
+        piece = tl.load(parts + index[:, :, None] * LENGTH + lane[None, None, :],
+                        mask=mask[:, :, None] & (lane < LENGTH)[None, None, :], other=0.0)
+        result += tl.sum(piece * weight[:, :, None], axis=1)
+    tl.store(out + mine[:, None] * LENGTH + lane[None, :],
+             (result / total[:, None]).to(out.dtype.element_ty),
+             mask=live[:, None] & (lane < LENGTH)[None, :])
+    return most, total
+
+
+@triton.jit
+def _score(logits, mass, positions, mine, heads, lse, cached, tokens, recent, n, decay, sinks,
+           MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Add what each slot received to its mass; the slot with the lowest score, or 0.
+
+    Each lane remembers the best victim of its own slots: one comparison among threads at the end.
+    """
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("inf"), tl.float32)
+    oldest = tl.full((BLOCK,), NOWHERE, tl.int32)
+    victim = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, cached, BLOCK):
+        slot = start + lane
+        live = slot < cached
+        logit = tl.load(logits + mine[:, None] * n + slot[None, :],
+                        mask=heads[:, None] & live[None, :], other=float("-inf"))
+        received = tl.sum(tl.exp2(logit - lse[:, None]), axis=0)
+        score = tl.load(mass + slot, mask=live, other=0.0) * decay + received
+        tl.store(mass + slot, score, mask=live)
+        position = tl.load(positions + slot, mask=live, other=NOWHERE)
+        may = live & (position >= sinks) & (position < tokens - recent)
+        if MEAN:
+            score = tl.div_rn(score, tl.maximum(tokens - position, 1).to(tl.float32))
+        may = may & ((score < best) | ((score == best) & (position < oldest)))
+        best = tl.where(may, score, best)
+        oldest = tl.where(may, position, oldest)
+        victim = tl.where(may, slot, victim)
+    lowest = best == tl.min(best, axis=0)
+    first = tl.min(tl.where(lowest, oldest, NOWHERE), axis=0)
+    return tl.min(tl.where(lowest & (oldest == first), victim, NOWHERE), axis=0)
+
+
+@triton.jit
+def _note(mass, positions, ranks, place, own, cached, tokens, full, BLOCK: tl.constexpr):
+    """Write the new token into the book of one head, in `place`; see `reference._note`."""
+    # Other threads have just stored this mass, and read this position.
+    tl.debug_barrier()
+    tl.store(mass + place, own)
+    tl.store(positions + place, tokens - 1)
+    if ranks is not None:
+        gone = tl.load(ranks + place)
+        tl.debug_barrier()  # every thread has read it: now it may change
+        lane = tl.arange(0, BLOCK)
+        for start in range(0, cached * full, BLOCK):
+            slot = start + lane
+            rank = tl.load(ranks + slot, mask=slot < cached, other=-1)
+            tl.store(ranks + slot, rank - 1, mask=(slot < cached) & (rank > gone))
+        tl.debug_barrier()
+        tl.store(ranks + place, cached - full)
+
+
+@triton.jit
+def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_kind, s_row,
+            s_head, s_slot, turn, mass, positions, ranks, b_row, b_head, cos, sin, logits, parts,
+            stats, taken, kv_heads, n, split, splits, scale, decay, sinks, HEADS: tl.constexpr,
+            TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+            WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
+            SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Output, book and slot of one sequence's KV head: all that changes in place changes here."""
+    sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
+    head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    sequences = tl.num_programs(0) // kv_heads
+    cached = tl.load(turn + sequence)
+    g = tl.arange(0, TALL)
+    one = tl.arange(0, 1)
+    k += sequence * k_row + head * k_head
+    v += sequence * v_row + head * v_head
+    q_low, q_high = load_turned(q + sequence * q_row + (head * HEADS + g) * q_head, g < HEADS,
+                                tl.zeros_like(g) + cached, cos, sin, ROTARY, LENGTH, LENGTH, 16,
+                                WIDTH)
+    k_low, k_high = load_turned(k + one, one == 0, one + cached, cos, sin, ROTARY, LENGTH,
+                               LENGTH, 16, WIDTH)
+    own = scale * tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)
+                         + q_high.to(tl.float32) * k_high.to(tl.float32), axis=1)
+    mine = tl.program_id(0).to(tl.int64) * HEADS + g
+    everyone = tl.num_programs(0).to(tl.int64) * HEADS * splits
+    most, total = _combine(parts, stats, v, out, mine, g < HEADS, own, tl.cdiv(cached, split),
+                           splits, everyone, LENGTH, SPLITS, CHUNK)
+    place = cached
+    if mass is not None:
+        tokens = tl.load(turn + sequences + sequence)
+        recent = tl.load(turn + 2 * sequences + sequence)
+        full = tl.load(turn + 3 * sequences + sequence)
+        book = sequence * b_row + head * b_head
+        lse = most + tl.log2(total)
+        victim = _score(logits, mass + book, positions + book, mine, g < HEADS, lse, cached,
+                        tokens, recent, n, decay, sinks, MEAN, BLOCK)
+        place = tl.where(full == 1, victim, cached)
+        received = tl.sum(tl.where(g < HEADS, tl.exp2(own - lse), 0.0), axis=0)
+        _note(mass + book, positions + book, None if ranks is None else ranks + book, place,
+              received, cached, tokens, full, BLOCK)
+    tl.store(taken + tl.program_id(0), place.to(tl.int64))
+    slots += (sequence * s_row + head * s_head + place.to(tl.int64) * s_slot) * UNIT
+    values = slots + s_kind * UNIT
+    if BITS == 16:
+        lane = tl.arange(0, triton.next_power_of_2(LENGTH))
+        tl.store(slots + lane, tl.load(k + lane, mask=lane < LENGTH), mask=lane < LENGTH)
+        tl.store(values + lane, tl.load(v + lane, mask=lane < LENGTH), mask=lane < LENGTH)
+    else:
+        store_records(k + one, slots + one, one == 0, LENGTH, GROUP, BITS)
+        store_records(v + one, values + one, one == 0, LENGTH, GROUP, BITS)
+
+
+def _split(n: int, programs: int, device: torch.device) -> int:
+    """Slots of one split: so many splits that the device is busy for several rounds."""
+    least, wanted = (32, 4) if interpreted() else (128, 32 * multiprocessors(device))
+    splits = min(max(1, wanted // programs), MOST_SPLITS)
+    return max(least, triton.cdiv(triton.cdiv(n, splits), least) * least)
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, turn: Tensor,
+                     mass: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
+                     cos: Tensor | None, sin: Tensor | None, bits: int, mean: bool,
+                     decay: float, sinks: int) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_attention`; it never waits for the device."""
+    books = [x for x in (mass, positions, ranks) if x is not None]
+    if any(x.stride() != (*mass.stride()[:2], 1) for x in books):  # the kernels know one layout
+        copies = [x.clone(memory_format=torch.contiguous_format) for x in books]
+        result = decode_attention(q, k, v, slots, turn, *copies, *(None,) * (3 - len(books)), cos,
+                                  sin, bits, mean, decay, sinks)
+        for x, copy in zip(books, copies, strict=True):
+            x.copy_(copy)
+        return result
+    (sequences, heads, length), kv_heads, n = q.shape, k.shape[1], slots.shape[3]
+    out, taken = q.new_empty(q.shape), q.new_empty((sequences, kv_heads), dtype=torch.int64)
+    pairs, group = sequences * kv_heads, heads // kv_heads
+    if not pairs:
+        return out, taken
+    q, k, v, turn = (unit_stride(x) for x in (q, k, v, turn.contiguous()))
+    split = _split(n, pairs, q.device)
+    splits = triton.cdiv(n, split)
+    logits, parts, stats = (q.new_empty(pairs * group * size, dtype=torch.float32)
+                            for size in (n if books else 0, splits * length, splits * 2))
+    logits = logits if books else None
+    rotary = 0 if ranks is None else 2 * cos.shape[-1]
+    tables = (None, None) if ranks is None else (cos.contiguous(), sin.contiguous())
+    unit, strides = in_units(slots)
+    shape = {
+        "UNIT": unit, "HEADS": group, "LENGTH": length, "BITS": bits, "ROTARY": rotary,
+        "GROUP": length if bits == 16 else GroupLayout(length, bits).group}
+    half, tall = triton.next_power_of_2(length // 2), triton.next_power_of_2(group)
+    stride = mass.stride()[:2] if books else (0, 0)
+    scale = math.log2(math.e) * length**-0.5
+    least = 1 if group == 1 else FEWEST  # groups go to `tl.dot`
+    _read[(pairs, splits)](
+        q, *q.stride()[:2], slots, *strides, turn, ranks, *stride, *tables, logits,
+        parts, stats, kv_heads, n, split, scale, **shape, LONG=n >= 512,
+        TALL=max(least, tall), WIDTH=max(least, half),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32")
+    block = max(16, min(triton.next_power_of_2(n), TILE // tall))
+    wide = triton.next_power_of_2(length)
+    chunk = max(1, min(triton.next_power_of_2(splits), TILE // (tall * wide)))
+    _finish[(pairs,)](
+        q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, slots,
+        *strides, turn, mass, positions, ranks, *stride, *tables, logits, parts, stats,
+        taken, kv_heads, n, split, splits, scale, decay, sinks, **shape, TALL=tall, WIDTH=half,
+        MEAN=mean, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, BLOCK=block,
+        num_warps=max(4, min(16, tall * block // 512)))
+    return out, taken

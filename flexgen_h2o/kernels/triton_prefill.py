@@ -1,0 +1,234 @@
+"""Causal attention of packed prompts on a GPU, with the mass that each key receives.
+
+A flash forward saves the maximum and the sum of each row's softmax (apart: the logarithm of the sum
+would drown in a large maximum); a second pass goes by blocks of keys, recomputes the probabilities
+of all queries that see them and sums the columns in registers. That is half of the forward's work
+again, with no atomics (so the sums are the same every time), and no memory but two floats per row
+and head. All logits are to base 2 (`tl.exp2` is the device's own instruction).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen_h2o.kernels.triton_common import FEWEST, configs, device_ints, starts, unit_stride
+
+LOWEST = tl.constexpr(-3.0e38)
+"""Below every logit, and finite: the difference of two is never NaN."""
+
+LONG = 512
+"""Prompts from here on are tuned apart from shorter ones."""
+
+
+def _fitting(tuned, named_args, **constants):
+    """The configs that leave enough registers, and enough work, for a dtype and head dimension.
+
+    What is multiplied without matrix units (float32; all on a GPU before Ampere) needs registers
+    for a share of both operands in each thread.
+    """
+    q = named_args["q"]
+    units = q.element_size() == 2 and (
+        not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] >= 8)
+    least, most = (2**10, 2**21) if units else (0, 2**17)
+    fitting = [one for one in tuned if least <= one.kwargs["BLOCK_M"] * one.kwargs["BLOCK_N"]
+               <= most // constants["WIDTH"]]
+    return fitting or tuned[:1]
+
+
+_TUNED = configs(
+    {"BLOCK_M": 16, "BLOCK_N": 16},
+    ({"BLOCK_M": 16, "BLOCK_N": 16}, 4, 1), ({"BLOCK_M": 32, "BLOCK_N": 32}, 8, 1),
+    ({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 2), ({"BLOCK_M": 64, "BLOCK_N": 64}, 4, 3),
+    ({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 3), ({"BLOCK_M": 128, "BLOCK_N": 128}, 8, 2))
+
+
+@triton.jit
+def _tile(x, row, stride, last, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows [rows, WIDTH] of x; 0 past the row `last`, unless WHOLE says that there are none."""
+    lane = tl.arange(0, WIDTH)[None, :]
+    place = x + row.to(tl.int64)[:, None] * stride + lane
+    if WHOLE and DIM == WIDTH:
+        tile = tl.load(place)
+    elif DIM == WIDTH:
+        tile = tl.load(place, mask=(row < last)[:, None], other=0)
+    else:
+        tile = tl.load(place, mask=(row < last)[:, None] & (lane < DIM), other=0)
+    return tile
+
+
+@triton.jit
+def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, last, scale,
+            DIM: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+            MASKED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Online softmax over the keys first to last; MASKED: some of them lie in a row's future."""
+    for start in range(first, last, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        keys = _tile(k, key, k_stride, last, DIM, WIDTH, not MASKED)
+        logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        if MASKED:
+            logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
+        # Scaled after the maximum: then scaling and subtraction are one instruction.
+        new = tl.maximum(most, tl.max(logits, axis=1) * scale)
+        shrink = tl.exp2(most - new)
+        p = tl.exp2(logits * scale - new[:, None])
+        total = total * shrink + tl.sum(p, axis=1)
+        values = _tile(v, key, v_stride, last, DIM, WIDTH, not MASKED)
+        result = tl.dot(p.to(values.dtype), values, result * shrink[:, None],
+                        input_precision=PRECISION)
+        most = new
+    return most, total, result
+
+
+@triton.autotune(_TUNED, key=["DIM", "LONG"], prune_configs_by={"early_config_prune": _fitting},
+                 cache_results=True)
+@triton.jit
+def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, sequences, rows,
+             scale, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+             PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr):
+    """Output, and stats [2, heads, rows] unless they are None, of BLOCK_M rows of one head.
+
+    Row r of n stands at position tokens - n + r. The last rows see the most keys: they go first.
+    """
+    sequence, head = tl.program_id(2), tl.program_id(1).to(tl.int64)
+    q_start, n = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
+    k_start, tokens = tl.load(sequences + 4 * sequence + 2), tl.load(sequences + 4 * sequence + 3)
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    if first_row >= n:
+        return
+    row = first_row + tl.arange(0, BLOCK_M)
+    position = tokens - n + row
+    k += k_start.to(tl.int64) * k_row + head // GROUP * k_head
+    v += k_start.to(tl.int64) * v_row + head // GROUP * v_head
+    tile = _tile(q + q_start.to(tl.int64) * q_row + head * q_head, row, q_row, n, DIM, WIDTH,
+                 False)
+    most = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    result = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    # Every row sees the keys up to `seen`; the blocks after it need a mask.
+    seen = (tokens - n + first_row + 1) // BLOCK_N * BLOCK_N
+    most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, 0,
+                                  seen, scale, DIM, WIDTH, PRECISION, False, BLOCK_N)
+    last = tl.minimum(tokens - n + first_row + BLOCK_M, tokens)
+    most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, seen,
+                                  last, scale, DIM, WIDTH, PRECISION, True, BLOCK_N)
+    row = q_start.to(tl.int64) + row
+    live = row < q_start + n
+    if stats is not None:
+        tl.store(stats + head * rows + row, most, mask=live)
+        tl.store(stats + (tl.num_programs(1) + head) * rows + row, total, mask=live)
+    lane = tl.arange(0, WIDTH)[None, :]
+    place = out + (row[:, None] * tl.num_programs(1) + head) * DIM + lane
+    tl.store(place, (result / total[:, None]).to(out.dtype.element_ty),
+             mask=live[:, None] & (lane < DIM))
+
+
+@triton.jit
+def _columns(keys, q, q_stride, most, total, weights, position, before, n, first, last, scale,
+             received, DIM: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+             MASKED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Add what the rows first to last give to the keys at `position`: [keys, rows].
+
+    Keys are the rows of the tile, and rows of queries are added into one tile, so that nothing is
+    summed across threads before the end.
+    """
+    for start in range(first, last, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        tile = _tile(q, row, q_stride, n, DIM, WIDTH, False)
+        logits = tl.dot(keys, tl.trans(tile), input_precision=PRECISION)
+        if MASKED:
+            logits = tl.where(position[:, None] <= (before + row)[None, :], logits, float("-inf"))
+        p = tl.exp2(logits * scale - tl.load(most + row, mask=row < n, other=0.0)[None, :])
+        # A row's sum and its weight are one factor, 0 for rows that do not exist.
+        factor = 1.0
+        if weights is not None:
+            factor = tl.load(weights + (n - 1 - row), mask=row < n, other=0.0)
+        factor /= tl.load(total + row, mask=row < n, other=float("inf"))
+        received += p * factor[None, :]
+    return received
+
+
+@triton.autotune(_TUNED, key=["DIM", "LONG"], restore_value=["mass"],
+                 prune_configs_by={"early_config_prune": _fitting}, cache_results=True)
+@triton.jit
+def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, mass, m_head, m_row, weights, sequences,
+                 rows, scale, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                 PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr):
+    """The mass of BLOCK_M keys of one KV head, from all heads of its group.
+
+    The first keys are seen by the most rows, and go first. Keys are the M of the product here,
+    rows of queries its N.
+    """
+    sequence, head = tl.program_id(2), tl.program_id(1).to(tl.int64)
+    q_start, n = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
+    k_start, tokens = tl.load(sequences + 4 * sequence + 2), tl.load(sequences + 4 * sequence + 3)
+    first_key = tl.program_id(0) * BLOCK_M
+    if first_key >= tokens:
+        return
+    position = first_key + tl.arange(0, BLOCK_M)
+    keys = _tile(k + k_start.to(tl.int64) * k_row + head * k_head, position, k_row, tokens, DIM,
+                 WIDTH, False)
+    before = tokens - n
+    # The first row that sees any of the keys, and the first that sees them all.
+    first = tl.maximum(first_key - before, 0)
+    every = tl.maximum(first_key + BLOCK_M - 1 - before, 0)
+    every = tl.minimum(first + tl.cdiv(every - first, BLOCK_N) * BLOCK_N, n)
+    received = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for g in range(GROUP):
+        query = head * GROUP + g
+        mine = q + q_start.to(tl.int64) * q_row + query * q_head
+        most = stats + query * rows + q_start
+        total = most + tl.num_programs(1).to(tl.int64) * GROUP * rows
+        received = _columns(keys, mine, q_row, most, total, weights, position, before, n, first,
+                            every, scale, received, DIM, WIDTH, PRECISION, True, BLOCK_N)
+        received = _columns(keys, mine, q_row, most, total, weights, position, before, n, every,
+                            n, scale, received, DIM, WIDTH, PRECISION, False, BLOCK_N)
+    place = mass + head * m_head + (k_start + position.to(tl.int64)) * m_row
+    old = tl.load(place, mask=position < tokens, other=0.0)
+    if weights is not None:
+        old *= tl.load(weights + n)
+    tl.store(place, old + tl.sum(received, axis=1), mask=position < tokens)
+
+
+@functools.lru_cache(maxsize=4)
+def _powers(decay: float, count: int, device: torch.device) -> Tensor | None:
+    """decay ** 0 to decay ** count in float32; None for a decay of 1."""
+    if decay == 1:
+        return None
+    return (decay ** torch.arange(count + 1, dtype=torch.float64, device=device)).float()
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
+                      key_lengths: Sequence[int], mass: Tensor | None, decay: float) -> Tensor:
+    """See `reference.prefill_attention`; memory linear in the tokens, and no atomics."""
+    out = q.new_empty(q.shape)
+    rows, heads, dim = q.shape
+    kv_heads, longest = k.shape[1], max(lengths, default=0)
+    if not out.numel():
+        return out
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    sequences = device_ints(
+        tuple(zip(starts(lengths), lengths, starts(key_lengths), key_lengths, strict=True)),
+        q.device)
+    stats = None if mass is None else q.new_empty((2, heads, rows), dtype=torch.float32)
+    scale = math.log2(math.e) * dim**-0.5
+    shape = {"GROUP": heads // kv_heads, "DIM": dim,
+             "WIDTH": max(FEWEST, triton.next_power_of_2(dim)),
+             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "LONG": longest >= LONG}
+    _forward[lambda size: (triton.cdiv(longest, size["BLOCK_M"]), heads, len(lengths))](
+        q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, stats, sequences, rows,
+        scale, **shape)
+    if mass is not None:
+        _sum_columns[lambda size: (triton.cdiv(max(key_lengths), size["BLOCK_M"]), kv_heads,
+                                   len(lengths))](
+            q, *q.stride()[:2], k, *k.stride()[:2], stats, mass, *mass.stride(),
+            _powers(decay, longest, q.device), sequences, rows, scale, **shape)
+    return out

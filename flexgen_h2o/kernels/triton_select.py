@@ -1,0 +1,212 @@
+"""Cutting prompts to their heavy hitters on a GPU, without a sort.
+
+Two launches. One program per sequence and KV head finds the lowest score that stays by bisection
+over the scores' bits, with the scores in registers, and writes the book. It needs all scores of
+its head; the gather of keys and values, by far the most bytes, needs none of them and has a launch
+of its own, so that it fills the device whatever the number of heads. It takes the indices from
+the positions just written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen_h2o.kernels.triton_common import (
+    device_ints,
+    in_units,
+    interpreted,
+    starts,
+    store_records,
+    unit_stride,
+)
+from flexgen_h2o.storage.quantization import GroupLayout
+
+EMPTY = tl.constexpr(2**31 - 1)
+"""`eviction.EMPTY`"""
+
+MOST_IN_REGISTERS = 32768
+"""Scores of one program of 32 warps: 32 registers of each thread."""
+
+
+@triton.jit
+def _keys(mass, stride, start, first, last, length, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Integers in the order of the scores, for the tokens start to start + BLOCK.
+
+    Tokens outside of first to last are no candidates: they get the lowest, which no finite
+    score has.
+    """
+    token = start + tl.arange(0, BLOCK)
+    candidate = (token >= first) & (token < last)
+    score = tl.zeros((BLOCK,), tl.float32)
+    if mass is not None:
+        score = tl.load(mass + token.to(tl.int64) * stride, mask=candidate, other=0.0)
+    if MEAN:
+        score = tl.div_rn(score, tl.maximum(length - token, 1).to(tl.float32))
+    score = tl.where(score == 0.0, 0.0, score)  # -0.0 is equal to 0.0
+    bits = score.to(tl.int32, bitcast=True)
+    # Floats are sign and magnitude: for the negative ones, flip the magnitude.
+    return tl.where(candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), -(2**31))
+
+
+@triton.jit
+def _count(keys, bound, mass, stride, first, last, length, MEAN: tl.constexpr,
+           WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+    """How many keys are at least `bound`."""
+    if WHOLE:
+        found = (keys >= bound.to(tl.int32)).to(tl.int32)
+    else:
+        found = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, length, BLOCK):
+            keys = _keys(mass, stride, start, first, last, length, MEAN, BLOCK)
+            found += (keys >= bound.to(tl.int32)).to(tl.int32)
+    return tl.sum(found, axis=0)
+
+
+@triton.jit
+def _threshold(mass, stride, first, last, length, heavy, MEAN: tl.constexpr,
+               WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+    """The lowest key that stays, how many keys are above it, and how many equal it.
+
+    Bisection: at least `heavy` keys are no less than `low`, and fewer are no less than `high`. It
+    ends early once exactly `heavy` are no less than `low`, mostly after some 20 of 32 halvings.
+    """
+    keys = _keys(mass, stride, 0, first, last, length, MEAN, BLOCK)
+    low, high = tl.full((), -(2**31) + 1, tl.int64), tl.full((), 2**31 - 1, tl.int64)
+    if WHOLE:  # a few halvings less, for two looks at the registers
+        low = tl.min(tl.where(keys == -(2**31), 2**31 - 1, keys), axis=0).to(tl.int64)
+        high = tl.max(keys, axis=0).to(tl.int64) + 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        found = _count(keys, middle, mass, stride, first, last, length, MEAN, WHOLE, BLOCK)
+        low = tl.where(found >= heavy, middle, low)
+        high = tl.where(found > heavy, high, tl.where(found == heavy, middle + 1, middle))
+    least = _count(keys, low, mass, stride, first, last, length, MEAN, WHOLE, BLOCK)
+    above = _count(keys, low + 1, mass, stride, first, last, length, MEAN, WHOLE, BLOCK)
+    return low.to(tl.int32), above, least - above
+
+
+@triton.jit
+def _choose(mass, m_head, m_row, cuts, kept_mass, positions, ranks, b_row, b_head, slots,
+            sinks, MEAN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+            CHUNK: tl.constexpr):
+    """The book of one sequence's KV head: tokens that stay, ascending, and then empty slots."""
+    sequence, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length, heavy = tl.load(cuts + 4 * sequence + 1), tl.load(cuts + 4 * sequence + 2)
+    recent = tl.load(cuts + 4 * sequence + 3)
+    if mass is not None:
+        mass += head * m_head + tl.load(cuts + 4 * sequence).to(tl.int64) * m_row
+    book = sequence.to(tl.int64) * b_row + head * b_head
+    first, last = sinks, length - recent
+    kept = tl.minimum(length, heavy + recent + sinks)
+    bound, needed, equals = tl.full((), 2**31 - 1, tl.int32), 0, 0  # above all finite scores
+    if (kept < length) & (heavy > 0):
+        bound, above, equals = _threshold(mass, m_row, first, last, length, heavy, MEAN, WHOLE,
+                                          BLOCK)
+        needed = heavy - above
+    elif kept == length:
+        first, last = length, length  # nothing to choose: all count as sinks
+    taken, seen = 0, 0
+    for start in range(0, length, CHUNK):
+        token = start + tl.arange(0, CHUNK)
+        keys = _keys(mass, m_row, start, first, last, length, MEAN, CHUNK)
+        equal = (keys == bound) & (token >= first) & (token < last)
+        # Of equal ones the newest stay: those that have all but `needed` of them before.
+        before = seen + tl.cumsum(equal.to(tl.int32), axis=0)
+        stays = (keys > bound) | (equal & (before > equals - needed))
+        stays = (stays | (token < first) | (token >= last)) & (token < length)
+        place = taken + tl.cumsum(stays.to(tl.int32), axis=0) - 1
+        tl.store(positions + book + place, token, mask=stays)
+        if mass is not None:
+            tl.store(kept_mass + book + place,
+                     tl.load(mass + token.to(tl.int64) * m_row, mask=stays), mask=stays)
+        seen += tl.sum(equal.to(tl.int32), axis=0)
+        taken += tl.sum(stays.to(tl.int32), axis=0)
+    _fill(kept_mass, positions, ranks, book, kept, slots, mass is None, CHUNK)
+
+
+@triton.jit
+def _fill(kept_mass, positions, ranks, book, kept, slots, MASSLESS: tl.constexpr,
+          CHUNK: tl.constexpr):
+    """What needs no choice: ranks, and the empty slots of the book."""
+    for start in range(0, slots, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        empty = (slot >= kept) & (slot < slots)
+        tl.store(kept_mass + book + slot, 0.0, mask=(slot < slots) if MASSLESS else empty)
+        tl.store(positions + book + slot, EMPTY, mask=empty)
+        if ranks is not None:
+            tl.store(ranks + book + slot, tl.where(slot < kept, slot, 0), mask=slot < slots)
+
+
+@triton.jit
+def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, slots, s_kind,
+            s_row, s_head, s_slot, sinks, LENGTH: tl.constexpr, GROUP: tl.constexpr,
+            BITS: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr):
+    """Copy, or quantize, ROWS of the keys and values that stay into their slots."""
+    sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    length = tl.load(cuts + 4 * sequence + 1)
+    kept = tl.load(cuts + 4 * sequence + 2) + tl.load(cuts + 4 * sequence + 3) + sinks
+    kept = tl.minimum(length, kept)
+    live = slot < kept
+    token = tl.load(positions + sequence.to(tl.int64) * b_row + head * b_head + slot, mask=live,
+                    other=0)
+    token = token.to(tl.int64) + tl.load(cuts + 4 * sequence)
+    k += token * k_row + head * k_head
+    v += token * v_row + head * v_head
+    place = sequence.to(tl.int64) * s_row + head * s_head + slot.to(tl.int64) * s_slot
+    place = slots + place * UNIT
+    values = place + s_kind * UNIT
+    if BITS == 16:
+        lane = tl.arange(0, triton.next_power_of_2(LENGTH))[None, :]
+        mask = live[:, None] & (lane < LENGTH)
+        key = tl.load(k[:, None] + lane, mask=mask)
+        value = tl.load(v[:, None] + lane, mask=mask)
+        tl.store(place[:, None] + lane, key, mask=mask)
+        tl.store(values[:, None] + lane, value, mask=mask)
+    else:
+        store_records(k, place, live, LENGTH, GROUP, BITS)
+        store_records(v, values, live, LENGTH, GROUP, BITS)
+
+
+def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequence[int],
+                         slots: Tensor, kept_mass: Tensor, positions: Tensor,
+                         ranks: Tensor | None, bits: int, mean: bool, sinks: int) -> None:
+    """See `reference.select_heavy_hitters`; no sort."""
+    books = [x for x in (kept_mass, positions, ranks) if x is not None]
+    if any(x.stride() != (*kept_mass.stride()[:2], 1) for x in books):
+        copies = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in books]
+        select_heavy_hitters(k, v, mass, cuts, slots, *copies, *(None,) * (3 - len(books)), bits,
+                             mean, sinks)
+        for x, copy in zip(books, copies, strict=True):
+            x.copy_(copy)
+        return
+    lengths, heavy, recent = cuts[::3], cuts[1::3], cuts[2::3]
+    if not kept_mass.numel():
+        return
+    k, v = unit_stride(k), unit_stride(v)
+    table = device_ints(tuple(zip(starts(lengths), lengths, heavy, recent, strict=True)),
+                        k.device)
+    # Where no score decides, or none is needed, the scores need not fit in registers.
+    needed = max((n for n, h, r in zip(lengths, heavy, recent, strict=True)
+                  if 0 < h < n - r - sinks), default=1)
+    most, chunk = (64, 32) if interpreted() else (MOST_IN_REGISTERS, 8192)
+    chunk = max(32, min(chunk, triton.next_power_of_2(max(lengths))))
+    whole = needed <= most
+    block = max(32, triton.next_power_of_2(needed)) if whole else chunk
+    kv_heads, length, book = k.shape[1], k.shape[2], kept_mass.stride()[:2]
+    _choose[(len(lengths), kv_heads)](
+        mass, *((0, 0) if mass is None else mass.stride()), table, kept_mass, positions, ranks,
+        *book, kept_mass.shape[2], sinks, MEAN=mean, WHOLE=whole, BLOCK=block, CHUNK=chunk,
+        num_warps=max(4, min(32, max(block, chunk) // 1024)))
+    group = length if bits == 16 else GroupLayout(length, bits).group
+    rows = max(1, 4096 // triton.next_power_of_2(length))
+    kept = max(min(n, h + r + sinks) for n, h, r in zip(lengths, heavy, recent, strict=True))
+    unit, strides = in_units(slots)
+    _gather[(triton.cdiv(kept, rows), len(lengths), kv_heads)](
+        k, *k.stride()[:2], v, *v.stride()[:2], table, positions, *book, slots,
+        *strides, sinks, LENGTH=length, GROUP=group, BITS=bits, UNIT=unit, ROWS=rows)

@@ -1,0 +1,340 @@
+"""Random arguments of the operations, and what they have to give: in float64, or in plain Python.
+
+Whatever must not be read is poison: NaN in floats, 255 in records (then scales and zero points are
+NaN too). Whatever may be strided is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from flexgen_h2o.kernels import reference
+from flexgen_h2o.kernels.eviction import EMPTY, Book, Cut, Eviction
+from flexgen_h2o.storage.quantization import GroupLayout
+
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Of prefill's outputs: weights may be rounded before they meet the values. Decode's are not."""
+FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
+HUGE = 2.0**27
+"""A mass to which float32 cannot add what one query gives: scores stay exact whole numbers."""
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh tensors are full of NaN, and so is what C gets from malloc where that is glibc's."""
+    perturb = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
+    perturb(-6, 0x100)  # M_PERTURB: fresh bytes are the complement of the argument's low byte
+    try:
+        yield
+    finally:
+        perturb(-6, 0)
+        torch.use_deterministic_algorithms(before)
+
+
+def of_form(form, dim: int) -> tuple[torch.dtype, GroupLayout | None]:
+    """The dtype of vectors and the layout of slots, of one of `FORMS`."""
+    if isinstance(form, torch.dtype):
+        return form, None
+    return torch.bfloat16, GroupLayout(dim, form)
+
+
+def copied(x):
+    """A copy with the same strides, whatever lies between the elements; of a book too."""
+    if isinstance(x, Book):
+        return replace(x, **{name: copied(getattr(x, name)) for name in
+                             ("mass", "positions", "ranks")})
+    if not isinstance(x, torch.Tensor):
+        return x
+    if not x.numel():
+        return x.clone()
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((last + 1,), (1,)).clone().as_strided(x.shape, x.stride())
+
+
+def same(one, other) -> bool:
+    """Whether tensors are equal to the bit, NaN for NaN."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    return True
+
+
+# prefill_attention
+
+
+def prefill_case(lengths, key_lengths=None, *, group=1, kv_heads=2, dim=16, decay=1.0,
+                 dtype=torch.float32):
+    """q and v as slices of something wider, k as a transposed cache, mass as a part of a wider one.
+
+    Keys lie an even number of elements apart for even sums of lengths, an odd one for odd sums.
+    """
+    key_lengths = key_lengths or lengths
+    torch.manual_seed(sum(lengths) + 7 * sum(key_lengths) + group + dim)
+    rows, keys = sum(lengths), sum(key_lengths)
+    odd = (rows + dim) % 2
+    q = torch.randn(rows, kv_heads * group, dim + 3).to(dtype)[..., :dim]
+    k = torch.randn(kv_heads, keys, dim + odd).to(dtype).transpose(0, 1)[..., odd:]
+    v = torch.randn(keys, kv_heads, dim + 1).to(dtype)[..., 1:]
+    mass = torch.full((kv_heads, keys + 5), float("nan"))
+    mass[:, :keys] = torch.rand(kv_heads, keys) * 3
+    return dict(q=q, k=k, v=v, lengths=lengths, key_lengths=key_lengths, mass=mass[:, :keys],
+                decay=decay)
+
+
+def prefill64(q, k, v, *, lengths, key_lengths, mass, decay):
+    """Output and mass in float64, head by head."""
+    out, after = q.double(), mass.double()
+    group = q.shape[1] // k.shape[1]
+    parts = zip(lengths, out.split(lengths), k.double().split(key_lengths),
+                v.double().split(key_lengths), after.split(key_lengths, dim=1), strict=True)
+    for rows, mine, keys, values, received in parts:
+        tokens = len(keys)
+        future = ~torch.ones(rows, tokens, dtype=torch.bool).tril(tokens - rows)
+        weights = decay ** torch.arange(rows - 1, -1, -1).double()
+        received *= decay**rows
+        for head in range(q.shape[1]):
+            scores = mine[:, head] @ keys[:, head // group].T * q.shape[-1] ** -0.5
+            probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
+            mine[:, head] = probabilities @ values[:, head // group]
+            received[head // group] += weights @ probabilities
+    return out, after
+
+
+def check_prefill(functions, case):
+    """Each function has `reference.prefill_attention`'s signature."""
+    expected, wanted = prefill64(**case)
+    for function in functions:
+        mine = {name: copied(x) for name, x in case.items()}
+        keys = case["k"].shape[0]
+        held = torch.full((wanted.shape[0], keys + 5), float("nan"))
+        mine["mass"] = held[:, :keys].copy_(case["mass"])
+        alone = case | {"mass": None, "decay": 1.0}
+        if case["lengths"] == case["key_lengths"]:
+            alone["key_lengths"] = mine["key_lengths"] = None
+        for arguments in (mine, alone):
+            out = function(**arguments)
+            assert out.dtype == case["q"].dtype
+            torch.testing.assert_close(out.double(), expected, rtol=0,
+                                       atol=BOUND[case["q"].dtype])
+        torch.testing.assert_close(mine["mass"].double(), wanted, rtol=2e-5, atol=1e-7)
+        assert held[:, keys:].isnan().all()
+        for name in "qkv":
+            assert same(mine[name], case[name])
+
+
+# select_heavy_hitters
+
+
+def tied(*shape):
+    """Few scores, of both signs, and both zeros."""
+    return torch.randint(-3, 4, shape) * torch.tensor([0.5, -0.5])[torch.randint(2, shape)]
+
+
+def select_case(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, rolls=False,
+                scores=torch.randn):
+    torch.manual_seed(len(cuts) + sum(cut.length for cut in cuts) + dim)
+    eviction = eviction or Eviction()
+    dtype, layout = of_form(form, dim)
+    rows, n = sum(cut.length for cut in cuts), max(map(eviction.kept, cuts)) + 2
+    k = torch.randn(rows, kv_heads, dim + 2).to(dtype)[..., :dim]
+    v = torch.randn(kv_heads, rows, dim).to(dtype).transpose(0, 1)
+    mass = None if scores is None else scores(kv_heads, rows + 3)[:, :rows]
+    shape, ranks = (len(cuts), kv_heads, n), None
+    if rolls:
+        ranks = torch.full(shape, -7, dtype=torch.int32)
+    book = Book(eviction, torch.full(shape, float("nan")),
+                torch.full(shape, -7, dtype=torch.int32), ranks)
+    width, kind = (dim, dtype) if layout is None else (layout.nbytes, torch.uint8)
+    slots = torch.full((2, *shape[:2], n + 1, width), 77.0).to(kind)[:, :, :, :n]
+    return dict(k=k, v=v, mass=mass, cuts=cuts, slots=slots, book=book, layout=layout)
+
+
+def kept_by_hand(mass: torch.Tensor, cut: Cut, eviction: Eviction) -> list[int]:
+    """The tokens of one KV head that stay; mass is float32 [length]."""
+    if cut.length <= eviction.sinks + cut.heavy + cut.recent:
+        return list(range(cut.length))
+    if eviction.mean:
+        mass = mass / torch.arange(cut.length, 0, -1, dtype=torch.float32)
+    scores, last = mass.tolist(), cut.length - cut.recent
+    heaviest = sorted(range(eviction.sinks, last), key=lambda i: (scores[i], i), reverse=True)
+    return [*range(eviction.sinks), *sorted(heaviest[: cut.heavy]), *range(last, cut.length)]
+
+
+def check_select(functions, case):
+    """Each function has `reference.select_heavy_hitters`'s signature."""
+    k, v, cuts, layout = (case[name] for name in ("k", "v", "cuts", "layout"))
+    eviction, lengths = case["book"].eviction, [cut.length for cut in cuts]
+    mass = torch.zeros(k.shape[1], len(k)) if case["mass"] is None else case["mass"]
+    wanted = {name: copied(case[name]) for name in ("slots", "book")}
+    book = wanted["book"]
+    rows = zip(cuts, k.split(lengths), v.split(lengths), mass.split(lengths, dim=1), strict=True)
+    for s, (cut, keys, values, scores) in enumerate(rows):
+        for head in range(k.shape[1]):
+            kept = kept_by_hand(scores[head], cut, eviction)
+            n = len(kept)
+            for kind, x in enumerate((keys, values)):
+                new = x[kept, head]
+                new = new if layout is None else reference.quantize_groups(new, layout)
+                wanted["slots"][kind, s, head, :n] = new
+            book.mass[s, head] = torch.nn.functional.pad(scores[head, kept],
+                                                         (0, book.mass.shape[-1] - n))
+            book.positions[s, head] = EMPTY
+            book.positions[s, head, :n] = torch.tensor(kept)
+            if book.ranks is not None:
+                book.ranks[s, head] = 0
+                book.ranks[s, head, :n] = torch.arange(n)
+    for function in functions:
+        mine = {name: copied(x) for name, x in case.items()}
+        function(**mine)
+        assert same(mine["book"].positions, book.positions)
+        assert same(mine["book"].mass, book.mass)
+        assert book.ranks is None or same(mine["book"].ranks, book.ranks)
+        assert same(mine["slots"], wanted["slots"])
+        for name in ("k", "v", "mass"):
+            assert case[name] is None or same(mine[name], case[name])
+
+
+# decode_attention
+
+
+def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=2, dim=16, n=None,
+                full=(), recent=2, eviction: Eviction | None = None, rotary=0, ties=False):
+    """A step of sequences with `cached` slots each; those numbered in `full` need a victim.
+
+    ties: scores are whole numbers from 1 to 3, times `HUGE`.
+    """
+    torch.manual_seed(len(cached) + sum(cached) + group + dim)
+    (dtype, layout), n = of_form(form, dim), n or max(cached) + 3
+    shape = (len(cached), kv_heads, n)
+    q = torch.randn(shape[0], kv_heads * group, dim + 2).to(dtype)[..., :dim]
+    k = torch.randn(kv_heads, shape[0], dim).to(dtype).transpose(0, 1)
+    v = torch.randn(*shape[:2], dim + 1).to(dtype)[..., 1:]
+    held = torch.randn(2, *shape, dim).to(dtype)
+    held = held if layout is None else reference.quantize_groups(held, layout)
+    filled = (torch.arange(n) < torch.tensor(cached)[:, None])[:, None]
+    slots = torch.full((2, *shape[:2], n + 4, held.shape[-1]),
+                       float("nan") if layout is None else 255, dtype=held.dtype)[:, :, :, :n]
+    slots.copy_(torch.where(filled[..., None], held, slots))
+    tokens = [c + 1 + 5 * (s in full) for s, c in enumerate(cached)]
+    turn = torch.tensor([cached, tokens, [recent] * shape[0],
+                         [int(s in full) for s in range(shape[0])]], dtype=torch.int32)
+    book = None
+    if eviction is not None:
+        mass = torch.rand(shape).masked_fill(~filled, 0)
+        positions = torch.full(shape, EMPTY, dtype=torch.int32)
+        ranks = torch.zeros(shape, dtype=torch.int32) if rotary else None
+        for s, c in enumerate(cached):
+            for head in range(kv_heads):
+                order = torch.randperm(tokens[s] - 1)[:c]
+                positions[s, head, :c] = order
+                if ties:
+                    seen = tokens[s] - order if eviction.mean else 1
+                    mass[s, head, :c] = HUGE * seen * torch.randint(1, 4, (c,))
+                if rotary:
+                    ranks[s, head, :c] = order.argsort().argsort().int()
+        angles = torch.rand(n + 1, rotary // 2) * 6
+        book = Book(eviction, mass, positions, ranks,
+                    (angles.cos(), angles.sin()) if rotary else None)
+    return dict(q=q, k=k, v=v, slots=slots, turn=turn, layout=layout, book=book)
+
+
+def turned(x, position, tables):
+    """x [..., d] at its position, rotated in float64 as complex numbers."""
+    half = tables[0].shape[1]
+    x = x.double()
+    turn = torch.complex(*(table[position].double() for table in tables))
+    parts = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
+    return torch.cat([parts.real, parts.imag, x[..., 2 * half :]], dim=-1)
+
+
+def decode64(*, q, k, v, slots, turn, layout, book):
+    """Output and what each slot and, last, the new token received; float64, head by head."""
+    _, sequences, kv_heads, n, _ = slots.shape
+    group = q.shape[1] // kv_heads
+    if layout is not None:
+        slots = reference.dequantize_groups(slots, layout)
+    out, received = q.double(), torch.zeros(sequences, kv_heads, n + 1).double()
+    for s, cached in enumerate(turn[0].tolist()):
+        for head in range(q.shape[1]):
+            mine = head // group
+            query, new = q[s, head].double(), k[s, mine].double()
+            keys, values = slots[:, s, mine, :cached].double()
+            if book is not None and book.ranks is not None:
+                keys = turned(keys, book.ranks[s, mine, :cached], book.rope)
+                query, new = (turned(x, cached, book.rope) for x in (query, new))
+            scores = torch.cat([keys, new[None]]) @ query * q.shape[-1] ** -0.5
+            probabilities = scores.softmax(-1)
+            out[s, head] = probabilities @ torch.cat([values, v[s, mine].double()[None]])
+            received[s, mine, :cached] += probabilities[:-1]
+            received[s, mine, n] += probabilities[-1]
+    return out, received
+
+
+def check_victims(taken, score, book, turn):
+    """The lowest score; of those that rounding cannot tell from it any, of equal ones the oldest.
+
+    score is [sequences, kv_heads, slots]: float64, or float32 where it is exact.
+    """
+    cached, tokens, recent, full = turn.tolist()
+    for s, head in torch.cartesian_prod(*map(torch.arange, taken.shape)).tolist():
+        slot = int(taken[s, head])
+        if not full[s]:
+            assert slot == cached[s]
+            continue
+        slack = 2e-5 if score.dtype == torch.float64 else 0
+        may = {t: (float(score[s, head, t]), p)
+               for t, p in enumerate(book.positions[s, head, : cached[s]].tolist())
+               if book.eviction.sinks <= p < tokens[s] - recent[s]}
+        lowest = min(may.values())
+        near = [t for t, (x, _) in may.items() if x <= lowest[0] + slack * (1 + abs(lowest[0]))]
+        if slack == 0:
+            near = [t for t in near if may[t] == lowest]
+        assert slot in near
+
+
+def check_decode(functions, case, *, ties=False):
+    """Each function has `reference.decode_attention`'s signature."""
+    book, turn, layout = case["book"], case["turn"], case["layout"]
+    cached, tokens, _, full = turn.long()
+    expected, received = decode64(**case)
+    rounding = torch.finfo(case["q"].dtype).eps / 2
+    for function in functions:
+        mine = {name: copied(x) for name, x in case.items()}
+        out, taken = function(**mine)
+        assert out.dtype == case["q"].dtype
+        torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=2e-5)
+        assert taken.shape == case["k"].shape[:2] and taken.dtype == torch.int64
+        slots, place = copied(case["slots"]), taken[..., None]
+        for kind, new in enumerate((case["k"], case["v"])):
+            new = new if layout is None else reference.quantize_groups(new, layout)
+            slots[kind].scatter_(2, place[..., None].expand(-1, -1, 1, slots.shape[-1]),
+                                 new[:, :, None])
+        assert same(mine["slots"], slots)
+        for name in "qkv":
+            assert same(mine[name], case[name])
+        assert same(mine["turn"], turn)
+        if book is None:
+            assert same(taken, cached[:, None].expand_as(taken).contiguous())
+            continue
+        mass = book.mass.double() * book.eviction.decay + received[..., :-1]
+        score = book.mass * book.eviction.decay if ties else mass
+        if book.eviction.mean:
+            score = score / (tokens[:, None, None] - book.positions).clamp(min=1)
+        check_victims(taken, score, book, turn)
+        after = mine["book"]
+        torch.testing.assert_close(after.mass.double(),
+                                   mass.scatter(2, place, received[..., -1:]), rtol=2e-5,
+                                   atol=1e-7)
+        new = (tokens - 1)[:, None, None].expand_as(place).int()
+        assert same(after.positions, book.positions.scatter(2, place, new))
+        if book.ranks is not None:
+            for s, head in torch.cartesian_prod(*map(torch.arange, taken.shape)).tolist():
+                held = range(int(cached[s] + 1 - full[s]))
+                order = sorted(held, key=after.positions[s, head].tolist().__getitem__)
+                assert after.ranks[s, head, order].tolist() == list(held)
+            assert (after.ranks.masked_fill(after.positions != EMPTY, 0) == 0).all()
