@@ -29,9 +29,11 @@ test: $(VENV)/.have-test $(VENV)/.have-model
 test-asan: $(VENV)/.have-test
 	FLEXGEN_H2O_SANITIZE=1 $(BIN)/python setup.py -q build_ext \
 	    --build-lib build/asan --build-temp build/asan-objects
-	FLEXGEN_H2O_NATIVE="$$(ls build/asan/flexgen_h2o/kernels/_cpu*.so)" ASAN_OPTIONS=detect_leaks=0 \
+	FLEXGEN_H2O_NATIVE="$$(ls build/asan/flexgen_h2o/kernels/_cpu*.so)" \
+	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	    $(BIN)/python -m pytest -q tests/test_ops.py tests/test_native.py tests/test_quantization.py
+	    $(BIN)/python -m pytest -q tests/test_ops.py tests/test_native.py \
+	    tests/test_sequences.py tests/test_quantization.py
 
 # On a machine with a GPU: its kernels' results, then their speed.
 gpu-check: $(VENV)/.have-test

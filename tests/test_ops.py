@@ -21,7 +21,7 @@ from kernel_cases import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexgen_h2o.kernels import library, ops, reference, sdpa
+from flexgen_h2o.kernels import library, native, ops, reference, sdpa
 from flexgen_h2o.kernels.eviction import Book, Cut, Eviction
 from flexgen_h2o.storage.quantization import GroupLayout
 
@@ -250,6 +250,12 @@ def test_decode_variants(eviction, recent, form):
                                      eviction=eviction, form=form, kv_heads=1))
 
 
+@pytest.mark.parametrize("eviction", VARIANTS, ids=str)
+def test_many_victims(eviction):
+    check_decode(DECODE, decode_case([40] * 6, full=range(6), recent=1, kv_heads=50, dim=4,
+                                     eviction=eviction))
+
+
 @pytest.mark.parametrize("eviction", [e for e in VARIANTS if e.decay != 0.9], ids=str)
 @pytest.mark.parametrize("cached", [[40, 9, 17], [700, 128]], ids=str)
 def test_of_equal_scores_the_oldest_goes(eviction, cached):
@@ -294,11 +300,12 @@ def test_any_decode(cached, group, kv_heads, half, rotary, form, eviction, room,
 # The backend
 
 
+@pytest.mark.skipif(native.missing() is not None, reason="the C++ kernels were not built")
 def test_the_reference_can_be_forced(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("not the reference")
 
-    for module in (library, sdpa):
+    for module in (library, native, sdpa):
         for name in ops.__all__:
             monkeypatch.setattr(module, name, refuse, raising=False)
     layout = GroupLayout(16, 4)
@@ -319,8 +326,9 @@ def test_the_reference_can_be_forced(monkeypatch):
         call()
 
 
-def test_a_device_without_kernels_gets_the_reference(caplog):
+def test_a_device_without_kernels_gets_the_reference(monkeypatch, caplog):
     """And the log says so once."""
+    monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
     ops._fused.cache_clear()
     case = decode_case([3, 1], eviction=Eviction())
     book = case.pop("book")

@@ -366,7 +366,8 @@ def test_the_plan_knows_the_engines_own_numbers():
     assert plan_rows.LOGIT_ROWS == executor.HEAD_ROWS
     assert list(plan_rows.CHUNK_ROWS.values()) == [
         executor.CHUNK_ROWS[kind] for kind in ("cpu", "cuda")]
-    source = (Path(kernels.__file__).parent / "cpu" / "prefill.cpp").read_text()
+    folder = Path(kernels.__file__).parent / "cpu"
+    source = (folder / "lanes.h").read_text() + (folder / "memory.h").read_text()
     assert "VECTORS = WIDTH == 16 ? 4 : 2" in source and plan_rows.QUERY_LANES == 16 * 4
     assert f"FEWEST_TASKS = {plan_rows.FEWEST_TASKS};" in source
 

@@ -215,7 +215,7 @@ def _codes(x, records, live, part, wanted, LENGTH: tl.constexpr, GROUP: tl.const
     values = _values(x, there & inside, group[:, None] * GROUP + member[None, :])
     low = tl.min(tl.where(inside, values, float("inf")), axis=2)
     high = tl.max(tl.where(inside, values, float("-inf")), axis=2)
-    zero = _half_below(low)
+    zero = _half_below(low + 0.0)  # of two zeros the positive one
     spread = zero.to(tl.float32) - high
     levels = tl.full(spread.shape, 2**BITS - 1, tl.float32)
     scale = tl.abs(_half_below(tl.div_rn(spread, levels)).to(tl.float32))  # rounded up

@@ -57,7 +57,7 @@ inline void quantize_row(const T* x, uint8_t* record, const Layout& layout, uint
         const T* mine = x + g * layout.group;
         float low, high;
         bounds(mine, layout.group, low, high);
-        const uint16_t zero_bits = half_below(low);
+        const uint16_t zero_bits = half_below(low + 0.0f);  // of two zeros the positive one
         const float zero = from_half(zero_bits);
         const uint16_t scale_bits = half_below((zero - high) / levels) & 0x7fff;  // rounded up
         const float scale = from_half(scale_bits), step = scale < TINY ? TINY : scale;
@@ -106,7 +106,8 @@ INLINE Floats code(Ints bytes) {
 template <Part part>
 INLINE void stretch(const uint8_t* bytes, float* x, int64_t count, float scale, float zero) {
     int64_t i = 0;
-    for (; i + WIDTH <= count; i += WIDTH) store(x + i, zero + scale * code<part>(widen(bytes + i)));
+    for (; i + WIDTH <= count; i += WIDTH)
+        store(x + i, zero + scale * code<part>(widen(bytes + i)));
     for (; i < count; i++) {
         int code = part == LOW ? bytes[i] & 15 : part == HIGH ? bytes[i] >> 4 : bytes[i];
         x[i] = zero + scale * static_cast<float>(code);

@@ -6,6 +6,9 @@
 
 enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
+// The position of a slot that holds no token.
+constexpr int32_t EMPTY = 0x7fffffff;
+
 enum Status : int { DONE = 0, NO_MEMORY = 1 };
 
 // A record of storage/quantization.py; bits is 16 for plain vectors.

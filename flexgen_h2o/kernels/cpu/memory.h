@@ -1,4 +1,4 @@
-// Memory of one call, and which thread asks.
+// What the tasks of one call share: how many there are, memory, and which thread asks.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,9 @@
 #endif
 
 namespace ISA {
+
+// So many are worth making out of few heads, whatever the number of threads.
+constexpr int FEWEST_TASKS = 64;
 
 struct Freed {
     void operator()(void* p) const { std::free(p); }

@@ -7,191 +7,13 @@
 // everything else is float32. A task is a share of the blocks of one KV head of one sequence; the
 // shares depend on shapes alone, so that results do not depend on the number of threads.
 #include <cmath>
-#include <limits>
-
-#include "memory.h"
-#include "simd.h"
 
 #include "kernels.h"
+#include "lanes.h"
+#include "memory.h"
 
 namespace ISA {
 namespace {
-
-constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
-constexpr int LANES = VECTORS * WIDTH;
-constexpr int ROWS = 4;              // of a product that are computed together
-constexpr int TILE = 128;            // keys or values that are widened or packed together
-constexpr int FEWEST_TASKS = 64;
-constexpr float NONE = -std::numeric_limits<float>::infinity();
-
-// out [count, LANES] (+)= a [count, depth] b [depth, LANES]. Element (m, k) of a is at
-// a + m * row + k * column.
-template <int M, bool ADD>
-INLINE void product_rows(const float* a, int64_t row, int64_t column, const float* b,
-                         int64_t depth, float* out) {
-    Floats sums[M][VECTORS];
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < VECTORS; n++)
-            sums[m][n] = ADD ? load(out + m * LANES + n * WIDTH) : Floats{};
-    for (int64_t k = 0; k < depth; k++) {
-        Floats lanes[VECTORS];
-        for (int n = 0; n < VECTORS; n++) lanes[n] = load(b + k * LANES + n * WIDTH);
-        for (int m = 0; m < M; m++) {
-            const Floats x = spread(a[m * row + k * column]);
-            for (int n = 0; n < VECTORS; n++) sums[m][n] = fma(x, lanes[n], sums[m][n]);
-        }
-    }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < VECTORS; n++) store(out + m * LANES + n * WIDTH, sums[m][n]);
-}
-
-#if defined(__AVX512BF16__)
-// The same of pairs of bfloat16: depth, row and column count pairs.
-template <int M, bool ADD>
-INLINE void product_rows(const uint32_t* a, int64_t row, int64_t column, const uint32_t* b,
-                         int64_t depth, float* out) {
-    __m512 sums[M][VECTORS];
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < VECTORS; n++)
-            sums[m][n] = ADD ? load(out + m * LANES + n * WIDTH) : Floats{};
-    for (int64_t k = 0; k < depth; k++) {
-        __m512bh lanes[VECTORS];
-        for (int n = 0; n < VECTORS; n++)
-            lanes[n] = load_raw<__m512bh>(b + k * LANES + n * WIDTH);
-        for (int m = 0; m < M; m++) {
-            uint32_t pair;
-            std::memcpy(&pair, a + m * row + k * column, sizeof pair);
-            const __m512bh x = bits_of<__m512bh>(_mm512_set1_epi32(static_cast<int>(pair)));
-            for (int n = 0; n < VECTORS; n++)
-                sums[m][n] = _mm512_dpbf16_ps(sums[m][n], lanes[n], x);
-        }
-    }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < VECTORS; n++)
-            store(out + m * LANES + n * WIDTH, Floats(sums[m][n]));
-}
-#endif
-
-template <bool ADD, class E>
-void product(const E* a, int64_t row, int64_t column, int64_t count, const E* b, int64_t depth,
-             float* out) {
-    int64_t m = 0;
-    for (; m + ROWS <= count; m += ROWS)
-        product_rows<ROWS, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
-    for (; m < count; m++)
-        product_rows<1, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
-}
-
-// How operands come to the form that is multiplied. As floats:
-template <class T>
-struct AsFloats {
-    using Element = float;
-    static constexpr int64_t DEPTH = 1;  // elements of T in one Element
-
-    static void query(const T* q, int64_t dim, Element* to) {
-        for (int64_t i = 0; i < dim; i++) to[i * LANES] = one(q + i);
-    }
-    // Rows of keys or values `stride` apart: where they are to be read, and how far apart then.
-    static const Element* rows(const T* x, int64_t& stride, int64_t count, int64_t dim,
-                               Element* tile) {
-        if constexpr (sizeof(T) == sizeof(float)) return x;
-        for (int64_t t = 0; t < count; t++) {
-            const T* from = x + t * stride;
-            Element* to = tile + t * dim;
-            int64_t i = 0;
-            for (; i + WIDTH <= dim; i += WIDTH) store(to + i, load(from + i));
-            for (; i < dim; i++) to[i] = one(from + i);
-        }
-        stride = dim;
-        return tile;
-    }
-    static const Element* keys(const T* x, int64_t& stride, int64_t count, int64_t dim,
-                               Element* tile) {
-        return rows(x, stride, count, dim, tile);
-    }
-    static const Element* values(const T* x, int64_t& stride, int64_t count, int64_t dim,
-                                 Element* tile) {
-        return rows(x, stride, count, dim, tile);
-    }
-    static const Element* weights(const float* e, int64_t, Element*) { return e; }
-    // `sums` [dim, LANES] to the outputs of lanes.
-    static void outputs(float* sums, int64_t dim, T* const* to, int64_t count) {
-        for (int64_t lane = 0; lane < count; lane++)
-            for (int64_t i = 0; i < dim; i++) put(to[lane] + i, sums[i * LANES + lane]);
-    }
-};
-
-#if defined(__AVX512BF16__)
-INLINE Words as_bf16(Floats x) {
-    const Words bits = bits_of<Words>(x);
-    const Words near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return x == x ? near : (Words{} + 0x7fc0);
-}
-
-INLINE void store_pairs(uint32_t* to, Floats low, Floats high) {
-    const Words pairs = as_bf16(low) | as_bf16(high) << 16;
-    std::memcpy(to, &pairs, sizeof pairs);
-}
-
-// As pairs of bfloat16 along the dimension that is summed over, the first in the low half.
-struct AsPairs {
-    using Element = uint32_t;
-    static constexpr int64_t DEPTH = 2;
-
-    static void query(const bf16* q, int64_t dim, Element* to) {
-        for (int64_t i = 0; i < dim / 2; i++) std::memcpy(to + i * LANES, q + 2 * i, 4);
-    }
-    static const Element* keys(const bf16* x, int64_t& stride, int64_t count, int64_t dim,
-                               Element* tile) {
-        if (stride % 2 == 0 && reinterpret_cast<uintptr_t>(x) % 4 == 0) {
-            stride /= 2;
-            return reinterpret_cast<const Element*>(x);
-        }
-        for (int64_t t = 0; t < count; t++)
-            std::memcpy(tile + t * (dim / 2), x + t * stride, static_cast<size_t>(dim) * 2);
-        stride = dim / 2;
-        return tile;
-    }
-    static const Element* values(const bf16* x, int64_t& stride, int64_t count, int64_t dim,
-                                 Element* tile) {
-        for (int64_t t = 0; t < count; t += 2) {
-            const bf16 *low = x + t * stride, *high = low + stride;
-            Element* to = tile + t / 2 * dim;
-            const bool both = t + 1 < count;
-            int64_t i = 0;
-            for (; i + WIDTH <= dim; i += WIDTH) {
-                Words pairs = widen(&low[i].bits);
-                if (both)
-                    pairs |= widen(&high[i].bits) << 16;
-                std::memcpy(to + i, &pairs, sizeof pairs);
-            }
-            for (; i < dim; i++)
-                to[i] = low[i].bits | (both ? static_cast<uint32_t>(high[i].bits) << 16 : 0);
-        }
-        stride = dim;
-        return tile;
-    }
-    static const Element* weights(const float* e, int64_t count, Element* tile) {
-        for (int64_t t = 0; t < count; t += 2)
-            for (int n = 0; n < LANES; n += WIDTH)
-                store_pairs(tile + t / 2 * LANES + n, load(e + t * LANES + n),
-                            t + 1 < count ? load(e + (t + 1) * LANES + n) : Floats{});
-        return tile;
-    }
-    static void outputs(float* sums, int64_t dim, bf16* const* to, int64_t count) {
-        // Rounded where they lie; then lane by lane, since the outputs' rows are so far apart that
-        // they would push each other out of the cache.
-        uint32_t* pairs = reinterpret_cast<uint32_t*>(sums);
-        for (int64_t i = 0; i < dim; i += 2)
-            for (int n = 0; n < LANES; n += WIDTH)
-                store_pairs(pairs + i / 2 * LANES + n, load(sums + i * LANES + n),
-                            load(sums + (i + 1) * LANES + n));
-        for (int64_t lane = 0; lane < count; lane++)
-            for (int64_t i = 0; i < dim / 2; i++)
-                std::memcpy(to[lane] + 2 * i, pairs + i * LANES + lane, 4);
-    }
-};
-#endif
 
 struct Sequence {
     int64_t row, key_row, rows, tokens;
@@ -205,9 +27,9 @@ struct Space {
 
     bool make(int64_t dim, int64_t longest) {
         queries = memory<E>(dim * LANES);
-        keys = memory<E>(TILE * dim);
-        values = memory<E>(TILE * dim);
-        weights = memory<E>(TILE * LANES);
+        keys = memory<E>(CHUNK * dim);
+        values = memory<E>(CHUNK * dim);
+        weights = memory<E>(CHUNK * LANES);
         logits = memory<float>(longest * LANES);
         sums = memory<float>(dim * LANES);
         return queries && keys && values && weights && logits && sums;
@@ -263,8 +85,8 @@ struct Block {
         for (int n = 0; n < VECTORS; n++) top[n] = spread(NONE);
         const T* k = cached<T>(a.k, a.k_row, a.k_head);
         const int64_t seen = this->seen(), open = limit(0);
-        for (int64_t t = 0; t < seen; t += TILE) {
-            const int64_t some = t + TILE < seen ? TILE : seen - t;
+        for (int64_t t = 0; t < seen; t += CHUNK) {
+            const int64_t some = t + CHUNK < seen ? CHUNK : seen - t;
             int64_t stride = a.k_row;
             const auto* rows = As::keys(k + t * stride, stride, some, a.head_dim,
                                         space.keys.get());
@@ -292,8 +114,8 @@ struct Block {
         std::memset(space.sums.get(), 0, static_cast<size_t>(dim) * LANES * sizeof(float));
         for (int n = 0; n < VECTORS; n++) total[n] = Floats{};
         const T* v = cached<T>(a.v, a.v_row, a.v_head);
-        for (int64_t t = 0; t < seen; t += TILE) {
-            const int64_t some = t + TILE < seen ? TILE : seen - t;
+        for (int64_t t = 0; t < seen; t += CHUNK) {
+            const int64_t some = t + CHUNK < seen ? CHUNK : seen - t;
             float* logits = space.logits.get() + t * LANES;
             for (int64_t i = 0; i < some * LANES; i += LANES)
                 for (int n = 0; n < VECTORS; n++) {

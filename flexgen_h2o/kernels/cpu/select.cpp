@@ -8,7 +8,6 @@
 namespace ISA {
 namespace {
 
-constexpr int32_t EMPTY = 0x7fffffff;
 constexpr int BINS = 2048;
 
 // Whole numbers in the order of the floats; the two zeros are one.

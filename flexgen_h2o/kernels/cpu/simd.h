@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #if defined(__AVX2__)
 // GCC 12 warns of its own header's deliberately undefined vectors (its bug 105593).
@@ -25,6 +26,8 @@ constexpr int WIDTH = 8;
 #else
 constexpr int WIDTH = 4;
 #endif
+
+constexpr float NONE = -std::numeric_limits<float>::infinity();  // the logit of no key
 
 #define INLINE inline __attribute__((always_inline))
 

@@ -1,0 +1,183 @@
+// Matrix products whose right operand stands in LANES: blocks of queries. As float32, or as pairs of
+// bfloat16 where the CPU multiplies those.
+#pragma once
+
+#include "simd.h"
+
+namespace ISA {
+
+constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
+constexpr int LANES = VECTORS * WIDTH;
+constexpr int ROWS = 4;       // of a product that are computed together
+constexpr int CHUNK = 128;    // keys or values that are widened or packed together
+
+// out [count, LANES] (+)= a [count, depth] b [depth, LANES]. Element (m, k) of a is at
+// a + m * row + k * column.
+template <int M, bool ADD>
+INLINE void product_rows(const float* a, int64_t row, int64_t column, const float* b,
+                         int64_t depth, float* out) {
+    Floats sums[M][VECTORS];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < VECTORS; n++)
+            sums[m][n] = ADD ? load(out + m * LANES + n * WIDTH) : Floats{};
+    for (int64_t k = 0; k < depth; k++) {
+        Floats lanes[VECTORS];
+        for (int n = 0; n < VECTORS; n++) lanes[n] = load(b + k * LANES + n * WIDTH);
+        for (int m = 0; m < M; m++) {
+            const Floats x = spread(a[m * row + k * column]);
+            for (int n = 0; n < VECTORS; n++) sums[m][n] = fma(x, lanes[n], sums[m][n]);
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < VECTORS; n++) store(out + m * LANES + n * WIDTH, sums[m][n]);
+}
+
+#if defined(__AVX512BF16__)
+// The same of pairs of bfloat16: depth, row and column count pairs.
+template <int M, bool ADD>
+INLINE void product_rows(const uint32_t* a, int64_t row, int64_t column, const uint32_t* b,
+                         int64_t depth, float* out) {
+    __m512 sums[M][VECTORS];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < VECTORS; n++)
+            sums[m][n] = ADD ? load(out + m * LANES + n * WIDTH) : Floats{};
+    for (int64_t k = 0; k < depth; k++) {
+        __m512bh lanes[VECTORS];
+        for (int n = 0; n < VECTORS; n++)
+            lanes[n] = load_raw<__m512bh>(b + k * LANES + n * WIDTH);
+        for (int m = 0; m < M; m++) {
+            uint32_t pair;
+            std::memcpy(&pair, a + m * row + k * column, sizeof pair);
+            const __m512bh x = bits_of<__m512bh>(_mm512_set1_epi32(static_cast<int>(pair)));
+            for (int n = 0; n < VECTORS; n++)
+                sums[m][n] = _mm512_dpbf16_ps(sums[m][n], lanes[n], x);
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < VECTORS; n++)
+            store(out + m * LANES + n * WIDTH, Floats(sums[m][n]));
+}
+#endif
+
+template <bool ADD, class E>
+void product(const E* a, int64_t row, int64_t column, int64_t count, const E* b, int64_t depth,
+             float* out) {
+    int64_t m = 0;
+    for (; m + ROWS <= count; m += ROWS)
+        product_rows<ROWS, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
+    for (; m < count; m++)
+        product_rows<1, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
+}
+
+// How operands come to the form that is multiplied. As floats:
+template <class T>
+struct AsFloats {
+    using Element = float;
+    static constexpr int64_t DEPTH = 1;  // elements of T in one Element
+
+    static void query(const T* q, int64_t dim, Element* to) {
+        for (int64_t i = 0; i < dim; i++) to[i * LANES] = one(q + i);
+    }
+    // Rows of keys or values `stride` apart: where they are to be read, and how far apart then.
+    static const Element* rows(const T* x, int64_t& stride, int64_t count, int64_t dim,
+                               Element* tile) {
+        if constexpr (sizeof(T) == sizeof(float)) return x;
+        for (int64_t t = 0; t < count; t++) {
+            const T* from = x + t * stride;
+            Element* to = tile + t * dim;
+            int64_t i = 0;
+            for (; i + WIDTH <= dim; i += WIDTH) store(to + i, load(from + i));
+            for (; i < dim; i++) to[i] = one(from + i);
+        }
+        stride = dim;
+        return tile;
+    }
+    static const Element* keys(const T* x, int64_t& stride, int64_t count, int64_t dim,
+                               Element* tile) {
+        return rows(x, stride, count, dim, tile);
+    }
+    static const Element* values(const T* x, int64_t& stride, int64_t count, int64_t dim,
+                                 Element* tile) {
+        return rows(x, stride, count, dim, tile);
+    }
+    static const Element* weights(const float* e, int64_t, Element*) { return e; }
+    // `sums` [dim, LANES] to the outputs of lanes.
+    static void outputs(float* sums, int64_t dim, T* const* to, int64_t count) {
+        for (int64_t lane = 0; lane < count; lane++)
+            for (int64_t i = 0; i < dim; i++) put(to[lane] + i, sums[i * LANES + lane]);
+    }
+};
+
+#if defined(__AVX512BF16__)
+INLINE Words as_bf16(Floats x) {
+    const Words bits = bits_of<Words>(x);
+    const Words near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return x == x ? near : (Words{} + 0x7fc0);
+}
+
+INLINE void store_pairs(uint32_t* to, Floats low, Floats high) {
+    const Words pairs = as_bf16(low) | as_bf16(high) << 16;
+    std::memcpy(to, &pairs, sizeof pairs);
+}
+
+// As pairs of bfloat16 along the dimension that is summed over, the first in the low half.
+struct AsPairs {
+    using Element = uint32_t;
+    static constexpr int64_t DEPTH = 2;
+
+    static void query(const bf16* q, int64_t dim, Element* to) {
+        for (int64_t i = 0; i < dim / 2; i++) std::memcpy(to + i * LANES, q + 2 * i, 4);
+    }
+    static const Element* keys(const bf16* x, int64_t& stride, int64_t count, int64_t dim,
+                               Element* tile) {
+        if (stride % 2 == 0 && reinterpret_cast<uintptr_t>(x) % 4 == 0) {
+            stride /= 2;
+            return reinterpret_cast<const Element*>(x);
+        }
+        for (int64_t t = 0; t < count; t++)
+            std::memcpy(tile + t * (dim / 2), x + t * stride, static_cast<size_t>(dim) * 2);
+        stride = dim / 2;
+        return tile;
+    }
+    static const Element* values(const bf16* x, int64_t& stride, int64_t count, int64_t dim,
+                                 Element* tile) {
+        for (int64_t t = 0; t < count; t += 2) {
+            const bf16 *low = x + t * stride, *high = low + stride;
+            Element* to = tile + t / 2 * dim;
+            const bool both = t + 1 < count;
+            int64_t i = 0;
+            for (; i + WIDTH <= dim; i += WIDTH) {
+                Words pairs = widen(&low[i].bits);
+                if (both)
+                    pairs |= widen(&high[i].bits) << 16;
+                std::memcpy(to + i, &pairs, sizeof pairs);
+            }
+            for (; i < dim; i++)
+                to[i] = low[i].bits | (both ? static_cast<uint32_t>(high[i].bits) << 16 : 0);
+        }
+        stride = dim;
+        return tile;
+    }
+    static const Element* weights(const float* e, int64_t count, Element* tile) {
+        for (int64_t t = 0; t < count; t += 2)
+            for (int n = 0; n < LANES; n += WIDTH)
+                store_pairs(tile + t / 2 * LANES + n, load(e + t * LANES + n),
+                            t + 1 < count ? load(e + (t + 1) * LANES + n) : Floats{});
+        return tile;
+    }
+    static void outputs(float* sums, int64_t dim, bf16* const* to, int64_t count) {
+        // Rounded where they lie; then lane by lane, since the outputs' rows are so far apart that
+        // they would push each other out of the cache.
+        uint32_t* pairs = reinterpret_cast<uint32_t*>(sums);
+        for (int64_t i = 0; i < dim; i += 2)
+            for (int n = 0; n < LANES; n += WIDTH)
+                store_pairs(pairs + i / 2 * LANES + n, load(sums + i * LANES + n),
+                            load(sums + (i + 1) * LANES + n));
+        for (int64_t lane = 0; lane < count; lane++)
+            for (int64_t i = 0; i < dim / 2; i++)
+                std::memcpy(to[lane] + 2 * i, pairs + i * LANES + lane, 4);
+    }
+};
+#endif
+
+}  // namespace ISA

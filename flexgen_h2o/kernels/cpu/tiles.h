@@ -1,0 +1,116 @@
+// Cached vectors as decode reads them: where rows lie, and up to TILE of them as they are computed
+// with.
+#pragma once
+
+#include "groups.h"
+
+namespace ISA {
+
+constexpr int TILE = 64;
+
+// Up to TILE rows of cached vectors as they are computed with: plain ones, or floats in scratch.
+template <class T>
+struct PlainTile {
+    const T* base;
+    int64_t stride;
+    INLINE Floats at(int64_t row, int64_t i) const { return load(base + row * stride + i); }
+};
+
+// Records whose groups are whole vectors, computed with as codes: scales and zero points come in
+// once for a group and once for a query, not with each element.
+template <int bits>
+struct RecordTile {
+    const uint8_t* base;
+    int64_t stride;
+    const Layout& layout;
+    float* scratch;
+
+    static bool suits(const Layout& layout) {
+        // With 4 bits elements i and i + half share a byte: both lie in whole groups, or in one.
+        const int64_t half = layout.groups * layout.group / 2;
+        // Groups of fewer than 8 would need more scratch than there is.
+        return layout.group % WIDTH == 0 && layout.group >= 8 &&
+               (bits == 8 || (half % WIDTH == 0 && (layout.groups == 1 || layout.groups % 2 == 0)));
+    }
+    // [groups, TILE] each.
+    INLINE float* scales() const { return scratch; }
+    INLINE float* zeros() const { return scratch + layout.groups * TILE; }
+    // Weights by scale [queries, groups, TILE].
+    INLINE float* scaled() const { return scratch + 2 * layout.groups * TILE; }
+};
+
+// Where rows lie, and how some of them come to be a tile.
+template <class T>
+struct PlainRows {
+    const T* base;
+    int64_t stride;
+    INLINE PlainTile<T> tile(int64_t first, int64_t) const {
+        return {base + first * stride, stride};
+    }
+};
+
+template <int bits>
+struct RecordRows {
+    const uint8_t* base;
+    int64_t stride;
+    const Layout& layout;
+    float* scratch;
+    INLINE RecordTile<bits> tile(int64_t first, int64_t count) const {
+        fp16 raw[TILE];
+        for (int64_t i = 0; i < 2 * layout.groups; i++) {
+            const uint8_t* from = base + first * stride + layout.code_bytes + 2 * i;
+            for (int64_t t = 0; t < count; t++) std::memcpy(raw + t, from + t * stride, 2);
+            for (int64_t t = count; t % WIDTH; t++) raw[t].bits = 0;
+            for (int64_t t = 0; t < count; t += WIDTH) store(scratch + i * TILE + t, load(raw + t));
+        }
+        return {base + first * stride, stride, layout, scratch};
+    }
+};
+
+// Everything else goes through floats: rotation by rank, odd head sizes and groups.
+template <class T>
+struct ExpandedRows {
+    const T* base;
+    int64_t stride, dim, width;
+    const Layout& layout;
+    const int32_t* ranks;  // null: no rotation
+    const float *cos, *sin;
+    int64_t half_rotary;
+    float* scratch;  // [TILE, width]
+    INLINE PlainTile<float> tile(int64_t first, int64_t count) const {
+        for (int64_t t = 0; t < count; t++) {
+            float* to = scratch + t * width;
+            const T* from = base + (first + t) * stride;
+            if constexpr (sizeof(T) == 1) {
+                dequantize_row(from, to, layout);
+            } else {
+                int64_t i = 0;
+                for (; i + WIDTH <= dim; i += WIDTH) store(to + i, load(from + i));
+                for (; i < dim; i++) to[i] = one(from + i);
+            }
+            for (int64_t i = dim; i < width; i++) to[i] = 0;
+            if (ranks) turn(to, ranks[first + t]);
+        }
+        return {scratch, width};
+    }
+    INLINE void turn(float* x, int64_t position) const {
+        const float *c = cos + position * half_rotary, *s = sin + position * half_rotary;
+        for (int64_t i = 0; i < half_rotary; i++) {
+            float a = x[i], b = x[i + half_rotary];
+            x[i] = a * c[i] - b * s[i];
+            x[i + half_rotary] = b * c[i] + a * s[i];
+        }
+    }
+};
+
+constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is computed with
+
+// Asks for what lies AHEAD of `count` rows.
+template <class Tile>
+INLINE void prefetch(const Tile& tile, int64_t row, int64_t count) {
+    const char* from = reinterpret_cast<const char*>(tile.base + row * tile.stride) + AHEAD;
+    const int64_t bytes = count * tile.stride * static_cast<int64_t>(sizeof *tile.base);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+}
+
+}  // namespace ISA
