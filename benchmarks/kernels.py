@@ -70,9 +70,11 @@ class Rows:
         measured = functools.partial(gemm_rate, 2048, DTYPE) if flops else memory_read_rate
         rate = measured()
         seconds: dict[str, list[float]] = {name: [] for name in functions}
+        awake = torch.randn(1 << 20)
         for repeat in range(self.repeats + 1):  # the first one warms up
             for name, function in functions.items():
                 arguments = next(inputs[name])
+                awake.mul_(1.0)  # in a run, too, one operation follows another at once
                 began = time.perf_counter()
                 function(**arguments)
                 took = time.perf_counter() - began

@@ -37,53 +37,52 @@ INLINE void key_rows(const PlainTile<T>& tile, const Queries& to, int64_t row) {
 // bits those in the high halves are elements `half` further.
 template <int R, int G, int bits>
 INLINE void key_run(const RecordTile<bits>& tile, const Queries& to, int64_t row, int64_t start,
-                    int64_t size, Floats (*total)[R]) {
+                    int64_t size, Floats* total) {
     const int64_t half = to.width / 2, groups = tile.layout.groups, group = tile.layout.group;
-    Floats low[G][R], high[G][R];
-    for (int g = 0; g < G; g++)
-        for (int r = 0; r < R; r++) low[g][r] = high[g][r] = Floats{};
+    Floats low[G * R], high[G * R];
+    for (int n = 0; n < G * R; n++) low[n] = high[n] = Floats{};
     for (int64_t i = start; i < start + size; i += WIDTH)
         for (int r = 0; r < R; r++) {
             const Ints bytes = widen(tile.base + (row + r) * tile.stride + i);
             const Floats x = bits == 8 ? code<WHOLE>(bytes) : code<LOW>(bytes);
             for (int g = 0; g < G; g++)
-                low[g][r] = fma(x, load(to.q + g * to.width + i), low[g][r]);
+                low[g * R + r] = fma(x, load(to.q + g * to.width + i), low[g * R + r]);
             if (bits == 8) continue;
             const Floats y = code<HIGH>(bytes);
-            for (int g = 0; g < G; g++) {
-                Floats& mine = groups == 1 ? low[g][r] : high[g][r];
-                mine = fma(y, load(to.q + g * to.width + half + i), mine);
-            }
+            for (int g = 0; g < G; g++)
+                high[g * R + r] = fma(y, load(to.q + g * to.width + half + i), high[g * R + r]);
         }
     const float* scale = tile.scales() + start / group * TILE + row;
-    const float* other = tile.scales() + (start + half) / group * TILE + row;
+    const float* other = tile.scales() + (groups == 1 ? 0 : start + half) / group * TILE + row;
     for (int g = 0; g < G; g++)
         for (int r = 0; r < R; r++) {
-            total[g][r] = fma(low[g][r], spread(scale[r]), total[g][r]);
-            if (bits == 4 && groups > 1)
-                total[g][r] = fma(high[g][r], spread(other[r]), total[g][r]);
+            Floats& mine = total[g * R + r];
+            mine = fma(low[g * R + r], spread(scale[r]), mine);
+            if (bits == 4) mine = fma(high[g * R + r], spread(other[r]), mine);
         }
 }
 
 template <int R, int G, int bits>
 INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
-    const Layout& layout = tile.layout;
-    const int64_t bytes = bits == 8 ? to.width : to.width / 2;
-    Floats total[G][R];
-    for (int g = 0; g < G; g++)
-        for (int r = 0; r < R; r++) total[g][r] = Floats{};
-    if (layout.group == 64 && layout.groups > 1)  // as a constant: the loop unrolls
+    const int64_t bytes = bits == 8 ? to.width : to.width / 2, group = tile.layout.group;
+    Floats total[G * R];
+    for (int n = 0; n < G * R; n++) total[n] = Floats{};
+    // Constants where they are usual: the loops unroll.
+    if (group == 64 && bytes % 64 == 0)
         for (int64_t start = 0; start < bytes; start += 64)
             key_run<R, G>(tile, to, row, start, 64, total);
+    else if (group == 64 && bytes == 32)
+        key_run<R, G>(tile, to, row, 0, 32, total);
     else
-        for (int64_t start = 0; start < bytes; start += layout.group)
-            key_run<R, G>(tile, to, row, start, layout.group < bytes ? layout.group : bytes,
-                          total);
+        for (int64_t start = 0; start < bytes; start += group)
+            key_run<R, G>(tile, to, row, start, group < bytes ? group : bytes, total);
+    float logits[G * R];
+    if constexpr (G * R == 4)
+        sums(total, logits);
+    else
+        for (int n = 0; n < G * R; n++) logits[n] = sum(total[n]);
     for (int g = 0; g < G; g++)
-        if constexpr (R == 4)
-            sums(total[g], to.row + g * to.stride + row);
-        else
-            to.row[g * to.stride + row] = sum(total[g][0]);
+        for (int r = 0; r < R; r++) to.row[g * to.stride + row + r] = logits[g * R + r];
 }
 
 template <class T>
@@ -99,17 +98,19 @@ INLINE void add_zeros(const RecordTile<bits>& tile, const Queries& to, int64_t g
             all += load(to.q + g * to.width + k * group + i);
         const float part = sum(all), *zeros = tile.zeros() + k * TILE;
         float* row = to.row + g * to.stride;
-        for (int64_t t = 0; t < count; t++) row[t] += part * zeros[t];
+        for (int64_t t = 0; t < count; t += WIDTH)  // what is behind the last row is overwritten
+            store(row + t, fma(spread(part), load(zeros + t), load(row + t)));
     }
 }
 
 // Logits of the first `count` rows of a tile.
 template <int G, class Tile>
 INLINE void key_products(const Tile& tile, const Queries& to, int64_t count) {
+    constexpr int R = Tile::rows_at_once(G);
     int64_t row = 0;
-    for (; row + 4 <= count; row += 4) {
-        prefetch(tile, row, 4);
-        key_rows<4, G>(tile, to, row);
+    for (; row + R <= count; row += R) {
+        if (row % 4 == 0) prefetch(tile, row, 4);
+        key_rows<R, G>(tile, to, row);
     }
     for (; row < count; row++) key_rows<1, G>(tile, to, row);
     for (int g = 0; g < G; g++) add_zeros(tile, to, g, count);
@@ -148,7 +149,7 @@ INLINE void value_products(const PlainTile<T>& tile, const Queries& weights, int
         value_block<G, 1>(tile, weights, count, column, out, apart);
 }
 
-// The same of N vectors of codes and, with 4 bits, of as many in their high halves.
+// The same of N vectors of codes, all of one group, and with 4 bits of as many in their high halves.
 template <int G, int N, int bits>
 INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t column, float* out,
                         int64_t apart) {
@@ -156,16 +157,19 @@ INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t col
     const int64_t half = groups * group / 2;
     constexpr int SIDES = bits == 4 ? 2 : 1;
     Floats sums[G][SIDES][N];
-    const float* scaled[G][SIDES][N];
-    for (int g = 0; g < G; g++)
-        for (int side = 0; side < SIDES; side++)
-            for (int n = 0; n < N; n++) {
-                const int64_t at = column + side * half + n * WIDTH;
-                sums[g][side][n] = load(out + g * apart + at);
-                scaled[g][side][n] = tile.scaled() + (g * groups + at / group) * TILE;
-            }
+    const float* scaled[SIDES];
+    for (int side = 0; side < SIDES; side++) {
+        const int64_t at = column + side * half;
+        scaled[side] = tile.scaled() + at / group * TILE;
+        for (int g = 0; g < G; g++)
+            for (int n = 0; n < N; n++) sums[g][side][n] = load(out + g * apart + at + n * WIDTH);
+    }
     for (int64_t t = 0; t < count; t++) {
         if (column == 0 && t % 4 == 0) prefetch(tile, t, 4);
+        Floats weights[G][SIDES];
+        for (int g = 0; g < G; g++)
+            for (int side = 0; side < SIDES; side++)
+                weights[g][side] = spread(scaled[side][g * groups * TILE + t]);
         for (int n = 0; n < N; n++) {
             const Ints bytes = widen(tile.base + t * tile.stride + column + n * WIDTH);
             for (int side = 0; side < SIDES; side++) {
@@ -173,7 +177,7 @@ INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t col
                                  : side == 0 ? code<LOW>(bytes)
                                              : code<HIGH>(bytes);
                 for (int g = 0; g < G; g++)
-                    sums[g][side][n] = fma(x, spread(scaled[g][side][n][t]), sums[g][side][n]);
+                    sums[g][side][n] = fma(x, weights[g][side], sums[g][side][n]);
             }
         }
     }
@@ -191,21 +195,25 @@ INLINE void value_products(const RecordTile<bits>& tile, const Queries& weights,
         for (int64_t k = 0; k < groups; k++) {
             const float *weight = weights.row + g * weights.stride;
             const float *scales = tile.scales() + k * TILE, *zeros = tile.zeros() + k * TILE;
-            float zero = 0, *scaled = tile.scaled() + (g * groups + k) * TILE;
-            for (int64_t t = 0; t < count; t++) {
-                scaled[t] = weight[t] * scales[t];
-                zero += weight[t] * zeros[t];
+            float* scaled = tile.scaled() + (g * groups + k) * TILE;
+            Floats zero{};
+            for (int64_t t = 0; t < count; t += WIDTH) {  // behind the last row all is 0
+                const Floats some = load(weight + t);
+                store(scaled + t, some * load(scales + t));
+                zero = fma(some, load(zeros + t), zero);
             }
+            const float shift = sum(zero);
             for (int64_t i = 0; i < group; i += WIDTH) {
                 float* to = out + g * apart + k * group + i;
-                store(to, load(to) + zero);
+                store(to, load(to) + shift);
             }
         }
-    constexpr int N = (G == 4 ? 4 : 8) / (bits == 4 ? 2 : 1);
+    constexpr int N = G == 4 ? 2 : 4;
     const int64_t columns = bits == 4 ? weights.width / 2 : weights.width;
     int64_t column = 0;
-    for (; column + N * WIDTH <= columns; column += N * WIDTH)
-        value_block<G, N>(tile, count, column, out, apart);
+    if (group % (N * WIDTH) == 0 && columns % (N * WIDTH) == 0)
+        for (; column < columns; column += N * WIDTH)
+            value_block<G, N>(tile, count, column, out, apart);
     for (; column < columns; column += WIDTH)
         value_block<G, 1>(tile, count, column, out, apart);
 }

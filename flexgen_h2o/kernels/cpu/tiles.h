@@ -7,12 +7,16 @@
 namespace ISA {
 
 constexpr int TILE = 64;
+constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is computed with
 
 // Up to TILE rows of cached vectors as they are computed with: plain ones, or floats in scratch.
 template <class T>
 struct PlainTile {
     const T* base;
     int64_t stride;
+    // Rows that go together with so many queries: as many as their sums stay in registers.
+    static constexpr int rows_at_once(int) { return 4; }
+    INLINE int64_t ahead() const { return AHEAD; }
     INLINE Floats at(int64_t row, int64_t i) const { return load(base + row * stride + i); }
 };
 
@@ -32,6 +36,9 @@ struct RecordTile {
         return layout.group % WIDTH == 0 && layout.group >= 8 &&
                (bits == 8 || (half % WIDTH == 0 && (layout.groups == 1 || layout.groups % 2 == 0)));
     }
+    static constexpr int rows_at_once(int queries) { return 4 / queries; }
+    // The next tile's scales are all read at its beginning.
+    INLINE int64_t ahead() const { return TILE * stride + AHEAD; }
     // [groups, TILE] each.
     INLINE float* scales() const { return scratch; }
     INLINE float* zeros() const { return scratch + layout.groups * TILE; }
@@ -103,12 +110,10 @@ struct ExpandedRows {
     }
 };
 
-constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is computed with
-
-// Asks for what lies AHEAD of `count` rows.
+// Asks for what lies ahead of `count` rows.
 template <class Tile>
 INLINE void prefetch(const Tile& tile, int64_t row, int64_t count) {
-    const char* from = reinterpret_cast<const char*>(tile.base + row * tile.stride) + AHEAD;
+    const char* from = reinterpret_cast<const char*>(tile.base + row * tile.stride) + tile.ahead();
     const int64_t bytes = count * tile.stride * static_cast<int64_t>(sizeof *tile.base);
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
 }
