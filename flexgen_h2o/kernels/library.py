@@ -109,3 +109,16 @@ dequantize_groups.register_kernel("cuda")(_triton("groups", "dequantize_groups")
 @dequantize_groups.register_fake
 def _(records, bits, length):
     return records.new_empty((*records.shape[:-1], length), dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::linear_few_rows", mutates_args=("out",),
+                         device_types="cpu")
+def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
+                    ) -> None:
+    """See `reference.linear_few_rows`; for what `ops.few_rows` admits."""
+    native.linear_few_rows(x, weight, bias, out, add)
+
+
+@linear_few_rows.register_fake
+def _(x, weight, bias, out, add):
+    return None

@@ -43,6 +43,8 @@ _Decode = _struct("Decode", """*q *k *v *out *slots *turn *mass *positions *rank
     q_row q_head k_row k_head v_row v_head
     slots_kind slots_sequence slots_head slots_slot mean sinks threads =decay""")
 _Groups = _struct("Groups", "*x *records layout dtype rows length x_row record_row threads")
+_Linear = _struct("Linear", """*x *weight *bias *out
+    rows inputs outputs x_row weight_row out_row add threads""")
 
 
 def _file() -> Path | None:
@@ -67,7 +69,7 @@ def _library() -> ctypes.CDLL | str:
         return f"the C++ kernels cannot be loaded: {error}"
     sizes.restype = c_int64
     if sizes() != sum(ctypes.sizeof(struct) << 10 * place for place, struct in
-                      enumerate((_Prefill, _Select, _Decode, _Groups))):
+                      enumerate((_Prefill, _Select, _Decode, _Groups, _Linear))):
         return f"{path.name} was built from other sources: install again"
     return library
 
@@ -102,8 +104,11 @@ def amx() -> bool:
 def _call(name: str, arguments: ctypes.Structure) -> None:
     arguments.threads = torch.get_num_threads()
     function = getattr(_library(), f"h2o_{name}")
-    if function(SETS.index(instruction_set()), ctypes.byref(arguments)):
+    status = function(SETS.index(instruction_set()), ctypes.byref(arguments))
+    if status == 1:
         raise MemoryError(f"no memory for the workspace of {name}")
+    if status:
+        raise NotImplementedError(f"{name}: not with {instruction_set()}")
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -208,3 +213,21 @@ def _groups(name: str, x: Tensor, records: Tensor, layout: GroupLayout) -> None:
         x=x.data_ptr(), records=records.data_ptr(),
         layout=_layout(layout.length, layout.bits, layout.nbytes), dtype=_DTYPES[x.dtype],
         rows=len(x), length=layout.length, x_row=x.stride(0), record_row=records.stride(0)))
+
+
+FEW_ROWS = 16
+"""The most rows of `linear_few_rows`: the lanes of a vector."""
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether there is `linear_few_rows` here."""
+    return missing() is None and instruction_set() == "avx512bf16"
+
+
+def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
+                    ) -> None:
+    """See `library.linear_few_rows`."""
+    _call("linear_few_rows", _Linear(
+        x=x.data_ptr(), weight=weight.data_ptr(), bias=_address(bias), out=out.data_ptr(),
+        rows=len(x), inputs=x.shape[1], outputs=len(weight), x_row=x.stride(0),
+        weight_row=weight.stride(0), out_row=out.stride(0), add=add))

@@ -21,8 +21,8 @@ from flexgen_h2o.kernels import library, native, reference, sdpa
 from flexgen_h2o.kernels.eviction import Book, Cut
 from flexgen_h2o.storage.quantization import GroupLayout
 
-__all__ = ["decode_attention", "dequantize_groups", "prefill_attention", "quantize_groups",
-           "select_heavy_hitters"]
+__all__ = ["decode_attention", "dequantize_groups", "few_rows", "linear_few_rows",
+           "prefill_attention", "quantize_groups", "select_heavy_hitters"]
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +106,24 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
     if _plain_torch(records.device.type):
         return reference.dequantize_groups(records, layout)
     return _backend(records).dequantize_groups(records, layout.bits, layout.length)
+
+
+def few_rows(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear_few_rows` does a product, and is the fastest to do it.
+
+    That is where a CPU multiplies pairs of bfloat16 but has no AMX: PyTorch's product of up to 16
+    rows reads weights at a third of the memory's speed there.
+    """
+    return (len(x) <= native.FEW_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
+            and x.shape[1] % 2 == 0 and x.stride(1) == weight.stride(1) == 1
+            and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
+            and not native.amx() and native.multiplies_bfloat16())
+
+
+def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
+                    add: bool = False) -> None:
+    """See `reference.linear_few_rows`; for what `few_rows` admits, out's rows contiguous."""
+    _backend(x).linear_few_rows(x, weight, bias, out, add)
 
 
 def _bits(layout: GroupLayout | None) -> int:

@@ -259,3 +259,23 @@ def dequantize_groups(records, layout):
     scales, zeros = halves.view(torch.float16).float()[..., None].chunk(2, dim=-2)
     codes = codes.float().unflatten(-1, (layout.groups, layout.group))
     return (zeros + scales * codes).flatten(-2)
+
+
+def linear_few_rows(x, weight, bias, out, *, add=False):
+    """``out = x @ weight.T + bias``, or added to out; rounded to out's dtype once.
+
+    Parameters
+    ----------
+    x : Tensor [rows, inputs]
+    weight : Tensor [outputs, inputs]
+    bias : Tensor [outputs] or None
+    out : Tensor [rows, outputs]
+        Written in place.
+    add : bool
+        Whether what out holds is a summand.
+    """
+    result = x.float() @ weight.float().T
+    for summand in (bias, out if add else None):
+        if summand is not None:
+            result += summand.float()
+    out.copy_(result)

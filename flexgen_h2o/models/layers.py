@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.pieces import piece_rows
 from flexgen_h2o.models.spec import ROW_BLOCK, RopeConfig
 
@@ -93,6 +94,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     -------
     Tensor [rows, out], in x's dtype
     """
+    if ops.few_rows(x, weight):
+        out = x.new_empty((len(x), len(weight))) if out is None else out
+        ops.linear_few_rows(x, weight, bias, out)
+        return out
     if out is None:
         return F.linear(x, weight, bias)
     if bias is None:
@@ -106,6 +111,9 @@ def add_linear_(residual: Tensor, x: Tensor, weight: Tensor,
 
     residual is [rows, out], x [rows, in], weight [out, in], bias [out]; residual is returned.
     """
+    if ops.few_rows(x, weight):
+        ops.linear_few_rows(x, weight, bias, residual, add=True)
+        return residual
     if bias is not None:
         residual.add_(bias)
     return residual.addmm_(x, weight.t())

@@ -47,7 +47,7 @@ EXPORT int h2o_isa_best() { return best(); }
 // Sizes of the structs: the caller's have to be the same.
 EXPORT int64_t h2o_sizes() {
     return static_cast<int64_t>(sizeof(Prefill) | sizeof(Select) << 10 | sizeof(Decode) << 20 |
-                                sizeof(Groups) << 30);
+                                sizeof(Groups) << 30 | sizeof(Linear) << 40);
 }
 
 EXPORT int h2o_prefill_attention(int isa, const Prefill* a) { CALL(prefill_attention, a) }
@@ -55,4 +55,5 @@ EXPORT int h2o_select_heavy_hitters(int isa, const Select* a) { CALL(select_heav
 EXPORT int h2o_decode_attention(int isa, const Decode* a) { CALL(decode_attention, a) }
 EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, a) }
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
+EXPORT int h2o_linear_few_rows(int isa, const Linear* a) { CALL(linear_few_rows, a) }
 }

@@ -9,7 +9,7 @@ enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 // The position of a slot that holds no token.
 constexpr int32_t EMPTY = 0x7fffffff;
 
-enum Status : int { DONE = 0, NO_MEMORY = 1 };
+enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2 };
 
 // A record of storage/quantization.py; bits is 16 for plain vectors.
 struct Layout {
@@ -72,6 +72,14 @@ struct Groups {
     int64_t dtype, rows, length, x_row, record_row, threads;
 };
 
+// reference.linear_few_rows: x [rows, inputs], weight [outputs, inputs], bias [outputs] or null, out
+// [rows, outputs]; rows apart by their strides.
+struct Linear {
+    const void *x, *weight, *bias;
+    void* out;
+    int64_t rows, inputs, outputs, x_row, weight_row, out_row, add, threads;
+};
+
 #define DECLARE(isa)                             \
     namespace isa {                              \
     int prefill_attention(const Prefill&);       \
@@ -79,6 +87,7 @@ struct Groups {
     int decode_attention(const Decode&);         \
     int quantize_groups(const Groups&);          \
     int dequantize_groups(const Groups&);        \
+    int linear_few_rows(const Linear&);          \
     }
 
 DECLARE(portable)
