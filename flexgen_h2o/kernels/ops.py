@@ -27,9 +27,13 @@ __all__ = ["decode_attention", "dequantize_groups", "few_rows", "linear_few_rows
 _log = logging.getLogger(__name__)
 
 
+def _forced() -> bool:
+    return os.environ.get("FLEXGEN_H2O_KERNELS") == "reference"
+
+
 def _plain_torch(device: str) -> bool:
     """Whether the reference has to do, on a type of device."""
-    return os.environ.get("FLEXGEN_H2O_KERNELS") == "reference" or not _fused(device)
+    return _forced() or not _fused(device)
 
 
 @functools.cache
@@ -56,8 +60,9 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
                       key_lengths: Sequence[int] | None = None, mass: Tensor | None = None,
                       decay: float = 1.0) -> Tensor:
     """See `reference.prefill_attention`; memory linear in the tokens."""
-    if os.environ.get("FLEXGEN_H2O_KERNELS") != "reference" and mass is None and (
-            key_lengths is None) and (q.is_cuda or native.amx() or not _fused(q.device.type)):
+    whole = mass is None and key_lengths is None
+    if whole and not _forced() and (
+            q.is_cuda or native.amx() or not _fused(q.device.type)):
         return sdpa.prefill_attention(q, k, v, lengths)
     if _plain_torch(q.device.type):
         return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, mass=mass,
@@ -116,8 +121,7 @@ def few_rows(x: Tensor, weight: Tensor) -> bool:
     """
     return (len(x) <= native.FEW_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
             and x.shape[1] % 2 == 0 and x.stride(1) == weight.stride(1) == 1
-            and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
-            and not native.amx() and native.multiplies_bfloat16())
+            and not _forced() and not native.amx() and native.multiplies_bfloat16())
 
 
 def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
