@@ -31,12 +31,14 @@ ORDER = """
     storage.disk
     storage.transfer  storage.links
 
-    kernels  kernels.pieces
+    kernels  kernels.pieces  kernels.matrix
     kernels.rotary
     kernels.eviction
     kernels.reference
+    kernels.reference_matrix
     kernels.native  kernels.sdpa  kernels.triton_common
     kernels.triton_groups  kernels.triton_decode  kernels.triton_prefill  kernels.triton_select
+    kernels.triton_matrix
     kernels.library
     kernels.ops
     cache  cache.budget  cache.seats  cache.parts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.kernels import native
-from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 
 NAMESPACE = "flexgen_h2o"
 
@@ -121,4 +121,47 @@ def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
 
 @linear_few_rows.register_fake
 def _(x, weight, bias, out, add):
+    return None
+
+
+@torch.library.custom_op(f"{NAMESPACE}::quantize_matrix", mutates_args=(), device_types="cpu")
+def quantize_matrix(weight: Tensor, bits: int, group: int, search: bool) -> Tensor:
+    """See `reference_matrix.quantize_matrix`; on the CPU alone, where weights are loaded."""
+    return native.quantize_matrix(weight, bits, group, search)
+
+
+@quantize_matrix.register_fake
+def _(weight, bits, group, search):
+    layout = MatrixLayout(*weight.shape, bits, group)
+    return weight.new_empty(layout.nbytes, dtype=torch.uint8)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::unpack_rows", mutates_args=(), device_types="cpu")
+def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, rows: Tensor,
+                dtype: torch.dtype) -> Tensor:
+    """See `reference_matrix.unpack_rows`."""
+    return native.unpack_rows(data, outputs, inputs, bits, group, rows, dtype)
+
+
+unpack_rows.register_kernel("cuda")(_triton("matrix", "unpack_rows"))
+
+
+@unpack_rows.register_fake
+def _(data, outputs, inputs, bits, group, rows, dtype):
+    return data.new_empty((len(rows), inputs), dtype=dtype)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::linear_quantized", mutates_args=("out",),
+                         device_types="cpu")
+def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
+                     bias: Tensor | None, out: Tensor, add: bool) -> None:
+    """See `reference_matrix.linear_quantized`."""
+    native.linear_quantized(x, data, outputs, inputs, bits, group, bias, out, add)
+
+
+linear_quantized.register_kernel("cuda")(_triton("matrix", "linear_quantized"))
+
+
+@linear_quantized.register_fake
+def _(x, data, outputs, inputs, bits, group, bias, out, add):
     return None

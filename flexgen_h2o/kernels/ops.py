@@ -17,12 +17,14 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import library, native, reference, sdpa
+from flexgen_h2o.kernels import library, native, reference, reference_matrix, sdpa
 from flexgen_h2o.kernels.eviction import Book, Cut
-from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 
 __all__ = ["decode_attention", "dequantize_groups", "few_rows", "linear_few_rows",
-           "prefill_attention", "quantize_groups", "select_heavy_hitters"]
+           "linear_quantized", "prefill_attention", "quantize_groups", "quantize_matrix",
+           "select_heavy_hitters", "unpack_rows"]
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +130,35 @@ def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
                     add: bool = False) -> None:
     """See `reference.linear_few_rows`; for what `few_rows` admits, out's rows contiguous."""
     _backend(x).linear_few_rows(x, weight, bias, out, add)
+
+
+def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = False) -> Tensor:
+    """See `reference_matrix.quantize_matrix`; the weight is on the host."""
+    if _plain_torch("cpu"):
+        return reference_matrix.quantize_matrix(weight, layout, search=search)
+    weight = weight.float() if weight.dtype == torch.float64 else weight
+    return _backend(weight).quantize_matrix(weight, layout.bits, layout.group, search)
+
+
+def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `reference_matrix.unpack_rows`."""
+    if _plain_torch(matrix.data.device.type):
+        return reference_matrix.unpack_rows(matrix.data, matrix.layout, rows, dtype)
+    return _backend(matrix.data).unpack_rows(*_flat(matrix), rows, dtype)
+
+
+def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
+                     add: bool = False) -> None:
+    """See `reference_matrix.linear_quantized`; reads the quantized bytes alone."""
+    if _plain_torch(x.device.type):
+        reference_matrix.linear_quantized(x, matrix.data, matrix.layout, bias, out, add=add)
+        return
+    _backend(x).linear_quantized(x, *_flat(matrix), bias, out, add)
+
+
+def _flat(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, int, int]:
+    layout = matrix.layout
+    return matrix.data, layout.outputs, layout.inputs, layout.bits, layout.group
 
 
 def _bits(layout: GroupLayout | None) -> int:

@@ -1,0 +1,173 @@
+"""The specification of the operations on quantized matrices, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from flexgen_h2o.kernels.reference import FLOAT16_MAX, half_below
+from flexgen_h2o.storage.quantization import TILE
+
+STEPS = 20
+"""Scales that `quantize_matrix` tries where it searches."""
+
+SMALLEST = 2.0**-24
+"""The smallest float16 above 0: stands in for a scale of 0, where all codes are 0."""
+
+
+def quantize_matrix(weight, layout, *, search=False):
+    """Quantize a matrix.
+
+    Parameters
+    ----------
+    weight : Tensor [outputs, inputs], any floating dtype
+        Values outside of float16's range are clamped to it.
+    layout : MatrixLayout
+    search : bool
+        Look for the scale and zero point of each group that give the smallest squared error, in
+        place of the ones that span from its minimum to its maximum.
+
+    Returns
+    -------
+    uint8 Tensor [layout.nbytes]
+        Outputs and inputs that fill up tiles and groups are zeros: scale, zero point and codes.
+
+    Notes
+    -----
+    Without search: as `reference.quantize_groups`. An element errs by at most scale / 2, and by
+    what rounding the two to float16 adds.
+
+    With search (after make_qkx2_quants of llama.cpp, all weights equal): for scales somewhat
+    larger and smaller than the spanning one, round to codes, then take the scale and zero point
+    that fit these codes best (least squares). The best of all, rounded to float16, is kept where
+    it beats the spanning one.
+    """
+    outputs, inputs = layout.tiles * TILE, layout.groups * layout.group
+    values = weight.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
+    ends = range(0, layout.inputs, layout.group)
+    parts = [_quantized(values[:, start : start + layout.group], layout.levels, search)
+             for start in ends]
+    scales, zeros = (torch.zeros(outputs, layout.groups, dtype=torch.float16) for _ in range(2))
+    codes = torch.zeros(outputs, inputs, dtype=torch.int32)
+    for g, (scale, zero, code) in enumerate(parts):
+        scales[: layout.outputs, g], zeros[: layout.outputs, g] = scale, zero
+        start = g * layout.group
+        codes[: layout.outputs, start : start + code.shape[1]] = code
+    return assembled(codes, scales, zeros, layout)
+
+
+def _quantized(x, levels, search):
+    """Scales, zero points [rows] float16 and codes [rows, size] of one group of each row."""
+    low, high = x.amin(-1), x.amax(-1)
+    zero = half_below(low + 0.0)  # of two zeros the positive one
+    scale = half_below((zero.float() - high) / levels).abs()  # rounded up
+    best = (scale, zero, _codes(x, scale, zero, levels))
+    if not search:
+        return best
+    least = _error(x, *best)
+    for step in range(STEPS):
+        # From one level less than there are to one level more.
+        wide = (levels - 1.0 + 0.1 * step) / (high - low).clamp_min(SMALLEST)
+        code = ((x - low[:, None]) * wide[:, None]).round().clamp(0, levels)
+        count = x.shape[1]
+        sums, squares, product = code.sum(-1), (code * code).sum(-1), (code * x).sum(-1)
+        spread = count * squares - sums * sums
+        fitted = (count * product - sums * x.sum(-1)) / spread.clamp_min(1)
+        fitted = fitted.clamp(0, FLOAT16_MAX).half()
+        start = ((x.sum(-1) - fitted.float() * sums) / count).clamp(-FLOAT16_MAX, FLOAT16_MAX)
+        tried = (fitted, start.half())
+        tried = (*tried, _codes(x, *tried, levels))
+        error = _error(x, *tried)
+        better = (error < least) & (spread > 0)
+        least = torch.where(better, error, least)
+        best = tuple(torch.where(better if one.dim() == 1 else better[:, None], one, other)
+                     for one, other in zip(tried, best, strict=True))
+    return best
+
+
+def _codes(x, scale, zero, levels):
+    steps = scale.float().clamp_min(SMALLEST)
+    return ((x - zero.float()[:, None]) / steps[:, None]).round().clamp(0, levels).to(torch.int32)
+
+
+def _error(x, scale, zero, code):
+    return (zero.float()[:, None] + scale.float()[:, None] * code - x).square().sum(-1)
+
+
+def assembled(codes, scales, zeros, layout):
+    """The bytes of a matrix from its parts.
+
+    Parameters
+    ----------
+    codes : int32 Tensor [tiles * TILE, groups * group]
+    scales, zeros : float16 Tensor [tiles * TILE, groups]
+    layout : MatrixLayout
+
+    Returns
+    -------
+    uint8 Tensor [layout.nbytes]
+    """
+    tiles, groups, per_word = layout.tiles, layout.groups, 32 // layout.bits
+    inner = codes.view(tiles, TILE, groups, layout.words, per_word // 2, 2)
+    shifts = layout.bits * torch.arange(per_word // 2)[:, None] + 16 * torch.arange(2)
+    words = (inner.long() << shifts).sum((-1, -2))  # disjoint bits
+    words = words.where(words < 2**31, words - 2**32).to(torch.int32)
+    data = torch.empty(tiles, groups, layout.block_bytes, dtype=torch.uint8)
+    data[..., 4 * TILE :] = words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
+    halves = torch.stack((scales, zeros)).view(2, tiles, TILE, groups).permute(1, 3, 0, 2)
+    data[..., : 4 * TILE] = halves.contiguous().view(torch.uint8).flatten(2)
+    return data.view(-1)
+
+
+def unpack_rows(data, layout, rows, dtype):
+    """Rows of a quantized matrix.
+
+    Parameters
+    ----------
+    data : uint8 Tensor [layout.nbytes]
+    layout : MatrixLayout
+    rows : int64 Tensor [count]
+        Any outputs, in any order, on data's device.
+    dtype : torch.dtype
+
+    Returns
+    -------
+    Tensor [count, inputs] of dtype
+        Computed in float32 and rounded once.
+    """
+    blocks = data.view(layout.tiles, layout.groups, layout.block_bytes)[rows // TILE]
+    lane = (rows % TILE)[:, None, None]
+
+    def of_lane(part, width):
+        part = part.contiguous().view(width).view(*part.shape[:2], -1, TILE)
+        return part.gather(-1, lane[..., None].expand(*part.shape[:3], 1))[..., 0]
+
+    scale, zero = of_lane(blocks[..., : 4 * TILE], torch.float16).float().split(1, dim=-1)
+    words = of_lane(blocks[..., 4 * TILE :], torch.int32)
+    pairs = 16 // layout.bits
+    shifts = (layout.bits * torch.arange(pairs, device=data.device)[:, None]
+              + 16 * torch.arange(2, device=data.device))
+    codes = (words[..., None, None] >> shifts & layout.levels).flatten(-3)
+    return (zero + scale * codes).flatten(1)[:, : layout.inputs].to(dtype)
+
+
+def linear_quantized(x, data, layout, bias, out, *, add=False):
+    """``out = x @ weight.T + bias``, or added to out; rounded to out's dtype once.
+
+    Parameters
+    ----------
+    x : Tensor [rows, inputs]
+    data : uint8 Tensor [layout.nbytes]
+        The weight.
+    layout : MatrixLayout
+    bias : Tensor [outputs] or None
+    out : Tensor [rows, outputs]
+        Written in place; must not overlap x.
+    add : bool
+        Whether what out holds is a summand.
+    """
+    every = torch.arange(layout.outputs, device=data.device)
+    result = x.float() @ unpack_rows(data, layout, every, torch.float32).T
+    for summand in (bias, out if add else None):
+        if summand is not None:
+            result += summand.float()
+    out.copy_(result)
