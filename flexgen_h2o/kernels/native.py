@@ -17,18 +17,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 
 SETS = ("portable", "avx2", "avx512", "avx512bf16")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """A struct of kernels.h: *pointers, =doubles, Layout, and integers."""
+    """A struct of kernels.h: *pointers, =doubles, Layout, Matrix, and integers."""
     kinds = {"*": c_void_p, "=": c_double}
+
+    def kind(field: str):
+        if field in ("layout", "matrix"):
+            return _Layout if field == "layout" else _Matrix
+        return kinds.get(field[0], c_int64)
+
     return type(name, (ctypes.Structure,), {"_fields_": [
-        (field.lstrip("*="), _Layout if field == "layout" else kinds.get(field[0], c_int64))
-        for field in fields.split()]})
+        (field.lstrip("*="), kind(field)) for field in fields.split()]})
 
 
 _Layout = _struct("Layout", "bits groups group code_bytes nbytes")
@@ -45,6 +50,11 @@ _Decode = _struct("Decode", """*q *k *v *out *slots *turn *mass *positions *rank
 _Groups = _struct("Groups", "*x *records layout dtype rows length x_row record_row threads")
 _Linear = _struct("Linear", """*x *weight *bias *out
     rows inputs outputs x_row weight_row out_row add threads""")
+_Matrix = _struct("Matrix", "*data outputs inputs bits group")
+_Product = _struct("Product", "*x *bias *out matrix dtype rows x_row out_row add threads")
+_Rows = _struct("Rows", "*rows *out matrix dtype count threads")
+_Quantize = _struct("Quantize", "*weight matrix dtype weight_row search threads")
+_STRUCTS = (_Prefill, _Select, _Decode, _Groups, _Linear, _Product, _Rows, _Quantize)
 
 
 def _file() -> Path | None:
@@ -68,8 +78,8 @@ def _library() -> ctypes.CDLL | str:
     except (OSError, AttributeError) as error:
         return f"the C++ kernels cannot be loaded: {error}"
     sizes.restype = c_int64
-    if sizes() != sum(ctypes.sizeof(struct) << 10 * place for place, struct in
-                      enumerate((_Prefill, _Select, _Decode, _Groups, _Linear))):
+    if sizes() != functools.reduce(lambda sum, struct: 31 * sum + ctypes.sizeof(struct),
+                                   _STRUCTS, 0):
         return f"{path.name} was built from other sources: install again"
     return library
 
@@ -231,3 +241,40 @@ def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
         x=x.data_ptr(), weight=weight.data_ptr(), bias=_address(bias), out=out.data_ptr(),
         rows=len(x), inputs=x.shape[1], outputs=len(weight), x_row=x.stride(0),
         weight_row=weight.stride(0), out_row=out.stride(0), add=add))
+
+
+def _matrix(data: Tensor, outputs: int, inputs: int, bits: int, group: int) -> _Matrix:
+    return _Matrix(data.data_ptr(), outputs, inputs, bits, group)
+
+
+def quantize_matrix(weight: Tensor, bits: int, group: int, search: bool) -> Tensor:
+    """See `library.quantize_matrix`."""
+    weight = _rows(weight)
+    layout = MatrixLayout(*weight.shape, bits, group)
+    data = torch.empty(layout.nbytes, dtype=torch.uint8)
+    _call("quantize_matrix", _Quantize(
+        weight=weight.data_ptr(), matrix=_matrix(data, *weight.shape, bits, group),
+        dtype=_DTYPES[weight.dtype], weight_row=weight.stride(0), search=search))
+    return data
+
+
+def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, rows: Tensor,
+                dtype: torch.dtype) -> Tensor:
+    """See `library.unpack_rows`."""
+    rows = rows.contiguous()
+    out = torch.empty(len(rows), inputs, dtype=dtype)
+    _call("unpack_rows", _Rows(
+        rows=rows.data_ptr(), out=out.data_ptr(),
+        matrix=_matrix(data, outputs, inputs, bits, group), dtype=_DTYPES[dtype],
+        count=len(rows)))
+    return out
+
+
+def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
+                     bias: Tensor | None, out: Tensor, add: bool) -> None:
+    """See `library.linear_quantized`."""
+    x = _rows(x)
+    _call("linear_quantized", _Product(
+        x=x.data_ptr(), bias=_address(bias), out=out.data_ptr(),
+        matrix=_matrix(data, outputs, inputs, bits, group), dtype=_DTYPES[x.dtype], rows=len(x),
+        x_row=x.stride(0), out_row=out.stride(0), add=add))

@@ -1,4 +1,7 @@
 // The C entry points: each picks the instruction set at run time.
+#include <cstddef>
+#include <initializer_list>
+
 #include "kernels.h"
 
 namespace {
@@ -46,8 +49,11 @@ EXPORT int h2o_isa_best() { return best(); }
 
 // Sizes of the structs: the caller's have to be the same.
 EXPORT int64_t h2o_sizes() {
-    return static_cast<int64_t>(sizeof(Prefill) | sizeof(Select) << 10 | sizeof(Decode) << 20 |
-                                sizeof(Groups) << 30 | sizeof(Linear) << 40);
+    int64_t sizes = 0;
+    for (size_t size : {sizeof(Prefill), sizeof(Select), sizeof(Decode), sizeof(Groups),
+                        sizeof(Linear), sizeof(Product), sizeof(Rows), sizeof(Quantize)})
+        sizes = sizes * 31 + static_cast<int64_t>(size);
+    return sizes;
 }
 
 EXPORT int h2o_prefill_attention(int isa, const Prefill* a) { CALL(prefill_attention, a) }
@@ -56,4 +62,7 @@ EXPORT int h2o_decode_attention(int isa, const Decode* a) { CALL(decode_attentio
 EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, a) }
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
 EXPORT int h2o_linear_few_rows(int isa, const Linear* a) { CALL(linear_few_rows, a) }
+EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL(linear_quantized, a) }
+EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, a) }
+EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, a) }
 }

@@ -80,6 +80,36 @@ struct Linear {
     int64_t rows, inputs, outputs, x_row, weight_row, out_row, add, threads;
 };
 
+// A matrix of storage/quantization.py (MatrixLayout).
+struct Matrix {
+    void* data;
+    int64_t outputs, inputs, bits, group;
+};
+
+// reference_matrix.linear_quantized: x [rows, inputs], bias [outputs] or null, out [rows, outputs];
+// rows apart by their strides.
+struct Product {
+    const void *x, *bias;
+    void* out;
+    Matrix matrix;
+    int64_t dtype, rows, x_row, out_row, add, threads;
+};
+
+// reference_matrix.unpack_rows: rows [count], out [count, inputs].
+struct Rows {
+    const int64_t* rows;
+    void* out;
+    Matrix matrix;
+    int64_t dtype, count, threads;
+};
+
+// reference_matrix.quantize_matrix: weight [outputs, inputs], rows apart by their stride.
+struct Quantize {
+    const void* weight;
+    Matrix matrix;
+    int64_t dtype, weight_row, search, threads;
+};
+
 #define DECLARE(isa)                             \
     namespace isa {                              \
     int prefill_attention(const Prefill&);       \
@@ -88,6 +118,9 @@ struct Linear {
     int quantize_groups(const Groups&);          \
     int dequantize_groups(const Groups&);        \
     int linear_few_rows(const Linear&);          \
+    int linear_quantized(const Product&);        \
+    int unpack_rows(const Rows&);                \
+    int quantize_matrix(const Quantize&);        \
     }
 
 DECLARE(portable)
