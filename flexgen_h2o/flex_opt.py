@@ -139,9 +139,15 @@ def result_files(config: RunConfig) -> dict[str, str]:
             files["log_file"] = (
                 f"flexgen_h2o-{model}-gbs{config.gpu_batch_size}-ngbs{config.num_gpu_batches}"
                 f"-prompt{config.prompt_len}-gen{config.gen_len}-percent-{percent}"
-                f"{_cache_suffix(config)}.log"
+                f"{_weight_suffix(config)}{_cache_suffix(config)}.log"
             )
     return {name: path for name, path in files.items() if path is not None}
+
+
+def _weight_suffix(config: RunConfig) -> str:
+    """How weights are quantized, for a file name: ``-w4``; empty if they are not."""
+    bits = config.resolved_weight_bits
+    return "" if bits == 16 else f"-w{bits}"
 
 
 def _cache_suffix(config: RunConfig) -> str:
@@ -199,6 +205,8 @@ def run(config: RunConfig) -> None:
         path=config.path,
         policy=config.policy(),
         h2o=config.h2o(),
+        weight_bits=config.resolved_weight_bits,
+        weight_cache=config.resolved_weight_cache,
         cache_bits=config.resolved_cache_bits,
         device=config.device,
         dtype=config.dtype,

@@ -22,7 +22,7 @@ from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.free_memory import free_memory
 from flexgen_h2o.models.spec import ModelConfig
-from flexgen_h2o.plan_rows import CacheOptions, Workload
+from flexgen_h2o.plan_rows import CacheOptions, WeightOptions, Workload
 from flexgen_h2o.planner import memory_plan
 from flexgen_h2o.report import LinkStats, RunStats, Trace, peak_process_bytes
 from flexgen_h2o.storage.disk import RunFolder
@@ -59,13 +59,17 @@ class LLM:
     h2o : H2OConfig, optional
         Which tokens stay cached; None: all of them.
     weight_bits : int
-        16, the only ones so far.
+        16: the run's dtype. 8 or 4: matrices are kept in groups of codes, each group with a scale
+        and a zero point.
     cache_bits : int
         16: the run's dtype. 8 or 4: groups of codes, each with a scale and a zero point.
     device : str
         auto, cpu, cuda or cuda:N.
     dtype : str
         auto, float16, bfloat16 or float32.
+    weight_cache : str, optional
+        Folder that keeps quantized weights for later runs; "auto": in the user's cache; None: they
+        are quantized anew each time.
     offload_dir : str, optional
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     seed : int
@@ -92,12 +96,15 @@ class LLM:
 
     def __init__(self, model: str, *, path: str | None = None, policy: Policy | None = None,
                  h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
-                 device: str = "auto", dtype: str = "auto", offload_dir: str | None = None,
-                 seed: int = 0, workload: Workload | None = None, progress: bool | None = None,
+                 device: str = "auto", dtype: str = "auto", weight_cache: str | None = "auto",
+                 offload_dir: str | None = None, seed: int = 0,
+                 workload: Workload | None = None, progress: bool | None = None,
                  trace: Trace | None = None, verbose: bool = False):
         self.policy = policy or Policy()
         self.h2o = h2o
-        self._cache_bits = _checked_bits(weight_bits, cache_bits, h2o)
+        self._cache_bits = cache_bits
+        _check_bits(weight_bits, cache_bits, h2o)
+        self._weight_cache = weight_cache
         self._offload_dir = offload_dir or OFFLOAD_DIR
         self._no_bars = None if progress is None else not progress
         self._trace = trace or Trace(enabled=False)
@@ -110,8 +117,8 @@ class LLM:
         with contextlib.ExitStack() as opened:
             self._device = open_device(device)
             with byte_bar("converting", off=self._no_bars) as bar:
-                self._source = find(model, path=path, dtype=dtype, device=self._device,
-                                    progress=bar)
+                self._source = find(model, path=path, dtype=dtype, bits=weight_bits,
+                                    device=self._device, progress=bar)
             self.model_config = self._source.config
             _check_positions(self.model_config, h2o)
             self._prompts = Prompts(self._source, model, h2o)
@@ -125,12 +132,14 @@ class LLM:
         self._load_seconds = time.perf_counter() - began
 
     def _load_weights(self, opened: contextlib.ExitStack, seed: int) -> None:
-        with byte_bar("converting", off=self._no_bars) as bar:
-            checkpoint, names = self._source.open(self.policy.weights, seed, bar)
+        doing = "converting" if self._source.bits == 16 else "quantizing"
+        with byte_bar(doing, off=self._no_bars) as bar:
+            checkpoint, names = self._source.open(
+                self.policy.weights, seed=seed, weight_cache=self._weight_cache, progress=bar)
         opened.callback(checkpoint.close)
         self._weights = WeightStore(
             self._source.weights, checkpoint, names, placement=self.policy.weights,
-            dtype=self._source.dtype, transfers=self._transfers, pin=self.policy.pin_weight)
+            form=self._source.form, transfers=self._transfers, pin=self.policy.pin_weight)
 
         def run_folder() -> RunFolder:
             folder = RunFolder(self._offload_dir)
@@ -167,10 +176,13 @@ class LLM:
     def _plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
         """Refuse what does not fit, before it is allocated."""
         limits = free_memory(self._offload_dir, self._device.free_bytes())
+        form = self._source.form
+        not_kept = form.bits != 16 and self._weight_cache is None
         plan = memory_plan(self.model_config, self.policy, workload,
-                           itemsize=self._source.dtype.itemsize,
-                           has_gpu=self._device.separate, writes_weights=self._source.dummy,
-                           cache=CacheOptions(self.h2o, self._cache_bits))
+                           itemsize=form.dtype.itemsize, has_gpu=self._device.separate,
+                           writes_weights=self._source.dummy or not_kept,
+                           cache=CacheOptions(self.h2o, self._cache_bits),
+                           weights=WeightOptions(form.bits, form.group))
         if show:
             print(plan.table(limits), flush=True)
         plan.check(limits, loaded=loaded)
@@ -353,14 +365,12 @@ def _sampling_params(options: dict) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def _checked_bits(weight_bits: int, cache_bits: int, h2o: H2OConfig | None) -> int:
-    if weight_bits != 16:
-        raise UserError(f"weight_bits={weight_bits}: compression is not yet there; use 16")
-    if cache_bits not in (4, 8, 16):
-        raise UserError(f"cache_bits must be 16, 8 or 4, got {cache_bits!r}")
+def _check_bits(weight_bits: int, cache_bits: int, h2o: H2OConfig | None) -> None:
+    for name, bits in (("weight_bits", weight_bits), ("cache_bits", cache_bits)):
+        if bits not in (4, 8, 16):
+            raise UserError(f"{name} must be 16, 8 or 4, got {bits!r}")
     if h2o is not None and h2o.simulate and cache_bits != 16:
         raise UserError("simulate masks an exact cache: leave cache_bits at 16")
-    return cache_bits
 
 
 def _check_positions(config: ModelConfig, h2o: H2OConfig | None) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cache.budget import budget, slots
 from flexgen_h2o.config import H2OConfig, Policy, check_int
 from flexgen_h2o.models.model_config import ROW_BLOCK
 from flexgen_h2o.storage.placement import split
-from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.storage.quantization import GROUP, GroupLayout, MatrixLayout
 
 if TYPE_CHECKING:
-    from flexgen_h2o.models.spec import ModelConfig
+    from flexgen_h2o.models.model_config import ModelConfig, PartShapes
 
 WEIGHT_ROWS = ("weights", "embeddings", "weight buffers")
 """The rows that are in place once the model is loaded."""
@@ -39,6 +40,14 @@ QUERY_LANES, FEWEST_TASKS = 64, 64
 are made of few heads, each with results of its own.
 """
 
+PRODUCT_ROWS, PRODUCT_OUTPUTS = 64, 32
+"""Of a product with a quantized matrix, what each thread of a CPU holds in float32: so many whole
+rows of the input, and as many rows of so many outputs.
+"""
+
+UNPACKED_BYTES = 64 << 20
+"""Room on a GPU for the part of a quantized matrix that is unpacked before a product."""
+
 RESERVE = 128 << 20
 """Bytes for thread stacks, the libraries' own workspaces and the allocators' slack."""
 
@@ -55,6 +64,28 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"):
             check_int(name, getattr(self, name), low=1)
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """How matrices lie at rest: in 16 (the run's dtype), 8 or 4 bits, the latter two in groups.
+
+    Vectors (norms and biases) stay in the run's dtype.
+    """
+
+    bits: int = 16
+    group: int = GROUP
+
+    def matrix_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
+        """Bytes at rest of a matrix (outputs, inputs)."""
+        if self.bits != 16:
+            return MatrixLayout(*shape, bits=self.bits, group=self.group).nbytes
+        return shape[0] * shape[1] * itemsize
+
+    def part_bytes(self, part: PartShapes, itemsize: int) -> int:
+        """Bytes at rest of a part of a model."""
+        matrices = sum(self.matrix_bytes(shape, itemsize) for shape in part.matrices)
+        return matrices + part.vectors * itemsize
 
 
 @dataclass(frozen=True)
@@ -105,6 +136,7 @@ class PlannedRun:
     has_gpu: bool
     writes_weights: bool
     cache: CacheOptions
+    weights: WeightOptions = WeightOptions()
 
     @property
     def sweep_rows(self) -> int:
@@ -151,9 +183,11 @@ def plan_rows(run: PlannedRun) -> tuple[PlanRow, ...]:
 def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     """Decoder layers, embeddings and head as placed, and two buffers for what is fetched."""
     model, fractions = run.model, run.policy.weights.fractions()
-    layer = model.layer_parameters() * run.itemsize
+    part_bytes = partial(run.weights.part_bytes, itemsize=run.itemsize)
+    matrix_bytes = partial(run.weights.matrix_bytes, itemsize=run.itemsize)
+    layer = part_bytes(model.layer_shapes())
     layers = model.num_layers * layer
-    embeddings = (model.embed_parameters() + model.head_parameters()) * run.itemsize
+    embeddings = part_bytes(model.embed_shapes()) + part_bytes(model.head_shapes())
     for name, nbytes in (("weights", layers), ("embeddings", embeddings)):
         gpu, cpu, disk = (int(nbytes * fraction) for fraction in fractions)
         yield PlanRow(name, gpu, cpu, disk if run.writes_weights else 0)
@@ -162,8 +196,8 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     if away > 0:
         # Placement is by whole tensors: a layer may hold one more of them than its share, and the
         # head's matrix (a tied one too) is there or it is not.
-        tensor = model.hidden_size * model.ffn_size * run.itemsize
-        head = model.vocab_size * model.embed_dim * run.itemsize
+        tensor = max(map(matrix_bytes, model.layer_shapes().matrices))
+        head = matrix_bytes((model.vocab_size, model.embed_dim))
         buffers = WEIGHT_BUFFERS * max(min(layer, int(layer * away) + tensor), head)
     yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)
 
@@ -256,7 +290,8 @@ def _workspace(run: PlannedRun) -> PlanRow:
     layer = (model.scratch_elements(rows) + attention) * run.itemsize
     # Logits in the run's dtype, and up to three float32 copies while sampling.
     logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
-    return PlanRow("workspace", layer + logits + _own_attention(run) + RESERVE)
+    own = _own_attention(run) + _own_products(run)
+    return PlanRow("workspace", layer + logits + own + RESERVE)
 
 
 def _own_attention(run: PlannedRun) -> int:
@@ -275,3 +310,16 @@ def _own_attention(run: PlannedRun) -> int:
         prefill += load.prompt_len * token  # prompts in pieces, and rotated copies
     most = max(cache.layer_slots(model, load)) + QUERY_LANES
     return max(prefill, 4 * tasks * (most + 2 * model.head_dim))
+
+
+def _own_products(run: PlannedRun) -> int:
+    """Temporaries of products with quantized matrices: rows of each thread, or what is unpacked."""
+    model, options = run.model, run.weights
+    if options.bits == 16:
+        return 0
+    if run.has_gpu:
+        return UNPACKED_BYTES
+    parts = (model.embed_shapes(), model.layer_shapes(), model.head_shapes())
+    widest = max(inputs for part in parts for _, inputs in part.matrices)
+    filled = -(-widest // options.group) * options.group
+    return (os.cpu_count() or 1) * PRODUCT_ROWS * (filled + PRODUCT_OUTPUTS) * 4

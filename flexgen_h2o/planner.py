@@ -18,6 +18,7 @@ from flexgen_h2o.plan_rows import (
     CacheOptions,
     PlannedRun,
     PlanRow,
+    WeightOptions,
     Workload,
     plan_rows,
 )
@@ -31,6 +32,7 @@ STEP = 5
 
 _NAMES = {"gpu": "device memory", "cpu": "host memory", "disk": "disk space"}
 _FULL_CACHE = CacheOptions()
+_PLAIN_WEIGHTS = WeightOptions()
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def memory_plan(
     has_gpu: bool = False,
     writes_weights: bool = False,
     cache: CacheOptions = _FULL_CACHE,
+    weights: WeightOptions = _PLAIN_WEIGHTS,
 ) -> MemoryPlan:
     """Sum what a run takes on each tier.
 
@@ -142,17 +145,20 @@ def memory_plan(
     workload : Workload
         The largest block.
     itemsize : int
-        Bytes of an element of weights, cache and activations.
+        Bytes of an element of weights, cache and activations that are not quantized.
     has_gpu : bool
         Compute memory is apart from host memory. If not, both count as host memory and nothing
         is staged between them.
     writes_weights : bool
-        Weights on disk have to be written there (dummy weights); otherwise they are read from
-        the checkpoint's own bytes and take no free space.
+        Weights on disk have to be written there (dummy weights, and quantized ones that no weight
+        cache keeps); otherwise they are read from files that are there and take no free space.
     cache : CacheOptions
         What stays cached, and in how many bits.
+    weights : WeightOptions
+        In how many bits matrices lie at rest; shares of a placement are of these bytes.
     """
-    return MemoryPlan(PlannedRun(model, policy, workload, itemsize, has_gpu, writes_weights, cache))
+    return MemoryPlan(PlannedRun(model, policy, workload, itemsize, has_gpu, writes_weights, cache,
+                                 weights))
 
 
 def _move(policy: Policy, tier: str, has_gpu: bool) -> Policy | None:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
                 for tier in ("gpu", "cpu", "disk"))
 _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "prefill_chunk", "compress_weight",
-             "compress_cache", "cache_bits", "eviction", "hh_ratio", "recent_ratio",
-             "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score", "score_decay",
-             "sink_tokens", "enable_position_rolling")
+             "compress_cache", "weight_bits", "cache_bits", "eviction", "hh_ratio",
+             "recent_ratio", "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score",
+             "score_decay", "sink_tokens", "enable_position_rolling")
 CSV_COLUMNS = (
     "date", "version", "commit", "host", "device", "torch", "model", "parameters", "dtype",
     *_TIERED, *_SWITCHES,
@@ -57,7 +57,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
     for column in _TIERED:
         kind, tier = column.split("_")
         row[column] = getattr(getattr(policy, kind), tier)
-    row |= {name: getattr(config, name) for name in _SWITCHES} | _resolved_cache(config)
+    row |= {name: getattr(config, name) for name in _SWITCHES} | _resolved(config)
     for link in LINKS:
         nbytes, seconds = stats.links.get(link, (0, 0.0))
         name = link.replace("->", "_to_")
@@ -66,11 +66,12 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
     return {name: row[name] if name in row else getattr(stats, name) for name in CSV_COLUMNS}
 
 
-def _resolved_cache(config: RunConfig) -> dict[str, object]:
-    """What the flags of the cache come to where that is not what was typed."""
+def _resolved(config: RunConfig) -> dict[str, object]:
+    """What the flags of weights and cache come to where that is not what was typed."""
     h2o = config.h2o()
     full = h2o is None or h2o.is_full
     return {
+        "weight_bits": config.resolved_weight_bits,
         "cache_bits": config.resolved_cache_bits,
         "eviction": "full" if full else config.eviction,
         "sink_tokens": 0 if full else h2o.sink_tokens,

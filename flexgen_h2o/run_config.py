@@ -71,7 +71,19 @@ class RunConfig:
         help="number format of weights, cache and compute",
     )
     compress_weight: bool = _flag(
-        "model", "bool", False, coming=True, help="keep weights in 4-bit groups",
+        "model", "bool", False, help="keep weights in 4-bit groups",
+    )
+    weight_bits: int | None = _flag(
+        "model", "int", None, choices=(16, 8, 4), shown="16; 4 with --compress-weight",
+        help="bits of a number in matrices of weights; 16 is --dtype as it is",
+    )
+    weight_cache: str = _flag(
+        "model", "path", "auto", metavar="DIR",
+        help="folder that keeps quantized weights for later runs; auto: beside the converted "
+        "models in the user's cache",
+    )
+    no_weight_cache: bool = _flag(
+        "model", "bool", False, help="quantize weights anew and keep them for this run alone",
     )
     prompt: tuple[str, ...] = _flag(
         "input", "texts", (), metavar="TEXT", shown="synthetic prompts",
@@ -244,8 +256,7 @@ class RunConfig:
             raise UserError(f"--device must be auto, cpu, cuda or cuda:n, got {self.device!r}")
         self._check_lengths()
         self._check_files(ratio_files)
-        if self.compress_cache and self.cache_bits == 16:
-            raise UserError("--compress-cache and --cache-bits 16 contradict: leave one out")
+        self._check_bits()
         # These check what they are made of.
         self.policy()
         self.h2o()
@@ -262,6 +273,19 @@ class RunConfig:
             raise UserError(f"--cut-gen-len must be at most --gen-len {self.gen_len}, got {cut}")
         if cut == 1 and self.gen_len > 1:
             raise UserError("--cut-gen-len 1 measures no decode step to project from: give 2 up")
+
+    def _check_bits(self) -> None:
+        """Refuse bits that contradict each other, and to keep weights that are not quantized."""
+        for kind in ("weight", "cache"):
+            if getattr(self, f"compress_{kind}") and getattr(self, f"{kind}_bits") == 16:
+                raise UserError(f"--compress-{kind} and --{kind}-bits 16 contradict: leave one out")
+        if self.weight_cache != "auto" and self.no_weight_cache:
+            raise UserError("give --weight-cache or --no-weight-cache, not both")
+        for name in ("weight_cache", "no_weight_cache"):
+            given = getattr(self, name) != getattr(RunConfig, name)
+            if given and self.resolved_weight_bits == 16:
+                raise UserError(f"{flag_name(name)} has no effect on weights of 16 bits: add "
+                                "--weight-bits 4")
 
     def _check_files(self, ratio_files: Mapping[str, str | None]) -> None:
         if self.prompt and self.prompts:
@@ -287,6 +311,16 @@ class RunConfig:
     def resolved_cache_bits(self) -> int:
         """Bits of a cached number: 16 (as `dtype` says), 8 or 4."""
         return self.cache_bits or (4 if self.compress_cache else 16)
+
+    @property
+    def resolved_weight_bits(self) -> int:
+        """Bits of a number in a matrix of weights: 16 (as `dtype` says), 8 or 4."""
+        return self.weight_bits or (4 if self.compress_weight else 16)
+
+    @property
+    def resolved_weight_cache(self) -> str | None:
+        """The folder that keeps quantized weights; "auto" for the usual one, None for none."""
+        return None if self.no_weight_cache else self.weight_cache
 
     def _make(self, cls: type[_Made], **others: object) -> _Made:
         """A `cls` of `others`; its other fields are the flags of the same names, or left alone."""

@@ -253,6 +253,9 @@ def test_positions_that_the_model_does_not_have(tiny_model, model, here, capfd):
     (("--num-window-length", "4", "--sink-tokens", "2"), "no recent tokens"),
     (("--compress-cache", "--cache-bits", "16"), "contradict"),
     (("--eviction", "window"), "no effect on the full cache"),
+    (("--compress-weight", "--weight-bits", "16"), "contradict"),
+    (("--weight-bits", "4", "--weight-cache", "w", "--no-weight-cache"), "not both"),
+    (("--weight-cache", "w"), "no effect on weights of 16 bits"),
 ])
 def test_contradictions_show_before_the_model_is_looked_for(here, capfd, argv, words):
     assert words in refused(capfd, here, "--model", "nowhere", *argv)

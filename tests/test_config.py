@@ -287,7 +287,7 @@ def test_run_config_refusals(values, match):
 
 
 @pytest.mark.parametrize("values", [
-    {"sep_layer": True}, {"compress_weight": True}, {"attn_sparsity": 0.5},
+    {"sep_layer": True}, {"attn_sparsity": 0.5},
     {"debug_mode": "breakdown"}, {"percent": ["auto"]}, {"percent": "auto"},
 ])
 def test_what_is_to_come_is_refused(values):
@@ -295,11 +295,62 @@ def test_what_is_to_come_is_refused(values):
     assert "--" + next(iter(values)).replace("_", "-") in message
 
 
-@pytest.mark.parametrize("values", [
-    {"attn_sparsity": 1}, {"sep_layer": False}, {"compress_weight": False},
-])
+@pytest.mark.parametrize("values", [{"attn_sparsity": 1}, {"sep_layer": False}])
 def test_neutral_values_of_what_is_to_come_are_taken(values):
     RunConfig.from_mapping(values)
+
+
+# RunConfig: quantized weights
+
+
+@pytest.mark.parametrize(("values", "bits"), [
+    ({}, 16), ({"compress_weight": True}, 4), ({"weight_bits": 8}, 8), ({"weight_bits": 4}, 4),
+    ({"compress_weight": True, "weight_bits": 8}, 8), ({"weight_bits": 16}, 16),
+    ({"compress_weight": True, "weight_bits": 4}, 4), ({"compress_weight": False}, 16),
+    ({"compress_cache": True}, 16), ({"cache_bits": 4}, 16),
+])
+def test_weight_bits(values, bits):
+    assert RunConfig(**values).resolved_weight_bits == bits
+
+
+@pytest.mark.parametrize("quantized", [{"compress_weight": True}, {"weight_bits": 8}])
+@pytest.mark.parametrize(("values", "folder"), [
+    ({}, "auto"), ({"weight_cache": "auto"}, "auto"), ({"no_weight_cache": False}, "auto"),
+    ({"weight_cache": "some/folder"}, "some/folder"),
+    ({"weight_cache": "~/folder", "no_weight_cache": False}, "/somewhere/folder"),
+    ({"no_weight_cache": True}, None), ({"weight_cache": "auto", "no_weight_cache": True}, None),
+])
+def test_weight_cache(monkeypatch, tmp_path, quantized, values, folder):
+    monkeypatch.setenv("HOME", "/somewhere")
+    config = RunConfig(**quantized, **values)
+    assert config.resolved_weight_cache == folder
+    config.save(tmp_path / "c.yaml")
+    assert RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml")) == config
+
+
+@pytest.mark.parametrize(("values", "match"), [
+    ({"weight_bits": 5}, "--weight-bits must be one of 16, 8, 4, got 5"),
+    ({"weight_bits": "4"}, "--weight-bits must be a whole number"),
+    ({"weight_bits": True}, "--weight-bits must be a whole number"),
+    ({"compress_weight": "yes"}, "--compress-weight must be true or false"),
+    ({"compress_weight": True, "weight_bits": 16},
+     "--compress-weight and --weight-bits 16 contradict: leave one out"),
+    ({"weight_bits": 4, "weight_cache": ""}, "--weight-cache must be text"),
+    ({"weight_bits": 4, "weight_cache": None}, "--weight-cache must be text"),
+    ({"weight_bits": 4, "no_weight_cache": "dir"}, "--no-weight-cache must be true or false"),
+    ({"weight_bits": 4, "weight_cache": "dir", "no_weight_cache": True},
+     "give --weight-cache or --no-weight-cache, not both"),
+])
+def test_weight_refusals(values, match):
+    refused(lambda: RunConfig.from_mapping(values), match)
+
+
+@pytest.mark.parametrize("plain", [{}, {"weight_bits": 16}, {"compress_cache": True}])
+@pytest.mark.parametrize("values", [{"weight_cache": "dir"}, {"no_weight_cache": True}])
+def test_a_cache_of_weights_that_are_not_quantized_is_refused(plain, values):
+    flag = "--" + next(iter(values)).replace("_", "-")
+    refused(lambda: RunConfig(**plain, **values),
+            f"^{flag} has no effect on weights of 16 bits: add --weight-bits 4$")
 
 
 # RunConfig: what stays cached

@@ -120,6 +120,11 @@ def test_help_groups_every_flag_with_its_default(capsys):
      {"score": "decay", "score_decay": 0.9, "hh_long_seq": True}),
     (["--compress-cache", "--cache-bits", "8", "--cpu-cache-compute", "--prefill-chunk", "128"],
      {"compress_cache": True, "cache_bits": 8, "cpu_cache_compute": True, "prefill_chunk": 128}),
+    (["--compress-weight"], {"compress_weight": True, "weight_bits": None,
+                             "weight_cache": "auto", "no_weight_cache": False}),
+    (["--weight-bits", "8", "--weight-cache", "some/folder"],
+     {"compress_weight": False, "weight_bits": 8, "weight_cache": "some/folder"}),
+    (["--weight-bits", "4", "--no-weight-cache"], {"weight_bits": 4, "no_weight_cache": True}),
     (["--model", "opt-125m", "--path", "_DUMMY_", "--device", "cuda:1", "--dtype", "float16"],
      {"model": "opt-125m", "path": "_DUMMY_", "device": "cuda:1", "dtype": "float16"}),
 ])
@@ -139,7 +144,13 @@ def test_flags(argv, expected):
     (["--percent", "all", "0", "0", "0"], "'all'"),
     (["--percent"], "expected at least one argument"),
     (["--percent", "auto"], "not yet"),
-    (["--compress-weight"], "not yet"),
+    (["--weight-bits", "2"], "--weight-bits must be one of 16, 8, 4"),
+    (["--weight-bits", "four"], "invalid int value"),
+    (["--compress-weight", "--weight-bits", "16"], "contradict"),
+    (["--weight-cache"], "expected one argument"),
+    (["--weight-cache", "x"], "--weight-cache has no effect on weights of 16 bits"),
+    (["--no-weight-cache"], "--no-weight-cache has no effect .* add --weight-bits 4"),
+    (["--weight-bits", "4", "--weight-cache", "x", "--no-weight-cache"], "not both"),
     (["--sep-layer"], "not yet"),
     (["--hh-ratio"], "expected at least one argument"),
     (["--hh-ratio", "0"], "--hh-ratio must be greater than 0"),
@@ -264,6 +275,19 @@ def test_the_engine_gets_the_cache_policy(llm):
     assert full["policy"].prefill_chunk is None
 
 
+@pytest.mark.parametrize(("argv", "bits", "folder"), [
+    ([], 16, "auto"),
+    (["--compress-weight"], 4, "auto"),
+    (["--weight-bits", "8", "--weight-cache", "kept"], 8, "kept"),
+    (["--weight-bits", "4", "--no-weight-cache"], 4, None),
+])
+def test_the_engine_gets_the_bits_of_weights_and_where_to_keep_them(llm, argv, bits, folder):
+    assert flex_opt.main(["--no-log", "--verbose", "0", *argv]) == 0
+    options = llm.made[0].options
+    assert (options["weight_bits"], options["weight_cache"]) == (bits, folder)
+    assert list(Path().iterdir()) == [], "the folder is for the engine to make"
+
+
 def test_without_prompts_it_measures_random_ones(capsys, llm):
     assert flex_opt.main(["--prompt-len", "6", "--no-log", "--gen-len", "4", "--cut-gen-len",
                           "2"]) == 0
@@ -321,11 +345,15 @@ def test_the_log_is_named_after_the_configuration(tmp_path):
       "--enable-position-rolling"], "-sink-window-window64-sinks4-rolling-prompt-only"),
     (["--hh-ratio", "0.1", "--score", "decay", "--score-decay", "0.9"], "-h2o-hh0.1-decay0.9"),
     (["--compress-cache"], "-kv4"),
+    (["--weight-bits", "16"], ""),
+    (["--compress-weight", "--weight-cache", "kept"], "-w4"),
+    (["--weight-bits", "8", "--hh-ratio", "0.1", "--cache-bits", "4"], "-w8-h2o-hh0.1-kv4"),
     (["--hh-long-seq"], ""),
 ])
-def test_the_log_is_named_after_the_cache_policy(argv, suffix):
-    name = flex_opt.result_files(flex_opt.parse_args(argv))["log_file"]
-    assert name.endswith(f"-percent-100-0-100-0-100-0{suffix}.log")
+def test_the_log_is_named_after_weights_and_cache(argv, suffix):
+    files = flex_opt.result_files(flex_opt.parse_args(argv))
+    assert set(files) == {"log_file"}
+    assert files["log_file"].endswith(f"-percent-100-0-100-0-100-0{suffix}.log")
 
 
 @pytest.mark.parametrize("flag", ["--output", "--csv", "--trace", "--log-file"])

@@ -51,15 +51,16 @@ ORDER = """
     models.spec
     models.layers
     models.opt  models.llama  models.gpt_neox
-    models.checkpoint_base
+    models.checkpoint_base  models.weight_format
     models.dummy  models.safetensors_io
     models.checkpoint
     models.convert
     models.from_gguf
-    models.sources
+    models.gguf_blocks  models.sources
+    models.quantized
     models
 
-    engine  engine.schedule  engine.batching
+    engine  engine.schedule  engine.batching  engine.packs
     engine.sampling
     engine.scoring  engine.hidden  engine.weights  engine.loader  engine.progress
     engine.prompts  engine.room

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,14 +20,16 @@ from flexgen_h2o.config import H2OConfig, Placement, Policy, parse_percent
 from flexgen_h2o.engine import executor, hidden
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.free_memory import MemoryLimits, cgroup_free, free_memory
-from flexgen_h2o.models.spec import published
-from flexgen_h2o.plan_rows import CacheOptions, Workload
+from flexgen_h2o.models import family
+from flexgen_h2o.models.spec import from_transformers, published
+from flexgen_h2o.plan_rows import CacheOptions, WeightOptions, Workload
 from flexgen_h2o.planner import memory_plan
-from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.storage.quantization import TILE, GroupLayout, MatrixLayout
 
 OPT_30B = published("facebook/opt-30b")
 LLAMA_8B = published("meta-llama/Meta-Llama-3-8B")
 LOAD = Workload(prompt_len=512, gen_len=32, gpu_batch_size=4, num_gpu_batches=2)
+ALL_GPU = (100, 0, 100, 0)
 
 
 def make_policy(*percent) -> Policy:
@@ -133,6 +137,100 @@ def test_a_full_disk_sends_weights_back_to_memory():
     assert fitting is not None and fitting.weights.disk < 100
 
 
+# Quantized weights. A block of 16 outputs by 64 inputs takes 64 bytes of scales and zero points
+# and in 4 bits 512 of codes.
+
+FOUR_BITS = WeightOptions(bits=4)
+OPT_30B_LAYER = 7168 * 7168 * 12 * 576 // 1024 + 2 * (4 + 4 + 4 + 1) * 7168
+OPT_30B_EMBEDDINGS = (3142 + 129) * 16 * 7168 * 576 // 1024 + 2 * 2 * 7168
+
+
+def bytes_at_rest(cfg, weights: WeightOptions, itemsize: int) -> int:
+    """Bytes of all tensors of a model, each once, from the tensors themselves."""
+    specs = family(cfg).weights(cfg)
+    tensors = {spec.name: spec.shape for part in (specs.embed, *specs.layers, specs.head)
+               for spec in part.values()}
+    total = 0
+    for shape in tensors.values():
+        if len(shape) == 2 and weights.bits != 16:
+            total += MatrixLayout(*shape, bits=weights.bits, group=weights.group).nbytes
+        else:
+            total += torch.Size(shape).numel() * itemsize
+    return total
+
+
+@pytest.mark.parametrize("options", [WeightOptions(), FOUR_BITS, WeightOptions(bits=8),
+                                     WeightOptions(bits=4, group=32)])
+@pytest.mark.parametrize("key", [*TINY, "opt-350m", "opt-30b", "Llama-3.1-8B", "gpt-neox-20b"])
+def test_weights_take_the_bytes_of_their_layouts(key, options):
+    cfg = from_transformers(TINY[key](), key) if key in TINY else published(key)
+    for itemsize in (2, 4):
+        plan = memory_plan(cfg, make_policy(*ALL_GPU), LOAD, itemsize=itemsize, has_gpu=True,
+                           weights=options)
+        found = rows(plan)
+        assert found["weights"][0] + found["embeddings"][0] == bytes_at_rest(
+            cfg, options, itemsize)
+        assert found["weight buffers"] == (0, 0, 0)
+
+
+def test_quantized_weights_on_disk_need_two_quantized_layers():
+    found = rows(make_plan(0, 0, 100, 0, weights=FOUR_BITS))
+    assert found["weights"] == found["embeddings"] == (0, 0, 0), "a weight cache keeps them"
+    assert found["weight buffers"] == (0, 2 * OPT_30B_LAYER, 0)
+    written = rows(make_plan(0, 0, 100, 0, weights=FOUR_BITS, writes_weights=True))
+    assert written["weights"] == (0, 0, 48 * OPT_30B_LAYER)
+    assert written["embeddings"] == (0, 0, OPT_30B_EMBEDDINGS)
+
+
+def test_percent_is_of_quantized_bytes():
+    found = rows(make_plan(50, 25, 100, 0, has_gpu=True, weights=FOUR_BITS, writes_weights=True))
+    quarter = 48 * OPT_30B_LAYER // 4
+    assert found["weights"] == (2 * quarter, quarter, quarter)
+    assert sum(found["embeddings"]) == pytest.approx(OPT_30B_EMBEDDINGS, abs=3)
+    # Of a layer half travels, and one tensor more, which has four times the hidden size.
+    layer = OPT_30B_LAYER // 2 + 4 * 7168 * 7168 * 576 // 1024
+    assert found["weight buffers"] == (2 * layer, 2 * layer, 0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_buffer_has_room_for_a_quantized_head(bits):
+    """SmolLM2's table is larger than a layer."""
+    cfg, options = published("HuggingFaceTB/SmolLM2-135M"), WeightOptions(bits=bits)
+    plan = memory_plan(cfg, make_policy(0, 0, 100, 0), LOAD, itemsize=2, weights=options)
+    head = MatrixLayout(49152, 576, bits=bits).nbytes
+    assert head > options.part_bytes(cfg.layer_shapes(), 2)
+    assert rows(plan)["weight buffers"] == (0, 2 * head, 0)
+
+
+@pytest.mark.parametrize(("cfg", "group", "filled"), [
+    (OPT_30B, 64, 28672), (LLAMA_8B, 64, 14336), (published("opt-125m"), 1000, 4000),
+])
+def test_workspace_of_products_with_quantized_weights(monkeypatch, cfg, group, filled):
+    """64 rows of the widest input and of 32 outputs by thread; on a GPU what is unpacked."""
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    for has_gpu, tier, more in ((False, 1, 3 * 64 * 4 * (filled + 32)), (True, 0, 64 << 20)):
+        plain, quantized = (
+            rows(memory_plan(cfg, make_policy(*ALL_GPU), LOAD, itemsize=2, has_gpu=has_gpu,
+                             weights=options))["workspace"][tier]
+            for options in (WeightOptions(), WeightOptions(bits=8, group=group)))
+        assert quantized - plain == more
+
+
+def test_quantized_weights_change_nothing_else():
+    plain, quantized = (rows(make_plan(0, 50, 50, 0, 50, 50, has_gpu=True, weights=options))
+                        for options in (WeightOptions(), FOUR_BITS))
+    changed = {name for name in plain if plain[name] != quantized[name]}
+    assert changed == {"weights", "embeddings", "weight buffers", "workspace"}
+
+
+def test_quantized_weights_fit_where_plain_ones_do_not():
+    limits = MemoryLimits(None, 24 * 10**9, 10**6)
+    make_plan(0, 100, 100, 0, weights=FOUR_BITS).check(limits)
+    with pytest.raises(UserError) as caught:
+        make_plan(0, 100, 100, 0).check(limits)
+    assert "weight-bits" not in str(caught.value), "that would change the results"
+
+
 # What is cached. LLaMA-3-8B has 32 layers of 8 KV heads (32 heads) of 128: a token's key and value
 # take 2 * 8 * 128 * 2 = 4096 bytes in a layer. The block has 4 * 2 sequences of 512 + 32 tokens.
 
@@ -144,8 +242,6 @@ def cache_plan(*percent, chunk=None, on_cpu=False, has_gpu=False, **cache):
     return memory_plan(LLAMA_8B, policy, LOAD, itemsize=2, has_gpu=has_gpu,
                        cache=CacheOptions(**cache))
 
-
-ALL_GPU = (100, 0, 100, 0)
 
 
 @pytest.mark.parametrize(("h2o", "layer_slots"), [
@@ -326,11 +422,12 @@ caches = st.sampled_from([
 
 @settings(max_examples=60, deadline=None)
 @given(st.tuples(shares, shares, shares), st.one_of(st.none(), sizes), sizes, sizes, st.booleans(),
-       caches)
-def test_a_suggestion_fits_itself(percent, gpu, cpu, disk, writes, cache):
-    limits = MemoryLimits(gpu, cpu, disk)
-    plan = make_plan(*(share for pair in percent for share in pair), has_gpu=gpu is not None,
-                     writes_weights=writes, cache=cache)
+       caches, st.sampled_from([16, 8, 4]))
+def test_a_suggestion_fits_itself(percent, gpu, cpu, disk, writes, cache, bits):
+    limits, options = MemoryLimits(gpu, cpu, disk), {
+        "has_gpu": gpu is not None, "writes_weights": writes, "cache": cache,
+        "weights": WeightOptions(bits)}
+    plan = make_plan(*(share for pair in percent for share in pair), **options)
     try:
         plan.check(limits)
         assert not plan.shortfalls(limits)
@@ -339,10 +436,8 @@ def test_a_suggestion_fits_itself(percent, gpu, cpu, disk, writes, cache):
         if found is None:
             assert "no --percent would fit" in str(error)
             return
-        assert "hh-ratio" not in str(error), "that would change the results"
-        suggested = make_plan(*map(float, found[1].split()), has_gpu=gpu is not None,
-                              writes_weights=writes, cache=cache)
-        suggested.check(limits)
+        assert not re.search("hh-ratio|-bits", str(error)), "that would change the results"
+        make_plan(*map(float, found[1].split()), **options).check(limits)
 
 
 def test_the_table_shows_every_row_and_the_sums():
@@ -370,6 +465,9 @@ def test_the_plan_knows_the_engines_own_numbers():
     source = (folder / "lanes.h").read_text() + (folder / "memory.h").read_text()
     assert "VECTORS = WIDTH == 16 ? 4 : 2" in source and plan_rows.QUERY_LANES == 16 * 4
     assert f"FEWEST_TASKS = {plan_rows.FEWEST_TASKS};" in source
+    source = (folder / "matrix.cpp").read_text() + (folder / "matrix.h").read_text()
+    assert f"PANEL = {plan_rows.PRODUCT_ROWS};" in source
+    assert "COLUMNS = 2 * TILE;" in source and plan_rows.PRODUCT_OUTPUTS == 2 * TILE
 
 
 # What is free

@@ -144,7 +144,10 @@ def test_every_policy_is_measured_at_every_budget_and_variants_at_two():
         "h2o 5 %", "h2o 20 %", "h2o 40 %", "window 5 %", "window 20 %", "window 40 %",
         "sink-window 5 %", "sink-window 20 %", "sink-window 40 %",
         "h2o 5 % mean", "h2o 5 % decay", "h2o 5 % rolling",
-        "h2o 20 % mean", "h2o 20 % decay", "h2o 20 % rolling", "h2o 20 % 8-bit", "h2o 20 % 4-bit"]
+        "h2o 20 % mean", "h2o 20 % decay", "h2o 20 % rolling", "h2o 20 % 8-bit", "h2o 20 % 4-bit",
+        "full, 8-bit weights", "full, 4-bit weights", "h2o 20 %, 4-bit weights",
+        "h2o 20 % 4-bit, 4-bit weights"]
+    assert len({(one.policy, one.budget, one.variant) for one in found}) == len(found)
     assert {one.group for one in found} == set(GROUPS)
 
 
@@ -153,6 +156,10 @@ def test_only_some_are_measured_and_the_full_cache_always():
         FULL, Configuration("window", 20), Configuration("window", 50)]
     assert [one.cache_bits for one in configurations([20, 50], ["bits"])] == [16, 8, 4]
     assert configurations([50], ["bits", "score"]) == [FULL]
+    assert [(one.weight_bits, one.cache_bits) for one in configurations([20], ["weights"])] == [
+        (16, 16), (8, 16), (4, 16), (4, 16), (4, 4)]
+    assert [one.variant for one in configurations([50], ["weights"])] == [
+        "", "8-bit weights", "4-bit weights"]
 
 
 @pytest.mark.parametrize(("one", "h2o", "sizes"), [
@@ -166,7 +173,7 @@ def test_only_some_are_measured_and_the_full_cache_always():
      H2OConfig(heavy_ratio=0.1, recent_ratio=0.1, score="mean", positions="rolling"), (10, 10, 0)),
 ])
 def test_a_configuration_in_the_words_of_the_engine(one, h2o, sizes):
-    assert one.arguments() == {"h2o": h2o, "cache_bits": 16}
+    assert one.arguments() == {"h2o": h2o, "cache_bits": 16, "weight_bits": 16}
     size = one.sizes(105)
     assert size is None if sizes is None else (size.heavy, size.recent, size.sinks) == sizes
 
@@ -249,10 +256,10 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
     assert [h2o[name] for name in (
         "articles", "prompt_tokens_mean", "continuation_tokens", "gen_len", "policy",
         "budget_percent", "heavy_tokens_mean", "recent_tokens_mean", "sink_tokens", "score",
-        "positions", "cache_bits", "cached_tokens_mean", "kv_cache_bytes_per_sequence",
+        "positions", "cache_bits", "weight_bits", "cached_tokens_mean", "kv_cache_bytes_per_sequence",
         "greedy_equal_share", "common_prefix_mean", "model", "dtype", "device")] == [
-        "3", "6.66667", "21", "10", "h2o", "20", "1", "1", "0", "sum", "original", "16", "2",
-        "3000", "0.2", "2", "smollm2-135m", "float32", "cpu"]
+        "3", "6.66667", "21", "10", "h2o", "20", "1", "1", "0", "sum", "original", "16", "16",
+        "2", "3000", "0.2", "2", "smollm2-135m", "float32", "cpu"]
     nats = float(h2o["delta_nats"])
     assert 0 < float(h2o["delta_nats_low"]) < nats < float(h2o["delta_nats_high"]) < 0.8
     assert float(h2o["perplexity_over_full"]) == pytest.approx(math.exp(nats), rel=1e-4)
@@ -267,12 +274,37 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
 
 
 def test_what_the_engine_is_opened_with(fake, articles):
-    assert run(articles, "--only", "bits", "--model", "m", "--path", "p", "--device", "cpu",
+    assert run(articles, "--only", "bits", "weights", "--model", "m", "--path", "p", "--device", "cpu",
                "--dtype", "bfloat16", "--gpu-batch-size", 7) == 0
     assert fake.opened == [
         {"model": "m", "path": "p", "device": "cpu", "dtype": "bfloat16", "progress": False,
-         "policy": Policy(gpu_batch_size=7), "h2o": h2o, "cache_bits": bits}
-        for h2o, bits in ((None, 16), (H2O.h2o(), 8), (H2O.h2o(), 4))]
+         "policy": Policy(gpu_batch_size=7), "h2o": h2o, "cache_bits": bits, "weight_bits": weights}
+        for h2o, bits, weights in (
+            (None, 16, 16), (H2O.h2o(), 8, 16), (H2O.h2o(), 4, 16), (None, 16, 8), (None, 16, 4),
+            (H2O.h2o(), 16, 4), (H2O.h2o(), 4, 4))]
+
+
+def without_weight_bits(path) -> None:
+    """Make a CSV file one from before there were quantized weights."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        del row["weight_bits"]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_files_from_before_quantized_weights_are_read(fake, articles, tmp_path, capsys):
+    out = tmp_path / "out.csv"
+    assert run(articles, "--only", "bits", "window", "--csv", out) == 0
+    now, text = measures.read_rows(str(out)), capsys.readouterr().out
+    without_weight_bits(out)
+    assert measures.read_rows(str(out)) == now
+    assert {row["weight_bits"] for row in now} == {16}
+    assert quality.main(["--from-csv", str(out)]) == 0
+    assert capsys.readouterr().out == text
 
 
 def test_learned_positions_do_not_roll(fake, articles, capsys):
@@ -362,7 +394,10 @@ def test_a_model_without_a_tokenizer_is_refused(fake, articles, monkeypatch, cap
 @pytest.mark.parametrize(("change", "message"), [
     (lambda text: "", "has other columns"),
     (lambda text: text.replace("perplexity,", "ppl,", 1), "has other columns"),
+    (lambda text: text.replace("weight_bits,", "", 1), "line 2 is not a row"),
     (lambda text: text.replace(",full,full,", ",h2o,h2o,"), "has no row of the full cache"),
+    (lambda text: text.replace(",full,full,,", ",full,full,4-bit weights,"),
+     "has no row of the full cache"),
     (lambda text: text.rsplit(",", 1)[0] + "\n", "line 3 is not a row"),
     (lambda text: text.rstrip("\n") + ",1\n", "line 3 is not a row"),
     (lambda text: text.replace(",float32,3,", ",float32,many,", 1), "line 2 is not a row"),
@@ -415,11 +450,25 @@ def test_a_plot_of_little_is_a_plot_too(fake, articles, tmp_path):
     plots.draw([full, h2o, h2o | {"variant": "new"}], str(plot))
 
 
+def test_the_plot_leaves_quantized_weights_out(fake, articles, tmp_path):
+    """With such rows, even before the full cache's, it is the one without them."""
+    pytest.importorskip("matplotlib")
+    out, plain, more = (tmp_path / name for name in ("out.csv", "plain.png", "more.png"))
+    assert run(articles, "--only", "h2o", "weights", "--csv", out) == 0
+    rows = measures.read_rows(str(out))
+    others = [row | {"perplexity": 1.5, "greedy_equal_share": 0.5} for row in rows
+              if row["weight_bits"] != 16]
+    assert len(others) == 4
+    plots.draw([row for row in rows if row["weight_bits"] == 16], str(plain))
+    plots.draw([*others, *(row for row in rows if row["weight_bits"] == 16)], str(more))
+    assert more.read_bytes() == plain.read_bytes()
+
+
 # --- the engine itself, on a random model and token ids
 
 
 @pytest.mark.parametrize("only", [("h2o", "window", "sink-window"), ("score", "positions"),
-                                  ("bits",)])
+                                  ("bits",), ("weights",)])
 def test_the_real_engine(tiny_model, only):
     draw = random.Random(0)
     pairs = halves([draw.choices(range(120), k=length) for length in (60, 41, 53)])
@@ -435,7 +484,11 @@ def test_the_real_engine(tiny_model, only):
     assert full["perplexity_over_full"] == 1 and full["greedy_equal_share"] == 1
     for row in rows[1:]:
         assert math.isfinite(row["perplexity"]) and row["delta_nats"] != 0
-        assert row["common_prefix_mean"] >= (0 if row["cache_bits"] < 16 else 1)  # exact prefill
+        exact = row["cache_bits"] == row["weight_bits"] == 16
+        assert row["common_prefix_mean"] >= (1 if exact else 0)  # of an exact prefill
+        if row["policy"] == "full":
+            assert row["kv_cache_bytes_per_sequence"] == full["kv_cache_bytes_per_sequence"]
+            continue
         assert row["kv_cache_bytes_per_sequence"] < full["kv_cache_bytes_per_sequence"]
         # The cache of the longest prompt, of 30 tokens, has these slots and no more.
         longest = todo[rows.index(row)].sizes(30)

@@ -187,8 +187,8 @@ def test_csv_schema():
         "weights_gpu,weights_cpu,weights_disk,cache_gpu,cache_cpu,cache_disk,"
         "activations_gpu,activations_cpu,activations_disk,"
         "overlap,pin_weight,cpu_cache_compute,prefill_chunk,compress_weight,compress_cache,"
-        "cache_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,num_window_length,"
-        "hh_all,score,score_decay,sink_tokens,enable_position_rolling,"
+        "weight_bits,cache_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,"
+        "num_window_length,hh_all,score,score_decay,sink_tokens,enable_position_rolling,"
         "prompt_len,gen_len,gpu_batch_size,num_gpu_batches,num_prompts,prompt_tokens,"
         "generated_tokens,load_seconds,prefill_seconds,decode_seconds,"
         "prefill_tokens_per_second,decode_tokens_per_second,total_tokens_per_second,"
@@ -221,6 +221,18 @@ def csv_of(tmp_path, **flags) -> dict[str, str]:
     append_csv(tmp_path / "r.csv", make_stats(full_kv_cache_bytes=4 * 10**6, kv_bytes_per_token=96),
                RunConfig(**flags))
     return read_csv(tmp_path / "r.csv")[0]
+
+
+@pytest.mark.parametrize(("flags", "cells"), [
+    ({}, {"weight_bits": "16", "compress_weight": "false", "cache_bits": "16"}),
+    ({"compress_weight": True}, {"weight_bits": "4", "compress_weight": "true"}),
+    ({"weight_bits": 8, "no_weight_cache": True},
+     {"weight_bits": "8", "compress_weight": "false", "cache_bits": "16"}),
+    ({"compress_cache": True}, {"weight_bits": "16", "cache_bits": "4"}),
+])
+def test_csv_says_how_weights_are_kept(tmp_path, flags, cells):
+    row = csv_of(tmp_path, **flags)
+    assert {name: row[name] for name in cells} == cells
 
 
 @pytest.mark.parametrize(("flags", "cells"), [

@@ -10,6 +10,7 @@ import torch
 from conftest import LINEAR_ROPE, LLAMA3_ROPE, TINY
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.models import family
 from flexgen_h2o.models.shapes import PUBLISHED
 from flexgen_h2o.models.spec import RopeConfig, from_transformers, published
 
@@ -61,6 +62,48 @@ def test_published_shapes_are_what_transformers_builds(name):
     cfg = published(name)
     assert cfg.num_parameters() == model.num_parameters()
     assert cfg == from_transformers(config, name)
+
+
+CONFIGS = [*TINY, *PUBLISHED]
+
+
+def config_of(key: str):
+    """The config of a tiny or a published model."""
+    return from_transformers(TINY[key](), key) if key in TINY else published(key)
+
+
+@pytest.mark.parametrize("key", CONFIGS)
+def test_shapes_are_those_of_the_tensors(key):
+    """Each part has its family's matrices and vectors; a tied table is the embeddings' alone."""
+    cfg = config_of(key)
+    specs = family(cfg).weights(cfg)
+    tied = {spec.name for spec in specs.embed.values()}
+    head = {name: spec for name, spec in specs.head.items() if spec.name not in tied}
+    parts = [(cfg.embed_shapes(), specs.embed), (cfg.head_shapes(), head)]
+    parts += [(cfg.layer_shapes(), layer) for layer in specs.layers]
+    for part, tensors in parts:
+        shapes = [spec.shape for spec in tensors.values()]
+        assert sorted(part.matrices) == sorted(shape for shape in shapes if len(shape) == 2)
+        assert part.vectors == sum(shape[0] for shape in shapes if len(shape) == 1)
+
+
+@pytest.mark.parametrize("name, embed, layer, head", [
+    ("facebook/opt-350m", (((50272, 512), (2050, 1024), (1024, 512)), 0),
+     (((1024, 1024),) * 4 + ((4096, 1024), (1024, 4096)), 4 * 1024 + 4 * 1024 + 4096 + 1024),
+     (((512, 1024),), 0)),
+    ("meta-llama/Meta-Llama-3-8B", (((128256, 4096),), 0),
+     (((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096),
+       (4096, 14336)), 2 * 4096),
+     (((128256, 4096),), 4096)),
+    ("EleutherAI/pythia-70m", (((50304, 512),), 0),
+     (((1536, 512), (512, 512), (2048, 512), (512, 2048)),
+      4 * 512 + 1536 + 512 + 2048 + 512),
+     (((50304, 512),), 2 * 512)),
+])
+def test_shapes_by_hand(name, embed, layer, head):
+    cfg = published(name)
+    found = (cfg.embed_shapes(), cfg.layer_shapes(), cfg.head_shapes())
+    assert [(part.matrices, part.vectors) for part in found] == [embed, layer, head]
 
 
 @pytest.mark.parametrize("size, billions", [("66b", 65.7), ("175b", 174.6)])

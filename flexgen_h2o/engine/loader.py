@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -13,9 +15,13 @@ from flexgen_h2o.config import Placement
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
+from flexgen_h2o.models.convert import Keep, cache_dir, files_of
 from flexgen_h2o.models.dummy import DummyCheckpoint
-from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, read_config
+from flexgen_h2o.models.gguf_blocks import GgufBlocks
+from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
+from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
 from flexgen_h2o.models.spec import ModelConfig, ModelWeights, from_transformers, published
+from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.tiers import Device
 
 DUMMY = "_DUMMY_"
@@ -28,7 +34,8 @@ Progress = Callable[[int, int], None]
 class Source:
     """A model that can be loaded: its shape, and where its tensors and its tokenizer are.
 
-    folder is None for dummy weights of a published shape, which have no tokenizer either.
+    folder is None for dummy weights of a published shape, which have no tokenizer either; gguf is
+    the file that the folder was made from, if it was one; bits are those of a matrix's elements.
     """
 
     config: ModelConfig
@@ -36,13 +43,41 @@ class Source:
     dtype: torch.dtype
     folder: Path | None
     dummy: bool
+    gguf: Path | None = None
+    bits: int = 16
 
-    def open(self, placement: Placement, seed: int, progress: Progress
-             ) -> tuple[Checkpoint, dict[str, str]]:
-        """The checkpoint, and its own name for each tensor that the model needs.
+    @cached_property
+    def form(self) -> WeightFormat:
+        """How the tensors are held: in groups as a GGUF's, where it has any of so many bits."""
+        if self._blocks is not None:
+            return WeightFormat(self.dtype, self.bits, GgufBlocks.GROUP)
+        return WeightFormat(self.dtype, self.bits)
+
+    @cached_property
+    def _blocks(self) -> GgufBlocks | None:
+        if self.gguf is None or self.bits == 16:
+            return None
+        blocks = GgufBlocks(self.gguf, self.bits)
+        return blocks if blocks.names else None
+
+    def open(self, placement: Placement, *, seed: int, weight_cache: str | None,
+             progress: Progress) -> tuple[Checkpoint, dict[str, str]]:
+        """The checkpoint in `form`, and its own name for each tensor that the model needs.
 
         Weights on disk are read straight from the checkpoint's bytes at every step; when these are
-        of another dtype a converted copy is made, once, and reused.
+        of another dtype a converted copy is made, once, and reused. Quantized weights come from
+        the weight cache.
+
+        Parameters
+        ----------
+        placement : Placement
+        seed : int
+            Of dummy weights.
+        weight_cache : str or None
+            Folder for quantized weights; "auto": in the user's cache; None: they are made anew,
+            as dummy weights always are.
+        progress : callable
+            Called with (bytes done, bytes in all) while a copy is made.
 
         Raises
         ------
@@ -51,10 +86,21 @@ class Source:
         """
         groups = (self.weights.embed, *self.weights.layers, self.weights.head)
         specs = {spec.name: spec for group in groups for spec in group.values()}
+        same = {name: name for name in specs}
         if self.dummy:
             shapes = {name: tuple(spec.shape) for name, spec in specs.items()}
-            return DummyCheckpoint(shapes, self.dtype, seed), {name: name for name in specs}
-        checkpoint, names = self._resolve(self.folder, specs)
+            checkpoint, names = DummyCheckpoint(shapes, self.dtype, seed), same
+        else:
+            checkpoint, names = self._resolve(self.folder, specs)
+        if self.bits != 16:
+            quantizing = QuantizingCheckpoint(checkpoint, names, self.form, self._blocks)
+            if self.dummy or weight_cache is None:
+                return quantizing, same
+            files = [*files_of(self.folder), *([self.gguf] if self.gguf else [])]
+            return cached(quantizing, self.form, files, keep=_weight_cache(weight_cache),
+                          title=self.folder.name, progress=progress), same
+        if self.dummy:
+            return checkpoint, names
         if placement.disk > 0 and not all(self._direct(checkpoint, n) for n in names.values()):
             checkpoint.close()
             dtype = str(self.dtype).removeprefix("torch.")
@@ -76,7 +122,14 @@ class Source:
         return plain and info.dtype == self.dtype
 
 
-def find(model: str, *, path: str | None, dtype: str, device: Device, progress: Progress) -> Source:
+def _weight_cache(chosen: str) -> Keep:
+    advice = "choose another --weight-cache, or --no-weight-cache"
+    root = cache_dir() / "weights" if chosen == "auto" else Path(os.path.expanduser(chosen))
+    return Keep(root, advice)
+
+
+def find(model: str, *, path: str | None, dtype: str, bits: int, device: Device,
+         progress: Progress) -> Source:
     """Find a model by name, download or convert it if need be, and read its configuration.
 
     Parameters
@@ -88,6 +141,8 @@ def find(model: str, *, path: str | None, dtype: str, device: Device, progress: 
     dtype : str
         auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU, and on a GPU the
         checkpoint's own if it has 16 bits, else float16.
+    bits : int
+        Of the weights: 16 (as `dtype` says), 8 or 4.
 
     Raises
     ------
@@ -96,16 +151,16 @@ def find(model: str, *, path: str | None, dtype: str, device: Device, progress: 
     """
     dummy = path == DUMMY
     config = published(model) if dummy else None
-    if config is not None:
-        folder = None
-    else:
+    name = model if path is None or dummy else path
+    folder = gguf = None
+    if config is None:
         wanted = None if dtype == "auto" and device.torch.type == "cuda" else dtype
         wanted = "bfloat16" if wanted == "auto" else wanted
-        folder = checkpoint_folder(model if path is None or dummy else path, dtype=wanted,
-                                   progress=progress)
+        gguf = gguf_of(name)
+        folder = checkpoint_folder(name, dtype=wanted, progress=progress)
         config = from_transformers(read_config(folder), model)
     return Source(config, family(config).weights(config), _dtype(dtype, config, device), folder,
-                  dummy)
+                  dummy, gguf, bits)
 
 
 def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 Units are the stops of the schedule: 0 embeds, 1 to num_layers are the decoder layers, the last is
 the head. The weights of a unit on one tier are packed into one buffer and travel as one copy
-and a few large reads. On disk they are the checkpoint's own bytes.
+and a few large reads. On disk they are the checkpoint's own bytes, or the weight cache's.
 """
 
 from __future__ import annotations
@@ -10,69 +10,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import torch
 
 from flexgen_h2o.config import Placement
+from flexgen_h2o.engine.packs import ALIGN, Pack, Slot, Unit, Weight
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.spec import ModelWeights, TensorSpec
-from flexgen_h2o.storage.disk import AlignedRead, RunFolder, plan_reads
+from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.storage.disk import RunFolder, plan_reads
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import assign
-from flexgen_h2o.storage.tiers import PAGE, Device, Event, round_up, typed
-from flexgen_h2o.storage.transfer import UP, Handle, Lane, Transfers
-
-ALIGN = 64
-
-
-@dataclass
-class Pack:
-    """Tensors laid out in one buffer: where each lies, and the reads that fill the buffer.
-
-    reads is None when the bytes do not lie plainly in a file and have to be converted.
-    """
-
-    nbytes: int = 0
-    places: dict[str, int] = field(default_factory=dict)
-    reads: list[AlignedRead] | None = None
-
-    def views(self, buffer: torch.Tensor, specs: Mapping[str, TensorSpec], dtype: torch.dtype):
-        """Local name to tensor, as views of `buffer`."""
-        return {name: typed(buffer, place, specs[name].shape, dtype)
-                for name, place in self.places.items()}
-
-
-@dataclass
-class Unit:
-    """One stop of the schedule: its tensors, and how those of each tier are packed."""
-
-    specs: dict[str, TensorSpec]
-    packs: dict[str, Pack] = field(default_factory=dict)
-    resident: dict[str, torch.Tensor] = field(default_factory=dict)
-    host: list[tuple[Pack, torch.Tensor]] = field(default_factory=list)
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes that every load of this unit brings to compute memory."""
-        packs = [pack for pack, _ in self.host] + [self.packs[t] for t in self.packs if t == "disk"]
-        return sum(round_up(pack.nbytes, PAGE) for pack in packs)
-
-
-@dataclass
-class Slot:
-    """A buffer that one unit's fetched weights occupy while they are live.
-
-    host is where the disk's share lands on its way to a GPU; None where nothing is to land.
-    """
-
-    device: torch.Tensor
-    host: torch.Tensor | None
-    free: Event | None = None
-    sent: Event | None = None
-    unit: int | None = None
-    handle: Handle | None = None
+from flexgen_h2o.storage.quantization import TILE
+from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
+from flexgen_h2o.storage.transfer import UP, Lane, Transfers
 
 
 class WeightStore:
@@ -87,26 +41,26 @@ class WeightStore:
     names : mapping
         Canonical tensor name to the checkpoint's own name.
     placement : Placement
-        Share of the bytes on each tier.
-    dtype : torch.dtype
-        Of every tensor in compute memory.
+        Share of the bytes on each tier, as `form` counts them.
+    form : WeightFormat
+        Of every tensor, wherever it is.
     pin : bool
         Page-lock the weights in host memory, which copies to a GPU need to run at full speed.
     """
 
     def __init__(self, weights: ModelWeights, checkpoint: Checkpoint, names: Mapping[str, str],
-                 *, placement: Placement, dtype: torch.dtype, transfers: Transfers,
+                 *, placement: Placement, form: WeightFormat, transfers: Transfers,
                  pin: bool = True):
         self._checkpoint = checkpoint
         self._names = names
-        self._dtype = dtype
+        self._form = form
         self._pin = pin
         self._transfers = transfers
         self._device: Device = transfers.device
         self.tables = weights.tables
         self.units = [Unit(dict(specs)) for specs in (weights.embed, *weights.layers, weights.head)]
         self.tiers = self._place(placement)
-        self._tables: dict[str, torch.Tensor] = {}
+        self._tables: dict[str, Weight] = {}
         self._slots: list[Slot] = []
         self._next = 0
         self._spill: dict[str, Extent] = {}
@@ -122,10 +76,7 @@ class WeightStore:
         return assign(sizes.items(), placement)
 
     def _bytes(self, spec: TensorSpec) -> int:
-        count = self._dtype.itemsize
-        for size in spec.shape:
-            count *= size
-        return count
+        return self._form.nbytes(spec.shape)
 
     def load(self, run_folder: Callable[[], RunFolder],
              progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -172,7 +123,7 @@ class WeightStore:
             buffer.copy_(host)
             host = buffer
         if tier == "gpu" or not self._device.separate:
-            unit.resident.update(pack.views(host, wanted, self._dtype))
+            unit.resident.update(pack.views(host, wanted, self._form))
         else:
             unit.host.append((pack, host))
 
@@ -181,10 +132,11 @@ class WeightStore:
         if spec.name in self._spill:
             return self._spill[spec.name]
         info = self._checkpoint.info(self._names[spec.name])
-        if info.extent is None or info.dtype != self._dtype:
+        dtype, _ = self._form.stored(spec.shape)
+        if info.extent is None or info.dtype != dtype:
             return None
         # A file with an odd header length would put elements astride their alignment.
-        return None if info.extent.offset % self._dtype.itemsize else info.extent
+        return None if info.extent.offset % dtype.itemsize else info.extent
 
     def _pack(self, wanted: Mapping[str, TensorSpec]) -> Pack:
         extents = {name: self._extent(spec) for name, spec in wanted.items()}
@@ -201,12 +153,13 @@ class WeightStore:
         if pack.reads is not None:
             self._transfers.disk.read(pack.reads, buffer)
             return
-        views = pack.views(buffer, wanted, self._dtype)
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(
-                lambda name: self._checkpoint.read(self._names[wanted[name].name], views[name]),
-                wanted,
-            ))
+            list(pool.map(lambda name: self._read(wanted[name], buffer, pack.places[name]), wanted))
+
+    def _read(self, spec: TensorSpec, buffer: torch.Tensor, place: int) -> None:
+        """Read a tensor to its place in a buffer, converting or quantizing it."""
+        dtype, shape = self._form.stored(spec.shape)
+        self._checkpoint.read(self._names[spec.name], typed(buffer, place, shape, dtype))
 
     def _write_spill(self, run_folder: Callable[[], RunFolder]) -> None:
         """Write what belongs on disk but does not lie there in the right form."""
@@ -221,7 +174,7 @@ class WeightStore:
         offset = 0
         for spec in missing.values():
             nbytes = self._bytes(spec)
-            self._checkpoint.read(self._names[spec.name], typed(buffer, 0, spec.shape, self._dtype))
+            self._read(spec, buffer, 0)
             whole = round_up(nbytes, PAGE)
             self._transfers.disk.write(Extent(path, offset, whole), buffer[:whole])
             self._spill[spec.name] = Extent(path, offset, nbytes)
@@ -235,7 +188,7 @@ class WeightStore:
             held = embed.resident.get(table)
             for pack, host in embed.host:
                 if table in pack.places:
-                    held = pack.views(host, embed.specs, self._dtype)[table]
+                    held = pack.views(host, embed.specs, self._form)[table]
             if held is None:
                 continue
             self._tables[table] = held
@@ -243,8 +196,9 @@ class WeightStore:
                 if table in embed.resident:
                     head.resident[name] = held
                 else:
-                    source = held.view(-1).view(torch.uint8)
-                    head.host.append((Pack(held.nbytes, {name: 0}), source))
+                    data = held.data if isinstance(held, QuantizedMatrix) else held
+                    source = data.view(-1).view(torch.uint8)
+                    head.host.append((Pack(data.nbytes, {name: 0}), source))
 
     def _make_slots(self) -> None:
         # The embedding unit's host packs hold its tables too, but those are never fetched whole.
@@ -293,7 +247,7 @@ class WeightStore:
         lane.copy(slot.device[start:end], slot.host[: end - start], UP)
         slot.sent = lane.stream.mark()
 
-    def get(self, index: int) -> dict[str, torch.Tensor]:
+    def get(self, index: int) -> dict[str, Weight]:
         """A unit's weights by local name, on the compute device, ready for compute to use.
 
         A fetched tensor stays valid until `release`.
@@ -306,7 +260,7 @@ class WeightStore:
         weights = dict(unit.resident)
         start = 0
         for pack in [p for p, _ in unit.host] + [p for t, p in unit.packs.items() if t == "disk"]:
-            weights.update(pack.views(slot.device[start:], unit.specs, self._dtype))
+            weights.update(pack.views(slot.device[start:], unit.specs, self._form))
             start += round_up(pack.nbytes, PAGE)
         return weights
 
@@ -337,19 +291,28 @@ class WeightStore:
         -------
         Tensor [rows, dim] on the compute device
         """
-        if table in self._tables:
-            held = self._tables[table]
-            if held.device.type != "cpu":
-                return held[index.to(held.device)]
-            return held[index].to(self._device.torch)
-        spec = self.units[0].specs[table]
-        unique, inverse = index.unique(return_inverse=True)
+        held = self._tables.get(table)
+        if held is None:
+            held, index = self._strips(self.units[0].specs[table], index)
+        if isinstance(held, QuantizedMatrix):
+            found = ops.unpack_rows(held, index.to(held.data.device), self._form.dtype)
+        else:
+            found = held[index.to(held.device)]
+        return found.to(self._device.torch)
+
+    def _strips(self, spec: TensorSpec, index: torch.Tensor) -> tuple[Weight, torch.Tensor]:
+        """What of a table on disk holds the rows `index`, and where they are in that."""
+        rows, columns = spec.shape
+        layout = self._form.layout(spec.shape)
+        height = 1 if layout is None else TILE  # rows that lie together
+        nbytes = self._bytes(spec) // rows if layout is None else layout.tile_bytes
+        strips, inverse = (index // height).unique(return_inverse=True)
         whole = self._extent(spec)
-        stride = spec.shape[1] * self._dtype.itemsize
-        rows = [Extent(whole.path, whole.offset + row * stride, stride) for row in unique.tolist()]
-        reads, places, nbytes = plan_reads(rows)
-        buffer = self._device.host_empty(nbytes, pinned=False)
+        extents = [Extent(whole.path, whole.offset + strip * nbytes, nbytes)
+                   for strip in strips.tolist()]
+        reads, places, size = plan_reads(extents)
+        buffer = self._device.host_empty(size, pinned=False)
         self._transfers.disk.read(reads, buffer)
-        found = torch.stack([typed(buffer, places[row], spec.shape[1:], self._dtype)
-                             for row in rows])
-        return found[inverse].to(self._device.torch)
+        held = torch.cat([buffer[places[e] : places[e] + nbytes] for e in extents])
+        return (self._form.view(held, 0, (len(extents) * height, columns)),
+                inverse * height + index % height)

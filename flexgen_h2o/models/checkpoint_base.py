@@ -64,8 +64,9 @@ class Checkpoint(ABC):
         name : str
             One of `names()`.
         out : torch.Tensor
-            Contiguous, on the CPU, of the tensor's shape and of any floating dtype. Nothing
-            beyond it and a few MB of scratch is held while it is filled.
+            Contiguous, on the CPU, of the tensor's shape and of any floating dtype; uint8 for a
+            tensor of bytes, which quantized ones are. Nothing beyond it and a few MB of scratch is
+            held while it is filled.
 
         Raises
         ------
@@ -80,9 +81,11 @@ class Checkpoint(ABC):
         info = self.info(name)
         if tuple(out.shape) != info.shape:
             raise ValueError(f"{name} has shape {info.shape}, not that of out {tuple(out.shape)}")
-        if out.device.type != "cpu" or not out.is_contiguous() or not out.is_floating_point():
+        bytes_alone = info.dtype == out.dtype == torch.uint8
+        usable = out.is_floating_point() or bytes_alone
+        if out.device.type != "cpu" or not out.is_contiguous() or not usable:
             raise ValueError(f"{name} can only be read into a contiguous floating CPU tensor")
-        if info.dtype not in _READABLE:
+        if info.dtype not in _READABLE and not bytes_alone:
             raise UserError(
                 f"{self.source}: tensor {name} is stored as {_plain(info.dtype)}; "
                 "use a checkpoint in float32, float16 or bfloat16"

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,7 +29,7 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 Progress = Callable[[int, int], None]
 
 _FORMAT = 1  # raise it when what is written changes: copies of an older format are then made anew
-_HEAD_BYTES = 64 << 10  # of each source file, hashed into the key of its copy
+_HEAD_BYTES = 64 << 10  # at least, of each source file, hashed into the key of its copy
 _WEIGHTS = (".safetensors", ".bin")
 _COPIED = (".json", ".model", ".txt", ".jinja")  # configuration and tokenizer
 _SPARE_BYTES = 64 << 20  # left free beside a copy, for its small files
@@ -38,6 +39,26 @@ def cache_dir() -> Path:
     """Where converted models are kept: `$FLEXGEN_H2O_CACHE`, else `~/.cache/flexgen_h2o`."""
     chosen = os.environ.get("FLEXGEN_H2O_CACHE")
     return Path(os.path.expanduser(chosen or "~/.cache/flexgen_h2o"))
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A folder that keeps what is made out of checkpoints.
+
+    Attributes
+    ----------
+    root : Path
+    advice : str
+        What to do where it cannot be written, in words that follow "or".
+    """
+
+    root: Path
+    advice: str
+
+
+def converted() -> Keep:
+    """Where whole converted models are kept."""
+    return Keep(cache_dir() / "converted", "set FLEXGEN_H2O_CACHE to another folder")
 
 
 def read_config(folder: Path) -> dict:
@@ -96,21 +117,21 @@ def converted_folder(folder: Path, dtype: str, progress: Progress | None = None)
         with open_checkpoint(folder) as checkpoint:
             layout = _layout(checkpoint, target)
             pieces = _whole_tensors(checkpoint, target)
-            write_weights(made, layout, pieces, progress=progress)
-        for path in _files(folder, _COPIED):
+            write_weights(made, layout, pieces, keep=converted(), progress=progress)
+        for path in files_of(folder, _COPIED):
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(path, made / path.name)
         config = read_config(folder)
         config.pop("torch_dtype", None)  # the name that transformers before 5 gave it
         (made / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
 
-    return build_once(_files(folder, _WEIGHTS + _COPIED), dtype, folder.name, build)
+    return build_once(files_of(folder), dtype, folder.name, build, keep=converted())
 
 
 def build_once(
-    sources: Sequence[Path], dtype: str, title: str, build: Callable[[Path], None]
+    sources: Sequence[Path], form: str, title: str, build: Callable[[Path], None], *, keep: Keep
 ) -> Path:
-    """The cached folder for these sources, built first if it is not there yet.
+    """The kept folder for these sources, built first if it is not there yet.
 
     It is built under another name and renamed into place, so what stands under its own name is
     whole. Processes (and threads) that want the same folder wait for the one that builds it.
@@ -119,21 +140,23 @@ def build_once(
     Parameters
     ----------
     sources : sequence of Path
-        The files it is made from. Their names, sizes, times and first bytes are the key.
-    dtype : str
-        Part of the key.
+        The files it is made from. Their names, sizes, times and headers are the key.
+    form : str
+        What it is made into; part of the key.
     title : str
         For people who look into the cache; not part of the key.
     build : callable
         Given an empty folder, fills it.
+    keep : Keep
+        Where the folder is to be.
 
     Raises
     ------
     UserError
-        If the cache cannot be written.
+        If it cannot be written there.
     """
-    root = cache_dir() / "converted"
-    name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', title)[:60]}-{dtype}-{_key(sources, dtype)}"
+    root = keep.root
+    name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', title)[:60]}-{form}-{_key(sources, form)}"
     target = root / name
     if target.is_dir():
         return target
@@ -145,7 +168,7 @@ def build_once(
     except OSError as error:
         raise UserError(
             f"cannot write a converted copy to {target} ({error.strerror or error}); "
-            "free space there or set FLEXGEN_H2O_CACHE to another folder"
+            f"free space there or {keep.advice}"
         ) from error
     return target
 
@@ -155,18 +178,20 @@ def write_weights(
     layout: Layout,
     pieces: Callable[[str], Iterator[torch.Tensor]],
     *,
+    keep: Keep,
     progress: Progress | None = None,
 ) -> None:
     """Write `model.safetensors` in a folder under construction, if the disk has room for it.
 
-    Parameters are those of `write_safetensors`. Raises UserError if there is no room.
+    Parameters are those of `write_safetensors` and `build_once`. Raises UserError if there is no
+    room.
     """
     need = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values())
     free = shutil.disk_usage(folder).free
     if need + _SPARE_BYTES > free:
         raise UserError(
-            f"a converted copy takes {need / 1e9:.1f} GB, but {cache_dir()} has "
-            f"{free / 1e9:.1f} GB free; free some or set FLEXGEN_H2O_CACHE to another disk"
+            f"a converted copy takes {need / 1e9:.1f} GB, but {keep.root} has "
+            f"{free / 1e9:.1f} GB free; free some or {keep.advice}"
         )
     write_safetensors(folder / "model.safetensors", layout, pieces, progress=progress)
 
@@ -201,20 +226,25 @@ def _whole_tensors(
     return pieces
 
 
-def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+def files_of(folder: Path, suffixes: tuple[str, ...] = _WEIGHTS + _COPIED) -> list[Path]:
+    """The files of a Hugging Face folder that make up the model; UserError if it is unreadable."""
     try:
         return sorted(p for p in folder.iterdir() if p.suffix in suffixes and p.is_file())
     except OSError as error:
         raise UserError(f"cannot read {folder}: {error.strerror}") from error
 
 
-def _key(sources: Sequence[Path], dtype: str) -> str:
-    parts: list[object] = [_FORMAT, dtype]
+def _key(sources: Sequence[Path], form: str) -> str:
+    parts: list[object] = [_FORMAT, form]
     for path in sources:
         try:
             status = path.stat()
             with open(path, "rb") as file:
-                head = hashlib.sha256(file.read(_HEAD_BYTES)).hexdigest()
+                head = file.read(_HEAD_BYTES)
+                if path.suffix == ".safetensors":  # all of its header, however long
+                    length = int.from_bytes(head[:8], "little")
+                    head += file.read(max(0, min(8 + length, status.st_size) - len(head)))
+                head = hashlib.sha256(head).hexdigest()
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         parts.append([path.name, status.st_size, status.st_mtime_ns, head])

@@ -16,6 +16,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.convert import (
     Progress,
     build_once,
+    converted,
     natural_key,
     torch_dtype,
     write_weights,
@@ -57,13 +58,17 @@ _LLAMA3_ROPE = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class _Source:
+class GgufTensor:
     """One tensor of the GGUF: rows of packed blocks, and the order its rows are wanted in."""
 
     data: np.ndarray
     kind: Any
     shape: tuple[int, ...]
     order: np.ndarray | None
+
+    def packed(self, rows: slice) -> np.ndarray:
+        """Some rows as they lie in the file, in the order of the Hugging Face tensor."""
+        return self.data[rows if self.order is None else self.order[rows]]
 
 
 def convert_gguf(source: Path, dtype: str | None = None, progress: Progress | None = None) -> Path:
@@ -97,15 +102,23 @@ def convert_gguf(source: Path, dtype: str | None = None, progress: Progress | No
     target = torch_dtype(dtype)
 
     def build(folder: Path) -> None:
-        reader = _open(source)
-        tensors = _tensors(source, reader)
+        reader, tensors = read_gguf(source)
         layout = {name: (target, tensors[name].shape) for name in sorted(tensors, key=natural_key)}
         pieces = _dequantizer(source, tensors, target)
         # The small files first: what they refuse is then refused before the long part.
         _write_config(source, folder, dtype, _config_of(source, reader, tensors))
-        write_weights(folder, layout, pieces, progress=progress)
+        write_weights(folder, layout, pieces, keep=converted(), progress=progress)
 
-    return build_once([source], dtype, source.stem, build)
+    return build_once([source], dtype, source.stem, build, keep=converted())
+
+
+def read_gguf(source: Path) -> tuple[Any, dict[str, GgufTensor]]:
+    """The reader of a GGUF file, and its tensors by Hugging Face name, mapped and not yet read.
+
+    Raises `UserError` if the file is damaged or of another architecture.
+    """
+    reader = _open(source)
+    return reader, _tensors(source, reader)
 
 
 def _open(source: Path) -> Any:
@@ -132,7 +145,7 @@ def _field(reader: Any, key: str, default: Any) -> Any:
     return default if field is None else field.contents()
 
 
-def _tensors(source: Path, reader: Any) -> dict[str, _Source]:
+def _tensors(source: Path, reader: Any) -> dict[str, GgufTensor]:
     heads = _field(reader, "llama.attention.head_count", None)
     kv_heads = _field(reader, "llama.attention.head_count_kv", heads)
     if not (isinstance(heads, int) and isinstance(kv_heads, int) and heads > 0 and kv_heads > 0):
@@ -147,7 +160,7 @@ def _tensors(source: Path, reader: Any) -> dict[str, _Source]:
         if groups and shape[0] % (2 * groups):
             raise UserError(f"{source}: {tensor.name} has {shape[0]} rows for {groups} heads")
         order = _row_order(shape[0], groups) if groups else None
-        tensors[name] = _Source(tensor.data, tensor.tensor_type, shape, order)
+        tensors[name] = GgufTensor(tensor.data, tensor.tensor_type, shape, order)
     return tensors
 
 
@@ -174,7 +187,7 @@ def _row_order(rows: int, heads: int) -> np.ndarray:
 
 
 def _dequantizer(
-    source: Path, tensors: Mapping[str, _Source], dtype: torch.dtype
+    source: Path, tensors: Mapping[str, GgufTensor], dtype: torch.dtype
 ) -> Callable[[str], Iterator[torch.Tensor]]:
     import numpy as np
     from gguf.quants import dequantize
@@ -184,8 +197,7 @@ def _dequantizer(
         rows = tensor.shape[0]
         step = max(1, _PIECE_ELEMENTS // max(1, math.prod(tensor.shape[1:])))
         for start in range(0, rows, step):
-            wanted = slice(start, start + step)
-            packed = tensor.data[wanted if tensor.order is None else tensor.order[wanted]]
+            packed = tensor.packed(slice(start, start + step))
             try:
                 values = dequantize(packed, tensor.kind)
             except (NotImplementedError, ValueError) as error:
@@ -199,7 +211,7 @@ def _dequantizer(
     return pieces
 
 
-def _config_of(source: Path, reader: Any, tensors: Mapping[str, _Source]) -> dict[str, Any]:
+def _config_of(source: Path, reader: Any, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """What transformers does not take from a GGUF by itself."""
     changes: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],

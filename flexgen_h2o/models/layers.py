@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.pieces import piece_rows
 from flexgen_h2o.models.spec import ROW_BLOCK, RopeConfig
 
@@ -78,14 +79,14 @@ def row_blocks(rows: int) -> list[slice]:
     return [slice(start, min(start + ROW_BLOCK, rows)) for start in range(0, rows, ROW_BLOCK)]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+def linear(x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, *,
            out: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``.
 
     Parameters
     ----------
     x : Tensor [rows, in]
-    weight : Tensor [out, in]
+    weight : Tensor or QuantizedMatrix [out, in]
     bias : Tensor [out], optional
     out : Tensor [rows, out], optional
         Where to write; must not overlap x. Without it the result is a new tensor.
@@ -94,9 +95,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     -------
     Tensor [rows, out], in x's dtype
     """
-    if ops.few_rows(x, weight):
+    function = _own_product(x, weight)
+    if function is not None:
         out = x.new_empty((len(x), len(weight))) if out is None else out
-        ops.linear_few_rows(x, weight, bias, out)
+        function(x, weight, bias, out)
         return out
     if out is None:
         return F.linear(x, weight, bias)
@@ -105,18 +107,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def add_linear_(residual: Tensor, x: Tensor, weight: Tensor,
+def add_linear_(residual: Tensor, x: Tensor, weight: Tensor | QuantizedMatrix,
                 bias: Tensor | None = None) -> Tensor:
     """``residual += x @ weight.T + bias``, with no tensor in between.
 
     residual is [rows, out], x [rows, in], weight [out, in], bias [out]; residual is returned.
     """
-    if ops.few_rows(x, weight):
-        ops.linear_few_rows(x, weight, bias, residual, add=True)
+    function = _own_product(x, weight)
+    if function is not None:
+        function(x, weight, bias, residual, add=True)
         return residual
     if bias is not None:
         residual.add_(bias)
     return residual.addmm_(x, weight.t())
+
+
+def _own_product(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[..., None] | None:
+    """Ours of `ops`, where PyTorch has no such product or a slower one."""
+    if isinstance(weight, QuantizedMatrix):
+        return ops.linear_quantized
+    return ops.linear_few_rows if ops.few_rows(x, weight) else None
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,

@@ -48,6 +48,27 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class PartShapes:
+    """What a part of a model is made of, each tensor once.
+
+    Attributes
+    ----------
+    matrices : tuple of (outputs, inputs)
+        Shapes of linear layers, and of tables as [rows, width].
+    vectors : int
+        Elements of all norms and biases together.
+    """
+
+    matrices: tuple[tuple[int, int], ...]
+    vectors: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(outputs * inputs for outputs, inputs in self.matrices) + self.vectors
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and options of one model; a family ignores the options that it does not have.
 
@@ -139,28 +160,43 @@ class ModelConfig:
         """Bytes of keys and values that one token adds to the full cache, all layers together."""
         return 2 * self.num_layers * self.kv_size * itemsize
 
+    def embed_shapes(self) -> PartShapes:
+        """The embeddings, a tied token table included."""
+        tokens, hidden = (self.vocab_size, self.embed_dim), self.hidden_size
+        if self.family != "opt":
+            return PartShapes((tokens,))
+        projection = ((hidden, self.embed_dim),) if self._projects else ()
+        return PartShapes((tokens, (self.max_positions + 2, hidden), *projection))
+
+    def layer_shapes(self) -> PartShapes:
+        """One decoder layer."""
+        hidden, ffn, kv = self.hidden_size, self.ffn_size, self.kv_size
+        fused = self.family == "gpt_neox"
+        inner = (self.q_size + 2 * kv,) if fused else (self.q_size, kv, kv)
+        attention = (*((outputs, hidden) for outputs in inner), (hidden, self.q_size))
+        wide = 2 if self.family == "llama" else 1  # gate and up, or a single matrix
+        mlp = (*((ffn, hidden),) * wide, (hidden, ffn))
+        biased = attention * self.attention_bias + mlp * self.mlp_bias
+        biases = sum(outputs for outputs, _ in biased)
+        return PartShapes((*attention, *mlp), biases + 2 * self._norm())
+
+    def head_shapes(self) -> PartShapes:
+        """What comes after the last layer; the output matrix only if it is not tied."""
+        projection = ((self.embed_dim, self.hidden_size),) if self._projects else ()
+        matrix = () if self.tie_word_embeddings else ((self.vocab_size, self.embed_dim),)
+        return PartShapes((*projection, *matrix), self.final_norm * self._norm())
+
     def embed_parameters(self) -> int:
         """Parameters of the embeddings, a tied token table included."""
-        tokens = self.vocab_size * self.embed_dim
-        if self.family != "opt":
-            return tokens
-        return tokens + (self.max_positions + 2) * self.hidden_size + self._projection()
+        return self.embed_shapes().parameters
 
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer."""
-        hidden, ffn = self.hidden_size, self.ffn_size
-        wide = 2 if self.family == "llama" else 1  # gate and up, or a single matrix
-        attention = hidden * (2 * self.q_size + 2 * self.kv_size)
-        attention_bias = self.q_size + 2 * self.kv_size + hidden
-        return (attention + self.attention_bias * attention_bias
-                + (wide + 1) * hidden * ffn + self.mlp_bias * (wide * ffn + hidden)
-                + 2 * self._norm())
+        return self.layer_shapes().parameters
 
     def head_parameters(self) -> int:
         """Parameters after the last layer; the output matrix only if it is not tied."""
-        matrix = 0 if self.tie_word_embeddings else self.vocab_size * self.embed_dim
-        projection = self._projection() if self.family == "opt" else 0
-        return matrix + projection + self.final_norm * self._norm()
+        return self.head_shapes().parameters
 
     def num_parameters(self) -> int:
         """All parameters, a tied table counted once."""
@@ -178,8 +214,10 @@ class ModelConfig:
         scales = 1 if self.family == "llama" else 2  # RMS norm has no bias
         return scales * self.hidden_size * self.norm_affine
 
-    def _projection(self) -> int:
-        return 0 if self.embed_dim == self.hidden_size else self.embed_dim * self.hidden_size
+    @property
+    def _projects(self) -> bool:
+        """Whether OPT's token table is narrower or wider than its layers."""
+        return self.family == "opt" and self.embed_dim != self.hidden_size
 
 
 @dataclass(frozen=True)

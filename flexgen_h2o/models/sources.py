@@ -14,7 +14,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.convert import Progress, cache_dir, converted_folder, read_config
 from flexgen_h2o.models.from_gguf import convert_gguf
 
-__all__ = ["cache_dir", "checkpoint_folder", "converted_folder", "read_config"]
+__all__ = ["cache_dir", "checkpoint_folder", "converted_folder", "gguf_of", "read_config"]
 
 SMOLLM2 = "smollm2-135m"
 SHORT_NAMES: Mapping[str, str] = MappingProxyType(
@@ -80,12 +80,11 @@ def checkpoint_folder(
     path = Path(os.path.expanduser(name))
     if name and path.is_dir():
         return path
+    source = gguf_of(name)
+    if source is not None:
+        return convert_gguf(source, dtype, progress)
     if name and path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise UserError(f"{name} is a file, but not a .gguf; give the model's folder instead")
-        return convert_gguf(path, dtype, progress)
-    if name == SMOLLM2:
-        return convert_gguf(_packaged_gguf(), dtype, progress)
+        raise UserError(f"{name} is a file, but not a .gguf; give the model's folder instead")
     repo_id = SHORT_NAMES.get(name, name)
     if not _REPO_ID.fullmatch(repo_id) or repo_id.lower().endswith(".gguf"):
         raise UserError(
@@ -93,6 +92,17 @@ def checkpoint_folder(
             "or a hub repository such as facebook/opt-125m"
         )
     return _from_hub(repo_id)
+
+
+def gguf_of(name: str) -> Path | None:
+    """The `.gguf` file that `checkpoint_folder` converts for this name; None for other models.
+
+    Converts nothing. Raises `UserError` for "smollm2-135m" where its package is missing.
+    """
+    path = Path(os.path.expanduser(name))
+    if name and path.is_file():
+        return path if path.suffix.lower() == ".gguf" else None
+    return _packaged_gguf() if name == SMOLLM2 and not path.is_dir() else None
 
 
 def _packaged_gguf() -> Path:

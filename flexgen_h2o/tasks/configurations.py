@@ -1,5 +1,6 @@
 """The caches that the quality task compares: policies over budgets, and variants of one. No torch.
 
+A variant may have quantized weights too, and is compared with the full cache and exact weights.
 A budget is a percentage of each sequence's own prompt: all that stays cached of it, but for the
 sinks of ``sink-window``, which come on top, since 4 tokens are another share of every sequence.
 """
@@ -15,41 +16,56 @@ from flexgen_h2o.cache_flags import SINK_WINDOW_SINKS
 from flexgen_h2o.config import H2OConfig
 
 POLICIES = ("full", "h2o", "window", "sink-window")  # in the words of --eviction
-# What --only picks from: the policies, and the variants of h2o by what they vary.
-GROUPS = (*POLICIES, "score", "positions", "bits")
+# What --only picks from: the policies, the variants of h2o by what they vary, quantized weights.
+GROUPS = (*POLICIES, "score", "positions", "bits", "weights")
 VARIED = (5, 20)  # percent: a tight and a usual budget
 USUAL = 20
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One cache. `budget` is in percent of the prompt (100 for the full cache)."""
+    """One cache. `budget` is in percent of the prompt (100 for the full cache).
+
+    Bits are 16 (as the run's dtype), 8 or 4.
+    """
 
     policy: str
     budget: float
     score: str = "sum"
     positions: str = "original"
     cache_bits: int = 16
+    weight_bits: int = 16
 
     @property
     def variant(self) -> str:
-        """What makes it another than the plain policy, in a word; empty for that itself."""
+        """What makes it another than the plain policy; empty for that itself.
+
+        Such as ``4-bit``, ``4-bit weights`` or ``4-bit, 4-bit weights``: the cache's, the weights'.
+        """
+        return ", ".join(filter(None, (self._of_cache(), self._of_weights())))
+
+    @property
+    def name(self) -> str:
+        """Such as ``h2o 20 % 4-bit`` or ``h2o 20 % 4-bit, 4-bit weights``."""
+        plain = "full" if self.policy == "full" else f"{self.policy} {self.budget:g} %"
+        cache = f"{plain} {self._of_cache()}".strip()
+        return ", ".join(filter(None, (cache, self._of_weights())))
+
+    def _of_cache(self) -> str:
         if self.cache_bits != 16:
             return f"{self.cache_bits}-bit"
         if self.score != "sum":
             return self.score
         return self.positions if self.positions != "original" else ""
 
-    @property
-    def name(self) -> str:
-        """Such as ``h2o 20 % 4-bit``."""
-        if self.policy == "full":
-            return "full"
-        return f"{self.policy} {self.budget:g} % {self.variant}".strip()
+    def _of_weights(self) -> str:
+        return f"{self.weight_bits}-bit weights" if self.weight_bits != 16 else ""
 
     @property
     def group(self) -> str:
         """The one of `GROUPS` that it belongs to."""
+        if self.weight_bits != 16:
+            return "weights"
         if self.cache_bits != 16:
             return "bits"
         if self.score != "sum":
@@ -69,8 +85,8 @@ class Configuration:
                          positions=self.positions)
 
     def arguments(self) -> dict[str, object]:
-        """Keywords of `LLM` that set this cache."""
-        return {"h2o": self.h2o(), "cache_bits": self.cache_bits}
+        """Keywords of `LLM` that set this cache, and the weights."""
+        return {"h2o": self.h2o(), "cache_bits": self.cache_bits, "weight_bits": self.weight_bits}
 
     def sizes(self, prompt_len: int) -> cache_budget.Budget | None:
         """Tokens kept of a prompt, alike in all layers. None for the full cache."""
@@ -89,13 +105,13 @@ class Configuration:
 
 def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
                    ) -> list[Configuration]:
-    """All caches to measure, the full one first: what the others are compared with.
+    """All caches to measure, the plain full one first: what the others are compared with.
 
     Parameters
     ----------
     budgets : iterable of float
         Percent of the prompt. Variants of h2o are measured at those of `VARIED` that are among
-        them, fewer bits at `USUAL` alone.
+        them, fewer bits at `USUAL` alone; quantized weights with the full cache too.
     only : iterable of str, optional
         Those of `GROUPS` to measure beside the full cache. Default: all.
     """
@@ -108,5 +124,8 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
                   replace(plain, positions="rolling")]
     if USUAL in budgets:
         found += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]
+    found += [replace(found[0], weight_bits=bits) for bits in (8, 4)]
+    if USUAL in budgets:
+        found += [Configuration("h2o", USUAL, cache_bits=bits, weight_bits=4) for bits in (16, 4)]
     wanted = set(GROUPS if only is None else only) | {"full"}
     return [one for one in found if one.group in wanted]

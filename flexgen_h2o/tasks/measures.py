@@ -28,11 +28,12 @@ COLUMNS = (
     "date", "version", "commit", "host", "device", "model", "dtype",
     "articles", "prompt_tokens_mean", "continuation_tokens", "gen_len",
     "configuration", "policy", "variant", "budget_percent", "heavy_tokens_mean",
-    "recent_tokens_mean", "sink_tokens", "score", "positions", "cache_bits",
+    "recent_tokens_mean", "sink_tokens", "score", "positions", "cache_bits", "weight_bits",
     "cached_tokens_mean", "kv_cache_bytes_per_sequence",
     "perplexity", "perplexity_over_full", "delta_nats", "delta_nats_low", "delta_nats_high",
     "greedy_equal_share", "common_prefix_mean", "seconds",
 )
+_BEFORE_WEIGHT_BITS = tuple(name for name in COLUMNS if name != "weight_bits")
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def row_of(one: Configuration, found: Measurement, full: Measurement, *, pairs: 
         "budget_percent": float(one.budget), "heavy_tokens_mean": heavy,
         "recent_tokens_mean": recent, "sink_tokens": sinks,
         "score": one.score if one.policy == "h2o" else None, "positions": one.positions,
-        "cache_bits": one.cache_bits,
+        "cache_bits": one.cache_bits, "weight_bits": one.weight_bits,
         "cached_tokens_mean": fmean(one.cached(len(head), len(tail)) for head, tail in pairs),
         # The cache of the largest block, which is one GPU batch.
         "kv_cache_bytes_per_sequence": stats.kv_cache_bytes / min(stats.gpu_batch_size, len(pairs)),
@@ -151,14 +152,14 @@ def compare(configurations: Sequence[Configuration],
             open_llm: Callable[[Configuration], AbstractContextManager],
             pairs_of: Callable[[object], Sequence[Pair]], *, gen_len: int,
             on_part: Callable[[], None] = lambda: None) -> Iterator[dict[str, object]]:
-    """Measure one cache after the other, the full one first, and yield a row of each.
+    """Measure one cache after the other, the plain full one first, and yield a row of each.
 
     Rolling positions are left out of a model that adds learned ones to its embeddings (OPT).
 
     Parameters
     ----------
     configurations : sequence of Configuration
-        The full cache first.
+        The full cache, with weights as they are, first.
     open_llm : callable
         The `LLM` of a configuration, as a context manager.
     pairs_of : callable
@@ -191,19 +192,21 @@ def cells(row: dict[str, object]) -> dict[str, object]:
 def read_rows(path: str) -> list[dict[str, object]]:
     """Rows of a CSV file (a ``.partial`` one too): texts, numbers, None for an empty number.
 
-    Raises `UserError` when it is missing, is not such a file, or has no row of the full cache.
+    Files from before there were quantized weights lack their column: 16 bits. Raises `UserError`
+    when it is missing, is not such a file, or has no row of the plain full cache.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file, strict=True)
-            if tuple(reader.fieldnames or ()) != COLUMNS:
+            if tuple(reader.fieldnames or ()) not in (COLUMNS, _BEFORE_WEIGHT_BITS):
                 raise UserError(f"--from-csv {path} has other columns than this task writes")
-            rows = [_row(path, reader.line_num, values) for values in reader]
+            rows = [{"weight_bits": 16.0, **_row(path, reader.line_num, values)}
+                    for values in reader]
     except OSError as error:
         raise UserError(f"cannot read --from-csv {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error):
         raise UserError(f"--from-csv {path} is not a CSV file in UTF-8") from None
-    if not any(row["policy"] == "full" for row in rows):
+    if not any(row["policy"] == "full" and not row["variant"] for row in rows):
         raise UserError(f"--from-csv {path} has no row of the full cache")
     return rows
 

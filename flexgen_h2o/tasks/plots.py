@@ -31,14 +31,14 @@ def check_name(path: str) -> None:
 def draw(rows: Sequence[dict], path: str) -> None:
     """Draw rows of the quality task into a file, which is there whole or not at all.
 
-    `rows` are by column name, numbers as numbers, one of them of the full cache. OSError if the
-    file cannot be written.
+    `rows` are by column name, numbers as numbers, one of them of the plain full cache. Rows with
+    quantized weights are left out. OSError if the file cannot be written.
     """
     from matplotlib.figure import Figure  # no pyplot: it holds state, and wants a screen
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    full = next(row for row in rows if row["policy"] == "full")
+    full = _full(rows)
     _curves(left, rows, "perplexity", scale=1.0)
     _curves(right, rows, "greedy_equal_share", scale=100.0)
     left.axhline(full["perplexity"], color="black", linewidth=1, linestyle=":", label="full cache")
@@ -61,9 +61,13 @@ def draw(rows: Sequence[dict], path: str) -> None:
     _save(figure, Path(path))
 
 
+def _full(rows: Sequence[dict]) -> dict:
+    return next(row for row in rows if row["policy"] == "full" and not row["variant"])
+
+
 def _curves(axes, rows: Sequence[dict], column: str, *, scale: float) -> None:
     """A line for each policy, and the variants of h2o beside its point at the usual budget."""
-    full = next(row for row in rows if row["policy"] == "full")
+    full = _full(rows)
     for policy, (color, dash, marker) in _LINES.items():
         points = sorted((row for row in rows if row["policy"] == policy and not row["variant"]),
                         key=lambda row: row["budget_percent"])

@@ -2,7 +2,8 @@
 
 On the same articles, each cache gives the perplexity of the second half after the first (teacher-
 forced, so that its figures are of the same tokens) and the share of greedy tokens that are those
-of the full cache. All that can be refused is refused before torch is loaded.
+of the full cache; so do quantized weights. All that can be refused is refused before torch is
+loaded.
 """
 
 from __future__ import annotations

@@ -1,0 +1,69 @@
+"""How the weights of a unit are packed: a buffer for each tier, and slots for what is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.models.spec import TensorSpec
+from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.storage.disk import AlignedRead
+from flexgen_h2o.storage.tiers import PAGE, Event, round_up
+from flexgen_h2o.storage.transfer import Handle
+
+ALIGN = 64
+"""Bytes to a multiple of which a tensor that is not read as it lies is put."""
+
+Weight = torch.Tensor | QuantizedMatrix
+
+
+@dataclass
+class Pack:
+    """Tensors laid out in one buffer: where each lies, and the reads that fill the buffer.
+
+    reads is None when the bytes do not lie plainly in a file and have to be converted.
+    """
+
+    nbytes: int = 0
+    places: dict[str, int] = field(default_factory=dict)
+    reads: list[AlignedRead] | None = None
+
+    def views(self, buffer: torch.Tensor, specs: Mapping[str, TensorSpec], form: WeightFormat
+              ) -> dict[str, Weight]:
+        """Local name to tensor, as views of `buffer`."""
+        return {name: form.view(buffer, place, specs[name].shape)
+                for name, place in self.places.items()}
+
+
+@dataclass
+class Unit:
+    """One stop of the schedule: its tensors, and how those of each tier are packed."""
+
+    specs: dict[str, TensorSpec]
+    packs: dict[str, Pack] = field(default_factory=dict)
+    resident: dict[str, Weight] = field(default_factory=dict)
+    host: list[tuple[Pack, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that every load of this unit brings to compute memory."""
+        packs = [pack for pack, _ in self.host] + [self.packs[t] for t in self.packs if t == "disk"]
+        return sum(round_up(pack.nbytes, PAGE) for pack in packs)
+
+
+@dataclass
+class Slot:
+    """A buffer that one unit's fetched weights occupy while they are live.
+
+    host is where the disk's share lands on its way to a GPU; None where nothing is to land.
+    """
+
+    device: torch.Tensor
+    host: torch.Tensor | None
+    free: Event | None = None
+    sent: Event | None = None
+    unit: int | None = None
+    handle: Handle | None = None

@@ -1,0 +1,152 @@
+"""Checkpoints with quantized matrices: made when read, or once, in a cache on disk."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.models.checkpoint import Checkpoint, SafetensorsCheckpoint
+from flexgen_h2o.models.checkpoint_base import TensorInfo
+from flexgen_h2o.models.convert import Keep, Progress, build_once, natural_key, write_weights
+from flexgen_h2o.models.gguf_blocks import GgufBlocks
+from flexgen_h2o.models.weight_format import WeightFormat
+
+SEARCH = True
+"""Whether groups get the scales of least squared error (`reference_matrix.quantize_matrix`)."""
+
+_VERSION = 1  # raise it when the bytes change: caches of an older version are then made anew
+_ALIGN = 64
+_AHEAD = 2  # tensors that are made while one is written
+_EXACT = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class QuantizingCheckpoint(Checkpoint):
+    """Another checkpoint in a `WeightFormat` of fewer bits: what is read of it is quantized then.
+
+    Parameters
+    ----------
+    inner : Checkpoint
+        Closed with this one.
+    names : mapping of str to str
+        Canonical names, which this checkpoint goes by, to those of `inner`.
+    form : WeightFormat
+    blocks : GgufBlocks, optional
+        Matrices that are quantized already and are taken as they are.
+    """
+
+    def __init__(self, inner: Checkpoint, names: Mapping[str, str], form: WeightFormat,
+                 blocks: GgufBlocks | None = None):
+        self.source = inner.source
+        self._inner, self._names, self._form, self._blocks = inner, dict(names), form, blocks
+
+    def names(self) -> Collection[str]:
+        return self._names.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        info = self._inner.info(self._names[name])
+        if self._form.layout(info.shape) is None:
+            return info
+        return TensorInfo(*self._form.stored(info.shape), None)
+
+    def _fill(self, name: str, info: TensorInfo, out: Tensor) -> None:
+        own = self._names[name]
+        inner = self._inner.info(own)
+        layout = self._form.layout(inner.shape)
+        if layout is None:
+            self._inner.read(own, out)
+        elif self._blocks is not None and name in self._blocks.names:
+            self._blocks.read(name, layout, out)
+        else:
+            dtype = inner.dtype if inner.dtype in _EXACT else torch.float32
+            weight = torch.empty(inner.shape, dtype=dtype)
+            self._inner.read(own, weight)
+            out.copy_(ops.quantize_matrix(weight, layout, search=SEARCH and layout.bits == 4))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def cached(checkpoint: QuantizingCheckpoint, form: WeightFormat, sources: Sequence[Path], *,
+           keep: Keep, title: str, progress: Progress | None = None) -> Checkpoint:
+    """A checkpoint's quantized tensors from the weight cache, where they are put first if need be.
+
+    Every tensor lies at a multiple of 64 bytes, so that it can be read straight to where it is
+    used; those of a layer are neighbours.
+
+    Parameters
+    ----------
+    checkpoint : QuantizingCheckpoint
+        Closed when this returns.
+    form : WeightFormat
+        The checkpoint's.
+    sources : sequence of Path
+        The files it is made from: their identity is the cache's key.
+    keep : Keep
+        Where the cache is.
+    title : str
+        For people who look into it.
+    progress : callable, optional
+        Called with (bytes done, bytes in all) while tensors are quantized.
+
+    Raises
+    ------
+    UserError
+        The checkpoint cannot be read, or the cache cannot be written.
+    """
+    def build(folder: Path) -> None:
+        layout = _layout(checkpoint, form)
+        write_weights(folder, layout, _pieces(checkpoint, layout), keep=keep, progress=progress)
+
+    dtype = str(form.dtype).removeprefix("torch.")
+    tag = f"{form.bits}bit-{form.group}-{dtype}-v{_VERSION}"
+    with checkpoint:
+        folder = build_once(sources, tag, title, build, keep=keep)
+    return SafetensorsCheckpoint(folder)
+
+
+def _layout(checkpoint: QuantizingCheckpoint, form: WeightFormat
+            ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """What the file holds, in its order, with fillers behind tensors of odd sizes."""
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name in sorted(checkpoint.names(), key=natural_key):
+        info = checkpoint.info(name)
+        layout[name] = (info.dtype if info.dtype == torch.uint8 else form.dtype, info.shape)
+        odd = math.prod(info.shape) * layout[name][0].itemsize % _ALIGN
+        if odd:
+            layout[f"{name}.filler"] = (torch.uint8, (_ALIGN - odd,))
+    return layout
+
+
+def _pieces(checkpoint: QuantizingCheckpoint, layout: Mapping):
+    """For `write_weights`: tensors in the order of `layout`, made some ahead of their turn."""
+    def make(name: str) -> Tensor:
+        dtype, shape = layout[name]
+        if name not in checkpoint.names():
+            return torch.zeros(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype)
+        checkpoint.read(name, out)
+        return out
+
+    def every() -> Iterator[Tensor]:
+        with ThreadPoolExecutor(_AHEAD) as pool:
+            waiting: deque = deque()
+            try:
+                for name in layout:
+                    waiting.append(pool.submit(make, name))
+                    if len(waiting) > _AHEAD:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    tensors = every()
+    return lambda name: iter([next(tensors)])

@@ -1,0 +1,54 @@
+"""How a model's tensors are held: vectors in the run's dtype, matrices too, or quantized."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.storage.quantization import GROUP, MatrixLayout
+from flexgen_h2o.storage.tiers import typed
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """The form of every tensor of a model, at rest and in memory.
+
+    Attributes
+    ----------
+    dtype : torch.dtype
+        Of everything that is not quantized.
+    bits : int
+        Of an element of a matrix: 16 (dtype as it is), 8 or 4.
+    group : int
+        Inputs of a matrix that share a scale and a zero point.
+    """
+
+    dtype: torch.dtype
+    bits: int = 16
+    group: int = GROUP
+
+    def layout(self, shape: tuple[int, ...]) -> MatrixLayout | None:
+        """Of a tensor that is quantized; None for one that is not."""
+        if self.bits == 16 or len(shape) != 2:
+            return None
+        return MatrixLayout(*shape, bits=self.bits, group=self.group)
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+        """dtype and shape by which a checkpoint in this format knows a tensor of `shape`."""
+        layout = self.layout(shape)
+        return (self.dtype, tuple(shape)) if layout is None else (torch.uint8, (layout.nbytes,))
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a tensor of `shape`."""
+        dtype, stored = self.stored(shape)
+        return math.prod(stored) * dtype.itemsize
+
+    def view(self, buffer: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor | QuantizedMatrix:
+        """The tensor of `shape` that starts `offset` bytes into the uint8 tensor `buffer`."""
+        dtype, stored = self.stored(shape)
+        data, layout = typed(buffer, offset, stored, dtype), self.layout(shape)
+        return data if layout is None else QuantizedMatrix(data, layout)
