@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.kernels import library, native, reference, reference_matrix, sdpa
@@ -25,6 +26,9 @@ from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 __all__ = ["decode_attention", "dequantize_groups", "few_rows", "linear_few_rows",
            "linear_quantized", "prefill_attention", "quantize_groups", "quantize_matrix",
            "select_heavy_hitters", "unpack_rows"]
+
+UNPACKED_OUTPUTS = 256
+"""Rows of a quantized matrix that are unpacked together where AMX then multiplies them."""
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +157,24 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     if _plain_torch(x.device.type):
         reference_matrix.linear_quantized(x, matrix.data, matrix.layout, bias, out, add=add)
         return
+    if x.is_cpu and x.dtype == torch.bfloat16 and len(x) > native.FEW_ROWS and native.amx():
+        _unpacked_product(x, matrix, bias, out, add=add)
+        return
     _backend(x).linear_quantized(x, *_flat(matrix), bias, out, add)
+
+
+def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
+                      add: bool) -> None:
+    """`linear_quantized` by PyTorch's own products, in slices of outputs that stay in cache."""
+    every = torch.arange(len(matrix), device=x.device)
+    for rows, part in zip(every.split(UNPACKED_OUTPUTS), out.split(UNPACKED_OUTPUTS, dim=1),
+                          strict=True):
+        weight = unpack_rows(matrix, rows, x.dtype)
+        product = F.linear(x, weight, None if bias is None else bias[rows])
+        if add:
+            part.add_(product)
+        else:
+            part.copy_(product)
 
 
 def _flat(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, int, int]:

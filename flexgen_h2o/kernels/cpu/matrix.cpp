@@ -300,18 +300,74 @@ INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float
     }
 }
 
+// A block to floats [group, TILE].
+template <int bits>
+INLINE void unpack_block(const Blocks& m, const uint8_t* block, float* to) {
+    for (int64_t i = 0; i < TILE; i += WIDTH) {
+        const Floats scale = load(reinterpret_cast<const fp16*>(scales_of(block)) + i);
+        const Floats zero = load(reinterpret_cast<const fp16*>(zeros_of(block)) + i);
+        for (int64_t n = 0; n < m.words; n++) {
+            const Words word = load_words(words_of(block) + 4 * (n * TILE + i));
+            for (int t = 0; t < 32 / bits; t++) {
+                const Ints code = Ints(word >> (16 * (t % 2) + bits * (t / 2)));
+                const Floats x = __builtin_convertvector(code & ((1 << bits) - 1), Floats);
+                store(to + (n * (32 / bits) + t) * TILE + i, zero + scale * x);
+            }
+        }
+    }
+}
+
+// The rows of a whole tile. Blocks are turned around on the way, in vectors where a tile is one.
+template <class T, int bits>
+void unpack_tile(const Matrix& matrix, const Blocks& m, int64_t tile, T* out, float* block) {
+    for (int64_t g = 0; g < m.groups; g++) {
+        unpack_block<bits>(m, m.at(tile, g), block);
+        const int64_t left = matrix.inputs - g * m.group;
+        const int64_t size = left < m.group ? left : m.group;
+        int64_t i = 0;
+#if defined(__AVX512F__)
+        for (; i + TILE <= size; i += TILE) {
+            Floats some[TILE];
+            for (int k = 0; k < TILE; k++) some[k] = load(block + (i + k) * TILE);
+            turn_around(some);
+            for (int lane = 0; lane < TILE; lane++)
+                put_all(out + lane * matrix.inputs + g * m.group + i, some[lane]);
+        }
+#endif
+        for (int64_t lane = 0; lane < TILE; lane++)
+            for (int64_t k = i; k < size; k++)
+                put(out + lane * matrix.inputs + g * m.group + k, block[k * TILE + lane]);
+    }
+}
+
+INLINE bool whole_tile(const Rows& a, int64_t i) {
+    if (i + TILE > a.count || a.rows[i] % TILE) return false;
+    for (int64_t k = 1; k < TILE; k++)
+        if (a.rows[i + k] != a.rows[i] + k) return false;
+    return true;
+}
+
 template <class T>
 int rows_of(const Rows& a) {
     const Blocks m(a.matrix);
-    const int64_t inputs = a.matrix.inputs;
-    const Memory<float> rows = memory<float>(a.threads * inputs);
-    if (!rows) return NO_MEMORY;
+    const int64_t inputs = a.matrix.inputs, size = inputs + TILE * m.group;
+    const Memory<float> floats = memory<float>(a.threads * size);
+    if (!floats) return NO_MEMORY;
 #pragma omp parallel for schedule(static) num_threads(a.threads)
-    for (int64_t i = 0; i < a.count; i++) {
-        float* row = rows.get() + thread_number() * inputs;
-        unpack_row(a.matrix, m, a.rows[i], row);
-        T* out = static_cast<T*>(a.out) + i * inputs;
-        for (int64_t k = 0; k < inputs; k++) put(out + k, row[k]);
+    for (int64_t i = 0; i < (a.count + TILE - 1) / TILE; i++) {
+        float* mine = floats.get() + thread_number() * size;
+        const int64_t first = i * TILE, left = a.count - first;
+        T* out = static_cast<T*>(a.out) + first * inputs;
+        if (whole_tile(a, first)) {
+            const int64_t tile = a.rows[first] / TILE;
+            a.matrix.bits == 4 ? unpack_tile<T, 4>(a.matrix, m, tile, out, mine)
+                               : unpack_tile<T, 8>(a.matrix, m, tile, out, mine);
+            continue;
+        }
+        for (int64_t row = 0; row < (left < TILE ? left : TILE); row++, out += inputs) {
+            unpack_row(a.matrix, m, a.rows[first + row], mine);
+            for (int64_t k = 0; k < inputs; k++) put(out + k, mine[k]);
+        }
     }
     return DONE;
 }

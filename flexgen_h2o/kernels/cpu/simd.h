@@ -200,6 +200,47 @@ inline void put(bf16* to, float x) {
 }
 inline void put(fp16* to, float x) { to->bits = to_half(x); }
 
+#if defined(__AVX512F__)
+// A vector to as many elements.
+INLINE void put_all(float* to, Floats x) { store(to, x); }
+INLINE void put_all(bf16* to, Floats x) {
+    const Words bits = bits_of<Words>(x);
+    const Words nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Words kept = (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : nearest;  // NaN
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(__m512i(kept)));
+}
+INLINE void put_all(fp16* to, Floats x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                        _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// Rows of a matrix of 16 x 16 to its columns.
+INLINE void turn_around(Floats* x) {
+    __m512 pairs[16], fours[16];
+    for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int k = 0; k < 2; k++) {
+            const __m512d a = _mm512_castps_pd(pairs[i + k]);
+            const __m512d b = _mm512_castps_pd(pairs[i + k + 2]);
+            fours[i + 2 * k] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            fours[i + 2 * k + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    for (int k = 0; k < 4; k++) {  // quarter q of fours[4 i + k]: rows 4 i to 4 i + 3, column 4 q + k
+        const __m512 a = _mm512_maskz_shuffle_f32x4(0xffff, fours[k], fours[4 + k], 0x44);
+        const __m512 b = _mm512_maskz_shuffle_f32x4(0xffff, fours[k], fours[4 + k], 0xee);
+        const __m512 c = _mm512_maskz_shuffle_f32x4(0xffff, fours[8 + k], fours[12 + k], 0x44);
+        const __m512 d = _mm512_maskz_shuffle_f32x4(0xffff, fours[8 + k], fours[12 + k], 0xee);
+        x[k] = _mm512_maskz_shuffle_f32x4(0xffff, a, c, 0x88);
+        x[4 + k] = _mm512_maskz_shuffle_f32x4(0xffff, a, c, 0xdd);
+        x[8 + k] = _mm512_maskz_shuffle_f32x4(0xffff, b, d, 0x88);
+        x[12 + k] = _mm512_maskz_shuffle_f32x4(0xffff, b, d, 0xdd);
+    }
+}
+#endif
+
 // To the nearest whole number, of two equally near to the even one; for |x| < 2^22.
 INLINE Floats rounded(Floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
