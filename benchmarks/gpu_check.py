@@ -6,6 +6,8 @@ Right: each operation at real shapes against the reference in float32, on the sa
 device time between CUDA events, medians, each beside its floor: bytes over the copy bandwidth
 measured in the same run, or PyTorch's own flash attention. Whatever is timed is larger than the
 caches. Ends with status 1 if a kernel is wrong or there is no GPU; a missed goal is only reported.
+
+Most of the time goes to Triton's compiler and tuner; all of it has to stay below 9 minutes.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpu_check_matrix import MATRICES, check_matrix, check_rows, time_matrices
 
 from flexgen_h2o.kernels import ops, reference
 from flexgen_h2o.kernels.eviction import EMPTY, Book, Cut, Eviction
@@ -315,6 +318,10 @@ def main() -> None:
             for case in cases:
                 if brain or case[0] != BRAIN:
                     check(rows, *case)
+        for case in MATRICES:
+            if brain or case[0] != BRAIN:
+                check_matrix(rows, case, error, BOUND[case[0]])
+        check_rows(rows)
         torch.cuda.empty_cache()
         rate, gemms = copy_rate(), gemm_rate()
         rows.add("time", "copy", "read and written", "uint8", rate / 1e9, "GB/s")
@@ -325,6 +332,7 @@ def main() -> None:
         for dtype in (HALF, BRAIN)[: 1 + brain]:
             time_prefill(rows, gemms, dtype)
         time_selection(rows, rate)
+        time_matrices(rows, timed, rate, gemms)
     rows.write(args.csv)
     wrong = [row for row in rows.rows if row["kind"] == "check" and not row["passed"]]
     slow = [row for row in rows.rows if row["kind"] == "time" and row["passed"] is False]

@@ -265,12 +265,6 @@ def test_damaged_small_files_show_before_the_work(tiny_model, tmp_path, name, te
     assert "\n" not in str(caught.value) and llm.stats is None
 
 
-def test_what_is_to_come_is_refused(tiny_model):
-    folder = str(tiny_model("opt").folder)
-    with pytest.raises(UserError, match="not yet"):
-        LLM(folder, weight_bits=4)
-
-
 def test_a_disk_error_ends_the_run_and_leaves_nothing(tiny_model, tmp_path, monkeypatch):
     import errno
     import os

@@ -17,7 +17,8 @@ from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
 from flexgen_h2o.models.convert import Keep, cache_dir, files_of
 from flexgen_h2o.models.dummy import DummyCheckpoint
-from flexgen_h2o.models.gguf_blocks import GgufBlocks
+from flexgen_h2o.models.from_gguf import gguf_types
+from flexgen_h2o.models.gguf_blocks import KINDS, GgufBlocks
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
 from flexgen_h2o.models.spec import ModelConfig, ModelWeights, from_transformers, published
@@ -49,16 +50,14 @@ class Source:
     @cached_property
     def form(self) -> WeightFormat:
         """How the tensors are held: in groups as a GGUF's, where it has any of so many bits."""
-        if self._blocks is not None:
+        if self._keeps_groups:
             return WeightFormat(self.dtype, self.bits, GgufBlocks.GROUP)
         return WeightFormat(self.dtype, self.bits)
 
-    @cached_property
-    def _blocks(self) -> GgufBlocks | None:
-        if self.gguf is None or self.bits == 16:
-            return None
-        blocks = GgufBlocks(self.gguf, self.bits)
-        return blocks if blocks.names else None
+    @property
+    def _keeps_groups(self) -> bool:
+        quantized = self.gguf is not None and self.bits != 16
+        return quantized and not KINDS[self.bits].isdisjoint(gguf_types(self.folder))
 
     def open(self, placement: Placement, *, seed: int, weight_cache: str | None,
              progress: Progress) -> tuple[Checkpoint, dict[str, str]]:
@@ -93,7 +92,8 @@ class Source:
         else:
             checkpoint, names = self._resolve(self.folder, specs)
         if self.bits != 16:
-            quantizing = QuantizingCheckpoint(checkpoint, names, self.form, self._blocks)
+            quantizing = QuantizingCheckpoint(
+                checkpoint, names, self.form, gguf=self.gguf if self._keeps_groups else None)
             if self.dummy or weight_cache is None:
                 return quantizing, same
             files = [*files_of(self.folder), *([self.gguf] if self.gguf else [])]

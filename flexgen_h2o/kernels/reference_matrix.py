@@ -138,7 +138,8 @@ def unpack_rows(data, layout, rows, dtype):
     lane = (rows % TILE)[:, None, None]
 
     def of_lane(part, width):
-        part = part.contiguous().view(width).view(*part.shape[:2], -1, TILE)
+        height = part.shape[-1] // (TILE * width.itemsize)
+        part = part.contiguous().view(width).view(*part.shape[:2], height, TILE)
         return part.gather(-1, lane[..., None].expand(*part.shape[:3], 1))[..., 0]
 
     scale, zero = of_lane(blocks[..., : 4 * TILE], torch.float16).float().split(1, dim=-1)

@@ -28,7 +28,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 Progress = Callable[[int, int], None]
 
-_FORMAT = 1  # raise it when what is written changes: copies of an older format are then made anew
+_FORMAT = 2  # raise it when what is written changes: copies of an older format are then made anew
 _HEAD_BYTES = 64 << 10  # at least, of each source file, hashed into the key of its copy
 _WEIGHTS = (".safetensors", ".bin")
 _COPIED = (".json", ".model", ".txt", ".jinja")  # configuration and tokenizer

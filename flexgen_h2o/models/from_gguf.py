@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -46,6 +47,7 @@ _INNER = MappingProxyType(
     }
 )
 _ROPE_FACTORS = "rope_freqs.weight"
+_TYPES = "gguf_types.json"
 _PIECE_ELEMENTS = 4 << 20  # dequantized at a time: 16 MB of float32
 # Every LLaMA 3.x was published with these three; only the factor differs (8 or 32).
 _LLAMA3_ROPE = MappingProxyType(
@@ -107,9 +109,19 @@ def convert_gguf(source: Path, dtype: str | None = None, progress: Progress | No
         pieces = _dequantizer(source, tensors, target)
         # The small files first: what they refuse is then refused before the long part.
         _write_config(source, folder, dtype, _config_of(source, reader, tensors))
+        kinds = sorted({tensor.kind.name for tensor in tensors.values()})
+        (folder / _TYPES).write_text(json.dumps(kinds))
         write_weights(folder, layout, pieces, keep=converted(), progress=progress)
 
     return build_once([source], dtype, source.stem, build, keep=converted())
+
+
+def gguf_types(folder: Path) -> frozenset[str]:
+    """The GGUF types, such as "Q4_1", of what `convert_gguf` made a folder from.
+
+    The file itself takes seconds to open.
+    """
+    return frozenset(json.loads((folder / _TYPES).read_text(encoding="utf-8")))
 
 
 def read_gguf(source: Path) -> tuple[Any, dict[str, GgufTensor]]:

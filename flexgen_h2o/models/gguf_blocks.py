@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -14,7 +15,10 @@ from flexgen_h2o.kernels.reference_matrix import assembled
 from flexgen_h2o.models.from_gguf import GgufTensor, read_gguf
 from flexgen_h2o.storage.quantization import TILE, MatrixLayout
 
-_KINDS = {4: ("Q4_0", "Q4_1"), 8: ("Q8_0",)}  # by bits
+KINDS: Mapping[int, frozenset[str]] = MappingProxyType(
+    {4: frozenset({"Q4_0", "Q4_1"}), 8: frozenset({"Q8_0"})})
+"""GGUF types that are kept, by bits."""
+
 _MIDDLES = {"Q4_0": 8, "Q8_0": 128}  # the code of 0, where a block has no zero point of its own
 _PIECE_ELEMENTS = 1 << 18  # repacked at a time: a few MB
 
@@ -54,7 +58,7 @@ class GgufBlocks:
         self.bits = bits
         _, tensors = read_gguf(self.source)
         self._tensors = {name: tensor for name, tensor in tensors.items()
-                         if tensor.kind.name in _KINDS[bits] and len(tensor.shape) == 2}
+                         if tensor.kind.name in KINDS[bits] and len(tensor.shape) == 2}
 
     @cached_property
     def names(self) -> frozenset[str]:

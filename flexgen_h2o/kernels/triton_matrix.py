@@ -1,0 +1,310 @@
+"""Products with quantized matrices on a GPU, and their rows; see `MatrixLayout` for the bytes.
+
+Few rows: each byte of the matrix is read once, and weights exist in registers alone. The inputs
+are split among programs, so that a small matrix fills the device too; parts are summed in a fixed
+order by a second launch. Scales and zero points come after the sums over codes, which are exact
+integers: ``x @ weight.T`` of a group is ``scale * (x @ codes.T) + zero * sum(x)``, in float32.
+
+Many rows: weights are unpacked, a slice of outputs at a time, and multiplied by cuBLAS.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen_h2o.kernels.triton_common import (
+    FEWEST,
+    configs,
+    interpreted,
+    multiprocessors,
+    unit_stride,
+)
+from flexgen_h2o.storage.quantization import TILE, MatrixLayout
+
+LANES = tl.constexpr(TILE)
+
+VECTOR_ROWS = 2
+"""Up to so many rows no matrix units are used. An estimate: no GPU has confirmed it."""
+FUSED_ROWS = 64
+"""Up to so many rows weights are not unpacked to memory. An estimate: no GPU has confirmed it."""
+BUFFER = 64 << 20
+"""The most bytes of unpacked weights."""
+PIECE = 64
+"""The most inputs of a group that go to the matrix units at once."""
+MAGIC = 0x4B000000
+"""The float32 2 ** 23: its lowest bits count ones."""
+
+
+@triton.jit
+def _place(word, WORDS: tl.constexpr):
+    """Where the codes of words of a tile lie, counted over all its groups; in units of 4 bytes."""
+    return word // WORDS * (LANES + LANES * WORDS) + LANES + word % WORDS * LANES
+
+
+@triton.jit
+def _header(word, WORDS: tl.constexpr):
+    """Where the scales of words' groups lie, in units of 2 bytes; zero points follow them."""
+    return word // WORDS * (2 * LANES + 2 * LANES * WORDS)
+
+
+@triton.jit
+def _exact(words, mask, magic):
+    """float32 of the masked bits, integers below 2 ** 23; faster than a conversion.
+
+    `magic` is `MAGIC`, but as an argument of the kernel: the GPU masks and ORs in one instruction
+    if only one of the two is a literal, and the compiler does not see to it.
+    """
+    return ((words & mask) | magic).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def _step(dots, sums, words, x, x_row, word, live, inputs, magic, j: tl.constexpr,
+          BITS: tl.constexpr):
+    """Add the products of the j-th code of each word to dots, and its inputs to sums.
+
+    The code stays where it lies in its half of the word, and the input is divided in its place.
+    """
+    FROM: tl.constexpr = BITS * (j // 2)
+    code = _exact(words >> (16 * (j % 2)), (2**BITS - 1) << FROM, magic)
+    k = word * (32 // BITS) + j
+    new_dots, new_sums = (), ()
+    for row in tl.static_range(len(dots)):
+        value = tl.load(x + row * x_row + k, mask=live & (k < inputs), other=0).to(tl.float32)
+        new_dots += (dots[row] + (value * 0.5**FROM)[:, None] * code,)
+        new_sums += (sums[row] + value,)
+    return new_dots, new_sums
+
+
+@triton.autotune(
+    configs({"BLOCK": 8}, ({"BLOCK": 32}, 2, 1), ({"BLOCK": 32}, 4, 1), ({"BLOCK": 64}, 2, 1),
+            ({"BLOCK": 64}, 4, 1), ({"BLOCK": 128}, 4, 1)),
+    key=["WORDS", "BITS", "ROWS"], cache_results=True)
+@triton.jit
+def _few(x, x_row, data, parts, outputs, inputs, groups, split, magic, WORDS: tl.constexpr,
+         BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """parts [splits, ROWS, outputs] of a product; one program a tile and a split of its words.
+
+    A thread adds up what it reads, and threads exchange nothing before the end, so that loads
+    stay in flight.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * split
+    last = tl.minimum(first + split, groups * WORDS)
+    lane = tl.arange(0, LANES)
+    codes = data.to(tl.pointer_type(tl.int32)) + tile * groups * (LANES + LANES * WORDS)
+    halves = codes.to(tl.pointer_type(tl.float16))
+    totals = (tl.zeros((BLOCK, LANES), tl.float32),) * ROWS
+    for start in range(first, last, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        live = word < last
+        words = tl.load(codes + _place(word, WORDS)[:, None] + lane[None, :], mask=live[:, None],
+                        other=0)
+        header = halves + _header(word, WORDS)[:, None] + lane[None, :]
+        scale = tl.load(header, mask=live[:, None], other=0).to(tl.float32)
+        zero = tl.load(header + LANES, mask=live[:, None], other=0).to(tl.float32)
+        dots = (tl.zeros((BLOCK, LANES), tl.float32),) * ROWS
+        sums = (tl.zeros((BLOCK,), tl.float32),) * ROWS
+        for j in tl.static_range(32 // BITS):
+            dots, sums = _step(dots, sums, words, x, x_row, word, live, inputs, magic, j,
+                               BITS)
+        new = ()
+        for row in tl.static_range(ROWS):
+            new += (totals[row] + dots[row] * scale + sums[row][:, None] * zero,)
+        totals = new
+    n = tile * LANES + lane
+    parts += tl.program_id(1).to(tl.int64) * ROWS * outputs
+    for row in tl.static_range(ROWS):
+        tl.store(parts + n, tl.sum(totals[row], axis=0), mask=n < outputs)
+        parts += outputs
+
+
+@triton.autotune(
+    configs({"BLOCK": 32}, ({"BLOCK": 32}, 2, 4), ({"BLOCK": 64}, 4, 2), ({"BLOCK": 64}, 4, 4),
+            ({"BLOCK": 128}, 4, 3), ({"BLOCK": 128}, 8, 3)),
+    key=["WORDS", "BITS", "TALL", "PRECISION"], cache_results=True)
+@triton.jit
+def _several(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
+             WORDS: tl.constexpr, BITS: tl.constexpr, TALL: tl.constexpr, SOME: tl.constexpr,
+             MANY: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr):
+    """parts [splits, rows, outputs] of a product; one program BLOCK outputs and a split of words.
+
+    SOME words of a group go to the matrix units at once, filled up to MANY.
+    """
+    PER: tl.constexpr = 32 // BITS
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = n < outputs
+    base = (n // LANES).to(tl.int64) * (groups * (LANES + LANES * WORDS))
+    codes = data.to(tl.pointer_type(tl.int32)) + base + n % LANES
+    halves = data.to(tl.pointer_type(tl.float16)) + 2 * base + n % LANES
+    row = tl.arange(0, TALL)
+    x += row[:, None].to(tl.int64) * x_row
+    inner, element, j = tl.arange(0, MANY), tl.arange(0, MANY * PER), tl.arange(0, PER)
+    shift = BITS * (j // 2) + 16 * (j % 2)
+    first = tl.program_id(1) * split
+    last = tl.minimum(first + split, groups * WORDS)
+    total = tl.zeros((TALL, BLOCK), tl.float32)
+    for start in range(first, last, SOME):
+        words = tl.load(codes[None, :] + _place(start + inner, WORDS)[:, None],
+                        mask=(inner < SOME)[:, None] & there[None, :], other=0)
+        k = start * PER + element
+        wanted = (element < SOME * PER) & (k < inputs)
+        value = tl.load(x + k[None, :], mask=(row < rows)[:, None] & wanted[None, :], other=0)
+        header = halves + _header(start, WORDS)
+        scale = tl.load(header, mask=there, other=0).to(tl.float32)
+        zero = tl.load(header + LANES, mask=there, other=0).to(tl.float32)
+        code = _exact(words[:, None, :] >> shift[None, :, None], 2**BITS - 1, magic)
+        code = tl.reshape(code, (MANY * PER, BLOCK)).to(value.dtype)  # exact in 16 bits too
+        dots = tl.dot(value, code, input_precision=PRECISION)
+        sums = tl.sum(value.to(tl.float32), axis=1)
+        total += dots * scale[None, :] + sums[:, None] * zero[None, :]
+    place = (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * outputs + n[None, :]
+    tl.store(parts + place, total, mask=(row < rows)[:, None] & there[None, :])
+
+
+@triton.jit
+def _add_parts(parts, bias, out, out_row, outputs, splits, ADD: tl.constexpr,
+               BLOCK: tl.constexpr):
+    """Sum parts, bias and, if wanted, out itself; one program BLOCK outputs of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = n < outputs
+    out += row * out_row + n
+    parts += row * outputs + n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(0, splits):
+        total += tl.load(parts, mask=live, other=0.0)
+        parts += tl.num_programs(0).to(tl.int64) * outputs
+    if bias is not None:
+        total += tl.load(bias + n, mask=live, other=0).to(tl.float32)
+    if ADD:
+        total += tl.load(out, mask=live, other=0).to(tl.float32)
+    tl.store(out, total.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _unpack(data, chosen, first, out, out_row, count, inputs, groups, magic, WORDS: tl.constexpr,
+            BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Outputs to rows of out; one program a tile of rows and BLOCK words of each.
+
+    Outputs are `chosen`, or else those from `first` on, a multiple of the tile.
+    """
+    PER: tl.constexpr = 32 // BITS
+    lane = tl.arange(0, LANES)
+    row = tl.program_id(0).to(tl.int64) * LANES + lane
+    there = row < count
+    place = lane
+    if chosen is None:
+        base = (first // LANES + tl.program_id(0)).to(tl.int64) + lane * 0
+    else:
+        output = tl.load(chosen + row, mask=there, other=0)
+        base, place = output // LANES, output % LANES
+    base *= groups * (LANES + LANES * WORDS)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (word < groups * WORDS)[:, None] & there[None, :]
+    words = tl.load(data.to(tl.pointer_type(tl.int32)) + (base + place)[None, :]
+                    + _place(word, WORDS)[:, None], mask=mask, other=0)
+    header = (data.to(tl.pointer_type(tl.float16)) + (2 * base + place)[None, :]
+              + _header(word, WORDS)[:, None])
+    scale = tl.load(header, mask=mask, other=0).to(tl.float32)
+    zero = tl.load(header + LANES, mask=mask, other=0).to(tl.float32)
+    j = tl.arange(0, PER)
+    shift = BITS * (j // 2) + 16 * (j % 2)
+    code = _exact(words[:, None, :] >> shift[None, :, None], 2**BITS - 1, magic)
+    weight = zero[:, None, :] + scale[:, None, :] * code  # an exact product, one rounding
+    k = word[:, None] * PER + j[None, :]
+    tl.store(out + (row * out_row)[None, None, :] + k[:, :, None],
+             weight.to(out.dtype.element_ty),
+             mask=(k < inputs)[:, :, None] & there[None, None, :])
+
+
+def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, rows: Tensor,
+                dtype: torch.dtype) -> Tensor:
+    """See `reference_matrix.unpack_rows`; the same bits in float32."""
+    out = data.new_empty((len(rows), inputs), dtype=dtype)
+    _unpack_to(out, data, MatrixLayout(outputs, inputs, bits, group), chosen=rows.contiguous())
+    return out
+
+
+def _unpack_to(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int = 0,
+               chosen: Tensor | None = None) -> None:
+    if len(out):
+        block = 8 if interpreted() else 64
+        grid = triton.cdiv(len(out), TILE), triton.cdiv(layout.groups * layout.words, block)
+        _unpack[grid](data, chosen, first, out, out.stride(0), len(out), layout.inputs,
+                      layout.groups, MAGIC, layout.words, layout.bits, block)
+
+
+def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
+                     bias: Tensor | None, out: Tensor, add: bool) -> None:
+    """See `reference_matrix.linear_quantized`; the same result for the same arguments.
+
+    Of more than `FUSED_ROWS` rows weights are rounded to x's dtype first, and a result with both
+    summands twice.
+    """
+    layout = MatrixLayout(outputs, inputs, bits, group)
+    x = unit_stride(x)
+    if len(x) > FUSED_ROWS:
+        _multiply_unpacked(x, data, layout, bias, out, add=add)
+    elif len(x):
+        parts = _parts(x, data, layout)
+        block = 64 if interpreted() else 512
+        _add_parts[(len(x), triton.cdiv(outputs, block))](
+            parts, bias, out, out.stride(0), outputs, len(parts), add, block)
+
+
+def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
+    """float32 [splits, rows, outputs] that add up to the product of few rows."""
+    rows, outputs, total = len(x), layout.outputs, layout.groups * layout.words
+    vectors = rows <= VECTOR_ROWS
+    split = _split(total, triton.cdiv(outputs, TILE if vectors else 4 * TILE),
+                   (32 if vectors else 8) * multiprocessors(x.device))
+    splits = triton.cdiv(total, split)
+    parts = x.new_empty((splits, rows, outputs), dtype=torch.float32)
+    if vectors:
+        _few[(layout.tiles, splits)](
+            x, x.stride(0), data, parts, outputs, layout.inputs, layout.groups, split, MAGIC,
+            WORDS=layout.words, BITS=layout.bits, ROWS=rows)
+        return parts
+    per_word = 32 // layout.bits
+    some = math.gcd(layout.words, PIECE // per_word)  # a power of two
+    _several[lambda config: (triton.cdiv(outputs, config["BLOCK"]), splits)](
+        x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split, MAGIC,
+        WORDS=layout.words, BITS=layout.bits, TALL=max(FEWEST, triton.next_power_of_2(rows)),
+        SOME=some, MANY=max(some, FEWEST // per_word),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32")
+    return parts
+
+
+def _split(words: int, programs: int, wanted: int) -> int:
+    """Words of one split: so many splits that there are about as many programs as wanted."""
+    least = 16 if interpreted() else 64  # a multiple of the words of each `PIECE`
+    splits = max(1, wanted // programs)
+    return triton.cdiv(triton.cdiv(words, splits), least) * least
+
+
+def _multiply_unpacked(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
+                       out: Tensor, *, add: bool) -> None:
+    """A product of many rows, through a buffer of `BUFFER` bytes at most (but of one tile)."""
+    stride = triton.cdiv(layout.inputs, 8) * 8  # aligned rows suit cuBLAS
+    most = max(1, BUFFER // (TILE * stride * x.element_size()))
+    slices = triton.cdiv(layout.tiles, most)
+    some = min(triton.cdiv(layout.tiles, slices) * TILE, layout.outputs)
+    buffer = x.new_empty((some, stride))
+    for first in range(0, layout.outputs, some):
+        part = out[:, first : first + some]
+        weight = buffer[: part.shape[1], : layout.inputs]
+        _unpack_to(weight, data, layout, first=first)
+        some_bias = None if bias is None else bias[first : first + some]
+        if add:
+            part.addmm_(x, weight.T)
+            if bias is not None:
+                part += some_bias
+        elif bias is not None:
+            torch.addmm(some_bias, x, weight.T, out=part)
+        else:
+            torch.mm(x, weight.T, out=part)

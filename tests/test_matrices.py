@@ -1,0 +1,314 @@
+"""Quantized matrices: their bytes, how far off they are, and products with them."""
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import poisoned_memory
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import library, native, ops, reference_matrix
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.models import layers
+from flexgen_h2o.storage.quantization import TILE, MatrixLayout
+
+BUILT = pytest.mark.skipif(native.missing() is not None, reason="the C++ kernels were not built")
+BEST = 0 if native.missing() else native._library().h2o_isa_best()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Half of the distance of neighbours, relative; for float32 what sums add."""
+
+# Outputs, inputs, group: neither, either or both fill up their tiles and groups.
+SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32), (97, 8, 8),
+          (7, 72, 24)]
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
+    with poisoned_memory():
+        yield
+
+
+@pytest.fixture(params=["reference", *(pytest.param(name, marks=[BUILT, pytest.mark.skipif(
+    place > BEST, reason="not on this CPU")]) for place, name in enumerate(native.SETS))])
+def backend(request, monkeypatch):
+    """The reference, and the kernels of each instruction set."""
+    if request.param == "reference":
+        monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
+    else:
+        monkeypatch.setenv("FLEXGEN_H2O_ISA", request.param)
+    return request.param
+
+
+def weights(outputs, inputs, *, dtype=torch.float32, size=0.3):
+    """A slice of something wider."""
+    torch.manual_seed(outputs + 7 * inputs)
+    wide = torch.full((outputs, inputs + 5), float("nan")).to(dtype)
+    wide[:, :inputs] = torch.randn(outputs, inputs) * size
+    return wide[:, :inputs]
+
+
+def by_hand(data, layout):
+    """The matrix, byte by byte in plain Python, and the scale of each element."""
+    raw = bytes(data.tolist())
+    per_word = 32 // layout.bits
+    rows, scales = [], []
+    for output in range(layout.outputs):
+        row, mine = [], []
+        for i in range(layout.inputs):
+            tile, lane = divmod(output, 16)
+            block = (tile * -(-layout.inputs // layout.group) + i // layout.group) * (
+                64 + 2 * layout.group * layout.bits)
+            scale, = struct.unpack_from("<e", raw, block + 2 * lane)
+            zero, = struct.unpack_from("<e", raw, block + 32 + 2 * lane)
+            word, within = divmod(i % layout.group, per_word)
+            bits, = struct.unpack_from("<I", raw, block + 64 + 64 * word + 4 * lane)
+            code = bits >> (16 * (within % 2) + layout.bits * (within // 2)) & layout.levels
+            row.append(zero + scale * code)
+            mine.append(scale)
+        rows.append(row)
+        scales.append(mine)
+    return torch.tensor(rows, dtype=torch.float64), torch.tensor(scales, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("layout", "nbytes"), [
+    (MatrixLayout(4096, 16384, 4), 4096 * 16384 * 9 // 16),
+    (MatrixLayout(4096, 4096, 8, 32), 4096 * 4096 * 9 // 8),
+    (MatrixLayout(1, 1, 4), 576), (MatrixLayout(17, 65, 8), 4 * 1088)])
+def test_known_sizes(layout, nbytes):
+    assert layout.nbytes == nbytes and layout.block_bytes % 64 == 0
+
+
+@pytest.mark.parametrize("arguments", [(8, 8, 3), (8, 8, 16), (8, 8, 4, 12), (8, 8, 4, 0),
+                                       (0, 8, 4), (8, 0, 4)])
+def test_what_cannot_be_is_refused(arguments):
+    with pytest.raises(UserError, match="cannot quantize"):
+        MatrixLayout(*arguments)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_element_errs_by_half_a_scale(backend, shape, bits, dtype):
+    *size, group = shape
+    weight, layout = weights(*size, dtype=dtype), MatrixLayout(*size, bits, group)
+    data = ops.quantize_matrix(weight, layout)
+    assert data.dtype == torch.uint8 and data.shape == (layout.nbytes,)
+    values, scales = by_hand(data, layout)
+    # Beside half a scale, the zero point's rounding to float16.
+    bound = 0.5 * scales + weight.double().abs().max() * 2**-11
+    assert ((values - weight.double()).abs() <= bound).all()
+    assert torch.equal(data, reference_matrix.quantize_matrix(weight, layout))
+
+
+def test_what_fills_up_is_zeros(backend):
+    layout = MatrixLayout(17, 70, 4)
+    data = ops.quantize_matrix(weights(17, 70), layout, search=True)
+    blocks = data.view(2, 2, -1)
+    lanes = torch.stack([blocks[1, :, k::64] for k in range(4, 64)])  # words of outputs 17 to 31
+    assert not lanes[..., 1:].any()
+    halves = blocks[1, :, :64].view(torch.int16).view(2, 2, TILE)
+    assert not halves[..., 1:].any()
+    assert not blocks[0, 1, 64 + 64:].any()  # inputs 72 on
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (-3.5, -3.5), (-1e9, 1e9), (1e-8, 2e-8),
+                                           (65504.0, 65504.0), (-0.0, 0.0)])
+@pytest.mark.parametrize("search", [False, True])
+def test_extreme_groups(backend, low, high, search):
+    weight = torch.full((3, 64), low)
+    weight[:, ::3] = high
+    layout = MatrixLayout(3, 64, 4)
+    data = ops.quantize_matrix(weight, layout, search=search)
+    values, _ = by_hand(data, layout)
+    wanted = weight.double().clamp(-65504, 65504)
+    step = (wanted.max() - wanted.min()) / 15
+    assert values.isfinite().all()
+    assert ((values - wanted).abs() <= step + wanted.abs() * 2**-10 + 2**-24).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(33, 200, 64), (20, 70, 32)])
+def test_a_search_lessens_the_error_of_every_group(backend, shape, bits):
+    *size, group = shape
+    weight, layout = weights(*size), MatrixLayout(*size, bits, group)
+
+    def errors(search, quantize=ops.quantize_matrix):
+        values, _ = by_hand(quantize(weight, layout, search=search), layout)
+        off = torch.nn.functional.pad((values - weight.double()).square(),
+                                      (0, layout.groups * group - size[1]))
+        return off.unflatten(1, (-1, group)).sum(-1)
+
+    plain, searched = errors(False), errors(True)
+    assert (searched <= plain * (1 + 1e-5)).all()
+    if bits == 4:
+        assert searched.sum() < 0.9 * plain.sum()
+    # Sums in another order may choose another of two scales that are about as good.
+    wanted = errors(True, reference_matrix.quantize_matrix)
+    assert abs(searched.sum() / wanted.sum() - 1) < 1e-2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows(backend, shape, bits):
+    *size, group = shape
+    layout = MatrixLayout(*size, bits, group)
+    data = ops.quantize_matrix(weights(*size), layout)
+    values, _ = by_hand(data, layout)
+    every = torch.arange(size[0])
+    for rows in (every, every.flip(0), torch.randint(size[0], (40,)), every[:0],
+                 torch.cat([every[:1], every]), every[-17:]):
+        for dtype in DTYPES:
+            got = ops.unpack_rows(QuantizedMatrix(data, layout), rows, dtype)
+            assert got.dtype == dtype and got.shape == (len(rows), size[1])
+            exact = values[rows].float()  # by hand nothing is rounded between product and sum
+            torch.testing.assert_close(got.float(), exact.to(dtype).float(), atol=1e-7,
+                                       rtol=EPSILON[dtype])
+
+
+def check_product(layout, rows, *, dtype, bias, add, data=None):
+    """linear_quantized against float64 with the values by hand; what is beside out stays."""
+    if data is None:
+        data = ops.quantize_matrix(weights(layout.outputs, layout.inputs), layout)
+    values, _ = by_hand(data, layout)
+    torch.manual_seed(rows)
+    x = torch.full((rows, layout.inputs + 3), float("nan")).to(dtype)[:, : layout.inputs]
+    x.copy_(torch.randn(rows, layout.inputs))
+    bias = torch.randn(layout.outputs).to(dtype) if bias else None
+    wide = torch.full((rows, layout.outputs + 2), float("nan")).to(dtype)
+    out = wide[:, : layout.outputs]
+    expected = x.double() @ values.T
+    if bias is not None:
+        expected += bias.double()
+    if add:
+        out.copy_(torch.randn(rows, layout.outputs))
+        expected += out.double()
+    ops.linear_quantized(x, QuantizedMatrix(data, layout), bias, out, add=add)
+    # Codes are summed before they are scaled: as large as the largest value of each group.
+    terms = x.double().abs() @ values.abs().T + x.double().abs().sum(1, keepdim=True) * 2
+    bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * terms
+    assert ((out.double() - expected).abs() <= bound).all()
+    assert wide[:, layout.outputs :].isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products(backend, shape, bits, dtype):
+    *size, group = shape
+    for rows, bias, add in ((1, True, False), (3, False, True), (8, True, True),
+                            (17, False, False)):
+        check_product(MatrixLayout(*size, bits, group), rows, dtype=dtype, bias=bias, add=add)
+
+
+@given(st.integers(1, 140), st.integers(1, 70), st.integers(1, 150), st.sampled_from([4, 8]),
+       st.sampled_from(DTYPES), st.booleans(), st.sampled_from([8, 32, 64]))
+@settings(max_examples=60)
+def test_products_of_any_size(rows, outputs, inputs, bits, dtype, add, group):
+    check_product(MatrixLayout(outputs, inputs, bits, group), rows, dtype=dtype, bias=not add,
+                  add=add)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_fills_up_a_tile_has_no_effect(backend, bits):
+    layout = MatrixLayout(17, 70, bits)
+    data = ops.quantize_matrix(weights(17, 70), layout)
+    halves = data.view(2, 2, -1)[1, :, :64].view(torch.int16).view(2, 2, TILE)
+    halves[..., 1:] = 0x7E00  # NaN, in the scales and zero points of outputs that are not there
+    words = data.view(2, 2, -1)[1, :, 64:].view(torch.int32).view(2, -1, TILE)
+    words[..., 1:] = -1
+    for rows in (1, 20):
+        check_product(layout, rows, dtype=torch.float32, bias=True, add=False, data=data)
+
+
+@BUILT
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_threads_changes_no_bit(dtype):
+    layout = MatrixLayout(130, 200, 4)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            data = ops.quantize_matrix(weights(130, 200), layout, search=True)
+            x = weights(150, 200, dtype=dtype, size=1.0)
+            out = torch.full((150, 130), float("nan")).to(dtype)
+            ops.linear_quantized(x, QuantizedMatrix(data, layout), None, out)
+            results.append((data, out))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0][k], other[k]) for other in results[1:] for k in (0, 1))
+
+
+@BUILT
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_how_many_rows_go_together_makes_no_difference(dtype):
+    layout = MatrixLayout(40, 200, 4)
+    matrix = QuantizedMatrix(ops.quantize_matrix(weights(40, 200), layout), layout)
+    x = weights(70, 200, dtype=dtype, size=1.0)
+
+    def product(x):
+        out = torch.full((len(x), 40), float("nan")).to(dtype)
+        ops.linear_quantized(x, matrix, None, out)
+        return out
+
+    whole = product(x)
+    for size in (5, 8, 13, 64):
+        torch.testing.assert_close(torch.cat([product(part) for part in x.split(size)]), whole,
+                                   rtol=2 * EPSILON[dtype], atol=1e-5)
+
+
+@BUILT
+@pytest.mark.parametrize("rows", [16, 17, 70])
+def test_with_amx(monkeypatch, rows):
+    """Where AMX multiplies more than a few rows, slices are unpacked for it."""
+    unpacked = []
+    unpack = ops.unpack_rows
+    monkeypatch.setattr(native, "amx", lambda: True)
+    monkeypatch.setattr(ops, "UNPACKED_OUTPUTS", 32)
+    monkeypatch.setattr(ops, "unpack_rows", lambda *a: unpacked.append(len(a[1])) or unpack(*a))
+    layout = MatrixLayout(70, 130, 4)
+    matrix = QuantizedMatrix(ops.quantize_matrix(weights(70, 130), layout), layout)
+    exact = by_hand(matrix.data, layout)[0].float()
+    x, bias = weights(rows, 130, dtype=torch.bfloat16, size=1.0), torch.randn(70).bfloat16()
+    for add in (False, True):
+        out = torch.full((rows, 72), float("nan")).bfloat16()[:, :70]
+        out = out.copy_(torch.randn(rows, 70)) if add else out
+        expected = x.float() @ exact.T + bias.float() + (out.float() if add else 0)
+        ops.linear_quantized(x, matrix, bias, out, add=add)
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=0.1)
+    assert unpacked == ([] if rows <= native.FEW_ROWS else [32, 32, 6] * 2)
+
+
+@BUILT
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_custom_ops(dtype):
+    layout = MatrixLayout(20, 70, 4)
+    weight = weights(20, 70, dtype=dtype)
+    data = ops.quantize_matrix(weight, layout)
+    flat = (data, 20, 70, 4, 64)
+    x, bias, out = weights(3, 70, dtype=dtype), torch.randn(20).to(dtype), torch.randn(3, 20)
+    checked = torch.library.opcheck
+    checked(library.quantize_matrix, (weight.contiguous(), 4, 64, True))
+    checked(library.unpack_rows, (*flat, torch.tensor([3, 19, 3]), dtype))
+    for arguments in ((bias, out.to(dtype), True), (None, out.to(dtype), False)):
+        checked(library.linear_quantized, (x.contiguous(), *flat, *arguments))
+
+
+def test_layers_take_them(backend):
+    layout = MatrixLayout(24, 40, 8)
+    matrix = QuantizedMatrix(ops.quantize_matrix(weights(24, 40), layout), layout)
+    exact = by_hand(matrix.data, layout)[0].float()
+    x, bias = torch.randn(5, 40), torch.randn(24)
+    residual, out = torch.randn(5, 24), torch.full((5, 24), float("nan"))
+    expected = x @ exact.T + bias
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(layers.linear(x, matrix, bias), expected, **close)
+    assert layers.linear(x, matrix, bias, out=out) is out
+    torch.testing.assert_close(out, expected, **close)
+    kept = residual.clone()
+    assert layers.add_linear_(residual, x, matrix, bias) is residual
+    torch.testing.assert_close(residual, kept + expected, **close)
+    assert matrix.shape == (24, 40) and len(matrix) == 24
