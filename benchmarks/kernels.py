@@ -13,124 +13,50 @@ in bf16 products of 2048 rows: the better of two measurements, before and after 
 from __future__ import annotations
 
 import argparse
-import csv
 import ctypes
-import datetime
 import functools
 import itertools
-import math
 import platform
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import kernel_peers
 import torch
+import torch.nn.functional as F
+from kernel_rows import (
+    DTYPE,
+    INDEXED,
+    OURS,
+    OURS_4,
+    OURS_8,
+    PLAIN,
+    RANGE,
+    SCORELESS,
+    SDPA,
+    Rows,
+    check,
+    copies,
+    draw,
+    error,
+)
 
-from flexgen_h2o.kernels import native, ops, reference
+from flexgen_h2o.kernels import native, ops, reference, reference_matrix
 from flexgen_h2o.kernels.eviction import Book, Cut, Eviction
-from flexgen_h2o.results import source_commit
-from flexgen_h2o.storage.links import gemm_rate, memory_read_rate
-from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.models import layers
+from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 
-DTYPE, HEADS, DIM = torch.bfloat16, 32, 128
+HEADS, DIM = 32, 128
 DECODES = [(16, 32, 205), (16, 32, 1024), (16, 8, 205), (16, 8, 1024), (1, 8, 32768)]
 """Sequences, KV heads, slots."""
 PREFILLS = [(4, 2048), (1, 8192)]
 """Sequences, tokens of each."""
 SELECTION = (16, Cut(2048, heavy=205, recent=204))
 GROUPED = (16, 32, 1024, DIM)
-ROTATED = 1 << 30
-"""Bytes of all the copies that contestants go through in turn."""
-COLUMNS = (
-    "date", "commit", "host", "threads", "torch", "isa", "dtype", "repeats", "operation", "shape",
-    "contestant", "ms", "fastest_ms", "floor_ms", "share_of_floor", "limit", "gb_per_s",
-    "over_sdpa", "speedup_over_plain", "speedup_over_16_bits", "extra_mb",
-)
-OURS, OURS_8, OURS_4, SCORELESS = "ours", "ours, 8 bits", "ours, 4 bits", "ours, no scores"
-SDPA, PLAIN, INDEXED = "torch SDPA", "plain PyTorch", "plain, indexed"
-LOOKS = {OURS: ("#0072B2", ""), OURS_8: ("#56B4E9", "//"), OURS_4: ("#CC79A7", ".."),
-         SCORELESS: ("#009E73", "--"), SDPA: ("#E69F00", "\\\\"), PLAIN: ("#999999", "xx"),
-         INDEXED: ("#666666", "++")}
-
-
-class Rows:
-    """Times cases and collects the rows of the file."""
-
-    def __init__(self, repeats: int):
-        self.repeats, self.rows = repeats, []
-
-    def measure(self, operation: str, shape: str, functions: dict[str, Callable],
-                inputs: dict[str, Iterator[dict]], *, nbytes: dict[str, int] | None = None,
-                flops: float = 0) -> None:
-        """A row for each function, called with the next of its inputs, and its floor."""
-        measured = functools.partial(gemm_rate, 2048, DTYPE) if flops else memory_read_rate
-        rate = measured()
-        seconds: dict[str, list[float]] = {name: [] for name in functions}
-        awake = torch.randn(1 << 20)
-        for repeat in range(self.repeats + 1):  # the first one warms up
-            for name, function in functions.items():
-                arguments = next(inputs[name])
-                awake.mul_(1.0)  # in a run, too, one operation follows another at once
-                began = time.perf_counter()
-                function(**arguments)
-                took = time.perf_counter() - began
-                if repeat:
-                    seconds[name].append(took)
-        rate = max(rate, measured())
-        limit = f"{rate / 1e12:.2f} TFLOP/s" if flops else f"{rate / 1e9:.1f} GB/s"
-        middle = {name: statistics.median(times) for name, times in seconds.items()}
-        for name, took in middle.items():
-            floor = (flops or nbytes[name]) / rate
-            self.rows.append({
-                "operation": operation, "shape": shape, "contestant": name, "ms": took * 1e3,
-                "fastest_ms": min(seconds[name]) * 1e3, "floor_ms": floor * 1e3,
-                "share_of_floor": floor / took, "limit": limit,
-                "gb_per_s": nbytes[name] / took / 1e9 if nbytes else "",
-                "over_sdpa": took / middle[SDPA] if SDPA in middle else "",
-                "speedup_over_plain": middle[PLAIN] / took if PLAIN in middle else "",
-                "speedup_over_16_bits": middle[OURS] / took if name in (OURS_8, OURS_4) else "",
-                "extra_mb": ""})
-            row = self.rows[-1]
-            print(f"{operation:10}  {shape:33}  {name:15} {row['ms']:9.2f} ms, floor "
-                  f"{row['floor_ms']:7.2f} ({row['share_of_floor']:.2f} of {limit})" + "".join(
-                      f", {key} {row[key]:.2f}" for key in COLUMNS[-4:-1] if row[key] != ""),
-                  flush=True)
-
-    def write(self, path: Path) -> None:
-        common = {
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "commit": source_commit(), "host": platform.node(),
-            "threads": torch.get_num_threads(), "torch": torch.__version__,
-            "isa": native.instruction_set(), "dtype": str(DTYPE).removeprefix("torch."),
-            "repeats": self.repeats}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            writer.writerows([f"{row[c]:.4g}" if isinstance(row[c], float) else row[c]
-                              for c in COLUMNS] for row in (common | row for row in self.rows))
-
-
-def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:
-    """Equal tensors, enough of them for `ROTATED` bytes."""
-    count = 2 if quick else max(2, math.ceil(ROTATED / block.nbytes))
-    return [block.clone() for _ in range(count)]
-
-
-def error(x: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The relative error in the 2-norm."""
-    return ((x.double() - wanted.double()).norm() / wanted.double().norm()).item()
-
-
-def check(what: str, *errors: float, same: bool = True, bound: float = 1e-2) -> None:
-    """Print the largest error; RuntimeError if it is too large, or not the same what must be."""
-    print(f"check  {what:50} error {max(errors):.2g}", flush=True)
-    if not (same and max(errors) <= bound):
-        raise RuntimeError(f"{what}: wrong by {max(errors):.2g} (at most {bound:g}), {same=}")
+MATRIX, ROWS = (16384, 4096), (1, 2, 4, 8, 16, 32, 64, 256, 1024)
+"""Outputs and inputs, and rows that are multiplied with them."""
 
 
 def decode_step(slots: torch.Tensor, bits: int) -> dict:
@@ -299,38 +225,56 @@ def groups(rows: Rows, quick: bool) -> None:
                      dict.fromkeys(functions, blocks), nbytes=dict.fromkeys(functions, nbytes))
 
 
-def draw(rows: list[dict], path: Path, title: str) -> None:
-    """Bars: the share of its floor that each contestant reaches, its time beside it."""
-    from matplotlib.figure import Figure  # no pyplot: it holds state, and wants a screen
-
-    figure = Figure(figsize=(9, 2 + 0.24 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    ticks: dict[str, list[float]] = {}
-    labels = dict.fromkeys(row["contestant"] for row in rows)
-    place = 0.0
-    for row in rows:
-        case, share = f"{row['operation']}\n{row['shape']}", 100 * row["share_of_floor"]
-        place += 1.0 if case in ticks else 1.8  # a gap before the next case
-        ticks.setdefault(case, []).append(place)
-        name = row["contestant"]
-        color, hatch = LOOKS[name]
-        axes.barh(place, share, 0.9, color=color, hatch=hatch, edgecolor="white",
-                  label=name if name in labels else None)
-        labels.pop(name, None)
-        axes.annotate(f"{row['ms']:.3g} ms", (share, place), (3, 0), textcoords="offset points",
-                      va="center", fontsize=7)
-    axes.set_yticks([statistics.mean(places) for places in ticks.values()], list(ticks), fontsize=8)
-    axes.axvline(100, color="black", linewidth=1, linestyle=":")
-    axes.invert_yaxis()
-    axes.margins(y=0.01)
-    axes.set_xlabel("floor over time, %: longer is better; dotted: memory or matrix products at "
-                    "this machine's own rate")
-    axes.set_title(title, fontsize=9)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+def quantized(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
+    layout = MatrixLayout(*weight.shape, bits)
+    return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
 
 
-OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": groups}
+def linear(rows: Rows, quick: bool) -> None:
+    """Products with one matrix in 16, 8 and 4 bits; quantizing it, with and without a search."""
+    weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
+    weight = weight[: MATRIX[0] // 16] if quick else weight
+    matrices = {bits: quantized(weight, bits) for bits in (8, 4)}
+    nbytes = {PLAIN: weight.nbytes, OURS: weight.nbytes, OURS_8: matrices[8].data.nbytes,
+              OURS_4: matrices[4].data.nbytes}
+    plain = copies(weight, quick)
+    inputs = {PLAIN: plain, OURS: plain} | {
+        name: [QuantizedMatrix(data, matrix.layout) for data in copies(matrix.data, quick)]
+        for name, matrix in ((OURS_8, matrices[8]), (OURS_4, matrices[4]))}
+    for count in ROWS:
+        x = torch.randn(count, MATRIX[1], dtype=DTYPE)
+        out = torch.full((count, len(weight)), float("nan"), dtype=DTYPE)
+        functions = {PLAIN: lambda weight, x=x, out=out: torch.mm(x, weight.t(), out=out)}
+        for name in (OURS, OURS_8, OURS_4):
+            functions[name] = lambda weight, x=x, out=out: layers.linear(x, weight, out=out)
+        if not ops.few_rows(x, weight):
+            del functions[OURS]  # is PyTorch's
+        for name, function in functions.items():
+            first = inputs[name][0]
+            wanted = torch.empty(count, len(weight))
+            if isinstance(first, QuantizedMatrix):
+                reference_matrix.linear_quantized(x, first.data, first.layout, None, wanted)
+            else:
+                wanted = F.linear(x.float(), first.float())
+            function(first)
+            check(f"linear: {name}, {count} rows", error(out, wanted))
+        flops = 2 * count * weight.numel() if count > native.FEW_ROWS else 0
+        turns = {name: itertools.cycle({"weight": one} for one in inputs[name])
+                 for name in functions}
+        rows.measure("linear", f"{count} x {MATRIX[1]} x {len(weight)}", functions, turns,
+                     nbytes=nbytes, flops=flops)
+    for bits in (8, 4):
+        layout = matrices[bits].layout
+        functions = {name: functools.partial(ops.quantize_matrix, layout=layout, search=search)
+                     for name, search in ((OURS, True), (RANGE, False))}
+        turns = itertools.cycle({"weight": one} for one in plain)
+        rows.measure("quantize", f"matrix, {bits} bits", functions,
+                     dict.fromkeys(functions, turns),
+                     nbytes=dict.fromkeys(functions, weight.nbytes + layout.nbytes))
+
+
+OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": groups,
+              "linear": linear}
 
 
 @torch.inference_mode()

@@ -28,11 +28,12 @@ from pathlib import Path
 
 TUNED = ("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:"
          "glibc.malloc.trim_threshold=17179869184")
-SYSTEMS = ("engine", "engine h2o", "engine disk", "transformers", "transformers tuned")
+SYSTEMS = ("engine", "engine h2o", "engine disk", "engine 8-bit", "engine 4-bit",
+           "engine 4-bit h2o", "transformers", "transformers tuned")
 COLUMNS = (
     "date", "commit", "host", "cpu", "threads", "torch", "transformers", "model", "dtype",
     "prompt_len", "gen_len", "batch", "system", "repeats", "prefill_s", "decode_step_s",
-    "tokens_per_s", "peak_rss_gb", "gb_read_per_step", "disk_gb_per_s", "prefill_floor_s",
+    "tokens_per_s", "load_s", "load_gb_per_s", "peak_rss_gb", "gb_read_per_step", "disk_gb_per_s", "prefill_floor_s",
     "decode_floor_s", "prefill_over_floor", "decode_over_floor",
     "prefill_speedup_over_transformers", "decode_speedup_over_transformers",
     "prefill_speedup_over_tuned", "decode_speedup_over_tuned", "prefill_speedup_over_engine",
@@ -48,15 +49,20 @@ def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
 def run_engine(args) -> list[dict]:
     """The engine: all weights in memory, or all on disk (read with O_DIRECT: no page cache).
 
-    "engine h2o" keeps the heavy hitters and the newest tokens, `--hh-ratio` of the prompt each.
+    "h2o" keeps the heavy hitters and the newest tokens, `--hh-ratio` of the prompt each. Weights
+    of fewer bits come from the weight cache, which is filled before anything is timed.
     """
     from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 
     weights = Placement(0, 0, 100) if args.worker == "engine disk" else Placement(100, 0, 0)
     policy = Policy(gpu_batch_size=args.batch, weights=weights)
-    h2o = H2OConfig(heavy_ratio=args.hh_ratio) if args.worker == "engine h2o" else None
+    h2o = H2OConfig(heavy_ratio=args.hh_ratio) if "h2o" in args.worker else None
+    options = {"policy": policy, "h2o": h2o, "dtype": args.dtype, "progress": False,
+               "weight_bits": weight_bits(args.worker)}
+    if options["weight_bits"] != 16:
+        LLM(args.model, **options).close()
     rows = []
-    with LLM(args.model, policy=policy, h2o=h2o, dtype=args.dtype, progress=False) as llm:
+    with LLM(args.model, **options) as llm:
         tokens = prompts(args.batch, args.prompt_len, llm.vocab_size)
         llm.generate(prompts(args.batch, args.warm_len, llm.vocab_size), max_new_tokens=2,
                      eos_token_id=-1)
@@ -66,8 +72,14 @@ def run_engine(args) -> list[dict]:
             moved = stats.links.get("disk->cpu", (0, 0.0))[0]
             rows.append({"prefill": stats.prefill_seconds,
                          "step": statistics.mean(stats.step_seconds),
-                         "read": moved / args.gen_len, "rss": stats.peak_process_bytes})
+                         "read": moved / args.gen_len, "rss": stats.peak_process_bytes,
+                         "load": stats.load_seconds})
     return rows
+
+
+def weight_bits(system: str) -> int:
+    """Of an engine of `SYSTEMS`."""
+    return next((bits for bits in (8, 4) if f"{bits}-bit" in system), 16)
 
 
 def run_transformers(args) -> list[dict]:
@@ -77,7 +89,9 @@ def run_transformers(args) -> list[dict]:
 
     from flexgen_h2o.report import peak_process_bytes
 
+    began = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    load = time.perf_counter() - began
     vocab = model.config.vocab_size
 
     class Clock(StoppingCriteria):
@@ -98,7 +112,7 @@ def run_transformers(args) -> list[dict]:
                        min_new_tokens=new, do_sample=False, stopping_criteria=[clock])
         steps = [b - a for a, b in zip(clock.times[1:], clock.times[2:], strict=False)]
         rows.append({"prefill": clock.times[1] - clock.times[0], "step": statistics.mean(steps),
-                     "read": 0, "rss": peak_process_bytes()})
+                     "read": 0, "rss": peak_process_bytes(), "load": load})
     return rows[1:]
 
 
@@ -119,15 +133,22 @@ def spawn(args, system: str, batch: int) -> list[dict]:
 
 def work(config, batch: int, system: str, args) -> dict[str, float]:
     """Bytes and FLOPs of a decode step, FLOPs of a prefill (attention included)."""
+    from flexgen_h2o.plan_rows import WeightOptions
+
     matrices = config.num_layers * config.layer_parameters()
     head = config.vocab_size * config.embed_dim
+    options = WeightOptions(weight_bits(system))
     itemsize = 4 if args.dtype == "float32" else 2
     cached = args.prompt_len + args.gen_len / 2
-    if system == "engine h2o":
+    if "h2o" in system:
         cached = 2 * int(args.hh_ratio * args.prompt_len)
     attention = 4 * config.num_layers * config.q_size
+    layers = config.num_layers * options.part_bytes(config.layer_shapes(), itemsize)
+    parts = (config.embed_shapes(), config.head_shapes())
     return {
-        "weight_bytes": (matrices + head) * itemsize,
+        "all_bytes": layers + sum(options.part_bytes(part, itemsize) for part in parts),
+        "weight_bytes": layers + options.matrix_bytes((config.vocab_size, config.embed_dim),
+                                                      itemsize),
         "cache_bytes": batch * cached * config.kv_bytes_per_token(itemsize),
         "step_flops": batch * (2 * (matrices + head) + attention * cached),
         "prefill_flops": batch * args.prompt_len * (
@@ -209,6 +230,7 @@ def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> 
         "decode_step_s": mine["step"],
         "tokens_per_s": batch * args.gen_len / (
             mine["prefill"] + (args.gen_len - 1) * mine["step"]),
+        "load_s": mine["load"], "load_gb_per_s": amount["all_bytes"] / mine["load"] / 1e9,
         "peak_rss_gb": mine["rss"] / 1e9, "gb_read_per_step": mine["read"] / 1e9,
         "disk_gb_per_s": rates["disk"] / 1e9,
         "prefill_floor_s": prefill_floor, "decode_floor_s": decode_floor,
@@ -225,12 +247,12 @@ def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> 
 
 def show(table: list[dict]) -> str:
     """The rows as a Markdown table of the figures that matter."""
-    head = ("batch", "system", "prefill s", "decode step s", "tokens/s", "peak RSS GB",
+    head = ("batch", "system", "load s", "prefill s", "decode step s", "tokens/s", "peak RSS GB",
             "prefill / floor", "step / floor", "decode vs transformers", "vs tuned",
-            "vs our full cache")
+            "vs engine")
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
     for row in table:
-        cells = (row["batch"], row["system"], f"{row['prefill_s']:.2f}",
+        cells = (row["batch"], row["system"], f"{row['load_s']:.1f}", f"{row['prefill_s']:.2f}",
                  f"{row['decode_step_s']:.3f}", f"{row['tokens_per_s']:.2f}",
                  f"{row['peak_rss_gb']:.1f}", f"{row['prefill_over_floor']:.2f}",
                  f"{row['decode_over_floor']:.2f}",

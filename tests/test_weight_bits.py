@@ -52,8 +52,7 @@ class Rounded:
             for parameter in self.model.parameters():
                 if parameter.dim() == 2:
                     layout = MatrixLayout(*parameter.shape, bits)
-                    data = ops.quantize_matrix(parameter, layout,
-                                               search=quantized.searches(bits))
+                    data = ops.quantize_matrix(parameter, layout, search=True)
                     parameter.copy_(reference_matrix.unpack_rows(
                         data, layout, torch.arange(len(parameter)), torch.float32))
 

@@ -125,7 +125,7 @@ def _few(x, x_row, data, parts, outputs, inputs, groups, split, magic, WORDS: tl
 
 @triton.autotune(
     configs({"BLOCK": 32}, ({"BLOCK": 32}, 2, 4), ({"BLOCK": 64}, 4, 2), ({"BLOCK": 64}, 4, 4),
-            ({"BLOCK": 128}, 4, 3), ({"BLOCK": 128}, 8, 3)),
+            ({"BLOCK": 128}, 8, 2), ({"BLOCK": 128}, 8, 3)),
     key=["WORDS", "BITS", "TALL", "PRECISION"], cache_results=True)
 @triton.jit
 def _several(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
@@ -143,8 +143,8 @@ def _several(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
     halves = data.to(tl.pointer_type(tl.float16)) + 2 * base + n % LANES
     row = tl.arange(0, TALL)
     x += row[:, None].to(tl.int64) * x_row
-    inner, element, j = tl.arange(0, MANY), tl.arange(0, MANY * PER), tl.arange(0, PER)
-    shift = BITS * (j // 2) + 16 * (j % 2)
+    inner, element = tl.arange(0, MANY), tl.arange(0, MANY * PER)
+    shift = BITS * tl.arange(0, PER // 2)[None, :, None]
     first = tl.program_id(1) * split
     last = tl.minimum(first + split, groups * WORDS)
     total = tl.zeros((TALL, BLOCK), tl.float32)
@@ -157,8 +157,11 @@ def _several(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
         header = halves + _header(start, WORDS)
         scale = tl.load(header, mask=there, other=0).to(tl.float32)
         zero = tl.load(header + LANES, mask=there, other=0).to(tl.float32)
-        code = _exact(words[:, None, :] >> shift[None, :, None], 2**BITS - 1, magic)
-        code = tl.reshape(code, (MANY * PER, BLOCK)).to(value.dtype)  # exact in 16 bits too
+        # Pairs of neighbours, joined last: so the compiler makes them where the matrix units want
+        # them (seen in its output), and does not send codes through shared memory.
+        low = _exact(words[:, None, :] >> shift, 2**BITS - 1, magic).to(value.dtype)
+        high = _exact(words[:, None, :] >> (16 + shift), 2**BITS - 1, magic).to(value.dtype)
+        code = tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), (MANY * PER, BLOCK))
         dots = tl.dot(value, code, input_precision=PRECISION)
         sums = tl.sum(value.to(tl.float32), axis=1)
         total += dots * scale[None, :] + sums[:, None] * zero[None, :]

@@ -26,15 +26,6 @@ _AHEAD = 2  # tensors that are made while one is written
 _EXACT = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def searches(bits: int) -> bool:
-    """Whether groups get the scales of least squared error (`reference_matrix.quantize_matrix`).
-
-    Of 4 bits they do: the same size, and a perplexity closer to the original's (see the README). Of
-    8 bits there is nothing to gain.
-    """
-    return bits == 4
-
-
 class QuantizingCheckpoint(Checkpoint):
     """Another checkpoint in a `WeightFormat` of fewer bits: what is read of it is quantized then.
 
@@ -78,7 +69,8 @@ class QuantizingCheckpoint(Checkpoint):
             dtype = inner.dtype if inner.dtype in _EXACT else torch.float32
             weight = torch.empty(inner.shape, dtype=dtype)
             self._inner.read(own, weight)
-            out.copy_(ops.quantize_matrix(weight, layout, search=searches(layout.bits)))
+            # The same size, and a perplexity closer to the original's: see the README.
+            out.copy_(ops.quantize_matrix(weight, layout, search=True))
 
     def _opened(self) -> GgufBlocks:
         with self._lock:
