@@ -33,8 +33,9 @@ SYSTEMS = ("engine", "engine h2o", "engine disk", "engine 8-bit", "engine 4-bit"
 COLUMNS = (
     "date", "commit", "host", "cpu", "threads", "torch", "transformers", "model", "dtype",
     "prompt_len", "gen_len", "batch", "system", "repeats", "prefill_s", "decode_step_s",
-    "tokens_per_s", "load_s", "load_gb_per_s", "peak_rss_gb", "gb_read_per_step", "disk_gb_per_s", "prefill_floor_s",
-    "decode_floor_s", "prefill_over_floor", "decode_over_floor",
+    "tokens_per_s", "load_s", "load_gb_per_s", "peak_rss_gb", "gb_read_per_step",
+    "disk_gb_per_s", "prefill_floor_s", "decode_floor_s", "prefill_over_floor",
+    "decode_over_floor",
     "prefill_speedup_over_transformers", "decode_speedup_over_transformers",
     "prefill_speedup_over_tuned", "decode_speedup_over_tuned", "prefill_speedup_over_engine",
     "decode_speedup_over_engine",

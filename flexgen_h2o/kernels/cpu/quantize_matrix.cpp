@@ -1,4 +1,4 @@
-// quantize_matrix: weights to blocks of codes, scales and zero points.
+// quantize_matrix: weights to blocks of codes, scales and zero points. Outputs are the lanes.
 #include "matrix.h"
 #include "memory.h"
 
@@ -8,126 +8,166 @@ namespace {
 
 constexpr int STEPS = 20;  // scales that a search tries
 
-// A group of one output: its values and, filled up to whole vectors, which of them count.
+// A group of WIDTH outputs: values [size, WIDTH].
 struct Group {
-    const float *x, *counts;
-    int64_t size, padded;
+    const float* x;
+    int64_t size;
     float levels;
+
+    Floats at(int64_t i) const { return load(x + i * WIDTH); }
 };
 
+// Of each lane; both are float16's.
 struct Fit {
-    uint16_t scale, zero;
+    Floats scale, zero;
 };
 
-INLINE float step_of(uint16_t scale) {
-    const float step = from_half(scale);
-    return step < TINY ? TINY : step;
+INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+
+// To the nearest float16.
+INLINE Floats as_half(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_cvtph_ps(
+        0xffff, _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < WIDTH; i++) x[i] = from_half(to_half(x[i]));
+    return x;
+#endif
 }
 
-INLINE Floats codes_of(Floats x, float zero, float step, float levels) {
-    const Floats code = rounded((x - zero) / step);
-    const Floats raised = larger(code, Floats{});
-    return raised > levels ? spread(levels) : raised;
+INLINE Floats code_of(Floats x, float levels) {
+    return smaller(larger(rounded(x), Floats{}), spread(levels));
 }
 
-inline float error_of(const Group& g, Fit fit) {
-    const float scale = from_half(fit.scale), zero = from_half(fit.zero), step = step_of(fit.scale);
+INLINE Floats step_of(const Fit& fit) { return larger(fit.scale, spread(TINY)); }
+
+INLINE Floats error_of(const Group& g, const Fit& fit) {
+    const Floats inverse = 1.0f / step_of(fit);
     Floats all{};
-    for (int64_t i = 0; i < g.padded; i += WIDTH) {
-        const Floats x = load(g.x + i);
-        const Floats off = zero + scale * codes_of(x, zero, step, g.levels) - x;
-        all = fma(off * off, load(g.counts + i), all);
+    for (int64_t i = 0; i < g.size; i++) {
+        const Floats x = g.at(i);
+        const Floats code = code_of((x - fit.zero) * inverse, g.levels);
+        const Floats off = fma(fit.scale, code, fit.zero) - x;
+        all = fma(off, off, all);
     }
-    return sum(all);
+    return all;
 }
 
 // As wide as the values are: as quantize_row of groups.h.
-inline Fit spanning(float low, float high, float levels) {
+INLINE Fit spanning(Floats low, Floats high, float levels) {
     Fit fit;
-    fit.zero = half_below(low + 0.0f);  // of two zeros the positive one
-    fit.scale = half_below((from_half(fit.zero) - high) / levels) & 0x7fff;  // rounded up
+    for (int i = 0; i < WIDTH; i++) {
+        fit.zero[i] = from_half(half_below(low[i] + 0.0f));  // of two zeros the positive one
+        fit.scale[i] = from_half(half_below((fit.zero[i] - high[i]) / levels) & 0x7fff);
+    }
     return fit;
 }
 
-// The scale and zero point that fit the codes best which a division by `width` gives.
-inline bool refit(const Group& g, float low, float wide, Fit& fit) {
+// The scale and zero point that fit the codes best which a product with `wide` gives.
+INLINE Fit refitted(const Group& g, Floats low, Floats wide, Ints& possible) {
     Floats codes{}, squares{}, products{}, values{};
-    for (int64_t i = 0; i < g.padded; i += WIDTH) {
-        const Floats x = load(g.x + i), counts = load(g.counts + i);
-        Floats code = larger(rounded((x - low) * wide), Floats{});
-        code = (code > g.levels ? spread(g.levels) : code) * counts;
+    for (int64_t i = 0; i < g.size; i++) {
+        const Floats x = g.at(i), code = code_of((x - low) * wide, g.levels);
         codes += code;
         squares = fma(code, code, squares);
         products = fma(code, x, products);
-        values = fma(x, counts, values);
+        values += x;
     }
-    const float count = static_cast<float>(g.size), n = sum(codes), total = sum(values);
-    const float apart = count * sum(squares) - n * n;
-    if (!(apart > 0)) return false;
-    const float scale = (count * sum(products) - n * total) / (apart < 1 ? 1 : apart);
-    fit.scale = to_half(std::fmin(std::fmax(scale, 0.0f), HALF_MAX));
-    const float zero = (total - from_half(fit.scale) * n) / count;
-    fit.zero = to_half(std::fmin(std::fmax(zero, -HALF_MAX), HALF_MAX));
-    return true;
+    const Floats count = spread(static_cast<float>(g.size));
+    const Floats apart = count * squares - codes * codes;
+    const Floats scale = (count * products - codes * values) / larger(apart, spread(1.0f));
+    possible = apart > 0.0f;
+    Fit fit;
+    fit.scale = as_half(smaller(larger(scale, Floats{}), spread(HALF_MAX)));
+    fit.zero = as_half(clamped((values - fit.scale * codes) / count));
+    return fit;
 }
 
-inline Fit searched(const Group& g, float low, float high, Fit best) {
-    float least = error_of(g, best);
-    const float width = high - low < TINY ? TINY : high - low;
+INLINE Fit searched(const Group& g, Floats low, Floats high, Fit best) {
+    Floats least = error_of(g, best);
+    const Floats width = larger(high - low, spread(TINY));
     for (int step = 0; step < STEPS; step++) {
-        Fit fit;
-        if (!refit(g, low, (g.levels - 1.0f + 0.1f * static_cast<float>(step)) / width, fit))
-            continue;
-        const float error = error_of(g, fit);
-        if (error < least) least = error, best = fit;
+        Ints better;
+        const Floats wide = spread(g.levels - 1.0f + 0.1f * static_cast<float>(step)) / width;
+        const Fit fit = refitted(g, low, wide, better);
+        const Floats error = error_of(g, fit);
+        better &= error < least;
+        least = better ? error : least;
+        best.scale = better ? fit.scale : best.scale;
+        best.zero = better ? fit.zero : best.zero;
     }
     return best;
 }
 
-template <class T>
-void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g, float* buffer) {
-    uint8_t* block = static_cast<uint8_t*>(a.matrix.data) + (tile * m.groups + g) * m.block_bytes;
-    std::memset(block, 0, static_cast<size_t>(m.block_bytes));
-    const int64_t left = a.matrix.inputs - g * m.group, size = left < m.group ? left : m.group;
-    const int64_t padded = (m.group + WIDTH - 1) / WIDTH * WIDTH, pairs = 16 / m.bits;
-    float *values = buffer, *counts = buffer + padded, *codes = buffer + 2 * padded;
-    for (int64_t i = 0; i < padded; i++) counts[i] = i < size ? 1.0f : 0.0f;
-    const Group group{values, counts, size, padded, m.bits == 8 ? 255.0f : 15.0f};
-    for (int64_t lane = 0; lane < TILE && tile * TILE + lane < a.matrix.outputs; lane++) {
-        const T* x = static_cast<const T*>(a.weight) + (tile * TILE + lane) * a.weight_row
-                     + g * m.group;
-        for (int64_t i = 0; i < padded; i++) values[i] = i < size ? clamped_one(x + i) : 0.0f;
-        float low = HALF_MAX, high = -HALF_MAX;
-        bounds(values, size, low, high);
-        Fit fit = spanning(low, high, group.levels);
-        if (a.search) fit = searched(group, low, high, fit);
-        std::memcpy(block + 2 * lane, &fit.scale, 2);
-        std::memcpy(block + 2 * (TILE + lane), &fit.zero, 2);
-        const float zero = from_half(fit.zero), step = step_of(fit.scale);
-        for (int64_t i = 0; i < padded; i += WIDTH)
-            store(codes + i, codes_of(load(values + i), zero, step, group.levels));
-        for (int64_t i = size; i < padded; i++) codes[i] = 0.0f;
-        for (int64_t n = 0; n < m.words; n++) {
-            uint32_t word = 0;
-            for (int64_t t = 0; t < 2 * pairs; t++)
-                word |= static_cast<uint32_t>(codes[n * 2 * pairs + t])
-                        << (16 * (t % 2) + m.bits * (t / 2));
-            std::memcpy(block + 4 * TILE + 4 * (n * TILE + lane), &word, 4);
+// WIDTH outputs of a block, from `lane` on; x holds their values.
+INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t* block,
+                           int64_t lane) {
+    Floats low = spread(HALF_MAX), high = spread(-HALF_MAX);
+    for (int64_t i = 0; i < g.size; i++) {
+        low = smaller(g.at(i), low);
+        high = larger(g.at(i), high);
+    }
+    Fit fit = spanning(low, high, g.levels);
+    if (search) fit = searched(g, low, high, fit);
+    for (int i = 0; i < WIDTH; i++) {
+        const uint16_t scale = to_half(fit.scale[i]), zero = to_half(fit.zero[i]);
+        std::memcpy(block + 2 * (lane + i), &scale, 2);
+        std::memcpy(block + 2 * (TILE + lane + i), &zero, 2);
+    }
+    const Floats step = step_of(fit);
+    const int64_t per_word = 32 / m.bits;
+    for (int64_t n = 0; n < m.words; n++) {
+        Words word{};
+        for (int64_t t = 0; t < per_word && n * per_word + t < g.size; t++) {
+            const Floats code = code_of((g.at(n * per_word + t) - fit.zero) / step, g.levels);
+            word |= Words(__builtin_convertvector(code, Ints))
+                    << static_cast<int>(16 * (t % 2) + m.bits * (t / 2));
         }
+        std::memcpy(block + 4 * TILE + 4 * (n * TILE + lane), &word, sizeof word);
+    }
+}
+
+// Values of WIDTH outputs from `output` on, to [size, WIDTH]; zeros, of which all comes out as zeros,
+// for outputs that are not there.
+template <class T>
+INLINE void gather(const Quantize& a, int64_t output, int64_t input, int64_t size, float* to) {
+    const T* x = static_cast<const T*>(a.weight) + output * a.weight_row + input;
+    int64_t k = 0;
+#if defined(__AVX512F__)
+    for (; k + WIDTH <= size && output + WIDTH <= a.matrix.outputs; k += WIDTH) {
+        Floats some[WIDTH];
+        for (int64_t i = 0; i < WIDTH; i++) some[i] = clamped(load(x + i * a.weight_row + k));
+        turn_around(some);
+        for (int64_t i = 0; i < WIDTH; i++) store(to + (k + i) * WIDTH, some[i]);
+    }
+#endif
+    for (; k < size; k++)
+        for (int64_t i = 0; i < WIDTH; i++)
+            to[k * WIDTH + i] =
+                output + i < a.matrix.outputs ? clamped_one(x + i * a.weight_row + k) : 0.0f;
+}
+
+template <class T>
+void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g, float* values) {
+    uint8_t* block = static_cast<uint8_t*>(a.matrix.data) + (tile * m.groups + g) * m.block_bytes;
+    const int64_t left = a.matrix.inputs - g * m.group, size = left < m.group ? left : m.group;
+    for (int64_t lane = 0; lane < TILE; lane += WIDTH) {
+        gather<T>(a, tile * TILE + lane, g * m.group, size, values);
+        quantize_lanes({values, size, m.bits == 8 ? 255.0f : 15.0f}, m, a.search, block, lane);
     }
 }
 
 template <class T>
 int quantize(const Quantize& a) {
     const Blocks m(a.matrix);
-    const int64_t size = 3 * ((m.group + WIDTH - 1) / WIDTH * WIDTH) + 16;
-    const Memory<float> buffers = memory<float>(a.threads * size);
-    if (!buffers) return NO_MEMORY;
+    const int64_t size = m.group * WIDTH;
+    const Memory<float> values = memory<float>(a.threads * size);
+    if (!values) return NO_MEMORY;
     const int64_t tiles = tiles_of(a.matrix);
 #pragma omp parallel for schedule(static) num_threads(a.threads)
     for (int64_t tile = 0; tile < tiles; tile++)
         for (int64_t g = 0; g < m.groups; g++)
-            quantize_block<T>(a, m, tile, g, buffers.get() + thread_number() * size);
+            quantize_block<T>(a, m, tile, g, values.get() + thread_number() * size);
     return DONE;
 }
 
