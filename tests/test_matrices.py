@@ -291,7 +291,7 @@ def test_the_custom_ops(dtype):
     flat = (data, 20, 70, 4, 64)
     x, bias, out = weights(3, 70, dtype=dtype), torch.randn(20).to(dtype), torch.randn(3, 20)
     checked = torch.library.opcheck
-    checked(library.quantize_matrix, (weight.contiguous(), 4, 64, True))
+    checked(library.quantize_matrix, (weight.contiguous(), torch.zeros_like(data), 4, 64, True))
     checked(library.unpack_rows, (*flat, torch.tensor([3, 19, 3]), dtype))
     for arguments in ((bias, out.to(dtype), True), (None, out.to(dtype), False)):
         checked(library.linear_quantized, (x.contiguous(), *flat, *arguments))

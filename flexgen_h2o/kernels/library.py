@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.kernels import native
-from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
+from flexgen_h2o.storage.quantization import GroupLayout
 
 NAMESPACE = "flexgen_h2o"
 
@@ -124,16 +124,16 @@ def _(x, weight, bias, out, add):
     return None
 
 
-@torch.library.custom_op(f"{NAMESPACE}::quantize_matrix", mutates_args=(), device_types="cpu")
-def quantize_matrix(weight: Tensor, bits: int, group: int, search: bool) -> Tensor:
+@torch.library.custom_op(f"{NAMESPACE}::quantize_matrix", mutates_args=("data",),
+                         device_types="cpu")
+def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search: bool) -> None:
     """See `reference_matrix.quantize_matrix`; on the CPU alone, where weights are loaded."""
-    return native.quantize_matrix(weight, bits, group, search)
+    native.quantize_matrix(weight, data, bits, group, search)
 
 
 @quantize_matrix.register_fake
-def _(weight, bits, group, search):
-    layout = MatrixLayout(*weight.shape, bits, group)
-    return weight.new_empty(layout.nbytes, dtype=torch.uint8)
+def _(weight, data, bits, group, search):
+    return None
 
 
 @torch.library.custom_op(f"{NAMESPACE}::unpack_rows", mutates_args=(), device_types="cpu")

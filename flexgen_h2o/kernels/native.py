@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
+from flexgen_h2o.storage.quantization import GroupLayout
 
 SETS = ("portable", "avx2", "avx512", "avx512bf16")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -247,15 +247,12 @@ def _matrix(data: Tensor, outputs: int, inputs: int, bits: int, group: int) -> _
     return _Matrix(data.data_ptr(), outputs, inputs, bits, group)
 
 
-def quantize_matrix(weight: Tensor, bits: int, group: int, search: bool) -> Tensor:
+def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search: bool) -> None:
     """See `library.quantize_matrix`."""
     weight = _rows(weight)
-    layout = MatrixLayout(*weight.shape, bits, group)
-    data = torch.empty(layout.nbytes, dtype=torch.uint8)
     _call("quantize_matrix", _Quantize(
         weight=weight.data_ptr(), matrix=_matrix(data, *weight.shape, bits, group),
         dtype=_DTYPES[weight.dtype], weight_row=weight.stride(0), search=search))
-    return data
 
 
 def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, rows: Tensor,

@@ -136,12 +136,15 @@ def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
     _backend(x).linear_few_rows(x, weight, bias, out, add)
 
 
-def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = False) -> Tensor:
-    """See `reference_matrix.quantize_matrix`; the weight is on the host."""
+def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = False,
+                    out: Tensor | None = None) -> Tensor:
+    """See `reference_matrix.quantize_matrix`; the weight is on the host, and so is `out`."""
+    out = torch.empty(layout.nbytes, dtype=torch.uint8) if out is None else out
     if _plain_torch("cpu"):
-        return reference_matrix.quantize_matrix(weight, layout, search=search)
+        return out.copy_(reference_matrix.quantize_matrix(weight, layout, search=search))
     weight = weight.float() if weight.dtype == torch.float64 else weight
-    return _backend(weight).quantize_matrix(weight, layout.bits, layout.group, search)
+    _backend(weight).quantize_matrix(weight, out, layout.bits, layout.group, search)
+    return out
 
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:

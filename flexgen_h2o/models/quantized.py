@@ -19,6 +19,8 @@ from flexgen_h2o.models.checkpoint_base import TensorInfo
 from flexgen_h2o.models.convert import Keep, Progress, build_once, natural_key, write_weights
 from flexgen_h2o.models.gguf_blocks import GgufBlocks
 from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.storage.disk import Disk, plan_reads
+from flexgen_h2o.storage.tiers import Device, typed
 
 _VERSION = 1  # raise it when the bytes change: caches of an older version are then made anew
 _ALIGN = 64
@@ -47,6 +49,8 @@ class QuantizingCheckpoint(Checkpoint):
         self._inner, self._names, self._form, self._gguf = inner, dict(names), form, gguf
         self._blocks: GgufBlocks | None = None
         self._lock = threading.Lock()
+        self._mine = threading.local()
+        self._disk = Disk()
 
     def names(self) -> Collection[str]:
         return self._names.keys()
@@ -66,11 +70,25 @@ class QuantizingCheckpoint(Checkpoint):
         elif self._gguf is not None and name in self._opened().names:
             self._opened().read(name, layout, out)
         else:
-            dtype = inner.dtype if inner.dtype in _EXACT else torch.float32
-            weight = torch.empty(inner.shape, dtype=dtype)
-            self._inner.read(own, weight)
             # The same size, and a perplexity closer to the original's: see the README.
-            out.copy_(ops.quantize_matrix(weight, layout, search=True))
+            ops.quantize_matrix(self._matrix(own, inner), layout, search=True, out=out)
+
+    def _matrix(self, own: str, info: TensorInfo) -> Tensor:
+        """A matrix of the other checkpoint, good until this thread asks for the next one."""
+        extent, exact = info.extent, info.dtype in _EXACT
+        if extent is None or not exact or extent.offset % info.dtype.itemsize:
+            dtype = info.dtype if exact else torch.float32
+            weight = torch.empty(info.shape, dtype=dtype)
+            self._inner.read(own, weight)
+            return weight
+        # Past the page cache: several times as fast where the file is not in it, and it goes on
+        # holding what it held.
+        reads, places, nbytes = plan_reads([extent])
+        buffer = getattr(self._mine, "buffer", None)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._mine.buffer = Device().host_empty(nbytes)
+        self._disk.read(reads, buffer)
+        return typed(buffer, places[extent], info.shape, info.dtype)
 
     def _opened(self) -> GgufBlocks:
         with self._lock:
@@ -79,6 +97,7 @@ class QuantizingCheckpoint(Checkpoint):
             return self._blocks
 
     def close(self) -> None:
+        self._disk.close()
         self._inner.close()
 
 

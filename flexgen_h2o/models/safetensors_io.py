@@ -174,6 +174,8 @@ def write_safetensors(
                 raise ValueError(f"{name}: its pieces end {written - expected:+d} bytes off")
         file.flush()
         os.fsync(file.fileno())  # the folder is renamed into place next and trusted from then on
+        # What is read past the page cache later need not stay there: it would have to be dropped.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _header_of(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, int]:
