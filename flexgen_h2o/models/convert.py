@@ -118,14 +118,15 @@ def converted_folder(folder: Path, dtype: str, progress: Progress | None = None)
             layout = _layout(checkpoint, target)
             pieces = _whole_tensors(checkpoint, target)
             write_weights(made, layout, pieces, keep=converted(), progress=progress)
-        for path in files_of(folder, _COPIED):
+        for path in _files(folder, _COPIED):
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(path, made / path.name)
         config = read_config(folder)
         config.pop("torch_dtype", None)  # the name that transformers before 5 gave it
         (made / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
 
-    return build_once(files_of(folder), dtype, folder.name, build, keep=converted())
+    return build_once(_files(folder, _WEIGHTS + _COPIED), dtype, folder.name, build,
+                      keep=converted())
 
 
 def build_once(
@@ -226,8 +227,13 @@ def _whole_tensors(
     return pieces
 
 
-def files_of(folder: Path, suffixes: tuple[str, ...] = _WEIGHTS + _COPIED) -> list[Path]:
-    """The files of a Hugging Face folder that make up the model; UserError if it is unreadable."""
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a Hugging Face folder that say what its weights are."""
+    indexes = [path for path in _files(folder, (".json",)) if path.name.endswith(".index.json")]
+    return [*_files(folder, _WEIGHTS), *indexes, folder / "config.json"]
+
+
+def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     try:
         return sorted(p for p in folder.iterdir() if p.suffix in suffixes and p.is_file())
     except OSError as error:
