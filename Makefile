@@ -33,7 +33,8 @@ test-asan: $(VENV)/.have-test
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    $(BIN)/python -m pytest -q tests/test_ops.py tests/test_native.py \
-	    tests/test_few_rows.py tests/test_sequences.py tests/test_quantization.py
+	    tests/test_few_rows.py tests/test_sequences.py tests/test_quantization.py \
+	    tests/test_matrices.py
 
 # On a machine with a GPU: its kernels' results, then their speed.
 gpu-check: $(VENV)/.have-test

@@ -24,8 +24,10 @@ ROTATED = 1 << 30
 COLUMNS = (
     "date", "commit", "host", "threads", "torch", "isa", "dtype", "repeats", "operation", "shape",
     "contestant", "ms", "fastest_ms", "floor_ms", "share_of_floor", "limit", "gb_per_s",
-    "over_sdpa", "speedup_over_plain", "speedup_over_16_bits", "extra_mb",
+    "over_sdpa", "speedup_over_plain", "speedup_over_16_bits", "extra_mb", "error",
+    "expected_error",
 )
+RATIOS = ("over_sdpa", "speedup_over_plain", "speedup_over_16_bits")
 OURS, OURS_8, OURS_4, SCORELESS = "ours", "ours, 8 bits", "ours, 4 bits", "ours, no scores"
 SDPA, PLAIN, INDEXED = "torch SDPA", "plain PyTorch", "plain, indexed"
 RANGE = "ours, no search"
@@ -74,11 +76,11 @@ class Rows:
                 "over_sdpa": took / middle[SDPA] if SDPA in middle else "",
                 "speedup_over_plain": middle[PLAIN] / took if PLAIN in middle else "",
                 "speedup_over_16_bits": sixteen / took if name in (OURS_8, OURS_4) else "",
-                "extra_mb": ""})
+                "extra_mb": "", "error": "", "expected_error": ""})
             row = self.rows[-1]
             print(f"{operation:10}  {shape:33}  {name:15} {row['ms']:9.2f} ms, floor "
                   f"{row['floor_ms']:7.2f} ({row['share_of_floor']:.2f} of {limit})" + "".join(
-                      f", {key} {row[key]:.2f}" for key in COLUMNS[-4:-1] if row[key] != ""),
+                      f", {key} {row[key]:.2f}" for key in RATIOS if row[key] != ""),
                   flush=True)
 
     def write(self, path: Path) -> None:

@@ -57,6 +57,8 @@ SELECTION = (16, Cut(2048, heavy=205, recent=204))
 GROUPED = (16, 32, 1024, DIM)
 MATRIX, ROWS = (16384, 4096), (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 """Outputs and inputs, and rows that are multiplied with them."""
+ROUNDED = [(8, 64), (4, 64), (4, 32)]
+"""Bits and groups."""
 
 
 def decode_step(slots: torch.Tensor, bits: int) -> dict:
@@ -231,7 +233,7 @@ def quantized(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
 
 
 def linear(rows: Rows, quick: bool) -> None:
-    """Products with one matrix in 16, 8 and 4 bits; quantizing it, with and without a search."""
+    """Products with one matrix in 16, 8 and 4 bits."""
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
     matrices = {bits: quantized(weight, bits) for bits in (8, 4)}
@@ -263,18 +265,38 @@ def linear(rows: Rows, quick: bool) -> None:
                  for name in functions}
         rows.measure("linear", f"{count} x {MATRIX[1]} x {len(weight)}", functions, turns,
                      nbytes=nbytes, flops=flops)
-    for bits in (8, 4):
-        layout = matrices[bits].layout
+
+
+def rounding(rows: Rows, quick: bool) -> None:
+    """Quantizing a matrix, with and without a search for scales: its time, and its error.
+
+    The error is relative to the weights, in the 2-norm; beside it what rounding to steps that span
+    each group's range is expected to give. Groups of 32 without a search are what llama.cpp's Q4_1
+    has.
+    """
+    weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
+    weight = weight[: MATRIX[0] // 16] if quick else weight
+    every = torch.arange(len(weight))
+    turns = itertools.cycle({"weight": one} for one in copies(weight, quick))
+    for bits, group in ROUNDED:
+        layout, shape = MatrixLayout(*weight.shape, bits, group), f"{bits} bits, groups of {group}"
         functions = {name: functools.partial(ops.quantize_matrix, layout=layout, search=search)
                      for name, search in ((OURS, True), (RANGE, False))}
-        turns = itertools.cycle({"weight": one} for one in plain)
-        rows.measure("quantize", f"matrix, {bits} bits", functions,
-                     dict.fromkeys(functions, turns),
+        rows.measure("round", shape, functions, dict.fromkeys(functions, turns),
                      nbytes=dict.fromkeys(functions, weight.nbytes + layout.nbytes))
+        parts = weight.float().unflatten(1, (-1, group))
+        steps = (parts.amax(-1) - parts.amin(-1)) / layout.levels
+        expected = (steps.square().mean() / 12).sqrt() / weight.float().square().mean().sqrt()
+        for row in rows.rows[-2:]:
+            rounded = QuantizedMatrix(functions[row["contestant"]](weight), layout)
+            row["error"] = error(ops.unpack_rows(rounded, every, torch.float32), weight)
+            row["expected_error"] = expected.item()
+            print(f"round       {shape:33}  {row['contestant']:15} error {row['error']:.4f}, "
+                  f"expected without a search {expected:.4f}", flush=True)
 
 
 OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": groups,
-              "linear": linear}
+              "linear": linear, "round": rounding}
 
 
 @torch.inference_mode()

@@ -322,7 +322,8 @@ class LLM:
             prompt_tokens=sum(len(request.prompt) for request in requests), generated_tokens=0,
             gpu_batch_size=self.policy.gpu_batch_size,
             num_gpu_batches=self.policy.num_gpu_batches, load_seconds=self._load_seconds,
-            kv_bytes_per_token=self._cache_shape().token_bytes())
+            kv_bytes_per_token=self._cache_shape().token_bytes(),
+            weight_bytes=self._weights.nbytes, weight_bits=self._source.bits)
 
     def _cache_shape(self) -> CacheShape:
         config = self.model_config

@@ -135,7 +135,8 @@ class RunStats:
     pads, nothing past EOS) of all prompts. `step_seconds` holds each decode step of each block:
     the time that a sequence waits for one token. `kv_cache_bytes` is the cache of the largest
     block at rest, `full_kv_cache_bytes` what it would be with nothing evicted or compressed, and
-    `kv_bytes_per_token` a cached token at rest, all layers together. `links` is
+    `kv_bytes_per_token` a cached token at rest, all layers together. `weight_bytes` are all weights
+    at rest, their matrices in `weight_bits` (16: as `dtype` says). `links` is
     `LinkStats.totals`. `projected` says that decode was extrapolated. A rate is None where its
     time was not measured.
     """
@@ -158,6 +159,8 @@ class RunStats:
     kv_cache_bytes: int = 0
     full_kv_cache_bytes: int = 0
     kv_bytes_per_token: int = 0
+    weight_bytes: int = 0
+    weight_bits: int = 16
     links: dict[str, tuple[int, float]] = field(default_factory=dict)
     projected: bool = False
 
@@ -229,6 +232,7 @@ def table(stats: RunStats) -> str:
     rows = [
         ("model", f"{stats.model}, {stats.num_parameters / 1e6:,.1f} M parameters", ""),
         ("computed in", f"{stats.dtype} on {stats.device}", ""),
+        ("weights", _of_the_weights(stats), ""),
         ("batch", f"{stats.gpu_batch_size} sequences x {stats.num_gpu_batches} in a block", ""),
         ("prompts", f"{stats.num_prompts}, of {stats.prompt_tokens} tokens", ""),
         ("generated", f"{stats.generated_tokens} tokens", mark),
@@ -248,8 +252,13 @@ def table(stats: RunStats) -> str:
     for link, (nbytes, seconds) in stats.links.items():
         rate = _figure(over(nbytes / GB, seconds), "GB/s")
         rows.append((link, f"{nbytes / GB:.3f} GB", rate + cut))
-    width = max(len(row[1]) for row in rows[5:])  # the rows above have no third column to align
+    width = max(len(row[1]) for row in rows[6:])  # the rows above have no third column to align
     return "\n".join(f"{a:<18} {b:<{width}}  {c.strip()}".rstrip() for a, b, c in rows)
+
+
+def _of_the_weights(stats: RunStats) -> str:
+    quantized = f", matrices in {stats.weight_bits} bits" if stats.weight_bits != 16 else ""
+    return f"{stats.weight_bytes / GB:.3f} GB{quantized}"
 
 
 def _of_the_cache(stats: RunStats) -> str:

@@ -65,6 +65,12 @@ class WeightStore:
         self._next = 0
         self._spill: dict[str, Extent] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors at rest, a tied one once."""
+        specs = {s.name: s for unit in self.units for s in unit.specs.values()}
+        return sum(map(self._bytes, specs.values()))
+
     def _place(self, placement: Placement) -> dict[str, str]:
         """Tier of each tensor by checkpoint name, a tied one once.
 

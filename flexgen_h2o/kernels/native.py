@@ -78,7 +78,7 @@ def _library() -> ctypes.CDLL | str:
     except (OSError, AttributeError) as error:
         return f"the C++ kernels cannot be loaded: {error}"
     sizes.restype = c_int64
-    if sizes() != functools.reduce(lambda sum, struct: 31 * sum + ctypes.sizeof(struct),
+    if sizes() != functools.reduce(lambda total, struct: 31 * total + ctypes.sizeof(struct),
                                    _STRUCTS, 0):
         return f"{path.name} was built from other sources: install again"
     return library
