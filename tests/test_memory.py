@@ -126,6 +126,22 @@ def test_weights_on_disk_are_never_all_in_memory(large, tmp_path):
     assert here["peak"] > bound, f"the bound would hold with all in memory too: {shown}"
 
 
+QUANTIZE = """
+folder, cache = sys.argv[1:]
+with LLM(folder, policy=Policy(weights=Placement(0, 0, 100)), device="cpu", dtype="bfloat16",
+         weight_bits=4, weight_cache=cache, progress=False) as llm:
+    print(json.dumps({"peak": status("VmHWM"), "weights": llm._weights.nbytes}))
+"""
+
+
+def test_weights_are_quantized_a_few_tensors_at_a_time(large, tmp_path):
+    cfg = from_transformers(LARGE, "large")
+    layer, model = 2 * cfg.layer_parameters(), 2 * cfg.num_parameters()
+    first, again = (measure(QUANTIZE, large, tmp_path / "cache") for _ in range(2))
+    assert first["weights"] > 3 * layer, "as much as that would be seen"
+    assert first["peak"] - again["peak"] < 2 * layer, (first, again, layer, model)
+
+
 CALLS = """
 folder, offload = sys.argv[1:]
 

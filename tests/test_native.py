@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -332,6 +333,14 @@ def test_a_library_built_from_other_sources(reloaded, caplog, monkeypatch, place
     monkeypatch.setattr(native, "_STRUCTS", structs)
     reloaded()
     hold_to_one_line(caplog, "was built from other sources: install again")
+
+
+@BUILT
+def test_the_library_is_found_while_another_thread_reads_pythons_configuration(
+        reloaded, caplog, monkeypatch):
+    monkeypatch.setattr(sysconfig, "_CONFIG_VARS", {})  # as it is in the middle of that
+    reloaded()
+    assert native.missing() is None
 
 
 @BUILT

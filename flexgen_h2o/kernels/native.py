@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sysconfig
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -60,7 +60,8 @@ _STRUCTS = (_Prefill, _Select, _Decode, _Groups, _Linear, _Product, _Rows, _Quan
 def _file() -> Path | None:
     if chosen := os.environ.get("FLEXGEN_H2O_NATIVE"):
         return Path(chosen)
-    path = Path(__file__).with_name(f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}")
+    # Not sysconfig's: a second thread that asks while the first one has it read finds nothing.
+    path = Path(__file__).with_name(f"_cpu{EXTENSION_SUFFIXES[0]}")
     return path if path.exists() else None
 
 

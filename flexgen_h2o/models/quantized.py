@@ -162,7 +162,8 @@ def _pieces(checkpoint: QuantizingCheckpoint, layout: Mapping):
         dtype, shape = layout[name]
         if name not in checkpoint.names():
             return torch.zeros(shape, dtype=dtype)
-        out = torch.empty(shape, dtype=dtype)
+        # Pages of its own: malloc would keep what one thread takes and another gives back.
+        out = typed(Device().host_empty(math.prod(shape) * dtype.itemsize), 0, shape, dtype)
         checkpoint.read(name, out)
         return out
 
