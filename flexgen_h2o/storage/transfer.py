@@ -20,7 +20,8 @@ from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.storage.tiers import Device, Event
 
 UP, DOWN = "cpu->gpu", "gpu->cpu"
-LANES = ("weights", "loads", "stores")
+WEIGHTS = ("weights 0", "weights 1")
+LANES = (*WEIGHTS, "loads", "stores")
 
 
 class Handle:
@@ -86,7 +87,8 @@ class Lane:
 class Transfers:
     """The lanes of one engine, its disk, and the record of bytes, times and spans.
 
-    Weights have a lane of their own, so that a cache or activation write never stalls a read.
+    Weights have lanes of their own, so that a cache or activation write never stalls a read; two,
+    so that the disk has the next layer's pieces at hand while the last ones of a layer come in.
     """
 
     def __init__(self, device: Device, *, links: LinkStats, trace: Trace):
