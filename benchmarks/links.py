@@ -1,0 +1,381 @@
+"""Every link of this machine: its raw rate, and what the engine makes of it, in one run.
+
+    python benchmarks/links.py --model FOLDER
+
+Raw is the best of a grid of plain requests: sizes and threads, O_DIRECT, into page-aligned memory
+that is used again and again. The engine is the engine: layers that the weight store fetches, parts
+of a cache that are loaded and stored, on their lanes. Page cache is bypassed on both sides (what
+lies below this system, a hypervisor's cache say, is not). All take turns within each repeat;
+medians, after a round that warms up. Beside a GPU weights and cache go on to it while the disk
+is read, as in a run. Writes are not synced, by neither side. The best of a grid is a little lucky,
+so that a ratio is rather too low than too high.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import ctypes
+import datetime
+import itertools
+import platform
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from link_works import RawFile, Row, Work, rates, spans
+
+from flexgen_h2o.cache.parts import STAGING, FetchedPart, Grid, Records
+from flexgen_h2o.cli import Parser, exit_status, writing
+from flexgen_h2o.config import OFFLOAD_DIR, Placement
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models import family
+from flexgen_h2o.models.checkpoint import open_checkpoint, resolve
+from flexgen_h2o.models.sources import read_config
+from flexgen_h2o.models.spec import ModelConfig, ModelWeights, from_transformers
+from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.report import GB, LinkStats, Trace
+from flexgen_h2o.results import source_commit
+from flexgen_h2o.storage.disk import PIECE, READ, WRITE, RunFolder
+from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.links import memory_read_rate
+from flexgen_h2o.storage.tiers import PAGE, open_device
+from flexgen_h2o.storage.transfer import DOWN, UP, Transfers
+
+COLUMNS = ("date", "commit", "host", "link", "what", "raw_gb_per_s", "engine_gb_per_s",
+           "engine_over_raw", "request_mb", "threads", "nbytes", "repeats")
+MB = 1 << 20
+SETTINGS = list(itertools.product((1 * MB, 4 * MB, 16 * MB), (1, 2, 3, 4)))
+QUICK_SETTINGS = list(itertools.product((1 * MB, 16 * MB), (1, 4)))
+"""Bytes of a request, and threads."""
+GOAL = 0.95
+WINDOW = 16 * PIECE
+LAYERS = 3
+"""Whole decoder layers that are read at least."""
+KV_SLOTS, KV_BYTES = 205, 13 << 20
+"""Of a part of the cache: slots of a sequence, and about how much the sequences come to."""
+COPY = 256 * MB
+MEMORY = "host memory"
+TO_GPU, TO_HOST = 1, 2
+"""cudaMemcpyKind"""
+
+
+def chosen_layers(layers: Sequence[dict], size: Callable[[object], int], nbytes: int, *,
+                  whole: bool) -> list[dict]:
+    """The first decoder layers that come to about `nbytes`, but at least `LAYERS` whole ones.
+
+    Not `whole`: two layers, of each its first tensors until they come to half the bytes.
+    """
+    if whole:
+        layer = sum(map(size, layers[0].values()))
+        return list(layers[: max(LAYERS, nbytes // layer)])
+    chosen = []
+    for specs in layers[:2]:
+        ends = itertools.accumulate(map(size, specs.values()))
+        count = 1 + sum(end < nbytes // 2 for end in ends)
+        chosen.append(dict(itertools.islice(specs.items(), count)))
+    return chosen
+
+
+class Weights:
+    """The weight store of some decoder layers of a model, all of them on disk.
+
+    Raises
+    ------
+    UserError
+        The folder holds no model, or its tensors can't be read as they lie.
+    """
+
+    def __init__(self, folder: Path, transfers: Transfers, nbytes: int, *, whole: bool):
+        self.config: ModelConfig = from_transformers(read_config(folder), str(folder))
+        kind = family(self.config)
+        self._checkpoint = open_checkpoint(folder)
+        layers = kind.weights(self.config).layers
+        first = next(iter(layers[0].values()))
+        try:
+            names = resolve(self._checkpoint, [first], kind.aliases)
+            self.dtype = self._checkpoint.info(names[first.name]).dtype
+            form = WeightFormat(self.dtype)
+            layers = chosen_layers(layers, lambda spec: form.nbytes(spec.shape), nbytes,
+                                   whole=whole)
+            specs = [spec for layer in layers for spec in layer.values()]
+            names = resolve(self._checkpoint, specs, kind.aliases)
+            self._store = WeightStore(
+                ModelWeights({}, tuple(layers), {}, ()), self._checkpoint, names,
+                placement=Placement(0, 0, 100), form=form, transfers=transfers)
+            self._store.load(self._refuse)
+        except BaseException:
+            self._checkpoint.close()
+            raise
+        self._count = len(layers)
+        self.reads = [read for unit in self._store.units for pack in unit.packs.values()
+                      for read in pack.reads]
+
+    def _refuse(self):
+        raise UserError(f"{self._checkpoint.source}: tensors do not lie in safetensors as a run "
+                        "reads them, all of one dtype; choose another --model")
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+    def fetch_all(self) -> None:
+        """Every layer in turn, the next one on its way when one is waited for."""
+        self._store.fetch(1)
+        for index in range(1, self._count + 1):
+            if index < self._count:
+                self._store.fetch(index + 1)
+            self._store.get(index)
+            self._store.release(index)
+
+    def work(self) -> Work:
+        return Work(self.fetch_all, sum(read.nbytes for read in self.reads))
+
+
+class CacheOnDisk:
+    """A cache on disk whose parts, one a layer, come to about `nbytes`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, nbytes: int):
+        self._records = Records(config.num_kv_heads, config.head_dim, dtype)
+        self._sequences = max(1, KV_BYTES // self._records.nbytes(1, KV_SLOTS))
+        part = self._records.nbytes(self._sequences, KV_SLOTS)
+        # As many as there are staging buffers, so that the round that warms up touches each.
+        self._grid = Grid(1, (KV_SLOTS,) * max(STAGING, nbytes // part))
+        self.nbytes = FetchedPart.file_bytes(self._records, self._sequences, self._grid)
+        self.what = f"cache, parts of {part / 1e6:.1f} MB"
+
+    def make(self, path: Path, transfers: Transfers) -> None:
+        """Let it live in `path`, which has `nbytes`."""
+        self._transfers = transfers
+        self._part = FetchedPart(self._records, 0, self._sequences, grid=self._grid,
+                                 transfers=transfers, path=path)
+        self._part.begin([(self._sequences, self._grid.slots)])
+
+    def load_all(self) -> None:
+        """Every layer in turn, the next one on its way when one is waited for."""
+        count = len(self._grid.slots)
+        self._part.load(0, 0, fetch=True)
+        for layer in range(count):
+            if layer + 1 < count:
+                self._part.load(layer + 1, 0, fetch=True)
+            self._part.get(layer, 0)
+        self._transfers.drain()
+
+    def store_all(self) -> None:
+        """Every layer's whole part in turn, as after a prefill."""
+        for layer in range(len(self._grid.slots)):
+            self._part.load(layer, 0, fetch=False)
+            self._part.get(layer, 0)
+            self._part.store(layer, 0, None)
+        self._transfers.drain()
+
+
+def write_ranges(transfers: Transfers, path: Path, nbytes: int, buffer: torch.Tensor) -> None:
+    """Write the start of a file, in order, range by range of `WINDOW` bytes."""
+    for offset, length in spans(0, nbytes, WINDOW):
+        transfers.disk.write(Extent(path, offset, length), buffer[:length])
+
+
+def default_file(folder: Path) -> Path:
+    """The largest safetensors file of a folder."""
+    files = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    if not files:
+        raise UserError(f"no safetensors file in {folder}: give another --model, or --file")
+    return files[-1]
+
+
+def read_range(path: Path, reads: Iterable, nbytes: int) -> tuple[int, int]:
+    """Start and length of what is read raw: where the layers lie, if they lie in this file."""
+    try:
+        size = path.stat().st_size // PAGE * PAGE
+    except OSError as error:
+        raise UserError(f"cannot read --file {path}: {error.strerror}") from error
+    if not path.is_file() or not size:
+        raise UserError(f"--file {path} is not a file of a page or more")
+    nbytes = min(nbytes, size)
+    start = min((r.offset for r in reads if r.path.resolve() == path.resolve()), default=0)
+    return min(start, size - nbytes), nbytes
+
+
+def disk_rows(args, transfers: Transfers, opened: contextlib.ExitStack) -> list[Row]:
+    """Rows of the disk; their files are closed, and the scratch file is gone, with `opened`."""
+    settings = QUICK_SETTINGS if args.quick else SETTINGS
+    weights = Weights(args.model, transfers, args.nbytes, whole=not args.quick)
+    opened.callback(weights.close)
+    start, length = read_range(args.file, weights.reads, args.nbytes)
+    cache = CacheOnDisk(weights.config, weights.dtype, args.nbytes)
+    folder = RunFolder(args.offload_dir)
+    opened.callback(folder.close)
+    opened.callback(transfers.abandon)  # before the folder goes
+    scratch = folder.file("links.bin", max(args.nbytes, cache.nbytes))
+    buffer = transfers.device.host_empty(max(WINDOW, max(r * t for r, t in settings)))
+    buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8))
+
+    def raw(name: str, *where, write: bool = False) -> dict[tuple, Work]:
+        file = RawFile(*where, buffer, write=write)
+        opened.callback(file.close)
+        return file.works(name, settings)
+
+    plain = raw("write scratch", scratch, 0, args.nbytes, write=True)
+    cache.make(scratch, transfers)
+    written = Work(lambda: write_ranges(transfers, scratch, args.nbytes, buffer), args.nbytes)
+    # Written before it is read: what reads and stores carry is random, and no hole is read.
+    return [Row(READ, "weights, layer by layer",
+                raw("read --file", args.file, start, length), weights.work()),
+            Row(WRITE, f"ranges of {WINDOW // MB} MB", plain, written),
+            Row(READ, cache.what, raw("read scratch", scratch, 0, args.nbytes),
+                Work(cache.load_all, cache.nbytes)),
+            Row(WRITE, cache.what, plain, Work(cache.store_all, cache.nbytes))]
+
+
+def cuda_memcpy() -> Callable[..., int]:
+    """cudaMemcpyAsync of the runtime that PyTorch has loaded."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    library = next((line.split(maxsplit=5)[5] for line in lines if "libcudart" in line), None)
+    if library is None:
+        raise UserError("PyTorch has loaded no libcudart: raw copies to the GPU can't be measured")
+    copy = ctypes.CDLL(library).cudaMemcpyAsync
+    copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
+                     ctypes.c_void_p)
+    return copy
+
+
+def gpu_rows(args, transfers: Transfers) -> list[Row]:
+    """Rows of the links to the GPU: pinned memory, pieces of `COPY` bytes."""
+    device, memcpy, stream = transfers.device, cuda_memcpy(), torch.cuda.Stream()
+    pieces = [(device.empty(COPY), device.host_empty(COPY)) for _ in range(1 if args.quick else 4)]
+    nbytes, rows = len(pieces) * COPY, []
+    for link, lane_name, kind in ((UP, "loads", TO_GPU), (DOWN, "stores", TO_HOST)):
+        pairs = pieces if link == UP else [(host, gpu) for gpu, host in pieces]
+
+        def plain(pairs=pairs, kind=kind) -> None:
+            for target, source in pairs:
+                status = memcpy(target.data_ptr(), source.data_ptr(), COPY, kind,
+                                stream.cuda_stream)
+                if status:
+                    raise UserError(f"cudaMemcpyAsync failed: CUDA error {status}")
+            stream.synchronize()
+
+        def job(lane, pairs=pairs, link=link) -> None:
+            for target, source in pairs:
+                lane.copy(target, source, link)
+
+        def ours(lane_name=lane_name, job=job) -> None:
+            transfers.submit(lane_name, job).synchronize()
+            transfers.settle()
+
+        rows.append(Row(link, f"pinned, pieces of {COPY // MB} MB",
+                        {(link, COPY, 1): Work(plain, nbytes)}, Work(ours, nbytes)))
+    return rows
+
+
+def cells(row: Row, found: dict[tuple, float]) -> dict[str, object]:
+    """A row's measured columns, beside the best of its raw works."""
+    key, engine = max(row.raw, key=found.__getitem__), found[row.link, row.what]
+    return {"link": row.link, "what": row.what, "raw_gb_per_s": found[key] / GB,
+            "engine_gb_per_s": engine / GB, "engine_over_raw": engine / found[key],
+            "request_mb": key[1] // MB, "threads": key[2], "nbytes": row.engine.nbytes}
+
+
+def show_grids(found: dict[tuple, float]) -> None:
+    """The raw rates by request and threads."""
+    for name in dict.fromkeys(key[0] for key in found if len(key) == 3):
+        grid = {key[1:]: rate for key, rate in found.items() if key[0] == name and len(key) == 3}
+        threads = sorted({threads for _, threads in grid})
+        print(f"\nraw, {name}, GB/s" + "".join(f"{t:>6} thr." for t in threads))
+        for request in sorted({request for request, _ in grid}):
+            print(f"{request // MB:>6} MB".ljust(len(name) + 11)
+                  + "".join(f"{grid[request, t] / GB:11.3f}" for t in threads))
+
+
+def show(rows: list[dict]) -> None:
+    print(f"\n{'link':12} {'what':28} {'raw GB/s':>9} {'engine':>9} {'of raw':>7}   goal {GOAL}")
+    for row in rows:
+        line = f"{row['link']:12} {row['what']:28} {row['raw_gb_per_s']:9.3f}"
+        if ratio := row.get("engine_over_raw"):
+            line += (f" {row['engine_gb_per_s']:9.3f} {ratio:7.3f}   "
+                     + ("met" if ratio >= GOAL else "missed"))
+        print(line)
+
+
+def write(path: Path, rows: list[dict], repeats: int) -> None:
+    common = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+              "commit": source_commit(), "host": platform.node(), "repeats": repeats}
+    with writing("out", str(path)), open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in rows:
+            values = map((common | row).get, COLUMNS)
+            writer.writerow(f"{v:.4g}" if isinstance(v, float) else v for v in values)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags, checked as far as flags alone can be. Raises `UserError`."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True,
+                        help="folder with config.json and safetensors, whose layers are read")
+    parser.add_argument("--file", type=Path, help="read raw (the model's largest safetensors)")
+    parser.add_argument("--offload-dir", type=Path, default=Path(OFFLOAD_DIR).expanduser(),
+                        help="where the scratch file goes")
+    parser.add_argument("--gb", type=float, default=0.5, help="moved by each measurement, about")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true",
+                        help="some MB, once: to try this script, not to report")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/links.csv"))
+    args = parser.parse_args(argv)
+    if args.repeats < 1:
+        raise UserError(f"--repeats {args.repeats} must be at least 1")
+    if not 0.001 <= args.gb <= 1000:
+        raise UserError(f"--gb {args.gb} must be from 0.001 to 1000")
+    if not args.model.is_dir():
+        raise UserError(f"--model {args.model} is not a folder")
+    args.nbytes = 32 * MB if args.quick else int(args.gb * GB) // PAGE * PAGE
+    args.repeats = 1 if args.quick else args.repeats
+    args.file = args.file or default_file(args.model)
+    with writing("out", str(args.out)):
+        if args.out.is_dir():
+            raise UserError(f"--out {args.out} is a folder")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out.parent).close()
+    return args
+
+
+def measure(args: argparse.Namespace) -> list[dict]:
+    """The rows of the table; the grids are printed."""
+    with contextlib.ExitStack() as opened:
+        device = open_device()
+        transfers = Transfers(device, links=LinkStats(), trace=Trace(enabled=False))
+        opened.callback(transfers.close)
+        rows = disk_rows(args, transfers, opened)
+        if device.separate:
+            rows += gpu_rows(args, transfers)
+        else:
+            print(f"no GPU here: rows of {UP} and {DOWN} are left out")
+        print(f"{platform.node()}: O_DIRECT, page cache bypassed; raw reads of {args.file}, "
+              f"scratch file in {args.offload_dir}", flush=True)
+        works: dict[tuple, Work] = {}
+        for row in rows:  # the engine's turn comes right after the raw ones'
+            works |= row.raw | {(row.link, row.what): row.engine}
+        found = rates(works, args.repeats)
+        show_grids({key: rate for key, rate in found.items() if key[0] not in (UP, DOWN)})
+    nbytes = (64 << 20) if args.quick else 2 << 30
+    memory = {"link": MEMORY, "what": "sum of float32", "nbytes": nbytes,
+              "raw_gb_per_s": memory_read_rate(nbytes) / GB, "threads": torch.get_num_threads()}
+    return [*(cells(row, found) for row in rows), memory]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    rows = measure(args)
+    show(rows)
+    write(args.out, rows, args.repeats)
+
+
+if __name__ == "__main__":
+    # A stopped run, too, removes its scratch file; what a killed one leaves, the next run removes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(exit_status(main))
