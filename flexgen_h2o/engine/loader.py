@@ -111,7 +111,7 @@ class Source:
         if self.dummy or weight_cache is None:
             return quantizing
         sources = [*weight_files(self.folder), *([self.gguf] if self.gguf else [])]
-        return cached(quantizing, self.form, sources, keep=_weight_cache(weight_cache),
+        return cached(quantizing, sources, keep=_weight_cache(weight_cache),
                       title=self.folder.name, progress=progress)
 
     def _resolve(self, folder: Path, specs) -> tuple[Checkpoint, dict[str, str]]:

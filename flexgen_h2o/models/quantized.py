@@ -38,6 +38,7 @@ class QuantizingCheckpoint(Checkpoint):
     names : mapping of str to str
         Canonical names, which this checkpoint goes by, to those of `inner`.
     form : WeightFormat
+        What it gives; an attribute, too.
     gguf : Path, optional
         A file with matrices of so many bits in groups of as many inputs: they are taken as they
         are. It is opened when the first one is read.
@@ -45,8 +46,8 @@ class QuantizingCheckpoint(Checkpoint):
 
     def __init__(self, inner: Checkpoint, names: Mapping[str, str], form: WeightFormat, *,
                  gguf: Path | None = None):
-        self.source = inner.source
-        self._inner, self._names, self._form, self._gguf = inner, dict(names), form, gguf
+        self.source, self.form = inner.source, form
+        self._inner, self._names, self._gguf = inner, dict(names), gguf
         self._blocks: GgufBlocks | None = None
         self._lock = threading.Lock()
         self._mine = threading.local()
@@ -57,14 +58,14 @@ class QuantizingCheckpoint(Checkpoint):
 
     def info(self, name: str) -> TensorInfo:
         info = self._inner.info(self._names[name])
-        if self._form.layout(info.shape) is None:
+        if self.form.layout(info.shape) is None:
             return info
-        return TensorInfo(*self._form.stored(info.shape), None)
+        return TensorInfo(*self.form.stored(info.shape), None)
 
     def _fill(self, name: str, info: TensorInfo, out: Tensor) -> None:
         own = self._names[name]
         inner = self._inner.info(own)
-        layout = self._form.layout(inner.shape)
+        layout = self.form.layout(inner.shape)
         if layout is None:
             self._inner.read(own, out)
         elif self._gguf is not None and name in self._opened().names:
@@ -93,7 +94,7 @@ class QuantizingCheckpoint(Checkpoint):
     def _opened(self) -> GgufBlocks:
         with self._lock:
             if self._blocks is None:
-                self._blocks = GgufBlocks(self._gguf, self._form.bits)
+                self._blocks = GgufBlocks(self._gguf, self.form.bits)
             return self._blocks
 
     def close(self) -> None:
@@ -101,8 +102,8 @@ class QuantizingCheckpoint(Checkpoint):
         self._inner.close()
 
 
-def cached(checkpoint: QuantizingCheckpoint, form: WeightFormat, sources: Sequence[Path], *,
-           keep: Keep, title: str, progress: Progress | None = None) -> Checkpoint:
+def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: Keep, title: str,
+           progress: Progress | None = None) -> Checkpoint:
     """A checkpoint's quantized tensors from the weight cache, where they are put first if need be.
 
     Every tensor lies at a multiple of 64 bytes, so that it can be read straight to where it is
@@ -112,8 +113,6 @@ def cached(checkpoint: QuantizingCheckpoint, form: WeightFormat, sources: Sequen
     ----------
     checkpoint : QuantizingCheckpoint
         Closed when this returns.
-    form : WeightFormat
-        The checkpoint's.
     sources : sequence of Path
         The files it is made from: their identity is the cache's key.
     keep : Keep
@@ -129,9 +128,10 @@ def cached(checkpoint: QuantizingCheckpoint, form: WeightFormat, sources: Sequen
         The checkpoint cannot be read, or the cache cannot be written.
     """
     def build(folder: Path) -> None:
-        layout = _layout(checkpoint, form)
+        layout = _layout(checkpoint)
         write_weights(folder, layout, _pieces(checkpoint, layout), keep=keep, progress=progress)
 
+    form = checkpoint.form
     dtype = str(form.dtype).removeprefix("torch.")
     tag = f"{form.bits}bit-{form.group}-{dtype}-v{_VERSION}"
     with checkpoint:
@@ -143,13 +143,13 @@ def cached(checkpoint: QuantizingCheckpoint, form: WeightFormat, sources: Sequen
                         f"({error})") from error
 
 
-def _layout(checkpoint: QuantizingCheckpoint, form: WeightFormat
-            ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _layout(checkpoint: QuantizingCheckpoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """What the file holds, in its order, with fillers behind tensors of odd sizes."""
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name in sorted(checkpoint.names(), key=natural_key):
         info = checkpoint.info(name)
-        layout[name] = (info.dtype if info.dtype == torch.uint8 else form.dtype, info.shape)
+        quantized = info.dtype == torch.uint8
+        layout[name] = (info.dtype if quantized else checkpoint.form.dtype, info.shape)
         odd = math.prod(info.shape) * layout[name][0].itemsize % _ALIGN
         if odd:
             layout[f"{name}.filler"] = (torch.uint8, (_ALIGN - odd,))

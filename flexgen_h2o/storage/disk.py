@@ -1,9 +1,8 @@
 """Disk I/O: aligned O_DIRECT reads and writes in worker threads; errors come back to the caller.
 
 Transfers are cut into pieces of a few MB which the workers take in order. A thread in ``preadv``
-holds neither a core nor the interpreter lock, so that reads go on while all cores multiply; with
-four threads and 4 MB pieces layers come in at 0.93 of the disk's raw rate, with three at 0.78 to
-0.86 (benchmarks/links.py).
+holds neither a core nor the interpreter lock, so that reads go on while all cores multiply.
+benchmarks/links.py holds the rates beside the disk's own.
 """
 
 from __future__ import annotations

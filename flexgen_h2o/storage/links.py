@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.storage.disk import PIECE, AlignedRead, Disk
+from flexgen_h2o.storage.disk import PIECE, WORKERS, AlignedRead, Disk
 from flexgen_h2o.storage.tiers import PAGE, Device
 
 REPEATS = 5
@@ -29,7 +29,7 @@ def _median_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float
     return statistics.median(seconds)
 
 
-def disk_read_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = 3) -> float:
+def disk_read_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS) -> float:
     """Bytes per second of aligned O_DIRECT reads from the start of a file.
 
     Parameters

@@ -249,14 +249,14 @@ int product(const Product& a) {
     const int64_t x_size = m.groups * most * steps, sums_size = m.groups * most;
     const int64_t size = (x_size + sums_size + most * COLUMNS + steps * COLUMNS + 2 * COLUMNS + 15)
                          / 16 * 16;
-    const Memory<uint32_t> memory_ = memory<uint32_t>(a.threads * size);
-    if (!memory_) return NO_MEMORY;
+    const Memory<uint32_t> everyone = memory<uint32_t>(a.threads * size);
+    if (!everyone) return NO_MEMORY;
     const int64_t panels = (a.rows + PANEL - 1) / PANEL;
     const int64_t chunks = (tiles_of(a.matrix) * TILE + COLUMNS - 1) / COLUMNS;
 #pragma omp parallel num_threads(a.threads)
     {
         Workspace w;
-        w.codes = memory_.get() + thread_number() * size;
+        w.codes = everyone.get() + thread_number() * size;
         w.totals = reinterpret_cast<float*>(w.codes + steps * COLUMNS);
         w.scales = w.totals + most * COLUMNS;
         w.zeros = w.scales + COLUMNS;
