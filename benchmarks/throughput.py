@@ -134,7 +134,7 @@ def spawn(args, system: str, batch: int) -> list[dict]:
 
 def work(config, batch: int, system: str, args) -> dict[str, float]:
     """Bytes and FLOPs of a decode step, FLOPs of a prefill (attention included)."""
-    from flexgen_h2o.plan_rows import WeightOptions
+    from flexgen_h2o.planning.rows import WeightOptions
 
     matrices = config.num_layers * config.layer_parameters()
     head = config.vocab_size * config.embed_dim

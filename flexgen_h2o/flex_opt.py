@@ -23,7 +23,7 @@ from flexgen_h2o import report, results
 from flexgen_h2o.cli import Parser, exit_status, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name, load_yaml
-from flexgen_h2o.plan_rows import Workload
+from flexgen_h2o.planning.rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
 from flexgen_h2o.text_files import json_texts, read_lines
 

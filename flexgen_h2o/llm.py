@@ -20,10 +20,10 @@ from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.free_memory import free_memory
 from flexgen_h2o.models.spec import ModelConfig
-from flexgen_h2o.plan_rows import CacheOptions, WeightOptions, Workload
-from flexgen_h2o.planner import memory_plan
+from flexgen_h2o.planning.free_memory import free_memory
+from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
 from flexgen_h2o.report import LinkStats, RunStats, Trace, peak_process_bytes
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.tiers import open_device

@@ -23,14 +23,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import flexgen_h2o.llm as llm_module
-from flexgen_h2o import LLM, flex_opt, plan_rows
+from flexgen_h2o import LLM, flex_opt
 from flexgen_h2o.config import parse_percent
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.free_memory import MemoryLimits
 from flexgen_h2o.models.checkpoint_base import Checkpoint
 from flexgen_h2o.models.spec import from_transformers, published
-from flexgen_h2o.plan_rows import CacheOptions, Workload
-from flexgen_h2o.planner import memory_plan
+from flexgen_h2o.planning import rows
+from flexgen_h2o.planning.free_memory import MemoryLimits
+from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.rows import CacheOptions, Workload
 from flexgen_h2o.results import CSV_COLUMNS
 
 RESULTS = ("--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json", "--log-file", "l.log")
@@ -405,7 +406,7 @@ def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatc
 
 def test_less_cache_fits_where_the_full_one_does_not(model, here, capfd, monkeypatch):
     """The plan knows of eviction and compression, and never proposes them: they change results."""
-    monkeypatch.setattr(plan_rows, "RESERVE", 0)
+    monkeypatch.setattr(rows, "RESERVE", 0)
     argv = ("--model", "model", "--prompt-len", "240", "--gpu-batch-size", "8",
             "--num-gpu-batches", "8", "--gen-len", "2", "--prefill-chunk", "240")
     config = flex_opt.parse_args([*SHORT, *argv, "--hh-ratio", "0.05"])
@@ -428,7 +429,7 @@ def test_nothing_would_fit(model, here, capfd, monkeypatch):
 
 
 def test_the_plan_counts_the_cgroup_limit(model, here, capfd, monkeypatch):
-    monkeypatch.setattr("flexgen_h2o.free_memory.cgroup_free", lambda: 3_000_000)
+    monkeypatch.setattr("flexgen_h2o.planning.free_memory.cgroup_free", lambda: 3_000_000)
     assert "0.0 GB free" in refused(capfd, here, "--model", "model")
 
 

@@ -66,8 +66,8 @@ ORDER = """
     engine.prompts  engine.room
     engine.executor
 
-    free_memory  plan_rows
-    planner
+    planning  planning.free_memory  planning.rows  planning.hardware
+    planning.memory_plan
     llm
     flag_values
     cache_flags  cli  text_files
@@ -90,7 +90,8 @@ DYNAMIC = {
 }
 
 TORCH_FREE = (
-    "flexgen_h2o", "errors", "config", "report", "free_memory", "plan_rows", "planner",
+    "flexgen_h2o", "errors", "config", "report", "planning",
+    "planning.free_memory", "planning.rows", "planning.memory_plan", "planning.hardware",
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
     "models", "models.model_config", "models.shapes", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
@@ -168,16 +169,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flexgen_h2o import llm
 else:
-    from flexgen_h2o import planner
+    from flexgen_h2o import results
 def lazy():
     if True:
         from flexgen_h2o.models import sources, family
 class C:
     import flexgen_h2o.storage.disk
 """
-    known = {"report", "llm", "planner", "models.sources"}
+    known = {"report", "llm", "results", "models.sources"}
     assert list(imports(source, known)) == [
-        "errors", "config", "report", PACKAGE, "models.spec", "planner", "models.sources",
+        "errors", "config", "report", PACKAGE, "models.spec", "results", "models.sources",
         "models", "storage.disk"]
     with pytest.raises(AssertionError, match="relative"):
         list(imports("from . import errors", known))

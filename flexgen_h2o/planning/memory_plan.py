@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.config import PLACED, TIERS, Placement, Policy
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.free_memory import MemoryLimits
-from flexgen_h2o.plan_rows import (
+from flexgen_h2o.planning.free_memory import MemoryLimits
+from flexgen_h2o.planning.rows import (
     WEIGHT_ROWS,
     CacheOptions,
     PlannedRun,

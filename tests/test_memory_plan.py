@@ -13,17 +13,18 @@ from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o import kernels, plan_rows
+from flexgen_h2o import kernels
 from flexgen_h2o.cache import parts
 from flexgen_h2o.cache.budget import kept
 from flexgen_h2o.config import H2OConfig, Placement, Policy, parse_percent
 from flexgen_h2o.engine import executor, hidden
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.free_memory import MemoryLimits, cgroup_free, free_memory
 from flexgen_h2o.models import family
 from flexgen_h2o.models.spec import from_transformers, published
-from flexgen_h2o.plan_rows import CacheOptions, WeightOptions, Workload
-from flexgen_h2o.planner import memory_plan
+from flexgen_h2o.planning import rows as plan_rows
+from flexgen_h2o.planning.free_memory import MemoryLimits, cgroup_free, free_memory
+from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
 from flexgen_h2o.storage.quantization import TILE, GroupLayout, MatrixLayout
 
 OPT_30B = published("facebook/opt-30b")
@@ -519,9 +520,9 @@ def test_no_cgroups_no_limit(tmp_path):
 
 
 def test_free_memory_heeds_the_cgroup_and_needs_no_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("flexgen_h2o.free_memory.cgroup_free", lambda: 12345)
+    monkeypatch.setattr("flexgen_h2o.planning.free_memory.cgroup_free", lambda: 12345)
     limits = free_memory(tmp_path / "not" / "there", 77)
     assert (limits.gpu_bytes, limits.cpu_bytes) == (77, 12345)
     assert limits.disk_bytes > 0
-    monkeypatch.setattr("flexgen_h2o.free_memory.cgroup_free", lambda: None)
+    monkeypatch.setattr("flexgen_h2o.planning.free_memory.cgroup_free", lambda: None)
     assert 0 < free_memory(tmp_path, None).cpu_bytes <= psutil.virtual_memory().total

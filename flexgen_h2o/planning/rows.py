@@ -127,7 +127,7 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """All that the bytes of a run follow from: the parameters of `planner.memory_plan`."""
+    """All that the bytes of a run follow from: the parameters of `memory_plan.memory_plan`."""
 
     model: ModelConfig
     policy: Policy

@@ -1,0 +1,88 @@
+"""A machine as the cost model sees it: rates of links and of compute, and its memory. No torch.
+
+`calibrate` measures this machine; others are read from YAML files (configs/hardware/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How fast the compute device is at what an engine's step is made of.
+
+    Attributes
+    ----------
+    linear : mapping of bits to mapping of rows to float
+        Seconds that products with a billion weights take, by bits of a weight (16, 8, 4) and rows
+        that are multiplied together; products far larger than the caches. Between two counts of
+        rows it is interpolated, above the largest it grows with the rows.
+    prefill_attention : mapping of "plain" and "scored" to float
+        FLOP/s of causal attention over a prompt (4 x head_dim for each query and key that it
+        sees), without and with heavy hitters' scores.
+    decode_attention : mapping of bits to float
+        Bytes of records per second at which one new token attends over a cache of 16, 8 or 4
+        bits in this device's own memory.
+    head_seconds : float
+        What attention takes for each sequence and KV head of a decode step beside the above.
+    elementwise : float
+        Seconds that a decoder layer spends on norms, activations, residuals and copies, for a
+        billion elements of its hidden states (rows x hidden size), at hundreds of rows and up.
+    layer_seconds : float
+        What a decoder layer takes for each GPU batch however few rows there are.
+    logit_seconds : float
+        Seconds that choosing the next token takes for a billion logits (sequences x vocabulary).
+    """
+
+    linear: Mapping[int, Mapping[int, float]]
+    prefill_attention: Mapping[str, float]
+    decode_attention: Mapping[int, float]
+    head_seconds: float
+    elementwise: float
+    layer_seconds: float
+    logit_seconds: float
+
+
+@dataclass(frozen=True)
+class HostAttention:
+    """How fast the host's CPU attends over a cache in host memory, beside a GPU.
+
+    Attributes are those of `Compute`; copies to and from the GPU are counted apart.
+    """
+
+    decode_attention: Mapping[int, float]
+    head_seconds: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine.
+
+    Attributes
+    ----------
+    name : str
+    gpu_bytes : int or None
+        Memory of the GPU; None where the CPU computes, in host memory.
+    cpu_bytes, disk_bytes : int
+        Host memory and disk space that a run may have.
+    links : mapping of str to float
+        Bytes per second of each of `report.LINKS`; those of a GPU only where there is one.
+    compute : Compute
+    host_attention : HostAttention or None
+        Beside a GPU.
+    """
+
+    name: str
+    gpu_bytes: int | None
+    cpu_bytes: int
+    disk_bytes: int
+    links: Mapping[str, float]
+    compute: Compute
+    host_attention: HostAttention | None = None
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether compute memory is apart from host memory."""
+        return self.gpu_bytes is not None
