@@ -34,16 +34,36 @@ class Row:
     engine: Work
 
 
+def _seconds(work: Work) -> float:
+    began = time.perf_counter()
+    work.run()
+    return time.perf_counter() - began
+
+
 def rates(works: dict[tuple, Work], repeats: int) -> dict[tuple, float]:
     """The median bytes per second of each; they take turns, and the first round warms up."""
     seconds: dict[tuple, list[float]] = {key: [] for key in works}
     for repeat in range(repeats + 1):
         for key, work in works.items():
-            began = time.perf_counter()
-            work.run()
-            seconds[key].append(time.perf_counter() - began)
+            seconds[key].append(_seconds(work))
         print(f"round {repeat} of {repeats}" + (" (warms up)" if repeat == 0 else ""), flush=True)
     return {key: works[key].nbytes / statistics.median(times[1:]) for key, times in seconds.items()}
+
+
+def beside(raw: Work, engine: Work, repeats: int) -> tuple[float, float, float]:
+    """Bytes per second of both, and the second over the first: medians of so many pairs of runs.
+
+    A pair is one of each right after the other, as a disk's rate drifts by more than what is to be
+    seen; every other pair begins with the engine.
+    """
+    found = []
+    for repeat in range(repeats):
+        order = (raw, engine) if repeat % 2 == 0 else (engine, raw)
+        seconds = {id(work): _seconds(work) for work in order}
+        found.append((raw.nbytes / seconds[id(raw)], engine.nbytes / seconds[id(engine)]))
+    ratios = [ours / plain for plain, ours in found]
+    plain, ours = (statistics.median(column) for column in zip(*found, strict=True))
+    return plain, ours, statistics.median(ratios)
 
 
 def spans(start: int, nbytes: int, request: int) -> Iterator[tuple[int, int]]:

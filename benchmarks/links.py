@@ -5,10 +5,10 @@
 Raw is the best of a grid of plain requests: sizes and threads, O_DIRECT, into page-aligned memory
 that is used again and again. The engine is the engine: layers that the weight store fetches, parts
 of a cache that are loaded and stored, on their lanes. Page cache is bypassed on both sides (what
-lies below this system, a hypervisor's cache say, is not). All take turns within each repeat;
-medians, after a round that warms up. Beside a GPU weights and cache go on to it while the disk
-is read, as in a run. Writes are not synced, by neither side. The best of a grid is a little lucky,
-so that a ratio is rather too low than too high.
+lies below this system, a hypervisor's cache say, is not). The grid is measured first, in rounds;
+then its best and the engine in turn, as rates drift by more than the two differ: the ratio is the
+median of those of neighbours. Beside a GPU weights and cache go on to it while the disk
+is read, as in a run. Writes are not synced, by neither side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from link_works import RawFile, Row, Work, rates, spans
+from link_works import RawFile, Row, Work, beside, rates, spans
 
 from flexgen_h2o.cache.parts import STAGING, FetchedPart, Grid, Records
 from flexgen_h2o.cli import Parser, exit_status, writing
@@ -55,6 +55,8 @@ QUICK_SETTINGS = list(itertools.product((1 * MB, 16 * MB), (1, 4)))
 """Bytes of a request, and threads."""
 GOAL = 0.95
 WINDOW = 16 * PIECE
+PAIRS = 3
+"""Runs of the engine beside raw ones, to a repeat."""
 LAYERS = 3
 """Whole decoder layers that are read at least."""
 KV_SLOTS, KV_BYTES = 205, 13 << 20
@@ -156,13 +158,13 @@ class CacheOnDisk:
         self._part.begin([(self._sequences, self._grid.slots)])
 
     def load_all(self) -> None:
-        """Every layer in turn, the next one on its way when one is waited for."""
+        """Every layer in turn, the next two on their way when one is waited for."""
         count = len(self._grid.slots)
-        self._part.load(0, 0, fetch=True)
-        for layer in range(count):
-            if layer + 1 < count:
-                self._part.load(layer + 1, 0, fetch=True)
-            self._part.get(layer, 0)
+        for layer in range(-2, count):
+            if layer + 2 < count:
+                self._part.load(layer + 2, 0, fetch=True)
+            if layer >= 0:
+                self._part.get(layer, 0)
         self._transfers.drain()
 
     def store_all(self) -> None:
@@ -177,7 +179,10 @@ class CacheOnDisk:
 def write_ranges(transfers: Transfers, path: Path, nbytes: int, buffer: torch.Tensor) -> None:
     """Write the start of a file, in order, range by range of `WINDOW` bytes."""
     for offset, length in spans(0, nbytes, WINDOW):
-        transfers.disk.write(Extent(path, offset, length), buffer[:length])
+        extent = Extent(path, offset, length)
+        transfers.submit("stores", lambda lane, extent=extent: lane.disk.write(
+            extent, buffer[: extent.nbytes]))
+    transfers.drain()
 
 
 def default_file(folder: Path) -> Path:
@@ -249,7 +254,7 @@ def gpu_rows(args, transfers: Transfers) -> list[Row]:
     device, memcpy, stream = transfers.device, cuda_memcpy(), torch.cuda.Stream()
     pieces = [(device.empty(COPY), device.host_empty(COPY)) for _ in range(1 if args.quick else 4)]
     nbytes, rows = len(pieces) * COPY, []
-    for link, lane_name, kind in ((UP, "loads", TO_GPU), (DOWN, "stores", TO_HOST)):
+    for link, kind_of_job, kind in ((UP, "loads", TO_GPU), (DOWN, "stores", TO_HOST)):
         pairs = pieces if link == UP else [(host, gpu) for gpu, host in pieces]
 
         def plain(pairs=pairs, kind=kind) -> None:
@@ -264,8 +269,8 @@ def gpu_rows(args, transfers: Transfers) -> list[Row]:
             for target, source in pairs:
                 lane.copy(target, source, link)
 
-        def ours(lane_name=lane_name, job=job) -> None:
-            transfers.submit(lane_name, job).synchronize()
+        def ours(kind_of_job=kind_of_job, job=job) -> None:
+            transfers.submit(kind_of_job, job).synchronize()
             transfers.settle()
 
         rows.append(Row(link, f"pinned, pieces of {COPY // MB} MB",
@@ -273,11 +278,12 @@ def gpu_rows(args, transfers: Transfers) -> list[Row]:
     return rows
 
 
-def cells(row: Row, found: dict[tuple, float]) -> dict[str, object]:
-    """A row's measured columns, beside the best of its raw works."""
-    key, engine = max(row.raw, key=found.__getitem__), found[row.link, row.what]
-    return {"link": row.link, "what": row.what, "raw_gb_per_s": found[key] / GB,
-            "engine_gb_per_s": engine / GB, "engine_over_raw": engine / found[key],
+def cells(row: Row, found: dict[tuple, float], repeats: int) -> dict[str, object]:
+    """A row's measured columns: the engine in turns with the raw work that was the fastest."""
+    key = max(row.raw, key=found.__getitem__)
+    raw, engine, ratio = beside(row.raw[key], row.engine, repeats)
+    return {"link": row.link, "what": row.what, "raw_gb_per_s": raw / GB,
+            "engine_gb_per_s": engine / GB, "engine_over_raw": ratio,
             "request_mb": key[1] // MB, "threads": key[2], "nbytes": row.engine.nbytes}
 
 
@@ -358,14 +364,15 @@ def measure(args: argparse.Namespace) -> list[dict]:
         print(f"{platform.node()}: O_DIRECT, page cache bypassed; raw reads of {args.file}, "
               f"scratch file in {args.offload_dir}", flush=True)
         works: dict[tuple, Work] = {}
-        for row in rows:  # the engine's turn comes right after the raw ones'
-            works |= row.raw | {(row.link, row.what): row.engine}
+        for row in rows:
+            works |= row.raw
         found = rates(works, args.repeats)
         show_grids({key: rate for key, rate in found.items() if key[0] not in (UP, DOWN)})
+        table = [cells(row, found, PAIRS * args.repeats) for row in rows]
     nbytes = (64 << 20) if args.quick else 2 << 30
     memory = {"link": MEMORY, "what": "sum of float32", "nbytes": nbytes,
               "raw_gb_per_s": memory_read_rate(nbytes) / GB, "threads": torch.get_num_threads()}
-    return [*(cells(row, found) for row in rows), memory]
+    return [*table, memory]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

