@@ -1,0 +1,72 @@
+"""A memory cgroup for a child process: a limit that counts the page cache too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from flexgen_h2o.errors import UserError
+
+MOUNT = Path("/sys/fs/cgroup")
+
+
+class MemoryGroup:
+    """A cgroup (v1 or v2) with a limit of its own, gone when the context ends.
+
+    Parameters
+    ----------
+    limit : int
+        Bytes of memory, page cache included.
+
+    Raises
+    ------
+    UserError
+        There is no memory controller, or it may not be used: it takes root.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+
+    def __enter__(self) -> MemoryGroup:
+        v1 = (MOUNT / "memory").is_dir()
+        parent = MOUNT / "memory" if v1 else MOUNT
+        files = ("memory.limit_in_bytes", "memory.max_usage_in_bytes") if v1 else (
+            "memory.max", "memory.peak")
+        self._folder = parent / f"flexgen_h2o-{os.getpid()}"
+        self._peak = self._folder / files[1]
+        try:
+            self._folder.mkdir()
+            (self._folder / files[0]).write_text(str(self._limit))
+        except OSError as error:
+            self.__exit__()
+            raise UserError(f"no memory cgroup can be made in {parent} ({error.strerror}): run as "
+                            "root where there is a memory controller, or leave the limit out"
+                            ) from error
+        return self
+
+    def enter(self) -> None:
+        """Put the calling process into the group: for a child before it becomes its program."""
+        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def peak(self) -> int:
+        """Most bytes that were in use at once, page cache included."""
+        return int(self._peak.read_text())
+
+    def __exit__(self, *exception) -> None:
+        for _ in range(20):  # a group is busy until the kernel has buried its last process
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    self._folder.rmdir()
+                except OSError:
+                    time.sleep(0.1)
+                    continue
+            return
+
+
+def drop_page_cache() -> None:
+    """So that whatever a group reads is charged to it. Does nothing where that is not allowed."""
+    with contextlib.suppress(OSError):
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
