@@ -168,6 +168,7 @@ def _cache_suffix(config: RunConfig) -> str:
         parts += scores[h2o.score]
         parts += ["rolling"] if h2o.positions == "rolling" else []
         parts += [] if h2o.evict_generated else ["prompt-only"]
+    parts += [] if config.attn_sparsity == 1 else [f"sparse{config.attn_sparsity:g}"]
     parts += [] if config.resolved_cache_bits == 16 else [f"kv{config.resolved_cache_bits}"]
     return "".join(f"-{part}" for part in parts)
 
@@ -208,6 +209,7 @@ def run(config: RunConfig) -> None:
         weight_bits=config.resolved_weight_bits,
         weight_cache=config.resolved_weight_cache,
         cache_bits=config.resolved_cache_bits,
+        attn_sparsity=config.attn_sparsity,
         device=config.device,
         dtype=config.dtype,
         offload_dir=config.offload_dir,

@@ -35,7 +35,7 @@ ORDER = """
     kernels.rotary
     kernels.eviction
     kernels.reference
-    kernels.reference_matrix
+    kernels.reference_matrix  kernels.reference_sparse
     kernels.native  kernels.sdpa  kernels.triton_common
     kernels.triton_groups  kernels.triton_decode  kernels.triton_prefill  kernels.triton_select
     kernels.triton_matrix
