@@ -18,7 +18,7 @@ from flexgen_h2o.config import (
     check_number,
 )
 from flexgen_h2o.engine.batching import Request, make_blocks
-from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.loader import end_tokens, find
 from flexgen_h2o.engine.progress import byte_bar, run_bars
 from flexgen_h2o.engine.prompts import Prompts
@@ -31,7 +31,7 @@ from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.planning.free_memory import free_memory
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
-from flexgen_h2o.report import LinkStats, RunStats, Trace, peak_process_bytes
+from flexgen_h2o.report import PHASES, LinkStats, RunStats, Trace, peak_process_bytes
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.tiers import open_device
 from flexgen_h2o.storage.transfer import Transfers
@@ -321,6 +321,7 @@ class LLM:
         with run_bars(blocks, self.model_config.num_layers, off=self._no_bars) as progress:
             for block in blocks:
                 timing = executor.run(block, sink, on_compute=partial(progress, block))
+                self._trace_phases(timing)
                 stats.kv_cache_bytes = max(stats.kv_cache_bytes, self._room.cache.nbytes())
                 full = sum(len(batch) * (max(batch.seats.lengths) + batch.seats.new)
                            for batch in block)
@@ -328,6 +329,12 @@ class LLM:
                 stats.prefill_seconds += timing.prefill
                 stats.decode_seconds += sum(timing.steps)
                 stats.step_seconds += timing.steps
+
+    def _trace_phases(self, timing: Timing) -> None:
+        start = timing.began
+        for name, seconds in (("prefill", timing.prefill), ("decode", sum(timing.steps))):
+            self._trace.add(name, PHASES, start, start + seconds)
+            start += seconds
 
     def _new_stats(self, requests: list[Request]) -> RunStats:
         return RunStats(

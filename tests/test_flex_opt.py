@@ -43,6 +43,7 @@ class FakeLLM:
         if FakeLLM.fail is not None:
             raise FakeLLM.fail
         self.options["trace"].add("layer 0", "compute", 1.0, 2.0)
+        self.options["trace"].add("prefill", "phases", 1.0, 2.25)
         return [self._output(prompt) for prompt in prompts]
 
     def _output(self, prompt):
@@ -312,6 +313,23 @@ def test_verbose(capsys, llm, verbose, texts, figures):
     assert ("continuation" in out, "throughput" in out) == (texts, figures)
     assert llm.made[0].options["verbose"] == (verbose == "3")
     assert llm.made[0].options["progress"] == (False if verbose == "0" else None)
+
+
+@pytest.mark.parametrize(("verbose", "shown"), [("0", False), ("1", True)])
+def test_the_breakdown_follows_the_table_and_goes_into_the_log(capsys, llm, verbose, shown):
+    argv = ["--prompt", "a", "--log-file", "l.log", "--debug-mode", "breakdown"]
+    assert flex_opt.main([*argv, "--verbose", verbose]) == 0
+    assert llm.made[0].options["trace"].enabled
+    out, log = capsys.readouterr().out, Path("l.log").read_text()
+    assert ("bound by: prefill compute (80.0 %)" in out) == shown
+    assert log.index("total throughput") < log.index("prefill, s") < log.index("bound by")
+    assert out in ("", "".join(log.splitlines(keepends=True)[1:-1]))
+
+
+def test_without_debug_mode_nothing_is_traced(capsys, llm):
+    assert flex_opt.main(["--prompt", "a", "--no-log"]) == 0
+    assert "bound by" not in capsys.readouterr().out
+    assert not llm.made[0].options["trace"].enabled
 
 
 def test_all_results_are_written_with_their_config(capsys, tmp_path):

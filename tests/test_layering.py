@@ -24,6 +24,7 @@ ORDER = """
     flexgen_h2o
     errors
     config  report
+    breakdown
 
     storage  storage.extent  storage.quantization
     storage.tiers
@@ -90,7 +91,7 @@ DYNAMIC = {
 }
 
 TORCH_FREE = (
-    "flexgen_h2o", "errors", "config", "report", "planning",
+    "flexgen_h2o", "errors", "config", "report", "breakdown", "planning",
     "planning.free_memory", "planning.rows", "planning.memory_plan", "planning.hardware",
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
     "models", "models.model_config", "models.shapes", "models.spec",

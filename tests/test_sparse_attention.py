@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,16 @@ from fakes import LazyDevice, PoisonedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
+from torch.profiler import ProfilerActivity, profile
 
 import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache.parts import picked
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops, reference
+from flexgen_h2o.models.spec import published
+from flexgen_h2o.planning import rows
+from flexgen_h2o.planning.rows import CacheOptions, Workload
 from flexgen_h2o.storage.quantization import GroupLayout
 from flexgen_h2o.storage.transfer import DOWN, UP
 
@@ -125,6 +131,38 @@ def test_everything_chosen_is_attention():
     case = decode_case([9, 26, 1], group=3, dim=64)
     dense, _ = reference.decode_attention(**{name: copied(x) for name, x in case.items()})
     torch.testing.assert_close(attend(case, 1.0)[2], dense, rtol=1e-5, atol=1e-6)
+
+
+def peak_bytes(function) -> int:
+    """The most bytes of tensors that a call holds beside its arguments."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        function()
+    events = recorded.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in changes))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sparsity", [0.1, 0.9])
+def test_the_memory_plan_covers_the_temporaries(form, sparsity):
+    case = decode_case([300, 300], form=form, group=4, kv_heads=8, dim=128, n=301)
+
+    def step():
+        slots, turn, layout = case["slots"], case["turn"], case["layout"]
+        index, weights = ops.choose_values(case["q"], case["k"], keys=slots[0, :, :, :300],
+                                           turn=turn, sparsity=sparsity, layout=layout)
+        ops.attend_chosen(case["k"], case["v"], slots=slots, values=picked(slots[1], index),
+                          weights=weights, turn=turn, layout=layout)
+
+    case["slots"] = case["slots"].contiguous()
+    held = peak_bytes(step)
+    bits, itemsize = (16, form.itemsize) if isinstance(form, torch.dtype) else (form, 2)
+    load = Workload(prompt_len=270, gen_len=32, gpu_batch_size=2, num_gpu_batches=1)
+    run = rows.PlannedRun(published("meta-llama/Meta-Llama-3-8B"), Policy(), load, itemsize, True,
+                          False, CacheOptions(bits=bits, attn_sparsity=sparsity))
+    assert held <= rows._sparse_attention(run) <= rows._own_attention(run)
+    # Float32 needs no other copy of the keys.
+    assert form == torch.float32 or rows._sparse_attention(run) < 1.5 * held
 
 
 # End to end

@@ -174,8 +174,9 @@ def cache_token(k, v, *, slots, taken, layout):
     """Put a new token's key and value into the slots that it takes: see `decode_attention`."""
     fresh = torch.stack((k, v))
     fresh = fresh if layout is None else quantize_groups(fresh, layout)
-    place = taken[None, ..., None, None].expand(2, -1, -1, 1, slots.shape[-1])
-    slots.scatter_(3, place, fresh[:, :, :, None].to(slots.dtype))
+    sequence, head = (torch.arange(n, device=k.device) for n in taken.shape)
+    # Not scatter_, which copies all slots of 16-bit floats.
+    slots[:, sequence[:, None], head, taken] = fresh.to(slots.dtype)
 
 
 def _note(book, turn, place, own):

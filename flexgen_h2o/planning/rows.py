@@ -320,14 +320,16 @@ def _own_attention(run: PlannedRun) -> int:
 def _sparse_attention(run: PlannedRun) -> int:
     """Temporaries of a decode step with sparse attention, which plain PyTorch does."""
     model, load, cache = run.model, run.workload, run.cache
+    # Keys, and then values, in float32; and twice again for codes and what they are scaled to.
+    vector = 4 * model.kv_size
+    unpacked = vector * (1 if cache.bits == 16 else 3)
+    # Of the chosen values the records too, and a copy that has the new token's beside them.
     record = cache.record_bytes(model, run.itemsize) // 2
-    # In float32, and that again for codes and for what they are scaled to.
-    unpacked = 4 * model.kv_size * (1 if cache.bits == 16 else 3)
-    # Logits, with the new token's, masked and as weights; and an order of them in 64 bits, twice.
+    chosen = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
+    # Logits, masked, with the new token's and as weights; what orders them has 64 bits, twice.
     weights = 4 * 4 * model.num_heads + 4 * 8 * model.num_kv_heads
-    chosen = cache.attn_sparsity * (2 * record + 2 * unpacked)
-    slots = max(cache.layer_slots(model, load))
-    return int(load.gpu_batch_size * slots * (unpacked + weights + chosen))
+    tokens = load.gpu_batch_size * max(cache.layer_slots(model, load))
+    return int(tokens * (weights + max(unpacked, chosen)))
 
 
 def _own_products(run: PlannedRun) -> int:
