@@ -25,8 +25,9 @@ _COUNTS = ("num_heavy_hitter_tokens", "num_window_length")
 class CacheFlags:
     """Values of the flags of `RunConfig` that say what stays cached, each of them checked before.
 
-    A ratio is a fraction of the prompt, or one for each decoder layer; counts are tokens. Raises
-    `UserError` for flags that contradict each other and for one that would do nothing.
+    A ratio is a fraction of the prompt, or one for each decoder layer; counts are tokens.
+    `attn_sparsity` says what is read of a cache that keeps all. Raises `UserError` for flags that
+    contradict each other and for one that would do nothing.
     """
 
     eviction: str
@@ -40,6 +41,7 @@ class CacheFlags:
     sink_tokens: int | None
     enable_position_rolling: bool
     hh_long_seq: bool
+    attn_sparsity: float
 
     def __post_init__(self) -> None:
         if self.score != "decay" and self.score_decay != H2OConfig.decay:
@@ -61,6 +63,9 @@ class CacheFlags:
                           for names in (_RATIOS, _COUNTS))
         if self.eviction == "full":
             raise UserError(f"--eviction full keeps all: leave {(ratios + counts)[0]} out")
+        if self.attn_sparsity != 1:
+            raise UserError("--attn-sparsity chooses among all that came before, and so nothing "
+                            f"may be evicted: leave it or {(ratios + counts)[0]} out")
         if ratios and counts:
             raise UserError(f"give {ratios[0]} or {counts[0]}, not both")
         if self.eviction == "h2o" and given == ["recent_ratio"]:

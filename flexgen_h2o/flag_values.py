@@ -35,7 +35,7 @@ def checked(spec: Field, value: object) -> object:
         case "int":
             check_int(flag, value, low=rules.get("low"))
         case "float":
-            check_number(flag, value)
+            check_number(flag, value, above=rules.get("above"), high=rules.get("high"))
         case "percent":
             value = _six_percentages(value)
         case "ratios":

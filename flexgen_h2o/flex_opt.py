@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from flexgen_h2o import report, results
+from flexgen_h2o import breakdown, report, results
 from flexgen_h2o.cli import Parser, exit_status, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name, load_yaml
@@ -168,6 +168,7 @@ def _cache_suffix(config: RunConfig) -> str:
         parts += scores[h2o.score]
         parts += ["rolling"] if h2o.positions == "rolling" else []
         parts += [] if h2o.evict_generated else ["prompt-only"]
+    parts += [] if config.attn_sparsity == 1 else [f"sparse{config.attn_sparsity:g}"]
     parts += [] if config.resolved_cache_bits == 16 else [f"kv{config.resolved_cache_bits}"]
     return "".join(f"-{part}" for part in parts)
 
@@ -197,7 +198,7 @@ def run(config: RunConfig) -> None:
     texts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
     files = result_files(config)
     check_results(files)
-    trace = report.Trace(enabled=config.trace is not None)
+    trace = report.Trace(enabled=config.trace is not None or config.debug_mode is not None)
     from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
 
     with LLM(
@@ -208,6 +209,7 @@ def run(config: RunConfig) -> None:
         weight_bits=config.resolved_weight_bits,
         weight_cache=config.resolved_weight_cache,
         cache_bits=config.resolved_cache_bits,
+        attn_sparsity=config.attn_sparsity,
         device=config.device,
         dtype=config.dtype,
         offload_dir=config.offload_dir,
@@ -221,6 +223,8 @@ def run(config: RunConfig) -> None:
         outputs = llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
         stats = llm.stats
     summary = report.table(stats)
+    if config.debug_mode == "breakdown":
+        summary += f"\n\n{breakdown.table(trace.spans())}"
     try:
         if config.verbose >= 2:
             _show_outputs(outputs, everything=not config.synthetic)

@@ -9,9 +9,16 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from flexgen_h2o.cache.shape import CacheShape
-from flexgen_h2o.config import OFFLOAD_DIR, H2OConfig, Policy, SamplingParams, check_int
+from flexgen_h2o.config import (
+    OFFLOAD_DIR,
+    H2OConfig,
+    Policy,
+    SamplingParams,
+    check_int,
+    check_number,
+)
 from flexgen_h2o.engine.batching import Request, make_blocks
-from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.loader import end_tokens, find
 from flexgen_h2o.engine.progress import byte_bar, run_bars
 from flexgen_h2o.engine.prompts import Prompts
@@ -24,7 +31,7 @@ from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.planning.free_memory import free_memory
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
-from flexgen_h2o.report import LinkStats, RunStats, Trace, peak_process_bytes
+from flexgen_h2o.report import PHASES, LinkStats, RunStats, Trace, peak_process_bytes
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.tiers import open_device
 from flexgen_h2o.storage.transfer import Transfers
@@ -63,6 +70,11 @@ class LLM:
         and a zero point.
     cache_bits : int
         16: the run's dtype. 8 or 4: groups of codes, each with a scale and a zero point.
+    attn_sparsity : float
+        Share of the full cache's values, over 0 and at most 1, that a new token reads: those of the
+        most attention (FlexGen, arXiv 2303.06865, section 5). It changes results. Keys are all
+        read, and prompts are exact. Of a cache in host memory beside a GPU the other values don't
+        travel; one on disk is read whole, as single values are too small for a disk.
     device : str
         auto, cpu, cuda or cuda:N.
     dtype : str
@@ -96,14 +108,16 @@ class LLM:
 
     def __init__(self, model: str, *, path: str | None = None, policy: Policy | None = None,
                  h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
-                 device: str = "auto", dtype: str = "auto", weight_cache: str | None = "auto",
-                 offload_dir: str | None = None, seed: int = 0,
+                 attn_sparsity: float = 1.0, device: str = "auto", dtype: str = "auto",
+                 weight_cache: str | None = "auto", offload_dir: str | None = None, seed: int = 0,
                  workload: Workload | None = None, progress: bool | None = None,
                  trace: Trace | None = None, verbose: bool = False):
         self.policy = policy or Policy()
         self.h2o = h2o
         self._cache_bits = cache_bits
+        self._attn_sparsity = attn_sparsity
         _check_bits(weight_bits, cache_bits, h2o)
+        _check_sparsity(attn_sparsity, h2o)
         self._weight_cache = weight_cache
         self._offload_dir = offload_dir or OFFLOAD_DIR
         self._no_bars = None if progress is None else not progress
@@ -181,7 +195,7 @@ class LLM:
         plan = memory_plan(self.model_config, self.policy, workload,
                            itemsize=form.dtype.itemsize, has_gpu=self._device.separate,
                            writes_weights=self._source.dummy or not_kept,
-                           cache=CacheOptions(self.h2o, self._cache_bits),
+                           cache=CacheOptions(self.h2o, self._cache_bits, self._attn_sparsity),
                            weights=WeightOptions(form.bits, form.group))
         if show:
             print(plan.table(limits), flush=True)
@@ -237,9 +251,9 @@ class LLM:
     def loglikelihood(self, pairs: Sequence[tuple]) -> list[list[float]]:
         """Log-probability of each continuation token, teacher-forced.
 
-        With the full cache, context and continuation are one prompt. An evicting or compressed
-        cache gets the context as the prompt and then the continuation token by token, as if they
-        had been generated: what it predicts depends on what it has dropped by then.
+        With the full cache, context and continuation are one prompt. An evicting, compressed or
+        sparsely read cache gets the context as the prompt and then the continuation token by token,
+        as if they had been generated: what it predicts depends on what it has dropped by then.
 
         Parameters
         ----------
@@ -260,7 +274,8 @@ class LLM:
             continuations[key] = tail
             requests.append(Request(key, head))
         new = max(map(len, continuations.values()), default=1)
-        if self._cache_bits != 16 or (self.h2o is not None and not self.h2o.is_full):
+        evicts = self.h2o is not None and not self.h2o.is_full
+        if evicts or self._cache_bits != 16 or self._attn_sparsity < 1:
             sink = Forcing(continuations)
         else:
             sink, new = Scoring(continuations), 1
@@ -306,6 +321,7 @@ class LLM:
         with run_bars(blocks, self.model_config.num_layers, off=self._no_bars) as progress:
             for block in blocks:
                 timing = executor.run(block, sink, on_compute=partial(progress, block))
+                self._trace_phases(timing)
                 stats.kv_cache_bytes = max(stats.kv_cache_bytes, self._room.cache.nbytes())
                 full = sum(len(batch) * (max(batch.seats.lengths) + batch.seats.new)
                            for batch in block)
@@ -313,6 +329,12 @@ class LLM:
                 stats.prefill_seconds += timing.prefill
                 stats.decode_seconds += sum(timing.steps)
                 stats.step_seconds += timing.steps
+
+    def _trace_phases(self, timing: Timing) -> None:
+        start = timing.began
+        for name, seconds in (("prefill", timing.prefill), ("decode", sum(timing.steps))):
+            self._trace.add(name, PHASES, start, start + seconds)
+            start += seconds
 
     def _new_stats(self, requests: list[Request]) -> RunStats:
         return RunStats(
@@ -328,7 +350,7 @@ class LLM:
     def _cache_shape(self) -> CacheShape:
         config = self.model_config
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
-                          self._source.dtype, self._cache_bits)
+                          self._source.dtype, self._cache_bits, self._attn_sparsity)
 
     def _enter(self, blocks, planned: int) -> Room:
         """The room for these blocks: the last run's if they fit in, else a new one."""
@@ -372,6 +394,13 @@ def _check_bits(weight_bits: int, cache_bits: int, h2o: H2OConfig | None) -> Non
             raise UserError(f"{name} must be 16, 8 or 4, got {bits!r}")
     if h2o is not None and h2o.simulate and cache_bits != 16:
         raise UserError("simulate masks an exact cache: leave cache_bits at 16")
+
+
+def _check_sparsity(attn_sparsity: float, h2o: H2OConfig | None) -> None:
+    check_number("attn_sparsity", attn_sparsity, above=0, high=1)
+    if attn_sparsity < 1 and h2o is not None and (h2o.simulate or not h2o.is_full):
+        raise UserError("attn_sparsity chooses among all that came before, and so nothing may be "
+                        "evicted: leave it or h2o out")
 
 
 def _check_positions(config: ModelConfig, h2o: H2OConfig | None) -> None:

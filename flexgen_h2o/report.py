@@ -23,6 +23,10 @@ from pathlib import Path
 from flexgen_h2o.errors import UserError
 
 LINKS = ("disk->cpu", "cpu->disk", "cpu->gpu", "gpu->cpu")
+COMPUTE, WAITING, PHASES = "compute", "waiting", "phases"
+"""Lanes of a trace beside the links: WAITING is where compute stands still for a transfer, within
+its own spans; PHASES holds each block's ``prefill`` and ``decode``.
+"""
 GB = 1e9
 
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",

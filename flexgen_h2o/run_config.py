@@ -40,9 +40,9 @@ def _flag(group: str, kind: str, default: object, *, help: str, **rules: object)
     """A field and the metadata of its flag.
 
     `group` is one of `GROUPS`; `kind` is text, path, texts, percent, ratios, int, float or bool.
-    Rules: `choices`, `low` (a bound), `metavar`, `const` (the value of the bare flag), `shown`
-    (the default in words), and `coming` (True: anything but the default is refused until the
-    feature is there).
+    Rules: `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the bare
+    flag), `shown` (the default in words), and `coming` (True: anything but the default is refused
+    until the feature is there).
     """
     return field(default=default, metadata={"group": group, "kind": kind, "help": help, **rules})
 
@@ -185,7 +185,9 @@ class RunConfig:
         help="drop OPT's positions past its table (for speed measurements only)",
     )
     attn_sparsity: float = _flag(
-        "cache", "float", 1.0, coming=True, help="fraction of cached values to attend to",
+        "cache", "float", 1.0, above=0, high=1,
+        help="fraction of the cached values that each new token reads, those of most attention; "
+        "fewer travel from host memory (from disk all do)",
     )
     compress_cache: bool = _flag("cache", "bool", False, help="keep the KV cache in 4-bit groups")
     cache_bits: int | None = _flag(
@@ -243,8 +245,8 @@ class RunConfig:
         help="print 0: nothing, 1: the table of results, 2: the texts too, 3: the memory plan too",
     )
     debug_mode: str | None = _flag(
-        "results", "text", None, coming=True, shown="none", metavar="MODE",
-        help="FlexGen's fewer_batch or breakdown",
+        "results", "text", None, shown="none", choices=("breakdown",),
+        help="breakdown: print where the time went: compute, each link, and what binds",
     )
 
     def __post_init__(self) -> None:

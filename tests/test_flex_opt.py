@@ -43,6 +43,7 @@ class FakeLLM:
         if FakeLLM.fail is not None:
             raise FakeLLM.fail
         self.options["trace"].add("layer 0", "compute", 1.0, 2.0)
+        self.options["trace"].add("prefill", "phases", 1.0, 2.25)
         return [self._output(prompt) for prompt in prompts]
 
     def _output(self, prompt):
@@ -109,7 +110,8 @@ def test_help_groups_every_flag_with_its_default(capsys):
     (["--verbose", "0"], {"verbose": 0}),
     (["--do-sample", "--top-p", "0.9", "--min-p", "0.1"],
      {"do_sample": True, "top_p": 0.9, "min_p": 0.1}),
-    (["--hh-ratio", "1", "--attn-sparsity", "1.0"], {"hh_ratio": 1.0}),
+    (["--hh-ratio", "1", "--attn-sparsity", "0.1"], {"hh_ratio": 1.0, "attn_sparsity": 0.1}),
+    (["--debug-mode", "breakdown"], {"debug_mode": "breakdown"}),
     (["--hh-ratio", ".1", "0.25", "1", "--recent-ratio", "0.5", "--hh-all", "false"],
      {"hh_ratio": (0.1, 0.25, 1.0), "recent_ratio": 0.5, "hh_all": False}),
     (["--num-window-length", "64", "--num-heavy-hitter-tokens", "16", "--sink-tokens", "2"],
@@ -163,8 +165,10 @@ def test_flags(argv, expected):
     (["--eviction", "oldest"], "--eviction must be one of h2o, window, sink-window, full"),
     (["--cache-bits", "2"], "--cache-bits must be one of 16, 8, 4"),
     (["--compress-cache", "--cache-bits", "16"], "contradict"),
-    (["--attn-sparsity", "0.1"], "not yet"),
-    (["--debug-mode", "breakdown"], "not yet"),
+    (["--attn-sparsity", "0"], "--attn-sparsity must be greater than 0"),
+    (["--attn-sparsity", "0.1", "--recent-ratio", "0.1", "--eviction", "window"],
+     "--attn-sparsity .* leave it or --recent-ratio out"),
+    (["--debug-mode", "fewer_batch"], "--debug-mode must be one of breakdown"),
     (["--temperature", "nan"], "finite"),
     (["--dtype", "int4"], "--dtype must be one of"),
     (["--config", "missing.yaml"], "No such file"),
@@ -268,7 +272,9 @@ def test_the_engine_gets_the_cache_policy(llm):
     assert flex_opt.main([*quiet, "--hh-ratio", "0.1", "--compress-cache", "--cpu-cache-compute",
                           "--prefill-chunk", "64"]) == 0
     assert flex_opt.main(quiet) == 0
-    options, full = (made.options for made in llm.made)
+    assert flex_opt.main([*quiet, "--attn-sparsity", "0.25"]) == 0
+    options, full, sparse = (made.options for made in llm.made)
+    assert (full["attn_sparsity"], sparse["attn_sparsity"]) == (1, 0.25)
     assert options["h2o"] == H2OConfig(heavy_ratio=0.1) and options["cache_bits"] == 4
     assert options["policy"].prefill_chunk == 64 and options["policy"].cpu_cache_compute
     assert full["h2o"] is None and full["cache_bits"] == 16
@@ -309,6 +315,23 @@ def test_verbose(capsys, llm, verbose, texts, figures):
     assert llm.made[0].options["progress"] == (False if verbose == "0" else None)
 
 
+@pytest.mark.parametrize(("verbose", "shown"), [("0", False), ("1", True)])
+def test_the_breakdown_follows_the_table_and_goes_into_the_log(capsys, llm, verbose, shown):
+    argv = ["--prompt", "a", "--log-file", "l.log", "--debug-mode", "breakdown"]
+    assert flex_opt.main([*argv, "--verbose", verbose]) == 0
+    assert llm.made[0].options["trace"].enabled
+    out, log = capsys.readouterr().out, Path("l.log").read_text()
+    assert ("bound by: prefill compute (80.0 %)" in out) == shown
+    assert log.index("total throughput") < log.index("prefill, s") < log.index("bound by")
+    assert out in ("", "".join(log.splitlines(keepends=True)[1:-1]))
+
+
+def test_without_debug_mode_nothing_is_traced(capsys, llm):
+    assert flex_opt.main(["--prompt", "a", "--no-log"]) == 0
+    assert "bound by" not in capsys.readouterr().out
+    assert not llm.made[0].options["trace"].enabled
+
+
 def test_all_results_are_written_with_their_config(capsys, tmp_path):
     argv = ["--prompt", "é\ud800", "--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json",
             "--log-file", "l.log"]
@@ -345,6 +368,8 @@ def test_the_log_is_named_after_the_configuration(tmp_path):
       "--enable-position-rolling"], "-sink-window-window64-sinks4-rolling-prompt-only"),
     (["--hh-ratio", "0.1", "--score", "decay", "--score-decay", "0.9"], "-h2o-hh0.1-decay0.9"),
     (["--compress-cache"], "-kv4"),
+    (["--attn-sparsity", "0.1", "--cache-bits", "8"], "-sparse0.1-kv8"),
+    (["--attn-sparsity", "1"], ""),
     (["--weight-bits", "16"], ""),
     (["--compress-weight", "--weight-cache", "kept"], "-w4"),
     (["--weight-bits", "8", "--hh-ratio", "0.1", "--cache-bits", "4"], "-w8-h2o-hh0.1-kv4"),

@@ -24,6 +24,7 @@ ORDER = """
     flexgen_h2o
     errors
     config  report
+    breakdown
 
     storage  storage.extent  storage.quantization
     storage.tiers
@@ -35,7 +36,7 @@ ORDER = """
     kernels.rotary
     kernels.eviction
     kernels.reference
-    kernels.reference_matrix
+    kernels.reference_matrix  kernels.reference_sparse
     kernels.native  kernels.sdpa  kernels.triton_common
     kernels.triton_groups  kernels.triton_decode  kernels.triton_prefill  kernels.triton_select
     kernels.triton_matrix
@@ -90,7 +91,7 @@ DYNAMIC = {
 }
 
 TORCH_FREE = (
-    "flexgen_h2o", "errors", "config", "report", "planning",
+    "flexgen_h2o", "errors", "config", "report", "breakdown", "planning",
     "planning.free_memory", "planning.rows", "planning.memory_plan", "planning.hardware",
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
     "models", "models.model_config", "models.shapes", "models.spec",

@@ -189,6 +189,7 @@ def test_csv_schema():
         "overlap,pin_weight,cpu_cache_compute,prefill_chunk,compress_weight,compress_cache,"
         "weight_bits,cache_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,"
         "num_window_length,hh_all,score,score_decay,sink_tokens,enable_position_rolling,"
+        "attn_sparsity,"
         "prompt_len,gen_len,gpu_batch_size,num_gpu_batches,num_prompts,prompt_tokens,"
         "generated_tokens,load_seconds,prefill_seconds,decode_seconds,"
         "prefill_tokens_per_second,decode_tokens_per_second,total_tokens_per_second,"
@@ -253,7 +254,8 @@ def test_csv_says_how_weights_are_kept(tmp_path, flags, cells):
     ({"hh_ratio": 0.2, "score": "decay", "cache_bits": 8, "sink_tokens": 2},
      {"score": "decay", "score_decay": "0.98", "cache_bits": "8", "compress_cache": "false",
       "sink_tokens": "2"}),
-    ({"hh_long_seq": True}, {"eviction": "full", "sink_tokens": "0"}),
+    ({"hh_long_seq": True}, {"eviction": "full", "sink_tokens": "0", "attn_sparsity": "1"}),
+    ({"attn_sparsity": 0.125}, {"eviction": "full", "attn_sparsity": "0.125"}),
 ])
 def test_csv_says_what_was_cached(tmp_path, flags, cells):
     row = csv_of(tmp_path, **flags)

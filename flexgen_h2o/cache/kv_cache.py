@@ -4,7 +4,8 @@ The cache of a GPU batch is ``[keys and values, sequences, kv_heads, slots, widt
 decoder layer, contiguous; nothing is shifted or concatenated. A percentage of the cache is a
 share of each batch's sequences. With an eviction policy (arXiv 2306.14048) there are as many
 slots as the budget has tokens, and a new token takes its victim's slot; the slots' order means
-nothing then. Prompts that come in chunks are held whole until they are cut.
+nothing then. Prompts that come in chunks are held whole until they are cut. With sparse attention
+(arXiv 2303.06865) a new token reads every key, and of the values those that matter most to it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from flexgen_h2o.cache import budget as budgets
 from flexgen_h2o.cache.bookkeeping import eviction_of, narrowed, new_book, turn_of
-from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, make_parts
+from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, make_parts, picked
 from flexgen_h2o.cache.seats import Seats, Span
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, fates
 from flexgen_h2o.config import H2OConfig, Policy
@@ -103,7 +104,7 @@ class KVCache:
         seats = self._seats[batch]
         if not seats.in_prefill(sweep):
             for part in self._here(batch):
-                part.load(layer, batch, fetch=True)
+                part.load(layer, batch, fetch=True, keys_only=self.shape.attn_sparsity < 1)
             return
         chunked = seats.chunk is not None
         if chunked:
@@ -235,14 +236,34 @@ class KVCache:
             if part.on_host:
                 rows = [self._carry(x, "cpu", DOWN) for x in rows]
             held = part.get(layer, batch)
-            evicts = self._fates[batch][layer].evicts
-            out, taken = ops.decode_attention(
-                *rows, slots=held, turn=self._turn(layer, batch, part, token),
-                layout=self.shape.layout, book=self._book(layer, batch, part) if evicts else None)
+            if self.shape.attn_sparsity < 1:
+                out, taken = self._attend_sparsely(layer, batch, part, held=held, rows=rows,
+                                                   token=token)
+            else:
+                evicts = self._fates[batch][layer].evicts
+                out, taken = ops.decode_attention(
+                    *rows, slots=held, turn=self._turn(layer, batch, part, token),
+                    layout=self.shape.layout,
+                    book=self._book(layer, batch, part) if evicts else None)
             if part.moves:
                 self._changed[layer, batch, part.first] = Changed.read(held, taken)
             outputs.append(self._carry(out, self._device, UP) if part.on_host else out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_sparsely(self, layer: int, batch: int, part: Part, *, held, rows, token: int):
+        """As `ops.decode_attention` over all that is cached, but for values that weigh little."""
+        q, k, v = rows
+        turn, layout = self._turn(layer, batch, part, token), self.shape.layout
+        most = max(self._seats[batch].lengths[part.sequences(batch)]) + token - 1
+        index, weights = ops.choose_values(q, k, keys=held[0, :, :, :most], turn=turn,
+                                           sparsity=self.shape.attn_sparsity, layout=layout)
+        if part.lends_values:
+            index = self._carry(index, "cpu", DOWN)
+            values = self._carry(part.lend(layer, batch, index), self._device, UP)
+        else:
+            values = picked(held[1], index)
+        return ops.attend_chosen(k, v, slots=held, values=values, weights=weights, turn=turn,
+                                 layout=layout)
 
     def _scored(self, layer: int, batch: int) -> bool:
         return self._fates[batch][layer].evicts and self._h2o.scored

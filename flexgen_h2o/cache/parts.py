@@ -72,6 +72,19 @@ class Changed:
         held.view(-1, width).index_copy_(0, flat, self.fresh.reshape(-1, width))
 
 
+def picked(values: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None
+           ) -> torch.Tensor:
+    """The records in some slots of each head.
+
+    values [sequences, kv_heads, slots, width], contiguous; index [sequences, kv_heads, n]; out
+    [sequences * kv_heads * n, width]. Returns [sequences, kv_heads, n, width].
+    """
+    sequences, heads, slots, width = values.shape
+    lines = torch.arange(sequences * heads, device=values.device).view(sequences, heads, 1)
+    found = torch.index_select(values.view(-1, width), 0, (lines * slots + index).view(-1), out=out)
+    return found.view(*index.shape, width)
+
+
 class Part:
     """Sequences first:last of every batch, on one tier."""
 
@@ -80,6 +93,9 @@ class Part:
 
     moves = False
     """Whether what compute changes has to be written back."""
+
+    lends_values = False
+    """Whether keys can be fetched alone, and `lend` then gives single values."""
 
     def __init__(self, records: Records, first: int, last: int):
         self.records = records
@@ -103,11 +119,18 @@ class Part:
     def _view(self, buffer: torch.Tensor, layer: int, batch: int) -> torch.Tensor:
         return typed(buffer, 0, self._shape(layer, batch), self.records.dtype)
 
-    def load(self, layer: int, batch: int, *, fetch: bool) -> None:
-        """Start bringing (layer, batch) to where attention runs; not `fetch`: only make room."""
+    def load(self, layer: int, batch: int, *, fetch: bool, keys_only: bool = False) -> None:
+        """Start bringing (layer, batch) to where attention runs; not `fetch`: only make room.
+
+        keys_only: values are left where they are if the part lends them.
+        """
 
     def get(self, layer: int, batch: int) -> torch.Tensor:
         """The records, ready for compute: [2, sequences, kv_heads, slots, width], contiguous."""
+        raise NotImplementedError
+
+    def lend(self, layer: int, batch: int, index: torch.Tensor) -> torch.Tensor:
+        """The values in some slots, as `picked` has them, on the host until the buffer moves on."""
         raise NotImplementedError
 
     def store(self, layer: int, batch: int, changed: Changed | None) -> None:
@@ -169,9 +192,10 @@ class Home:
 class FetchedPart(Part):
     """A part whose home is host memory beside a GPU, or disk.
 
-    What a decode step changes goes back alone. On disk whole homes are read and written: few
-    large transfers. The newest changes wait in memory (the tail) and are laid over what was read;
-    every `TAIL` tokens the whole is written.
+    What a decode step changes goes back alone. Host memory lends single values. On disk, where they
+    are too small to be read one by one, whole homes are read and written: few large transfers. The
+    newest changes wait in memory (the tail) and are laid over what was read; every `TAIL` tokens
+    the whole is written.
     """
 
     moves = True
@@ -181,6 +205,7 @@ class FetchedPart(Part):
         super().__init__(records, first, last)
         self._transfers = transfers
         self._device = transfers.device
+        self.lends_values = path is None
         self._next = 0
         self._live: dict[tuple[int, int], tuple[Staging, Handle]] = {}
         sequences = last - first
@@ -228,7 +253,7 @@ class FetchedPart(Part):
         self._live.clear()
         super().begin(sizes)
 
-    def load(self, layer, batch, *, fetch):
+    def load(self, layer, batch, *, fetch, keys_only=False):
         home = self._homes[layer, batch]
         staging = self._ring[self._next]
         self._next = (self._next + 1) % STAGING
@@ -243,19 +268,21 @@ class FetchedPart(Part):
             for handle in before:
                 handle.synchronize()
             if fetch:
-                busy.extend(self._fetch(lane, home, staging, shape))
+                busy.extend(self._fetch(lane, home, staging, shape, keys_only=keys_only))
 
         handle = self._transfers.submit("loads", job, after=(mark, *before))
         busy.append(handle)
         self._live[layer, batch] = (staging, handle)
 
-    def _fetch(self, lane: Lane, home: Home, staging: Staging, shape: tuple[int, ...]
-               ) -> list[Handle]:
+    def _fetch(self, lane: Lane, home: Home, staging: Staging, shape: tuple[int, ...], *,
+               keys_only: bool) -> list[Handle]:
         """Fill the staging buffer; what else must be over before it is filled again."""
         device, host = (typed(buffer, 0, shape, self.records.dtype)
                         for buffer in (staging.device, staging.host))
         if home.host is not None:
-            lane.copy(device, typed(home.host, 0, shape, self.records.dtype), UP)
+            kinds = 1 if keys_only else 2
+            source = typed(home.host, 0, shape, self.records.dtype)
+            lane.copy(device[:kinds], source[:kinds], UP)
             return []
         staged = staging.host[: round_up(host.nbytes, PAGE)]
         lane.disk.read([AlignedRead(home.extent.path, home.extent.offset, staged.nbytes, 0)],
@@ -285,6 +312,13 @@ class FetchedPart(Part):
         staging, handle = self._live[layer, batch]
         self._transfers.ready(handle)
         return self._view(staging.device, layer, batch)
+
+    def lend(self, layer, batch, index):
+        # The buffer's host side is free, as nothing of a home in memory passes through it.
+        staging, _ = self._live[layer, batch]
+        values = self._view(self._homes[layer, batch].host, layer, batch)[1]
+        shape = (index.numel(), self.records.width)
+        return picked(values, index, typed(staging.host, 0, shape, self.records.dtype))
 
     def store(self, layer, batch, changed):
         staging, _ = self._live.pop((layer, batch))

@@ -17,7 +17,8 @@ from flexgen_h2o.storage.quantization import GroupLayout
 class CacheShape:
     """What is the same for all sequences: the model's sizes, and how a vector lies at rest.
 
-    `bits` 8 or 4 keeps groups of codes with their scales in place of `dtype`.
+    `bits` 8 or 4 keeps groups of codes with their scales in place of `dtype`. `attn_sparsity` is
+    the share of the cached values that a new token reads (`kernels.reference_sparse`).
     """
 
     num_layers: int
@@ -25,6 +26,7 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     bits: int = 16
+    attn_sparsity: float = 1.0
 
     @property
     def layout(self) -> GroupLayout | None:

@@ -40,8 +40,9 @@ HEAD_ROWS = 512
 
 @dataclass
 class Timing:
-    """Wall-clock seconds of one block."""
+    """Wall-clock seconds of one block, and when it began (`time.perf_counter`)."""
 
+    began: float = 0.0
     prefill: float = 0.0
     steps: list[float] = field(default_factory=list)
 
@@ -101,7 +102,7 @@ class Executor:
         timing = Timing()
         last_layer, last_batch = self._config.num_layers + 1, len(self._batches) - 1
         seats = batches[0].seats
-        began = time.perf_counter()
+        began = timing.began = time.perf_counter()
         for step in schedule(seats.prefill_sweeps + seats.new, self._config.num_layers,
                              len(batches), overlap=self._overlap):
             if step.batch is None or self._takes_part(step):

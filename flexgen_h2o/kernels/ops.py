@@ -18,14 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.kernels import library, native, reference, reference_matrix, sdpa
+from flexgen_h2o.kernels import (
+    library,
+    native,
+    reference,
+    reference_matrix,
+    reference_sparse,
+    sdpa,
+)
 from flexgen_h2o.kernels.eviction import Book, Cut
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 
-__all__ = ["decode_attention", "dequantize_groups", "few_rows", "linear_few_rows",
-           "linear_quantized", "prefill_attention", "quantize_groups", "quantize_matrix",
-           "select_heavy_hitters", "unpack_rows"]
+__all__ = ["attend_chosen", "choose_values", "decode_attention", "dequantize_groups", "few_rows",
+           "linear_few_rows", "linear_quantized", "prefill_attention", "quantize_groups",
+           "quantize_matrix", "select_heavy_hitters", "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
 """Rows of a quantized matrix that are unpacked together where AMX then multiplies them."""
@@ -102,6 +109,20 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, turn: Te
     return _backend(q).decode_attention(
         q, k, v, slots, turn, book.mass, book.positions, book.ranks, *(book.rope or (None, None)),
         _bits(layout), eviction.mean, eviction.decay, eviction.sinks)
+
+
+def choose_values(q: Tensor, k: Tensor, *, keys: Tensor, turn: Tensor, sparsity: float,
+                  layout: GroupLayout | None = None) -> tuple[Tensor, Tensor]:
+    """See `reference_sparse.choose_values`; plain PyTorch on every device."""
+    return reference_sparse.choose_values(q, k, keys=keys, turn=turn, sparsity=sparsity,
+                                          layout=layout)
+
+
+def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weights: Tensor,
+                  turn: Tensor, layout: GroupLayout | None = None) -> tuple[Tensor, Tensor]:
+    """See `reference_sparse.attend_chosen`; plain PyTorch on every device."""
+    return reference_sparse.attend_chosen(k, v, slots=slots, values=values, weights=weights,
+                                          turn=turn, layout=layout)
 
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:

@@ -166,11 +166,17 @@ def decode_attention(q, k, v, *, slots, turn, layout=None, book=None):
         victims = book.eviction.victims(book.mass, book.positions, tokens=tokens, recent=recent)
         taken = torch.where(full[:, None] == 1, victims, taken)
         _note(book, turn.long(), taken[..., None], received[..., n:])
+    cache_token(k, v, slots=slots, taken=taken, layout=layout)
+    return out, taken.contiguous()
+
+
+def cache_token(k, v, *, slots, taken, layout):
+    """Put a new token's key and value into the slots that it takes: see `decode_attention`."""
     fresh = torch.stack((k, v))
     fresh = fresh if layout is None else quantize_groups(fresh, layout)
-    place = taken[None, ..., None, None].expand(2, -1, -1, 1, slots.shape[-1])
-    slots.scatter_(3, place, fresh[:, :, :, None].to(slots.dtype))
-    return out, taken.contiguous()
+    sequence, head = (torch.arange(n, device=k.device) for n in taken.shape)
+    # Not scatter_, which copies all slots of 16-bit floats.
+    slots[:, sequence[:, None], head, taken] = fresh.to(slots.dtype)
 
 
 def _note(book, turn, place, own):

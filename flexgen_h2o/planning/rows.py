@@ -90,10 +90,14 @@ class WeightOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What stays cached (`h2o` None: all) and in how many bits: 16 (the run's dtype), 8 or 4."""
+    """What stays cached (`h2o` None: all) and in how many bits: 16 (the run's dtype), 8 or 4.
+
+    `attn_sparsity` is the share of the values that a new token reads.
+    """
 
     h2o: H2OConfig | None = None
     bits: int = 16
+    attn_sparsity: float = 1.0
 
     @property
     def evicts(self) -> bool:
@@ -309,7 +313,23 @@ def _own_attention(run: PlannedRun) -> int:
     if not cache.plain or run.sweep_rows < load.prompt_len:
         prefill += load.prompt_len * token  # prompts in pieces, and rotated copies
     most = max(cache.layer_slots(model, load)) + QUERY_LANES
-    return max(prefill, 4 * tasks * (most + 2 * model.head_dim))
+    decode = 4 * tasks * (most + 2 * model.head_dim)
+    return max(prefill, decode, _sparse_attention(run) if cache.attn_sparsity < 1 else 0)
+
+
+def _sparse_attention(run: PlannedRun) -> int:
+    """Temporaries of a decode step with sparse attention, which plain PyTorch does."""
+    model, load, cache = run.model, run.workload, run.cache
+    # Keys, and then values, in float32; and twice again for codes and what they are scaled to.
+    vector = 4 * model.kv_size
+    unpacked = vector * (1 if cache.bits == 16 else 3)
+    # Of the chosen values the records too, and a copy that has the new token's beside them.
+    record = cache.record_bytes(model, run.itemsize) // 2
+    chosen = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
+    # Logits, masked, with the new token's and as weights; what orders them has 64 bits, twice.
+    weights = 4 * 4 * model.num_heads + 4 * 8 * model.num_kv_heads
+    tokens = load.gpu_batch_size * max(cache.layer_slots(model, load))
+    return int(tokens * (weights + max(unpacked, chosen)))
 
 
 def _own_products(run: PlannedRun) -> int:

@@ -18,7 +18,7 @@ from itertools import chain, cycle
 
 import torch
 
-from flexgen_h2o.report import LinkStats, Trace
+from flexgen_h2o.report import COMPUTE, WAITING, LinkStats, Trace
 from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.storage.tiers import Device, Event
 
@@ -127,29 +127,31 @@ class Transfers:
 
     def ready(self, handle: Handle) -> None:
         """Order compute after `handle`; the host waits only for its own share (disk reads)."""
+        began = self.device.stamp()
         self.device.wait(handle.event())
+        self.compute_span("wait", began, self.device.stamp(), lane=WAITING)
 
     def moved(self, link: str, nbytes: int, began, ended) -> None:
         """Record a copy between two stamps, whose times may not be known yet."""
-        self._unsettled.append((link, nbytes, began, ended))
+        self._unsettled.append((link, link, nbytes, began, ended))
 
-    def compute_span(self, name: str, began, ended) -> None:
-        """Record a span of compute between two stamps."""
+    def compute_span(self, name: str, began, ended, *, lane: str = COMPUTE) -> None:
+        """Record a span in compute's own queue, between two stamps."""
         if self._trace.enabled:
-            self._unsettled.append((name, None, began, ended))
+            self._unsettled.append((name, lane, None, began, ended))
 
     def settle(self) -> None:
         """Turn the stamps that have been reached into times; the others wait for the next call."""
         for _ in range(len(self._unsettled)):
-            name, nbytes, began, ended = entry = self._unsettled.popleft()
+            name, lane, nbytes, began, ended = entry = self._unsettled.popleft()
             if not self.device.reached(ended):
                 self._unsettled.append(entry)
                 continue
             start, end = self.device.seconds(began), self.device.seconds(ended)
             if nbytes is None:
-                self._trace.add(name, "compute", start, end)
+                self._trace.add(name, lane, start, end)
             else:
-                self._record(name, nbytes, start, end)
+                self._record(lane, nbytes, start, end)
 
     def abandon(self) -> None:
         """Let nothing be under way any more, whatever became of it: before buffers go."""
