@@ -67,7 +67,8 @@ ORDER = """
     engine.executor
 
     planning  planning.free_memory  planning.rows  planning.hardware
-    planning.memory_plan  planning.hardware_file  planning.rates
+    planning.memory_plan  planning.hardware_file
+    planning.rates
     planning.calibrate
     llm
     flag_values

@@ -78,7 +78,8 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
         "disk_gb": _rounded(hardware.disk_bytes / GB),
         "links_gb_per_s": _in_units(hardware.links, GB),
         "compute": {
-            _TABLE: {bits: _in_units(table, 1) for bits, table in compute.linear.items()},
+            _TABLE: {bits: _in_units(dict(sorted(table.items())), 1)
+                     for bits, table in compute.linear.items()},
             _PREFILL: _in_units(compute.prefill_attention, TERA),
             _DECODE: _in_units(compute.decode_attention, GB),
             **{key: _rounded(getattr(compute, field) / unit)
@@ -142,7 +143,7 @@ class _Entry:
 
     def figure(self, unit: float) -> float:
         """A positive number, times its unit."""
-        check_number(self.where, self.value, above=0, high=1e12)
+        check_number(self.where, self.value, above=0, high=1e18)
         return _rounded(self.value * unit)
 
     def text(self) -> str:
