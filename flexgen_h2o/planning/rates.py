@@ -1,7 +1,8 @@
 """Measured rates of compute: the engine's own operations, each the way that a run uses it.
 
 Weights and caches are random and go round in copies that no processor cache holds together;
-outputs are used again and again. Every measurement warms up first and takes a median.
+outputs are used again and again. Every measurement warms up first, and takes the lower quartile of
+its samples: what else runs on the machine can only add to them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +32,8 @@ from flexgen_h2o.storage.tiers import Device
 LEAST_SECONDS = 1e-9
 """Of what is left when one time is taken from another: noise must not make it negative."""
 
-FEWEST, MOST = 3, 25
-"""Samples of a measurement."""
+FEWEST, MOST = 3, 200
+"""Samples of a measurement; short ones have a chance that nothing else comes between."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,12 @@ class Sizes:
         That are multiplied together.
     rotated : int
         Bytes of all copies that go round, at least.
-    sequences, heads, head_dim : int
+    heads, head_dim : int
         Of attention.
-    prompt : int
-        Tokens of each sequence in a prefill.
+    prompts : (sequences, tokens of each)
+        Of a prefill.
+    sequences : int
+        Of a decode step.
     slots : (few, many)
         Of each sequence in two decode steps, whose difference tells bytes from heads.
     hidden, layer_rows : int
@@ -65,10 +68,10 @@ class Sizes:
     matrix: tuple[int, int] = (4096, 4096)
     rows: tuple[int, ...] = ROWS
     rotated: int = 256 << 20
-    sequences: int = 16
     heads: int = 32
     head_dim: int = 128
-    prompt: int = 512
+    prompts: tuple[int, int] = (4, 512)
+    sequences: int = 16
     slots: tuple[int, int] = (128, 1024)
     hidden: int = 1024
     layer_rows: int = 1024
@@ -82,8 +85,8 @@ class Sizes:
         """Those that keep the device busy."""
         if not device.separate:
             return cls()
-        return cls(matrix=(16384, 8192), rotated=1 << 30, sequences=32, hidden=4096,
-                   layer_rows=2048)
+        return cls(matrix=(16384, 8192), rotated=1 << 30, prompts=(16, 512), sequences=32,
+                   hidden=4096, layer_rows=2048)
 
 
 class Clock:
@@ -101,20 +104,24 @@ class Clock:
         self._seconds = seconds
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Seconds of a call: the median."""
-        return statistics.median(took for took, in self._samples(work))
+        """Seconds of a call."""
+        took, = self._quartiles(work)
+        return took
 
     def difference(self, more: Callable[[], object], less: Callable[[], object]) -> float:
         """Seconds that a call of `more` takes beyond one of `less`; they take turns."""
-        return statistics.median(a - b for a, b in self._samples(more, less))
+        with_it, without = self._quartiles(more, less)
+        return with_it - without
 
-    def _samples(self, *works: Callable[[], object]) -> list[tuple[float, ...]]:
+    def _quartiles(self, *works: Callable[[], object]) -> list[float]:
+        """Of each, the lower quartile of its samples."""
         for work in works:  # compiles, and starts threads
             self._sample(work, 1)
         once = sum(self._sample(work, 1) for work in works)
         calls = math.ceil(self._seconds / MOST / once)
         rounds = max(FEWEST, min(MOST, int(self._seconds / (calls * once))))
-        return [tuple(self._sample(work, calls) for work in works) for _ in range(rounds)]
+        samples = [[self._sample(work, calls) for work in works] for _ in range(rounds)]
+        return [statistics.quantiles(taken, n=4)[0] for taken in zip(*samples, strict=True)]
 
     def _sample(self, work: Callable[[], object], calls: int) -> float:
         self._device.mark().synchronize()
@@ -149,8 +156,9 @@ class Rates:
         layout = form.layout(weight.shape)
         rest = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
             weight, layout)
-        matrices = itertools.cycle([form.view(copy, 0, weight.shape)
-                                    for copy in self._copies(rest)])
+        matrices = itertools.cycle([
+            form.view(rest.to(self._device.torch, copy=True), 0, weight.shape)
+            for _ in range(self._rounds(rest.nbytes))])
         seconds = {}
         for rows in self._sizes.rows:
             x, out = self._random(rows, weight.shape[1]), self._random(rows, len(weight))
@@ -161,11 +169,12 @@ class Rates:
     def prefill_attention(self, *, scored: bool) -> float:
         """`Compute.prefill_attention`, with or without scores."""
         sizes = self._sizes
-        rows = sizes.sequences * sizes.prompt
+        sequences, tokens = sizes.prompts
+        rows = sequences * tokens
         q, k, v = (self._random(rows, sizes.heads, sizes.head_dim) for _ in range(3))
         mass = torch.rand(sizes.heads, rows, device=q.device) if scored else None
-        lengths = [sizes.prompt] * sizes.sequences
-        seen = sizes.sequences * sizes.prompt * (sizes.prompt + 1) // 2
+        lengths = [tokens] * sequences
+        seen = sequences * tokens * (tokens + 1) // 2
         took = self._clock.seconds(lambda: ops.prefill_attention(q, k, v, lengths, mass=mass))
         return 4 * sizes.head_dim * sizes.heads * seen / took
 
@@ -184,25 +193,26 @@ class Rates:
     def _decode(self, slots: int, bits: int) -> tuple[int, float]:
         """Bytes of records, and seconds, of a step over so many slots."""
         sizes = self._sizes
-        shape = (sizes.sequences, sizes.heads, slots, sizes.head_dim)
-        steps = [DecodeStep(records, self._dtype, bits=bits, head_dim=sizes.head_dim)
-                 for records in self._copies(self._records(shape, bits))]
+        one = self._records(sizes.heads, slots, sizes.head_dim, bits=bits)
+        nbytes = sizes.sequences * one.nbytes
+        steps = [DecodeStep(one.repeat(1, sizes.sequences, 1, 1, 1), bits=bits,
+                            head_dim=sizes.head_dim) for _ in range(self._rounds(nbytes))]
         q, k, v = (self._random(sizes.sequences, sizes.heads, sizes.head_dim) for _ in range(3))
         turns = itertools.cycle(steps)
-        return steps[0].slots.nbytes, self._clock.seconds(lambda: next(turns)(q, k, v))
+        return nbytes, self._clock.seconds(lambda: next(turns)(q, k, v))
 
-    def _records(self, shape: tuple[int, int, int, int], bits: int) -> Tensor:
-        """Keys and values [2, *shape] at rest; the same random ones for every sequence."""
-        records = self._random(2, 1, *shape[1:])
+    def _records(self, *shape: int, bits: int) -> Tensor:
+        """Keys and values [2, 1, *shape] of a sequence, at rest."""
+        records = self._random(2, 1, *shape)
         if bits != 16:
             records = ops.quantize_groups(records, GroupLayout(shape[-1], bits))
-        return records.repeat(1, shape[0], 1, 1, 1)
+        return records
 
     def layer_seconds(self) -> float:
         """`Compute.layer_seconds`: a layer so small that its products and attention are nothing."""
         heads, head_dim, slots = 2, 32, 16
         config, weights = self._layer(heads * head_dim, heads)
-        step = DecodeStep(self._records((1, heads, slots, head_dim), 16), self._dtype, bits=16,
+        step = DecodeStep(self._records(heads, slots, head_dim, bits=16), bits=16,
                           head_dim=head_dim)
         x = self._random(1, config.hidden_size)
         context = LayerContext(attend=step, scratch=Scratch(self._device.torch))
@@ -236,10 +246,9 @@ class Rates:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self._dtype, device=self._device.torch)
 
-    def _copies(self, block: Tensor) -> Sequence[Tensor]:
-        """Copies on the device, two at least, that come to `Sizes.rotated` bytes."""
-        count = max(2, math.ceil(self._sizes.rotated / block.nbytes))
-        return [block.to(self._device.torch, copy=True) for _ in range(count)]
+    def _rounds(self, nbytes: int) -> int:
+        """How many copies of so many bytes no processor cache holds together."""
+        return math.ceil(self._sizes.rotated / nbytes)
 
 
 class DecodeStep:
@@ -249,13 +258,11 @@ class DecodeStep:
     ----------
     slots : Tensor [2, sequences, kv_heads, slots, width]
         Keys and values, or their records.
-    dtype : torch.dtype
-        Of what has not been quantized.
     bits, head_dim : int
     """
 
-    def __init__(self, slots: Tensor, dtype: torch.dtype, *, bits: int, head_dim: int):
-        self.slots = slots
+    def __init__(self, slots: Tensor, *, bits: int, head_dim: int):
+        self._slots = slots
         self._layout = None if bits == 16 else GroupLayout(head_dim, bits)
         shape, count = slots.shape[1:4], slots.shape[3]
         order = torch.rand(shape, device=slots.device).argsort(-1)
@@ -267,7 +274,7 @@ class DecodeStep:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of a new token; q [sequences, heads, head_dim], k and v with their heads."""
         self._turn[1] += 1
-        return ops.decode_attention(q, k, v, slots=self.slots, turn=self._turn,
+        return ops.decode_attention(q, k, v, slots=self._slots, turn=self._turn,
                                     layout=self._layout, book=self._book)[0]
 
 
