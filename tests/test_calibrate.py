@@ -150,12 +150,13 @@ class FakeTime:
         return call
 
 
-def test_the_clock_takes_lower_quartiles_after_a_warm_up(monkeypatch):
+def test_the_clock_takes_the_fastest_samples_after_a_warm_up(monkeypatch):
     time = FakeTime()
     monkeypatch.setattr(rates, "time", time)
     clock = Clock(Device(), seconds=1.0)
     assert clock.seconds(time.work(50.0, 2.0)) == 2.0
-    assert clock.seconds(time.work(50.0, 2.0, 90.0, 2.0, 90.0)) == 2.0
+    assert clock.seconds(time.work(50.0, 3.0, 90.0, 2.0, 90.0)) == 2.0
+    assert clock.seconds(time.work(1.0, 3.0)) == 3.0
     assert clock.difference(time.work(9.0, 3.0), time.work(9.0, 1.0)) == 2.0
     began = time.now
     assert clock.seconds(time.work(2.0**-14)) == 2.0**-14

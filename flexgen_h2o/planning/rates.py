@@ -1,8 +1,9 @@
 """Measured rates of compute: the engine's own operations, each the way that a run uses it.
 
 Weights and caches are random and go round in copies that no processor cache holds together;
-outputs are used again and again. Every measurement warms up first, and takes the lower quartile of
-its samples: what else runs on the machine can only add to them.
+outputs are used again and again. Every measurement warms up first, and takes the fastest of many
+short samples: what else runs on the machine can only add to them. (Measured with three processes on
+two cores: medians were off by up to fifty times, the fastest samples by a quarter.)
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ LEAST_SECONDS = 1e-9
 """Of what is left when one time is taken from another: noise must not make it negative."""
 
 FEWEST, MOST = 3, 200
-"""Samples of a measurement; short ones have a chance that nothing else comes between."""
+"""Samples of a measurement."""
+
+PATIENCE = 8
+"""Times as long is taken for a difference, which is small beside what it is made of."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Sizes:
     slots : (few, many)
         Of each sequence in two decode steps, whose difference tells bytes from heads.
     hidden, layer_rows : int
-        Of a decoder layer.
+        Of a decoder layer; on a CPU a narrow one, whose products do not drown the rest.
     logits : (sequences, vocabulary)
     scratch, copied : int
         Bytes of the file that is written and read, and of a copy to a GPU.
@@ -73,8 +77,8 @@ class Sizes:
     prompts: tuple[int, int] = (4, 512)
     sequences: int = 16
     slots: tuple[int, int] = (128, 1024)
-    hidden: int = 1024
-    layer_rows: int = 1024
+    hidden: int = 256
+    layer_rows: int = 2048
     logits: tuple[int, int] = (64, 50272)
     scratch: int = 1 << 30
     copied: int = 256 << 20
@@ -86,7 +90,7 @@ class Sizes:
         if not device.separate:
             return cls()
         return cls(matrix=(16384, 8192), rotated=1 << 30, prompts=(16, 512), sequences=32,
-                   hidden=4096, layer_rows=2048)
+                   hidden=4096)
 
 
 class Clock:
@@ -105,23 +109,24 @@ class Clock:
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Seconds of a call."""
-        took, = self._quartiles(work)
+        took, = self._fastest(self._seconds, work)
         return took
 
     def difference(self, more: Callable[[], object], less: Callable[[], object]) -> float:
         """Seconds that a call of `more` takes beyond one of `less`; they take turns."""
-        with_it, without = self._quartiles(more, less)
+        with_it, without = self._fastest(PATIENCE * self._seconds, more, less)
         return with_it - without
 
-    def _quartiles(self, *works: Callable[[], object]) -> list[float]:
-        """Of each, the lower quartile of its samples."""
+    def _fastest(self, seconds: float, *works: Callable[[], object]) -> list[float]:
+        """Of each, the fastest of its samples, which take so long together, about."""
         for work in works:  # compiles, and starts threads
             self._sample(work, 1)
-        once = sum(self._sample(work, 1) for work in works)
-        calls = math.ceil(self._seconds / MOST / once)
-        rounds = max(FEWEST, min(MOST, int(self._seconds / (calls * once))))
-        samples = [[self._sample(work, calls) for work in works] for _ in range(rounds)]
-        return [statistics.quantiles(taken, n=4)[0] for taken in zip(*samples, strict=True)]
+        once = sum(min(self._sample(work, 1) for _ in range(FEWEST)) for work in works)
+        calls = math.ceil(seconds / MOST / once)
+        samples, ends = [], time.perf_counter() + seconds
+        while len(samples) < FEWEST or time.perf_counter() < ends:
+            samples.append([self._sample(work, calls) for work in works])
+        return [min(taken) for taken in zip(*samples, strict=True)]
 
     def _sample(self, work: Callable[[], object], calls: int) -> float:
         self._device.mark().synchronize()
