@@ -155,8 +155,8 @@ def test_the_clock_takes_the_fastest_samples_after_a_warm_up(monkeypatch):
     monkeypatch.setattr(rates, "time", time)
     clock = Clock(Device(), seconds=1.0)
     assert clock.seconds(time.work(50.0, 2.0)) == 2.0
-    assert clock.seconds(time.work(50.0, 3.0, 90.0, 2.0, 90.0)) == 2.0
-    assert clock.seconds(time.work(1.0, 3.0)) == 3.0
+    assert clock.seconds(time.work(50.0, 3.0, 3.0, 3.0, 90.0, 2.0, 90.0)) == 2.0
+    assert clock.seconds(time.work(1.0, 1.0, 1.0, 1.0, 3.0)) == 3.0
     assert clock.difference(time.work(9.0, 3.0), time.work(9.0, 1.0)) == 2.0
     began = time.now
     assert clock.seconds(time.work(2.0**-14)) == 2.0**-14
@@ -172,6 +172,22 @@ def test_rates_of_links_move_random_bytes(tmp_path):
     assert written[1 << 19 :] == bytes(1 << 19)
     up, down = copy_rates(LazyDevice(), nbytes=1 << 16)
     assert up > 0 and down > 0
+
+
+def test_a_gpu_is_measured_with_more():
+    few, many = Sizes.of(Device()), Sizes.of(LazyDevice())
+    assert many.rotated > few.rotated >= 256 << 20
+    assert many.matrix > few.matrix and many.prompts > few.prompts and many.hidden > few.hidden
+
+
+def test_more_rows_never_take_less(monkeypatch):
+    taken = iter([5.0, 7.0, 2.0, 3.0])
+    monkeypatch.setattr(Clock, "seconds", lambda clock, work: next(taken))
+    sizes = replace(TINY, matrix=(16, 64), rows=(1, 2, 4, 8))
+    table = Rates(Device(), torch.bfloat16, sizes).linear(4)
+    scale = 1e9 / (16 * 64)
+    assert table == {1: 2.0 * scale, 2: 2.0 * scale, 4: 5.0 * scale, 8: 5.0 * scale}
+    assert list(table) == [1, 2, 4, 8]
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 Weights and caches are random and go round in copies that no processor cache holds together;
 outputs are used again and again. Every measurement warms up first, and takes the fastest of many
-short samples: what else runs on the machine can only add to them. (Measured with three processes on
-two cores: medians were off by up to fifty times, the fastest samples by a quarter.)
+short samples: what else runs on the machine can only add to them. (With three other processes
+on two cores, medians of some operations were off by more than ten times.)
 """
 
 from __future__ import annotations
@@ -164,12 +164,13 @@ class Rates:
         matrices = itertools.cycle([
             form.view(rest.to(self._device.torch, copy=True), 0, weight.shape)
             for _ in range(self._rounds(rest.nbytes))])
-        seconds = {}
-        for rows in self._sizes.rows:
+        seconds, more = {}, math.inf
+        for rows in sorted(self._sizes.rows, reverse=True):
             x, out = self._random(rows, weight.shape[1]), self._random(rows, len(weight))
-            seconds[rows] = self._clock.seconds(
-                lambda x=x, out=out: linear(x, next(matrices), out=out))
-        return {rows: BILLION * took / weight.numel() for rows, took in seconds.items()}
+            took = self._clock.seconds(lambda x=x, out=out: linear(x, next(matrices), out=out))
+            # Where fewer rows seem to take longer than more, something has come between.
+            seconds[rows] = more = min(took, more)
+        return {rows: BILLION * seconds[rows] / weight.numel() for rows in self._sizes.rows}
 
     def prefill_attention(self, *, scored: bool) -> float:
         """`Compute.prefill_attention`, with or without scores."""
