@@ -82,7 +82,7 @@ class Sizes:
     logits: tuple[int, int] = (64, 50272)
     scratch: int = 1 << 30
     copied: int = 256 << 20
-    seconds: float = 0.25
+    seconds: float = 0.4
 
     @classmethod
     def of(cls, device: Device) -> Sizes:
