@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import Field
-from pathlib import Path
-
-import yaml
 
 from flexgen_h2o.config import check_bool, check_int, check_number, parse_percent
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.text_files import read_yaml
 
 
 def flag_name(name: str) -> str:
@@ -78,7 +76,7 @@ def _ratios(flag: str, value: object) -> float | tuple[float, ...]:
     """A fraction, or several: as numbers, as their text, or in a YAML file that lists them."""
     path = ratio_file(value)
     if path is not None:
-        value = _read_yaml(flag, path)
+        value = read_yaml(flag, path)
         if not isinstance(value, list):
             raise UserError(f"{flag} {path} must hold a list of numbers, such as [0.1, 0.2]")
     elif isinstance(value, str):
@@ -117,23 +115,9 @@ def load_yaml(path: str | os.PathLike) -> dict[str, object]:
     UserError
         The file is missing, unreadable, not UTF-8, not YAML, not a mapping, or names `config`.
     """
-    values = _read_yaml("--config", path)
+    values = read_yaml("--config", path)
     if not isinstance(values, dict):
         raise UserError(f"--config {path} must hold lines of `name: value`")
     if "config" in values:
         raise UserError(f"--config {path} names another config: put its lines into one file")
     return values
-
-
-def _read_yaml(flag: str, path: str | os.PathLike) -> object:
-    """What a YAML file holds. `UserError` if it is missing, unreadable, not UTF-8 or not YAML."""
-    try:
-        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{flag} {path} is not UTF-8 text: save it as UTF-8") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the latter of a date or depth
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise UserError(f"{flag} {path} is not valid YAML{where}") from None

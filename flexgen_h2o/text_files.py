@@ -1,4 +1,4 @@
-"""Texts that users hand in as files: lines with their numbers, and text under a key of JSON lines.
+"""What users hand in as files: lines with their numbers, text under a key of JSON lines, YAML.
 
 All errors are `UserError`, in one line that names the flag, the file and the line. No torch.
 """
@@ -6,8 +6,11 @@ All errors are `UserError`, in one line that names the flag, the file and the li
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+import yaml
 
 from flexgen_h2o.errors import UserError
 
@@ -48,3 +51,17 @@ def json_texts(flag: str, path: str, key: str, *, if_empty: str,
             raise UserError(f"{flag} {path} line {number} has no text under the key `{key}`")
         texts.append(text)
     return texts
+
+
+def read_yaml(flag: str, path: str | os.PathLike) -> object:
+    """What a YAML file holds. `UserError` if it is missing, unreadable, not UTF-8 or not YAML."""
+    try:
+        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{flag} {path} is not UTF-8 text: save it as UTF-8") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the latter of a date or depth
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(f"{flag} {path} is not valid YAML{where}") from None

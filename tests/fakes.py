@@ -68,6 +68,9 @@ class LazyDevice(Device):
     def wait(self, event: Event) -> None:
         event.synchronize()
 
+    def total_bytes(self) -> int | None:
+        return 16 << 30
+
 
 class PoisonedDevice(Device):
     """The host alone, with every fresh buffer full of NaN."""

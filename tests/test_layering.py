@@ -23,7 +23,7 @@ PACKAGE = ROOT.name
 ORDER = """
     flexgen_h2o
     errors
-    config  report
+    config  report  text_files
     breakdown
 
     storage  storage.extent  storage.quantization
@@ -68,10 +68,12 @@ ORDER = """
     engine.executor
 
     planning  planning.free_memory  planning.rows  planning.hardware
-    planning.memory_plan
+    planning.memory_plan  planning.hardware_file
+    planning.rates
+    planning.calibrate
     llm
     flag_values
-    cache_flags  cli  text_files
+    cache_flags  cli
     run_config
     results
     flex_opt
@@ -93,6 +95,7 @@ DYNAMIC = {
 TORCH_FREE = (
     "flexgen_h2o", "errors", "config", "report", "breakdown", "planning",
     "planning.free_memory", "planning.rows", "planning.memory_plan", "planning.hardware",
+    "planning.hardware_file",
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
     "models", "models.model_config", "models.shapes", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",

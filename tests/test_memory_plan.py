@@ -22,7 +22,13 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import family
 from flexgen_h2o.models.spec import from_transformers, published
 from flexgen_h2o.planning import rows as plan_rows
-from flexgen_h2o.planning.free_memory import MemoryLimits, cgroup_free, free_memory
+from flexgen_h2o.planning.free_memory import (
+    MemoryLimits,
+    cgroup_free,
+    cgroup_limit,
+    free_memory,
+    whole_memory,
+)
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
 from flexgen_h2o.storage.quantization import TILE, GroupLayout, MatrixLayout
@@ -496,6 +502,7 @@ def test_cgroup_v2_takes_the_tightest_limit_above(tmp_path):
     group(mount / "a", V2, limit=1000, used=700, inactive=100)
     group(mount / "a" / "b", V2, limit="max", used=600, inactive=0)
     assert cgroup_free(mount, membership(tmp_path, "0::/a/b\n")) == 400
+    assert cgroup_limit(mount, membership(tmp_path, "0::/a/b\n")) == 1000
 
 
 def test_cgroup_v1_and_its_no_limit(tmp_path):
@@ -506,6 +513,7 @@ def test_cgroup_v1_and_its_no_limit(tmp_path):
     assert cgroup_free(mount, membership(tmp_path, lines)) == 1550
     (mount / "memory" / "job" / V1[0]).write_text("9223372036854771712")
     assert cgroup_free(mount, membership(tmp_path, lines)) is None
+    assert cgroup_limit(mount, membership(tmp_path, lines)) is None
 
 
 def test_cgroup_path_of_the_host_falls_back_to_the_root(tmp_path):
@@ -526,3 +534,12 @@ def test_free_memory_heeds_the_cgroup_and_needs_no_folder(tmp_path, monkeypatch)
     assert limits.disk_bytes > 0
     monkeypatch.setattr("flexgen_h2o.planning.free_memory.cgroup_free", lambda: None)
     assert 0 < free_memory(tmp_path, None).cpu_bytes <= psutil.virtual_memory().total
+
+
+def test_whole_memory_heeds_the_cgroup_and_not_what_is_in_use(tmp_path, monkeypatch):
+    monkeypatch.setattr("flexgen_h2o.planning.free_memory.cgroup_limit", lambda: 12345)
+    limits = whole_memory(tmp_path / "not" / "there", 77)
+    assert (limits.gpu_bytes, limits.cpu_bytes) == (77, 12345)
+    assert limits.disk_bytes > free_memory(tmp_path, None).disk_bytes
+    monkeypatch.setattr("flexgen_h2o.planning.free_memory.cgroup_limit", lambda: None)
+    assert whole_memory(tmp_path, None).cpu_bytes == psutil.virtual_memory().total

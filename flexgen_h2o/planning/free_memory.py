@@ -1,9 +1,10 @@
-"""What is free on each tier: on the GPU, in host memory within the cgroup's limit, on disk."""
+"""What each tier has, free or in all: GPU, host memory within the cgroup's limit, disk."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import psutil
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Free bytes of each tier. `gpu_bytes` None: no GPU, the tier gpu is host memory."""
+    """Bytes that each tier has. `gpu_bytes` None: no GPU, the tier gpu is host memory."""
 
     gpu_bytes: int | None
     cpu_bytes: int
@@ -35,28 +36,53 @@ def free_memory(offload_dir: str | os.PathLike, device_free: int | None) -> Memo
     """
     cgroup = cgroup_free()
     available = psutil.virtual_memory().available
-    folder = Path(offload_dir).expanduser().absolute()
-    while not folder.exists():
-        folder = folder.parent
     return MemoryLimits(
         gpu_bytes=device_free,
         cpu_bytes=available if cgroup is None else min(available, cgroup),
-        disk_bytes=shutil.disk_usage(folder).free,
+        disk_bytes=shutil.disk_usage(nearest_folder(offload_dir)).free,
     )
 
 
-def cgroup_free(
-    mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> int | None:
+def whole_memory(offload_dir: str | os.PathLike, device_bytes: int | None) -> MemoryLimits:
+    """What there is in all, whoever uses it now; parameters as of `free_memory`."""
+    limit, total = cgroup_limit(), psutil.virtual_memory().total
+    return MemoryLimits(
+        gpu_bytes=device_bytes,
+        cpu_bytes=total if limit is None else min(total, limit),
+        disk_bytes=shutil.disk_usage(nearest_folder(offload_dir)).total,
+    )
+
+
+def nearest_folder(path: str | os.PathLike) -> Path:
+    """`path` itself if it exists, else the nearest folder above that does."""
+    folder = Path(path).expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+_MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def cgroup_free(mount: Path = _MOUNT, membership: Path = _MEMBERSHIP) -> int | None:
     """Bytes that the memory cgroups of this process, v1 or v2, still allow; None without a limit.
 
     A group's inactive page cache counts as free: the kernel drops it before it refuses memory.
     """
+    return min((free for _, free in _limits(mount, membership)), default=None)
+
+
+def cgroup_limit(mount: Path = _MOUNT, membership: Path = _MEMBERSHIP) -> int | None:
+    """Bytes that the memory cgroups of this process allow in all; None without a limit."""
+    return min((most for most, _ in _limits(mount, membership)), default=None)
+
+
+def _limits(mount: Path, membership: Path) -> Iterator[tuple[int, int]]:
+    """Bytes allowed, and bytes left, in each memory cgroup of this process that has a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
-        return None
-    found = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -71,12 +97,12 @@ def cgroup_free(
         # root of the mount is there, and it is the container's own group.
         for group in (folder, *folder.parents):
             if group.is_relative_to(root):
-                found.append(_group_free(group, *files))
-    return min((free for free in found if free is not None), default=None)
+                yield from _group_limit(group, *files)
 
 
-def _group_free(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Bytes left in one cgroup; None when it has no limit (v2 says max, v1 nearly 2**63).
+def _group_limit(group: Path, limit: str, usage: str, reclaimable: str
+                 ) -> Iterator[tuple[int, int]]:
+    """Bytes allowed and left in one cgroup; nothing without a limit (v2: max, v1: nearly 2**63).
 
     `limit` and `usage` are its files of those bytes, `reclaimable` a line of its memory.stat.
     """
@@ -85,7 +111,6 @@ def _group_free(group: Path, limit: str, usage: str, reclaimable: str) -> int | 
         used = int((group / usage).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        return None
-    if most >= 1 << 60:
-        return None
-    return max(0, most - used + int(stat.get(reclaimable, 0)))
+        return
+    if most < 1 << 60:
+        yield most, max(0, most - used + int(stat.get(reclaimable, 0)))

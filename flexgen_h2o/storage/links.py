@@ -1,4 +1,4 @@
-"""Measured rates of this machine: disk, host memory, matrix products. The floors under a run.
+"""Measured rates of this machine: disk, copies, host memory, matrix products. A run's floors.
 
 A rate is measured the way that the engine would use it, with nothing else running, and on more
 memory than caches hold.
@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.storage.disk import PIECE, WORKERS, AlignedRead, Disk
+from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import PAGE, Device
 
 REPEATS = 5
+WINDOW = 16 * PIECE
 
 
 def _median_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -41,19 +43,53 @@ def disk_read_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS)
     workers : int
         Requests in flight.
     """
+    def read(disk: Disk, start: int, window: torch.Tensor) -> None:
+        disk.read([AlignedRead(path, start, len(window), 0)], window)
+
+    return _disk_rate(read, path, nbytes, workers)
+
+
+def disk_write_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS) -> float:
+    """Bytes per second of aligned O_DIRECT writes over the start of a file; random bytes.
+
+    Parameters are those of `disk_read_rate`. What has been written is not synced.
+    """
+    def write(disk: Disk, start: int, window: torch.Tensor) -> None:
+        disk.write(Extent(path, start, len(window)), window)
+
+    return _disk_rate(write, path, nbytes, workers)
+
+
+def _disk_rate(move: Callable[[Disk, int, torch.Tensor], None], path: Path, nbytes: int,
+               workers: int) -> float:
+    """Of `move`, which fills or writes a buffer at a place in the file, window by window."""
     nbytes = min(nbytes, path.stat().st_size) // PAGE * PAGE
-    window = 16 * PIECE
-    buffer = Device().host_empty(window)
+    buffer = Device().host_empty(min(WINDOW, nbytes)).random_(0, 256)
     disk = Disk(workers)
 
-    def read_all() -> None:
-        for start in range(0, nbytes, window):
-            disk.read([AlignedRead(path, start, min(window, nbytes - start), 0)], buffer)
+    def move_all() -> None:
+        for start in range(0, nbytes, WINDOW):
+            move(disk, start, buffer[: nbytes - start])
 
     try:
-        return nbytes / _median_seconds(read_all, 1)
+        return nbytes / _median_seconds(move_all, 1)
     finally:
         disk.close()
+
+
+def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float]:
+    """Bytes per second of copies from pinned host memory to a GPU, and back."""
+    host, there = device.host_empty(nbytes).random_(0, 256), device.empty(nbytes)
+    stream = device.stream()
+
+    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+        def copy() -> None:
+            stream.copy(target, source)
+            stream.mark().synchronize()
+
+        return nbytes / _median_seconds(copy)
+
+    return rate(there, host), rate(host, there)
 
 
 def memory_read_rate(nbytes: int = 2 << 30) -> float:

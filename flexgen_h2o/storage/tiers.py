@@ -145,6 +145,10 @@ class Device:
         """Memory of the device that can be had, in bytes; None where it is host memory."""
         return None
 
+    def total_bytes(self) -> int | None:
+        """Memory of the device in all, in bytes; None where it is host memory."""
+        return None
+
     def description(self) -> str:
         """The device in a word, for reports."""
         return "cpu"
@@ -240,6 +244,9 @@ class CudaDevice(Device):
     def free_bytes(self) -> int | None:
         torch.cuda.empty_cache()  # what PyTorch holds back for itself can be had too
         return torch.cuda.mem_get_info(self.torch)[0]
+
+    def total_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self.torch)[1]
 
     def description(self) -> str:
         return torch.cuda.get_device_name(self.torch)

@@ -1,0 +1,171 @@
+"""Calibration: measure this machine's links and compute once, and keep the figures.
+
+They lie under ``hardware`` in the user's cache, in a file for each machine, device, disk and
+version of what computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import native
+from flexgen_h2o.models.convert import cache_dir
+from flexgen_h2o.planning.free_memory import nearest_folder, whole_memory
+from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttention
+from flexgen_h2o.planning.hardware_file import BITS, load_hardware, save_hardware
+from flexgen_h2o.planning.rates import Rates, Sizes
+from flexgen_h2o.report import LINKS
+from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.links import copy_rates, disk_read_rate, disk_write_rate
+from flexgen_h2o.storage.tiers import Device
+
+Progress = Callable[[str], object]
+
+_FORMAT = 1  # raise it when figures change their meaning: what was kept is then measured anew
+_DIGITS = 4  # a measurement has no more
+
+_log = logging.getLogger(__name__)
+
+
+def machine(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool = False,
+            progress: Progress) -> Hardware:
+    """This machine: as an earlier call has measured it, else measured now and kept.
+
+    Parameters
+    ----------
+    device : Device
+        That computes.
+    offload_dir : path
+        On the disk that runs write to; made if a file is to be written there.
+    recalibrate : bool
+        Measure in any case.
+    progress : callable
+        Gets a few words on each thing that is about to be measured.
+
+    Raises
+    ------
+    UserError
+        The disk cannot be measured.
+    """
+    path = _kept(device, offload_dir)
+    if not recalibrate and path.exists():
+        try:
+            # A container may have another limit on its memory by now.
+            return replace(load_hardware(path), **_memory(device, offload_dir))
+        except UserError as error:
+            _log.warning("measuring this machine anew: %s", error)
+    hardware = calibrate(device, offload_dir, progress=progress)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_hardware(hardware, path)
+    except OSError as error:
+        _log.warning("the next run must measure this machine again: cannot write %s (%s)", path,
+                     error.strerror)
+    return hardware
+
+
+@torch.inference_mode()
+def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Progress,
+              sizes: Sizes | None = None) -> Hardware:
+    """Measure this machine through the engine's own operations, in its default dtype.
+
+    It takes about half a minute, at most 2.5 GB of memory on a CPU, and a scratch file of
+    `sizes.scratch` bytes that is gone afterwards. Parameters and errors are those of `machine`;
+    `sizes` None are those that suit the device.
+    """
+    sizes = sizes or Sizes.of(device)
+    dtype = torch.float16 if device.torch.type == "cuda" else torch.bfloat16
+    links = _links(device, offload_dir, progress, sizes=sizes)
+    compute = _compute(Rates(device, dtype, sizes), progress)
+    host_attention = None
+    if device.separate:
+        progress("attention on the host")
+        host_attention = HostAttention(*_decode_attention(Rates(Device(), dtype, sizes)))
+    return Hardware(name=_name(device), links=links, compute=compute,
+                    host_attention=host_attention, **_memory(device, offload_dir))
+
+
+def _links(device: Device, offload_dir: str | os.PathLike, progress: Progress, *, sizes: Sizes
+           ) -> dict[str, float]:
+    progress("disk")
+    with contextlib.closing(RunFolder(offload_dir)) as folder:
+        scratch = folder.file("calibration.bin", sizes.scratch)
+        # Written first: what is read must be no hole in the file.
+        written = disk_write_rate(scratch, nbytes=sizes.scratch)
+        rates = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
+    if device.separate:
+        progress("copies between host and GPU")
+        rates += copy_rates(device, nbytes=sizes.copied)
+    return _figures(dict(zip(LINKS, rates, strict=False)))
+
+
+def _compute(rates: Rates, progress: Progress) -> Compute:
+    linear = {}
+    for bits in BITS:
+        progress(f"products with weights of {bits} bits")
+        linear[bits] = _figures(rates.linear(bits))
+    progress("attention")
+    prefill = {"plain": rates.prefill_attention(scored=False),
+               "scored": rates.prefill_attention(scored=True)}
+    decode, head_seconds = _decode_attention(rates)
+    progress("a decoder layer, and the choice of tokens")
+    return Compute(linear=linear, prefill_attention=_figures(prefill), decode_attention=decode,
+                   head_seconds=head_seconds, elementwise=_figure(rates.elementwise()),
+                   layer_seconds=_figure(rates.layer_seconds()),
+                   logit_seconds=_figure(rates.logit_seconds()))
+
+
+def _decode_attention(rates: Rates) -> tuple[dict[int, float], float]:
+    by_bits, head_seconds = rates.decode_attention()
+    return _figures(by_bits), _figure(head_seconds)
+
+
+def _figures(figures: Mapping[Any, float]) -> dict[Any, float]:
+    return {key: _figure(figure) for key, figure in figures.items()}
+
+
+def _figure(figure: float) -> float:
+    """Rounded to the digits that mean something, which a file gives back as they are."""
+    return float(f"{figure:.{_DIGITS}g}")
+
+
+def _memory(device: Device, offload_dir: str | os.PathLike) -> dict[str, int | None]:
+    """The fields of `Hardware` that say what the machine has in all."""
+    return asdict(whole_memory(offload_dir, device.total_bytes()))
+
+
+def _name(device: Device) -> str:
+    compute = device.description() if device.separate else _cpu_model()
+    return f"{platform.node()}: {compute}, {torch.get_num_threads()} CPU threads"
+
+
+def _kept(device: Device, offload_dir: str | os.PathLike) -> Path:
+    """Where the figures of this machine are kept, named after all that they depend on."""
+    parts = (_FORMAT, platform.node(), _cpu_model(), os.cpu_count(), torch.get_num_threads(),
+             device.description(), torch.__version__, nearest_folder(offload_dir).stat().st_dev,
+             native.missing() or native.instruction_set(),
+             os.environ.get("FLEXGEN_H2O_KERNELS"))
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", platform.node())[:60]
+    return cache_dir() / "hardware" / f"{host}-{key}.yaml"
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

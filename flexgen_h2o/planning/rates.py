@@ -1,0 +1,298 @@
+"""Measured rates of compute: the engine's own operations, each the way that a run uses it.
+
+Weights and caches are random and go round in copies that no processor cache holds together;
+outputs are used again and again. Every measurement warms up first, and takes the fastest of many
+short samples: what else runs on the machine can only add to them. (With three other processes
+on two cores, medians of some operations were off by more than ten times.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.config import SamplingParams
+from flexgen_h2o.engine.sampling import Sampler
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.eviction import Book, Eviction
+from flexgen_h2o.models import opt
+from flexgen_h2o.models.layers import LayerContext, Scratch, add_linear_, linear
+from flexgen_h2o.models.spec import ModelConfig, from_transformers
+from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.planning.hardware_file import BILLION, BITS, ROWS
+from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.storage.tiers import Device
+
+LEAST_SECONDS = 1e-9
+"""Of what is left when one time is taken from another: noise must not make it negative."""
+
+FEWEST, MOST = 3, 200
+"""Samples of a measurement."""
+
+PATIENCE = 8
+"""Times as long is taken for a difference, which is small beside what it is made of."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured with; the defaults suit a CPU.
+
+    Attributes
+    ----------
+    matrix : (outputs, inputs)
+        Of products.
+    rows : tuple of int
+        That are multiplied together.
+    rotated : int
+        Bytes of all copies that go round, at least.
+    heads, head_dim : int
+        Of attention.
+    prompts : (sequences, tokens of each)
+        Of a prefill.
+    sequences : int
+        Of a decode step.
+    slots : (few, many)
+        Of each sequence in two decode steps, whose difference tells bytes from heads.
+    hidden, layer_rows : int
+        Of a decoder layer; on a CPU a narrow one, whose products do not drown the rest.
+    logits : (sequences, vocabulary)
+    scratch, copied : int
+        Bytes of the file that is written and read, and of a copy to a GPU.
+    seconds : float
+        That a measurement takes, about, beside its warm-up.
+    """
+
+    matrix: tuple[int, int] = (4096, 4096)
+    rows: tuple[int, ...] = ROWS
+    rotated: int = 256 << 20
+    heads: int = 32
+    head_dim: int = 128
+    prompts: tuple[int, int] = (4, 512)
+    sequences: int = 16
+    slots: tuple[int, int] = (128, 1024)
+    hidden: int = 256
+    layer_rows: int = 2048
+    logits: tuple[int, int] = (64, 50272)
+    scratch: int = 1 << 30
+    copied: int = 256 << 20
+    seconds: float = 0.4
+
+    @classmethod
+    def of(cls, device: Device) -> Sizes:
+        """Those that keep the device busy."""
+        if not device.separate:
+            return cls()
+        return cls(matrix=(16384, 8192), rotated=1 << 30, prompts=(16, 512), sequences=32,
+                   hidden=4096)
+
+
+class Clock:
+    """Times work on a device, in samples of so many calls that reading the clock costs nothing.
+
+    Parameters
+    ----------
+    device : Device
+    seconds : float
+        That the samples of a measurement take together, about.
+    """
+
+    def __init__(self, device: Device, seconds: float):
+        self._device = device
+        self._seconds = seconds
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Seconds of a call."""
+        took, = self._fastest(self._seconds, work)
+        return took
+
+    def difference(self, more: Callable[[], object], less: Callable[[], object]) -> float:
+        """Seconds that a call of `more` takes beyond one of `less`; they take turns."""
+        with_it, without = self._fastest(PATIENCE * self._seconds, more, less)
+        return with_it - without
+
+    def _fastest(self, seconds: float, *works: Callable[[], object]) -> list[float]:
+        """Of each, the fastest of its samples, which take so long together, about."""
+        for work in works:  # compiles, and starts threads
+            self._sample(work, 1)
+        once = sum(min(self._sample(work, 1) for _ in range(FEWEST)) for work in works)
+        calls = math.ceil(seconds / MOST / once)
+        samples, ends = [], time.perf_counter() + seconds
+        while len(samples) < FEWEST or time.perf_counter() < ends:
+            samples.append([self._sample(work, calls) for work in works])
+        return [min(taken) for taken in zip(*samples, strict=True)]
+
+    def _sample(self, work: Callable[[], object], calls: int) -> float:
+        self._device.mark().synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            work()
+        self._device.mark().synchronize()
+        return (time.perf_counter() - began) / calls
+
+
+class Rates:
+    """Measures one device.
+
+    Parameters
+    ----------
+    device : Device
+    dtype : torch.dtype
+        Of weights, cache and activations.
+    sizes : Sizes
+    """
+
+    def __init__(self, device: Device, dtype: torch.dtype, sizes: Sizes):
+        self._device = device
+        self._dtype = dtype
+        self._sizes = sizes
+        self._clock = Clock(device, sizes.seconds)
+
+    def linear(self, bits: int) -> dict[int, float]:
+        """`Compute.linear` of so many bits."""
+        weight = torch.randn(self._sizes.matrix, dtype=self._dtype)
+        form = WeightFormat(self._dtype, bits)
+        layout = form.layout(weight.shape)
+        rest = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
+            weight, layout)
+        matrices = itertools.cycle([
+            form.view(rest.to(self._device.torch, copy=True), 0, weight.shape)
+            for _ in range(self._rounds(rest.nbytes))])
+        seconds, more = {}, math.inf
+        for rows in sorted(self._sizes.rows, reverse=True):
+            x, out = self._random(rows, weight.shape[1]), self._random(rows, len(weight))
+            took = self._clock.seconds(lambda x=x, out=out: linear(x, next(matrices), out=out))
+            # Where fewer rows seem to take longer than more, something has come between.
+            seconds[rows] = more = min(took, more)
+        return {rows: BILLION * seconds[rows] / weight.numel() for rows in self._sizes.rows}
+
+    def prefill_attention(self, *, scored: bool) -> float:
+        """`Compute.prefill_attention`, with or without scores."""
+        sizes = self._sizes
+        sequences, tokens = sizes.prompts
+        rows = sequences * tokens
+        q, k, v = (self._random(rows, sizes.heads, sizes.head_dim) for _ in range(3))
+        mass = torch.rand(sizes.heads, rows, device=q.device) if scored else None
+        lengths = [tokens] * sequences
+        seen = sequences * tokens * (tokens + 1) // 2
+        took = self._clock.seconds(lambda: ops.prefill_attention(q, k, v, lengths, mass=mass))
+        return 4 * sizes.head_dim * sizes.heads * seen / took
+
+    def decode_attention(self) -> tuple[dict[int, float], float]:
+        """`decode_attention` and `head_seconds`, from steps over few and over many slots."""
+        sizes = self._sizes
+        heads = sizes.sequences * sizes.heads
+        found = {bits: [self._decode(slots, bits) for slots in sizes.slots] for bits in BITS}
+        fixed = []
+        for (few, short), (many, long) in found.values():
+            fixed.append((short - few * (long - short) / (many - few)) / heads)
+        each = max(statistics.median(fixed), LEAST_SECONDS)
+        return {bits: nbytes / max(took - each * heads, took / 2)
+                for bits, (_, (nbytes, took)) in found.items()}, each
+
+    def _decode(self, slots: int, bits: int) -> tuple[int, float]:
+        """Bytes of records, and seconds, of a step over so many slots."""
+        sizes = self._sizes
+        one = self._records(sizes.heads, slots, sizes.head_dim, bits=bits)
+        nbytes = sizes.sequences * one.nbytes
+        steps = [DecodeStep(one.repeat(1, sizes.sequences, 1, 1, 1), bits=bits,
+                            head_dim=sizes.head_dim) for _ in range(self._rounds(nbytes))]
+        q, k, v = (self._random(sizes.sequences, sizes.heads, sizes.head_dim) for _ in range(3))
+        turns = itertools.cycle(steps)
+        return nbytes, self._clock.seconds(lambda: next(turns)(q, k, v))
+
+    def _records(self, *shape: int, bits: int) -> Tensor:
+        """Keys and values [2, 1, *shape] of a sequence, at rest."""
+        records = self._random(2, 1, *shape)
+        if bits != 16:
+            records = ops.quantize_groups(records, GroupLayout(shape[-1], bits))
+        return records
+
+    def layer_seconds(self) -> float:
+        """`Compute.layer_seconds`: a layer so small that its products and attention are nothing."""
+        heads, head_dim, slots = 2, 32, 16
+        config, weights = self._layer(heads * head_dim, heads)
+        step = DecodeStep(self._records(heads, slots, head_dim, bits=16), bits=16,
+                          head_dim=head_dim)
+        x = self._random(1, config.hidden_size)
+        context = LayerContext(attend=step, scratch=Scratch(self._device.torch))
+        return self._clock.seconds(lambda: run_layer(config, weights, x, context))
+
+    def elementwise(self) -> float:
+        """`Compute.elementwise`: what a layer with no attention takes beyond its products."""
+        sizes = self._sizes
+        config, weights = self._layer(sizes.hidden, max(1, sizes.hidden // sizes.head_dim))
+        scratch = Scratch(self._device.torch)
+        x, source = (self._random(sizes.layer_rows, sizes.hidden) for _ in range(2))
+        context = LayerContext(attend=lambda q, k, v: q, scratch=scratch)
+        beyond = self._clock.difference(lambda: run_layer(config, weights, x, context),
+                                        lambda: run_products(weights, source, x, scratch))
+        return BILLION * max(beyond, LEAST_SECONDS) / x.numel()
+
+    def logit_seconds(self) -> float:
+        """`Compute.logit_seconds`, for the likeliest token."""
+        logits = self._random(*self._sizes.logits)
+        choose = Sampler(SamplingParams(), ())
+        return BILLION * self._clock.seconds(lambda: choose(logits, (), 1)) / logits.numel()
+
+    def _layer(self, hidden: int, heads: int) -> tuple[ModelConfig, dict[str, Tensor]]:
+        """An OPT of one layer, and the layer's weights."""
+        config = from_transformers({
+            "model_type": "opt", "hidden_size": hidden, "num_attention_heads": heads,
+            "ffn_dim": 4 * hidden, "num_hidden_layers": 1}, "calibration")
+        specs, = opt.weights(config).layers
+        return config, {name: self._random(*spec.shape) * 0.02 for name, spec in specs.items()}
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self._dtype, device=self._device.torch)
+
+    def _rounds(self, nbytes: int) -> int:
+        """How many copies of so many bytes no processor cache holds together."""
+        return math.ceil(self._sizes.rotated / nbytes)
+
+
+class DecodeStep:
+    """A step over full slots in the middle of a generation with heavy hitters: each call evicts.
+
+    Parameters
+    ----------
+    slots : Tensor [2, sequences, kv_heads, slots, width]
+        Keys and values, or their records.
+    bits, head_dim : int
+    """
+
+    def __init__(self, slots: Tensor, *, bits: int, head_dim: int):
+        self._slots = slots
+        self._layout = None if bits == 16 else GroupLayout(head_dim, bits)
+        shape, count = slots.shape[1:4], slots.shape[3]
+        order = torch.rand(shape, device=slots.device).argsort(-1)
+        self._book = Book(Eviction(), torch.rand(shape, device=slots.device),
+                          order.to(torch.int32))
+        turn = torch.tensor([count, count, max(1, count // 2), 1], dtype=torch.int32)
+        self._turn = turn[:, None].repeat(1, shape[0]).to(slots.device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of a new token; q [sequences, heads, head_dim], k and v with their heads."""
+        self._turn[1] += 1
+        return ops.decode_attention(q, k, v, slots=self._slots, turn=self._turn,
+                                    layout=self._layout, book=self._book)[0]
+
+
+def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, context: LayerContext
+              ) -> None:
+    """A decoder layer, as the executor calls it; x [rows, hidden] is updated in place."""
+    opt.decoder_layer(config, weights, x, context)
+
+
+def run_products(weights: dict[str, Tensor], source: Tensor, x: Tensor, scratch: Scratch) -> None:
+    """The products of such a layer alone, of source [rows, hidden]; two are added to x."""
+    q, _, _, wide = (linear(source, weights[name], out=scratch.get(
+        name, (len(source), len(weights[name])), source.dtype)) for name in ("q", "k", "v", "fc1"))
+    add_linear_(x, q, weights["out"])
+    add_linear_(x, wide, weights["fc2"])
