@@ -18,8 +18,8 @@ import argparse
 import csv
 import datetime
 import json
-import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from link_works import RawFile
+from link_works import RawFile, rates
 from memory_group import MemoryGroup, drop_page_cache
 
 from flexgen_h2o import breakdown
@@ -37,6 +37,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import parse_size
 from flexgen_h2o.report import GB
 from flexgen_h2o.results import source_commit
+from flexgen_h2o.storage.disk import READ
 from flexgen_h2o.storage.tiers import PAGE, Device
 
 MB = 1 << 20
@@ -45,36 +46,23 @@ RAW = ((16 * MB, 2), (16 * MB, 4), (4 * MB, 4))
 FEW_LAYERS = (1, 4)
 STEPS = 4
 """Decode steps of a run with few layers."""
+PARTS = ("prefill", "step")
 COLUMNS = (
     "date", "commit", "host", "cpu", "scenario", "model", "weight_bits", "hh_ratio", "memory_gb",
-    "peak_memory_gb", "prompt_len", "gen_len", "sequences", "flags", "steps_measured",
-    "predicted_prefill_s", "predicted_step_s", "predicted_total_s", "prefill_s", "step_s",
-    "total_s", "tokens_per_s", "predicted_over_measured", "disk_gb_per_s", "disk_gb_prefill",
-    "disk_gb_step", "disk_prefill_s", "disk_step_s", "compute_prefill_s", "compute_step_s",
+    "peak_memory_gb", "prompt_len", "gen_len", "sequences", "policy", "steps_measured",
+    "prefill_s", "step_s", "total_s", "tokens_per_s", "predicted_prefill_s", "predicted_step_s",
+    "predicted_total_s", "predicted_over_measured", "disk_gb_per_s", "prefill_disk_gb",
+    "step_disk_gb", "prefill_disk_s", "step_disk_s", "prefill_compute_s", "step_compute_s",
     "prefill_over_floor", "step_over_floor", "bound",
 )
 
 
-def command_line(config: Path, *more: str) -> list[str]:
-    """flex_opt with a config, writing no log."""
-    return [sys.executable, "-m", "flexgen_h2o.flex_opt", "--config", str(config), "--no-log",
-            "--verbose", "1", *more]
-
-
-def call(command: Sequence[str], group: MemoryGroup | None = None) -> str:
-    """Run a command, in a group if one is given; what it printed. `UserError` if it failed."""
-    done = subprocess.run(command, capture_output=True, text=True,
+def call(command: Sequence[str], group: MemoryGroup | None = None) -> None:
+    """Run a command, in a group if one is given. `UserError` if it failed."""
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True,
                           preexec_fn=None if group is None else group.enter)
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]}")
-    return done.stdout
-
-
-def one_row(path: Path) -> dict[str, str]:
-    """The row of a CSV file of one."""
-    with open(path, newline="", encoding="utf-8") as file:
-        (row,) = csv.DictReader(file)
-    return row
 
 
 def spans_of(trace: Path) -> list[tuple[str, str, float, float, int]]:
@@ -95,57 +83,148 @@ def raw_rate(path: Path) -> float:
         file.close()
 
 
+def extended(few: Sequence[int], seconds: Sequence[float], layers: int) -> float:
+    """The seconds of so many layers, from those of two smaller counts."""
+    (less, more), (short, long) = few, seconds
+    return short + (layers - less) * (long - short) / (more - less)
+
+
 class Scenario:
-    """One config with the checkpoint that it runs on.
+    """A config of `flex_opt` and the folder of the weights that it runs on.
 
     Parameters
     ----------
-    config, path : Path
-        The YAML file, and the folder of the weights.
+    config, weights, scratch : Path
+        The YAML file; the folder of the weights; a folder for what the runs write.
     memory : int or None
-        Bytes of the cgroup; None: no limit.
-    scratch : Path
-        For what the runs write.
+        Bytes of the memory cgroup that it runs in; None: no limit.
     """
 
-    def __init__(self, config: Path, path: Path, *, memory: int | None, scratch: Path):
-        self._config, self._path, self._memory, self._scratch = config, path, memory, scratch
-        self._file = max(path.glob("*.safetensors"), key=lambda each: each.stat().st_size)
+    def __init__(self, config: Path, weights: Path, *, scratch: Path, memory: int | None):
+        self._config, self._weights, self._scratch = config, weights, scratch
+        self._memory = memory
+        files = sorted(weights.glob("*.safetensors"), key=lambda each: each.stat().st_size)
+        if not files:
+            raise UserError(f"no safetensors file in --path {weights}")
+        self._file = files[-1]
 
-    def row(self, few: Sequence[int]) -> dict[str, object]:
+    def row(self) -> dict[str, object]:
         """All columns but those that say where and when."""
         before = raw_rate(self._file)
-        peak, result, values = self._run()
+        peak = self._run()
         disk = statistics.mean((before, raw_rate(self._file)))
-        phases = {each.name: each for each in
-                  breakdown.phases(spans_of(self._scratch / "run.json"))}
-        layers = json.loads((self._path / "config.json").read_text())["num_hidden_layers"]
-        alone = [self._few_layers(count, values) for count in few]
-        compute = [along(few, times, layers) for times in zip(*alone, strict=True)]
-        steps = int(values["cut_gen_len"] or values["gen_len"]) - 1
-        blocks = -(-int(result["num_prompts"]) // (
-            int(values["gpu_batch_size"]) * int(values["num_gpu_batches"])))
-        took = [float(result["prefill_seconds"]) / blocks,
-                phases["decode"].wall / blocks / steps]
-        read = [phases[name].lanes[READ].nbytes / blocks if READ in phases[name].lanes else 0
-                for name in ("prefill", "decode")]
-        read[1] /= steps
+        values, result = self._outcome(self._scratch / "run.csv")
+        steps, new = int(values["cut_gen_len"] or values["gen_len"]) - 1, int(values["gen_len"])
+        traced = breakdown.phases(spans_of(self._scratch / "run.json"))
+        took = dict(zip(PARTS, (traced[0].wall, traced[1].wall / steps), strict=True))
+        sequences = int(result["num_prompts"])
         row = {
             "scenario": self._config.stem, "model": values["model"],
             "weight_bits": result["weight_bits"], "hh_ratio": result["hh_ratio"],
             "memory_gb": self._memory and self._memory / GB, "peak_memory_gb": peak / GB,
-            "prompt_len": values["prompt_len"], "gen_len": values["gen_len"],
-            "sequences": int(result["num_prompts"]), "flags": self._policy, "steps_measured": steps,
-            "total_s": took[0] + (int(values["gen_len"]) - 1) * took[1],
-            "disk_gb_per_s": disk / GB, "bound": "; ".join(each.bound() for each in phases.values()),
+            "prompt_len": values["prompt_len"], "gen_len": new, "sequences": sequences,
+            "policy": policy_text(values), "steps_measured": steps,
+            "total_s": took["prefill"] + (new - 1) * took["step"],
+            "predicted_prefill_s": float(result["predicted_prefill_seconds"]),
+            "predicted_step_s": float(result["predicted_decode_seconds"]) / (new - 1),
+            "disk_gb_per_s": disk / GB, "bound": "; ".join(each.bound() for each in traced),
         }
-        for name, seconds, nbytes, computed in zip(("prefill", "step"), took, read, compute,
-                                                   strict=True):
-            floor = max(nbytes / disk, computed)
-            row |= {f"{name}_s": seconds, f"disk_gb_{name}": nbytes / GB,
-                    f"disk_{name}_s": nbytes / disk, f"compute_{name}_s": computed,
-                    f"{name}_over_floor": seconds / floor}
-        row |= self._predicted
-        row["tokens_per_s"] = row["sequences"] * row["gen_len"] / (blocks * row["total_s"])
+        row["tokens_per_s"] = sequences * new / row["total_s"]
+        row["predicted_total_s"] = (row["predicted_prefill_s"]
+                                    + (new - 1) * row["predicted_step_s"])
         row["predicted_over_measured"] = row["predicted_total_s"] / row["total_s"]
+        compute = self._compute_alone(values)
+        for part, phase, count in zip(PARTS, traced, (1, steps), strict=True):
+            read = phase.lanes[READ].nbytes / count if READ in phase.lanes else 0.0
+            row |= {f"{part}_s": took[part], f"{part}_disk_gb": read / GB,
+                    f"{part}_disk_s": read / disk, f"{part}_compute_s": compute[part],
+                    f"{part}_over_floor": took[part] / max(read / disk, compute[part])}
         return row
+
+    def _run(self) -> int:
+        """Run it; the most memory that its group, or its process, had in use."""
+        command = [sys.executable, "-m", "flexgen_h2o.flex_opt", "--config", str(self._config),
+                   "--path", str(self._weights), "--csv", str(self._scratch / "run.csv"),
+                   "--trace", str(self._scratch / "run.json"), "--no-log", "--verbose", "1"]
+        if self._memory is None:
+            call(command)
+            return int(self._outcome(self._scratch / "run.csv")[1]["peak_process_bytes"])
+        drop_page_cache()
+        with MemoryGroup(self._memory) as group:
+            call(command, group)
+            return group.peak()
+
+    def _outcome(self, path: Path) -> tuple[dict, dict[str, str]]:
+        """The resolved config of a run, and its row of results."""
+        with open(path, newline="", encoding="utf-8") as file:
+            (row,) = csv.DictReader(file)
+        return yaml.safe_load(Path(f"{path}.config.yaml").read_text(encoding="utf-8")), row
+
+    def _compute_alone(self, values: dict) -> dict[str, float]:
+        """Seconds of the prefill and of a decode step with all weights and the cache in memory."""
+        sizes = json.loads((self._weights / "config.json").read_text(encoding="utf-8"))
+        layers = sizes["num_hidden_layers"]
+        few = tuple(min(count, layers) for count in FEW_LAYERS)
+        found = []
+        for count in few:
+            folder = self._scratch / f"{count}-layers"
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": count}))
+            config, result = folder / "run.yaml", folder / "run.csv"
+            config.write_text(yaml.safe_dump(values | {
+                "model": str(folder), "path": "_DUMMY_", "percent": [100, 0, 100, 0, 100, 0],
+                "csv": str(result), "trace": None, "gen_len": STEPS + 1, "cut_gen_len": None}))
+            call([sys.executable, "-m", "flexgen_h2o.flex_opt", "--config", str(config)])
+            _, row = self._outcome(result)
+            found.append((float(row["prefill_seconds"]), float(row["decode_seconds"]) / STEPS))
+            shutil.rmtree(folder)
+        return {part: extended(few, seconds, layers)
+                for part, seconds in zip(PARTS, zip(*found, strict=True), strict=True)}
+
+
+def policy_text(values: dict) -> str:
+    """The policy of a resolved config, as flags."""
+    percent = " ".join(f"{share:g}" for share in values["percent"])
+    return (f"--percent {percent} --gpu-batch-size {values['gpu_batch_size']} "
+            f"--num-gpu-batches {values['num_gpu_batches']}")
+
+
+def add_row(path: Path, row: dict[str, object]) -> None:
+    """Append to the CSV file, which gets its header first."""
+    new = not path.exists()
+    with open(path, "a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow({key: f"{value:.4g}" if isinstance(value, float) else value
+                         for key, value in row.items()})
+
+
+def cpu_name() -> str:
+    """The processor's name."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.splitlines()[0],
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="of flex_opt, YAML")
+    parser.add_argument("--path", type=Path, required=True, help="folder of the weights")
+    parser.add_argument("--memory", type=lambda text: parse_size("--memory", text),
+                        help="of the cgroup, such as 6GB; without it there is no limit")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scenarios.csv"))
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        scenario = Scenario(args.config, args.path, scratch=Path(scratch), memory=args.memory)
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        row = {"date": now, "commit": source_commit(), "host": platform.node(),
+               "cpu": cpu_name(), **scenario.row()}
+    add_row(args.out, row)
+    for name, value in row.items():
+        print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
