@@ -23,6 +23,7 @@ from flexgen_h2o import report, results
 from flexgen_h2o.cli import Parser, exit_status, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name, load_yaml
+from flexgen_h2o.plan_flags import AUTO
 from flexgen_h2o.planning.rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
 from flexgen_h2o.text_files import json_texts, read_lines
@@ -110,7 +111,7 @@ def read_prompts(path: str) -> list[str]:
 def synthetic_prompts(config: RunConfig, vocab_size: int) -> list[list[int]]:
     """Random token ids for each sequence of one block, the same for the same seed."""
     draw = random.Random(config.seed)
-    count = config.gpu_batch_size * config.num_gpu_batches
+    count = config.resolved_gpu_batch_size * config.resolved_num_gpu_batches
     return [draw.choices(range(vocab_size), k=config.prompt_len) for _ in range(count)]
 
 
@@ -119,7 +120,8 @@ def workload(config: RunConfig, texts: Sequence[str]) -> Workload:
 
     A token has about four bytes of text; three leave some room. `LLM` plans again when it knows.
     """
-    prompt_len, batch, batches = config.prompt_len, config.gpu_batch_size, config.num_gpu_batches
+    prompt_len = config.prompt_len
+    batch, batches = config.resolved_gpu_batch_size, config.resolved_num_gpu_batches
     if texts:
         longest = max(len(text.encode("utf-8", "surrogatepass")) for text in texts)
         prompt_len = longest // 3 + 1
@@ -134,10 +136,12 @@ def result_files(config: RunConfig) -> dict[str, str]:
     if not config.no_log:
         files["log_file"] = config.log_file
         if config.log_file == "auto":
-            percent = "-".join(f"{share:g}" for share in config.percent)
+            policy = config.policy()
+            percent = AUTO if config.percent == AUTO else "-".join(
+                f"{share:g}" for share in config.percent)
             model = Path(config.model).name or "model"
             files["log_file"] = (
-                f"flexgen_h2o-{model}-gbs{config.gpu_batch_size}-ngbs{config.num_gpu_batches}"
+                f"flexgen_h2o-{model}-gbs{policy.gpu_batch_size}-ngbs{policy.num_gpu_batches}"
                 f"-prompt{config.prompt_len}-gen{config.gen_len}-percent-{percent}"
                 f"{_weight_suffix(config)}{_cache_suffix(config)}.log"
             )
@@ -195,8 +199,18 @@ def check_results(files: dict[str, str]) -> None:
 def run(config: RunConfig) -> None:
     """Carry out a checked config: prompts in, texts, figures and files out."""
     texts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
-    files = result_files(config)
+    files = {} if config.plan_only else result_files(config)
     check_results(files)
+    if config.percent == AUTO or config.plan_only:
+        from flexgen_h2o import planner  # only now: it loads scipy
+
+        config, plan = planner.plan(config, workload(config, texts), len(texts) or None)
+        if config.plan_only or config.verbose >= 1:
+            _print(plan)
+        if config.plan_only:
+            return
+        files = result_files(config)
+        check_results(files)
     trace = report.Trace(enabled=config.trace is not None)
     from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
 
@@ -212,6 +226,8 @@ def run(config: RunConfig) -> None:
         dtype=config.dtype,
         offload_dir=config.offload_dir,
         seed=config.seed,
+        memory_limit=config.memory_limit,
+        device_memory_limit=config.device_memory_limit,
         progress=None if config.verbose else False,
         trace=trace,
         verbose=config.verbose >= 3,

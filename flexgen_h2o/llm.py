@@ -74,6 +74,9 @@ class LLM:
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     seed : int
         Of dummy weights.
+    memory_limit, device_memory_limit : int, optional
+        Bytes of host memory and of the GPU's that are counted as free at most; PyTorch is held to
+        the latter.
     workload : Workload, optional
         Lengths and batch sizes to come: what cannot fit is refused before anything is loaded.
     progress : bool, optional
@@ -98,12 +101,18 @@ class LLM:
                  h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
                  device: str = "auto", dtype: str = "auto", weight_cache: str | None = "auto",
                  offload_dir: str | None = None, seed: int = 0,
+                 memory_limit: int | None = None, device_memory_limit: int | None = None,
                  workload: Workload | None = None, progress: bool | None = None,
                  trace: Trace | None = None, verbose: bool = False):
         self.policy = policy or Policy()
         self.h2o = h2o
         self._cache_bits = cache_bits
         _check_bits(weight_bits, cache_bits, h2o)
+        self._most = {"cpu": memory_limit, "gpu": device_memory_limit}
+        for name, most in (("memory_limit", memory_limit),
+                           ("device_memory_limit", device_memory_limit)):
+            if most is not None:
+                check_int(name, most, low=1)
         self._weight_cache = weight_cache
         self._offload_dir = offload_dir or OFFLOAD_DIR
         self._no_bars = None if progress is None else not progress
@@ -116,6 +125,7 @@ class LLM:
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
             self._device = open_device(device)
+            self._device.limit(device_memory_limit)
             with byte_bar("converting", off=self._no_bars) as bar:
                 self._source = find(model, path=path, dtype=dtype, bits=weight_bits,
                                     device=self._device, progress=bar)
@@ -175,7 +185,6 @@ class LLM:
 
     def _plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
         """Refuse what does not fit, before it is allocated."""
-        limits = free_memory(self._offload_dir, self._device.free_bytes())
         form = self._source.form
         not_kept = form.bits != 16 and self._weight_cache is None
         plan = memory_plan(self.model_config, self.policy, workload,
@@ -183,9 +192,13 @@ class LLM:
                            writes_weights=self._source.dummy or not_kept,
                            cache=CacheOptions(self.h2o, self._cache_bits),
                            weights=WeightOptions(form.bits, form.group))
+        limits = free_memory(self._offload_dir, self._device.free_bytes())
+        if loaded:
+            limits = plan.before_loading(limits)
+        limits = limits.within(**self._most)
         if show:
             print(plan.table(limits), flush=True)
-        plan.check(limits, loaded=loaded)
+        plan.check(limits)
 
     def generate(self, prompts: Sequence[str | Sequence[int]], *, cut_gen_len: int | None = None,
                  **sampling) -> list[Output]:

@@ -288,7 +288,7 @@ def test_run_config_refusals(values, match):
 
 @pytest.mark.parametrize("values", [
     {"sep_layer": True}, {"attn_sparsity": 0.5},
-    {"debug_mode": "breakdown"}, {"percent": ["auto"]}, {"percent": "auto"},
+    {"debug_mode": "breakdown"},
 ])
 def test_what_is_to_come_is_refused(values):
     message = refused(lambda: RunConfig.from_mapping(values), "not yet")
@@ -565,7 +565,7 @@ def test_unknown_keys_get_a_suggestion():
 def test_defaults_are_flexgens():
     config = RunConfig()
     assert (config.model, config.prompt_len, config.gen_len) == ("facebook/opt-6.7b", 512, 32)
-    assert (config.gpu_batch_size, config.num_gpu_batches) == (4, 1)
+    assert (config.resolved_gpu_batch_size, config.resolved_num_gpu_batches) == (4, 1)
     assert config.policy() == Policy()
     assert config.synthetic and config.sampling().eos_token_id == -1
 

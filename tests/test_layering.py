@@ -68,11 +68,15 @@ ORDER = """
 
     planning  planning.free_memory  planning.rows  planning.hardware
     planning.memory_plan
+    planning.cost
+    planning.placing
+    planning.search
+    planning.plan_text
     llm
     flag_values
-    cache_flags  cli  text_files
+    cache_flags  plan_flags  cli  text_files
     run_config
-    results
+    planner  results
     flex_opt
     tasks  tasks.articles  tasks.configurations
     tasks.plots  tasks.measures
@@ -92,6 +96,8 @@ DYNAMIC = {
 TORCH_FREE = (
     "flexgen_h2o", "errors", "config", "report", "planning",
     "planning.free_memory", "planning.rows", "planning.memory_plan", "planning.hardware",
+    "planning.cost", "planning.placing", "planning.search", "planning.plan_text", "plan_flags",
+    "planner",
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
     "models", "models.model_config", "models.shapes", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,13 @@ class MemoryLimits:
     def free(self, tier: str) -> int | None:
         """Free bytes of a tier, or None for a GPU that is not there."""
         return getattr(self, f"{tier}_bytes")
+
+    def within(self, cpu: int | None, gpu: int | None) -> MemoryLimits:
+        """These, but at most so many bytes of host memory and of the GPU; None: no bound."""
+        bound = {"cpu_bytes": cpu, "gpu_bytes": gpu}
+        return replace(self, **{name: min(getattr(self, name), most)
+                                for name, most in bound.items()
+                                if most is not None and getattr(self, name) is not None})
 
 
 def free_memory(offload_dir: str | os.PathLike, device_free: int | None) -> MemoryLimits:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flexgen_h2o.config import Placement, Policy
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.planning.cost import Estimate, estimate
 from flexgen_h2o.planning.free_memory import MemoryLimits
 from flexgen_h2o.planning.hardware import Hardware
@@ -19,7 +20,6 @@ from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.placing import Placing
 from flexgen_h2o.planning.rows import CacheOptions, PlannedRun, WeightOptions, Workload
 
-GOALS = ("throughput", "latency")
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -57,7 +57,7 @@ class Request:
         a block, which is of one sequence unless batch sizes are given.
     """
 
-    model: object
+    model: ModelConfig
     prompt_len: int
     gen_len: int
     itemsize: int
