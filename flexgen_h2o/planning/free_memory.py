@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,10 +24,11 @@ class MemoryLimits:
 
     def within(self, cpu: int | None, gpu: int | None) -> MemoryLimits:
         """These, but at most so many bytes of host memory and of the GPU; None: no bound."""
-        bound = {"cpu_bytes": cpu, "gpu_bytes": gpu}
-        return replace(self, **{name: min(getattr(self, name), most)
-                                for name, most in bound.items()
-                                if most is not None and getattr(self, name) is not None})
+        def bound(free: int | None, most: int | None) -> int | None:
+            return free if None in (free, most) else min(free, most)
+
+        return MemoryLimits(bound(self.gpu_bytes, gpu), bound(self.cpu_bytes, cpu),
+                            self.disk_bytes)
 
 
 def free_memory(offload_dir: str | os.PathLike, device_free: int | None) -> MemoryLimits:

@@ -129,6 +129,15 @@ class Device:
         """A stamp on the clock of `time.perf_counter`; its point must have been reached."""
         return stamp
 
+    def limit(self, nbytes: int | None) -> None:
+        """Let this process take no more of the device's memory; None: all.
+
+        Raises `UserError` where there is none of its own.
+        """
+        if nbytes is not None:
+            raise UserError("--device-memory-limit has no effect without a GPU: give "
+                            "--memory-limit")
+
     def begin_run(self) -> None:
         """Start measuring anew: the clock's base and `peak_bytes`."""
 
@@ -139,15 +148,6 @@ class Device:
     def free_bytes(self) -> int | None:
         """Memory of the device that can be had, in bytes; None where it is host memory."""
         return None
-
-    def limit(self, nbytes: int | None) -> None:
-        """Let this process take no more of the device's memory; None: all.
-
-        Raises `UserError` where there is none of its own.
-        """
-        if nbytes is not None:
-            raise UserError("--device-memory-limit has no effect without a GPU: give "
-                            "--memory-limit")
 
     def description(self) -> str:
         """The device in a word, for reports."""
@@ -232,6 +232,11 @@ class CudaDevice(Device):
     def seconds(self, stamp) -> float:
         return self._base_seconds + self._base.event.elapsed_time(stamp.event) / 1e3
 
+    def limit(self, nbytes: int | None) -> None:
+        total = torch.cuda.mem_get_info(self.torch)[1]
+        share = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch)
+
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch)
 
@@ -246,11 +251,6 @@ class CudaDevice(Device):
     def free_bytes(self) -> int | None:
         torch.cuda.empty_cache()  # what PyTorch holds back for itself can be had too
         return torch.cuda.mem_get_info(self.torch)[0]
-
-    def limit(self, nbytes: int | None) -> None:
-        total = torch.cuda.mem_get_info(self.torch)[1]
-        share = 1.0 if nbytes is None else min(1.0, nbytes / total)
-        torch.cuda.set_per_process_memory_fraction(share, self.torch)
 
     def description(self) -> str:
         return torch.cuda.get_device_name(self.torch)
