@@ -29,6 +29,7 @@ _EVERYWHERE = 1e-4
 _ROUNDINGS = 4
 _STEPS = (1, 5, 20)  # percent, or sequences of a batch
 _ENOUGH = 1e-3  # of the time, what a move has to gain
+_NOTHING = 5e-3  # of the time, what no slower tier is worth
 
 
 class Placing:
@@ -73,13 +74,10 @@ class Placing:
 
     def best(self) -> PlannedRun | None:
         """The run, placed so that it fits and takes the least time that was found."""
-        run = self._rounded()
-        while run is not None:
-            better = self._improved(run)
-            if better is None:
-                return run
-            run = better
-        return None
+        run = better = self._rounded()
+        while better is not None:
+            run, better = better, self._improved(better)
+        return run if run is None else self._simpler(run)
 
     def _time(self, shares: np.ndarray) -> np.ndarray:
         """Seconds of the block for shares [TERMS] or [TERMS, n]."""
@@ -124,6 +122,19 @@ class Placing:
         order = [index for index in np.argsort(times, kind="stable") if times[index] < least]
         return next((neighbours[index] for index in order if self._fits(neighbours[index])), None)
 
+    def _simpler(self, run: PlannedRun) -> PlannedRun:
+        """The run without the slower tiers that gain next to nothing."""
+        most = self._time(shares_of(run)) * (1 + _NOTHING)
+        for kind in PLACED:
+            for source, target in (("disk", "cpu"), ("disk", "gpu"), ("cpu", "gpu")):
+                placement = getattr(run.policy, kind)
+                moved = _moved(placement, source, target, getattr(placement, source))
+                other = replace(run, policy=replace(run.policy, **{kind: moved}))
+                usable = target in self._tiers and self._fits(other)
+                if usable and self._time(shares_of(other)) <= most:
+                    run = other
+        return run
+
     def _neighbours(self, policy: Policy) -> Iterator[Policy]:
         """Policies with a little, or all, of one kind moved from a tier to another."""
         sequence = 100 / self.run.workload.gpu_batch_size
@@ -135,9 +146,8 @@ class Placing:
                 moved = {min(held, round(step * unit)) for step in (*_STEPS, 100)} - {0}
                 for target in self._tiers:
                     for amount in moved if target != source else ():
-                        yield replace(policy, **{kind: replace(placement, **{
-                            source: held - amount,
-                            target: getattr(placement, target) + amount})})
+                        yield replace(policy, **{
+                            kind: _moved(placement, source, target, amount)})
 
     def _solve(self, free: np.ndarray) -> np.ndarray | None:
         """The shares of least time by the linear programme; None if nothing fits in `free`.
@@ -193,6 +203,12 @@ def _totals(run: PlannedRun) -> np.ndarray:
     """Bytes on each tier by the memory plan."""
     plan = MemoryPlan(run)
     return np.array([float(plan.total(tier)) for tier in TIERS])
+
+
+def _moved(placement: Placement, source: str, target: str, percent: float) -> Placement:
+    """A placement with so many percent on another tier."""
+    return replace(placement, **{source: getattr(placement, source) - percent,
+                                 target: getattr(placement, target) + percent})
 
 
 def _placement(shares: Sequence[float]) -> Placement:

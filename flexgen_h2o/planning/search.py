@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from flexgen_h2o.config import Placement, Policy
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.planning.cost import Estimate, estimate
 from flexgen_h2o.planning.free_memory import MemoryLimits
@@ -29,6 +31,7 @@ ALIKE = 0.98
 _PATIENCE = 2  # a size that helps no more, twice in a row, ends the search in its direction
 _WORTH = 1.003
 _MOST_EXACT = 48
+_FEW, _NEAR = 2, 0.9  # options that are looked at in any case; what the others' rate has to reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +135,7 @@ def search(hardware: Hardware, request: Request, limits: MemoryLimits) -> list[C
     UserError
         Nothing fits; it says what is missing.
     """
-    found = [placing for run in _options(hardware, request)
+    found = [placing for run in _likely(hardware, request, limits)
              for placing in _promising(hardware, request, run, limits)]
     found.sort(key=lambda placing: placing.seconds_per_sequence)
     choices: list[Choice] = []
@@ -140,11 +143,12 @@ def search(hardware: Hardware, request: Request, limits: MemoryLimits) -> list[C
     for placing in found[:_MOST_EXACT]:
         if placing.seconds_per_sequence > least / ALIKE**2 and len(choices) > 3:
             break  # not even its bound is near
-        run = placing.best()
-        if run is not None:
-            prompts = request.prompts if request.goal == "throughput" else None
-            choices.append(judge(hardware, run, prompts))
-            least = min(least, choices[-1].seconds / choices[-1].sequences)
+        run = _stripped(placing.best(), request)
+        if run is None or any(run == choice.run for choice in choices):
+            continue
+        prompts = request.prompts if request.goal == "throughput" else None
+        choices.append(judge(hardware, run, prompts))
+        least = min(least, choices[-1].seconds / choices[-1].sequences)
     if not choices:
         _refuse(hardware, request, limits)
     return _ranked(choices)
@@ -164,14 +168,29 @@ def _options(hardware: Hardware, request: Request) -> Iterator[PlannedRun]:
                                  weights.bits in request.written_bits, cache, weights)
 
 
-def _promising(hardware: Hardware, request: Request, run: PlannedRun, limits: MemoryLimits
-               ) -> list[Placing]:
-    """Batch shapes that may fit; none much larger than those that help or fit."""
+def _likely(hardware: Hardware, request: Request, limits: MemoryLimits) -> list[PlannedRun]:
+    """The options that a look at a few batch shapes does not rule out, if there are many."""
+    runs = list(_options(hardware, request))
+    if len(runs) <= _FEW:
+        return runs
+    least = [min((placing.seconds_per_sequence
+                  for placing in _promising(hardware, request, run, limits, every=3)),
+                 default=math.inf) for run in runs]
+    return [run for run, seconds in zip(runs, least, strict=True)
+            if seconds <= min(least) / _NEAR]
+
+
+def _promising(hardware: Hardware, request: Request, run: PlannedRun, limits: MemoryLimits,
+               every: int = 1) -> list[Placing]:
+    """Batch shapes that may fit; none much larger than those that help or fit.
+
+    `every` third, say, of the sizes and counts is looked at.
+    """
     found: list[Placing] = []
     sizes = _Growth()
-    for size in request.sizes():
+    for size in request.sizes()[::every]:
         counts = _Growth()
-        for count in request.counts(size):
+        for count in request.counts(size)[::every]:
             placing = Placing(hardware, _shaped(request, run, size, count), limits)
             if placing.seconds == math.inf:
                 break
@@ -205,6 +224,14 @@ def _shaped(request: Request, run: PlannedRun, size: int, count: int) -> Planned
     return replace(run, policy=policy, workload=load)
 
 
+def _stripped(run: PlannedRun | None, request: Request) -> PlannedRun | None:
+    """The run without attention on the CPU if nothing of the cache is there."""
+    if run is None or run.policy.cache.cpu > 0:
+        return run
+    return replace(run, policy=replace(
+        run.policy, cpu_cache_compute=request.policy.cpu_cache_compute))
+
+
 def _ranked(choices: list[Choice]) -> list[Choice]:
     """The best first: of those as good as the fastest, most bits, then the smallest block."""
     choices.sort(key=lambda choice: -choice.tokens_per_second)
@@ -220,10 +247,11 @@ def _ranked(choices: list[Choice]) -> list[Choice]:
     return [best, *(choice for choice in choices if choice is not best)]
 
 
-def _refuse(hardware: Hardware, request: Request, limits: MemoryLimits) -> None:
+def _refuse(hardware: Hardware, request: Request, limits: MemoryLimits) -> NoReturn:
     """Raise `UserError` with what the smallest run would take."""
     *_, run = _options(hardware, request)
     size = request.sizes()[0]
     run = _shaped(request, run, size, request.counts(size)[0])
     away = replace(run.policy, weights=Placement(0, 0, 100), cache=Placement(0, 0, 100))
     MemoryPlan(replace(run, policy=away)).check(limits)
+    raise UserError("no policy was found that fits: give --percent and batch sizes")
