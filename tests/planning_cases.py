@@ -50,8 +50,9 @@ CPU = Hardware("a CPU", None, 24 * 10**9, 10**12, {"disk->cpu": 1.5e9, "cpu->dis
                roofline(1.2, 20, head_seconds=1e-6))
 
 
-def planned(weights=ALL_HERE, cache=ALL_HERE, activations=ALL_HERE, *, batch=(4, 1), lengths=(64, 9),
-            gpu: bool = True, bits=(16, 16), h2o=None, model=OPT, **policy) -> PlannedRun:
+def planned(weights=ALL_HERE, cache=ALL_HERE, activations=ALL_HERE, *, batch=(4, 1),
+            lengths=(64, 9), gpu: bool = True, bits=(16, 16), h2o=None, model=OPT,
+            **policy) -> PlannedRun:
     """A run: shares on gpu and cpu, (sequences, GPU batches), (prompt, generated) tokens, and
     (weight, cache) bits."""
     placements = dict(zip(PLACED, parse_percent((*weights, *cache, *activations)), strict=True))

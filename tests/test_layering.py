@@ -71,9 +71,9 @@ ORDER = """
     planning.cost
     planning.placing
     planning.search
-    planning.plan_text
     llm
     flag_values
+    planning.plan_text
     cache_flags  plan_flags  cli  text_files
     run_config
     planner  results

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
+from flexgen_h2o.config import PLACED, Policy
+from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.free_memory import MemoryLimits
 from flexgen_h2o.planning.hardware import Hardware
@@ -17,15 +20,15 @@ ALTERNATIVES = 3
 def flags(run: PlannedRun) -> str:
     """The policy and the bits of a run, as flags of `flex_opt`."""
     policy = run.policy
-    words = [f"--percent {percent_text(policy)}", f"--gpu-batch-size {policy.gpu_batch_size}",
-             f"--num-gpu-batches {policy.num_gpu_batches}"]
-    words += ["--cpu-cache-compute"] if policy.cpu_cache_compute else []
-    words += [f"--weight-bits {run.weights.bits}"] if run.weights.bits != 16 else []
-    words += [f"--cache-bits {run.cache.bits}"] if run.cache.bits != 16 else []
-    words += [] if policy.overlap else ["--overlap false"]
-    words += [] if policy.pin_weight else ["--pin-weight false"]
-    words += [f"--prefill-chunk {policy.prefill_chunk}"] if policy.prefill_chunk else []
-    return " ".join(words)
+    batches = ("gpu_batch_size", "num_gpu_batches")
+    values = {spec.name: getattr(policy, spec.name) for spec in fields(Policy)
+              if spec.name not in PLACED
+              and (spec.name in batches or getattr(policy, spec.name) != spec.default)}
+    values |= {f"{name}_bits": options.bits
+               for name, options in (("weight", run.weights), ("cache", run.cache))
+               if options.bits != 16}
+    words = [f"{flag_name(name)} {str(value).lower()}" for name, value in values.items()]
+    return f"--percent {percent_text(policy)} {' '.join(words)}".replace(" true", "")
 
 
 def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimits) -> str:

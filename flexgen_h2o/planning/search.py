@@ -26,7 +26,9 @@ GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 5
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 ALIKE = 0.98
-"""A rate within this of the best is as good: then more bits win, and after them smaller blocks."""
+"""A rate within this of the best is as good: then most bits win, after them attention where all
+else is computed, then the smallest block.
+"""
 
 _PATIENCE = 2  # a size that helps no more, twice in a row, ends the search in its direction
 _WORTH = 1.003
@@ -233,7 +235,7 @@ def _stripped(run: PlannedRun | None, request: Request) -> PlannedRun | None:
 
 
 def _ranked(choices: list[Choice]) -> list[Choice]:
-    """The best first: of those as good as the fastest, most bits, then the smallest block."""
+    """The best first: of those as good as the fastest the one that `ALIKE` tells of."""
     choices.sort(key=lambda choice: -choice.tokens_per_second)
     alike = [c for c in choices
              if c.tokens_per_second >= ALIKE * choices[0].tokens_per_second]
@@ -241,7 +243,8 @@ def _ranked(choices: list[Choice]) -> list[Choice]:
     def preferred(choice: Choice) -> tuple:
         run = choice.run
         block = run.workload.gpu_batch_size * run.workload.num_gpu_batches
-        return -run.weights.bits - run.cache.bits, block, choice.seconds
+        bits = run.weights.bits + run.cache.bits
+        return -bits, run.policy.cpu_cache_compute, block, choice.seconds
 
     best = min(alike, key=preferred)
     return [best, *(choice for choice in choices if choice is not best)]
