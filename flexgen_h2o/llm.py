@@ -20,7 +20,7 @@ from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.models.positions import check_cache
 from flexgen_h2o.planning.free_memory import free_memory
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
@@ -130,7 +130,7 @@ class LLM:
                 self._source = find(model, path=path, dtype=dtype, bits=weight_bits,
                                     device=self._device, progress=bar)
             self.model_config = self._source.config
-            _check_positions(self.model_config, h2o)
+            check_cache(self.model_config, h2o)
             self._prompts = Prompts(self._source, model, h2o)
             if workload is not None:
                 self._plan(workload, loaded=False, show=verbose)
@@ -385,15 +385,3 @@ def _check_bits(weight_bits: int, cache_bits: int, h2o: H2OConfig | None) -> Non
             raise UserError(f"{name} must be 16, 8 or 4, got {bits!r}")
     if h2o is not None and h2o.simulate and cache_bits != 16:
         raise UserError("simulate masks an exact cache: leave cache_bits at 16")
-
-
-def _check_positions(config: ModelConfig, h2o: H2OConfig | None) -> None:
-    if h2o is None:
-        return
-    h2o.check_layers(config.num_layers)
-    if config.rope is None and h2o.positions == "rolling":
-        raise UserError(f"{config.name} adds learned positions to the embeddings: they can't roll "
-                        "with the cache; leave position rolling off")
-    if config.rope is not None and h2o.drop_positions:
-        raise UserError(f"{config.name} has rotary positions, of which there is no end to drop: "
-                        "leave --hh-long-seq off, or use position rolling")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.positions import check_cache, check_length
 from flexgen_h2o.models.spec import from_transformers, published, read_config
 from flexgen_h2o.plan_flags import AUTO, GOALS
 from flexgen_h2o.planning.free_memory import MemoryLimits, free_memory
@@ -67,10 +68,7 @@ def plan(config: RunConfig, load: Workload, prompts: int | None) -> tuple[RunCon
     UserError
         The model or the machine can't be had, or nothing fits.
     """
-    h2o = config.h2o()
     subject = _elsewhere(config) if config.hardware is not None else _here(config)
-    if h2o is not None:
-        h2o.check_layers(subject.model.num_layers)
     if config.percent == AUTO:
         request = _request(config, subject, load, prompts)
         choices = search(subject.hardware, request, subject.limits)
@@ -96,6 +94,7 @@ def _here(config: RunConfig) -> Subject:
     with byte_bar("converting", off=None if config.verbose else True) as bar:
         source = find(config.model, path=config.path, dtype=config.dtype,
                       bits=config.resolved_weight_bits, device=device, progress=bar)
+    _check(config, source.config)
     hardware = machine(device, config.offload_dir, recalibrate=config.recalibrate, progress=tell)
     free = free_memory(config.offload_dir, device.free_bytes())
     limits = MemoryLimits(*(None if free.free(tier) is None else int(HEADROOM * free.free(tier))
@@ -112,6 +111,8 @@ def _elsewhere(config: RunConfig) -> Subject:
     from flexgen_h2o.planning.hardware_file import load_hardware
 
     hardware = load_hardware(config.hardware)
+    if config.device_memory_limit is not None and not hardware.has_gpu:
+        raise UserError(f"--device-memory-limit has no effect: {hardware.name} has no GPU")
     limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
     name = config.model if config.path in (None, DUMMY) else config.path
     folder = Path(os.path.expanduser(name))
@@ -119,8 +120,17 @@ def _elsewhere(config: RunConfig) -> Subject:
              else published(name))
     if model is None:
         raise UserError(f"--hardware plans for folders and published shapes: {name!r} is neither")
+    _check(config, model)
     return Subject(hardware, _within(limits, config), model, 4 if config.dtype == "float32" else 2,
                    WeightOptions)
+
+
+def _check(config: RunConfig, model: ModelConfig) -> None:
+    """Refuse what the model can't do. How long a text is in tokens is not known yet."""
+    check_cache(model, config.h2o())
+    if config.synthetic:
+        check_length(model, config.h2o(), prompt="--prompt-len", length=config.prompt_len,
+                     new_tokens=config.gen_len)
 
 
 def _within(limits: MemoryLimits, config: RunConfig) -> MemoryLimits:

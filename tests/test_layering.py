@@ -47,7 +47,7 @@ ORDER = """
     cache.kv_cache
 
     models.model_config
-    models.shapes
+    models.shapes  models.positions
     models.spec
     models.layers
     models.opt  models.llama  models.gpt_neox
@@ -99,7 +99,7 @@ TORCH_FREE = (
     "planning.cost", "planning.placing", "planning.search", "planning.plan_text", "plan_flags",
     "planner",
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
-    "models", "models.model_config", "models.shapes", "models.spec",
+    "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
     "storage.quantization", "cache", "cache.budget", "cache.seats",
 )

@@ -448,11 +448,12 @@ def test_given_batch_sizes_and_bits_are_kept(here):
 
 def test_what_can_be_refused_is_refused_before_measuring(here, capsys):
     for argv in (["--output", "none/x"], ["--log-file", "none/x"], ["--prompts", "none.txt"],
-                 ["--hh-ratio", "0.1", "0.2"], ["--path", "none"]):
+                 ["--hh-ratio", "0.1", "0.2"], ["--path", "none"], ["--prompt-len", "3000"],
+                 ["--device-memory-limit", "6GB"]):
         assert flex_opt.main([*RUN, *argv]) == 2
-        assert (here == []) == (argv[0] != "--hh-ratio") or here == [], argv
-        here.clear()
-    assert not FakeLLM.made and capsys.readouterr().out == ""
+        captured = capsys.readouterr()
+        assert (here, captured.out) == ([], "") and captured.err.count("\n") == 1, argv
+    assert not FakeLLM.made
 
 
 def test_a_fixed_policy_is_predicted(here, capsys):
@@ -480,9 +481,9 @@ sys.exit(flex_opt.main(sys.argv[2:]))
 """
 
 
-def elsewhere(*argv: str) -> subprocess.CompletedProcess:
-    """A command in a process without torch, whose file of another machine says `GPU`."""
-    hardware = pickle.dumps(GPU).hex()
+def elsewhere(*argv: str, machine: Hardware = GPU) -> subprocess.CompletedProcess:
+    """A command in a process without torch, whose file of another machine says `machine`."""
+    hardware = pickle.dumps(machine).hex()
     root = Path(flexgen_h2o.__file__).parent.parent
     return subprocess.run([sys.executable, "-c", ELSEWHERE, hardware, *argv], text=True,
                           capture_output=True, env={**os.environ, "PYTHONPATH": str(root)})
@@ -502,6 +503,8 @@ def test_another_machine_is_planned_for_without_torch(tmp_path):
                                           '"num_attention_heads": 4, "ffn_dim": 128}')
     done = elsewhere(*plan, "--model", str(tmp_path), "--prompt-len", "9")
     assert f"{tmp_path} on a GPU, 9 + 32 tokens" in done.stdout
+    done = elsewhere(*plan, "--device-memory-limit", "5GB", machine=CPU)
+    assert (done.returncode, done.stdout) == (2, "") and "a CPU has no GPU" in done.stderr
     done = elsewhere(*plan, "--model", "someone/unknown")
     assert done.returncode == 2 and done.stdout == ""
     assert "'someone/unknown' is neither" in done.stderr and done.stderr.count("\n") == 1
