@@ -23,7 +23,7 @@ from flexgen_h2o.planning.rows import PlannedRun
 from flexgen_h2o.storage.placement import split
 
 _SHARES = TERMS[1:]
-_EVERYWHERE = 1e-4
+_SLOWER = 1e-4
 """Of all time, what a share on a slower tier is charged: where nothing else decides, it is fast."""
 
 _ROUNDINGS = 4
@@ -160,14 +160,14 @@ class Placing:
         bounds = [free[limited] - bytes_of[limited, 0]]
         scale = np.maximum(np.abs(rows[0]).max(axis=1), 1)
         rows[0], bounds[0] = rows[0] / scale[:, None], bounds[0] / scale
-        most = self._time(np.array([1.0] + [0.0] * len(_SHARES)))
+        compute = self._time(np.array([1.0] + [0.0] * len(_SHARES)))
         for index, stop in enumerate(self._stops):
-            weight = stop.count / most
+            weight = stop.count / compute  # keeps numbers near 1
             elapsed = np.zeros((len(stop.lanes), len(self._stops)))
             elapsed[:, index] = -1
             rows.append(np.hstack((stop.lanes[:, 1:] * weight, elapsed)))
             bounds.append(-stop.lanes[:, 0] * weight)
-        slower = [_EVERYWHERE * TIERS.index(tier) for _, tier in _SHARES]
+        slower = [_SLOWER * TIERS.index(tier) for _, tier in _SHARES]
         whole = np.zeros((len(PLACED), len(_SHARES) + len(self._stops)))
         for index, kind in enumerate(PLACED):
             whole[index, [number for number, (k, _) in enumerate(_SHARES) if k == kind]] = 1

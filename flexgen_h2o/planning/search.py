@@ -32,7 +32,7 @@ else is computed, then the smallest block.
 
 _PATIENCE = 2  # a size that helps no more, twice in a row, ends the search in its direction
 _WORTH = 1.003
-_MOST_EXACT = 48
+_SHOWN, _MOST = 3, 48  # choices that are made even if they are slow, and in all
 _FEW, _NEAR = 2, 0.9  # options that are looked at in any case; what the others' rate has to reach
 
 
@@ -142,9 +142,10 @@ def search(hardware: Hardware, request: Request, limits: MemoryLimits) -> list[C
     found.sort(key=lambda placing: placing.seconds_per_sequence)
     choices: list[Choice] = []
     least = math.inf
-    for placing in found[:_MOST_EXACT]:
-        if placing.seconds_per_sequence > least / ALIKE**2 and len(choices) > 3:
-            break  # not even its bound is near
+    for placing in found:
+        near = placing.seconds_per_sequence <= least / ALIKE**2
+        if len(choices) == _MOST or len(choices) > _SHOWN and not near:
+            break
         run = _stripped(placing.best(), request)
         if run is None or any(run == choice.run for choice in choices):
             continue
