@@ -204,11 +204,12 @@ def run(config: RunConfig) -> None:
     if config.percent == AUTO or config.plan_only:
         from flexgen_h2o import planner  # only now: it loads scipy
 
-        config, plan = planner.plan(config, workload(config, texts), len(texts) or None)
+        plan = planner.plan(config, workload(config, texts), len(texts) or None)
         if config.plan_only or config.verbose >= 1:
-            _print(plan)
+            _print(plan.text)
         if config.plan_only:
             return
+        config = plan.config
         files = result_files(config)
         check_results(files)
     trace = report.Trace(enabled=config.trace is not None)

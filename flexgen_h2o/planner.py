@@ -45,7 +45,26 @@ class Subject:
     weights: Callable[[int], WeightOptions]
 
 
-def plan(config: RunConfig, load: Workload, prompts: int | None) -> tuple[RunConfig, str]:
+@dataclass(frozen=True)
+class Plan:
+    """What came of planning.
+
+    Attributes
+    ----------
+    config : RunConfig
+        With the chosen numbers in place of `auto`, and no flags of the search.
+    best : Choice
+        The run that it describes, and what is predicted of it.
+    text : str
+        To print.
+    """
+
+    config: RunConfig
+    best: Choice
+    text: str
+
+
+def plan(config: RunConfig, load: Workload, prompts: int | None) -> Plan:
     """Plan a run: choose its policy if it is `--percent auto`, else predict the one it has.
 
     Parameters
@@ -55,13 +74,6 @@ def plan(config: RunConfig, load: Workload, prompts: int | None) -> tuple[RunCon
         Lengths, and the batch sizes that a fixed policy comes to.
     prompts : int or None
         How many there are; None: synthetic ones, a block.
-
-    Returns
-    -------
-    RunConfig
-        With the chosen numbers in place of `auto`, and no flags of the search.
-    str
-        The plan, to print.
 
     Raises
     ------
@@ -75,7 +87,7 @@ def plan(config: RunConfig, load: Workload, prompts: int | None) -> tuple[RunCon
         config = _chosen(config, choices[0].run)
     else:
         choices = [_predicted(config, subject, load, prompts)]
-    return config, plan_text(subject.hardware, choices, subject.limits)
+    return Plan(config, choices[0], plan_text(subject.hardware, choices, subject.limits))
 
 
 def _here(config: RunConfig) -> Subject:
