@@ -22,6 +22,7 @@ INSTALL = [
     "gguf>=0.10",  # reads .gguf files; `gguf.quants.dequantize` came with 0.10
     "tqdm>=4.66",  # progress bars of loading, prefill and decode
     "psutil>=5.9",  # free memory, for the plan that is made before anything is allocated
+    "scipy>=1.11",  # the linear programmes of --percent auto; 1.11 has wheels for Python 3.12
     "pyyaml>=6.0.1",  # --config and the resolved configs; 6.0.1 has the first wheels for 3.12
 ]
 

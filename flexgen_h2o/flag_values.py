@@ -5,7 +5,9 @@ What flags say together is for `run_config` and `cache_flags` to check.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from dataclasses import Field
 
 from flexgen_h2o.config import check_bool, check_int, check_number, parse_percent
@@ -35,7 +37,9 @@ def checked(spec: Field, value: object) -> object:
         case "float":
             check_number(flag, value, above=rules.get("above"), high=rules.get("high"))
         case "percent":
-            value = _six_percentages(value)
+            value = _percentages(value)
+        case "size":
+            value = parse_size(flag, value)
         case "ratios":
             value = _ratios(flag, value)
         case "path":
@@ -61,13 +65,30 @@ def _text(flag: str, value: object, *, several: bool = False) -> str | tuple[str
     return tuple(texts) if several else value
 
 
-def _six_percentages(value: object) -> tuple[float, ...]:
-    """Both forms of ``--percent`` as six numbers. YAML may give a list or ``0 100 100 0``."""
+def parse_size(flag: str, value: object) -> int:
+    """Bytes, from a number of them or a text such as ``6GB``, ``500 MB`` or ``1.5GiB``."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B|B)?", value.strip().upper())
+        if found is None:
+            raise UserError(f"{flag} takes bytes, or a size such as 6GB, 500MB or 1.5GiB, "
+                            f"got {value!r}")
+        number, prefix, binary = found.groups()
+        scale = (1024 if binary else 1000) ** (" KMGT".index(prefix) if prefix else 0)
+        value = float(number) * scale
+    check_number(flag, value, low=1)
+    return math.floor(value)
+
+
+def _percentages(value: object) -> tuple[float, ...] | str:
+    """Both forms of ``--percent`` as six numbers, or ``auto`` as it is.
+
+    YAML may give a list or ``0 100 100 0``.
+    """
     numbers = value.split() if isinstance(value, str) else value
     if not isinstance(numbers, (list, tuple)):
         raise UserError(f"--percent takes 4 or 6 numbers, got {value!r}")
     if list(numbers) == ["auto"]:
-        raise UserError("--percent auto is not yet supported: give 4 or 6 numbers")
+        return "auto"
     shares = [s for p in parse_percent(numbers) for s in (p.gpu, p.cpu)]
     return tuple(int(share) if share == int(share) else share for share in shares)
 

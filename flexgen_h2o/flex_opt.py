@@ -16,13 +16,14 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from flexgen_h2o import breakdown, report, results
 from flexgen_h2o.cli import Parser, exit_status, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name, load_yaml
+from flexgen_h2o.plan_flags import AUTO
 from flexgen_h2o.planning.rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
 from flexgen_h2o.text_files import json_texts, read_lines
@@ -108,9 +109,10 @@ def read_prompts(path: str) -> list[str]:
 
 
 def synthetic_prompts(config: RunConfig, vocab_size: int) -> list[list[int]]:
-    """Random token ids for each sequence of one block, the same for the same seed."""
+    """Random token ids for each sequence, of one block by default; the same for the same seed."""
     draw = random.Random(config.seed)
-    count = config.gpu_batch_size * config.num_gpu_batches
+    count = config.num_prompts or (
+        config.resolved_gpu_batch_size * config.resolved_num_gpu_batches)
     return [draw.choices(range(vocab_size), k=config.prompt_len) for _ in range(count)]
 
 
@@ -119,12 +121,14 @@ def workload(config: RunConfig, texts: Sequence[str]) -> Workload:
 
     A token has about four bytes of text; three leave some room. `LLM` plans again when it knows.
     """
-    prompt_len, batch, batches = config.prompt_len, config.gpu_batch_size, config.num_gpu_batches
+    prompt_len, count = config.prompt_len, len(texts) or config.num_prompts
+    batch, batches = config.resolved_gpu_batch_size, config.resolved_num_gpu_batches
     if texts:
         longest = max(len(text.encode("utf-8", "surrogatepass")) for text in texts)
         prompt_len = longest // 3 + 1
-        batch = min(batch, len(texts))
-        batches = min(batches, -(-len(texts) // batch))
+    if count:
+        batch = min(batch, count)
+        batches = min(batches, -(-count // batch))
     return Workload(prompt_len, config.gen_len, gpu_batch_size=batch, num_gpu_batches=batches)
 
 
@@ -134,10 +138,12 @@ def result_files(config: RunConfig) -> dict[str, str]:
     if not config.no_log:
         files["log_file"] = config.log_file
         if config.log_file == "auto":
-            percent = "-".join(f"{share:g}" for share in config.percent)
+            policy = config.policy()
+            percent = AUTO if config.percent == AUTO else "-".join(
+                f"{share:g}" for share in config.percent)
             model = Path(config.model).name or "model"
             files["log_file"] = (
-                f"flexgen_h2o-{model}-gbs{config.gpu_batch_size}-ngbs{config.num_gpu_batches}"
+                f"flexgen_h2o-{model}-gbs{policy.gpu_batch_size}-ngbs{policy.num_gpu_batches}"
                 f"-prompt{config.prompt_len}-gen{config.gen_len}-percent-{percent}"
                 f"{_weight_suffix(config)}{_cache_suffix(config)}.log"
             )
@@ -196,8 +202,20 @@ def check_results(files: dict[str, str]) -> None:
 def run(config: RunConfig) -> None:
     """Carry out a checked config: prompts in, texts, figures and files out."""
     texts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
-    files = result_files(config)
+    files = {} if config.plan_only else result_files(config)
     check_results(files)
+    best = None  # what a plan predicts
+    if config.percent == AUTO or config.plan_only:
+        from flexgen_h2o import planner  # only now: it loads scipy
+
+        plan = planner.plan(config, workload(config, texts), len(texts) or config.num_prompts)
+        if config.plan_only or config.verbose >= 1:
+            _print(plan.text)
+        if config.plan_only:
+            return
+        config, best = plan.config, plan.best
+        files = result_files(config)
+        check_results(files)
     trace = report.Trace(enabled=config.trace is not None or config.debug_mode is not None)
     from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
 
@@ -214,6 +232,8 @@ def run(config: RunConfig) -> None:
         dtype=config.dtype,
         offload_dir=config.offload_dir,
         seed=config.seed,
+        memory_limit=config.memory_limit,
+        device_memory_limit=config.device_memory_limit,
         progress=None if config.verbose else False,
         trace=trace,
         verbose=config.verbose >= 3,
@@ -221,7 +241,8 @@ def run(config: RunConfig) -> None:
     ) as llm:
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
         outputs = llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
-        stats = llm.stats
+        stats = llm.stats if best is None else replace(
+            llm.stats, predicted_prefill_seconds=best.prefill, predicted_decode_seconds=best.decode)
     summary = report.table(stats)
     if config.debug_mode == "breakdown":
         summary += f"\n\n{breakdown.table(trace.spans())}"

@@ -27,7 +27,7 @@ from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.models.positions import check_cache
 from flexgen_h2o.planning.free_memory import free_memory
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
@@ -86,6 +86,9 @@ class LLM:
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     seed : int
         Of dummy weights.
+    memory_limit, device_memory_limit : int, optional
+        Bytes of host memory and of the GPU's that are counted as free at most; PyTorch is held to
+        the latter.
     workload : Workload, optional
         Lengths and batch sizes to come: what cannot fit is refused before anything is loaded.
     progress : bool, optional
@@ -110,6 +113,7 @@ class LLM:
                  h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
                  attn_sparsity: float = 1.0, device: str = "auto", dtype: str = "auto",
                  weight_cache: str | None = "auto", offload_dir: str | None = None, seed: int = 0,
+                 memory_limit: int | None = None, device_memory_limit: int | None = None,
                  workload: Workload | None = None, progress: bool | None = None,
                  trace: Trace | None = None, verbose: bool = False):
         self.policy = policy or Policy()
@@ -118,6 +122,11 @@ class LLM:
         self._attn_sparsity = attn_sparsity
         _check_bits(weight_bits, cache_bits, h2o)
         _check_sparsity(attn_sparsity, h2o)
+        self._most = {"cpu": memory_limit, "gpu": device_memory_limit}
+        for name, most in (("memory_limit", memory_limit),
+                           ("device_memory_limit", device_memory_limit)):
+            if most is not None:
+                check_int(name, most, low=1)
         self._weight_cache = weight_cache
         self._offload_dir = offload_dir or OFFLOAD_DIR
         self._no_bars = None if progress is None else not progress
@@ -130,11 +139,12 @@ class LLM:
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
             self._device = open_device(device)
+            self._device.limit(device_memory_limit)
             with byte_bar("converting", off=self._no_bars) as bar:
                 self._source = find(model, path=path, dtype=dtype, bits=weight_bits,
                                     device=self._device, progress=bar)
             self.model_config = self._source.config
-            _check_positions(self.model_config, h2o)
+            check_cache(self.model_config, h2o)
             self._prompts = Prompts(self._source, model, h2o)
             if workload is not None:
                 self._plan(workload, loaded=False, show=verbose)
@@ -189,7 +199,6 @@ class LLM:
 
     def _plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
         """Refuse what does not fit, before it is allocated."""
-        limits = free_memory(self._offload_dir, self._device.free_bytes())
         form = self._source.form
         not_kept = form.bits != 16 and self._weight_cache is None
         plan = memory_plan(self.model_config, self.policy, workload,
@@ -197,9 +206,13 @@ class LLM:
                            writes_weights=self._source.dummy or not_kept,
                            cache=CacheOptions(self.h2o, self._cache_bits, self._attn_sparsity),
                            weights=WeightOptions(form.bits, form.group))
+        limits = free_memory(self._offload_dir, self._device.free_bytes())
+        if loaded:
+            limits = plan.before_loading(limits)
+        limits = limits.within(**self._most)
         if show:
             print(plan.table(limits), flush=True)
-        plan.check(limits, loaded=loaded)
+        plan.check(limits)
 
     def generate(self, prompts: Sequence[str | Sequence[int]], *, cut_gen_len: int | None = None,
                  **sampling) -> list[Output]:
@@ -401,15 +414,3 @@ def _check_sparsity(attn_sparsity: float, h2o: H2OConfig | None) -> None:
     if attn_sparsity < 1 and h2o is not None and (h2o.simulate or not h2o.is_full):
         raise UserError("attn_sparsity chooses among all that came before, and so nothing may be "
                         "evicted: leave it or h2o out")
-
-
-def _check_positions(config: ModelConfig, h2o: H2OConfig | None) -> None:
-    if h2o is None:
-        return
-    h2o.check_layers(config.num_layers)
-    if config.rope is None and h2o.positions == "rolling":
-        raise UserError(f"{config.name} adds learned positions to the embeddings: they can't roll "
-                        "with the cache; leave position rolling off")
-    if config.rope is not None and h2o.drop_positions:
-        raise UserError(f"{config.name} has rotary positions, of which there is no end to drop: "
-                        "leave --hh-long-seq off, or use position rolling")

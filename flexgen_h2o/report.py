@@ -141,7 +141,8 @@ class RunStats:
     block at rest, `full_kv_cache_bytes` what it would be with nothing evicted or compressed, and
     `kv_bytes_per_token` a cached token at rest, all layers together. `weight_bytes` are all weights
     at rest, their matrices in `weight_bits` (16: as `dtype` says). `links` is
-    `LinkStats.totals`. `projected` says that decode was extrapolated. A rate is None where its
+    `LinkStats.totals`. `projected` says that decode was extrapolated. `predicted_prefill_seconds`
+    and `predicted_decode_seconds` are what a plan said, if one was made. A rate is None where its
     time was not measured.
     """
 
@@ -167,6 +168,8 @@ class RunStats:
     weight_bits: int = 16
     links: dict[str, tuple[int, float]] = field(default_factory=dict)
     projected: bool = False
+    predicted_prefill_seconds: float | None = None
+    predicted_decode_seconds: float | None = None
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
@@ -245,6 +248,7 @@ def table(stats: RunStats) -> str:
          _figure(stats.prefill_tokens_per_second, "tokens/s")),
         ("decode", f"{stats.decode_seconds:.3f} s",
          _figure(stats.decode_tokens_per_second, "tokens/s") + mark),
+        *_prediction(stats),
         ("total throughput", _figure(stats.total_tokens_per_second, "tokens/s"),
          "generated / (prefill + decode)" + mark),
         ("latency per token", f"p50 {_figure(stats.latency_p50_seconds, 's')}",
@@ -258,6 +262,17 @@ def table(stats: RunStats) -> str:
         rows.append((link, f"{nbytes / GB:.3f} GB", rate + cut))
     width = max(len(row[1]) for row in rows[6:])  # the rows above have no third column to align
     return "\n".join(f"{a:<18} {b:<{width}}  {c.strip()}".rstrip() for a, b, c in rows)
+
+
+def _prediction(stats: RunStats) -> list[tuple[str, str, str]]:
+    """What a plan said of the times above, and its share of what they came to."""
+    if stats.predicted_prefill_seconds is None:
+        return []
+    prefill, decode = stats.predicted_prefill_seconds, stats.predicted_decode_seconds
+    measured = stats.prefill_seconds + stats.decode_seconds
+    share = over(prefill + decode, measured)
+    return [("predicted", f"{prefill:.3f} + {decode:.3f} s",
+             "" if share is None else f"{share:.2f} of prefill and decode")]
 
 
 def _of_the_weights(stats: RunStats) -> str:

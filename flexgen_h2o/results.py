@@ -32,7 +32,7 @@ CSV_COLUMNS = (
     *_TIERED, *_SWITCHES,
     "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "num_prompts",
     "prompt_tokens", "generated_tokens", "load_seconds", "prefill_seconds", "decode_seconds",
-    *RATES,
+    *RATES, "predicted_prefill_seconds", "predicted_decode_seconds",
     "peak_device_bytes", "peak_process_bytes", "weight_bytes",
     "kv_cache_bytes", "full_kv_cache_bytes", "kv_bytes_per_token",
     *(f"{link.replace('->', '_to_')}_{unit}" for link in LINKS for unit in ("gb", "gb_per_s")),

@@ -29,8 +29,10 @@ from flexgen_h2o.config import (
 )
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import checked, flag_name, ratio_file
+from flexgen_h2o.plan_flags import AUTO, GOALS, PlanFlags
 
-GROUPS = ("model", "input", "batch and lengths", "policy", "cache", "sampling", "results")
+GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", "sampling",
+          "results")
 
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _Made = TypeVar("_Made")
@@ -39,10 +41,10 @@ _Made = TypeVar("_Made")
 def _flag(group: str, kind: str, default: object, *, help: str, **rules: object):
     """A field and the metadata of its flag.
 
-    `group` is one of `GROUPS`; `kind` is text, path, texts, percent, ratios, int, float or bool.
-    Rules: `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the bare
-    flag), `shown` (the default in words), and `coming` (True: anything but the default is refused
-    until the feature is there).
+    `group` is one of `GROUPS`; `kind` is text, path, texts, percent, ratios, size, int, float or
+    bool. Rules: `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the
+    bare flag), `shown` (the default in words), and `coming` (True: anything but the default is
+    refused until the feature is there).
     """
     return field(default=default, metadata={"group": group, "kind": kind, "help": help, **rules})
 
@@ -97,6 +99,10 @@ class RunConfig:
         "input", "path", None, metavar="FILE.yaml", shown="none",
         help="read flags from a file (underscores for dashes); the command line overrides it",
     )
+    num_prompts: int | None = _flag(
+        "batch and lengths", "int", None, low=1, shown="a block",
+        help="synthetic prompts, in as many blocks as they take",
+    )
     prompt_len: int = _flag(
         "batch and lengths", "int", 512, low=1,
         help="length of each synthetic prompt (random token ids, EOS ignored), in tokens",
@@ -108,21 +114,24 @@ class RunConfig:
         "batch and lengths", "int", None, low=1, shown="all of --gen-len",
         help="stop after this many tokens and project the times to --gen-len",
     )
-    gpu_batch_size: int = _flag(
-        "batch and lengths", "int", 4, low=1, help="sequences computed together",
+    gpu_batch_size: int | None = _flag(
+        "batch and lengths", "int", None, low=1,
+        shown=f"{Policy.gpu_batch_size}; chosen with --percent auto",
+        help="sequences computed together",
     )
-    num_gpu_batches: int = _flag(
-        "batch and lengths", "int", 1, low=1,
+    num_gpu_batches: int | None = _flag(
+        "batch and lengths", "int", None, low=1,
+        shown=f"{Policy.num_gpu_batches}; chosen with --percent auto",
         help="GPU batches of a block, which share each load of a layer's weights",
     )
     prefill_chunk: int | None = _flag(
         "batch and lengths", "int", None, low=1, shown="the whole prompt",
         help="read prompts in pieces of this many tokens, which takes less memory",
     )
-    percent: tuple[float, ...] = _flag(
+    percent: tuple[float, ...] | str = _flag(
         "policy", "percent", (100, 0, 100, 0, 100, 0), metavar="P",
         help="percent of weights on gpu, cpu; of cache on gpu, cpu; of activations on gpu, cpu "
-        "(100 0 if left out); the rest is on disk",
+        "(100 0 if left out); the rest is on disk. auto: what is fastest here, by measurement",
     )
     overlap: bool = _flag("policy", "bool", True, help="run transfers beside compute")
     pin_weight: bool = _flag(
@@ -137,6 +146,34 @@ class RunConfig:
     offload_dir: str = _flag(
         "policy", "path", OFFLOAD_DIR, metavar="DIR",
         help="folder for what the disk tier writes; emptied at exit",
+    )
+    goal: str = _flag(
+        "planning", "text", GOALS[0], choices=GOALS,
+        help="what --percent auto is for: most tokens per second, or the least time of a block, of "
+        "one sequence unless batch sizes are given",
+    )
+    allow_compression: bool = _flag(
+        "planning", "bool", False,
+        help="let --percent auto choose bits of weights and cache too, where they are not given",
+    )
+    plan_only: bool = _flag(
+        "planning", "bool", False, help="print the plan and what it predicts; run nothing",
+    )
+    recalibrate: bool = _flag(
+        "planning", "bool", False,
+        help="measure this machine anew for the plan, not only the first time",
+    )
+    hardware: str | None = _flag(
+        "planning", "path", None, metavar="FILE.yaml", shown="this machine",
+        help="plan for the machine in this file (with --plan-only)",
+    )
+    memory_limit: int | None = _flag(
+        "planning", "size", None, metavar="SIZE", shown="what is free",
+        help="most host memory to take, such as 6GB or 1.5GiB",
+    )
+    device_memory_limit: int | None = _flag(
+        "planning", "size", None, metavar="SIZE", shown="what is free",
+        help="most memory of the GPU to take",
     )
     eviction: str = _flag(
         "cache", "text", "h2o", choices=EVICTIONS,
@@ -260,6 +297,7 @@ class RunConfig:
         self._check_files(ratio_files)
         self._check_bits()
         # These check what they are made of.
+        self._make(PlanFlags)
         self.policy()
         self.h2o()
         for name in _ONLY_WHEN_SAMPLING:
@@ -292,9 +330,11 @@ class RunConfig:
     def _check_files(self, ratio_files: Mapping[str, str | None]) -> None:
         if self.prompt and self.prompts:
             raise UserError("give --prompt or --prompts, not both")
+        if self.num_prompts is not None and not self.synthetic:
+            raise UserError("--num-prompts counts synthetic prompts: leave it out, or the texts")
         if self.prompts and not self.prompts.endswith((".txt", ".jsonl")):
             raise UserError(f"--prompts must name a .txt or .jsonl file, got {self.prompts!r}")
-        named = ("prompts", "config", "output", "csv", "trace", "log_file")
+        named = ("prompts", "config", "hardware", "output", "csv", "trace", "log_file")
         files = {**ratio_files, **{name: getattr(self, name) for name in named}}
         seen: dict[str, str] = {}
         for name, path in files.items():
@@ -308,6 +348,16 @@ class RunConfig:
     def synthetic(self) -> bool:
         """Whether prompts are random token ids, as no text is given."""
         return not self.prompt and self.prompts is None
+
+    @property
+    def resolved_gpu_batch_size(self) -> int:
+        """Sequences computed together."""
+        return self.gpu_batch_size or Policy.gpu_batch_size
+
+    @property
+    def resolved_num_gpu_batches(self) -> int:
+        """GPU batches of a block."""
+        return self.num_gpu_batches or Policy.num_gpu_batches
 
     @property
     def resolved_cache_bits(self) -> int:
@@ -327,11 +377,15 @@ class RunConfig:
     def _make(self, cls: type[_Made], **others: object) -> _Made:
         """A `cls` of `others`; its other fields are the flags of the same names, or left alone."""
         names = {spec.name for spec in fields(cls)} & {spec.name for spec in fields(self)}
-        return cls(**{name: getattr(self, name) for name in names}, **others)
+        return cls(**{name: getattr(self, name) for name in names} | others)
 
     def policy(self) -> Policy:
-        """The placements, batch sizes and overlap of the run."""
-        return self._make(Policy, **dict(zip(PLACED, parse_percent(self.percent), strict=True)))
+        """The placements, batch sizes and overlap of the run; defaults for what is yet to plan."""
+        percent = RunConfig.percent if self.percent == AUTO else self.percent
+        return self._make(
+            Policy, gpu_batch_size=self.resolved_gpu_batch_size,
+            num_gpu_batches=self.resolved_num_gpu_batches,
+            **dict(zip(PLACED, parse_percent(percent), strict=True)))
 
     def h2o(self) -> H2OConfig | None:
         """What stays cached; None for everything, with nothing else asked for."""

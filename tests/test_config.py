@@ -294,7 +294,7 @@ def test_run_config_refusals(values, match):
 
 
 @pytest.mark.parametrize("values", [
-    {"sep_layer": True}, {"percent": ["auto"]}, {"percent": "auto"},
+    {"sep_layer": True},
 ])
 def test_what_is_to_come_is_refused(values):
     message = refused(lambda: RunConfig.from_mapping(values), "not yet")
@@ -571,7 +571,7 @@ def test_unknown_keys_get_a_suggestion():
 def test_defaults_are_flexgens():
     config = RunConfig()
     assert (config.model, config.prompt_len, config.gen_len) == ("facebook/opt-6.7b", 512, 32)
-    assert (config.gpu_batch_size, config.num_gpu_batches) == (4, 1)
+    assert (config.resolved_gpu_batch_size, config.resolved_num_gpu_batches) == (4, 1)
     assert config.policy() == Policy()
     assert config.synthetic and config.sampling().eos_token_id == -1
 

@@ -48,7 +48,7 @@ ORDER = """
     cache.kv_cache
 
     models.model_config
-    models.shapes
+    models.shapes  models.positions
     models.spec
     models.layers
     models.opt  models.llama  models.gpt_neox
@@ -69,13 +69,17 @@ ORDER = """
 
     planning  planning.free_memory  planning.rows  planning.hardware
     planning.memory_plan  planning.hardware_file
+    planning.cost
+    planning.placing
+    planning.search
     planning.rates
     planning.calibrate
     llm
     flag_values
-    cache_flags  cli
+    planning.plan_text
+    cache_flags  plan_flags  cli
     run_config
-    results
+    planner  results
     flex_opt
     tasks  tasks.articles  tasks.configurations
     tasks.plots  tasks.measures
@@ -95,9 +99,10 @@ DYNAMIC = {
 TORCH_FREE = (
     "flexgen_h2o", "errors", "config", "report", "breakdown", "planning",
     "planning.free_memory", "planning.rows", "planning.memory_plan", "planning.hardware",
-    "planning.hardware_file",
+    "planning.hardware_file", "planning.cost", "planning.placing", "planning.search",
+    "planning.plan_text", "plan_flags", "planner",
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
-    "models", "models.model_config", "models.shapes", "models.spec",
+    "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
     "storage.quantization", "cache", "cache.budget", "cache.seats",
 )

@@ -126,7 +126,7 @@ def test_loaded_weights_are_not_counted_twice():
     left = MemoryLimits(None, plan.total("cpu") - rows(plan)["weights"][1], 0)
     with pytest.raises(UserError):
         plan.check(left)
-    plan.check(left, loaded=True)
+    plan.check(plan.before_loading(left))
 
 
 def test_weights_go_to_disk_first_then_the_cache():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from flexgen_h2o.cache.budget import cached
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.engine.batching import Request
 from flexgen_h2o.engine.loader import Source, load_tokenizer
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.positions import check_length
 
 
 class Prompts:
@@ -80,29 +80,9 @@ class Prompts:
 
     def check_lengths(self, requests: list[Request], new_tokens: int) -> None:
         """Refuse what would run past the model's positions."""
-        config, h2o = self._config, self._h2o
-        if h2o is not None and h2o.drop_positions:
-            return
         longest = max(requests, key=lambda request: len(request.prompt))
-        length, limit = len(longest.prompt), config.max_positions
-        if config.sliding_window is not None:
-            limit = min(limit, config.sliding_window)
-        if length > limit:
-            raise UserError(f"prompt {longest.key} has {length} tokens, more than the model's "
-                            f"{limit} positions: shorten it")
-        # The last new token is never computed, and so needs no position.
-        needed, advice = length + new_tokens - 1, ""
-        if h2o is not None and not h2o.is_full and config.rope is not None:
-            advice = ", or let positions roll with the cache (--enable-position-rolling)"
-            if h2o.positions == "rolling":
-                # A place in the cache is all that counts; the new token has one beside the slots.
-                needed = min(needed, 1 + max(cached(h2o, layer, length, new_tokens - 1)
-                                             for layer in range(config.num_layers)))
-                advice = ", or lower the budget"
-        if needed > limit:
-            raise UserError(f"prompt {longest.key} of {length} tokens and {new_tokens} new ones "
-                            f"exceed the model's {limit} positions: generate at most "
-                            f"{limit - length + 1}{advice}")
+        check_length(self._config, self._h2o, prompt=f"prompt {longest.key}",
+                     length=len(longest.prompt), new_tokens=new_tokens)
 
 
 def _token_ids(tokens, what: str) -> list[int]:

@@ -21,6 +21,7 @@ import torch
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
+from flexgen_h2o.models.spec import read_config
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -59,28 +60,6 @@ class Keep:
 def converted() -> Keep:
     """Where whole converted models are kept."""
     return Keep(cache_dir() / "converted", "set FLEXGEN_H2O_CACHE to another folder")
-
-
-def read_config(folder: Path) -> dict:
-    """The `config.json` of a Hugging Face folder.
-
-    Raises
-    ------
-    UserError
-        If it is missing or not a JSON object.
-    """
-    path = Path(folder) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path} ({error.strerror}); give a folder with a Hugging Face model"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {' '.join(str(error).split())}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return config
 
 
 def converted_folder(folder: Path, dtype: str, progress: Progress | None = None) -> Path:

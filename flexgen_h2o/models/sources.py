@@ -11,8 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.convert import Progress, cache_dir, converted_folder, read_config
+from flexgen_h2o.models.convert import Progress, cache_dir, converted_folder
 from flexgen_h2o.models.from_gguf import convert_gguf
+from flexgen_h2o.models.spec import read_config
 
 __all__ = ["cache_dir", "checkpoint_folder", "converted_folder", "gguf_of", "read_config"]
 

@@ -5,8 +5,10 @@ Imports neither torch nor transformers: the memory plan needs the sizes before t
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.errors import UserError
@@ -23,7 +25,7 @@ from flexgen_h2o.models.model_config import (
 from flexgen_h2o.models.shapes import DEFAULTS, PUBLISHED, SAME_AS
 
 __all__ = ["ACTIVATIONS", "ROPE_KINDS", "ROW_BLOCK", "ModelConfig", "ModelWeights", "RopeConfig",
-           "TensorSpec", "from_transformers", "published", "renamed"]
+           "TensorSpec", "from_transformers", "published", "read_config", "renamed"]
 
 
 def published(name: str) -> ModelConfig | None:
@@ -43,6 +45,28 @@ def published(name: str) -> ModelConfig | None:
         if name.lower() in (full.lower(), full.lower().split("/")[1]):
             return from_transformers(PUBLISHED[SAME_AS.get(full, full)], name)
     return None
+
+
+def read_config(folder: Path) -> dict:
+    """The `config.json` of a Hugging Face folder.
+
+    Raises
+    ------
+    UserError
+        If it is missing or not a JSON object.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path} ({error.strerror}); give a folder with a Hugging Face model"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return config
 
 
 def from_transformers(config: Any, name: str) -> ModelConfig:

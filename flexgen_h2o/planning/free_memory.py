@@ -23,6 +23,14 @@ class MemoryLimits:
         """Free bytes of a tier, or None for a GPU that is not there."""
         return getattr(self, f"{tier}_bytes")
 
+    def within(self, cpu: int | None, gpu: int | None) -> MemoryLimits:
+        """These, but at most so many bytes of host memory and of the GPU; None: no bound."""
+        def bound(free: int | None, most: int | None) -> int | None:
+            return free if None in (free, most) else min(free, most)
+
+        return MemoryLimits(bound(self.gpu_bytes, gpu), bound(self.cpu_bytes, cpu),
+                            self.disk_bytes)
+
 
 def free_memory(offload_dir: str | os.PathLike, device_free: int | None) -> MemoryLimits:
     """What is free now: host memory within the cgroup's limit, and disk under `offload_dir`.

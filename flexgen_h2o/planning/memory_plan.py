@@ -55,14 +55,8 @@ class MemoryPlan:
         return tuple(tier for tier in TIERS
                      if limits.free(tier) is not None and self.total(tier) > limits.free(tier))
 
-    def check(self, limits: MemoryLimits, *, loaded: bool = False) -> None:
-        """Raise `UserError` with sums, limits and a placement that fits, unless this one does.
-
-        `loaded`: the weights and their buffers are in place already, so that `limits`, measured
-        since, leave them out; what they take is counted as free again.
-        """
-        if loaded:
-            limits = self._before_loading(limits)
+    def check(self, limits: MemoryLimits) -> None:
+        """Raise `UserError` with sums, limits and a placement that fits, unless this one does."""
         short = self.shortfalls(limits)
         if not short:
             return
@@ -76,10 +70,11 @@ class MemoryPlan:
             advice = ("no --percent would fit: lower --gpu-batch-size, --num-gpu-batches or "
                       "--gen-len, or take a smaller model")
         else:
-            advice = f"--percent {_percent(fitting)} would fit"
+            advice = f"--percent {percent_text(fitting)} would fit"
         raise UserError(f"the run does not fit. {sums}. {advice}")
 
-    def _before_loading(self, limits: MemoryLimits) -> MemoryLimits:
+    def before_loading(self, limits: MemoryLimits) -> MemoryLimits:
+        """What was free before the weights and their buffers came, of `limits` measured since."""
         gpu, cpu, disk = (
             sum(getattr(row, tier) for row in self.rows if row.name in WEIGHT_ROWS)
             for tier in TIERS)
@@ -108,6 +103,12 @@ class MemoryPlan:
                 # No slower tier is below the disk.
                 policy = None if "disk" in short else _move(policy, short[0], self.run.has_gpu)
         return None
+
+    def summary(self, limits: MemoryLimits) -> str:
+        """The sums and what is free, in a line."""
+        tiers = TIERS if self.run.has_gpu else TIERS[1:]
+        return ", ".join(f"{_NAMES[tier]} {self.total(tier) / GB:.1f} of {_gb(limits.free(tier))}"
+                         for tier in tiers)
 
     def table(self, limits: MemoryLimits | None = None) -> str:
         """The plan as text: GB of each row on each tier, the sums, and what is free."""
@@ -177,7 +178,7 @@ def _move(policy: Policy, tier: str, has_gpu: bool) -> Policy | None:
     return None
 
 
-def _percent(policy: Policy) -> str:
+def percent_text(policy: Policy) -> str:
     """The six numbers of ``--percent`` for a policy's placements."""
     placements = [getattr(policy, kind) for kind in PLACED]
     return " ".join(f"{share:g}" for p in placements for share in (p.gpu, p.cpu))

@@ -134,6 +134,15 @@ class Device:
         """A stamp on the clock of `time.perf_counter`; its point must have been reached."""
         return stamp
 
+    def limit(self, nbytes: int | None) -> None:
+        """Let this process take no more of the device's memory; None: all.
+
+        Raises `UserError` where there is none of its own.
+        """
+        if nbytes is not None:
+            raise UserError("--device-memory-limit has no effect without a GPU: give "
+                            "--memory-limit")
+
     def begin_run(self) -> None:
         """Start measuring anew: the clock's base and `peak_bytes`."""
 
@@ -229,6 +238,11 @@ class CudaDevice(Device):
 
     def seconds(self, stamp) -> float:
         return self._base_seconds + self._base.event.elapsed_time(stamp.event) / 1e3
+
+    def limit(self, nbytes: int | None) -> None:
+        total = torch.cuda.mem_get_info(self.torch)[1]
+        share = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch)

@@ -1,0 +1,54 @@
+"""What a model's positions allow: which caches, and how long a text may get. No torch."""
+
+from __future__ import annotations
+
+from flexgen_h2o.cache.budget import cached
+from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.model_config import ModelConfig
+
+
+def check_cache(config: ModelConfig, h2o: H2OConfig | None) -> None:
+    """Raise `UserError` for options of the cache that a model has no layers or positions for."""
+    if h2o is None:
+        return
+    h2o.check_layers(config.num_layers)
+    if config.rope is None and h2o.positions == "rolling":
+        raise UserError(f"{config.name} adds learned positions to the embeddings: they can't roll "
+                        "with the cache; leave position rolling off")
+    if config.rope is not None and h2o.drop_positions:
+        raise UserError(f"{config.name} has rotary positions, of which there is no end to drop: "
+                        "leave --hh-long-seq off, or use position rolling")
+
+
+def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, length: int,
+                 new_tokens: int) -> None:
+    """Raise `UserError` for what would run past the model's positions.
+
+    Parameters
+    ----------
+    prompt : str
+        What to call the prompt.
+    length, new_tokens : int
+        Tokens of the prompt, and those to generate.
+    """
+    if h2o is not None and h2o.drop_positions:
+        return
+    limit = config.max_positions
+    if config.sliding_window is not None:
+        limit = min(limit, config.sliding_window)
+    if length > limit:
+        raise UserError(f"{prompt} has {length} tokens, more than the model's {limit} positions: "
+                        "shorten it")
+    # The last new token is never computed, and so needs no position.
+    needed, advice = length + new_tokens - 1, ""
+    if h2o is not None and not h2o.is_full and config.rope is not None:
+        advice = ", or let positions roll with the cache (--enable-position-rolling)"
+        if h2o.positions == "rolling":
+            # A place in the cache is all that counts; the new token has one beside the slots.
+            needed = min(needed, 1 + max(cached(h2o, layer, length, new_tokens - 1)
+                                         for layer in range(config.num_layers)))
+            advice = ", or lower the budget"
+    if needed > limit:
+        raise UserError(f"{prompt} of {length} tokens and {new_tokens} new ones exceed the model's "
+                        f"{limit} positions: generate at most {limit - length + 1}{advice}")

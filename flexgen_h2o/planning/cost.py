@@ -1,0 +1,325 @@
+"""The cost model: how long a block takes on a machine, and what it waits for. No torch.
+
+As in FlexGen (arXiv 2303.06865, section 4.3), for this engine's schedule: a stop of it (embedding,
+decoder layer, head) takes, for all batches of a block, as long as the busiest resource does; with
+overlap off they take turns. All seconds are affine in the shares of the placements, which is what
+`search` makes a linear programme of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexgen_h2o.cache.budget import cached
+from flexgen_h2o.config import PLACED, TIERS
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.model_config import ROW_BLOCK
+from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.rows import CHUNK_ROWS, TAIL_TOKENS, PlannedRun
+from flexgen_h2o.report import LINKS
+from flexgen_h2o.storage.placement import split
+
+COMPUTE, HOST = "compute", "cpu attention"
+RESOURCES = (COMPUTE, HOST, *LINKS)
+TERMS = (None, *((kind, tier) for kind in PLACED for tier in TIERS))
+"""What seconds are affine in: a constant, and the share (1: all) of each kind on each tier."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One stop of the schedule, for all batches of a block.
+
+    Attributes
+    ----------
+    count : float
+        How often it comes in its phase.
+    lanes : float array [lanes, TERMS]
+        Seconds of what runs side by side: the stop takes as long as the largest.
+    seconds : float array [RESOURCES, TERMS]
+        Seconds of each resource alone.
+    """
+
+    count: float
+    lanes: np.ndarray
+    seconds: np.ndarray
+
+    def elapsed(self, shares: np.ndarray) -> np.ndarray:
+        """Seconds in the phase, for `shares` [TERMS] or, of many placements, [TERMS, n]."""
+        return self.count * (self.lanes @ shares).max(axis=0)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of the prefill, or of a mean decode step, and those of each resource alone."""
+
+    seconds: float
+    resources: Mapping[str, float]
+
+    @property
+    def binding(self) -> str:
+        """The resource that is busy the longest."""
+        return max(self.resources, key=self.resources.get)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a block takes: `prefill`, then so many `steps` like `step`, for `generated` tokens."""
+
+    prefill: Phase
+    step: Phase
+    steps: int
+    generated: int
+
+    @property
+    def seconds(self) -> float:
+        """Prefill and decode."""
+        return self.prefill.seconds + self.steps * self.step.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens / (prefill + decode) seconds."""
+        return self.generated / self.seconds
+
+
+def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
+    """How long the block of `run` takes on a machine.
+
+    Parameters
+    ----------
+    hardware : Hardware
+        Has a GPU if the run has one, and rates for its bits.
+    run : PlannedRun
+        As the memory plan takes it. Shares of weights are taken as exact in each layer, and in the
+        head too, although placement is by whole tensors.
+    """
+    shares, load = shares_of(run), run.workload
+    phases = []
+    for stops in stops_of(hardware, run):
+        alone = sum(stop.count * (stop.seconds @ shares) for stop in stops)
+        phases.append(Phase(float(sum(stop.elapsed(shares) for stop in stops)),
+                            {name: float(alone[row]) for row, name in enumerate(RESOURCES)}))
+    sequences = load.gpu_batch_size * load.num_gpu_batches
+    return Estimate(*phases, steps=load.gen_len - 1, generated=sequences * load.gen_len)
+
+
+def shares_of(run: PlannedRun) -> np.ndarray:
+    """The shares of a run's placements by `TERMS`; of the cache, what whole sequences make."""
+    policy, batch = run.policy, run.workload.gpu_batch_size
+    sequences = (count / batch for count in split(batch, policy.cache))
+    return np.array([1, *policy.weights.fractions(), *sequences, *policy.activations.fractions()])
+
+
+def stops_of(hardware: Hardware, run: PlannedRun) -> tuple[tuple[Stop, ...], tuple[Stop, ...]]:
+    """The stops of the prefill, and those of a mean decode step, whatever the placements are."""
+    costs = _Costs(hardware, run)
+    layers, sweeps = run.model.num_layers, costs.sweeps
+    rows = run.workload.gpu_batch_size
+    prompt_rows = rows * costs.prompt / sweeps
+    prefill = (costs.embedding(prompt_rows, sweeps), costs.prompt_layer(sweeps * layers),
+               costs.head(prompt_rows, sweeps))
+    return prefill, (costs.embedding(rows, 1), costs.token_layer(layers), costs.head(rows, 1))
+
+
+class _Tally:
+    """Sums up what a stop takes of each resource, by `TERMS`."""
+
+    def __init__(self, hardware: Hardware):
+        self._hardware = hardware
+        self.seconds = np.zeros((len(RESOURCES), len(TERMS)))
+
+    def add(self, resource: str, seconds: float, term: tuple[str, str] | None = None) -> None:
+        """Seconds of a resource, whatever the placements are or times the share of a term."""
+        self.seconds[RESOURCES.index(resource), TERMS.index(term)] += seconds
+
+    def link(self, name: str, nbytes: float, term: tuple[str, str]) -> None:
+        """Bytes times the share of a term over a link."""
+        self.add(name, nbytes / self._hardware.links[name], term)
+
+    def bring(self, kind: str, nbytes: float, tiers: tuple[str, ...] = TIERS[1:]) -> None:
+        """Bytes of which the shares on `tiers` come to compute memory."""
+        for tier in tiers:
+            if tier == "disk":
+                self.link("disk->cpu", nbytes, (kind, tier))
+            if self._hardware.has_gpu:
+                self.link("cpu->gpu", nbytes, (kind, tier))
+
+    def send(self, kind: str, nbytes: float, tiers: tuple[str, ...] = TIERS[1:]) -> None:
+        """Bytes of which the shares on `tiers` leave compute memory."""
+        for tier in tiers:
+            if tier == "disk":
+                self.link("cpu->disk", nbytes, (kind, tier))
+            if self._hardware.has_gpu:
+                self.link("gpu->cpu", nbytes, (kind, tier))
+
+
+class _Costs:
+    """Makes the stops of a run: a mean layer in a mean sweep, for all batches of a block."""
+
+    def __init__(self, hardware: Hardware, run: PlannedRun):
+        if run.attends_on_host and hardware.host_attention is None:
+            raise UserError(f"{hardware.name} says nothing of attention on its CPU: leave "
+                            "--cpu-cache-compute out")
+        self._hardware = hardware
+        self._compute = hardware.compute
+        self._run = run
+        self._model = model = run.model
+        self.prompt = run.workload.prompt_len
+        self.sweeps = math.ceil(self.prompt / run.sweep_rows)
+        self._batches = run.workload.num_gpu_batches
+        self._sequences = self._batches * run.workload.gpu_batch_size
+        self._layer = model.layer_shapes()
+        self._record = run.cache.record_bytes(model, run.itemsize)
+        self._slots = sum(run.cache.layer_slots(model, run.workload)) / model.num_layers
+
+    def _stop(self, count: float, tally: _Tally) -> Stop:
+        """What runs side by side: all resources, or with overlap off none of them."""
+        policy, seconds = self._run.policy, tally.seconds
+        lanes = seconds if policy.overlap else seconds.sum(axis=0, keepdims=True)
+        if policy.overlap and self._batches == 1:
+            # The GPU has no other batch to compute while the host attends.
+            lanes = np.vstack((seconds[:2].sum(axis=0), seconds[2:]))
+        return Stop(count, lanes, seconds)
+
+    def embedding(self, rows: float, count: int) -> Stop:
+        """Rows of a batch looked up where the table is; only they travel."""
+        tally = _Tally(self._hardware)
+        tally.bring("weights", self._batches * rows * self._model.embed_dim * self._run.itemsize)
+        tally.send("activations", self._hidden(rows))
+        return self._stop(count, tally)
+
+    def head(self, rows: float, count: int) -> Stop:
+        """Logits of one row of each sequence, once in a phase; the matrix comes in each sweep."""
+        model, run, batch = self._model, self._run, self._run.workload.gpu_batch_size
+        tally = _Tally(self._hardware)
+        matrix = (model.vocab_size, model.embed_dim)
+        tally.bring("weights", run.weights.matrix_bytes(matrix, run.itemsize))
+        tally.bring("activations", self._hidden(rows))
+        logits = batch * model.vocab_size / 1e9
+        seconds = (self._products(batch, math.prod(matrix))
+                   + logits * self._compute.logit_seconds)
+        tally.add(COMPUTE, self._batches * seconds / count)
+        return self._stop(count, tally)
+
+    def prompt_layer(self, count: int) -> Stop:
+        """A decoder layer with a part of all prompts."""
+        tokens, batch = self.prompt / self.sweeps, self._run.workload.gpu_batch_size
+        # Chunks are cut between sequences.
+        together = min(batch, max(1, int(CHUNK_ROWS[self._run.has_gpu] // tokens)))
+        tally = self._rows(batch * tokens)
+        for sequences, chunks in ((together, batch // together), (batch % together, 1)):
+            if sequences:
+                tally.add(COMPUTE, self._batches * chunks * self._row_seconds(sequences * tokens))
+        tally.add(COMPUTE, self._sequences * self._prompt_attention() / self.sweeps)
+        self._prompt_cache(tally)
+        return self._stop(count, tally)
+
+    def token_layer(self, count: int) -> Stop:
+        """A decoder layer with one new token of each sequence."""
+        batch = self._run.workload.gpu_batch_size
+        tally = self._rows(batch)
+        tally.add(COMPUTE, self._batches * self._row_seconds(batch))
+        self._token_attention(tally)
+        return self._stop(count, tally)
+
+    def _rows(self, rows: float) -> _Tally:
+        """A decoder layer's weights, and the hidden states of `rows` in each batch both ways."""
+        tally = _Tally(self._hardware)
+        tally.bring("weights", self._run.weights.part_bytes(self._layer, self._run.itemsize))
+        tally.bring("activations", self._hidden(rows))
+        tally.send("activations", self._hidden(rows))
+        return tally
+
+    def _hidden(self, rows: float) -> float:
+        """Bytes of hidden states of so many rows in each batch."""
+        return self._batches * rows * self._model.hidden_size * self._run.itemsize
+
+    def _row_seconds(self, rows: float) -> float:
+        """All of a decoder layer but attention, for rows that go through it together."""
+        compute, elements = self._compute, sum(map(math.prod, self._layer.matrices))
+        blocks, rest = divmod(rows, ROW_BLOCK)
+        products = blocks * self._products(ROW_BLOCK, elements)
+        if rest:
+            products += self._products(rest, elements)
+        hidden = rows * self._model.hidden_size / 1e9
+        return products + hidden * compute.elementwise + compute.layer_seconds
+
+    def _products(self, rows: float, weights: int) -> float:
+        """Seconds of products of so many rows with so many weights."""
+        table = self._compute.linear[self._run.weights.bits]
+        return weights / 1e9 * interpolate(table, rows)
+
+    def _prompt_attention(self) -> float:
+        """Causal attention over a whole prompt, with scores in the layers that need them."""
+        run, model, rates = self._run, self._model, self._compute.prefill_attention
+        pairs = self.prompt * (self.prompt + 1) / 2
+        scored = 0.0
+        if run.cache.evicts and run.cache.h2o.scored:
+            scored = len(run.evicting_layers) / model.num_layers
+        flops = 4 * model.head_dim * model.num_heads * pairs
+        return flops * (scored / rates["scored"] + (1 - scored) / rates["plain"])
+
+    def _prompt_cache(self, tally: _Tally) -> None:
+        """The cut cache is written once. Until then, prompts in pieces go to and fro whole."""
+        run, model, sweeps = self._run, self._model, self.sweeps
+        plain = self._sequences * 2 * model.kv_size * run.itemsize
+        cut = self._sequences * self._slots * self._record
+        fetched = ("cpu", "disk")
+        if run.attends_on_host:
+            fetched = ("disk",)
+            # There whole prompts go down to be cut.
+            tally.link("gpu->cpu", plain * self.prompt / sweeps, ("cache", "cpu"))
+        if run.gathers_prompts:
+            tally.bring("cache", plain * self.prompt * (sweeps - 1) / sweeps)
+            tally.send("cache", plain * self.prompt * (sweeps - 1) / sweeps)
+            tally.send("cache", cut / sweeps, fetched)
+        else:
+            tally.bring("cache", cut * (sweeps - 1) / sweeps, fetched)
+            tally.send("cache", cut, fetched)
+
+    def _token_attention(self, tally: _Tally) -> None:
+        """Attention where the cache is brought or lies, and the new records on their way back."""
+        run, model, hardware = self._run, self._model, self._hardware
+        read, new = self._attended() * self._record, self._sequences * self._record
+        for tier in TIERS:
+            host = tier == "cpu" and run.attends_on_host
+            by = hardware.host_attention if host else hardware.compute
+            each = read / by.decode_attention[run.cache.bits] + model.num_kv_heads * by.head_seconds
+            tally.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
+        whole = self._sequences * self._slots * self._record
+        if run.attends_on_host:
+            rows = self._sequences * run.itemsize
+            tally.link("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
+            tally.link("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
+        elif run.has_gpu:
+            tally.bring("cache", whole, ("cpu",))
+            tally.send("cache", new, ("cpu",))
+        tally.bring("cache", whole, ("disk",))
+        if run.has_gpu:
+            tally.link("gpu->cpu", new, ("cache", "disk"))
+        tally.link("cpu->disk", whole / TAIL_TOKENS, ("cache", "disk"))
+
+    def _attended(self) -> float:
+        """Tokens that a new one attends to, itself too: a mean over layers and decode steps."""
+        run, load = self._run, self._run.workload
+        steps, total = max(load.gen_len - 1, 1), 0.0
+        for layer in range(self._model.num_layers):
+            first, last = (cached(run.cache.h2o, layer, load.prompt_len, new)
+                           for new in (0, steps - 1))
+            growing = last - first  # a token each step, up to the budget
+            total += (growing + 1) * (first + last) / 2 + (steps - 1 - growing) * last
+        return total / steps / self._model.num_layers + 1
+
+
+def interpolate(table: Mapping[int, float], rows: float) -> float:
+    """Seconds at so many rows: log-log between two points, constant below the first of them, and
+    above the last in proportion to rows.
+    """
+    points = sorted(table)
+    if rows >= points[-1]:
+        return table[points[-1]] * rows / points[-1]
+    return float(np.exp(np.interp(np.log(rows), np.log(points),
+                                  np.log([table[point] for point in points]))))

@@ -1,0 +1,217 @@
+"""Where the data of one batch shape goes: a linear programme, rounded and held to the memory plan.
+
+Seconds are affine in the shares of the placements (see `cost`), and so are bytes but for a few
+buffers; the least time is then a linear programme (FlexGen, arXiv 2303.06865, section 4.3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import linprog
+
+from flexgen_h2o.config import PLACED, TIERS, Placement, Policy
+from flexgen_h2o.planning.cost import TERMS, shares_of, stops_of
+from flexgen_h2o.planning.free_memory import MemoryLimits
+from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.storage.placement import split
+
+_SHARES = TERMS[1:]
+_SLOWER = 1e-4
+"""Of all time, what a share on a slower tier is charged: where nothing else decides, it is fast."""
+
+_ROUNDINGS = 4
+_STEPS = (1, 5, 20)  # percent, or sequences of a batch
+_ENOUGH = 1e-3  # of the time, what a move has to gain
+_NOTHING = 5e-3  # of the time, what no slower tier is worth
+
+
+class Placing:
+    """Finds the placements of a run whose batch sizes, bits and place of attention are given.
+
+    Parameters
+    ----------
+    hardware : Hardware
+    run : PlannedRun
+        Its placements do not matter.
+    limits : MemoryLimits
+        What it may take.
+    """
+
+    def __init__(self, hardware: Hardware, run: PlannedRun, limits: MemoryLimits):
+        self.run = run
+        self._limits = limits
+        # Without a GPU the tiers gpu and cpu are the same memory.
+        self._tiers = TIERS if run.has_gpu else ("gpu", "disk")
+        prefill, step = stops_of(hardware, run)
+        steps = run.workload.gen_len - 1
+        self._stops = [*prefill, *(replace(stop, count=stop.count * steps) for stop in step
+                                   if steps)]
+        self._free = np.array([math.inf if limits.free(tier) is None else limits.free(tier)
+                               for tier in TIERS])
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of the block that no placement can beat; inf if none fits."""
+        shares = self._solve(self._free)
+        return math.inf if shares is None else self._time(np.array([1, *shares]))
+
+    @property
+    def sequences(self) -> int:
+        """Of the block."""
+        return self.run.workload.gpu_batch_size * self.run.workload.num_gpu_batches
+
+    @property
+    def seconds_per_sequence(self) -> float:
+        """Of `seconds`."""
+        return self.seconds / self.sequences
+
+    def best(self) -> PlannedRun | None:
+        """The run, placed so that it fits and takes the least time that was found."""
+        run = better = self._rounded()
+        while better is not None:
+            run, better = better, self._improved(better)
+        return run if run is None else self._simpler(run)
+
+    def _time(self, shares: np.ndarray) -> np.ndarray:
+        """Seconds of the block for shares [TERMS] or [TERMS, n]."""
+        return sum(stop.elapsed(shares) for stop in self._stops)
+
+    def _fits(self, run: PlannedRun) -> bool:
+        return not MemoryPlan(run).shortfalls(self._limits)
+
+    def _rounded(self) -> PlannedRun | None:
+        """The linear programme's shares in whole percents and sequences, mended until they fit."""
+        free, run = self._free, None
+        for _ in range(_ROUNDINGS):
+            shares = self._solve(free)
+            if shares is None:
+                break
+            run = self._placed(shares)
+            over = _totals(run) - self._free
+            if (over <= 0).all():
+                return run
+            # Rounding, and buffers that come whole or not at all: next time with less.
+            free = free - np.maximum(over, 0)
+        if run is None:
+            return None
+        policy = MemoryPlan(run).suggest(self._limits)
+        return None if policy is None else replace(run, policy=policy)
+
+    def _placed(self, shares: np.ndarray) -> PlannedRun:
+        """The run with the shares [_SHARES] in whole percents, of the cache in sequences."""
+        placements = {}
+        for kind, three in zip(PLACED, shares.reshape(len(PLACED), len(TIERS)), strict=True):
+            placement = _placement(three)
+            if kind == "cache":
+                placement = _placement(split(self.run.workload.gpu_batch_size, placement))
+            placements[kind] = Placement(*split(100, placement))
+        return replace(self.run, policy=replace(self.run.policy, **placements))
+
+    def _improved(self, run: PlannedRun) -> PlannedRun | None:
+        """The fastest neighbour that fits, if it is faster."""
+        neighbours = [replace(run, policy=policy) for policy in self._neighbours(run.policy)]
+        times = self._time(np.stack([shares_of(each) for each in neighbours], axis=1))
+        least = self._time(shares_of(run)) * (1 - _ENOUGH)
+        order = [index for index in np.argsort(times, kind="stable") if times[index] < least]
+        return next((neighbours[index] for index in order if self._fits(neighbours[index])), None)
+
+    def _simpler(self, run: PlannedRun) -> PlannedRun:
+        """The run without the slower tiers that gain next to nothing."""
+        most = self._time(shares_of(run)) * (1 + _NOTHING)
+        for kind in PLACED:
+            for source, target in (("disk", "cpu"), ("disk", "gpu"), ("cpu", "gpu")):
+                placement = getattr(run.policy, kind)
+                moved = _moved(placement, source, target, getattr(placement, source))
+                other = replace(run, policy=replace(run.policy, **{kind: moved}))
+                usable = target in self._tiers and self._fits(other)
+                if usable and self._time(shares_of(other)) <= most:
+                    run = other
+        return run
+
+    def _neighbours(self, policy: Policy) -> Iterator[Policy]:
+        """Policies with a little, or all, of one kind moved from a tier to another."""
+        sequence = 100 / self.run.workload.gpu_batch_size
+        for kind in PLACED:
+            placement = getattr(policy, kind)
+            for source in self._tiers:
+                held = getattr(placement, source)
+                unit = max(1, sequence) if kind == "cache" else 1
+                moved = {min(held, round(step * unit)) for step in (*_STEPS, 100)} - {0}
+                for target in self._tiers:
+                    for amount in moved if target != source else ():
+                        yield replace(policy, **{
+                            kind: _moved(placement, source, target, amount)})
+
+    def _solve(self, free: np.ndarray) -> np.ndarray | None:
+        """The shares of least time by the linear programme; None if nothing fits in `free`.
+
+        Its variables are the shares, and the seconds of each stop: at least those of its lanes.
+        """
+        bytes_of = self._bytes
+        limited = np.isfinite(free)
+        rows = [np.hstack((bytes_of[limited, 1:], np.zeros((limited.sum(), len(self._stops)))))]
+        bounds = [free[limited] - bytes_of[limited, 0]]
+        scale = np.maximum(np.abs(rows[0]).max(axis=1), 1)
+        rows[0], bounds[0] = rows[0] / scale[:, None], bounds[0] / scale
+        compute = self._time(np.array([1.0] + [0.0] * len(_SHARES)))
+        for index, stop in enumerate(self._stops):
+            weight = stop.count / compute  # keeps numbers near 1
+            elapsed = np.zeros((len(stop.lanes), len(self._stops)))
+            elapsed[:, index] = -1
+            rows.append(np.hstack((stop.lanes[:, 1:] * weight, elapsed)))
+            bounds.append(-stop.lanes[:, 0] * weight)
+        slower = [_SLOWER * TIERS.index(tier) for _, tier in _SHARES]
+        whole = np.zeros((len(PLACED), len(_SHARES) + len(self._stops)))
+        for index, kind in enumerate(PLACED):
+            whole[index, [number for number, (k, _) in enumerate(_SHARES) if k == kind]] = 1
+        shares = [(0, 1 if tier in self._tiers else 0) for _, tier in _SHARES]
+        found = linprog(
+            [*slower, *[1] * len(self._stops)], A_ub=np.vstack(rows), b_ub=np.concatenate(bounds),
+            A_eq=whole, b_eq=np.ones(len(PLACED)),
+            bounds=[*shares, *[(0, None)] * len(self._stops)], method="highs")
+        return found.x[: len(_SHARES)] if found.success else None
+
+    @cached_property
+    def _bytes(self) -> np.ndarray:
+        """Bytes [tiers, TERMS] that the memory plan takes, between the placements of one tier each.
+
+        It adds up over the kinds, and is linear for each of them but for buffers, of which it says
+        too little in between.
+        """
+        fast = Placement(100, 0, 0)
+        everything = dict.fromkeys(PLACED, fast)
+        base = _totals(replace(self.run, policy=replace(self.run.policy, **everything)))
+        found = np.zeros((len(TIERS), len(TERMS)))
+        found[:, 0] = base
+        for number, (kind, tier) in enumerate(_SHARES, 1):
+            if tier in self._tiers[1:]:
+                there = everything | {kind: Placement(**{
+                    each: 100 * (each == tier) for each in TIERS})}
+                run = replace(self.run, policy=replace(self.run.policy, **there))
+                found[:, number] = _totals(run) - base
+        return found
+
+
+def _totals(run: PlannedRun) -> np.ndarray:
+    """Bytes on each tier by the memory plan."""
+    plan = MemoryPlan(run)
+    return np.array([float(plan.total(tier)) for tier in TIERS])
+
+
+def _moved(placement: Placement, source: str, target: str, percent: float) -> Placement:
+    """A placement with so many percent on another tier."""
+    return replace(placement, **{source: getattr(placement, source) - percent,
+                                 target: getattr(placement, target) + percent})
+
+
+def _placement(shares: Sequence[float]) -> Placement:
+    """A placement of shares of any sum; a little below 0 is 0."""
+    positive = [max(0.0, float(share)) for share in shares]
+    return Placement(*(100 * share / sum(positive) for share in positive))

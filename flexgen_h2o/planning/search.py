@@ -1,0 +1,267 @@
+"""The search for a policy: batch sizes, placements, bits and where attention runs. No torch.
+
+As in FlexGen (arXiv 2303.06865, section 4.3): for each batch shape a linear programme finds the
+shares of weights, cache and activations on the tiers. What it finds is rounded to whole percents
+and sequences, and held to the exact memory plan; nothing that does not fit is ever proposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from flexgen_h2o.config import Placement, Policy
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.planning.cost import Estimate, estimate
+from flexgen_h2o.planning.free_memory import MemoryLimits
+from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.placing import Placing
+from flexgen_h2o.planning.rows import CacheOptions, PlannedRun, WeightOptions, Workload
+
+GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
+
+ALIKE = 0.98
+"""A rate within this of the best is as good: then most bits win, after them attention where all
+else is computed, then the smallest block.
+"""
+
+_PATIENCE = 2  # a size that helps no more, twice in a row, ends the search in its direction
+_WORTH = 1.003
+_SHOWN, _MOST = 3, 48  # choices that are made even if they are slow, and in all
+_FEW, _NEAR = 2, 0.9  # options that are looked at in any case; what the others' rate has to reach
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of the search.
+
+    Attributes
+    ----------
+    model : ModelConfig
+    prompt_len, gen_len : int
+        Tokens of the longest prompt, and to generate.
+    itemsize : int
+        Bytes of an element that is not quantized.
+    prompts : int or None
+        How many there are; None: as many as a block takes.
+    policy : Policy
+        What it says of overlap, prefill_chunk and pin_weight stays; cpu_cache_compute only if on.
+    gpu_batch_size, num_gpu_batches : int or None
+        Kept if given.
+    weights, caches : tuple of options
+        Among which to choose.
+    written_bits : set of int
+        Bits of weights that have to be written to disk to be there (see `memory_plan`).
+    goal : str
+        "throughput": most generated tokens per second of all prompts. "latency": the least time of
+        a block, which is of one sequence unless batch sizes are given.
+    """
+
+    model: ModelConfig
+    prompt_len: int
+    gen_len: int
+    itemsize: int
+    prompts: int | None = None
+    policy: Policy = Policy()
+    gpu_batch_size: int | None = None
+    num_gpu_batches: int | None = None
+    weights: tuple[WeightOptions, ...] = (WeightOptions(),)
+    caches: tuple[CacheOptions, ...] = (CacheOptions(),)
+    written_bits: frozenset[int] = frozenset()
+    goal: str = "throughput"
+
+    @property
+    def most(self) -> float:
+        """Sequences that a block may have."""
+        return math.inf if self.prompts is None else self.prompts
+
+    def sizes(self) -> list[int]:
+        """Sequences of a GPU batch to try, ascending."""
+        if self.gpu_batch_size is not None or self.goal == "latency":
+            return [min(self.gpu_batch_size or 1, self.most)]
+        sizes = {size for size in GPU_BATCH_SIZES if size <= self.most}
+        return sorted(sizes | {min(self.most, GPU_BATCH_SIZES[-1])})
+
+    def counts(self, size: int) -> list[int]:
+        """GPU batches of a block to try for a size, ascending."""
+        most = math.inf if self.prompts is None else math.ceil(self.prompts / size)
+        if self.num_gpu_batches is not None or self.goal == "latency":
+            return [min(self.num_gpu_batches or 1, most)]
+        counts = {count for count in NUM_GPU_BATCHES if count <= most}
+        return sorted(counts | {min(most, NUM_GPU_BATCHES[-1])})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A run that fits, and how long it takes.
+
+    `sequences` are those of the block or of all prompts, `prefill` and `decode` the seconds of all.
+    """
+
+    run: PlannedRun
+    estimate: Estimate
+    sequences: int
+    prefill: float
+    decode: float
+
+    @property
+    def seconds(self) -> float:
+        """Prefill and decode."""
+        return self.prefill + self.decode
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens / (prefill + decode) seconds, the last partial block too."""
+        return self.sequences * self.run.workload.gen_len / self.seconds
+
+
+def judge(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> Choice:
+    """How long a run takes for so many prompts (None: a block of them)."""
+    load, whole = run.workload, estimate(hardware, run)
+    block = load.gpu_batch_size * load.num_gpu_batches
+    blocks, rest = (1, 0) if prompts is None else divmod(prompts, block)
+    estimates = [whole] * blocks
+    if rest:
+        count = math.ceil(rest / load.gpu_batch_size)
+        partial = replace(load, gpu_batch_size=math.ceil(rest / count), num_gpu_batches=count)
+        estimates.append(estimate(hardware, replace(run, workload=partial)))
+    return Choice(run, whole, blocks * block + rest,
+                  prefill=sum(each.prefill.seconds for each in estimates),
+                  decode=sum(each.steps * each.step.seconds for each in estimates))
+
+
+def search(hardware: Hardware, request: Request, limits: MemoryLimits) -> list[Choice]:
+    """Runs that fit, the best first: no two of the same batch sizes, bits and place of attention.
+
+    Raises
+    ------
+    UserError
+        Nothing fits; it says what is missing.
+    """
+    found = [placing for run in _likely(hardware, request, limits)
+             for placing in _promising(hardware, request, run, limits)]
+    found.sort(key=lambda placing: placing.seconds_per_sequence)
+    choices: list[Choice] = []
+    least = math.inf
+    for placing in found:
+        near = placing.seconds_per_sequence <= least / ALIKE**2
+        if len(choices) == _MOST or len(choices) > _SHOWN and not near:
+            break
+        run = _stripped(placing.best(), request)
+        if run is None or any(run == choice.run for choice in choices):
+            continue
+        prompts = request.prompts if request.goal == "throughput" else None
+        choices.append(judge(hardware, run, prompts))
+        least = min(least, choices[-1].seconds / choices[-1].sequences)
+    if not choices:
+        _refuse(hardware, request, limits)
+    return _ranked(choices)
+
+
+def _options(hardware: Hardware, request: Request) -> Iterator[PlannedRun]:
+    """Runs that differ in bits and in where attention runs; of one sequence, placed nowhere yet."""
+    on_host = [True] if request.policy.cpu_cache_compute else [False]
+    if hardware.has_gpu and hardware.host_attention is not None and not on_host[0]:
+        on_host.append(True)
+    load = Workload(request.prompt_len, request.gen_len, 1, 1)
+    for weights in request.weights:
+        for cache in request.caches:
+            for host in on_host:
+                policy = replace(request.policy, cpu_cache_compute=host)
+                yield PlannedRun(request.model, policy, load, request.itemsize, hardware.has_gpu,
+                                 weights.bits in request.written_bits, cache, weights)
+
+
+def _likely(hardware: Hardware, request: Request, limits: MemoryLimits) -> list[PlannedRun]:
+    """The options that a look at a few batch shapes does not rule out, if there are many."""
+    runs = list(_options(hardware, request))
+    if len(runs) <= _FEW:
+        return runs
+    least = [min((placing.seconds_per_sequence
+                  for placing in _promising(hardware, request, run, limits, every=3)),
+                 default=math.inf) for run in runs]
+    return [run for run, seconds in zip(runs, least, strict=True)
+            if seconds <= min(least) / _NEAR]
+
+
+def _promising(hardware: Hardware, request: Request, run: PlannedRun, limits: MemoryLimits,
+               every: int = 1) -> list[Placing]:
+    """Batch shapes that may fit; none much larger than those that help or fit.
+
+    `every` third, say, of the sizes and counts is looked at.
+    """
+    found: list[Placing] = []
+    sizes = _Growth()
+    for size in request.sizes()[::every]:
+        counts = _Growth()
+        for count in request.counts(size)[::every]:
+            placing = Placing(hardware, _shaped(request, run, size, count), limits)
+            if placing.seconds == math.inf:
+                break
+            found.append(placing)
+            if not counts.helps(placing.seconds_per_sequence):
+                break
+        if not sizes.helps(counts.least):
+            break
+    return found
+
+
+class _Growth:
+    """Whether to go on growing a size: not when it no longer fits or helps."""
+
+    def __init__(self) -> None:
+        self.least = math.inf
+        self._idle = 0
+
+    def helps(self, seconds: float) -> bool:
+        """Note the next size's seconds per sequence."""
+        self._idle = 0 if seconds * _WORTH < self.least else self._idle + 1
+        self.least = min(self.least, seconds)
+        return seconds < math.inf and self._idle < _PATIENCE
+
+
+def _shaped(request: Request, run: PlannedRun, size: int, count: int) -> PlannedRun:
+    """The run with these batch sizes; those that were given stay in the policy as they are."""
+    policy = replace(run.policy, gpu_batch_size=request.gpu_batch_size or size,
+                     num_gpu_batches=request.num_gpu_batches or count)
+    load = replace(run.workload, gpu_batch_size=size, num_gpu_batches=count)
+    return replace(run, policy=policy, workload=load)
+
+
+def _stripped(run: PlannedRun | None, request: Request) -> PlannedRun | None:
+    """The run without attention on the CPU if nothing of the cache is there."""
+    if run is None or run.policy.cache.cpu > 0:
+        return run
+    return replace(run, policy=replace(
+        run.policy, cpu_cache_compute=request.policy.cpu_cache_compute))
+
+
+def _ranked(choices: list[Choice]) -> list[Choice]:
+    """The best first: of those as good as the fastest the one that `ALIKE` tells of."""
+    choices.sort(key=lambda choice: -choice.tokens_per_second)
+    alike = [c for c in choices
+             if c.tokens_per_second >= ALIKE * choices[0].tokens_per_second]
+
+    def preferred(choice: Choice) -> tuple:
+        run = choice.run
+        block = run.workload.gpu_batch_size * run.workload.num_gpu_batches
+        bits = run.weights.bits + run.cache.bits
+        return -bits, run.policy.cpu_cache_compute, block, choice.seconds
+
+    best = min(alike, key=preferred)
+    return [best, *(choice for choice in choices if choice is not best)]
+
+
+def _refuse(hardware: Hardware, request: Request, limits: MemoryLimits) -> NoReturn:
+    """Raise `UserError` with what the smallest run would take."""
+    *_, run = _options(hardware, request)
+    size = request.sizes()[0]
+    run = _shaped(request, run, size, request.counts(size)[0])
+    away = replace(run.policy, weights=Placement(0, 0, 100), cache=Placement(0, 0, 100))
+    MemoryPlan(replace(run, policy=away)).check(limits)
+    raise UserError("no policy was found that fits: give --percent and batch sizes")
