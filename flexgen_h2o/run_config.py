@@ -132,7 +132,8 @@ class RunConfig:
         "policy", "bool", False, help="attend on the CPU where the cache is there",
     )
     sep_layer: bool = _flag(
-        "policy", "bool", False, coming=True, help="schedule attention and MLP as two layers",
+        "policy", "bool", False,
+        help="schedule attention and MLP as two layers, which takes smaller buffers for weights",
     )
     offload_dir: str = _flag(
         "policy", "path", OFFLOAD_DIR, metavar="DIR",

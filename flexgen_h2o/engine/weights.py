@@ -1,8 +1,8 @@
 """A layer's weights, wherever they live, ready when the step needs them.
 
-Units are the stops of the schedule: 0 embeds, 1 to num_layers are the decoder layers, the last is
-the head. The weights of a unit on one tier are packed into one buffer and travel as one copy
-and a few large reads. On disk they are the checkpoint's own bytes, or the weight cache's.
+Units are the stops of the schedule: 0 embeds, then come the decoder layers (or their halves), the
+last is the head. The weights of a unit on one tier are packed into one buffer and travel as one
+copy and a few large reads. On disk they are the checkpoint's own bytes, or the weight cache's.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -21,7 +22,8 @@ from flexgen_h2o.storage.tiers import Device, Event
 
 UP, DOWN = "cpu->gpu", "gpu->cpu"
 WEIGHTS = ("weights 0", "weights 1")
-LANES = (*WEIGHTS, "loads", "stores")
+ATTENTION = "attention"
+LANES = (*WEIGHTS, "loads", "stores", ATTENTION)
 
 
 class Handle:
@@ -131,6 +133,10 @@ class Transfers:
         """Record a span of compute between two stamps."""
         if self._trace.enabled:
             self._unsettled.append((name, None, began, ended))
+
+    def host_span(self, name: str, lane: str) -> AbstractContextManager[None]:
+        """Record the body of a ``with`` statement as a span of the host's own work."""
+        return self._trace.span(name, lane)
 
     def settle(self) -> None:
         """Turn the stamps that have been reached into times; the others wait for the next call."""
