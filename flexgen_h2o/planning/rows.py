@@ -28,8 +28,8 @@ WEIGHT_BUFFERS = 2
 STAGING_BUFFERS = 3
 TAIL_TOKENS = 16
 ATTENDING = 2
-"""What is held beside the data: see `engine.weights`, `cache.parts` and `engine.hidden`. The last are
-batches whose attention on the host is under way: see `engine.schedule`.
+"""What is held beside the data, as `engine.weights`, `cache.parts`, `engine.hidden` and (batches
+whose attention on the host is under way) `engine.schedule` say.
 """
 
 CHUNK_ROWS = {False: ROW_BLOCK, True: 8 * ROW_BLOCK}
