@@ -119,7 +119,8 @@ def test_the_cpu_attends_while_other_batches_compute(tiny_model, gpu, monkeypatc
 
     def patient(*args, **options):
         number = next(running)  # one thread, one after the other
-        if number % jobs < jobs - 1 and not started[number + 1].wait(20):
+        followed = number % jobs < jobs - 1  # by another of the sweep
+        if followed and not late and not started[number + 1].wait(20):
             late.append(number)
         return decode(*args, **options)
 
