@@ -8,6 +8,8 @@ import threading
 
 import pytest
 from fakes import LazyDevice, PoisonedDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_llm import make_prompts, transformers_tokens
 
 import flexgen_h2o.llm as llm_module
@@ -257,6 +259,33 @@ def test_two_layers_take_smaller_buffers_and_move_the_same_bytes(tiny_model, gpu
                 max(unit.fetched_bytes for unit in units)]
     assert moved[0] == moved[1]
     assert largest[1] == round_up(larger, PAGE) < 0.7 * largest[0]
+
+
+PLACES = [Placement(100, 0, 0), HOST, Placement(0, 0, 100), MIXED]
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_any_policy_gives_the_same_tokens(tiny_model, data):
+    """Lengths, batches, placements and switches at random, beside a pretend GPU."""
+    key = data.draw(st.sampled_from(["opt", "llama", "neox_sequential"]))
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny, data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=6)))
+    h2o = data.draw(st.sampled_from([None, {"heavy_tokens": 3, "recent_tokens": 4}]))
+    bits = data.draw(st.sampled_from([16, 8]))
+    policy = {"gpu_batch_size": data.draw(st.integers(1, 3)),
+              "num_gpu_batches": data.draw(st.integers(1, 4)),
+              "prefill_chunk": data.draw(st.sampled_from([None, 4]))}
+    policy |= {name: data.draw(st.booleans())
+               for name in ("overlap", "cpu_cache_compute", "sep_layer")}
+    policy |= {name: data.draw(st.sampled_from(PLACES))
+               for name in ("weights", "cache", "activations")}
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, LazyDevice)
+        expected = tokens(tiny, prompts, h2o=h2o, bits=bits)
+        end = expected[0][NEW // 3]
+        ended = [row[: row.index(end) + 1] if end in row else row for row in expected]
+        assert tokens(tiny, prompts, h2o=h2o, bits=bits, eos=end, **policy) == ended
 
 
 def test_halves_of_a_parallel_residual_are_refused(tiny_model):

@@ -62,8 +62,7 @@ class Executor:
     dtype : torch.dtype
         Of weights, cache and activations.
     policy : Policy
-        Overlap, and whether attention and MLP are stops of their own (`weights` are separated
-        then).
+        Its overlap and sep_layer count here; with the latter the weights are separated, too.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, room: Room, *,
@@ -182,10 +181,9 @@ class Executor:
         for chunk in batch.chunks(step.sweep, self._chunk_rows):
             rows = slice(chunk.row, chunk.end)
             layer = self._layer(step, x[rows])
-            attended = self._cache.attend_prompt(
+            finish(layer, self._cache.attend_prompt(
                 self._cached(step), step.batch, *next(layer), spans=chunk.spans,
-                rope=None if rope is None else tuple(table[rows] for table in rope))
-            finish(layer, attended)
+                rope=None if rope is None else tuple(table[rows] for table in rope)))
 
     def _token_layer(self, step: Step) -> None:
         layer, attending = self._started.pop(step.batch, None) or self._start(step)
