@@ -69,15 +69,15 @@ def schedule(num_sweeps: int, num_layers: int, num_batches: int, *, overlap: boo
     sep_layer : bool
         Attention and MLP are stops of their own.
     """
-    split = split_from if overlap and num_batches > 1 else None
-    run = _Run(num_sweeps, num_stops(num_layers, sep_layer), num_batches, split, sep_layer)
+    # With one batch the next hidden states are what the current compute is about to make.
+    beside = overlap and num_batches > 1
+    run = _Run(num_sweeps, num_stops(num_layers, sep_layer), num_batches,
+               split_from if beside else None, sep_layer)
     loaded = 0  # computes of which the cache has been asked for
     yield from run.load_weights(run.compute(0))
     for number in range(len(run)):
         current, following = run.compute(number), run.compute(number + 1)
         early = run.splits(following)
-        # With one batch the next hidden states are what `current` is about to compute.
-        beside = overlap and num_batches > 1
         if overlap and current.batch == 0:
             yield from run.load_weights(run.compute(number + num_batches))
         if beside:
