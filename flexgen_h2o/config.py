@@ -144,8 +144,9 @@ class Policy:
     share every load of a layer's weights. `overlap` lets transfers run beside compute;
     `cpu_cache_compute` attends on the CPU where the cache lives there; `pin_weight` page-locks
     host weights when there is a GPU. `prefill_chunk` tokens of a prompt go through the whole
-    network at once (None: all): fewer need less memory. Raises `UserError` for a value of a wrong
-    type or range.
+    network at once (None: all): fewer need less memory. `sep_layer` schedules attention and MLP as
+    two layers, so that only half a layer's weights are fetched at a time. Raises `UserError` for a
+    value of a wrong type or range.
     """
 
     gpu_batch_size: int = 4
@@ -157,6 +158,7 @@ class Policy:
     cpu_cache_compute: bool = False
     pin_weight: bool = True
     prefill_chunk: int | None = None
+    sep_layer: bool = False
 
     def __post_init__(self) -> None:
         check_int("gpu_batch_size", self.gpu_batch_size, low=1)
@@ -166,7 +168,7 @@ class Policy:
         for kind in PLACED:
             if not isinstance(getattr(self, kind), Placement):
                 raise UserError(f"{kind} must be a Placement, got {getattr(self, kind)!r}")
-        for name in ("overlap", "cpu_cache_compute", "pin_weight"):
+        for name in ("overlap", "cpu_cache_compute", "pin_weight", "sep_layer"):
             check_bool(name, getattr(self, name))
 
 

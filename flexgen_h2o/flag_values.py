@@ -51,9 +51,6 @@ def checked(spec: Field, value: object) -> object:
     if value not in rules.get("choices", (value,)):
         choices = ", ".join(map(str, rules["choices"]))
         raise UserError(f"{flag} must be one of {choices}, got {value!r}")
-    if rules.get("coming") and value != spec.default:
-        default = str(spec.default).lower()
-        raise UserError(f"{flag} is not yet supported: leave it at its default, {default}")
     return value
 
 

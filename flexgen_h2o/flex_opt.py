@@ -65,8 +65,7 @@ def _arguments(spec) -> dict[str, object]:
     rules, kind = spec.metadata, spec.metadata["kind"]
     shown = rules.get("shown", " ".join(map(str, spec.default)) if kind == "percent"
                       else str(spec.default).lower() if kind == "bool" else spec.default)
-    coming = "; not yet" if rules.get("coming") else ""
-    text = f"{rules['help']} (default: {shown}{coming})"
+    text = f"{rules['help']} (default: {shown})"
     options: dict[str, object] = {"help": text.replace("%", "%%"), "dest": spec.name}
     if kind == "bool":
         options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}

@@ -24,10 +24,12 @@ from flexgen_h2o.engine.progress import byte_bar, run_bars
 from flexgen_h2o.engine.prompts import Prompts
 from flexgen_h2o.engine.room import Room, Size
 from flexgen_h2o.engine.sampling import Sampler
+from flexgen_h2o.engine.schedule import num_stops
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.positions import check_cache
+from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.planning.free_memory import free_memory
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
@@ -145,6 +147,7 @@ class LLM:
                                     device=self._device, progress=bar)
             self.model_config = self._source.config
             check_cache(self.model_config, h2o)
+            _check_halves(self.model_config, self.policy)
             self._prompts = Prompts(self._source, model, h2o)
             if workload is not None:
                 self._plan(workload, loaded=False, show=verbose)
@@ -161,9 +164,12 @@ class LLM:
             checkpoint, names = self._source.open(
                 self.policy.weights, seed=seed, weight_cache=self._weight_cache, progress=bar)
         opened.callback(checkpoint.close)
+        weights = self._source.weights
+        if self.policy.sep_layer:
+            weights = weights.separated()
         self._weights = WeightStore(
-            self._source.weights, checkpoint, names, placement=self.policy.weights,
-            form=self._source.form, transfers=self._transfers, pin=self.policy.pin_weight)
+            weights, checkpoint, names, placement=self.policy.weights, form=self._source.form,
+            transfers=self._transfers, pin=self.policy.pin_weight)
 
         def run_folder() -> RunFolder:
             folder = RunFolder(self._offload_dir)
@@ -314,7 +320,7 @@ class LLM:
             room = self._enter(blocks, planned)
             executor = Executor(self.model_config, self._weights, room,
                                 transfers=self._transfers, dtype=self._source.dtype,
-                                overlap=self.policy.overlap)
+                                policy=policy)
             try:
                 self._run_blocks(executor, blocks, sink, stats)
                 self._transfers.drain()
@@ -331,7 +337,8 @@ class LLM:
 
     def _run_blocks(self, executor: Executor, blocks, sink, stats: RunStats) -> None:
         per_token = self.model_config.kv_bytes_per_token(self._source.dtype.itemsize)
-        with run_bars(blocks, self.model_config.num_layers, off=self._no_bars) as progress:
+        stops = num_stops(self.model_config.num_layers, self.policy.sep_layer)
+        with run_bars(blocks, stops, off=self._no_bars) as progress:
             for block in blocks:
                 timing = executor.run(block, sink, on_compute=partial(progress, block))
                 self._trace_phases(timing)
@@ -414,3 +421,9 @@ def _check_sparsity(attn_sparsity: float, h2o: H2OConfig | None) -> None:
     if attn_sparsity < 1 and h2o is not None and (h2o.simulate or not h2o.is_full):
         raise UserError("attn_sparsity chooses among all that came before, and so nothing may be "
                         "evicted: leave it or h2o out")
+
+
+def _check_halves(config: ModelConfig, policy: Policy) -> None:
+    if policy.sep_layer and config.family == "gpt_neox" and config.parallel_residual:
+        raise UserError(f"{config.name} feeds attention and MLP the same input: they can't be two "
+                        "layers; leave --sep-layer off")

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 _TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
                 for tier in ("gpu", "cpu", "disk"))
-_SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "prefill_chunk", "compress_weight",
-             "compress_cache", "weight_bits", "cache_bits", "eviction", "hh_ratio",
-             "recent_ratio", "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score",
-             "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity")
+_SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "prefill_chunk", "sep_layer",
+             "compress_weight", "compress_cache", "weight_bits", "cache_bits", "eviction",
+             "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens", "num_window_length", "hh_all",
+             "score", "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity")
 CSV_COLUMNS = (
     "date", "version", "commit", "host", "device", "torch", "model", "parameters", "dtype",
     *_TIERED, *_SWITCHES,

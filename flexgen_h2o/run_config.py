@@ -43,8 +43,7 @@ def _flag(group: str, kind: str, default: object, *, help: str, **rules: object)
 
     `group` is one of `GROUPS`; `kind` is text, path, texts, percent, ratios, size, int, float or
     bool. Rules: `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the
-    bare flag), `shown` (the default in words), and `coming` (True: anything but the default is
-    refused until the feature is there).
+    bare flag), and `shown` (the default in words).
     """
     return field(default=default, metadata={"group": group, "kind": kind, "help": help, **rules})
 
@@ -53,8 +52,8 @@ def _flag(group: str, kind: str, default: object, *, help: str, **rules: object)
 class RunConfig:
     """One value for each flag of `flex_opt`, checked. Lengths are tokens, sizes are sequences.
 
-    Raises `UserError` for a value of a wrong type or range, for values that contradict each
-    other, and (with "not yet") for a feature that is still to come.
+    Raises `UserError` for a value of a wrong type or range, and for values that contradict each
+    other.
     """
 
     model: str = _flag(
@@ -141,7 +140,8 @@ class RunConfig:
         "policy", "bool", False, help="attend on the CPU where the cache is there",
     )
     sep_layer: bool = _flag(
-        "policy", "bool", False, coming=True, help="schedule attention and MLP as two layers",
+        "policy", "bool", False,
+        help="schedule attention and MLP as two layers, which takes smaller buffers for weights",
     )
     offload_dir: str = _flag(
         "policy", "path", OFFLOAD_DIR, metavar="DIR",

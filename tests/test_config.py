@@ -293,19 +293,6 @@ def test_run_config_refusals(values, match):
     refused(lambda: RunConfig.from_mapping(values), match)
 
 
-@pytest.mark.parametrize("values", [
-    {"sep_layer": True},
-])
-def test_what_is_to_come_is_refused(values):
-    message = refused(lambda: RunConfig.from_mapping(values), "not yet")
-    assert "--" + next(iter(values)).replace("_", "-") in message
-
-
-@pytest.mark.parametrize("values", [{"sep_layer": False}])
-def test_neutral_values_of_what_is_to_come_are_taken(values):
-    RunConfig.from_mapping(values)
-
-
 # RunConfig: quantized weights
 
 
@@ -583,11 +570,11 @@ def test_real_prompts_stop_at_the_models_end():
 
 def test_policy_and_sampling_carry_the_flags():
     config = RunConfig(percent="0 50 20 30", gpu_batch_size=8, num_gpu_batches=2, overlap=False,
-                       pin_weight=False, prefill_chunk=64, cpu_cache_compute=True, do_sample=True,
-                       top_k=7, temperature=0.5, gen_len=9, seed=3)
+                       pin_weight=False, prefill_chunk=64, cpu_cache_compute=True, sep_layer=True,
+                       do_sample=True, top_k=7, temperature=0.5, gen_len=9, seed=3)
     assert config.policy() == Policy(8, 2, Placement(0, 50, 50), Placement(20, 30, 50),
                                      Placement(100, 0, 0), overlap=False, pin_weight=False,
-                                     prefill_chunk=64, cpu_cache_compute=True)
+                                     prefill_chunk=64, cpu_cache_compute=True, sep_layer=True)
     expected = SamplingParams(9, do_sample=True, top_k=7, temperature=0.5, eos_token_id=-1, seed=3)
     assert config.sampling() == expected
 

@@ -152,7 +152,7 @@ def test_flags(argv, expected):
     (["--weight-cache", "x"], "--weight-cache has no effect on weights of 16 bits"),
     (["--no-weight-cache"], "--no-weight-cache has no effect .* add --weight-bits 4"),
     (["--weight-bits", "4", "--weight-cache", "x", "--no-weight-cache"], "not both"),
-    (["--sep-layer"], "not yet"),
+    (["--sep-layer", "maybe"], "expected true or false"),
     (["--hh-ratio"], "expected at least one argument"),
     (["--hh-ratio", "0"], "--hh-ratio must be greater than 0"),
     (["--hh-ratio", "-0.1"], "--hh-ratio must be greater than 0"),

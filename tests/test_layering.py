@@ -42,7 +42,7 @@ ORDER = """
     kernels.triton_matrix
     kernels.library
     kernels.ops
-    cache  cache.budget  cache.seats  cache.parts
+    cache  cache.budget  cache.seats  cache.parts  cache.attending
     cache.simulation  cache.shape
     cache.bookkeeping
     cache.kv_cache

@@ -91,6 +91,18 @@ def test_a_partly_fetched_layer_needs_a_part_of_a_buffer():
     assert 0 < part < whole
 
 
+def test_halves_of_layers_need_buffers_of_the_larger():
+    """An MLP of OPT-30B takes two thirds of a layer."""
+    policy = replace(make_policy(0, 0, 100, 0), sep_layer=True)
+    plan = memory_plan(OPT_30B, policy, LOAD, itemsize=2)
+    mlp = (2 * 7168 * 28672 + 28672 + 7168 + 2 * 7168) * 2
+    assert rows(plan)["weight buffers"] == (0, 2 * mlp, 0)
+    assert 2 * mlp < rows(make_plan(0, 0, 100, 0))["weight buffers"][1]
+    rest = {name: row for name, row in rows(plan).items() if name != "weight buffers"}
+    whole = rows(make_plan(0, 0, 100, 0))
+    assert rest == {name: whole[name] for name in rest}
+
+
 def test_cache_is_split_by_whole_sequences():
     found = rows(make_plan(100, 0, 30, 30, has_gpu=True))
     assert [size // found["cache"][1] for size in found["cache"]] == [1, 1, 2]
@@ -305,13 +317,15 @@ def test_tails_of_a_cache_on_disk_hold_records_and_their_slots():
 
 
 def test_a_cache_that_is_used_on_the_host_is_not_staged():
+    """Queries, keys, values and results of new tokens travel: two batches' on the device."""
     h2o = {"heavy_ratio": 0.1}
     found = rows(cache_plan(100, 0, 25, 75, has_gpu=True, on_cpu=True, h2o=h2o))
-    assert found["cache buffers"] == (0, 0, 0)
+    token = (2 * 32 + 2 * 8) * 128 * 2
+    assert found["cache buffers"] == (2 * 3 * token, 3 * token, 0)
     book = 2 * 102 * 32 * 8 * 8
     assert found["cache bookkeeping"] == (book, 3 * book, 0), "where attention runs"
     disk = rows(cache_plan(100, 0, 0, 50, has_gpu=True, on_cpu=True))
-    assert disk["cache buffers"][0] == 3 * 2 * 543 * 4096
+    assert disk["cache buffers"][0] == 3 * 2 * 543 * 4096 + 2 * 2 * token
     assert cache_plan(100, 0, 0, 50, on_cpu=True).rows == cache_plan(100, 0, 0, 50).rows
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from safetensors import safe_open
 from flexgen_h2o.kernels import pieces
 from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.models import family, layers
-from flexgen_h2o.models.layers import LayerContext, Scratch
+from flexgen_h2o.models.layers import Scratch, finish
 from flexgen_h2o.models.spec import ACTIVATIONS, RopeConfig, from_transformers
 
 TOLERANCE = 1e-4
@@ -51,8 +50,8 @@ class Runner:
                               ids, positions)
         rope = self.family.rope(self.cfg, positions, self.dtype)
         for w, cache in zip(self.layers, self.caches, strict=True):
-            context = LayerContext(partial(attend, cache=cache, rope=rope), self.scratch)
-            x = self.family.decoder_layer(self.cfg, w, x, context)
+            layer = self.family.decoder_layer(self.cfg, w, x, self.scratch)
+            x = finish(layer, attend(*next(layer), cache=cache, rope=rope))
         return self.family.head(self.cfg, self.head, x)
 
 

@@ -1,50 +1,75 @@
-"""The block schedule: every dependency before its use, each step once, two layers live."""
+"""The block schedule: every dependency before its use, each step once, two stops live."""
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.engine.schedule import Kind, Step, schedule
+from flexgen_h2o.engine.schedule import Kind, Step, num_stops, schedule
 
 SIZES = dict(sweeps=st.integers(1, 4), layers=st.integers(1, 4), batches=st.integers(1, 4),
-             overlap=st.booleans())
+             overlap=st.booleans(), split_from=st.none() | st.integers(0, 4), sep=st.booleans())
 
 
-def steps_of(sweeps, layers, batches, overlap):
-    return list(schedule(sweeps, layers, batches, overlap=overlap))
+def steps_of(sweeps, layers, batches, overlap, split_from=None, sep=False):
+    return list(schedule(sweeps, layers, batches, overlap=overlap, split_from=split_from,
+                         sep_layer=sep))
+
+
+def attends(layer, layers, sep):
+    """Whether a stop attends: a decoder layer, or the first half of one."""
+    return 1 <= layer <= layers if not sep else 1 <= layer <= 2 * layers and layer % 2 == 1
+
+
+def split_sweeps(sweeps, batches, overlap, split_from):
+    """Sweeps whose attention starts early."""
+    if split_from is None or not overlap or batches == 1:
+        return []
+    return list(range(split_from, sweeps))
 
 
 @given(**SIZES)
-def test_every_step_comes_once_and_computes_come_in_order(sweeps, layers, batches, overlap):
-    steps = steps_of(sweeps, layers, batches, overlap)
+def test_every_step_comes_once_and_computes_come_in_order(sweeps, layers, batches, overlap,
+                                                          split_from, sep):
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
     assert max(Counter(steps).values()) == 1
     computes = [s for s in steps if s.kind is Kind.COMPUTE]
+    stops = num_stops(layers, sep)
     assert computes == [Step(Kind.COMPUTE, i, j, k) for i in range(sweeps)
-                        for j in range(layers + 2) for k in range(batches)]
-    per_layer = sweeps * layers * batches
+                        for j in range(stops) for k in range(batches)]
+    attentions = sweeps * layers * batches
     counts = Counter(s.kind for s in steps)
-    assert counts[Kind.LOAD_CACHE] == per_layer
-    assert counts[Kind.STORE_CACHE] == per_layer - layers * batches  # nobody reads the last
-    assert counts[Kind.LOAD_HIDDEN] == counts[Kind.STORE_HIDDEN] == per_layer + sweeps * batches
-    assert counts[Kind.LOAD_WEIGHTS] == counts[Kind.RELEASE_WEIGHTS] == sweeps * (layers + 2)
+    assert counts[Kind.LOAD_CACHE] == attentions
+    assert counts[Kind.STORE_CACHE] == attentions - layers * batches  # nobody reads the last
+    hidden = sweeps * (stops - 1) * batches
+    assert counts[Kind.LOAD_HIDDEN] == counts[Kind.STORE_HIDDEN] == hidden
+    assert counts[Kind.LOAD_WEIGHTS] == counts[Kind.RELEASE_WEIGHTS] == sweeps * stops
+    early = split_sweeps(sweeps, batches, overlap, split_from)
+    assert [s for s in steps if s.kind is Kind.ATTEND] == [
+        Step(Kind.ATTEND, s.sweep, s.layer, s.batch) for s in computes
+        if s.sweep in early and attends(s.layer, layers, sep)]
 
 
 @given(**SIZES)
-def test_dependencies_come_before_their_uses(sweeps, layers, batches, overlap):
-    steps = steps_of(sweeps, layers, batches, overlap)
+def test_dependencies_come_before_their_uses(sweeps, layers, batches, overlap, split_from, sep):
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
     place = {step: index for index, step in enumerate(steps)}
+    last = num_stops(layers, sep) - 1
     for step, index in place.items():
         i, j, k = step.sweep, step.layer, step.batch
         if step.kind is Kind.COMPUTE:
-            assert place[Step(Kind.LOAD_WEIGHTS, i, j, None)] < index
+            # The step that reads what is loaded.
+            first = place.get(Step(Kind.ATTEND, i, j, k), index)
+            assert first <= index
+            assert place[Step(Kind.LOAD_WEIGHTS, i, j, None)] < first
             assert place[Step(Kind.RELEASE_WEIGHTS, i, j, None)] > index
-            if 1 <= j <= layers:
-                assert place[Step(Kind.LOAD_CACHE, i, j, k)] < index
-                assert i == sweeps - 1 or place[Step(Kind.STORE_CACHE, i, j, k)] > index
+            if attends(j, layers, sep):
+                assert place[Step(Kind.LOAD_CACHE, i, j, k)] < first
+                assert i == sweeps - 1 or place[Step(Kind.STORE_CACHE, i, j, k)] > first
             if j > 0:
-                assert place[Step(Kind.LOAD_HIDDEN, i, j, k)] < index
-            if j <= layers:
+                assert place[Step(Kind.LOAD_HIDDEN, i, j, k)] < first
+            if j < last:
                 assert place[Step(Kind.STORE_HIDDEN, i, j, k)] > index
         if step.kind is Kind.LOAD_CACHE and i > 0:
             assert place[Step(Kind.STORE_CACHE, i - 1, j, k)] < index
@@ -53,9 +78,9 @@ def test_dependencies_come_before_their_uses(sweeps, layers, batches, overlap):
 
 
 @given(**SIZES)
-def test_at_most_two_layers_of_weights_are_live(sweeps, layers, batches, overlap):
+def test_at_most_two_stops_of_weights_are_live(sweeps, layers, batches, overlap, split_from, sep):
     live, most = set(), 0
-    for step in steps_of(sweeps, layers, batches, overlap):
+    for step in steps_of(sweeps, layers, batches, overlap, split_from, sep):
         if step.kind is Kind.LOAD_WEIGHTS:
             live.add((step.sweep, step.layer))
         elif step.kind is Kind.RELEASE_WEIGHTS:
@@ -65,19 +90,77 @@ def test_at_most_two_layers_of_weights_are_live(sweeps, layers, batches, overlap
 
 
 @given(**SIZES)
-def test_overlap_issues_loads_before_the_compute_that_precedes_their_use(
-        sweeps, layers, batches, overlap):
-    steps = steps_of(sweeps, layers, batches, overlap)
+def test_the_buffers_of_three_in_turn_are_free_again(sweeps, layers, batches, overlap, split_from,
+                                                     sep):
+    """A load of cache or hidden states takes the buffer of the third last, as an embedding does:
+    what is loaded, in use or not yet stored never is more than three."""
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
+    for load, store in ((Kind.LOAD_CACHE, Kind.STORE_CACHE),
+                        (Kind.LOAD_HIDDEN, Kind.STORE_HIDDEN)):
+        stored = {(s.sweep, s.layer, s.batch) for s in steps if s.kind is store}
+        live = set()
+        for step in steps:
+            key = (step.sweep, step.layer, step.batch)
+            embeds = step.kind is Kind.COMPUTE and step.layer == 0 and load is Kind.LOAD_HIDDEN
+            if step.kind is load or embeds:
+                live.add(key)
+            assert len(live) <= 3
+            if step.kind is store or (
+                    step.kind in (Kind.ATTEND, Kind.COMPUTE) and key not in stored):
+                live.discard(key)
+
+
+@given(**SIZES)
+def test_overlap_issues_weights_a_stop_ahead(sweeps, layers, batches, overlap, split_from, sep):
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
     place = {step: index for index, step in enumerate(steps)}
     for i in range(sweeps):
-        for j in range(1, layers + 2):
+        for j in range(1, num_stops(layers, sep)):
             loaded = place[Step(Kind.LOAD_WEIGHTS, i, j, None)]
             assert (loaded < place[Step(Kind.COMPUTE, i, j - 1, 0)]) == overlap
 
 
+@given(**SIZES)
+def test_overlap_issues_cache_loads_two_computes_ahead(sweeps, layers, batches, overlap,
+                                                       split_from, sep):
+    """Of the first step of each compute: where attention starts early, that is."""
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
+    place = {step: index for index, step in enumerate(steps)}
+    firsts = [place.get(Step(Kind.ATTEND, s.sweep, s.layer, s.batch), place[s])
+              for s in steps if s.kind is Kind.COMPUTE]
+    computes = [s for s in steps if s.kind is Kind.COMPUTE]
+    for number, compute in enumerate(computes):
+        if number < 2 or not attends(compute.layer, layers, sep):
+            continue
+        load = Step(Kind.LOAD_CACHE, compute.sweep, compute.layer, compute.batch)
+        assert (place[load] < firsts[number - 2]) == overlap
+
+
+@given(**SIZES)
+def test_attention_starts_before_the_compute_of_the_batch_before(sweeps, layers, batches, overlap,
+                                                                 split_from, sep):
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
+    place = {step: index for index, step in enumerate(steps)}
+    computes = [s for s in steps if s.kind is Kind.COMPUTE]
+    for before, compute in zip(computes, computes[1:], strict=False):
+        started = place.get(Step(Kind.ATTEND, compute.sweep, compute.layer, compute.batch))
+        if started is not None:
+            assert started < place[before] and before.batch != compute.batch
+            # And no earlier: a single one waits beside the one that computes.
+            earlier = computes[computes.index(before) - 1]
+            assert started > place[earlier]
+
+
+@pytest.mark.parametrize("sep, last", [(False, 2), (True, 3)])
+def test_stops_of_a_sweep(sep, last):
+    layers = {s.layer for s in steps_of(1, 1, 1, True, sep=sep)}
+    assert layers == set(range(last + 1)) and num_stops(1, sep) == last + 1
+
+
 def test_the_zig_zag_is_the_papers():
     shown = [(s.kind.name, s.sweep, s.layer, s.batch) for s in steps_of(1, 1, 2, True)]
-    assert shown[:6] == [
-        ("LOAD_WEIGHTS", 0, 0, None), ("LOAD_WEIGHTS", 0, 1, None), ("COMPUTE", 0, 0, 0),
-        ("STORE_HIDDEN", 0, 0, 0), ("LOAD_CACHE", 0, 1, 0), ("LOAD_HIDDEN", 0, 1, 0),
+    assert shown[:7] == [
+        ("LOAD_WEIGHTS", 0, 0, None), ("LOAD_WEIGHTS", 0, 1, None), ("LOAD_CACHE", 0, 1, 0),
+        ("COMPUTE", 0, 0, 0), ("STORE_HIDDEN", 0, 0, 0), ("LOAD_HIDDEN", 0, 1, 0),
+        ("LOAD_CACHE", 0, 1, 1),
     ]

@@ -11,10 +11,12 @@ nothing then. Prompts that come in chunks are held whole until they are cut. Wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from flexgen_h2o.cache import budget as budgets
+from flexgen_h2o.cache.attending import Attending, HostAttention
 from flexgen_h2o.cache.bookkeeping import eviction_of, narrowed, new_book, turn_of
 from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, make_parts, picked
 from flexgen_h2o.cache.seats import Seats, Span
@@ -60,6 +62,7 @@ class KVCache:
         self._tables: Rope | None = None
         self._seats: list[Seats] = []
         counts = split(size.sequences, policy.cache)
+        self._host = HostAttention(counts[1], transfers)
 
         def make(name: str, records: Records, slots: tuple[int, ...], *, on_host: bool):
             return make_parts(
@@ -74,8 +77,14 @@ class KVCache:
             self._prompts = make("prompts", shape.plain(), (size.prompt,) * shape.num_layers,
                                  on_host=False)
 
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether attention over a part runs on the host although compute is elsewhere."""
+        return any(part.on_host for part in self.parts)
+
     def begin(self, batches: Sequence[Seats]) -> None:
         """Start a new block: forget what is cached."""
+        self._host.reset()
         layers = self.shape.num_layers
         self._seats = list(batches)
         self._fates = [fates(seats, self._h2o, layers) for seats in batches]
@@ -220,41 +229,49 @@ class KVCache:
             Cut(length, budget.heavy, budget.recent))
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
-                     rope: Rope | None) -> torch.Tensor:
-        """Attend from one new token of each sequence over what is cached and itself; cache it.
+                     rope: Rope | None) -> Attending:
+        """Start attending from one new token of each sequence over what is cached and itself.
 
-        q is [sequences, heads, head_dim], k and v [sequences, kv_heads, head_dim], before rotation;
-        rope is of the sequences. Returns [sequences, heads, head_dim].
+        The new tokens are cached. Over host memory a job attends, over the rest the device. q is
+        [sequences, heads, head_dim], k and v [sequences, kv_heads, head_dim], before rotation; all
+        may be overwritten, and are free again when this returns. rope is of the sequences.
         """
         if rope is not None and not self._rolls(layer, batch):
             for x in (q, k):
                 apply_rope_(x, *rope)
-        outputs = []
-        for part in self._here(batch):
+        evicts = self._fates[batch][layer].evicts
+        attending = Attending()
+        # The host's comes first: it need not wait for what the device is about to attend to.
+        for part in sorted(self._here(batch), key=lambda part: not part.on_host):
             mine = part.sequences(batch)
             rows = [x[mine] for x in (q, k, v)]
-            if part.on_host:
-                rows = [self._carry(x, "cpu", DOWN) for x in rows]
             held = part.get(layer, batch)
+            turn, layout = self._turn(layer, batch, part, token), self.shape.layout
             if self.shape.attn_sparsity < 1:
-                out, taken = self._attend_sparsely(layer, batch, part, held=held, rows=rows,
-                                                   token=token)
+                attend = partial(
+                    self._attend_sparsely, layer, batch, part, held=held, turn=turn,
+                    most=max(self._seats[batch].lengths[mine]) + token - 1)
             else:
-                evicts = self._fates[batch][layer].evicts
-                out, taken = ops.decode_attention(
-                    *rows, slots=held, turn=self._turn(layer, batch, part, token),
-                    layout=self.shape.layout,
+                attend = partial(
+                    ops.decode_attention, slots=held, turn=turn, layout=layout,
                     book=self._book(layer, batch, part) if evicts else None)
-            if part.moves:
-                self._changed[layer, batch, part.first] = Changed.read(held, taken)
-            outputs.append(self._carry(out, self._device, UP) if part.on_host else out)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            if part.on_host:
+                out, handle = self._host.start(*rows, attend)
+                attending.handles.append(handle)
+            else:
+                out, taken = attend(*rows)
+                if part.moves:
+                    self._changed[layer, batch, part.first] = Changed.read(held, taken)
+            attending.outputs[part.first] = out
+        return attending
 
-    def _attend_sparsely(self, layer: int, batch: int, part: Part, *, held, rows, token: int):
-        """As `ops.decode_attention` over all that is cached, but for values that weigh little."""
-        q, k, v = rows
-        turn, layout = self._turn(layer, batch, part, token), self.shape.layout
-        most = max(self._seats[batch].lengths[part.sequences(batch)]) + token - 1
+    def _attend_sparsely(self, layer: int, batch: int, part: Part, q, k, v, *, held, most: int,
+                         turn: torch.Tensor):
+        """As `ops.decode_attention` over all that is cached, but for values that weigh little.
+
+        `most` are the tokens of the longest sequence.
+        """
+        layout = self.shape.layout
         index, weights = ops.choose_values(q, k, keys=held[0, :, :, :most], turn=turn,
                                            sparsity=self.shape.attn_sparsity, layout=layout)
         if part.lends_values:
@@ -264,6 +281,14 @@ class KVCache:
             values = picked(held[1], index)
         return ops.attend_chosen(k, v, slots=held, values=values, weights=weights, turn=turn,
                                  layout=layout)
+
+    def _carry(self, x: torch.Tensor, place, link: str) -> torch.Tensor:
+        """A copy in the other memory, waited for."""
+        device = self._transfers.device
+        began = device.stamp()
+        there = x.to(place)
+        self._transfers.moved(link, x.nbytes, began, device.stamp())
+        return there
 
     def _scored(self, layer: int, batch: int) -> bool:
         return self._fates[batch][layer].evicts and self._h2o.scored
@@ -305,11 +330,3 @@ class KVCache:
     def _place(self, part: Part) -> torch.device:
         """Where attention over a part runs."""
         return torch.device("cpu") if part.on_host else self._device
-
-    def _carry(self, x: torch.Tensor, place, link: str) -> torch.Tensor:
-        """A copy in the other memory, waited for."""
-        device = self._transfers.device
-        began = device.stamp()
-        there = x.to(place)
-        self._transfers.moved(link, x.nbytes, began, device.stamp())
-        return there

@@ -23,7 +23,7 @@ TAIL = 16
 """Tokens whose changes to a cache on disk wait in memory before the whole is written in bulk."""
 
 STAGING = 3
-"""Staging buffers: one being stored, one computed with, one being fetched."""
+"""Staging buffers: one computed with, one fetched, and one being stored and then fetched into."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from flexgen_h2o.cache.attending import Attending
 from flexgen_h2o.cache.budget import Budget, budget
 from flexgen_h2o.cache.seats import Seats, Span
 from flexgen_h2o.config import H2OConfig
@@ -47,6 +48,8 @@ class SimulatedCache:
         float32, [positions, rotary_dim / 2] each.
     """
 
+    attends_on_host = False
+
     def __init__(self, h2o: H2OConfig, rope: Callable):
         self._h2o = h2o
         self._rope = rope
@@ -78,15 +81,15 @@ class SimulatedCache:
                 self._evict(key)
         return torch.cat(outputs)
 
-    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope):
-        """As `KVCache.attend_token`."""
+    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
+        """As `KVCache.attend_token`, done at once."""
         outputs = []
         for sequence in range(len(q)):
             row, key = slice(sequence, sequence + 1), (layer, batch, sequence)
             outputs.append(self._attend(key, q[row], k[row], v[row]))
             if self._h2o.evict_generated:
                 self._evict(key)
-        return torch.cat(outputs)
+        return Attending({0: torch.cat(outputs)})
 
     def _attend(self, key: tuple[int, int, int], q, k, v) -> torch.Tensor:
         """Append new tokens, attend from each over what is alive up to itself, add to the mass.

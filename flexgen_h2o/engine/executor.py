@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import torch
 
+from flexgen_h2o.cache.attending import Attending
+from flexgen_h2o.config import Policy
 from flexgen_h2o.engine.batching import Batch
 from flexgen_h2o.engine.room import Room
-from flexgen_h2o.engine.schedule import Kind, Step, schedule
+from flexgen_h2o.engine.schedule import Kind, Step, num_stops, schedule
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.models import family
-from flexgen_h2o.models.layers import LayerContext
+from flexgen_h2o.models.layers import Halves, finish
 from flexgen_h2o.models.spec import ROW_BLOCK, ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -60,12 +62,12 @@ class Executor:
     transfers : Transfers
     dtype : torch.dtype
         Of weights, cache and activations.
-    overlap : bool
-        Issue loads ahead of their use and let stores run beside compute.
+    policy : Policy
+        Its overlap and sep_layer count here; with the latter the weights are separated, too.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, room: Room, *,
-                 transfers: Transfers, dtype: torch.dtype, overlap: bool = True):
+                 transfers: Transfers, dtype: torch.dtype, policy: Policy):
         self._config = config
         self._family = family(config)
         self._weights = weights
@@ -75,10 +77,13 @@ class Executor:
         self._transfers = transfers
         self._device = transfers.device
         self._dtype = dtype
-        self._overlap = overlap
+        self._overlap = policy.overlap
+        self._sep_layer = policy.sep_layer
+        self._last = num_stops(config.num_layers, policy.sep_layer) - 1
         self._chunk_rows = CHUNK_ROWS[self._device.torch.type]
         self._rope: dict[int, tuple | None] = {}
         self._batches: list[Batch] = []
+        self._started: dict[int, tuple[Halves, Attending]] = {}
 
     @torch.inference_mode()
     def run(self, batches: Sequence[Batch], sink: Sink, *,
@@ -95,16 +100,18 @@ class Executor:
             Called after each compute, to show progress.
         """
         self._batches = list(batches)
+        self._started.clear()
         self._sink = sink
         self._weights.reset()
         self._hidden.reset()
         self._cache.begin([batch.seats for batch in batches])
         timing = Timing()
-        last_layer, last_batch = self._config.num_layers + 1, len(self._batches) - 1
         seats = batches[0].seats
         began = timing.began = time.perf_counter()
-        for step in schedule(seats.prefill_sweeps + seats.new, self._config.num_layers,
-                             len(batches), overlap=self._overlap):
+        for step in schedule(
+                seats.prefill_sweeps + seats.new, self._config.num_layers, len(batches),
+                overlap=self._overlap, sep_layer=self._sep_layer,
+                split_from=seats.prefill_sweeps if self._cache.attends_on_host else None):
             if step.batch is None or self._takes_part(step):
                 self._ACTIONS[step.kind](self, step)
             if step.kind is not Kind.COMPUTE:
@@ -112,7 +119,7 @@ class Executor:
                     self._transfers.drain()
                 continue
             on_compute(step)
-            if (step.layer, step.batch) == (last_layer, last_batch):
+            if (step.layer, step.batch) == (self._last, len(batches) - 1):
                 began = self._end_sweep(timing, seats.in_prefill(step.sweep), began)
                 if all(batch.finished for batch in self._batches):
                     break
@@ -133,20 +140,34 @@ class Executor:
         self._transfers.settle()
         return now
 
+    def _attend(self, step: Step) -> None:
+        """Begin a decoder layer, whose attention may go on while other batches compute."""
+        with self._span(step, "attention of "):
+            self._started[step.batch] = self._start(step)
+
     def _compute(self, step: Step) -> None:
-        began = self._device.stamp()
         batch = self._batches[step.batch]
-        weights = self._weights.get(step.layer)
-        if step.layer == 0:
-            self._embed(step, batch, weights)
-        elif step.layer <= self._config.num_layers:
-            self._decoder_layer(step, batch, weights)
-        else:
-            self._head(step, batch, weights)
-        self._transfers.compute_span(f"layer {step.layer} batch {step.batch}", began,
+        with self._span(step):
+            if step.layer == 0:
+                self._embed(step, batch)
+            elif step.layer == self._last:
+                self._head(step, batch)
+            elif self._sep_layer and step.layer % 2 == 0:
+                self._mlp(step, batch)
+            elif batch.seats.in_prefill(step.sweep):
+                self._prompt_layer(step, batch)
+            else:
+                self._token_layer(step)
+
+    @contextmanager
+    def _span(self, step: Step, what: str = "") -> Iterator[None]:
+        began = self._device.stamp()
+        yield
+        self._transfers.compute_span(f"{what}layer {step.layer} batch {step.batch}", began,
                                      self._device.stamp())
 
-    def _embed(self, step: Step, batch: Batch, weights) -> None:
+    def _embed(self, step: Step, batch: Batch) -> None:
+        weights = self._weights.get(step.layer)
         ids, positions = (torch.tensor(values) for values in batch.inputs(step.sweep))
         x = self._hidden.get(step.batch, len(ids), fresh=True)
         for rows in _row_chunks(len(ids), self._chunk_rows):
@@ -155,28 +176,44 @@ class Executor:
         self._rope[step.batch] = self._family.rope(
             self._config, positions.to(self._device.torch), self._dtype)
 
-    def _decoder_layer(self, step: Step, batch: Batch, weights) -> None:
+    def _prompt_layer(self, step: Step, batch: Batch) -> None:
         x = self._hidden.get(step.batch, batch.rows(step.sweep))
         rope = self._rope[step.batch]
-        if not batch.seats.in_prefill(step.sweep):
-            attend = partial(self._cache.attend_token, step.layer - 1, step.batch,
-                             token=batch.seats.token(step.sweep), rope=rope)
-            self._layer(weights, x, attend)
-            return
         for chunk in batch.chunks(step.sweep, self._chunk_rows):
             rows = slice(chunk.row, chunk.end)
-            attend = partial(self._cache.attend_prompt, step.layer - 1, step.batch,
-                             spans=chunk.spans,
-                             rope=None if rope is None else tuple(table[rows] for table in rope))
-            self._layer(weights, x[rows], attend)
+            layer = self._layer(step, x[rows])
+            finish(layer, self._cache.attend_prompt(
+                self._cached(step), step.batch, *next(layer), spans=chunk.spans,
+                rope=None if rope is None else tuple(table[rows] for table in rope)))
 
-    def _layer(self, weights, x: torch.Tensor, attend) -> None:
-        context = LayerContext(attend=attend, scratch=self._scratch)
-        after = self._family.decoder_layer(self._config, weights, x, context)
-        if after is not x:
-            x.copy_(after)
+    def _token_layer(self, step: Step) -> None:
+        layer, attending = self._started.pop(step.batch, None) or self._start(step)
+        finish(layer, attending.result(self._transfers))
 
-    def _head(self, step: Step, batch: Batch, weights) -> None:
+    def _start(self, step: Step) -> tuple[Halves, Attending]:
+        """The first half of a decoder layer over new tokens."""
+        batch = self._batches[step.batch]
+        layer = self._layer(step, self._hidden.get(step.batch, batch.rows(step.sweep)))
+        attending = self._cache.attend_token(
+            self._cached(step), step.batch, *next(layer), token=batch.seats.token(step.sweep),
+            rope=self._rope[step.batch])
+        return layer, attending
+
+    def _layer(self, step: Step, x: torch.Tensor) -> Halves:
+        """What a stop does around attention."""
+        function = self._family.attention if self._sep_layer else self._family.decoder_layer
+        return function(self._config, self._weights.get(step.layer), x, self._scratch)
+
+    def _cached(self, step: Step) -> int:
+        """The decoder layer of a stop, from 0."""
+        return (step.layer - 1) // (2 if self._sep_layer else 1)
+
+    def _mlp(self, step: Step, batch: Batch) -> None:
+        x = self._hidden.get(step.batch, batch.rows(step.sweep))
+        self._family.mlp(self._config, self._weights.get(step.layer), x, self._scratch)
+
+    def _head(self, step: Step, batch: Batch) -> None:
+        weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.sweep))
         wanted = self._sink.rows(batch, step.sweep)
         if len(wanted) < len(x):
@@ -194,10 +231,11 @@ class Executor:
     _ACTIONS = {
         Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(step.layer),
         Kind.RELEASE_WEIGHTS: lambda self, step: self._weights.release(step.layer),
-        Kind.LOAD_CACHE: lambda self, s: self._cache.load(s.layer - 1, s.batch, s.sweep),
-        Kind.STORE_CACHE: lambda self, s: self._cache.store(s.layer - 1, s.batch, s.sweep),
+        Kind.LOAD_CACHE: lambda self, s: self._cache.load(self._cached(s), s.batch, s.sweep),
+        Kind.STORE_CACHE: lambda self, s: self._cache.store(self._cached(s), s.batch, s.sweep),
         Kind.LOAD_HIDDEN: lambda self, step: self._hidden.load(step.batch, self._rows(step)),
         Kind.STORE_HIDDEN: lambda self, step: self._hidden.store(step.batch, self._rows(step)),
+        Kind.ATTEND: _attend,
         Kind.COMPUTE: _compute,
     }
 

@@ -24,11 +24,13 @@ def byte_bar(what: str, *, off: bool | None) -> Iterator[Callable[[int, int], No
 
 
 @contextmanager
-def run_bars(blocks: Sequence[Sequence[Batch]], num_layers: int, *, off: bool | None
+def run_bars(blocks: Sequence[Sequence[Batch]], stops: int, *, off: bool | None
              ) -> Iterator[Callable[[Sequence[Batch], Step], None]]:
-    """Bars for prefill (layers) and decode (steps), as a callback (block, its finished compute)."""
-    layers = num_layers + 2
-    computes = layers * sum(block[0].seats.prefill_sweeps * len(block) for block in blocks)
+    """Bars for prefill (layers) and decode (steps), as a callback (block, its finished compute).
+
+    `stops` are those of a sweep through the network (`schedule.num_stops`).
+    """
+    computes = stops * sum(block[0].seats.prefill_sweeps * len(block) for block in blocks)
     steps = sum(block[0].seats.new for block in blocks)
     with tqdm(total=computes, desc="prefill", unit="layer", disable=off) as prefill, tqdm(
             total=steps, desc="decode", unit="step", disable=off) as decode:
@@ -36,7 +38,7 @@ def run_bars(blocks: Sequence[Sequence[Batch]], num_layers: int, *, off: bool | 
         def show(block: Sequence[Batch], step: Step) -> None:
             if block[0].seats.in_prefill(step.sweep):
                 prefill.update()
-            elif step.layer == layers - 1 and step.batch == 0:
+            elif step.layer == stops - 1 and step.batch == 0:
                 decode.update()
 
         yield show

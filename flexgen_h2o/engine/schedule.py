@@ -1,14 +1,16 @@
 """The zig-zag block schedule as a pure generator of steps (FlexGen, section 4.1). No torch.
 
 A block is several GPU batches that share every load of a layer's weights: for each sweep, for
-each layer, for each batch. Overlap is lookahead: loads are issued one layer (weights) or one
-compute (cache, hidden states) ahead of their use, and the executor runs them beside compute.
+each layer, for each batch. Overlap is lookahead: loads are issued one layer (weights), two
+computes (cache) or one (hidden states) ahead of their use, and the executor runs them beside
+compute. Two for the cache, so that the disk has the next pieces at hand while the last ones of a
+load come in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 
@@ -21,16 +23,18 @@ class Kind(Enum):
     STORE_CACHE = auto()
     LOAD_HIDDEN = auto()
     STORE_HIDDEN = auto()
+    ATTEND = auto()
     COMPUTE = auto()
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do: issue a load or a store, or compute.
+    """One thing to do: issue a load or a store, start attention, or compute.
 
     sweep counts the passes through all layers from 0: one or more for the prompts, then one for
-    each new token. Layer 0 embeds, 1 to num_layers are the decoder layers, num_layers + 1 is the
-    head; batch is the index within the block, or None for weights, which all batches share.
+    each new token. layer counts the stops of a sweep: 0 embeds, then come the decoder layers, and
+    the last is the head. With `sep_layer` a decoder layer is two stops, attention and MLP. batch is
+    the index within the block, or None for weights, which all batches share.
     """
 
     kind: Kind
@@ -39,13 +43,18 @@ class Step:
     batch: int | None
 
 
-def schedule(num_sweeps: int, num_layers: int, num_batches: int, *, overlap: bool = True
-             ) -> Iterator[Step]:
+def num_stops(num_layers: int, sep_layer: bool) -> int:
+    """Stops of a sweep: the embedding, the decoder layers (or twice as many halves), the head."""
+    return num_layers * (2 if sep_layer else 1) + 2
+
+
+def schedule(num_sweeps: int, num_layers: int, num_batches: int, *, overlap: bool = True,
+             split_from: int | None = None, sep_layer: bool = False) -> Iterator[Step]:
     """Steps that take a block through the network `num_sweeps` times.
 
     Every load precedes the compute that needs it, every store follows the compute that made it,
-    and a load of what an earlier compute stored is issued after that store. At most two layers'
-    weights are live at a time.
+    and a load of what an earlier compute stored is issued after that store. The weights of at most
+    two stops are live at a time.
 
     Parameters
     ----------
@@ -53,69 +62,96 @@ def schedule(num_sweeps: int, num_layers: int, num_batches: int, *, overlap: boo
         Sweeps, decoder layers, GPU batches in the block; all positive.
     overlap : bool
         Issue loads ahead. Without, each load is issued just before its use.
+    split_from : int or None
+        The sweep from which on every attention is started (ATTEND) before the compute of the batch
+        that precedes it, and ended by its own. It takes overlap and several batches: with one
+        there is nothing to do meanwhile.
+    sep_layer : bool
+        Attention and MLP are stops of their own.
     """
-    order = _computes(num_sweeps, num_layers, num_batches)
-    current = next(order)
-    yield from _weights(current)
-    yield from _states(current, num_layers)
-    while current is not None:
-        following = next(order, None)
-        ahead = list(_lookahead(current, following, num_sweeps, num_layers)) if overlap else []
-        yield from ahead
+    # With one batch the next hidden states are what the current compute is about to make.
+    beside = overlap and num_batches > 1
+    run = _Run(num_sweeps, num_stops(num_layers, sep_layer), num_batches,
+               split_from if beside else None, sep_layer)
+    loaded = 0  # computes of which the cache has been asked for
+    yield from run.load_weights(run.compute(0))
+    for number in range(len(run)):
+        current, following = run.compute(number), run.compute(number + 1)
+        early = run.splits(following)
+        if overlap and current.batch == 0:
+            yield from run.load_weights(run.compute(number + num_batches))
+        if beside:
+            yield from run.load_hidden(following)
+        # Where attention starts a compute early, so does what it needs.
+        reach = number + (2 + early if overlap else 0)
+        for other in range(loaded, reach + 1):
+            yield from run.load_cache(run.compute(other))
+        loaded = reach + 1
+        if early:
+            yield replace(following, kind=Kind.ATTEND)
+            yield from run.store_cache(following)
         yield current
-        yield from _stores(current, num_sweeps, num_layers)
+        yield from run.store_hidden(current)
+        if not run.splits(current):
+            yield from run.store_cache(current)
         if current.batch == num_batches - 1:
-            yield Step(Kind.RELEASE_WEIGHTS, current.sweep, current.layer, None)
-        if following is not None:
-            late = [] if overlap else list(_weights(following))
-            late += [s for s in _states(following, num_layers) if s not in ahead]
-            yield from late
-        current = following
+            yield replace(current, kind=Kind.RELEASE_WEIGHTS, batch=None)
+        if not overlap:
+            yield from run.load_weights(following)
+        if not beside:
+            yield from run.load_hidden(following)
 
 
-def _computes(num_sweeps: int, num_layers: int, num_batches: int) -> Iterator[Step]:
-    for sweep in range(num_sweeps):
-        for layer in range(num_layers + 2):
-            for batch in range(num_batches):
-                yield Step(Kind.COMPUTE, sweep, layer, batch)
+@dataclass(frozen=True)
+class _Run:
+    """All computes of a run by number, in their order, and what goes with each (None: nothing)."""
 
+    sweeps: int
+    stops: int
+    batches: int
+    split_from: int | None
+    sep_layer: bool
 
-def _weights(compute: Step) -> Iterator[Step]:
-    """The load of a layer's weights, for the first batch that uses them."""
-    if compute.batch == 0:
-        yield Step(Kind.LOAD_WEIGHTS, compute.sweep, compute.layer, None)
+    def __len__(self) -> int:
+        return self.sweeps * self.stops * self.batches
 
+    def compute(self, number: int) -> Step | None:
+        """The compute of a number; None past the last."""
+        if number >= len(self):
+            return None
+        sweep, rest = divmod(number, self.stops * self.batches)
+        return Step(Kind.COMPUTE, sweep, *divmod(rest, self.batches))
 
-def _states(compute: Step, num_layers: int) -> Iterator[Step]:
-    """The loads of cache and hidden states that a compute needs."""
-    sweep, layer, batch = compute.sweep, compute.layer, compute.batch
-    if 1 <= layer <= num_layers:
-        yield Step(Kind.LOAD_CACHE, sweep, layer, batch)
-    if layer > 0:
-        yield Step(Kind.LOAD_HIDDEN, sweep, layer, batch)
+    def attends(self, compute: Step | None) -> bool:
+        """Whether it is one of a decoder layer, and of the half that attends."""
+        return (compute is not None and 0 < compute.layer < self.stops - 1
+                and not (self.sep_layer and compute.layer % 2 == 0))
 
+    def splits(self, compute: Step | None) -> bool:
+        """Whether its attention starts early."""
+        return (self.split_from is not None and self.attends(compute)
+                and compute.sweep >= self.split_from)
 
-def _stores(compute: Step, num_sweeps: int, num_layers: int) -> Iterator[Step]:
-    """The stores of what a compute made; nobody reads what the last sweep adds to the cache."""
-    sweep, layer, batch = compute.sweep, compute.layer, compute.batch
-    if layer <= num_layers:
-        yield Step(Kind.STORE_HIDDEN, sweep, layer, batch)
-    if 1 <= layer <= num_layers and sweep < num_sweeps - 1:
-        yield Step(Kind.STORE_CACHE, sweep, layer, batch)
+    def load_weights(self, compute: Step | None) -> Iterator[Step]:
+        """A stop's weights, for the first batch that uses them."""
+        if compute is not None and compute.batch == 0:
+            yield replace(compute, kind=Kind.LOAD_WEIGHTS, batch=None)
 
+    def load_cache(self, compute: Step | None) -> Iterator[Step]:
+        if self.attends(compute):
+            yield replace(compute, kind=Kind.LOAD_CACHE)
 
-def _lookahead(current: Step, following: Step | None, num_sweeps: int, num_layers: int
-               ) -> Iterator[Step]:
-    """Loads to issue before `current` computes: the next layer's weights, the next states."""
-    if current.batch == 0:
-        layer, sweep = current.layer + 1, current.sweep
-        if layer > num_layers + 1:
-            layer, sweep = 0, sweep + 1
-        if sweep < num_sweeps:
-            yield Step(Kind.LOAD_WEIGHTS, sweep, layer, None)
-    if following is None:
-        return
-    for step in _states(following, num_layers):
-        # With one batch the next hidden states are what `current` is about to compute.
-        if step.kind is Kind.LOAD_CACHE or following.batch != current.batch:
-            yield step
+    def store_cache(self, compute: Step) -> Iterator[Step]:
+        """Nobody reads what the last sweep adds to the cache."""
+        if self.attends(compute) and compute.sweep < self.sweeps - 1:
+            yield replace(compute, kind=Kind.STORE_CACHE)
+
+    def load_hidden(self, compute: Step | None) -> Iterator[Step]:
+        """Hidden states come out of the embedding."""
+        if compute is not None and compute.layer > 0:
+            yield replace(compute, kind=Kind.LOAD_HIDDEN)
+
+    def store_hidden(self, compute: Step) -> Iterator[Step]:
+        """The head makes none."""
+        if compute.layer < self.stops - 1:
+            yield replace(compute, kind=Kind.STORE_HIDDEN)

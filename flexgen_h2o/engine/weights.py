@@ -1,8 +1,8 @@
 """A layer's weights, wherever they live, ready when the step needs them.
 
-Units are the stops of the schedule: 0 embeds, 1 to num_layers are the decoder layers, the last is
-the head. The weights of a unit on one tier are packed into one buffer and travel as one copy
-and a few large reads. On disk they are the checkpoint's own bytes, or the weight cache's.
+Units are the stops of the schedule: 0 embeds, then come the decoder layers (or their halves), the
+last is the head. The weights of a unit on one tier are packed into one buffer and travel as one
+copy and a few large reads. On disk they are the checkpoint's own bytes, or the weight cache's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import assign
 from flexgen_h2o.storage.quantization import TILE
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
-from flexgen_h2o.storage.transfer import PAIRS, UP, Lane, Transfers
+from flexgen_h2o.storage.transfer import KINDS, UP, Lane, Transfers
 
 
 class WeightStore:
@@ -214,7 +214,7 @@ class WeightStore:
         staged = max(unit.packs["disk"].nbytes if "disk" in unit.packs else 0
                      for unit in self.units)
         if largest:
-            for _ in PAIRS["weights"]:
+            for _ in KINDS["weights"]:
                 host = None
                 if self._device.separate and staged:
                     host = self._device.host_empty(staged)

@@ -7,7 +7,9 @@ are packed real tokens:
     aliases(name) -> tuple of names                   what a checkpoint may call a tensor
     embed(cfg, w, lookup, ids, positions) -> x        [rows, hidden]
     rope(cfg, positions, dtype) -> (cos, sin) | None  rotary tables of these rows
-    decoder_layer(cfg, w, x, ctx) -> x                ctx is a layers.LayerContext
+    decoder_layer(cfg, w, x, scratch) -> Halves       a generator: see layers.Halves
+    attention(cfg, w, x, scratch) -> Halves           its part up to the MLP
+    mlp(cfg, w, x, scratch) -> x                      and the rest
     head(cfg, w, x) -> logits                         [rows, vocab]
 
 Importing this package imports no torch: that comes with the first `family`.

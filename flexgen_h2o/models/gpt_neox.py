@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.models.layers import (
-    LayerContext,
+    Halves,
+    Scratch,
     activation,
     add_linear_,
     layer_norm,
@@ -35,7 +36,8 @@ def weights(cfg: ModelConfig) -> ModelWeights:
     matrix = tokens if cfg.tie_word_embeddings else TensorSpec("embed_out.weight", table)
     head = _norm_specs(cfg, "norm", "gpt_neox.final_layer_norm") | {"lm_head": matrix}
     layers = tuple(_layer_specs(cfg, f"gpt_neox.layers.{i}.") for i in range(cfg.num_layers))
-    return ModelWeights({"tokens": tokens}, layers, head, tables=("tokens",))
+    return ModelWeights({"tokens": tokens}, layers, head, tables=("tokens",),
+                        mlp=("ln2", "fc1", "fc2"))
 
 
 def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
@@ -83,37 +85,56 @@ def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 def decoder_layer(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
-                  ctx: LayerContext) -> Tensor:
-    """One layer; x [rows, hidden] is updated in place and returned."""
+                  scratch: Scratch) -> Halves:
+    """One layer; x [rows, hidden] is updated in place and returned.
+
+    With a parallel residual the MLP reads x as it was before attention, so it comes first.
+    """
+    attended = yield _qkv(cfg, w, x, scratch)
+    if cfg.parallel_residual:
+        mlp(cfg, w, x, scratch)
+        return _add_attention_(cfg, w, x, attended)
+    _add_attention_(cfg, w, x, attended)
+    return mlp(cfg, w, x, scratch)
+
+
+def attention(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Halves:
+    """The part of a layer up to the MLP, without a parallel residual; x is updated in place."""
+    return _add_attention_(cfg, w, x, (yield _qkv(cfg, w, x, scratch)))
+
+
+def _qkv(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch
+         ) -> tuple[Tensor, ...]:
     rows = x.shape[0]
     # The fused matrix gives each head's query, key and value in turn.
-    qkv = ctx.scratch.get("qkv", (rows, cfg.num_heads, 3 * cfg.head_dim), x.dtype)
-    q, k, v = qkv.split(cfg.head_dim, dim=-1)
+    qkv = scratch.get("qkv", (rows, cfg.num_heads, 3 * cfg.head_dim), x.dtype)
     for block in row_blocks(rows):
-        normed = _normed(cfg, w, "ln1", x[block], ctx)
+        normed = _normed(cfg, w, "ln1", x[block], scratch)
         linear(normed, w["qkv"], w.get("qkv_bias"), out=qkv[block].view(len(normed), -1))
-    attended = ctx.attend(q, k, v).reshape(rows, cfg.q_size)
-    for block in row_blocks(rows):
-        _attention_and_mlp_(cfg, w, x[block], attended[block], ctx)
+    return qkv.split(cfg.head_dim, dim=-1)
+
+
+def _add_attention_(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor
+                    ) -> Tensor:
+    attended = attended.reshape(len(x), cfg.q_size)
+    for block in row_blocks(len(x)):
+        add_linear_(x[block], attended[block], w["out"], w.get("out_bias"))
     return x
 
 
-def _attention_and_mlp_(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor,
-                        ctx: LayerContext) -> None:
-    """Add both to x; with a parallel residual the MLP reads x as it was before attention."""
-    if cfg.parallel_residual:
-        normed = _normed(cfg, w, "ln2", x, ctx)
-    add_linear_(x, attended, w["out"], w.get("out_bias"))
-    if not cfg.parallel_residual:
-        normed = _normed(cfg, w, "ln2", x, ctx)
-    wide = ctx.scratch.get("ffn", (x.shape[0], cfg.ffn_size), x.dtype)
-    linear(normed, w["fc1"], w.get("fc1_bias"), out=wide)
-    add_linear_(x, activation(cfg.activation)(wide), w["fc2"], w.get("fc2_bias"))
+def mlp(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Tensor:
+    """Add the MLP of x to x and return it."""
+    for block in row_blocks(len(x)):
+        normed = _normed(cfg, w, "ln2", x[block], scratch)
+        wide = scratch.get("ffn", (len(normed), cfg.ffn_size), x.dtype)
+        linear(normed, w["fc1"], w.get("fc1_bias"), out=wide)
+        add_linear_(x[block], activation(cfg.activation)(wide), w["fc2"], w.get("fc2_bias"))
+    return x
 
 
 def _normed(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor,
-            ctx: LayerContext) -> Tensor:
-    out = ctx.scratch.get("normed", tuple(x.shape), x.dtype)
+            scratch: Scratch) -> Tensor:
+    out = scratch.get("normed", tuple(x.shape), x.dtype)
     return layer_norm(x, w[name], w[f"{name}_bias"], eps=cfg.norm_eps, out=out)
 
 

@@ -9,8 +9,7 @@ into a fresh output and 80 ms into a reused one), so everything large goes throu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from functools import partial
 
 import torch
@@ -54,24 +53,24 @@ class Scratch:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
 
-@dataclass
-class LayerContext:
-    """What a decoder layer needs besides its weights and the residual stream.
+Halves = Generator[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]
+"""A layer in two halves around attention, which is not its own to do.
 
-    Attributes
-    ----------
-    attend : callable (q, k, v) -> Tensor
-        Causal attention over the cache and these rows, with softmax scale head_dim ** -0.5. q is
-        [rows, heads, head_dim]; k and v are [rows, kv_heads, head_dim]; the result is like q. q and
-        k come before rotation, since the cache decides at which positions, and may be overwritten.
-        All three may be strided views of scratch: they hold only until the layer's next step, so
-        what is to last has to be copied before `attend` returns.
-    scratch : Scratch
-        On the compute device.
-    """
+It yields (q, k, v) once, is sent causal attention over the cache and these rows with softmax scale
+head_dim ** -0.5, and returns the residual stream. q is [rows, heads, head_dim]; k and v are
+[rows, kv_heads, head_dim]; what is sent is like q. q and k come before rotation, since the cache
+decides at which positions, and may be overwritten. All three may be strided views of scratch: they
+hold only until the next step of any layer.
+"""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    scratch: Scratch
+
+def finish(layer: Halves, attended: Tensor) -> Tensor:
+    """The second half of a layer that waits for `attended`: the residual stream."""
+    try:
+        layer.send(attended)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("a layer attends once; this is a bug")
 
 
 def row_blocks(rows: int) -> list[slice]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.models.layers import (
-    LayerContext,
+    Halves,
+    Scratch,
     activation,
     add_linear_,
     linear,
@@ -34,7 +35,8 @@ def weights(cfg: ModelConfig) -> ModelWeights:
     matrix = tokens if cfg.tie_word_embeddings else TensorSpec("lm_head.weight", table)
     head = {"norm": TensorSpec("model.norm.weight", (cfg.hidden_size,)), "lm_head": matrix}
     layers = tuple(_layer_specs(cfg, f"model.layers.{i}.") for i in range(cfg.num_layers))
-    return ModelWeights({"tokens": tokens}, layers, head, tables=("tokens",))
+    return ModelWeights({"tokens": tokens}, layers, head, tables=("tokens",),
+                        mlp=("ln2", "gate", "up", "down"))
 
 
 def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
@@ -80,36 +82,42 @@ def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 def decoder_layer(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
-                  ctx: LayerContext) -> Tensor:
+                  scratch: Scratch) -> Halves:
     """One layer; x [rows, hidden] is updated in place and returned."""
+    yield from attention(cfg, w, x, scratch)
+    return mlp(cfg, w, x, scratch)
+
+
+def attention(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Halves:
+    """The part of a layer up to the MLP; x is updated in place and returned."""
     rows = x.shape[0]
-    q = ctx.scratch.get("q", (rows, cfg.num_heads, cfg.head_dim), x.dtype)
-    k, v = (ctx.scratch.get(name, (rows, cfg.num_kv_heads, cfg.head_dim), x.dtype)
-            for name in "kv")
+    q = scratch.get("q", (rows, cfg.num_heads, cfg.head_dim), x.dtype)
+    k, v = (scratch.get(name, (rows, cfg.num_kv_heads, cfg.head_dim), x.dtype) for name in "kv")
     for block in row_blocks(rows):
-        normed = _normed(cfg, w["ln1"], x[block], ctx)
+        normed = _normed(cfg, w["ln1"], x[block], scratch)
         for name, out in (("q", q), ("k", k), ("v", v)):
             linear(normed, w[name], w.get(f"{name}_bias"), out=out[block].view(len(normed), -1))
-    attended = ctx.attend(q, k, v).reshape(rows, cfg.q_size)
+    attended = (yield q, k, v).reshape(rows, cfg.q_size)
     for block in row_blocks(rows):
         add_linear_(x[block], attended[block], w["out"], w.get("out_bias"))
-        _mlp_(cfg, w, x[block], ctx)
     return x
 
 
-def _mlp_(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, ctx: LayerContext) -> None:
-    """Add ``down(act(gate(norm(x))) * up(norm(x)))`` to x."""
-    normed = _normed(cfg, w["ln2"], x, ctx)
-    gate, up = (ctx.scratch.get(name, (x.shape[0], cfg.ffn_size), x.dtype)
-                for name in ("gate", "up"))
-    linear(normed, w["gate"], w.get("gate_bias"), out=gate)
-    linear(normed, w["up"], w.get("up_bias"), out=up)
-    wide = activation(cfg.activation)(gate).mul_(up)
-    add_linear_(x, wide, w["down"], w.get("down_bias"))
+def mlp(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Tensor:
+    """Add ``down(act(gate(norm(x))) * up(norm(x)))`` to x and return it."""
+    for block in row_blocks(len(x)):
+        normed = _normed(cfg, w["ln2"], x[block], scratch)
+        gate, up = (scratch.get(name, (len(normed), cfg.ffn_size), x.dtype)
+                    for name in ("gate", "up"))
+        linear(normed, w["gate"], w.get("gate_bias"), out=gate)
+        linear(normed, w["up"], w.get("up_bias"), out=up)
+        wide = activation(cfg.activation)(gate).mul_(up)
+        add_linear_(x[block], wide, w["down"], w.get("down_bias"))
+    return x
 
 
-def _normed(cfg: ModelConfig, weight: Tensor, x: Tensor, ctx: LayerContext) -> Tensor:
-    out = ctx.scratch.get("normed", tuple(x.shape), x.dtype)
+def _normed(cfg: ModelConfig, weight: Tensor, x: Tensor, scratch: Scratch) -> Tensor:
+    out = scratch.get("normed", tuple(x.shape), x.dtype)
     return rms_norm(x, weight, eps=cfg.norm_eps, out=out)
 
 

@@ -6,7 +6,7 @@ Other files take these names from `spec`, which makes them out of a config.json.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexgen_h2o.errors import UserError
 
@@ -170,15 +170,23 @@ class ModelConfig:
 
     def layer_shapes(self) -> PartShapes:
         """One decoder layer."""
+        attention, mlp = self.half_shapes()
+        return PartShapes((*attention.matrices, *mlp.matrices), attention.vectors + mlp.vectors)
+
+    def half_shapes(self) -> tuple[PartShapes, PartShapes]:
+        """Attention and MLP of a decoder layer, each with its norm."""
         hidden, ffn, kv = self.hidden_size, self.ffn_size, self.kv_size
         fused = self.family == "gpt_neox"
         inner = (self.q_size + 2 * kv,) if fused else (self.q_size, kv, kv)
         attention = (*((outputs, hidden) for outputs in inner), (hidden, self.q_size))
         wide = 2 if self.family == "llama" else 1  # gate and up, or a single matrix
         mlp = (*((ffn, hidden),) * wide, (hidden, ffn))
-        biased = attention * self.attention_bias + mlp * self.mlp_bias
-        biases = sum(outputs for outputs, _ in biased)
-        return PartShapes((*attention, *mlp), biases + 2 * self._norm())
+
+        def half(matrices: tuple[tuple[int, int], ...], biased: bool) -> PartShapes:
+            biases = sum(outputs for outputs, _ in matrices) if biased else 0
+            return PartShapes(matrices, biases + self._norm())
+
+        return half(attention, self.attention_bias), half(mlp, self.mlp_bias)
 
     def head_shapes(self) -> PartShapes:
         """What comes after the last layer; the output matrix only if it is not tied."""
@@ -240,12 +248,24 @@ class ModelWeights:
         One dict per decoder layer, all with the same keys.
     tables : tuple of str
         Keys of `embed` that are lookup tables: rows are gathered where the table lives.
+    mlp : tuple of str
+        Keys of a layer that its MLP half uses, and not attention; a bias goes with its matrix.
     """
 
     embed: dict[str, TensorSpec]
     layers: tuple[dict[str, TensorSpec], ...]
     head: dict[str, TensorSpec]
     tables: tuple[str, ...]
+    mlp: tuple[str, ...] = ()
+
+    def separated(self) -> ModelWeights:
+        """The same with two layers in place of each: attention, then MLP."""
+        halves = []
+        for layer in self.layers:
+            mlp = {name: spec for name, spec in layer.items()
+                   if name.removesuffix("_bias") in self.mlp}
+            halves += [{name: layer[name] for name in layer if name not in mlp}, mlp]
+        return replace(self, layers=tuple(halves))
 
 
 def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> tuple[str, ...]:

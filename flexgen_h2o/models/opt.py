@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.models.layers import (
-    LayerContext,
+    Halves,
+    Scratch,
     activation,
     add_linear_,
     layer_norm,
@@ -45,7 +46,8 @@ def weights(cfg: ModelConfig) -> ModelWeights:
     head["lm_head"] = tokens if cfg.tie_word_embeddings else TensorSpec(
         "lm_head.weight", (cfg.vocab_size, narrow))
     layers = tuple(_layer_specs(cfg, f"{top}layers.{i}.") for i in range(cfg.num_layers))
-    return ModelWeights(embed, layers, head, tables=("tokens", "positions"))
+    return ModelWeights(embed, layers, head, tables=("tokens", "positions"),
+                        mlp=("ln2", "fc1", "fc2"))
 
 
 def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
@@ -107,37 +109,46 @@ def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> None:
 
 
 def decoder_layer(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
-                  ctx: LayerContext) -> Tensor:
+                  scratch: Scratch) -> Halves:
     """One layer; x [rows, hidden] is updated in place and returned."""
+    yield from attention(cfg, w, x, scratch)
+    return mlp(cfg, w, x, scratch)
+
+
+def attention(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Halves:
+    """The part of a layer up to the MLP; x is updated in place and returned."""
     rows, heads = x.shape[0], (x.shape[0], cfg.num_heads, cfg.head_dim)
-    q, k, v = (ctx.scratch.get(name, (rows, cfg.q_size), x.dtype) for name in "qkv")
+    q, k, v = (scratch.get(name, (rows, cfg.q_size), x.dtype) for name in "qkv")
     for block in row_blocks(rows):
         part = x[block]
-        source = _normed(cfg, w, "ln1", part, ctx) if cfg.pre_norm else part
+        source = _normed(cfg, w, "ln1", part, scratch) if cfg.pre_norm else part
         for name, out in (("q", q), ("k", k), ("v", v)):
             linear(source, w[name], w.get(f"{name}_bias"), out=out[block])
-    attended = ctx.attend(q.view(heads), k.view(heads), v.view(heads)).reshape(rows, cfg.q_size)
+    attended = (yield q.view(heads), k.view(heads), v.view(heads)).reshape(rows, cfg.q_size)
     for block in row_blocks(rows):
         part = x[block]
         add_linear_(part, attended[block], w["out"], w.get("out_bias"))
         if not cfg.pre_norm:
             _norm(cfg, w, "ln1", part, out=part)
-        _mlp_(cfg, w, part, ctx)
+    return x
+
+
+def mlp(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Tensor:
+    """The rest of a layer; x is updated in place and returned."""
+    for block in row_blocks(len(x)):
+        part = x[block]
+        source = _normed(cfg, w, "ln2", part, scratch) if cfg.pre_norm else part
+        wide = scratch.get("ffn", (len(part), cfg.ffn_size), x.dtype)
+        linear(source, w["fc1"], w.get("fc1_bias"), out=wide)
+        add_linear_(part, activation(cfg.activation)(wide), w["fc2"], w.get("fc2_bias"))
         if not cfg.pre_norm:
             _norm(cfg, w, "ln2", part, out=part)
     return x
 
 
-def _mlp_(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, ctx: LayerContext) -> None:
-    source = _normed(cfg, w, "ln2", x, ctx) if cfg.pre_norm else x
-    wide = ctx.scratch.get("ffn", (x.shape[0], cfg.ffn_size), x.dtype)
-    linear(source, w["fc1"], w.get("fc1_bias"), out=wide)
-    add_linear_(x, activation(cfg.activation)(wide), w["fc2"], w.get("fc2_bias"))
-
-
 def _normed(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor,
-            ctx: LayerContext) -> Tensor:
-    return _norm(cfg, w, name, x, out=ctx.scratch.get("normed", tuple(x.shape), x.dtype))
+            scratch: Scratch) -> Tensor:
+    return _norm(cfg, w, name, x, out=scratch.get("normed", tuple(x.shape), x.dtype))
 
 
 def _norm(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor, *,

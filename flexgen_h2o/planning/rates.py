@@ -23,7 +23,7 @@ from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.eviction import Book, Eviction
 from flexgen_h2o.models import opt
-from flexgen_h2o.models.layers import LayerContext, Scratch, add_linear_, linear
+from flexgen_h2o.models.layers import Scratch, add_linear_, finish, linear
 from flexgen_h2o.models.spec import ModelConfig, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.planning.hardware_file import BILLION, BITS, ROWS
@@ -221,8 +221,8 @@ class Rates:
         step = DecodeStep(self._records(heads, slots, head_dim, bits=16), bits=16,
                           head_dim=head_dim)
         x = self._random(1, config.hidden_size)
-        context = LayerContext(attend=step, scratch=Scratch(self._device.torch))
-        return self._clock.seconds(lambda: run_layer(config, weights, x, context))
+        scratch = Scratch(self._device.torch)
+        return self._clock.seconds(lambda: run_layer(config, weights, x, scratch, attend=step))
 
     def elementwise(self) -> float:
         """`Compute.elementwise`: what a layer with no attention takes beyond its products."""
@@ -230,9 +230,9 @@ class Rates:
         config, weights = self._layer(sizes.hidden, max(1, sizes.hidden // sizes.head_dim))
         scratch = Scratch(self._device.torch)
         x, source = (self._random(sizes.layer_rows, sizes.hidden) for _ in range(2))
-        context = LayerContext(attend=lambda q, k, v: q, scratch=scratch)
-        beyond = self._clock.difference(lambda: run_layer(config, weights, x, context),
-                                        lambda: run_products(weights, source, x, scratch))
+        beyond = self._clock.difference(
+            lambda: run_layer(config, weights, x, scratch, attend=lambda q, k, v: q),
+            lambda: run_products(weights, source, x, scratch))
         return BILLION * max(beyond, LEAST_SECONDS) / x.numel()
 
     def logit_seconds(self) -> float:
@@ -284,10 +284,11 @@ class DecodeStep:
                                     layout=self._layout, book=self._book)[0]
 
 
-def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, context: LayerContext
-              ) -> None:
+def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, scratch: Scratch, *,
+              attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """A decoder layer, as the executor calls it; x [rows, hidden] is updated in place."""
-    opt.decoder_layer(config, weights, x, context)
+    layer = opt.decoder_layer(config, weights, x, scratch)
+    finish(layer, attend(*next(layer)))
 
 
 def run_products(weights: dict[str, Tensor], source: Tensor, x: Tensor, scratch: Scratch) -> None:

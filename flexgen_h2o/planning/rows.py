@@ -27,7 +27,10 @@ WEIGHT_ROWS = ("weights", "embeddings", "weight buffers")
 WEIGHT_BUFFERS = 2
 STAGING_BUFFERS = 3
 TAIL_TOKENS = 16
-"""What is held beside the data: see `engine.weights`, `cache.parts` and `engine.hidden`."""
+ATTENDING = 2
+"""What is held beside the data, as `engine.weights`, `cache.parts`, `engine.hidden` and (batches
+whose attention on the host is under way) `engine.schedule` say.
+"""
 
 CHUNK_ROWS = {False: ROW_BLOCK, True: 8 * ROW_BLOCK}
 """Rows of a prefill that go through a layer together, by whether there is a GPU (as `Executor`)."""
@@ -189,8 +192,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     model, fractions = run.model, run.policy.weights.fractions()
     part_bytes = partial(run.weights.part_bytes, itemsize=run.itemsize)
     matrix_bytes = partial(run.weights.matrix_bytes, itemsize=run.itemsize)
-    layer = part_bytes(model.layer_shapes())
-    layers = model.num_layers * layer
+    layers = model.num_layers * part_bytes(model.layer_shapes())
     embeddings = part_bytes(model.embed_shapes()) + part_bytes(model.head_shapes())
     for name, nbytes in (("weights", layers), ("embeddings", embeddings)):
         gpu, cpu, disk = (int(nbytes * fraction) for fraction in fractions)
@@ -202,7 +204,9 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
         # head's matrix (a tied one too) is there or it is not.
         tensor = max(map(matrix_bytes, model.layer_shapes().matrices))
         head = matrix_bytes((model.vocab_size, model.embed_dim))
-        buffers = WEIGHT_BUFFERS * max(min(layer, int(layer * away) + tensor), head)
+        parts = model.half_shapes() if run.policy.sep_layer else (model.layer_shapes(),)
+        largest = max(map(part_bytes, parts))
+        buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor), head)
     yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)
 
 
@@ -218,6 +222,10 @@ def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
     yield PlanRow("cache", *(count * token for count in cached))
     here, host = _staging(run, cached, record=record, most=max(held),
                           staged_host=not run.attends_on_host)
+    if run.attends_on_host:
+        # Queries, keys and values on their way down, and what comes up.
+        rows = cached[1] * 2 * (model.q_size + model.kv_size) * run.itemsize
+        here, host = here + ATTENDING * rows, host + rows
     if run.gathers_prompts:
         plain = 2 * model.kv_size * run.itemsize
         more = _staging(run, placed, record=plain, most=load.prompt_len)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from itertools import chain, cycle
 
 import torch
@@ -23,10 +24,12 @@ from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.storage.tiers import Device, Event
 
 UP, DOWN = "cpu->gpu", "gpu->cpu"
-PAIRS = {kind: (f"{kind} 0", f"{kind} 1") for kind in ("weights", "loads", "stores")}
-"""The lanes of each kind of job, which take turns."""
+ATTENTION = "attention"
+KINDS = {kind: (f"{kind} 0", f"{kind} 1") for kind in ("weights", "loads", "stores")} | {
+    ATTENTION: (ATTENTION,)}
+"""The lanes of each kind of job, which take turns; the host attends to one thing at a time."""
 
-LANES = tuple(chain.from_iterable(PAIRS.values()))
+LANES = tuple(chain.from_iterable(KINDS.values()))
 
 
 class Handle:
@@ -104,10 +107,10 @@ class Transfers:
         self._latest: dict[str, Handle] = {}
         self._lock = threading.Lock()
         self._lanes = {name: Lane(name, self) for name in LANES}
-        self._turns = {kind: cycle(names) for kind, names in PAIRS.items()}
+        self._turns = {kind: cycle(names) for kind, names in KINDS.items()}
 
     def submit(self, kind: str, job, *, after: Iterable[Handle | Event] = ()) -> Handle:
-        """Run ``job(lane)`` on the next lane of a kind of `PAIRS`, its copies after `after`."""
+        """Run ``job(lane)`` on the next lane of a kind of `KINDS`, its copies after `after`."""
         with self._lock:  # a job may submit another
             lane = next(self._turns[kind])
             handle = self._latest[lane] = self._lanes[lane].submit(job, after)
@@ -142,6 +145,10 @@ class Transfers:
         """Record a span in compute's own queue, between two stamps."""
         if self._trace.enabled:
             self._unsettled.append((name, lane, None, began, ended))
+
+    def host_span(self, name: str, lane: str) -> AbstractContextManager[None]:
+        """Record the body of a ``with`` statement as a span of the host's own work."""
+        return self._trace.span(name, lane)
 
     def settle(self) -> None:
         """Turn the stamps that have been reached into times; the others wait for the next call."""
