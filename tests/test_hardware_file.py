@@ -47,7 +47,8 @@ def machines(draw) -> Hardware:
             **{name: draw(figures) for name in (
                 "head_seconds", "elementwise", "layer_seconds", "logit_seconds")}),
         host_attention=HostAttention(draw(tables(BITS)), draw(figures))
-        if has_gpu and draw(st.booleans()) else None)
+        if has_gpu and draw(st.booleans()) else None,
+        interference=draw(st.floats(0, 1)))
 
 
 @given(hardware=machines())

@@ -194,6 +194,7 @@ def test_csv_schema():
         "generated_tokens,load_seconds,prefill_seconds,decode_seconds,"
         "prefill_tokens_per_second,decode_tokens_per_second,total_tokens_per_second,"
         "latency_p50_seconds,latency_p95_seconds,"
+        "predicted_prefill_seconds,predicted_decode_seconds,"
         "peak_device_bytes,peak_process_bytes,weight_bytes,"
         "kv_cache_bytes,full_kv_cache_bytes,kv_bytes_per_token,"
         "disk_to_cpu_gb,disk_to_cpu_gb_per_s,cpu_to_disk_gb,cpu_to_disk_gb_per_s,"

@@ -88,28 +88,34 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Progr
     """
     sizes = sizes or Sizes.of(device)
     dtype = torch.float16 if device.torch.type == "cuda" else torch.bfloat16
-    links = _links(device, offload_dir, progress, sizes=sizes)
-    compute = _compute(Rates(device, dtype, sizes), progress)
+    rates = Rates(device, dtype, sizes)
+    links, interference = _links(rates, device, offload_dir, progress)
+    compute = _compute(rates, progress)
     host_attention = None
     if device.separate:
         progress("attention on the host")
         host_attention = HostAttention(*_decode_attention(Rates(Device(), dtype, sizes)))
     return Hardware(name=_name(device), links=links, compute=compute,
-                    host_attention=host_attention, **_memory(device, offload_dir))
+                    host_attention=host_attention, interference=interference,
+                    **_memory(device, offload_dir))
 
 
-def _links(device: Device, offload_dir: str | os.PathLike, progress: Progress, *, sizes: Sizes
-           ) -> dict[str, float]:
+def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: Progress
+           ) -> tuple[dict[str, float], float]:
+    """`Hardware.links` and `Hardware.interference`."""
     progress("disk")
+    sizes = rates.sizes
     with contextlib.closing(RunFolder(offload_dir)) as folder:
         scratch = folder.file("calibration.bin", sizes.scratch)
         # Written first: what is read must be no hole in the file.
         written = disk_write_rate(scratch, nbytes=sizes.scratch)
-        rates = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
+        found = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
+        progress("disk and products at once")
+        interference = _figure(rates.interference(scratch))
     if device.separate:
         progress("copies between host and GPU")
-        rates += copy_rates(device, nbytes=sizes.copied)
-    return _figures(dict(zip(LINKS, rates, strict=False)))
+        found += copy_rates(device, nbytes=sizes.copied)
+    return _figures(dict(zip(LINKS, found, strict=False))), interference
 
 
 def _compute(rates: Rates, progress: Progress) -> Compute:

@@ -38,7 +38,8 @@ class Stop:
     count : float
         How often it comes in its phase.
     lanes : float array [lanes, TERMS]
-        Seconds of what runs side by side: the stop takes as long as the largest.
+        Seconds of what runs side by side, and is disturbed by the others: the stop takes as long
+        as the largest.
     seconds : float array [RESOURCES, TERMS]
         Seconds of each resource alone.
     """
@@ -182,6 +183,9 @@ class _Costs:
         if policy.overlap and self._batches == 1:
             # The GPU has no other batch to compute while the host attends.
             lanes = np.vstack((seconds[:2].sum(axis=0), seconds[2:]))
+        # As lanes of which the largest still counts: each, and a share of what the others take.
+        share = self._hardware.interference
+        lanes = (1 - share) * lanes + share * lanes.sum(axis=0)
         return Stop(count, lanes, seconds)
 
     def embedding(self, rows: float, count: int) -> Stop:

@@ -72,6 +72,9 @@ class Hardware:
     compute : Compute
     host_attention : HostAttention or None
         Beside a GPU.
+    interference : float
+        What goes on at the same time disturbs each other: beside the busiest resource, a step
+        takes this share (0 to 1) of the time that the others would take alone.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Hardware:
     links: Mapping[str, float]
     compute: Compute
     host_attention: HostAttention | None = None
+    interference: float = 0.0
 
     @property
     def has_gpu(self) -> bool:

@@ -49,7 +49,8 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
         message names the file and the key.
     """
     top = _Entry(str(path), read_yaml("hardware file", path)).fields(
-        ("name", "cpu_gb", "disk_gb", "links_gb_per_s", "compute"), ("gpu_gb", "host_attention"))
+        ("name", "cpu_gb", "disk_gb", "links_gb_per_s", "compute"),
+        ("gpu_gb", "host_attention", "interference"))
     links = LINKS if "gpu_gb" in top else HOST_LINKS
     if "gpu_gb" not in top and "host_attention" in top:
         raise UserError(f"{path}: host_attention is for machines with a GPU: add gpu_gb, or leave "
@@ -62,6 +63,7 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
         links=top["links_gb_per_s"].figures(links, GB),
         compute=_compute(top["compute"]),
         host_attention=_host(top["host_attention"]) if "host_attention" in top else None,
+        interference=top["interference"].share() if "interference" in top else 0.0,
     )
 
 
@@ -89,6 +91,7 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
             _DECODE: _in_units(host.decode_attention, GB),
             "head_microseconds": _rounded(host.head_seconds / MICRO),
         },
+        "interference": hardware.interference,
     }
     present = {key: value for key, value in values.items() if value is not None}
     with open_atomic(path) as file:
@@ -145,6 +148,11 @@ class _Entry:
         """A positive number, times its unit."""
         check_number(self.where, self.value, above=0, high=1e18)
         return _rounded(self.value * unit)
+
+    def share(self) -> float:
+        """A number from 0 to 1."""
+        check_number(self.where, self.value, low=0, high=1)
+        return float(self.value)
 
     def text(self) -> str:
         """A text that is not empty."""

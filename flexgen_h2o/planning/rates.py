@@ -1,9 +1,8 @@
 """Measured rates of compute: the engine's own operations, each the way that a run uses it.
 
 Weights and caches are random and go round in copies that no processor cache holds together;
-outputs are used again and again. Every measurement warms up first, and takes the fastest of many
-short samples: what else runs on the machine can only add to them. (With three other processes
-on two cores, medians of some operations were off by more than ten times.)
+outputs are used again and again. Every measurement warms up first, and is the median of many short
+samples: what a run gets from this machine, if nothing else runs on it now that does not then.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,18 +22,20 @@ from flexgen_h2o.config import SamplingParams
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.eviction import Book, Eviction
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import opt
 from flexgen_h2o.models.layers import Scratch, add_linear_, finish, linear
 from flexgen_h2o.models.spec import ModelConfig, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.planning.hardware_file import BILLION, BITS, ROWS
+from flexgen_h2o.storage.links import disk_beside
 from flexgen_h2o.storage.quantization import GroupLayout
 from flexgen_h2o.storage.tiers import Device
 
 LEAST_SECONDS = 1e-9
 """Of what is left when one time is taken from another: noise must not make it negative."""
 
-FEWEST, MOST = 3, 200
+FEWEST, MOST = 7, 200
 """Samples of a measurement."""
 
 PATIENCE = 8
@@ -109,16 +111,15 @@ class Clock:
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Seconds of a call."""
-        took, = self._fastest(self._seconds, work)
-        return took
+        return statistics.median(took for took, in self._samples(self._seconds, work))
 
     def difference(self, more: Callable[[], object], less: Callable[[], object]) -> float:
         """Seconds that a call of `more` takes beyond one of `less`; they take turns."""
-        with_it, without = self._fastest(PATIENCE * self._seconds, more, less)
-        return with_it - without
+        samples = self._samples(PATIENCE * self._seconds, more, less)
+        return statistics.median(with_it - without for with_it, without in samples)
 
-    def _fastest(self, seconds: float, *works: Callable[[], object]) -> list[float]:
-        """Of each, the fastest of its samples, which take so long together, about."""
+    def _samples(self, seconds: float, *works: Callable[[], object]) -> list[list[float]]:
+        """Seconds of a call of each, again and again for so long, about."""
         for work in works:  # compiles, and starts threads
             self._sample(work, 1)
         once = sum(min(self._sample(work, 1) for _ in range(FEWEST)) for work in works)
@@ -126,7 +127,7 @@ class Clock:
         samples, ends = [], time.perf_counter() + seconds
         while len(samples) < FEWEST or time.perf_counter() < ends:
             samples.append([self._sample(work, calls) for work in works])
-        return [min(taken) for taken in zip(*samples, strict=True)]
+        return samples
 
     def _sample(self, work: Callable[[], object], calls: int) -> float:
         self._device.mark().synchronize()
@@ -151,30 +152,48 @@ class Rates:
     def __init__(self, device: Device, dtype: torch.dtype, sizes: Sizes):
         self._device = device
         self._dtype = dtype
-        self._sizes = sizes
+        self.sizes = sizes
         self._clock = Clock(device, sizes.seconds)
+
+    def interference(self, scratch: Path) -> float:
+        """`Hardware.interference`, of products that read all of memory and reading a file."""
+        weight = torch.randn(self.sizes.matrix, dtype=self._dtype)
+        matrices = self._copies(weight, 16)
+        x, out = self._random(1, weight.shape[1]), self._random(1, len(weight))
+
+        def multiply() -> None:
+            linear(x, next(matrices), out=out)
+            self._device.mark().synchronize()
+
+        each = self._clock.seconds(multiply)
+        found = disk_beside(scratch, multiply, nbytes=self.sizes.scratch)
+        shares = [(beside - alone) / (each * max(done, 1)) for alone, beside, done in found]
+        return min(max(statistics.median(shares), 0.0), 1.0)
 
     def linear(self, bits: int) -> dict[int, float]:
         """`Compute.linear` of so many bits."""
-        weight = torch.randn(self._sizes.matrix, dtype=self._dtype)
-        form = WeightFormat(self._dtype, bits)
-        layout = form.layout(weight.shape)
-        rest = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
-            weight, layout)
-        matrices = itertools.cycle([
-            form.view(rest.to(self._device.torch, copy=True), 0, weight.shape)
-            for _ in range(self._rounds(rest.nbytes))])
+        weight = torch.randn(self.sizes.matrix, dtype=self._dtype)
+        matrices = self._copies(weight, bits)
         seconds, more = {}, math.inf
-        for rows in sorted(self._sizes.rows, reverse=True):
+        for rows in sorted(self.sizes.rows, reverse=True):
             x, out = self._random(rows, weight.shape[1]), self._random(rows, len(weight))
             took = self._clock.seconds(lambda x=x, out=out: linear(x, next(matrices), out=out))
             # Where fewer rows seem to take longer than more, something has come between.
             seconds[rows] = more = min(took, more)
-        return {rows: BILLION * seconds[rows] / weight.numel() for rows in self._sizes.rows}
+        return {rows: BILLION * seconds[rows] / weight.numel() for rows in self.sizes.rows}
+
+    def _copies(self, weight: Tensor, bits: int) -> Iterator[Tensor | QuantizedMatrix]:
+        """A matrix in so many bits, again and again in other memory."""
+        form = WeightFormat(self._dtype, bits)
+        layout = form.layout(weight.shape)
+        rest = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
+            weight, layout)
+        return itertools.cycle([form.view(rest.to(self._device.torch, copy=True), 0, weight.shape)
+                                for _ in range(self._rounds(rest.nbytes))])
 
     def prefill_attention(self, *, scored: bool) -> float:
         """`Compute.prefill_attention`, with or without scores."""
-        sizes = self._sizes
+        sizes = self.sizes
         sequences, tokens = sizes.prompts
         rows = sequences * tokens
         q, k, v = (self._random(rows, sizes.heads, sizes.head_dim) for _ in range(3))
@@ -186,7 +205,7 @@ class Rates:
 
     def decode_attention(self) -> tuple[dict[int, float], float]:
         """`decode_attention` and `head_seconds`, from steps over few and over many slots."""
-        sizes = self._sizes
+        sizes = self.sizes
         heads = sizes.sequences * sizes.heads
         found = {bits: [self._decode(slots, bits) for slots in sizes.slots] for bits in BITS}
         fixed = []
@@ -198,7 +217,7 @@ class Rates:
 
     def _decode(self, slots: int, bits: int) -> tuple[int, float]:
         """Bytes of records, and seconds, of a step over so many slots."""
-        sizes = self._sizes
+        sizes = self.sizes
         one = self._records(sizes.heads, slots, sizes.head_dim, bits=bits)
         nbytes = sizes.sequences * one.nbytes
         steps = [DecodeStep(one.repeat(1, sizes.sequences, 1, 1, 1), bits=bits,
@@ -226,7 +245,7 @@ class Rates:
 
     def elementwise(self) -> float:
         """`Compute.elementwise`: what a layer with no attention takes beyond its products."""
-        sizes = self._sizes
+        sizes = self.sizes
         config, weights = self._layer(sizes.hidden, max(1, sizes.hidden // sizes.head_dim))
         scratch = Scratch(self._device.torch)
         x, source = (self._random(sizes.layer_rows, sizes.hidden) for _ in range(2))
@@ -237,7 +256,7 @@ class Rates:
 
     def logit_seconds(self) -> float:
         """`Compute.logit_seconds`, for the likeliest token."""
-        logits = self._random(*self._sizes.logits)
+        logits = self._random(*self.sizes.logits)
         choose = Sampler(SamplingParams(), ())
         return BILLION * self._clock.seconds(lambda: choose(logits, (), 1)) / logits.numel()
 
@@ -254,7 +273,7 @@ class Rates:
 
     def _rounds(self, nbytes: int) -> int:
         """How many copies of so many bytes no processor cache holds together."""
-        return math.ceil(self._sizes.rotated / nbytes)
+        return math.ceil(self.sizes.rotated / nbytes)
 
 
 class DecodeStep:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -75,6 +76,39 @@ def _disk_rate(move: Callable[[Disk, int, torch.Tensor], None], path: Path, nbyt
         return nbytes / _median_seconds(move_all, 1)
     finally:
         disk.close()
+
+
+def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
+                ) -> list[tuple[float, float, int]]:
+    """How reading the start of a file goes beside work that is done again and again.
+
+    Returns
+    -------
+    list of (float, float, int)
+        Of each of a few tries the seconds of reading alone, those beside the work, and how often
+        it was done meanwhile.
+    """
+    nbytes = min(nbytes, path.stat().st_size) // PAGE * PAGE
+    buffer = Device().host_empty(nbytes, touch=True)
+    disk = Disk()
+
+    def read() -> float:
+        began = time.perf_counter()
+        disk.read([AlignedRead(path, 0, nbytes, 0)], buffer)
+        return time.perf_counter() - began
+
+    found = []
+    try:
+        with ThreadPoolExecutor(1) as reader:
+            for _ in range(REPEATS):
+                alone, reading, done = read(), reader.submit(read), 0
+                while not reading.done():
+                    work()
+                    done += 1
+                found.append((alone, reading.result(), done))
+    finally:
+        disk.close()
+    return found
 
 
 def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float]:
