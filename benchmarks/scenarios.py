@@ -24,11 +24,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from link_works import RawFile, rates
+from link_works import RawFile
 from memory_group import MemoryGroup, drop_page_cache
 
 from flexgen_h2o import breakdown
@@ -43,8 +44,10 @@ from flexgen_h2o.storage.tiers import PAGE, Device
 MB = 1 << 20
 RAW = ((16 * MB, 2), (16 * MB, 4), (4 * MB, 4))
 """Bytes of a raw request, and threads: the best counts."""
-FEW_LAYERS = (1, 4)
-STEPS = 4
+RAW_RUNS, RAW_BYTES = 3, 1 << 30
+"""Runs of each, and bytes of a run."""
+FEW_LAYERS = (2, 6)
+STEPS = 8
 """Decode steps of a run with few layers."""
 PARTS = ("prefill", "step")
 COLUMNS = (
@@ -73,14 +76,22 @@ def spans_of(trace: Path) -> list[tuple[str, str, float, float, int]]:
 
 
 def raw_rate(path: Path) -> float:
-    """Bytes per second of plain O_DIRECT reads of a file: the best of a few settings."""
-    nbytes = min(path.stat().st_size // PAGE * PAGE, 1 << 30)
-    buffer = Device().host_empty(max(request * threads for request, threads in RAW))
-    file = RawFile(path, 0, nbytes, buffer, write=False)
-    try:
-        return max(rates(file.works("read", RAW), repeats=2).values())
-    finally:
+    """Bytes per second of plain O_DIRECT reads of a file: the best of a few settings.
+
+    Every read is of another part of the file, as those of a run are: what lies below this system
+    may have a cache of its own.
+    """
+    span = min(path.stat().st_size // (RAW_RUNS * len(RAW)), RAW_BYTES) // PAGE * PAGE
+    buffer = Device().host_empty(max(request * threads for request, threads in RAW), touch=True)
+    found: dict[tuple[int, int], list[float]] = {setting: [] for setting in RAW}
+    for number, setting in enumerate(RAW * RAW_RUNS):
+        start = number * (path.stat().st_size // (RAW_RUNS * len(RAW))) // PAGE * PAGE
+        file = RawFile(path, start, span, buffer, write=False)
+        began = time.perf_counter()
+        file.sweep(*setting)
+        found[setting].append(span / (time.perf_counter() - began))
         file.close()
+    return max(map(statistics.median, found.values()))
 
 
 def extended(few: Sequence[int], seconds: Sequence[float], layers: int) -> float:

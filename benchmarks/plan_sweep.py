@@ -1,0 +1,125 @@
+"""The planner's policy beside every policy of a grid, all of them run.
+
+    python benchmarks/make_checkpoint.py --model facebook/opt-125m --out /tmp/opt-125m
+    python benchmarks/plan_sweep.py --model /tmp/opt-125m --memory-limit 700MB
+
+The same prompts under a memory limit: `--percent auto`, and each placement and batch shape of a
+grid that fits. They take turns, `--repeats` times, each run in a process of its own; medians of the
+time of prefill and decode together, beside what the planner had predicted. Best is the grid's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexgen_h2o.cli import Parser, exit_status
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.results import source_commit
+
+BATCHES = ((4, 1), (8, 2), (8, 4), (16, 1), (16, 4), (32, 2))
+WEIGHTS = (100, 50, 0)
+CACHE = (100, 50, 0)
+"""Percent in memory; the rest is on disk."""
+AUTO = ("--percent", "auto")
+COLUMNS = ("commit", "model", "memory_limit", "prompts", "prompt_len", "gen_len", "policy",
+           "seconds", "predicted_s", "predicted_over_measured", "best_over_this", "repeats")
+
+
+def grid() -> list[tuple[str, ...]]:
+    """The flags of each policy."""
+    return [("--percent", f"{weights}", "0", f"{cache}", "0", "100", "0",
+             "--gpu-batch-size", f"{size}", "--num-gpu-batches", f"{count}")
+            for (size, count), weights, cache in itertools.product(BATCHES, WEIGHTS, CACHE)]
+
+
+def measured(args: argparse.Namespace, policy: Sequence[str]) -> dict[str, str] | None:
+    """The row of results of one run; None if it does not fit."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.csv"
+        done = subprocess.run(
+            [sys.executable, "-m", "flexgen_h2o.flex_opt", "--model", str(args.model),
+             "--memory-limit", args.memory_limit, "--num-prompts", str(args.num_prompts),
+             "--prompt-len", str(args.prompt_len), "--gen-len", str(args.gen_len), "--no-log",
+             "--verbose", "0", "--csv", str(path), *policy], capture_output=True, text=True)
+        if "does not fit" in done.stderr:
+            return None
+        if done.returncode:
+            raise UserError(f"{' '.join(policy)} failed: {done.stderr.strip()[-400:]}")
+        with open(path, newline="", encoding="utf-8") as file:
+            (row,) = csv.DictReader(file)
+    return row
+
+
+def seconds(row: dict[str, str], prefix: str = "") -> float:
+    """Prefill and decode of a row of results."""
+    return sum(float(row[f"{prefix}{phase}_seconds"]) for phase in ("prefill", "decode"))
+
+
+def sweep(args: argparse.Namespace) -> list[dict[str, object]]:
+    """A row for the plan, and for each policy of the grid that fits, the fastest first."""
+    found: dict[tuple[str, ...], list[dict[str, str]]] = {AUTO: []}
+    found |= {policy: [] for policy in grid()}
+    for repeat in range(args.repeats):
+        for policy in list(found):
+            row = measured(args, policy)
+            if row is None:
+                del found[policy]
+                continue
+            found[policy].append(row)
+            print(f"{repeat} {seconds(row):8.2f} s  {' '.join(policy)}", flush=True)
+    took = {policy: statistics.median(map(seconds, rows)) for policy, rows in found.items()}
+    best = min(time for policy, time in took.items() if policy != AUTO)
+    table = []
+    for policy in sorted(took, key=lambda policy: (policy != AUTO, took[policy])):
+        last = found[policy][-1]
+        predicted = seconds(last, "predicted_") if policy == AUTO else None
+        flags = " ".join(policy)
+        if policy == AUTO:
+            flags += f" ({shown(last)})"
+        table.append({
+            "commit": source_commit(), "model": args.model.name, "memory_limit": args.memory_limit,
+            "prompts": args.num_prompts, "prompt_len": args.prompt_len, "gen_len": args.gen_len,
+            "policy": flags, "seconds": took[policy], "predicted_s": predicted,
+            "predicted_over_measured": predicted and predicted / took[policy],
+            "best_over_this": best / took[policy], "repeats": args.repeats})
+    return table
+
+
+def shown(row: dict[str, str]) -> str:
+    """What a plan chose."""
+    shares = (row[f"{kind}_{tier}"] for kind in ("weights", "cache", "activations")
+              for tier in ("gpu", "cpu"))
+    return f"{' '.join(shares)}, batches {row['gpu_batch_size']} x {row['num_gpu_batches']}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.splitlines()[0],
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint")
+    parser.add_argument("--memory-limit", default="700MB")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--gen-len", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_sweep.csv"))
+    args = parser.parse_args(argv)
+    table = sweep(args)
+    with open(args.out, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for row in table:
+            writer.writerow({key: f"{value:.4g}" if isinstance(value, float) else value
+                             for key, value in row.items()})
+            print(f"{row['seconds']:8.2f} s  {row['best_over_this']:.3f}  {row['policy']}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
