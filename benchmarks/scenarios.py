@@ -47,8 +47,8 @@ RAW = ((16 * MB, 2), (16 * MB, 4), (4 * MB, 4))
 RAW_RUNS, RAW_BYTES = 3, 1 << 30
 """Runs of each, and bytes of a run."""
 FEW_LAYERS = (2, 6)
-STEPS = 8
-"""Decode steps of a run with few layers."""
+STEPS, REPEATS = 8, 3
+"""Decode steps of a run with few layers, and how often each is made: a median counts."""
 PARTS = ("prefill", "step")
 COLUMNS = (
     "date", "commit", "host", "cpu", "scenario", "model", "weight_bits", "hh_ratio", "memory_gb",
@@ -177,7 +177,7 @@ class Scenario:
         layers = sizes["num_hidden_layers"]
         few = tuple(min(count, layers) for count in FEW_LAYERS)
         found = []
-        for count in few:
+        for count in few * REPEATS:
             folder = self._scratch / f"{count}-layers"
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": count}))
@@ -189,8 +189,10 @@ class Scenario:
             _, row = self._outcome(result)
             found.append((float(row["prefill_seconds"]), float(row["decode_seconds"]) / STEPS))
             shutil.rmtree(folder)
+        typical = [[statistics.median(times) for times in zip(*found[which::2], strict=True)]
+                   for which in range(2)]
         return {part: extended(few, seconds, layers)
-                for part, seconds in zip(PARTS, zip(*found, strict=True), strict=True)}
+                for part, seconds in zip(PARTS, zip(*typical, strict=True), strict=True)}
 
 
 def policy_text(values: dict) -> str:
