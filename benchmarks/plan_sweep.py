@@ -24,9 +24,9 @@ from flexgen_h2o.cli import Parser, exit_status
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.results import source_commit
 
-BATCHES = ((4, 1), (8, 2), (8, 4), (16, 1), (16, 4), (32, 2))
+BATCHES = ((4, 1), (8, 4), (16, 2), (32, 1), (64, 1))
 WEIGHTS = (100, 50, 0)
-CACHE = (100, 50, 0)
+CACHE = (100, 0)
 """Percent in memory; the rest is on disk."""
 AUTO = ("--percent", "auto")
 COLUMNS = ("commit", "model", "memory_limit", "prompts", "prompt_len", "gen_len", "policy",
