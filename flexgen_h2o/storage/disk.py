@@ -30,7 +30,7 @@ from flexgen_h2o.storage.tiers import PAGE, round_up
 
 log = logging.getLogger(__name__)
 
-PIECE = 4 << 20
+PIECE = 8 << 20
 WORKERS = 4
 READ, WRITE = "disk->cpu", "cpu->disk"
 RUN_PREFIX = "flexgen_h2o-run-"
