@@ -56,13 +56,12 @@ class MemoryGroup:
 
     def __exit__(self, *exception) -> None:
         for _ in range(20):  # a group is busy until the kernel has buried its last process
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    self._folder.rmdir()
-                except OSError:
-                    time.sleep(0.1)
-                    continue
-            return
+            try:
+                self._folder.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.1)
 
 
 def drop_page_cache() -> None:

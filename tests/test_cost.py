@@ -264,3 +264,14 @@ def test_the_engine_moves_the_bytes_that_the_model_counts(folder, tmp_path, monk
         moved["gpu->cpu"] += 3 * 8 // 2 * 64 * 2 * 256 * 2
     for link, nbytes in counted.items():
         assert nbytes == pytest.approx(moved.get(link, 0), rel=0.08, abs=1e5), link
+
+
+def test_what_goes_on_at_the_same_time_interferes():
+    """Beside the busiest resource a part of what the others would take alone."""
+    compute = replace(FREE, layer_seconds=LAYER / 4.0)
+    run = planned(weights=ON_DISK, gpu=False)
+    free = machine(compute, gpu=False)
+    disturbed = replace(free, interference=0.25)
+    (alone,), (beside,) = ([estimate(each, run).step] for each in (free, disturbed))
+    assert beside.resources == alone.resources and beside.binding == "disk->cpu"
+    assert beside.seconds == pytest.approx(alone.seconds + 0.25 * alone.resources["compute"])

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import types
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +167,8 @@ def test_flags(argv, expected):
     (["--attn-sparsity", "0"], "--attn-sparsity must be greater than 0"),
     (["--attn-sparsity", "0.1", "--recent-ratio", "0.1", "--eviction", "window"],
      "--attn-sparsity .* leave it or --recent-ratio out"),
+    (["--num-prompts", "3", "--prompt", "a"], "--num-prompts counts synthetic prompts"),
+    (["--num-prompts", "0"], "--num-prompts must be at least 1"),
     (["--debug-mode", "fewer_batch"], "--debug-mode must be one of breakdown"),
     (["--temperature", "nan"], "finite"),
     (["--dtype", "int4"], "--dtype must be one of"),
@@ -236,6 +238,15 @@ def test_synthetic_prompts_are_seeded_and_in_range(llm):
     assert prompts == flex_opt.synthetic_prompts(config, 11)
     assert prompts != flex_opt.synthetic_prompts(RunConfig(
         prompt_len=5, gpu_batch_size=3, num_gpu_batches=2, seed=2), 11)
+
+
+def test_so_many_synthetic_prompts_as_are_asked_for(llm):
+    config = RunConfig(prompt_len=5, gpu_batch_size=4, num_gpu_batches=2, num_prompts=6)
+    assert len(flex_opt.synthetic_prompts(config, 11)) == 6
+    load = flex_opt.workload(config, ())
+    assert (load.gpu_batch_size, load.num_gpu_batches) == (4, 2)
+    load = flex_opt.workload(replace(config, num_prompts=3), ())
+    assert (load.gpu_batch_size, load.num_gpu_batches) == (3, 1)
 
 
 def test_workload_estimates_text():

@@ -5,6 +5,7 @@ The machine is one made by hand, or a pretend one where a run would measure its 
 
 from __future__ import annotations
 
+import csv
 import itertools
 import os
 import pickle
@@ -402,6 +403,21 @@ def here(monkeypatch, tmp_path):
 
 RUN = ["--model", "opt-1.3b", "--path", "_DUMMY_", "--device", "cpu", *AUTO, "--prompt-len", "64",
        "--gen-len", "16"]
+
+
+def test_what_was_predicted_stands_in_the_results(here, capsys):
+    assert flex_opt.main([*RUN, "--csv", "c.csv", "--no-log", "--num-prompts", "5"]) == 0
+    (llm,) = FakeLLM.made
+    load = llm.options["workload"]
+    assert len(llm.prompts) == 5 and load.gpu_batch_size * load.num_gpu_batches <= 6
+    with open("c.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    prefill, decode = (float(row[f"predicted_{phase}_seconds"]) for phase in ("prefill", "decode"))
+    out = capsys.readouterr().out
+    planned_for = re.search(r"^predicted .*tokens/s, (\S+) s for 5 sequences", out, re.MULTILINE)[1]
+    assert float(planned_for) == pytest.approx(prefill + decode, rel=1e-3)
+    shown = re.search(r"^predicted +(\S+) \+ (\S+) s", out, re.MULTILINE)
+    assert [float(each) for each in shown.groups()] == pytest.approx([prefill, decode], abs=1e-3)
 
 
 def test_a_run_plans_first_and_saves_what_it_chose(here, capsys, tmp_path):

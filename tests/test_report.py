@@ -39,6 +39,12 @@ def test_rates_are_as_defined():
     assert stats.latency_p50_seconds == stats.latency_p95_seconds == 0.4
 
 
+def test_a_prediction_stands_beside_what_it_is_of():
+    assert "predicted" not in report.table(make_stats())
+    shown = report.table(make_stats(predicted_prefill_seconds=1.0, predicted_decode_seconds=2.0))
+    assert "1.000 + 2.000 s" in shown and "0.50 of prefill and decode" in shown
+
+
 def test_what_was_not_measured_is_none():
     stats = make_stats(prefill_seconds=0.0, decode_seconds=0.0, step_seconds=[])
     assert all(getattr(stats, name) is None for name in report.RATES)
