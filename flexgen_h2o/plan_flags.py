@@ -38,6 +38,7 @@ class PlanFlags:
     output: str | None
     csv: str | None
     trace: str | None
+    debug_mode: str | None
 
     def __post_init__(self) -> None:
         for flag, given, reason in self._idle():
@@ -66,6 +67,6 @@ class PlanFlags:
         yield ("--device-memory-limit",
                self.device_memory_limit is not None and self.device == "cpu",
                "on --device cpu: give --memory-limit")
-        for name in ("output", "csv", "trace"):
+        for name in ("output", "csv", "trace", "debug_mode"):
             yield (flag_name(name), self.plan_only and getattr(self, name) is not None,
                    "with --plan-only, which runs nothing")

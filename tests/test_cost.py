@@ -266,6 +266,14 @@ def test_the_engine_moves_the_bytes_that_the_model_counts(folder, tmp_path, monk
         assert nbytes == pytest.approx(moved.get(link, 0), rel=0.08, abs=1e5), link
 
 
+def test_sparse_attention_leaves_values_in_host_memory():
+    run = planned(cache=ON_HOST)
+    sparse = replace(run, cache=replace(run.cache, attn_sparsity=0.5))
+    full, some = (estimate(machine(), each).step.resources for each in (run, sparse))
+    assert some["cpu->gpu"] == pytest.approx(0.75 * full["cpu->gpu"]) and full["cpu->gpu"] > 0
+    assert some["gpu->cpu"] == full["gpu->cpu"]
+
+
 def test_what_goes_on_at_the_same_time_interferes():
     """Beside the busiest resource a part of what the others would take alone."""
     compute = replace(FREE, layer_seconds=LAYER / 4.0)

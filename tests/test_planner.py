@@ -334,6 +334,7 @@ AUTO = ["--percent", "auto"]
     (["--memory-limit", "six"], "--memory-limit takes bytes, or a size such as 6GB"),
     (["--plan-only", "--csv", "r.csv"], "--csv has no effect with --plan-only"),
     (["--plan-only", "--output", "o.jsonl"], "--output has no effect"),
+    (["--plan-only", "--debug-mode", "breakdown"], "--debug-mode has no effect with --plan-only"),
     (["--percent", "auto", "100"], "4 or 6 numbers"),
 ])
 def test_bad_flags(capsys, argv, match):

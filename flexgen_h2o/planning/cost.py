@@ -299,7 +299,8 @@ class _Costs:
             tally.link("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
             tally.link("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
         elif run.has_gpu:
-            tally.bring("cache", whole, ("cpu",))
+            # All keys, and of the values those that are chosen.
+            tally.bring("cache", whole * (1 + run.cache.attn_sparsity) / 2, ("cpu",))
             tally.send("cache", new, ("cpu",))
         tally.bring("cache", whole, ("disk",))
         if run.has_gpu:
