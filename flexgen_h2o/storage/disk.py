@@ -1,6 +1,6 @@
 """Disk I/O: aligned O_DIRECT reads and writes in worker threads; errors come back to the caller.
 
-Transfers are cut into pieces of a few MB which the workers take in order. A thread in ``preadv``
+Transfers are cut into pieces of some MB which the workers take in order. A thread in ``preadv``
 holds neither a core nor the interpreter lock, so that reads go on while all cores multiply.
 benchmarks/links.py holds the rates beside the disk's own.
 """
@@ -26,7 +26,7 @@ import torch
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.extent import Extent
-from flexgen_h2o.storage.tiers import PAGE, round_up
+from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, round_up
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class Disk:
     """
 
     def __init__(self, workers: int = WORKERS, record: Callable[..., None] | None = None):
+        self._workers = workers
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="disk")
         self._record = record or (lambda *_: None)
         self._files: dict[tuple[Path, bool], int] = {}
@@ -130,9 +131,13 @@ class Disk:
 
     def _each_piece(self, ranges) -> None:
         futures: list[Future] = []
+        ranges = list(ranges)
+        # One for each worker at least, so that the next transfer's are taken up as these end.
+        share = round_up(sum(nbytes for *_, nbytes in ranges) // self._workers, HUGE_PAGE)
+        size = min(max(share, HUGE_PAGE), PIECE)
         for work, path, offset, view, start, nbytes in ranges:
-            for done in range(0, nbytes, PIECE):
-                piece = view[start + done : start + min(done + PIECE, nbytes)]
+            for done in range(0, nbytes, size):
+                piece = view[start + done : start + min(done + size, nbytes)]
                 futures.append(self._pool.submit(work, path, offset + done, piece))
         # The buffer must outlive every piece, so wait for all of them before an error is raised.
         wait(futures)
