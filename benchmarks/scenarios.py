@@ -36,6 +36,7 @@ from flexgen_h2o import breakdown
 from flexgen_h2o.cli import Parser, exit_status
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import parse_size
+from flexgen_h2o.planning.calibrate import cpu_model
 from flexgen_h2o.report import GB
 from flexgen_h2o.results import source_commit
 from flexgen_h2o.storage.disk import READ
@@ -213,13 +214,6 @@ def add_row(path: Path, row: dict[str, object]) -> None:
                          for key, value in row.items()})
 
 
-def cpu_name() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -233,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         scenario = Scenario(args.config, args.path, scratch=Path(scratch), memory=args.memory)
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         row = {"date": now, "commit": source_commit(), "host": platform.node(),
-               "cpu": cpu_name(), **scenario.row()}
+               "cpu": cpu_model(), **scenario.row()}
     add_row(args.out, row)
     for name, value in row.items():
         print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")

@@ -187,12 +187,11 @@ def describe(args) -> dict[str, object]:
     """What is the same for every row."""
     from importlib.metadata import version
 
+    from flexgen_h2o.planning.calibrate import cpu_model
     from flexgen_h2o.results import source_commit
 
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().split("\n")
-                if line.startswith("model name")), platform.processor())
     return {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "commit": source_commit(), "host": platform.node(), "cpu": cpu,
+            "commit": source_commit(), "host": platform.node(), "cpu": cpu_model(),
             "threads": args.threads, "torch": version("torch"),
             "transformers": version("transformers"), "model": Path(args.model).name,
             "dtype": args.dtype, "prompt_len": args.prompt_len, "gen_len": args.gen_len,

@@ -18,6 +18,7 @@ PLACED = ("weights", "cache", "activations")
 SCORES = ("sum", "mean", "decay")
 POSITIONS = ("original", "rolling")
 OFFLOAD_DIR = "~/.cache/flexgen_h2o/offload"
+DUMMY = "_DUMMY_"  # in place of a path: random weights
 
 # Percentages are typed by people and summed in binary: 33.3 + 66.7 must count as 100.
 _PERCENT_SLACK = 1e-6

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flexgen_h2o.config import DUMMY
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_length
@@ -18,14 +19,12 @@ from flexgen_h2o.models.spec import from_transformers, published, read_config
 from flexgen_h2o.plan_flags import AUTO, GOALS
 from flexgen_h2o.planning.free_memory import MemoryLimits, free_memory
 from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.hardware_file import BITS, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.plan_text import plan_text
 from flexgen_h2o.planning.rows import CacheOptions, PlannedRun, WeightOptions, Workload
 from flexgen_h2o.planning.search import Choice, Request, judge, search
 from flexgen_h2o.run_config import RunConfig
-
-DUMMY = "_DUMMY_"
-BITS = (16, 8, 4)
 
 HEADROOM = 0.97
 """Of what is free, what a plan for this machine takes: a little comes and goes until the run."""
@@ -120,8 +119,6 @@ def _here(config: RunConfig) -> Subject:
 
 def _elsewhere(config: RunConfig) -> Subject:
     """The machine of `--hardware`, all of its memory, and a model whose shape is known here."""
-    from flexgen_h2o.planning.hardware_file import load_hardware
-
     hardware = load_hardware(config.hardware)
     if config.device_memory_limit is not None and not hardware.has_gpu:
         raise UserError(f"--device-memory-limit has no effect: {hardware.name} has no GPU")

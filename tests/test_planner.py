@@ -8,11 +8,11 @@ from __future__ import annotations
 import csv
 import itertools
 import os
-import pickle
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from flexgen_h2o.flag_values import load_yaml, parse_size
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.free_memory import MemoryLimits
 from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.hardware_file import save_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.plan_text import flags, plan_text
 from flexgen_h2o.planning.rows import CacheOptions, WeightOptions
@@ -487,23 +488,21 @@ def test_a_fixed_policy_is_predicted(here, capsys):
 
 
 ELSEWHERE = """
-import pickle, sys, types
+import sys
 for name in ("torch", "transformers", "safetensors", "huggingface_hub", "gguf"):
     sys.modules[name] = None  # importing it fails
-hardware = pickle.loads(bytes.fromhex(sys.argv[1]))
-sys.modules["flexgen_h2o.planning.hardware_file"] = types.SimpleNamespace(
-    load_hardware=lambda path: hardware)
 from flexgen_h2o import flex_opt
-sys.exit(flex_opt.main(sys.argv[2:]))
+sys.exit(flex_opt.main(sys.argv[1:]))
 """
 
 
 def elsewhere(*argv: str, machine: Hardware = GPU) -> subprocess.CompletedProcess:
-    """A command in a process without torch, whose file of another machine says `machine`."""
-    hardware = pickle.dumps(machine).hex()
+    """A command in a process without torch, where `machine` is in the file x.yaml."""
     root = Path(flexgen_h2o.__file__).parent.parent
-    return subprocess.run([sys.executable, "-c", ELSEWHERE, hardware, *argv], text=True,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": str(root)})
+    with tempfile.TemporaryDirectory() as folder:
+        save_hardware(machine, Path(folder) / "x.yaml")
+        return subprocess.run([sys.executable, "-c", ELSEWHERE, *argv], text=True, cwd=folder,
+                              capture_output=True, env={**os.environ, "PYTHONPATH": str(root)})
 
 
 def test_another_machine_is_planned_for_without_torch(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.config import Placement
+from flexgen_h2o.config import DUMMY, Placement
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
@@ -25,7 +25,6 @@ from flexgen_h2o.models.spec import ModelConfig, ModelWeights, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.tiers import Device
 
-DUMMY = "_DUMMY_"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 Progress = Callable[[int, int], None]

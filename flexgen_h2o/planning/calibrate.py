@@ -154,13 +154,13 @@ def _memory(device: Device, offload_dir: str | os.PathLike) -> dict[str, int | N
 
 
 def _name(device: Device) -> str:
-    compute = device.description() if device.separate else _cpu_model()
+    compute = device.description() if device.separate else cpu_model()
     return f"{platform.node()}: {compute}, {torch.get_num_threads()} CPU threads"
 
 
 def _kept(device: Device, offload_dir: str | os.PathLike) -> Path:
     """Where the figures of this machine are kept, named after all that they depend on."""
-    parts = (_FORMAT, platform.node(), _cpu_model(), os.cpu_count(), torch.get_num_threads(),
+    parts = (_FORMAT, platform.node(), cpu_model(), os.cpu_count(), torch.get_num_threads(),
              device.description(), torch.__version__, nearest_folder(offload_dir).stat().st_dev,
              native.missing() or native.instruction_set(),
              os.environ.get("FLEXGEN_H2O_KERNELS"))
@@ -169,7 +169,8 @@ def _kept(device: Device, offload_dir: str | os.PathLike) -> Path:
     return cache_dir() / "hardware" / f"{host}-{key}.yaml"
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor's name."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith("model name"):
