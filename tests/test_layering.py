@@ -81,8 +81,8 @@ ORDER = """
     run_config
     planner  results
     flex_opt
-    tasks  tasks.articles  tasks.configurations
-    tasks.plots  tasks.measures
+    tasks  tasks.articles  tasks.configurations  tasks.figures  tasks.files
+    tasks.quality_plot  tasks.measures
     tasks.quality
 """
 

@@ -15,7 +15,7 @@ from flexgen_h2o import LLM, Policy
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats
-from flexgen_h2o.tasks import measures, plots, quality
+from flexgen_h2o.tasks import measures, quality, quality_plot
 from flexgen_h2o.tasks.articles import choose, halves, read_articles, unwrap
 from flexgen_h2o.tasks.configurations import GROUPS, Configuration, configurations
 
@@ -449,7 +449,7 @@ def test_a_plot_of_little_is_a_plot_too(fake, articles, tmp_path):
     full = measures.read_rows(str(out))[0]
     h2o = full | {"policy": "h2o", "budget_percent": 20.0, "perplexity": math.inf,
                   "delta_nats_low": math.nan, "delta_nats_high": math.nan}
-    plots.draw([full, h2o, h2o | {"variant": "new"}], str(plot))
+    quality_plot.draw([full, h2o, h2o | {"variant": "new"}], str(plot))
 
 
 def test_the_plot_leaves_quantized_weights_out(fake, articles, tmp_path):
@@ -461,8 +461,8 @@ def test_the_plot_leaves_quantized_weights_out(fake, articles, tmp_path):
     others = [row | {"perplexity": 1.5, "greedy_equal_share": 0.5} for row in rows
               if row["weight_bits"] != 16]
     assert len(others) == 4
-    plots.draw([row for row in rows if row["weight_bits"] == 16], str(plain))
-    plots.draw([*others, *(row for row in rows if row["weight_bits"] == 16)], str(more))
+    quality_plot.draw([row for row in rows if row["weight_bits"] == 16], str(plain))
+    quality_plot.draw([*others, *(row for row in rows if row["weight_bits"] == 16)], str(more))
     assert more.read_bytes() == plain.read_bytes()
 
 

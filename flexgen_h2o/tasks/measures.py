@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -183,12 +182,6 @@ def compare(configurations: Sequence[Configuration],
         yield row_of(one, found, full, pairs=pairs, gen_len=gen_len)
 
 
-def cells(row: dict[str, object]) -> dict[str, object]:
-    """A row as the CSV file holds it: empty for None, six digits of a float."""
-    return {name: "" if row[name] is None else
-            f"{row[name]:.6g}" if isinstance(row[name], float) else row[name] for name in COLUMNS}
-
-
 def read_rows(path: str) -> list[dict[str, object]]:
     """Rows of a CSV file (a ``.partial`` one too): texts, numbers, None for an empty number.
 
@@ -220,32 +213,6 @@ def _row(path: str, number: int, values: dict) -> dict[str, object]:
                 for name, text in values.items()}
     except ValueError:
         raise UserError(f"--from-csv {path} line {number} is not a row of this task") from None
-
-
-class RowsFile:
-    """A CSV file that is under its name when it is whole, and until then `path`.partial.
-
-    Each row is on disk when `write` returns, so that a run that is stopped keeps what it has.
-    OSError if it cannot write.
-    """
-
-    def __init__(self, path: str):
-        self._path = Path(path)
-        self.partial = Path(f"{path}.partial")
-        self.count = 0
-
-    def write(self, row: dict[str, object]) -> None:
-        """Add a row; the first one replaces what an earlier run has left."""
-        with open(self.partial, "a" if self.count else "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if not self.count:
-                writer.writeheader()
-            writer.writerow(cells(row))
-        self.count += 1
-
-    def finish(self) -> None:
-        """Give the file its name."""
-        self.partial.replace(self._path)
 
 
 def table(rows: Sequence[dict]) -> str:

@@ -9,28 +9,23 @@ loaded.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.util
 import os
-import platform
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from tqdm import tqdm
 
-import flexgen_h2o
 from flexgen_h2o.cli import Parser, exit_status, writing
 from flexgen_h2o.config import check_choice, check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
-from flexgen_h2o.results import source_commit
 from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks import measures, plots
+from flexgen_h2o.tasks import measures, quality_plot
 from flexgen_h2o.tasks.articles import choose, halves, read_articles
 from flexgen_h2o.tasks.configurations import GROUPS, Configuration, configurations
+from flexgen_h2o.tasks.figures import check_plot
+from flexgen_h2o.tasks.files import RowsFile, check_writable, keeping, origin
 
 _FILES = ("input_path", "from_csv", "csv", "plot")
 
@@ -85,7 +80,7 @@ class Options:
 
     def _check_files(self) -> None:
         if self.plot is not None:
-            plots.check_name(self.plot)
+            check_plot("--plot", self.plot)
         seen: dict[str, str] = {}
         for name in _FILES:
             path = getattr(self, name)
@@ -134,25 +129,11 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     return Options(**given)
 
 
-def check_writable(name: str, path: str) -> None:
-    """Raise `UserError` for a result that could not be written, before anything is computed."""
-    if os.path.lexists(path) and not os.path.isfile(path):
-        raise UserError(f"{flag_name(name)} {path} is not a regular file")
-    folder = os.path.dirname(path) or "."
-    try:
-        tempfile.TemporaryFile(dir=folder).close()  # only trying tells
-    except OSError as error:
-        raise UserError(f"cannot write {flag_name(name)} into the folder {folder}: "
-                        f"{error.strerror}") from None
-
-
 def run(options: Options) -> None:
     """Measure, or read what was measured; write the files and print the table."""
     for name in ("csv", "plot"):
         if getattr(options, name) is not None:
-            check_writable(name, getattr(options, name))
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: pip install 'flexgen_h2o[plot]'")
+            check_writable(flag_name(name), getattr(options, name))
     if options.from_csv is not None:
         rows = measures.read_rows(options.from_csv)
     else:
@@ -160,22 +141,19 @@ def run(options: Options) -> None:
     print(measures.table(rows), flush=True)
     if options.plot is not None:
         with writing("plot", options.plot):
-            plots.draw(rows, options.plot)
+            quality_plot.draw(rows, options.plot)
 
 
 def measure_all(options: Options, texts: Sequence[str]) -> list[dict[str, object]]:
     """Measure every cache on the articles; rows go to ``--csv`` as they come."""
     todo = configurations(options.budgets, options.only)
-    where = {"version": flexgen_h2o.__version__, "commit": source_commit(),
-             "host": platform.node()}
-    file = measures.RowsFile(options.csv) if options.csv is not None else None
+    file = RowsFile(options.csv, measures.COLUMNS) if options.csv is not None else None
     rows: list[dict[str, object]] = []
-    with _keeping(file), tqdm(total=2 * len(todo), unit="part", disable=None) as bar:
+    with keeping(file), tqdm(total=2 * len(todo), unit="part", disable=None) as bar:
         open_llm = _opener(options, bar.set_description)
         for row in measures.compare(todo, open_llm, lambda llm: _pairs(llm, texts, options),
                                     gen_len=options.gen_len, on_part=bar.update):
-            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            rows.append({"date": now, **where, **row})
+            rows.append({**origin(), **row})
             if file is not None:
                 with writing("csv", options.csv):
                     file.write(rows[-1])
@@ -207,18 +185,6 @@ def _pairs(llm, texts: Sequence[str], options: Options):
                     articles=options.articles, min_tokens=options.min_tokens,
                     max_tokens=options.max_tokens)
     return halves(chosen)
-
-
-@contextmanager
-def _keeping(file: measures.RowsFile | None):
-    """Tell of a run that stops early where its rows are."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt) as error:
-        if file is None or not file.count:
-            raise
-        where = f"(rows measured before that: {file.partial})"
-        raise type(error)(f"{error} {where}".lstrip()) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

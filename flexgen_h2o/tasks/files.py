@@ -1,0 +1,83 @@
+"""Files that tasks write: rows that survive a run that is stopped, and where they come from."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import flexgen_h2o
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.results import source_commit
+
+ORIGIN = ("date", "version", "commit", "host")
+"""Columns of `origin`."""
+
+
+def origin() -> dict[str, str]:
+    """When, with which code and on which machine a row was measured."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"date": now, "version": flexgen_h2o.__version__, "commit": source_commit(),
+            "host": platform.node()}
+
+
+def check_writable(flag: str, path: str) -> None:
+    """Raise `UserError` for a result that could not be written, before anything is computed."""
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise UserError(f"{flag} {path} is not a regular file")
+    folder = os.path.dirname(path) or "."
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # only trying tells
+    except OSError as error:
+        raise UserError(f"cannot write {flag} into the folder {folder}: {error.strerror}") from None
+
+
+def cell(value: object) -> object:
+    """A value as a CSV file holds it: empty for None, six digits of a float."""
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+class RowsFile:
+    """A CSV file that is under its name when it is whole, and until then `path`.partial.
+
+    Each row is on disk when `write` returns, so that a run that is stopped keeps what it has.
+    OSError if it cannot write.
+    """
+
+    def __init__(self, path: str, columns: Sequence[str]):
+        self._path = Path(path)
+        self._columns = tuple(columns)
+        self.partial = Path(f"{path}.partial")
+        self.count = 0
+
+    def write(self, row: dict[str, object]) -> None:
+        """Add a row; the first one replaces what an earlier run has left."""
+        with open(self.partial, "a" if self.count else "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, lineterminator="\n")
+            if not self.count:
+                writer.writeheader()
+            writer.writerow({name: cell(row[name]) for name in self._columns})
+        self.count += 1
+
+    def finish(self) -> None:
+        """Give the file its name."""
+        self.partial.replace(self._path)
+
+
+@contextmanager
+def keeping(file: RowsFile | None) -> Iterator[None]:
+    """Tell of a run that stops early where its rows are."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt) as error:
+        if file is None or not file.count:
+            raise
+        where = f"(rows measured before that: {file.partial})"
+        raise type(error)(f"{error} {where}".lstrip()) from None
