@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
-from flexgen_h2o.cache.shape import CacheShape
+import torch
+
+from flexgen_h2o.cache.probing import ProbedCache
 from flexgen_h2o.config import (
     OFFLOAD_DIR,
     H2OConfig,
     Policy,
     SamplingParams,
     check_int,
-    check_number,
 )
 from flexgen_h2o.engine.batching import Request, make_blocks
-from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.loader import end_tokens, find
-from flexgen_h2o.engine.progress import byte_bar, run_bars
+from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.engine.prompts import Prompts
 from flexgen_h2o.engine.room import Room, Size
 from flexgen_h2o.engine.sampling import Sampler
-from flexgen_h2o.engine.schedule import num_stops
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
-from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.positions import check_cache
-from flexgen_h2o.models.spec import ModelConfig
-from flexgen_h2o.planning.free_memory import free_memory
-from flexgen_h2o.planning.memory_plan import memory_plan
-from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
-from flexgen_h2o.report import PHASES, LinkStats, RunStats, Trace, peak_process_bytes
-from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.models.positions import check_cache, check_halves
+from flexgen_h2o.planning.rows import CacheOptions, Workload
+from flexgen_h2o.report import RunStats, Trace
+from flexgen_h2o.runtime import Runtime, Settings
 from flexgen_h2o.storage.tiers import open_device
-from flexgen_h2o.storage.transfer import Transfers
 
 
 @dataclass(frozen=True)
@@ -120,64 +114,41 @@ class LLM:
                  trace: Trace | None = None, verbose: bool = False):
         self.policy = policy or Policy()
         self.h2o = h2o
-        self._cache_bits = cache_bits
-        self._attn_sparsity = attn_sparsity
-        _check_bits(weight_bits, cache_bits, h2o)
-        _check_sparsity(attn_sparsity, h2o)
-        self._most = {"cpu": memory_limit, "gpu": device_memory_limit}
+        if weight_bits not in (4, 8, 16):
+            raise UserError(f"weight_bits must be 16, 8 or 4, got {weight_bits!r}")
         for name, most in (("memory_limit", memory_limit),
                            ("device_memory_limit", device_memory_limit)):
             if most is not None:
                 check_int(name, most, low=1)
-        self._weight_cache = weight_cache
-        self._offload_dir = offload_dir or OFFLOAD_DIR
-        self._no_bars = None if progress is None else not progress
-        self._trace = trace or Trace(enabled=False)
-        self._links = LinkStats()
-        self._name = model
+        self._cache = CacheOptions(h2o, cache_bits, attn_sparsity)
+        settings = Settings(
+            model, self.policy, self._cache, weight_cache=weight_cache,
+            offload_dir=offload_dir or OFFLOAD_DIR,
+            no_bars=None if progress is None else not progress,
+            trace=trace or Trace(enabled=False),
+            most={"cpu": memory_limit, "gpu": device_memory_limit})
         self.stats: RunStats | None = None
         self._room: Room | None = None
         self._closed = False
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
-            self._device = open_device(device)
-            self._device.limit(device_memory_limit)
-            with byte_bar("converting", off=self._no_bars) as bar:
-                self._source = find(model, path=path, dtype=dtype, bits=weight_bits,
-                                    device=self._device, progress=bar)
-            self.model_config = self._source.config
+            opened_device = open_device(device)
+            opened_device.limit(device_memory_limit)
+            with byte_bar("converting", off=settings.no_bars) as bar:
+                source = find(model, path=path, dtype=dtype, bits=weight_bits,
+                              device=opened_device, progress=bar)
+            self.model_config = source.config
+            self._ends = partial(end_tokens, source)
             check_cache(self.model_config, h2o)
-            _check_halves(self.model_config, self.policy)
-            self._prompts = Prompts(self._source, model, h2o)
+            check_halves(self.model_config, self.policy)
+            self._prompts = Prompts(source, model, h2o)
+            self._runtime = Runtime(source, opened_device, settings)
             if workload is not None:
-                self._plan(workload, loaded=False, show=verbose)
-            self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
-            opened.callback(self._transfers.close)
-            self._load_weights(opened, seed)
+                self._runtime.plan(workload, loaded=False, show=verbose)
+            self._runtime.load(opened, seed=seed)
             # From here on it is close() that closes.
             self._opened = opened.pop_all()
-        self._load_seconds = time.perf_counter() - began
-
-    def _load_weights(self, opened: contextlib.ExitStack, seed: int) -> None:
-        doing = "converting" if self._source.bits == 16 else "quantizing"
-        with byte_bar(doing, off=self._no_bars) as bar:
-            checkpoint, names = self._source.open(
-                self.policy.weights, seed=seed, weight_cache=self._weight_cache, progress=bar)
-        opened.callback(checkpoint.close)
-        weights = self._source.weights
-        if self.policy.sep_layer:
-            weights = weights.separated()
-        self._weights = WeightStore(
-            weights, checkpoint, names, placement=self.policy.weights, form=self._source.form,
-            transfers=self._transfers, pin=self.policy.pin_weight)
-
-        def run_folder() -> RunFolder:
-            folder = RunFolder(self._offload_dir)
-            opened.callback(folder.close)
-            return folder
-
-        with byte_bar("loading", off=self._no_bars) as bar:
-            self._weights.load(run_folder, bar)
+        self._runtime.load_seconds = time.perf_counter() - began
 
     def __enter__(self) -> LLM:
         return self
@@ -202,23 +173,6 @@ class LLM:
     def tokenizer(self):
         """The transformers tokenizer, or None where the model has none."""
         return self._prompts.tokenizer
-
-    def _plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
-        """Refuse what does not fit, before it is allocated."""
-        form = self._source.form
-        not_kept = form.bits != 16 and self._weight_cache is None
-        plan = memory_plan(self.model_config, self.policy, workload,
-                           itemsize=form.dtype.itemsize, has_gpu=self._device.separate,
-                           writes_weights=self._source.dummy or not_kept,
-                           cache=CacheOptions(self.h2o, self._cache_bits, self._attn_sparsity),
-                           weights=WeightOptions(form.bits, form.group))
-        limits = free_memory(self._offload_dir, self._device.free_bytes())
-        if loaded:
-            limits = plan.before_loading(limits)
-        limits = limits.within(**self._most)
-        if show:
-            print(plan.table(limits), flush=True)
-        plan.check(limits)
 
     def generate(self, prompts: Sequence[str | Sequence[int]], *, cut_gen_len: int | None = None,
                  **sampling) -> list[Output]:
@@ -284,93 +238,82 @@ class LLM:
         list of list of float
             For each pair, the natural log-probability of each token of the continuation.
         """
-        requests, continuations = [], {}
-        for key, pair in enumerate(pairs):
-            if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-                raise UserError(f"pair {key} is not (context, continuation): {pair!r:.80}")
-            context, continuation = pair
-            head, tail = self._prompts.encode_pair(context, continuation, key)
-            continuations[key] = tail
-            requests.append(Request(key, head))
+        requests, continuations = self._pairs(pairs)
         new = max(map(len, continuations.values()), default=1)
         evicts = self.h2o is not None and not self.h2o.is_full
-        if evicts or self._cache_bits != 16 or self._attn_sparsity < 1:
+        if evicts or self._cache.bits != 16 or self._cache.attn_sparsity < 1:
             sink = Forcing(continuations)
         else:
             sink, new = Scoring(continuations), 1
-            for request in requests:
-                request.prompt += continuations[request.key][:-1]
+            requests = _joined(requests, continuations)
         if requests:
             self._prompts.check_lengths(requests, new)
         self._run(requests, new - 1, sink, planned=new)
         return [sink.log_probs[key] for key in range(len(requests))]
 
-    def _run(self, requests: list[Request], new: int, sink, *, planned: int) -> None:
-        """Run all blocks, each request with up to `new` tokens appended, and set `stats`."""
+    def probe(self, pairs: Sequence[tuple], attend: Callable[..., torch.Tensor]
+              ) -> list[list[float]]:
+        """As `loglikelihood` with the full cache, while `attend` does the attention.
+
+        For whoever wants to see what a model attends to, or what becomes of its text if it attends
+        to something else. Nothing is cached; one pair goes through the network at a time, whole.
+
+        Parameters
+        ----------
+        pairs : sequence of (context, continuation)
+            Text or token ids.
+        attend : callable (layer, pair, q, k, v) -> Tensor [rows, heads, head_dim]
+            `layer` counts decoder layers from 0, `pair` the pairs. The rows are the tokens of
+            context and continuation but the last; q is [rows, heads, head_dim], k and v are
+            [rows, kv_heads, head_dim], q and k rotated. They hold only during the call. Causal
+            attention, the usual, is ``kernels.ops.prefill_attention(q, k, v, [rows])``.
+
+        Returns
+        -------
+        list of list of float
+            For each pair, the natural log-probability of each token of the continuation.
+        """
+        requests, continuations = self._pairs(pairs)
+        requests, sink = _joined(requests, continuations), Scoring(continuations)
+        self._check_open()
+        if requests:
+            self._prompts.check_lengths(requests, 1)
+            self._leave()
+            blocks = make_blocks(requests, 0, gpu_batch_size=1, num_gpu_batches=1)
+            cache = ProbedCache(attend, [block[0].requests[0].key for block in blocks])
+            size = Size.of(blocks, None, self.model_config.num_layers)
+            with contextlib.closing(self._runtime.room(size, cache)) as room:
+                self.stats = self._runtime.run(room, blocks, sink)
+        return [sink.log_probs[key] for key in range(len(requests))]
+
+    def _pairs(self, pairs: Sequence[tuple]) -> tuple[list[Request], dict[int, list[int]]]:
+        """A request for each context, and its continuation by key."""
+        requests, continuations = [], {}
+        for key, pair in enumerate(pairs):
+            if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+                raise UserError(f"pair {key} is not (context, continuation): {pair!r:.80}")
+            head, continuations[key] = self._prompts.encode_pair(*pair, key)
+            requests.append(Request(key, head))
+        return requests, continuations
+
+    def _check_open(self) -> None:
         if self._closed:
             raise UserError("this LLM has been closed: make a new one")
-        self._links.reset()
-        self._device.begin_run()
-        stats = self._new_stats(requests)
+
+    def _run(self, requests: list[Request], new: int, sink, *, planned: int) -> None:
+        """Run all blocks, each request with up to `new` tokens appended, and set `stats`."""
+        self._check_open()
         policy = self.policy
         blocks = make_blocks(requests, new, gpu_batch_size=policy.gpu_batch_size,
                              num_gpu_batches=policy.num_gpu_batches,
                              prefill_chunk=policy.prefill_chunk)
-        if blocks:
-            room = self._enter(blocks, planned)
-            executor = Executor(self.model_config, self._weights, room,
-                                transfers=self._transfers, dtype=self._source.dtype,
-                                policy=policy)
-            try:
-                self._run_blocks(executor, blocks, sink, stats)
-                self._transfers.drain()
-            except BaseException:
-                # Work may be under way in the room, and its state is anybody's guess.
-                self._leave()
-                raise
-        self._transfers.settle()
-        stats.generated_tokens = sum(len(request.generated) for request in requests)
-        stats.links = self._links.totals()
-        stats.peak_device_bytes = self._device.peak_bytes()
-        stats.peak_process_bytes = peak_process_bytes()
-        self.stats = stats
-
-    def _run_blocks(self, executor: Executor, blocks, sink, stats: RunStats) -> None:
-        per_token = self.model_config.kv_bytes_per_token(self._source.dtype.itemsize)
-        stops = num_stops(self.model_config.num_layers, self.policy.sep_layer)
-        with run_bars(blocks, stops, off=self._no_bars) as progress:
-            for block in blocks:
-                timing = executor.run(block, sink, on_compute=partial(progress, block))
-                self._trace_phases(timing)
-                stats.kv_cache_bytes = max(stats.kv_cache_bytes, self._room.cache.nbytes())
-                full = sum(len(batch) * (max(batch.seats.lengths) + batch.seats.new)
-                           for batch in block)
-                stats.full_kv_cache_bytes = max(stats.full_kv_cache_bytes, per_token * full)
-                stats.prefill_seconds += timing.prefill
-                stats.decode_seconds += sum(timing.steps)
-                stats.step_seconds += timing.steps
-
-    def _trace_phases(self, timing: Timing) -> None:
-        start = timing.began
-        for name, seconds in (("prefill", timing.prefill), ("decode", sum(timing.steps))):
-            self._trace.add(name, PHASES, start, start + seconds)
-            start += seconds
-
-    def _new_stats(self, requests: list[Request]) -> RunStats:
-        return RunStats(
-            model=self._name, num_parameters=self.model_config.num_parameters(),
-            dtype=str(self._source.dtype).removeprefix("torch."),
-            device=self._device.description(), num_prompts=len(requests),
-            prompt_tokens=sum(len(request.prompt) for request in requests), generated_tokens=0,
-            gpu_batch_size=self.policy.gpu_batch_size,
-            num_gpu_batches=self.policy.num_gpu_batches, load_seconds=self._load_seconds,
-            kv_bytes_per_token=self._cache_shape().token_bytes(),
-            weight_bytes=self._weights.nbytes, weight_bits=self._source.bits)
-
-    def _cache_shape(self) -> CacheShape:
-        config = self.model_config
-        return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
-                          self._source.dtype, self._cache_bits, self._attn_sparsity)
+        room = self._enter(blocks, planned) if blocks else None
+        try:
+            self.stats = self._runtime.run(room, blocks, sink)
+        except BaseException:
+            # Work may be under way in the room, and its state is anybody's guess.
+            self._leave()
+            raise
 
     def _enter(self, blocks, planned: int) -> Room:
         """The room for these blocks: the last run's if they fit in, else a new one."""
@@ -378,12 +321,11 @@ class LLM:
         if self._room is not None and self._room.size.covers(size):
             return self._room
         self._leave()
-        self._plan(Workload(prompt_len=max(blocks[0][0].seats.lengths), gen_len=planned,
-                            gpu_batch_size=size.cache.sequences,
-                            num_gpu_batches=size.cache.batches),
-                   loaded=True)
-        self._room = Room(self.model_config, self._cache_shape(), size, policy=self.policy,
-                          h2o=self.h2o, transfers=self._transfers, offload_dir=self._offload_dir)
+        self._runtime.plan(
+            Workload(prompt_len=max(blocks[0][0].seats.lengths), gen_len=planned,
+                     gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches),
+            loaded=True)
+        self._room = self._runtime.room(size)
         return self._room
 
     def _leave(self) -> None:
@@ -394,7 +336,7 @@ class LLM:
     def _eos(self, params: SamplingParams) -> tuple[int, ...]:
         given = params.eos_token_id
         if given is None:
-            return end_tokens(self._source)
+            return self._ends()
         if given == -1:
             return ()
         return (given,) if isinstance(given, int) else tuple(given)
@@ -408,22 +350,8 @@ def _sampling_params(options: dict) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def _check_bits(weight_bits: int, cache_bits: int, h2o: H2OConfig | None) -> None:
-    for name, bits in (("weight_bits", weight_bits), ("cache_bits", cache_bits)):
-        if bits not in (4, 8, 16):
-            raise UserError(f"{name} must be 16, 8 or 4, got {bits!r}")
-    if h2o is not None and h2o.simulate and cache_bits != 16:
-        raise UserError("simulate masks an exact cache: leave cache_bits at 16")
-
-
-def _check_sparsity(attn_sparsity: float, h2o: H2OConfig | None) -> None:
-    check_number("attn_sparsity", attn_sparsity, above=0, high=1)
-    if attn_sparsity < 1 and h2o is not None and (h2o.simulate or not h2o.is_full):
-        raise UserError("attn_sparsity chooses among all that came before, and so nothing may be "
-                        "evicted: leave it or h2o out")
-
-
-def _check_halves(config: ModelConfig, policy: Policy) -> None:
-    if policy.sep_layer and config.family == "gpt_neox" and config.parallel_residual:
-        raise UserError(f"{config.name} feeds attention and MLP the same input: they can't be two "
-                        "layers; leave --sep-layer off")
+def _joined(requests: Sequence[Request], continuations: Mapping[int, Sequence[int]]
+            ) -> list[Request]:
+    """Requests of contexts and continuations as one prompt, without the last token."""
+    return [Request(request.key, request.prompt + continuations[request.key][:-1])
+            for request in requests]

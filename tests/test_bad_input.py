@@ -22,8 +22,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-import flexgen_h2o.llm as llm_module
-from flexgen_h2o import LLM, flex_opt
+from flexgen_h2o import LLM, flex_opt, runtime
 from flexgen_h2o.config import parse_percent
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.models.checkpoint_base import Checkpoint
@@ -368,7 +367,7 @@ def test_disk_that_cannot_be_read(model, here, capfd, monkeypatch, after):
 
 def test_disk_too_small_by_the_plan(model, here, capfd, monkeypatch):
     limits = MemoryLimits(None, 8 * 10**9, 10_000)
-    monkeypatch.setattr(llm_module, "free_memory", lambda *_: limits)
+    monkeypatch.setattr(runtime, "free_memory", lambda *_: limits)
     message = refused(capfd, here, "--model", "model", *DISK)
     assert "disk space: needs" in message and "--percent 100 0 100 0 100 0 would fit" in message
 
@@ -377,13 +376,13 @@ def test_disk_too_small_by_the_plan(model, here, capfd, monkeypatch):
 
 
 def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatch):
-    def read(*_):
+    def read(*_, **__):
         raise AssertionError("a weight was built")
 
     limits = MemoryLimits(None, 24 * 10**9, 500 * 10**9)
     monkeypatch.setattr(Checkpoint, "read", read)
-    monkeypatch.setattr(LLM, "_load_weights", read)
-    monkeypatch.setattr(llm_module, "free_memory", lambda *_: limits)
+    monkeypatch.setattr(runtime.Runtime, "load", read)
+    monkeypatch.setattr(runtime, "free_memory", lambda *_: limits)
     command = ("--model", "facebook/opt-30b", "--path", "_DUMMY_", "--prompt-len", "512",
                "--gen-len", "32", "--gpu-batch-size", "4", "--dtype", "auto")
     message = refused(capfd, here, *command, "--percent", "0", "100", "100", "0")
@@ -416,14 +415,14 @@ def test_less_cache_fits_where_the_full_one_does_not(model, here, capfd, monkeyp
                     cache=CacheOptions(h2o)).total("cpu") for h2o in (config.h2o(), None))
     assert small < full
     limits = MemoryLimits(None, (small + full) // 2, 0)
-    monkeypatch.setattr(llm_module, "free_memory", lambda *_: limits)
+    monkeypatch.setattr(runtime, "free_memory", lambda *_: limits)
     message = refused(capfd, here, *argv)
     assert "host memory: needs" in message and "hh-ratio" not in message
     assert flex_opt.main([*SHORT, *argv, "--no-log", "--hh-ratio", "0.05"]) == 0
 
 
 def test_nothing_would_fit(model, here, capfd, monkeypatch):
-    monkeypatch.setattr(llm_module, "free_memory", lambda *_: MemoryLimits(None, 1000, 1000))
+    monkeypatch.setattr(runtime, "free_memory", lambda *_: MemoryLimits(None, 1000, 1000))
     message = refused(capfd, here, "--model", "model")
     assert "no --percent would fit: lower --gpu-batch-size" in message
 

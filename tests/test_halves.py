@@ -253,7 +253,7 @@ def test_two_layers_take_smaller_buffers_and_move_the_same_bytes(tiny_model, gpu
         with LLM(str(tiny.folder), policy=policy, dtype="bfloat16") as llm:
             llm.generate([[5, 6]], max_new_tokens=3, eos_token_id=-1)
             moved.append(llm.stats.links["cpu->gpu"][0])
-            units, slots = llm._weights.units, llm._weights._slots
+            units, slots = llm._runtime.weights.units, llm._runtime.weights._slots
             largest.append(max(unit.fetched_bytes for unit in units[1:-1]))
             assert [slot.device.nbytes for slot in slots] == 2 * [
                 max(unit.fetched_bytes for unit in units)]

@@ -43,7 +43,7 @@ ORDER = """
     kernels.library
     kernels.ops
     cache  cache.budget  cache.seats  cache.parts  cache.attending
-    cache.simulation  cache.shape
+    cache.simulation  cache.shape  cache.probing
     cache.bookkeeping
     cache.kv_cache
 
@@ -74,6 +74,7 @@ ORDER = """
     planning.search
     planning.rates
     planning.calibrate
+    runtime
     llm
     flag_values
     planning.plan_text

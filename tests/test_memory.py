@@ -138,7 +138,7 @@ QUANTIZE = """
 folder, cache = sys.argv[1:]
 with LLM(folder, policy=Policy(weights=Placement(0, 0, 100)), device="cpu", dtype="bfloat16",
          weight_bits=4, weight_cache=cache, progress=False) as llm:
-    print(json.dumps({"peak": status("VmHWM"), "weights": llm._weights.nbytes}))
+    print(json.dumps({"peak": status("VmHWM"), "weights": llm._runtime.weights.nbytes}))
 """
 
 

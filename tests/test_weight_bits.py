@@ -116,7 +116,7 @@ def test_dummy_weights_are_quantized_and_not_kept(cache, tmp_path):
 def test_percentages_are_of_quantized_bytes(tiny_model):
     with LLM(str(tiny_model("opt_untied").folder), weight_bits=4, dtype="float32",
              policy=Policy(weights=Placement(50, 50, 0))) as llm:
-        store = llm._weights
+        store = llm._runtime.weights
         sizes = {s.name: store._bytes(s) for u in store.units for s in u.specs.values()}
         here = sum(n for name, n in sizes.items() if store.tiers[name] == "gpu")
     assert abs(here - sum(sizes.values()) / 2) <= max(sizes.values())

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from flexgen_h2o.cache.attending import Attending
 from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.cache.seats import Seats, Span
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, slots_of
 from flexgen_h2o.cache.simulation import SimulatedCache
 from flexgen_h2o.config import H2OConfig, Policy
@@ -45,6 +48,31 @@ class Size:
         return self.rows >= other.rows and self.cache.covers(other.cache)
 
 
+class Cache(Protocol):
+    """What attends for a block and remembers: see `KVCache`, which caches for real."""
+
+    attends_on_host: bool
+
+    def begin(self, batches: Sequence[Seats]) -> None:
+        """Start a new block with nothing cached."""
+
+    def load(self, layer: int, batch: int, sweep: int) -> None:
+        """Bring what compute of (layer, batch) needs."""
+
+    def store(self, layer: int, batch: int, sweep: int) -> None:
+        """Write back what it changed."""
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span],
+                      rope) -> torch.Tensor:
+        """Attend within prompts, and cache them."""
+
+    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
+        """Attend from a new token of each sequence, and cache it."""
+
+    def nbytes(self) -> int:
+        """Bytes of what is cached."""
+
+
 class Room:
     """Cache and hidden states for blocks up to `size`; one call after the other can use them.
 
@@ -60,10 +88,13 @@ class Room:
     h2o : H2OConfig or None
     transfers : Transfers
     offload_dir : str
+    cache : Cache, optional
+        Stands in for the one of `policy` and `h2o`.
     """
 
     def __init__(self, config: ModelConfig, shape: CacheShape, size: Size, *, policy: Policy,
-                 h2o: H2OConfig | None, transfers: Transfers, offload_dir: str):
+                 h2o: H2OConfig | None, transfers: Transfers, offload_dir: str,
+                 cache: Cache | None = None):
         self.size = size
         self.scratch = Scratch(transfers.device.torch)
         self._offload_dir = offload_dir
@@ -75,7 +106,9 @@ class Room:
 
         with ExitStack() as opened:
             self._opened = opened
-            if h2o is not None and h2o.simulate:
+            if cache is not None:
+                self.cache = cache
+            elif h2o is not None and h2o.simulate:
                 self.cache = SimulatedCache(h2o, rope)
             else:
                 self.cache = KVCache(shape, size.cache, policy, h2o=h2o, rope=rope,

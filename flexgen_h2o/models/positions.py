@@ -1,9 +1,9 @@
-"""What a model's positions allow: which caches, and how long a text may get. No torch."""
+"""What a model allows: which caches, halved layers, and how long a text may get. No torch."""
 
 from __future__ import annotations
 
 from flexgen_h2o.cache.budget import cached
-from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.config import H2OConfig, Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 
@@ -19,6 +19,13 @@ def check_cache(config: ModelConfig, h2o: H2OConfig | None) -> None:
     if config.rope is not None and h2o.drop_positions:
         raise UserError(f"{config.name} has rotary positions, of which there is no end to drop: "
                         "leave --hh-long-seq off, or use position rolling")
+
+
+def check_halves(config: ModelConfig, policy: Policy) -> None:
+    """Raise `UserError` where attention and MLP are to be two layers, and cannot be."""
+    if policy.sep_layer and config.family == "gpt_neox" and config.parallel_residual:
+        raise UserError(f"{config.name} feeds attention and MLP the same input: they can't be two "
+                        "layers; leave --sep-layer off")
 
 
 def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, length: int,

@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cache.budget import budget, slots
-from flexgen_h2o.config import H2OConfig, Policy, check_int
+from flexgen_h2o.config import H2OConfig, Policy, check_int, check_number
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ROW_BLOCK
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.quantization import GROUP, GroupLayout, MatrixLayout
@@ -95,12 +96,23 @@ class WeightOptions:
 class CacheOptions:
     """What stays cached (`h2o` None: all) and in how many bits: 16 (the run's dtype), 8 or 4.
 
-    `attn_sparsity` is the share of the values that a new token reads.
+    `attn_sparsity` is the share of the values that a new token reads. Raises `UserError` for values
+    out of range, and for what cannot go together.
     """
 
     h2o: H2OConfig | None = None
     bits: int = 16
     attn_sparsity: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8, 16):
+            raise UserError(f"cache_bits must be 16, 8 or 4, got {self.bits!r}")
+        if self.bits != 16 and self.h2o is not None and self.h2o.simulate:
+            raise UserError("simulate masks an exact cache: leave cache_bits at 16")
+        check_number("attn_sparsity", self.attn_sparsity, above=0, high=1)
+        if self.attn_sparsity < 1 and (self.evicts or self.h2o is not None and self.h2o.simulate):
+            raise UserError("attn_sparsity chooses among all that came before, and so nothing may "
+                            "be evicted: leave it or h2o out")
 
     @property
     def evicts(self) -> bool:

@@ -1,0 +1,173 @@
+"""A loaded model, ready to run blocks in rooms: what is loaded, planned, run and measured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from flexgen_h2o.cache.shape import CacheShape
+from flexgen_h2o.config import Policy
+from flexgen_h2o.engine.batching import Batch, Request
+from flexgen_h2o.engine.executor import Executor, Sink, Timing
+from flexgen_h2o.engine.loader import Source
+from flexgen_h2o.engine.progress import byte_bar, run_bars
+from flexgen_h2o.engine.room import Cache, Room, Size
+from flexgen_h2o.engine.schedule import num_stops
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.planning.free_memory import free_memory
+from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
+from flexgen_h2o.report import PHASES, LinkStats, RunStats, Trace, peak_process_bytes
+from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.transfer import Transfers
+
+Block = Sequence[Batch]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Those of an `LLM`'s options that every run needs; see there for what they mean.
+
+    `no_bars` is tqdm's `disable`; `most` are the bytes to count as free at most, by tier.
+    """
+
+    name: str
+    policy: Policy
+    cache: CacheOptions
+    weight_cache: str | None
+    offload_dir: str
+    no_bars: bool | None
+    trace: Trace
+    most: dict[str, int | None]
+
+
+class Runtime:
+    """A model's weights over the tiers, and what runs blocks of batches through it.
+
+    Parameters
+    ----------
+    source : Source
+        The model; its weights are read by `load`.
+    device : Device
+    settings : Settings
+    """
+
+    def __init__(self, source: Source, device: Device, settings: Settings):
+        self.source = source
+        self.config = source.config
+        self.settings = settings
+        self._device = device
+        self._links = LinkStats()
+        self._transfers: Transfers | None = None
+        self.load_seconds = 0.0  # until everything was ready: whoever opened it knows
+
+    def load(self, opened: contextlib.ExitStack, *, seed: int) -> None:
+        """Read the weights to where they live; `opened` gets what has to be closed.
+
+        `seed` is that of random weights.
+        """
+        settings, source = self.settings, self.source
+        self._transfers = Transfers(self._device, links=self._links, trace=settings.trace)
+        opened.callback(self._transfers.close)
+        placement = settings.policy.weights
+        doing = "converting" if source.bits == 16 else "quantizing"
+        with byte_bar(doing, off=settings.no_bars) as bar:
+            checkpoint, names = source.open(
+                placement, seed=seed, weight_cache=settings.weight_cache, progress=bar)
+        opened.callback(checkpoint.close)
+        weights = source.weights
+        if settings.policy.sep_layer:
+            weights = weights.separated()
+        self.weights = WeightStore(
+            weights, checkpoint, names, placement=placement, form=source.form,
+            transfers=self._transfers, pin=settings.policy.pin_weight)
+
+        def run_folder() -> RunFolder:
+            folder = RunFolder(settings.offload_dir)
+            opened.callback(folder.close)
+            return folder
+
+        with byte_bar("loading", off=settings.no_bars) as bar:
+            self.weights.load(run_folder, bar)
+
+    def plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
+        """Refuse what does not fit, before it is allocated."""
+        form, settings = self.source.form, self.settings
+        not_kept = form.bits != 16 and settings.weight_cache is None
+        plan = memory_plan(self.config, settings.policy, workload,
+                           itemsize=form.dtype.itemsize, has_gpu=self._device.separate,
+                           writes_weights=self.source.dummy or not_kept, cache=settings.cache,
+                           weights=WeightOptions(form.bits, form.group))
+        limits = free_memory(settings.offload_dir, self._device.free_bytes())
+        if loaded:
+            limits = plan.before_loading(limits)
+        limits = limits.within(**settings.most)
+        if show:
+            print(plan.table(limits), flush=True)
+        plan.check(limits)
+
+    def room(self, size: Size, cache: Cache | None = None) -> Room:
+        """A room for blocks up to `size`, with a cache as set or the given one."""
+        settings = self.settings
+        return Room(self.config, self._cache_shape(), size, policy=settings.policy,
+                    h2o=settings.cache.h2o, transfers=self._transfers,
+                    offload_dir=settings.offload_dir, cache=cache)
+
+    def run(self, room: Room | None, blocks: Sequence[Block], sink: Sink) -> RunStats:
+        """Run blocks in a room (None: there are no blocks), and say how it went."""
+        self._links.reset()
+        self._device.begin_run()
+        requests = [request for block in blocks for batch in block for request in batch.requests]
+        stats = self._new_stats(requests)
+        if blocks:
+            executor = Executor(self.config, self.weights, room, transfers=self._transfers,
+                                dtype=self.source.dtype, policy=self.settings.policy)
+            self._run_blocks(executor, room, blocks, sink, stats)
+            self._transfers.drain()
+        self._transfers.settle()
+        stats.generated_tokens = sum(len(request.generated) for request in requests)
+        stats.links = self._links.totals()
+        stats.peak_device_bytes = self._device.peak_bytes()
+        stats.peak_process_bytes = peak_process_bytes()
+        return stats
+
+    def _run_blocks(self, executor: Executor, room: Room, blocks: Sequence[Block], sink: Sink,
+                    stats: RunStats) -> None:
+        per_token = self.config.kv_bytes_per_token(self.source.dtype.itemsize)
+        stops = num_stops(self.config.num_layers, self.settings.policy.sep_layer)
+        with run_bars(blocks, stops, off=self.settings.no_bars) as progress:
+            for block in blocks:
+                timing = executor.run(block, sink, on_compute=partial(progress, block))
+                self._trace_phases(timing)
+                stats.kv_cache_bytes = max(stats.kv_cache_bytes, room.cache.nbytes())
+                full = sum(len(batch) * (max(batch.seats.lengths) + batch.seats.new)
+                           for batch in block)
+                stats.full_kv_cache_bytes = max(stats.full_kv_cache_bytes, per_token * full)
+                stats.prefill_seconds += timing.prefill
+                stats.decode_seconds += sum(timing.steps)
+                stats.step_seconds += timing.steps
+
+    def _trace_phases(self, timing: Timing) -> None:
+        start = timing.began
+        for name, seconds in (("prefill", timing.prefill), ("decode", sum(timing.steps))):
+            self.settings.trace.add(name, PHASES, start, start + seconds)
+            start += seconds
+
+    def _new_stats(self, requests: Sequence[Request]) -> RunStats:
+        return RunStats(
+            model=self.settings.name, num_parameters=self.config.num_parameters(),
+            dtype=str(self.source.dtype).removeprefix("torch."),
+            device=self._device.description(), num_prompts=len(requests),
+            prompt_tokens=sum(len(request.prompt) for request in requests), generated_tokens=0,
+            gpu_batch_size=self.settings.policy.gpu_batch_size,
+            num_gpu_batches=self.settings.policy.num_gpu_batches, load_seconds=self.load_seconds,
+            kv_bytes_per_token=self._cache_shape().token_bytes(),
+            weight_bytes=self.weights.nbytes, weight_bits=self.source.bits)
+
+    def _cache_shape(self) -> CacheShape:
+        config, cache = self.config, self.settings.cache
+        return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
+                          self.source.dtype, cache.bits, cache.attn_sparsity)

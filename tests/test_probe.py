@@ -1,0 +1,53 @@
+"""`LLM.probe`: attention handed to a function, with the text scored as ever."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import reference
+
+PAIRS = [([5, 9, 11, 4], [7, 3]), ([8], [1, 2, 3, 4, 5]), ([6, 7, 8, 9, 10], [2])]
+
+
+@pytest.mark.parametrize("key", ["opt", "llama_untied_bias", "neox_partial"])
+def test_usual_attention_gives_the_usual_figures(tiny_model, key):
+    tiny = tiny_model(key)
+    seen = []
+
+    def attend(layer, pair, q, k, v):
+        seen.append((layer, pair, len(q)))
+        return reference.prefill_attention(q, k, v, [len(q)])
+
+    with LLM(str(tiny.folder), dtype="float32", device="cpu") as llm:
+        probed = llm.probe(PAIRS, attend)
+        expected = llm.loglikelihood(PAIRS)
+        layers = llm.model_config.num_layers
+    for one, other in zip(probed, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    lengths = [len(head) + len(tail) - 1 for head, tail in PAIRS]
+    assert sorted(seen) == sorted((layer, pair, length) for layer in range(layers)
+                                  for pair, length in enumerate(lengths))
+
+
+def test_what_attend_returns_is_what_counts(tiny_model):
+    with LLM(str(tiny_model("llama").folder), dtype="float32", device="cpu") as llm:
+        blind = llm.probe(PAIRS, lambda layer, pair, q, k, v: torch.zeros_like(q))
+        usual = llm.loglikelihood(PAIRS)
+        assert blind[0] != pytest.approx(usual[0], abs=1e-3)
+        assert llm.probe([], None) == []
+
+
+def test_an_error_in_attend_comes_out_and_the_model_goes_on(tiny_model):
+    def attend(layer, pair, q, k, v):
+        raise ArithmeticError("mine")
+
+    with LLM(str(tiny_model("llama").folder), dtype="float32", device="cpu") as llm:
+        before = llm.loglikelihood(PAIRS)
+        with pytest.raises(ArithmeticError, match="mine"):
+            llm.probe(PAIRS, attend)
+        assert llm.loglikelihood(PAIRS) == before
+    with pytest.raises(UserError, match="has been closed"):
+        llm.probe(PAIRS, attend)
