@@ -26,7 +26,8 @@ class CacheFlags:
     """Values of the flags of `RunConfig` that say what stays cached, each of them checked before.
 
     A ratio is a fraction of the prompt, or one for each decoder layer; counts are tokens.
-    `attn_sparsity` says what is read of a cache that keeps all. Raises `UserError` for flags that
+    `prefill_chunk` are tokens of a prompt that are read together. `attn_sparsity` says what is read
+    of a cache that keeps all. Raises `UserError` for flags that
     contradict each other and for one that would do nothing.
     """
 
@@ -36,6 +37,8 @@ class CacheFlags:
     num_heavy_hitter_tokens: int | None
     num_window_length: int | None
     hh_all: bool
+    evict_while_prefilling: bool
+    prefill_chunk: int | None
     score: str
     score_decay: float
     sink_tokens: int | None
@@ -76,6 +79,9 @@ class CacheFlags:
         if self.eviction in _WINDOWS and len(counts) == 2:
             raise UserError(f"--num-heavy-hitter-tokens has no effect with --eviction "
                             f"{self.eviction}: leave it out")
+        if self.evict_while_prefilling and self.prefill_chunk is None:
+            raise UserError("--evict-while-prefilling evicts after each piece of a prompt: say how "
+                            "many tokens one has, such as --prefill-chunk 256")
         scored = self.eviction == "h2o" and self.num_heavy_hitter_tokens != 0
         if self.score != "sum" and not scored:
             raise UserError("--score has no effect without heavy hitters: leave it out")
@@ -88,6 +94,7 @@ class CacheFlags:
             "--sink-tokens": self.sink_tokens,
             "--enable-position-rolling": self.enable_position_rolling,
             "--hh-all false": not self.hh_all,
+            "--evict-while-prefilling": self.evict_while_prefilling,
         }
         hint = ("leave it out" if self.eviction == "full"
                 else "give --hh-ratio or --num-window-length")
@@ -108,6 +115,7 @@ class CacheFlags:
             decay=self.score_decay,
             positions="rolling" if self.enable_position_rolling else "original",
             evict_generated=self.hh_all,
+            prompt_chunk=self.prefill_chunk if self.evict_while_prefilling else None,
             drop_positions=self.hh_long_seq,
         )
 

@@ -199,6 +199,10 @@ class H2OConfig:
         ``"original"``: a key keeps its position; ``"rolling"``: its rank among the cached ones.
     evict_generated : bool
         Whether generated tokens count too; if not, only the prompt is cut.
+    prompt_chunk : int, optional
+        Evict inside prompts too, after every so many tokens of them (counted from the prompt's
+        end), so that one of any length goes through a cache of the budget and a chunk. It changes
+        what is kept. None: prompts attend to all of themselves and are cut at their end.
     simulate : bool
         Mask a full cache instead of dropping from it.
     drop_positions : bool
@@ -220,6 +224,7 @@ class H2OConfig:
     decay: float = 0.98
     positions: str = "original"
     evict_generated: bool = True
+    prompt_chunk: int | None = None
     simulate: bool = False
     drop_positions: bool = False
 
@@ -231,6 +236,10 @@ class H2OConfig:
         check_choice("positions", self.positions, POSITIONS)
         for name in ("evict_generated", "simulate", "drop_positions"):
             check_bool(name, getattr(self, name))
+        if self.prompt_chunk is not None:
+            check_int("prompt_chunk", self.prompt_chunk, low=1)
+            if self.is_full:
+                raise UserError("prompt_chunk has no effect on the full cache: leave it out")
 
     def _check_sizes(self) -> None:
         # The newest token is always kept, so a window of 0 cannot be; no heavy hitters can.

@@ -173,6 +173,7 @@ def _cache_suffix(config: RunConfig) -> str:
         parts += scores[h2o.score]
         parts += ["rolling"] if h2o.positions == "rolling" else []
         parts += [] if h2o.evict_generated else ["prompt-only"]
+        parts += [] if h2o.prompt_chunk is None else [f"chunk{h2o.prompt_chunk}"]
     parts += [] if config.attn_sparsity == 1 else [f"sparse{config.attn_sparsity:g}"]
     parts += [] if config.resolved_cache_bits == 16 else [f"kv{config.resolved_cache_bits}"]
     return "".join(f"-{part}" for part in parts)

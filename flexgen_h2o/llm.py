@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -112,7 +112,7 @@ class LLM:
                  memory_limit: int | None = None, device_memory_limit: int | None = None,
                  workload: Workload | None = None, progress: bool | None = None,
                  trace: Trace | None = None, verbose: bool = False):
-        self.policy = policy or Policy()
+        self.policy = _with_chunks(policy or Policy(), h2o)
         self.h2o = h2o
         if weight_bits not in (4, 8, 16):
             raise UserError(f"weight_bits must be 16, 8 or 4, got {weight_bits!r}")
@@ -348,6 +348,17 @@ def _sampling_params(options: dict) -> SamplingParams:
         if name not in known:
             raise UserError(f"generate has no option {name!r}; it has {', '.join(known)}")
     return SamplingParams(**options)
+
+
+def _with_chunks(policy: Policy, h2o: H2OConfig | None) -> Policy:
+    """The policy, with prompts in the pieces that they are evicted by."""
+    chunk = None if h2o is None else h2o.prompt_chunk
+    if chunk is None:
+        return policy
+    if policy.prefill_chunk not in (None, chunk):
+        raise UserError(f"the policy's prefill_chunk is {policy.prefill_chunk} and h2o's "
+                        f"prompt_chunk {chunk}: give one of them, or the same")
+    return replace(policy, prefill_chunk=chunk)
 
 
 def _joined(requests: Sequence[Request], continuations: Mapping[int, Sequence[int]]

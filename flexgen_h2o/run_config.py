@@ -200,6 +200,11 @@ class RunConfig:
     hh_all: bool = _flag(
         "cache", "bool", True, help="evict among generated tokens too, not in the prompt alone",
     )
+    evict_while_prefilling: bool = _flag(
+        "cache", "bool", False,
+        help="evict after each --prefill-chunk of a prompt too, so that one of any length fits; "
+        "changes what is kept",
+    )
     score: str = _flag(
         "cache", "text", "sum", choices=SCORES,
         help="heavy hitters have most attention: summed, as the mean over the queries that saw "

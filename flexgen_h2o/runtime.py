@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -116,8 +116,12 @@ class Runtime:
                     h2o=settings.cache.h2o, transfers=self._transfers,
                     offload_dir=settings.offload_dir, cache=cache)
 
-    def run(self, room: Room | None, blocks: Sequence[Block], sink: Sink) -> RunStats:
-        """Run blocks in a room (None: there are no blocks), and say how it went."""
+    def run(self, room: Room | None, blocks: Sequence[Block], sink: Sink, *,
+            keeps: bool = False) -> RunStats:
+        """Run blocks in a room (None: there are no blocks), and say how it went.
+
+        keeps: the one block goes on with what the room's cache holds, and leaves it there.
+        """
         self._links.reset()
         self._device.begin_run()
         requests = [request for block in blocks for batch in block for request in batch.requests]
@@ -125,7 +129,8 @@ class Runtime:
         if blocks:
             executor = Executor(self.config, self.weights, room, transfers=self._transfers,
                                 dtype=self.source.dtype, policy=self.settings.policy)
-            self._run_blocks(executor, room, blocks, sink, stats)
+            run = partial(executor.run, sink=sink, keeps=keeps)
+            self._run_blocks(run, room, blocks, stats)
             self._transfers.drain()
         self._transfers.settle()
         stats.generated_tokens = sum(len(request.generated) for request in requests)
@@ -134,13 +139,13 @@ class Runtime:
         stats.peak_process_bytes = peak_process_bytes()
         return stats
 
-    def _run_blocks(self, executor: Executor, room: Room, blocks: Sequence[Block], sink: Sink,
+    def _run_blocks(self, run: Callable[..., Timing], room: Room, blocks: Sequence[Block],
                     stats: RunStats) -> None:
         per_token = self.config.kv_bytes_per_token(self.source.dtype.itemsize)
         stops = num_stops(self.config.num_layers, self.settings.policy.sep_layer)
         with run_bars(blocks, stops, off=self.settings.no_bars) as progress:
             for block in blocks:
-                timing = executor.run(block, sink, on_compute=partial(progress, block))
+                timing = run(block, on_compute=partial(progress, block))
                 self._trace_phases(timing)
                 stats.kv_cache_bytes = max(stats.kv_cache_bytes, room.cache.nbytes())
                 full = sum(len(batch) * (max(batch.seats.lengths) + batch.seats.new)

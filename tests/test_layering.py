@@ -42,7 +42,7 @@ ORDER = """
     kernels.triton_matrix
     kernels.library
     kernels.ops
-    cache  cache.budget  cache.seats  cache.parts  cache.attending
+    cache  cache.budget  cache.seats  cache.parts  cache.attending  cache.appending
     cache.simulation  cache.shape  cache.probing
     cache.bookkeeping
     cache.kv_cache

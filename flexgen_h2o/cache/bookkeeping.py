@@ -9,7 +9,7 @@ import torch
 from flexgen_h2o.cache.budget import budget, cached
 from flexgen_h2o.cache.seats import Seats
 from flexgen_h2o.config import H2OConfig
-from flexgen_h2o.kernels.eviction import Book, Eviction
+from flexgen_h2o.kernels.eviction import EMPTY, Book, Eviction
 
 
 def eviction_of(h2o: H2OConfig | None) -> Eviction:
@@ -37,14 +37,14 @@ def turn_of(seats: Seats, sequences: slice, h2o: H2OConfig | None, *, layer: int
 
 def new_book(shape: tuple[int, int, int], eviction: Eviction, *,
              rope: tuple[torch.Tensor, torch.Tensor] | None, device: torch.device) -> Book:
-    """A book of [sequences, kv_heads, slots] that cutting the prompts fills in.
+    """A book of [sequences, kv_heads, slots], all empty.
 
     It is exact whatever the cache's dtype, and small beside keys and values, so it stays where
     attention runs on every tier. With rotations by rank, positions roll.
     """
-    mass = torch.empty(shape, dtype=torch.float32, device=device)
-    positions = torch.empty(shape, dtype=torch.int32, device=device)
-    ranks = None if rope is None else torch.empty_like(positions)
+    mass = torch.zeros(shape, dtype=torch.float32, device=device)
+    positions = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
+    ranks = None if rope is None else torch.zeros_like(positions)
     return Book(eviction, mass, positions, ranks, rope)
 
 

@@ -4,18 +4,21 @@ The cache of a GPU batch is ``[keys and values, sequences, kv_heads, slots, widt
 decoder layer, contiguous; nothing is shifted or concatenated. A percentage of the cache is a
 share of each batch's sequences. With an eviction policy (arXiv 2306.14048) there are as many
 slots as the budget has tokens, and a new token takes its victim's slot; the slots' order means
-nothing then. Prompts that come in chunks are held whole until they are cut. With sparse attention
+nothing then. Prompts that come in chunks are held whole until they are cut, unless chunks are to be
+evicted as they come (`appending`). A sequence may go on in a later run. With sparse attention
 (arXiv 2303.06865) a new token reads every key, and of the values those that matter most to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from flexgen_h2o.cache import budget as budgets
+from flexgen_h2o.cache.appending import Standing, append
 from flexgen_h2o.cache.attending import Attending, HostAttention
 from flexgen_h2o.cache.bookkeeping import eviction_of, narrowed, new_book, turn_of
 from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, make_parts, picked
@@ -56,6 +59,7 @@ class KVCache:
         self.shape = shape
         self._h2o = None if h2o is None or h2o.is_full else h2o
         self._eviction = eviction_of(self._h2o)
+        self._evicts_within = self._h2o is not None and self._h2o.prompt_chunk is not None
         self._transfers = transfers
         self._device = transfers.device.torch
         self._rope = rope
@@ -73,7 +77,8 @@ class KVCache:
         self.parts: list[Part] = make("cache", shape.records(), size.slots, on_host=host)
         self._prompts: list[Part] = self.parts
         """Where prompts are gathered that come in chunks. The full cache has room for them."""
-        if size.prompt and (self._h2o is not None or shape.bits != 16):
+        if size.prompt and not self._evicts_within and (
+                self._h2o is not None or shape.bits != 16):
             self._prompts = make("prompts", shape.plain(), (size.prompt,) * shape.num_layers,
                                  on_host=False)
 
@@ -99,6 +104,18 @@ class KVCache:
         self._turns: dict[tuple, tuple[int, torch.Tensor]] = {}
         self._changed: dict[tuple, Changed] = {}
 
+    def resume(self, batches: Sequence[Seats]) -> None:
+        """Go on with the sequences of `begin`, in a run that finds what the last one left.
+
+        Sequences keep the slots that they were given: `begin` has to be told of the most.
+        """
+        self._host.reset()
+        self._seats = list(batches)
+        for part in self.parts:
+            part.settle()
+        self._turns.clear()
+        self._changed.clear()
+
     def nbytes(self) -> int:
         """Bytes of all keys and values of the block at rest, once the prompts have been cut."""
         records = self.shape.records()
@@ -115,11 +132,10 @@ class KVCache:
             for part in self._here(batch):
                 part.load(layer, batch, fetch=True, keys_only=self.shape.attn_sparsity < 1)
             return
-        chunked = seats.chunk is not None
-        if chunked:
+        if seats.grows:
             for part in self._here(batch, self._prompts):
                 part.load(layer, batch, fetch=seats.begun(sweep))
-        if seats.token(sweep) == 0 and not (chunked and self._prompts is self.parts):
+        if seats.token(sweep) == 0 and not (seats.grows and self._prompts is self.parts):
             for part in self._here(batch):
                 part.load(layer, batch, fetch=False)
 
@@ -148,14 +164,16 @@ class KVCache:
         Tensor [rows, heads, head_dim]
         """
         rolling = rope is not None and self._rolls(layer, batch)
-        cached = k.clone() if rolling else k
-        if rope is not None:
+        appends = self._seats[batch].grows and self._prompts is self.parts
+        cached = k.clone() if rolling and not appends else k
+        if rope is not None and not (rolling and appends):
             for x in (q, k):
                 apply_rope_(x, *rope)
         lengths = [len(span) for span in spans]
-        if self._seats[batch].chunk is not None:
+        if self._seats[batch].grows:
+            attend = self._append if appends else self._attend_span
             rows = zip(*(x.split(lengths) for x in (q, cached, v)), strict=True)
-            outputs = [self._attend_span(layer, batch, span, *some)
+            outputs = [attend(layer, batch, span, *some)
                        for span, some in zip(spans, rows, strict=True)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         mass = None
@@ -164,6 +182,22 @@ class KVCache:
         out = ops.prefill_attention(q, k, v, lengths, mass=mass, decay=self._eviction.decay)
         self._keep(layer, batch, spans, cached, v, mass)
         return out
+
+    def _append(self, layer: int, batch: int, span: Span, q, k, v) -> torch.Tensor:
+        """Put a chunk onto what is cached of its sequence, and evict what is over the budget."""
+        part = next(p for p in self.parts if span.sequence < p.last)
+        seat = span.sequence - part.first
+        limit = budgets.budget(self._h2o, layer, self._seats[batch].lengths[span.sequence])
+        book = None
+        standing = Standing(cached=span.start, tokens=span.start)
+        if self._fates[batch][layer].evicts:
+            standing = Standing(min(span.start, limit.total), span.start, limit.heavy,
+                                limit.recent, scored=self._h2o.scored)
+            book = narrowed(self._book(layer, batch, part), slice(seat, seat + 1))
+            if book.ranks is not None:
+                book = replace(book, rope=self._table(standing.cached + len(span)))
+        return append(q, k, v, held=part.get(layer, batch)[:, seat], standing=standing, book=book,
+                      layout=self.shape.layout)
 
     def _attend_span(self, layer: int, batch: int, span: Span, q, k, v) -> torch.Tensor:
         """Attend from a chunk of a prompt over all that came before; cut the prompt at its end."""

@@ -109,6 +109,9 @@ class Part:
         self._sequences = [max(0, min(self.last, count) - self.first) for count, _ in sizes]
         self._slots = [slots for _, slots in sizes]
 
+    def settle(self) -> None:
+        """Wait for all that is under way and keep what is cached. Raises what went wrong in it."""
+
     def sequences(self, batch: int) -> slice:
         """Which sequences of a batch live here."""
         return slice(self.first, self.first + self._sequences[batch])
@@ -252,6 +255,12 @@ class FetchedPart(Part):
             home.stored = home.written = None
         self._live.clear()
         super().begin(sizes)
+
+    def settle(self):
+        for staging in self._ring:
+            for handle in staging.busy:
+                handle.synchronize()
+        self._live.clear()
 
     def load(self, layer, batch, *, fetch, keys_only=False):
         home = self._homes[layer, batch]

@@ -29,7 +29,7 @@ class Seats:
     Attributes
     ----------
     lengths : tuple of int
-        Tokens of each prompt.
+        Tokens up to the end of each prompt.
     new : int
         Tokens that will be appended to each, at most: one fewer than are generated.
     chunk : int or None
@@ -37,12 +37,15 @@ class Seats:
     prefill_sweeps : int
         Sweeps of the block's longest prompt. All prompts end in the last of them, so that all
         first tokens are sampled together; shorter ones come in later.
+    past : int
+        Tokens of each sequence that came in an earlier run. Positions and `lengths` count them.
     """
 
     lengths: tuple[int, ...]
     new: int
     chunk: int | None = None
     prefill_sweeps: int = 1
+    past: int = 0
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -59,10 +62,15 @@ class Seats:
         """The part of every prompt in a sweep of the prefill, empty ones too."""
         for sequence, length in enumerate(self.lengths):
             if self.chunk is None:
-                yield Span(sequence, 0, length)
+                yield Span(sequence, self.past, length)
                 continue
-            end = max(0, length + self.token(sweep) * self.chunk)
-            yield Span(sequence, max(0, end - self.chunk), end)
+            end = max(self.past, length + self.token(sweep) * self.chunk)
+            yield Span(sequence, max(self.past, end - self.chunk), end)
+
+    @property
+    def grows(self) -> bool:
+        """Whether prompts come onto something that is cached, of themselves or of earlier runs."""
+        return self.chunk is not None or self.past > 0
 
     def begun(self, sweep: int) -> bool:
         """Whether something of these sequences was cached before a sweep."""

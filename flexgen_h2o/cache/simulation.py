@@ -60,6 +60,10 @@ class SimulatedCache:
         self._seats = list(batches)
         self._memories: dict[tuple[int, int, int], Memory] = {}
 
+    def resume(self, batches: Sequence[Seats]) -> None:
+        """Go on with the same sequences, in another run."""
+        self._seats = list(batches)
+
     def load(self, layer: int, batch: int, sweep: int) -> None:
         """Nothing is anywhere else."""
 
@@ -77,7 +81,8 @@ class SimulatedCache:
             row = rows.stop
             key = (layer, batch, span.sequence)
             outputs.append(self._attend(key, q[rows], k[rows], v[rows]))
-            if span.end == self._seats[batch].lengths[span.sequence]:
+            # Of a chunk that is not the last only if chunks are to be evicted as they come.
+            if span.end == self._seats[batch].lengths[span.sequence] or self._h2o.prompt_chunk:
                 self._evict(key)
         return torch.cat(outputs)
 

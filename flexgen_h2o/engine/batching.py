@@ -60,7 +60,8 @@ class Batch:
             return ids, [length + token - 1 for length in self.seats.lengths]
         ids, positions = [], []
         for span in self.seats.spans(sweep):
-            ids += self.requests[span.sequence].prompt[span.start : span.end]
+            prompt, past = self.requests[span.sequence].prompt, self.seats.past
+            ids += prompt[span.start - past : span.end - past]
             positions += range(span.start, span.end)
         return ids, positions
 
@@ -90,6 +91,17 @@ class Chunk:
     spans: tuple[Span, ...]
     row: int
     end: int
+
+
+def next_turn(request: Request, new: int, *, past: int, chunk: int) -> Batch:
+    """A batch of one sequence that goes on: `past` of its tokens came in earlier runs.
+
+    The request's prompt comes next, in chunks of `chunk` tokens, and then up to `new` tokens.
+    """
+    tokens = len(request.prompt)
+    sweeps = prefill_sweeps(tokens, chunk)
+    return Batch(0, [request], Seats((past + tokens,), new, chunk if sweeps > 1 else None, sweeps,
+                                     past))
 
 
 def make_blocks(requests: Sequence[Request], new: int, *, gpu_batch_size: int,

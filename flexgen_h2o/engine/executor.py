@@ -86,9 +86,11 @@ class Executor:
         self._started: dict[int, tuple[Halves, Attending]] = {}
 
     @torch.inference_mode()
-    def run(self, batches: Sequence[Batch], sink: Sink, *,
+    def run(self, batches: Sequence[Batch], sink: Sink, *, keeps: bool = False,
             on_compute: Callable[[Step], None] = lambda step: None) -> Timing:
         """Run one block: its prompts and the new tokens that it has seats for, or until all end.
+
+        The last token that a sink appends is not computed, and so not cached.
 
         Parameters
         ----------
@@ -96,6 +98,8 @@ class Executor:
             The block.
         sink : Sink
             Gets the logits; appends to the requests what they continue with.
+        keeps : bool
+            The block goes on with what the cache holds, and leaves it for another to go on with.
         on_compute : callable
             Called after each compute, to show progress.
         """
@@ -104,13 +108,14 @@ class Executor:
         self._sink = sink
         self._weights.reset()
         self._hidden.reset()
-        self._cache.begin([batch.seats for batch in batches])
+        begin = self._cache.resume if keeps else self._cache.begin
+        begin([batch.seats for batch in batches])
         timing = Timing()
         seats = batches[0].seats
         began = timing.began = time.perf_counter()
         for step in schedule(
                 seats.prefill_sweeps + seats.new, self._config.num_layers, len(batches),
-                overlap=self._overlap, sep_layer=self._sep_layer,
+                overlap=self._overlap, sep_layer=self._sep_layer, keeps=keeps,
                 split_from=seats.prefill_sweeps if self._cache.attends_on_host else None):
             if step.batch is None or self._takes_part(step):
                 self._ACTIONS[step.kind](self, step)

@@ -56,6 +56,9 @@ class Cache(Protocol):
     def begin(self, batches: Sequence[Seats]) -> None:
         """Start a new block with nothing cached."""
 
+    def resume(self, batches: Sequence[Seats]) -> None:
+        """Go on with the sequences of `begin`."""
+
     def load(self, layer: int, batch: int, sweep: int) -> None:
         """Bring what compute of (layer, batch) needs."""
 

@@ -49,7 +49,8 @@ def num_stops(num_layers: int, sep_layer: bool) -> int:
 
 
 def schedule(num_sweeps: int, num_layers: int, num_batches: int, *, overlap: bool = True,
-             split_from: int | None = None, sep_layer: bool = False) -> Iterator[Step]:
+             split_from: int | None = None, sep_layer: bool = False, keeps: bool = False
+             ) -> Iterator[Step]:
     """Steps that take a block through the network `num_sweeps` times.
 
     Every load precedes the compute that needs it, every store follows the compute that made it,
@@ -68,11 +69,13 @@ def schedule(num_sweeps: int, num_layers: int, num_batches: int, *, overlap: boo
         there is nothing to do meanwhile.
     sep_layer : bool
         Attention and MLP are stops of their own.
+    keeps : bool
+        Another run goes on with the cache, so that what the last sweep adds is stored too.
     """
     # With one batch the next hidden states are what the current compute is about to make.
     beside = overlap and num_batches > 1
     run = _Run(num_sweeps, num_stops(num_layers, sep_layer), num_batches,
-               split_from if beside else None, sep_layer)
+               split_from if beside else None, sep_layer, keeps)
     loaded = 0  # computes of which the cache has been asked for
     yield from run.load_weights(run.compute(0))
     for number in range(len(run)):
@@ -111,6 +114,7 @@ class _Run:
     batches: int
     split_from: int | None
     sep_layer: bool
+    keeps: bool
 
     def __len__(self) -> int:
         return self.sweeps * self.stops * self.batches
@@ -142,8 +146,8 @@ class _Run:
             yield replace(compute, kind=Kind.LOAD_CACHE)
 
     def store_cache(self, compute: Step) -> Iterator[Step]:
-        """Nobody reads what the last sweep adds to the cache."""
-        if self.attends(compute) and compute.sweep < self.sweeps - 1:
+        """Nobody reads what the last sweep adds to the cache, unless it is kept."""
+        if self.attends(compute) and (self.keeps or compute.sweep < self.sweeps - 1):
             yield replace(compute, kind=Kind.STORE_CACHE)
 
     def load_hidden(self, compute: Step | None) -> Iterator[Step]:

@@ -47,7 +47,8 @@ class Eviction:
         """How many tokens of a prompt stay."""
         return min(cut.length, cut.heavy + cut.recent + self.sinks)
 
-    def select(self, mass: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def select(self, mass: torch.Tensor, cut: Cut, positions: torch.Tensor | None = None
+               ) -> torch.Tensor:
         """The tokens of a prompt that stay: sinks, the last recent, the heaviest of the rest.
 
         Of equal scores the newer stays.
@@ -57,6 +58,9 @@ class Eviction:
         mass : float32 [kv_heads, cut.length]
             Of every key of the prompt, all queries done; any finite values if ``heavy`` is 0.
         cut : Cut
+        positions : int [kv_heads, cut.length], optional
+            Of the tokens, ascending, where some between them have gone before, but no sink. None:
+            from 0 on, without a gap.
 
         Returns
         -------
@@ -68,7 +72,8 @@ class Eviction:
         if self.kept(cut) == tokens:
             return index.repeat(heads, 1)
         first, last = self.sinks, tokens - cut.recent
-        score = self._score(mass, index, tokens)[:, first:last]
+        positions = index if positions is None else positions
+        score = self._score(mass, positions, positions[..., -1:] + 1)[:, first:last]
         # Sorted from new to old: a stable sort then leaves the newer of equals in front.
         order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
         heavy = (last - 1 - order[:, : cut.heavy]).sort(dim=-1).values

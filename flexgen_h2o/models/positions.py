@@ -44,17 +44,19 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
     limit = config.max_positions
     if config.sliding_window is not None:
         limit = min(limit, config.sliding_window)
-    if length > limit:
+    rolls = h2o is not None and not h2o.is_full and h2o.positions == "rolling"
+    if length > limit and not (rolls and h2o.prompt_chunk):
         raise UserError(f"{prompt} has {length} tokens, more than the model's {limit} positions: "
                         "shorten it")
     # The last new token is never computed, and so needs no position.
     needed, advice = length + new_tokens - 1, ""
     if h2o is not None and not h2o.is_full and config.rope is not None:
         advice = ", or let positions roll with the cache (--enable-position-rolling)"
-        if h2o.positions == "rolling":
-            # A place in the cache is all that counts; the new token has one beside the slots.
-            needed = min(needed, 1 + max(cached(h2o, layer, length, new_tokens - 1)
-                                         for layer in range(config.num_layers)))
+        if rolls:
+            # A place in the cache is all that counts; what is new has places beside the slots.
+            beside = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
+            needed = min(needed, beside + max(cached(h2o, layer, length, new_tokens - 1)
+                                              for layer in range(config.num_layers)))
             advice = ", or lower the budget"
     if needed > limit:
         raise UserError(f"{prompt} of {length} tokens and {new_tokens} new ones exceed the model's "

@@ -167,7 +167,12 @@ class PlannedRun:
     def gathers_prompts(self) -> bool:
         """Whether prompts come in pieces to a cache that cannot hold them as they are."""
         pieces = self.sweep_rows < self.workload.prompt_len
-        return pieces and not self.cache.plain and not self.cache.simulated
+        return pieces and not (self.cache.plain or self.cache.simulated or self.evicts_pieces)
+
+    @property
+    def evicts_pieces(self) -> bool:
+        """Whether prompts come in pieces, each of which is evicted from before the next."""
+        return self.cache.evicts and self.cache.h2o.prompt_chunk is not None
 
     @property
     def attends_on_host(self) -> bool:
@@ -326,13 +331,18 @@ def _own_attention(run: PlannedRun) -> int:
         logits = run.sweep_rows * model.num_heads * load.prompt_len * 4
         return load.prompt_len * token + 2 * logits
     threads = 0 if run.has_gpu else os.cpu_count() or 1
-    lanes = threads * QUERY_LANES * (load.prompt_len + 8 * model.head_dim)
+    slots = max(cache.layer_slots(model, load))
+    tokens = load.prompt_len  # that a query attends to
+    if run.evicts_pieces:
+        tokens = min(tokens, slots + run.sweep_rows)
+    lanes = threads * QUERY_LANES * (tokens + 8 * model.head_dim)
     tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
     # A score of each token by task, or on a GPU a normaliser of each query head.
-    prefill = 4 * (lanes + tasks * load.prompt_len)
+    prefill = 4 * (lanes + tasks * tokens)
     if not cache.plain or run.sweep_rows < load.prompt_len:
-        prefill += load.prompt_len * token  # prompts in pieces, and rotated copies
-    most = max(cache.layer_slots(model, load)) + QUERY_LANES
+        # Prompts in pieces, and rotated copies; with eviction also what stays, before and after.
+        prefill += tokens * token * (4 if run.evicts_pieces else 1)
+    most = slots + QUERY_LANES
     decode = 4 * tasks * (most + 2 * model.head_dim)
     return max(prefill, decode, _sparse_attention(run) if cache.attn_sparsity < 1 else 0)
 
