@@ -360,6 +360,14 @@ class SamplingParams:
         check_int("seed", self.seed, low=0, high=2**63 - 1)
         self._check_eos()
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The given tokens that end a text; none where the model's own are to."""
+        eos = self.eos_token_id
+        if eos is None or eos == -1:
+            return ()
+        return (eos,) if isinstance(eos, numbers.Integral) else tuple(eos)
+
     def _check_eos(self) -> None:
         eos = self.eos_token_id
         if eos is None:

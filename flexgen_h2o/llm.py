@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +16,6 @@ from flexgen_h2o.config import (
     OFFLOAD_DIR,
     H2OConfig,
     Policy,
-    SamplingParams,
     check_int,
 )
 from flexgen_h2o.engine.batching import Request, make_blocks
@@ -23,29 +23,16 @@ from flexgen_h2o.engine.loader import end_tokens, find
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.engine.prompts import Prompts
 from flexgen_h2o.engine.room import Room, Size
-from flexgen_h2o.engine.sampling import Sampler
+from flexgen_h2o.engine.sampling import Sampler, sampling_params
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.positions import check_cache, check_halves
+from flexgen_h2o.output import Output
 from flexgen_h2o.planning.rows import CacheOptions, Workload
 from flexgen_h2o.report import RunStats, Trace
 from flexgen_h2o.runtime import Runtime, Settings
 from flexgen_h2o.storage.tiers import open_device
-
-
-@dataclass(frozen=True)
-class Output:
-    """What one prompt was continued with.
-
-    finish_reason is ``"stop"`` (an end token came, and is the last of token_ids) or ``"length"``.
-    prompt and text are None where there is no text (token id prompts, no tokenizer).
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str
+from flexgen_h2o.streaming import CHUNK, Stream
 
 
 class LLM:
@@ -129,6 +116,7 @@ class LLM:
             most={"cpu": memory_limit, "gpu": device_memory_limit})
         self.stats: RunStats | None = None
         self._room: Room | None = None
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._closed = False
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
@@ -160,6 +148,8 @@ class LLM:
         """Stop the workers and remove what was offloaded to disk; a second call does nothing."""
         self._closed = True
         try:
+            for stream in self._streams:
+                stream.close()
             self._leave()
         finally:
             self._opened.close()
@@ -198,7 +188,7 @@ class LLM:
         UserError
             A prompt is empty or too long, an option is unknown, the run does not fit in memory.
         """
-        params = _sampling_params(sampling)
+        params = sampling_params(sampling)
         if isinstance(prompts, str):
             raise UserError("generate takes a list of prompts: put the one prompt in a list")
         _ = self.tokenizer  # a damaged one must show now and not after the work
@@ -208,7 +198,7 @@ class LLM:
         if cut_gen_len is not None:
             check_int("cut_gen_len", cut_gen_len, low=1)
             steps = min(cut_gen_len, steps)
-        eos = self._eos(params)
+        eos = self._ends() if params.eos_token_id is None else params.end_tokens
         sink = Generation(Sampler(params, eos), eos, steps)
         if requests:
             self._prompts.check_lengths(requests, params.max_new_tokens)
@@ -250,6 +240,36 @@ class LLM:
             self._prompts.check_lengths(requests, new)
         self._run(requests, new - 1, sink, planned=new)
         return [sink.log_probs[key] for key in range(len(requests))]
+
+    def stream(self, *, max_tokens: int | None = None, past_context: bool = False) -> Stream:
+        """Open a text without end, whose cache survives from call to call.
+
+        Parameters
+        ----------
+        max_tokens : int, optional
+            Most tokens of the whole text. A full cache needs it: its memory is taken at once.
+        past_context : bool
+            Go on past the model's trained positions, where it writes nonsense: to see how. It
+            takes rotary positions. Rolling positions need it not.
+
+        Returns
+        -------
+        Stream
+            A context manager with `generate` and `loglikelihood`. Turns are read in chunks of the
+            policy's `prefill_chunk`, or of 256 tokens, each evicted from before the next.
+
+        Raises
+        ------
+        UserError
+            An evicting cache's sizes are shares of a prompt, which a stream has none of, or it
+            only cuts prompts; a full one has no `max_tokens`; it does not fit in memory.
+        """
+        self._check_open()
+        stream = Stream(self._runtime.in_chunks(self.policy.prefill_chunk or CHUNK),
+                        self._prompts, self._ends, max_tokens=max_tokens,
+                        past_context=past_context)
+        self._streams.add(stream)
+        return stream
 
     def probe(self, pairs: Sequence[tuple], attend: Callable[..., torch.Tensor]
               ) -> list[list[float]]:
@@ -332,22 +352,6 @@ class LLM:
         if self._room is not None:
             self._room.close()
         self._room = None
-
-    def _eos(self, params: SamplingParams) -> tuple[int, ...]:
-        given = params.eos_token_id
-        if given is None:
-            return self._ends()
-        if given == -1:
-            return ()
-        return (given,) if isinstance(given, int) else tuple(given)
-
-
-def _sampling_params(options: dict) -> SamplingParams:
-    known = [spec.name for spec in fields(SamplingParams)]
-    for name in options:
-        if name not in known:
-            raise UserError(f"generate has no option {name!r}; it has {', '.join(known)}")
-    return SamplingParams(**options)
 
 
 def _with_chunks(policy: Policy, h2o: H2OConfig | None) -> Policy:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from flexgen_h2o.cache.shape import CacheShape
@@ -63,6 +64,16 @@ class Runtime:
         self._links = LinkStats()
         self._transfers: Transfers | None = None
         self.load_seconds = 0.0  # until everything was ready: whoever opened it knows
+
+    def in_chunks(self, chunk: int) -> Runtime:
+        """The same model and weights, for runs that read prompts in chunks and evict after each."""
+        settings, cache = self.settings, self.settings.cache
+        if cache.evicts:
+            cache = replace(cache, h2o=replace(cache.h2o, prompt_chunk=chunk))
+        other = copy.copy(self)
+        other.settings = replace(settings, cache=cache,
+                                 policy=replace(settings.policy, prefill_chunk=chunk))
+        return other
 
     def load(self, opened: contextlib.ExitStack, *, seed: int) -> None:
         """Read the weights to where they live; `opened` gets what has to be closed.

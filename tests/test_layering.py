@@ -22,7 +22,7 @@ PACKAGE = ROOT.name
 # __init__. Imports inside of functions count too, those under TYPE_CHECKING do not.
 ORDER = """
     flexgen_h2o
-    errors
+    errors  output
     config  report  text_files
     breakdown
 
@@ -75,6 +75,7 @@ ORDER = """
     planning.rates
     planning.calibrate
     runtime
+    streaming
     llm
     flag_values
     planning.plan_text
@@ -98,7 +99,7 @@ DYNAMIC = {
 }
 
 TORCH_FREE = (
-    "flexgen_h2o", "errors", "config", "report", "breakdown", "planning",
+    "flexgen_h2o", "errors", "output", "config", "report", "breakdown", "planning",
     "planning.free_memory", "planning.rows", "planning.memory_plan", "planning.hardware",
     "planning.hardware_file", "planning.cost", "planning.placing", "planning.search",
     "planning.plan_text", "plan_flags", "planner",

@@ -32,10 +32,14 @@ class Prompts:
             self._tokenizer = load_tokenizer(self._source.folder)
         return self._tokenizer
 
-    def encode(self, prompt: str | Sequence[int], key: int) -> list[int]:
-        """Token ids of prompt number `key`, of which there is at least one."""
+    def encode(self, prompt: str | Sequence[int], key: int, *, goes_on: bool = False
+               ) -> list[int]:
+        """Token ids of prompt number `key`, of which there is at least one.
+
+        `goes_on`: it comes after other text, and gets no special tokens in front.
+        """
         if isinstance(prompt, str):
-            ids = self._tokenize(prompt)
+            ids = self._tokenize(prompt, special=not goes_on)
         else:
             ids = _token_ids(prompt, f"prompt {key}")
             wrong = next((token for token in ids if not 0 <= token < self._config.vocab_size), None)
@@ -46,10 +50,10 @@ class Prompts:
             raise UserError(f"prompt {key} is empty: give it at least one token")
         return ids
 
-    def _tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, text: str, *, special: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise UserError(f"{self._name} has no tokenizer here: give prompts as token ids")
-        return list(self.tokenizer(text)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def encode_pair(self, context, continuation, key: int) -> tuple[list[int], list[int]]:
         """Token ids of context and continuation of pair number `key`, at least one each."""

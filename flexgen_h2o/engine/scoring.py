@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,9 +19,13 @@ class Generation:
     eos_token_ids : tuple of int
         A sequence ends with any of them.
     max_new_tokens : int
+    on_token : callable, optional
+        Called with each new token as it comes.
     """
 
-    def __init__(self, sampler: Sampler, eos_token_ids: tuple[int, ...], max_new_tokens: int):
+    def __init__(self, sampler: Sampler, eos_token_ids: tuple[int, ...], max_new_tokens: int, *,
+                 on_token: Callable[[int], None] | None = None):
+        self._on_token = on_token
         self._sampler = sampler
         self._eos = frozenset(eos_token_ids)
         self._max_new_tokens = max_new_tokens
@@ -37,6 +41,8 @@ class Generation:
             if request.finish_reason:
                 continue
             request.generated.append(choice)
+            if self._on_token is not None:
+                self._on_token(choice)
             if choice in self._eos:
                 request.finish_reason = "stop"
             elif len(request.generated) == self._max_new_tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexgen_h2o.cache.budget import cached
+from flexgen_h2o.cache.budget import budget, cached
 from flexgen_h2o.config import H2OConfig, Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
@@ -19,6 +19,53 @@ def check_cache(config: ModelConfig, h2o: H2OConfig | None) -> None:
     if config.rope is not None and h2o.drop_positions:
         raise UserError(f"{config.name} has rotary positions, of which there is no end to drop: "
                         "leave --hh-long-seq off, or use position rolling")
+
+
+def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
+                 max_tokens: int | None, past_context: bool) -> tuple[int | None, str]:
+    """How long a text may get whose cache is kept from turn to turn.
+
+    Parameters
+    ----------
+    chunk : int
+        Tokens that are read together.
+    max_tokens : int or None
+        What the user allows.
+    past_context : bool
+        Rotary positions may go past the trained ones.
+
+    Returns
+    -------
+    tokens or None (no limit), and what sets the limit
+
+    Raises
+    ------
+    UserError
+        There can be no such text.
+    """
+    evicts = h2o is not None and not h2o.is_full
+    if evicts and (h2o.heavy_ratio is not None or h2o.recent_ratio is not None):
+        raise UserError("a stream has no prompt of which ratios could be: give heavy_tokens and "
+                        "recent_tokens (--num-window-length)")
+    if evicts and not h2o.evict_generated:
+        raise UserError("a stream has no end, and what is generated has to go too: leave "
+                        "evict_generated (--hh-all) on")
+    if max_tokens is None and (not evicts or h2o.simulate):
+        raise UserError("a full cache grows with the text: give max_tokens, or an evicting cache")
+    if past_context and config.rope is None:
+        raise UserError(f"{config.name} has learned positions, of which there is none past the "
+                        f"{config.max_positions} trained: leave past_context off")
+    limits = [(max_tokens, f"max_tokens, {max_tokens}")]
+    context = min(config.max_positions, config.sliding_window or config.max_positions)
+    if evicts and h2o.positions == "rolling":
+        places = chunk + budget(h2o, 0, 1).total
+        if places > context:
+            raise UserError(f"a cache of {places - chunk} tokens and a chunk of {chunk} take more "
+                            f"places than the model's {context} positions: lower one of them")
+    elif not past_context and not (h2o is not None and h2o.drop_positions):
+        limits.append((context, f"the model's {context} positions: an evicting cache with rolling "
+                       "positions has no such end (--enable-position-rolling)"))
+    return min((limit for limit in limits if limit[0] is not None), default=(None, ""))
 
 
 def check_halves(config: ModelConfig, policy: Policy) -> None:

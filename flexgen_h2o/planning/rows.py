@@ -334,7 +334,7 @@ def _own_attention(run: PlannedRun) -> int:
     slots = max(cache.layer_slots(model, load))
     tokens = load.prompt_len  # that a query attends to
     if run.evicts_pieces:
-        tokens = min(tokens, slots + run.sweep_rows)
+        tokens = slots + run.sweep_rows
     lanes = threads * QUERY_LANES * (tokens + 8 * model.head_dim)
     tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
     # A score of each token by task, or on a GPU a normaliser of each query head.

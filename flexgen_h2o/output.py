@@ -1,0 +1,20 @@
+"""What a prompt was continued with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one prompt was continued with.
+
+    finish_reason is ``"stop"`` (an end token came, and is the last of token_ids) or ``"length"``.
+    prompt and text are None where there is no text (token id prompts, no tokenizer).
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
