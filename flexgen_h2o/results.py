@@ -26,7 +26,8 @@ _TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
 _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "prefill_chunk", "sep_layer",
              "compress_weight", "compress_cache", "weight_bits", "cache_bits", "eviction",
              "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens", "num_window_length", "hh_all",
-             "score", "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity")
+             "evict_while_prefilling", "score", "score_decay", "sink_tokens",
+             "enable_position_rolling", "attn_sparsity")
 CSV_COLUMNS = (
     "date", "version", "commit", "host", "device", "torch", "model", "parameters", "dtype",
     *_TIERED, *_SWITCHES,

@@ -395,6 +395,9 @@ SIZES = [
      H2OConfig(heavy_tokens=0, recent_tokens=10, sink_tokens=2)),
     # The rest
     ({"hh_ratio": 0.1, "hh_all": False}, H2OConfig(heavy_ratio=0.1, evict_generated=False)),
+    ({"hh_ratio": 0.1, "prefill_chunk": 64}, H2OConfig(heavy_ratio=0.1)),
+    ({"hh_ratio": 0.1, "prefill_chunk": 64, "evict_while_prefilling": True},
+     H2OConfig(heavy_ratio=0.1, prompt_chunk=64)),
     ({"hh_ratio": 0.1, "score": "decay", "score_decay": 0.5},
      H2OConfig(heavy_ratio=0.1, score="decay", decay=0.5)),
     ({"hh_ratio": 0.1, "score": "mean"}, H2OConfig(heavy_ratio=0.1, score="mean")),
@@ -452,6 +455,7 @@ def test_what_stays_cached(values, expected):
     ({"cache_bits": "4"}, "--cache-bits must be a whole number"),
     ({"compress_cache": True, "cache_bits": 16}, "--compress-cache and --cache-bits 16"),
     ({"prefill_chunk": 0}, "--prefill-chunk must be at least 1"),
+    ({"hh_ratio": 0.1, "evict_while_prefilling": True}, "such as --prefill-chunk 256"),
 ])
 def test_cache_refusals(values, match):
     refused(lambda: RunConfig.from_mapping(values), match)
@@ -465,6 +469,7 @@ def test_cache_refusals(values, match):
     ({"sink_tokens": 4}, "--sink-tokens"),
     ({"enable_position_rolling": True}, "--enable-position-rolling"),
     ({"hh_all": False}, "--hh-all false"),
+    ({"evict_while_prefilling": True, "prefill_chunk": 64}, "--evict-while-prefilling"),
 ])
 def test_what_would_be_ignored_by_the_full_cache_is_refused(values, flag):
     message = refused(lambda: RunConfig(**values), "no effect on the full cache")

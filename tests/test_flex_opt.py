@@ -384,6 +384,9 @@ def test_the_log_is_named_after_the_configuration(tmp_path):
     (["--compress-weight", "--weight-cache", "kept"], "-w4"),
     (["--weight-bits", "8", "--hh-ratio", "0.1", "--cache-bits", "4"], "-w8-h2o-hh0.1-kv4"),
     (["--hh-long-seq"], ""),
+    (["--hh-ratio", "0.1", "--prefill-chunk", "64"], "-h2o-hh0.1"),
+    (["--hh-ratio", "0.1", "--prefill-chunk", "64", "--evict-while-prefilling"],
+     "-h2o-hh0.1-chunk64"),
 ])
 def test_the_log_is_named_after_weights_and_cache(argv, suffix):
     files = flex_opt.result_files(flex_opt.parse_args(argv))

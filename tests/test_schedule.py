@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from flexgen_h2o.engine.schedule import Kind, Step, num_stops, schedule
 
 SIZES = dict(sweeps=st.integers(1, 4), layers=st.integers(1, 4), batches=st.integers(1, 4),
-             overlap=st.booleans(), split_from=st.none() | st.integers(0, 4), sep=st.booleans())
+             overlap=st.booleans(), split_from=st.none() | st.integers(0, 4), sep=st.booleans(),
+             keeps=st.booleans())
 
 
-def steps_of(sweeps, layers, batches, overlap, split_from=None, sep=False):
+def steps_of(sweeps, layers, batches, overlap, split_from=None, sep=False, keeps=False):
     return list(schedule(sweeps, layers, batches, overlap=overlap, split_from=split_from,
-                         sep_layer=sep))
+                         sep_layer=sep, keeps=keeps))
 
 
 def attends(layer, layers, sep):
@@ -31,8 +32,8 @@ def split_sweeps(sweeps, batches, overlap, split_from):
 
 @given(**SIZES)
 def test_every_step_comes_once_and_computes_come_in_order(sweeps, layers, batches, overlap,
-                                                          split_from, sep):
-    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
+                                                          split_from, sep, keeps):
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep, keeps)
     assert max(Counter(steps).values()) == 1
     computes = [s for s in steps if s.kind is Kind.COMPUTE]
     stops = num_stops(layers, sep)
@@ -41,7 +42,8 @@ def test_every_step_comes_once_and_computes_come_in_order(sweeps, layers, batche
     attentions = sweeps * layers * batches
     counts = Counter(s.kind for s in steps)
     assert counts[Kind.LOAD_CACHE] == attentions
-    assert counts[Kind.STORE_CACHE] == attentions - layers * batches  # nobody reads the last
+    unread = 0 if keeps else layers * batches  # what the last sweep adds
+    assert counts[Kind.STORE_CACHE] == attentions - unread
     hidden = sweeps * (stops - 1) * batches
     assert counts[Kind.LOAD_HIDDEN] == counts[Kind.STORE_HIDDEN] == hidden
     assert counts[Kind.LOAD_WEIGHTS] == counts[Kind.RELEASE_WEIGHTS] == sweeps * stops
@@ -52,8 +54,9 @@ def test_every_step_comes_once_and_computes_come_in_order(sweeps, layers, batche
 
 
 @given(**SIZES)
-def test_dependencies_come_before_their_uses(sweeps, layers, batches, overlap, split_from, sep):
-    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
+def test_dependencies_come_before_their_uses(sweeps, layers, batches, overlap, split_from,
+                                             sep, keeps):
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep, keeps)
     place = {step: index for index, step in enumerate(steps)}
     last = num_stops(layers, sep) - 1
     for step, index in place.items():
@@ -66,7 +69,8 @@ def test_dependencies_come_before_their_uses(sweeps, layers, batches, overlap, s
             assert place[Step(Kind.RELEASE_WEIGHTS, i, j, None)] > index
             if attends(j, layers, sep):
                 assert place[Step(Kind.LOAD_CACHE, i, j, k)] < first
-                assert i == sweeps - 1 or place[Step(Kind.STORE_CACHE, i, j, k)] > first
+                stored = place.get(Step(Kind.STORE_CACHE, i, j, k))
+                assert stored is None and i == sweeps - 1 and not keeps or stored > first
             if j > 0:
                 assert place[Step(Kind.LOAD_HIDDEN, i, j, k)] < first
             if j < last:
@@ -78,9 +82,10 @@ def test_dependencies_come_before_their_uses(sweeps, layers, batches, overlap, s
 
 
 @given(**SIZES)
-def test_at_most_two_stops_of_weights_are_live(sweeps, layers, batches, overlap, split_from, sep):
+def test_at_most_two_stops_of_weights_are_live(sweeps, layers, batches, overlap, split_from,
+                                               sep, keeps):
     live, most = set(), 0
-    for step in steps_of(sweeps, layers, batches, overlap, split_from, sep):
+    for step in steps_of(sweeps, layers, batches, overlap, split_from, sep, keeps):
         if step.kind is Kind.LOAD_WEIGHTS:
             live.add((step.sweep, step.layer))
         elif step.kind is Kind.RELEASE_WEIGHTS:
@@ -91,10 +96,10 @@ def test_at_most_two_stops_of_weights_are_live(sweeps, layers, batches, overlap,
 
 @given(**SIZES)
 def test_the_buffers_of_three_in_turn_are_free_again(sweeps, layers, batches, overlap, split_from,
-                                                     sep):
+                                                     sep, keeps):
     """A load of cache or hidden states takes the buffer of the third last, as an embedding does:
     what is loaded, in use or not yet stored never is more than three."""
-    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep, keeps)
     for load, store in ((Kind.LOAD_CACHE, Kind.STORE_CACHE),
                         (Kind.LOAD_HIDDEN, Kind.STORE_HIDDEN)):
         stored = {(s.sweep, s.layer, s.batch) for s in steps if s.kind is store}
@@ -111,8 +116,9 @@ def test_the_buffers_of_three_in_turn_are_free_again(sweeps, layers, batches, ov
 
 
 @given(**SIZES)
-def test_overlap_issues_weights_a_stop_ahead(sweeps, layers, batches, overlap, split_from, sep):
-    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
+def test_overlap_issues_weights_a_stop_ahead(sweeps, layers, batches, overlap, split_from,
+                                             sep, keeps):
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep, keeps)
     place = {step: index for index, step in enumerate(steps)}
     for i in range(sweeps):
         for j in range(1, num_stops(layers, sep)):
@@ -122,9 +128,9 @@ def test_overlap_issues_weights_a_stop_ahead(sweeps, layers, batches, overlap, s
 
 @given(**SIZES)
 def test_overlap_issues_cache_loads_two_computes_ahead(sweeps, layers, batches, overlap,
-                                                       split_from, sep):
+                                                       split_from, sep, keeps):
     """Of the first step of each compute: where attention starts early, that is."""
-    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep, keeps)
     place = {step: index for index, step in enumerate(steps)}
     firsts = [place.get(Step(Kind.ATTEND, s.sweep, s.layer, s.batch), place[s])
               for s in steps if s.kind is Kind.COMPUTE]
@@ -138,8 +144,8 @@ def test_overlap_issues_cache_loads_two_computes_ahead(sweeps, layers, batches, 
 
 @given(**SIZES)
 def test_attention_starts_before_the_compute_of_the_batch_before(sweeps, layers, batches, overlap,
-                                                                 split_from, sep):
-    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep)
+                                                                 split_from, sep, keeps):
+    steps = steps_of(sweeps, layers, batches, overlap, split_from, sep, keeps)
     place = {step: index for index, step in enumerate(steps)}
     computes = [s for s in steps if s.kind is Kind.COMPUTE]
     for before, compute in zip(computes, computes[1:], strict=False):
