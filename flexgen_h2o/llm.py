@@ -43,7 +43,8 @@ from flexgen_h2o.storage.transfer import Transfers
 class Output:
     """What one prompt was continued with.
 
-    finish_reason is ``"stop"`` (an end token came, and is the last of token_ids) or ``"length"``.
+    finish_reason is ``"stop"`` (an end token came and is the last of token_ids, or a stop string,
+    with which token_ids and text end, but for what its last token has after it) or ``"length"``.
     prompt and text are None where there is no text (token id prompts, no tokenizer).
     """
 
@@ -233,7 +234,7 @@ class LLM:
         **sampling
             Fields of `SamplingParams`, with transformers' names and meaning: max_new_tokens,
             min_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
-            no_repeat_ngram_size, eos_token_id (-1: never stop early), seed.
+            no_repeat_ngram_size, eos_token_id (-1: never stop early), stop_strings, seed.
 
         Returns
         -------
@@ -255,7 +256,8 @@ class LLM:
             check_int("cut_gen_len", cut_gen_len, low=1)
             steps = min(cut_gen_len, steps)
         eos = self._eos(params)
-        sink = Generation(Sampler(params, eos), eos, steps)
+        stops = self._prompts.stops(params.stop_strings)
+        sink = Generation(Sampler(params, eos), eos, steps, stops=stops)
         if requests:
             self._prompts.check_lengths(requests, params.max_new_tokens)
         self._run(requests, steps - 1, sink, planned=params.max_new_tokens)

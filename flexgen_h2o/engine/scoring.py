@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from flexgen_h2o.engine.sampling import Sampler
 
 
 class Generation:
-    """A sink that extends each request by a token, until EOS or the length.
+    """A sink that extends each request by a token, until EOS, a stop string or the length.
 
     Parameters
     ----------
@@ -19,10 +19,14 @@ class Generation:
     eos_token_ids : tuple of int
         A sequence ends with any of them.
     max_new_tokens : int
+    stops : callable, optional
+        Whether a sequence ends with what it has generated; asked after each token.
     """
 
-    def __init__(self, sampler: Sampler, eos_token_ids: tuple[int, ...], max_new_tokens: int):
+    def __init__(self, sampler: Sampler, eos_token_ids: tuple[int, ...], max_new_tokens: int, *,
+                 stops: Callable[[Sequence[int]], bool] | None = None):
         self._sampler = sampler
+        self._stops = stops or (lambda tokens: False)
         self._eos = frozenset(eos_token_ids)
         self._max_new_tokens = max_new_tokens
 
@@ -37,7 +41,7 @@ class Generation:
             if request.finish_reason:
                 continue
             request.generated.append(choice)
-            if choice in self._eos:
+            if choice in self._eos or self._stops(request.generated):
                 request.finish_reason = "stop"
             elif len(request.generated) == self._max_new_tokens:
                 request.finish_reason = "length"
