@@ -17,7 +17,7 @@ def with_words(folder: Path, target: Path, *, chat_template: str | None = None) 
     shutil.copytree(folder, target, dirs_exist_ok=True)
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(target)
     return str(target)

@@ -93,8 +93,7 @@ class Options:
             values = getattr(self, name)
             object.__setattr__(self, name, values and tuple(map(str, values)))
         self._check_cache()
-        for one in self.configs().values():  # each checks itself
-            one.h2o()
+        self.configs()  # each checks itself
         check_rouge()
 
     def _check_cache(self) -> None:
@@ -153,15 +152,17 @@ class Options:
                 ) -> tuple[str, RunConfig]:
         """A cache's name and its run: a window of tokens in all, of which so many are heavy."""
         values = {name: getattr(self, name) for name in _SHARED}
-        name = policy
         if policy == "full":
             values["enable_position_rolling"] = False
         else:
             window = WINDOW if window is None and heavy is None else window
             values |= {"num_window_length": window, "num_heavy_hitter_tokens": heavy}
-            name = f"{policy}-{window or 2 * heavy}"
-        return name, RunConfig(model=self.model_name, gpu_batch_size=self.batch_size,
-                               gen_len=self.gen_len or 1, eviction=policy, **values)
+        config = RunConfig(model=self.model_name, gpu_batch_size=self.batch_size,
+                           gen_len=self.gen_len or 1, eviction=policy, **values)
+        h2o = config.h2o()
+        if h2o is None:
+            return policy, config
+        return f"{policy}-{h2o.heavy_tokens + h2o.recent_tokens + h2o.sink_tokens}", config
 
     def caches(self) -> dict[str, Cache]:
         """What stays cached in each of `configs`, by the same names."""
@@ -184,7 +185,7 @@ _FLAGS: dict[str, tuple[dict, str]] = {
                    "prompts and references under the keys `article` and `summary_gt`, and each "
                    "line's `stop` and `max_tokens`"),
     "output_path": ({"metavar": "FILE.jsonl"},
-                    "a line for each article; what is there already is gone on with. In a sweep a "
+                    "a line for each article; a run that was stopped goes on after the last. In a sweep a "
                     "file for each cache, such as FILE.h2o-128.jsonl"),
     "sample_num": ({"type": int, "metavar": "N"}, "the first so many articles (default: all)"),
     "gen_len": ({"type": int, "metavar": "N"},

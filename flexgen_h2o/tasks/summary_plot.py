@@ -22,7 +22,8 @@ def draw(rows: Sequence[Mapping], path: str) -> None:
     for axes, (column, title) in zip(panels, _PANELS, strict=True):
         _curves(axes, rows, column)
         axes.set(xlabel="KV cache budget, tokens a sequence (log scale)", ylabel=f"{title} F1",
-                 title=f"{title}: higher is better", ylim=(0, None))
+                 title=f"{title}: higher is better",
+                 ylim=(0, 1.08 * max(0.01, *(row[f"{column}_high"] for row in rows))))
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5,
@@ -40,6 +41,9 @@ def _curves(axes, rows: Sequence[Mapping], column: str) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(budgets, [f"{budget:.0f}" for budget in budgets])
         axes.minorticks_off()
+        axes.set_xlim(budgets[0] / 1.2, budgets[-1] * 1.2)
+    else:
+        axes.set_xticks([])
     for policy in _POLICIES:
         points = sorted((row for row in rows if row["policy"] == policy),
                         key=lambda row: row["budget_tokens"])

@@ -156,8 +156,8 @@ def table(rows: Sequence[Mapping]) -> str:
         _number(row["kv_cache_bytes_per_sequence"], ".0f", scale=1024),
         _number(row["generated_tokens_per_second"], ".1f")) for row in rows]
     left = rows[0]["too_long"]
-    note = f"; {left:.0f} prompts were too long and are left out" if left else ""
-    return f"{aligned((head, *body))}\n{rows[0]['articles']:.0f} articles{note}"
+    note = f"; too long for the model and left out: {left:.0f}" if left else ""
+    return f"{aligned((head, *body))}\narticles: {rows[0]['articles']:.0f}{note}"
 
 
 def _number(value: float | None, form: str, *, scale: float = 1) -> str:
