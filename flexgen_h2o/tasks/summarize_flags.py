@@ -185,8 +185,8 @@ _FLAGS: dict[str, tuple[dict, str]] = {
                    "prompts and references under the keys `article` and `summary_gt`, and each "
                    "line's `stop` and `max_tokens`"),
     "output_path": ({"metavar": "FILE.jsonl"},
-                    "a line for each article; a run that was stopped goes on after the last. In a sweep a "
-                    "file for each cache, such as FILE.h2o-128.jsonl"),
+                    "a line for each article; a run that was stopped goes on after the last. "
+                    "In a sweep a file for each cache, such as FILE.h2o-128.jsonl"),
     "sample_num": ({"type": int, "metavar": "N"}, "the first so many articles (default: all)"),
     "gen_len": ({"type": int, "metavar": "N"},
                 "most new tokens (default: `max_tokens` of the line, or 64)"),
