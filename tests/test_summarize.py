@@ -127,6 +127,39 @@ def test_scores_by_hand():
     assert (found["rouge1_low"], found["rouge1_high"]) == (low, high)
 
 
+def row(number: int, summary: str | None, new: int = 4) -> dict:
+    """A row of `summaries`, of one that was too long if there is no summary."""
+    scored = dict.fromkeys(rouge.ROUGES) if summary is None else Rouge()(summary, f"text {number}")
+    return {"index": number, "summary": summary, **scored, "prompt_tokens": 10 * number,
+            "generated_tokens": new, "finish_reason": "stop" if new < 5 else "length",
+            "seconds": 2.0, "kv_cache_bytes": 100 * number, "device": "cpu", "dtype": "float32"}
+
+
+def test_only_articles_that_every_cache_has_summarised_count():
+    """Numbers 1 and 3 of four: the full cache lacks 0, the other 2."""
+    articles = [Article("Text. More.", f"text {number}") for number in range(4)]
+    h2o = H2OConfig(heavy_tokens=3, recent_tokens=4, sink_tokens=1, positions="rolling")
+    runs = {summary_rows.Cache("h2o", h2o, 8): [row(0, "a"), row(1, "text 1"), row(2, None),
+                                                row(3, "none", 6)],
+            summary_rows.Cache("full", None): [row(0, None), row(1, "text 1"), row(2, "text 2"),
+                                               row(3, "text 3")]}
+    small, full, lead = summary_rows.all_rows(runs, articles, model="m", chat=True, score=Rouge())
+    assert [(one["articles"], one["too_long"]) for one in (small, full, lead)] == [(2, 2)] * 3
+    assert [one["rouge2"] for one in (small, full, lead)] == [0.5, 1, 0]
+    assert [one["delta_rouge2"] for one in (small, full, lead)] == [-0.5, 0, -1]
+    assert (small["delta_rouge2_low"], small["delta_rouge2_high"]) == (-1, 0)
+    assert lead["rouge1"] == pytest.approx(2 / 3) and lead["budget_tokens"] is None
+    assert {name: small[name] for name in (
+        "policy", "budget_tokens", "heavy_tokens", "recent_tokens", "sink_tokens", "positions",
+        "cache_bits", "prompt_tokens_mean", "generated_tokens_mean", "stopped_share",
+        "kv_cache_bytes_per_sequence", "seconds", "generated_tokens_per_second")} == {
+        "policy": "h2o", "budget_tokens": 8, "heavy_tokens": 3, "recent_tokens": 4,
+        "sink_tokens": 1, "positions": "rolling", "cache_bits": 8, "prompt_tokens_mean": 20,
+        "generated_tokens_mean": 5, "stopped_share": 0.5, "kv_cache_bytes_per_sequence": 200,
+        "seconds": 4, "generated_tokens_per_second": 2.5}
+    assert {small["chat_template"], full["positions"]} == {"true", "original"}
+
+
 # --- the file of lines
 
 
