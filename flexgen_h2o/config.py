@@ -325,7 +325,8 @@ class SamplingParams:
     """How the next token is chosen: names and meaning of transformers' ``generate``.
 
     Lengths are tokens. `top_k` 0 is off. `eos_token_id` is None (the model's own), -1 (never stop
-    early), or one or more token ids. The same `seed` gives the same tokens for every batch split.
+    early), or one or more token ids. `stop_strings` is a text or several that end a generation once
+    it contains one. The same `seed` gives the same tokens for every batch split.
     Raises `UserError` for a value of a wrong type or range.
     """
 
@@ -339,6 +340,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -359,6 +361,7 @@ class SamplingParams:
         check_int("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0)
         check_int("seed", self.seed, low=0, high=2**63 - 1)
         self._check_eos()
+        self._check_stop_strings()
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -378,3 +381,13 @@ class SamplingParams:
             object.__setattr__(self, "eos_token_id", tuple(eos))  # frozen, but kept hashable
         else:
             check_int("eos_token_id", eos, low=-1)
+
+    def _check_stop_strings(self) -> None:
+        stops = self.stop_strings
+        if stops is None:
+            return
+        texts = (stops,) if isinstance(stops, str) else stops
+        if not isinstance(texts, Sequence) or not texts or not all(
+                isinstance(text, str) and text for text in texts):
+            raise UserError(f"stop_strings must be a text, or several, none empty, got {stops!r}")
+        object.__setattr__(self, "stop_strings", tuple(texts))  # frozen, but kept hashable

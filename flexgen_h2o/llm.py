@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -19,7 +18,7 @@ from flexgen_h2o.config import (
     check_int,
 )
 from flexgen_h2o.engine.batching import Request, make_blocks
-from flexgen_h2o.engine.loader import end_tokens, find
+from flexgen_h2o.engine.loader import find
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.engine.prompts import Prompts
 from flexgen_h2o.engine.room import Room, Size
@@ -126,7 +125,6 @@ class LLM:
                 source = find(model, path=path, dtype=dtype, bits=weight_bits,
                               device=opened_device, progress=bar)
             self.model_config = source.config
-            self._ends = partial(end_tokens, source)
             check_cache(self.model_config, h2o)
             check_halves(self.model_config, self.policy)
             self._prompts = Prompts(source, model, h2o)
@@ -177,7 +175,7 @@ class LLM:
         **sampling
             Fields of `SamplingParams`, with transformers' names and meaning: max_new_tokens,
             min_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
-            no_repeat_ngram_size, eos_token_id (-1: never stop early), seed.
+            no_repeat_ngram_size, eos_token_id (-1: never stop early), stop_strings, seed.
 
         Returns
         -------
@@ -198,8 +196,9 @@ class LLM:
         if cut_gen_len is not None:
             check_int("cut_gen_len", cut_gen_len, low=1)
             steps = min(cut_gen_len, steps)
-        eos = self._ends() if params.eos_token_id is None else params.end_tokens
-        sink = Generation(Sampler(params, eos), eos, steps)
+        eos = self._prompts.end_tokens(params)
+        stops = self._prompts.stops(params.stop_strings)
+        sink = Generation(Sampler(params, eos), eos, steps, stops=stops)
         if requests:
             self._prompts.check_lengths(requests, params.max_new_tokens)
         self._run(requests, steps - 1, sink, planned=params.max_new_tokens)
@@ -266,7 +265,7 @@ class LLM:
         """
         self._check_open()
         stream = Stream(self._runtime.in_chunks(self.policy.prefill_chunk or CHUNK),
-                        self._prompts, self._ends, max_tokens=max_tokens,
+                        self._prompts, max_tokens=max_tokens,
                         past_context=past_context)
         self._streams.add(stream)
         return stream

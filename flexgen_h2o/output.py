@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Output:
     """What one prompt was continued with.
 
-    finish_reason is ``"stop"`` (an end token came, and is the last of token_ids) or ``"length"``.
+    finish_reason is ``"stop"`` (an end token came and is the last of token_ids, or a stop string,
+    with which token_ids and text end, but for what its last token has after it) or ``"length"``.
     prompt and text are None where there is no text (token id prompts, no tokenizer).
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -41,8 +41,6 @@ class Stream:
     runtime : Runtime
         With chunks as this stream has them.
     prompts : Prompts
-    ends : callable
-        The model's end tokens.
     max_tokens : int or None
         Of the whole text; None: no end.
     past_context : bool
@@ -54,8 +52,8 @@ class Stream:
         Of the last call.
     """
 
-    def __init__(self, runtime: Runtime, prompts: Prompts, ends: Callable[[], tuple[int, ...]], *,
-                 max_tokens: int | None, past_context: bool):
+    def __init__(self, runtime: Runtime, prompts: Prompts, *, max_tokens: int | None,
+                 past_context: bool):
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, low=1)
         check_bool("past_context", past_context)
@@ -64,7 +62,7 @@ class Stream:
         self._limit = check_stream(runtime.config, self._h2o, chunk=self._chunk,
                                    max_tokens=max_tokens, past_context=past_context)
         self._layers = runtime.config.num_layers
-        self._runtime, self._prompts, self._ends = runtime, prompts, ends
+        self._runtime, self._prompts = runtime, prompts
         self._past = 0  # tokens that the model has computed
         self._pending: list[int] = []  # the newest one, which it has not
         self._turns = 0
@@ -126,12 +124,14 @@ class Stream:
         ids = self._encode(turn)
         self._check_room(len(ids) + params.max_new_tokens)
         request = Request(self._turns, [*self._pending, *ids])
-        eos = self._ends() if params.eos_token_id is None else params.end_tokens
+        eos = self._prompts.end_tokens(params)
+        stops = self._prompts.stops(params.stop_strings)
         on_token = None
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
             on_token = lambda token: streamer.put(torch.tensor([token]))  # noqa: E731
-        sink = Generation(Sampler(params, eos), eos, params.max_new_tokens, on_token=on_token)
+        sink = Generation(Sampler(params, eos), eos, params.max_new_tokens, stops=stops,
+                          on_token=on_token)
         self._run(request, params.max_new_tokens - 1, sink)
         if streamer is not None:
             streamer.end()

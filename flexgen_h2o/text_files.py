@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -40,17 +40,22 @@ def json_texts(flag: str, path: str, key: str, *, if_empty: str,
     Raises `UserError` also when a line is not JSON, or no text is left of it.
     """
     texts = []
-    for number, line in read_lines(flag, path, if_empty=if_empty):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            raise UserError(f"{flag} {path} line {number} is not JSON: mend it") from None
+    for number, record in json_records(flag, path, if_empty=if_empty):
         text = record.get(key) if isinstance(record, dict) else None
         text = clean(text) if isinstance(text, str) else ""
         if not text.strip():
             raise UserError(f"{flag} {path} line {number} has no text under the key `{key}`")
         texts.append(text)
     return texts
+
+
+def json_records(flag: str, path: str, *, if_empty: str) -> Iterator[tuple[int, object]]:
+    """What each line of a .jsonl file holds, with its number from 1. Raises `UserError`."""
+    for number, line in read_lines(flag, path, if_empty=if_empty):
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError):
+            raise UserError(f"{flag} {path} line {number} is not JSON: mend it") from None
 
 
 def read_yaml(flag: str, path: str | os.PathLike) -> object:

@@ -62,7 +62,7 @@ ORDER = """
     models
 
     engine  engine.schedule  engine.batching  engine.packs
-    engine.sampling
+    engine.sampling  engine.stop_strings
     engine.scoring  engine.hidden  engine.weights  engine.loader  engine.progress
     engine.prompts  engine.room
     engine.executor
@@ -83,9 +83,12 @@ ORDER = """
     run_config
     planner  results
     flex_opt
-    tasks  tasks.articles  tasks.configurations  tasks.figures  tasks.files
-    tasks.quality_plot  tasks.measures
-    tasks.quality
+    tasks  tasks.articles  tasks.configurations  tasks.figures  tasks.files  tasks.tables
+    tasks.rouge  tasks.line_file
+    tasks.quality_plot  tasks.measures  tasks.summaries  tasks.summary_plot
+    tasks.summary_rows
+    tasks.quality  tasks.summarize_flags
+    tasks.summarize
 """
 
 # (importer, imported): why it may point upward all the same.
@@ -105,8 +108,9 @@ TORCH_FREE = (
     "planning.plan_text", "plan_flags", "planner",
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
     "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
-    "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
-    "storage.quantization", "cache", "cache.budget", "cache.seats",
+    "engine.schedule", "engine.batching", "engine.stop_strings", "storage.extent",
+    "storage.placement", "storage.quantization", "cache", "cache.budget", "cache.seats",
+    "tasks.summarize",
 )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.config import H2OConfig, SamplingParams
 from flexgen_h2o.engine.batching import Request
-from flexgen_h2o.engine.loader import Source, load_tokenizer
+from flexgen_h2o.engine.loader import Source, end_tokens, load_tokenizer
+from flexgen_h2o.engine.stop_strings import StopStrings
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.positions import check_length
 
@@ -76,11 +77,26 @@ class Prompts:
         self.encode(head + tail, key)
         return head, tail
 
+    def end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
+        """The tokens that end a text: those of `params`, or the model's."""
+        if params.eos_token_id is None:
+            return end_tokens(self._source)
+        return params.end_tokens
+
     def decode(self, tokens: list[int]) -> str | None:
         """The text of generated tokens, or None without a tokenizer."""
         if self.tokenizer is None:
             return None
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def stops(self, strings: Sequence[str] | None) -> StopStrings | None:
+        """What finds these stop strings in generated tokens; None for none."""
+        if strings is None:
+            return None
+        if self.tokenizer is None:
+            raise UserError(f"{self._name} has no tokenizer here, and stop_strings are text: leave "
+                            "them out")
+        return StopStrings(strings, self.tokenizer.decode)
 
     def check_lengths(self, requests: list[Request], new_tokens: int) -> None:
         """Refuse what would run past the model's positions."""

@@ -11,7 +11,7 @@ from flexgen_h2o.engine.sampling import Sampler
 
 
 class Generation:
-    """A sink that extends each request by a token, until EOS or the length.
+    """A sink that extends each request by a token, until EOS, a stop string or the length.
 
     Parameters
     ----------
@@ -19,14 +19,18 @@ class Generation:
     eos_token_ids : tuple of int
         A sequence ends with any of them.
     max_new_tokens : int
+    stops : callable, optional
+        Whether a sequence ends with what it has generated; asked after each token.
     on_token : callable, optional
         Called with each new token as it comes.
     """
 
     def __init__(self, sampler: Sampler, eos_token_ids: tuple[int, ...], max_new_tokens: int, *,
+                 stops: Callable[[Sequence[int]], bool] | None = None,
                  on_token: Callable[[int], None] | None = None):
         self._on_token = on_token
         self._sampler = sampler
+        self._stops = stops or (lambda tokens: False)
         self._eos = frozenset(eos_token_ids)
         self._max_new_tokens = max_new_tokens
 
@@ -43,7 +47,7 @@ class Generation:
             request.generated.append(choice)
             if self._on_token is not None:
                 self._on_token(choice)
-            if choice in self._eos:
+            if choice in self._eos or self._stops(request.generated):
                 request.finish_reason = "stop"
             elif len(request.generated) == self._max_new_tokens:
                 request.finish_reason = "length"

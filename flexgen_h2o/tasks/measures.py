@@ -5,7 +5,6 @@ No torch: an `LLM`, or anything with its `loglikelihood`, `generate` and `stats`
 
 from __future__ import annotations
 
-import csv
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats
 from flexgen_h2o.tasks.articles import Pair
 from flexgen_h2o.tasks.configurations import Configuration
+from flexgen_h2o.tasks.tables import aligned, read_csv
 
 _TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",
           "policy", "variant", "score", "positions")
@@ -188,31 +188,11 @@ def read_rows(path: str) -> list[dict[str, object]]:
     Files from before there were quantized weights lack their column: 16 bits. Raises `UserError`
     when it is missing, is not such a file, or has no row of the plain full cache.
     """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, strict=True)
-            if tuple(reader.fieldnames or ()) not in (COLUMNS, _BEFORE_WEIGHT_BITS):
-                raise UserError(f"--from-csv {path} has other columns than this task writes")
-            rows = [{"weight_bits": 16.0, **_row(path, reader.line_num, values)}
-                    for values in reader]
-    except OSError as error:
-        raise UserError(f"cannot read --from-csv {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error):
-        raise UserError(f"--from-csv {path} is not a CSV file in UTF-8") from None
+    found = read_csv(path, (COLUMNS, _BEFORE_WEIGHT_BITS), texts=_TEXTS, may_lack=_MAY_LACK)
+    rows = [{"weight_bits": 16.0, **row} for row in found]
     if not any(row["policy"] == "full" and not row["variant"] for row in rows):
         raise UserError(f"--from-csv {path} has no row of the full cache")
     return rows
-
-
-def _row(path: str, number: int, values: dict) -> dict[str, object]:
-    try:
-        if None in values or None in values.values():  # a cell too many, or too few
-            raise ValueError
-        return {name: text if name in _TEXTS else
-                None if text == "" and name in _MAY_LACK else float(text)
-                for name, text in values.items()}
-    except ValueError:
-        raise UserError(f"--from-csv {path} line {number} is not a row of this task") from None
 
 
 def table(rows: Sequence[dict]) -> str:
@@ -226,6 +206,4 @@ def table(rows: Sequence[dict]) -> str:
         f"{row['delta_nats']:+.4f} [{row['delta_nats_low']:+.4f}, {row['delta_nats_high']:+.4f}]",
         f"{row['greedy_equal_share']:.1%}", f"{row['common_prefix_mean']:.1f}",
         f"{row['seconds']:.1f}") for row in rows]
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    return "\n".join("  ".join([line[0].ljust(widths[0]),
-                                *map(str.rjust, line[1:], widths[1:])]) for line in (head, *body))
+    return aligned((head, *body))

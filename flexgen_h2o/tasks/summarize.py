@@ -1,0 +1,124 @@
+"""Summarisation: ``python -m flexgen_h2o.tasks.summarize --input-path FILE.jsonl ...``.
+
+Each article's prompt is continued greedily, so that figures repeat, and what comes is scored by
+ROUGE against the reference. ``--sweep`` does so for one cache after the other: the table of H2O
+(arXiv 2306.14048), ROUGE-2 by KV budget. All that can be refused is refused before torch is
+loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from flexgen_h2o.cli import exit_status, writing
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.flag_values import flag_name
+from flexgen_h2o.run_config import RunConfig
+from flexgen_h2o.tasks import summary_plot, summary_rows
+from flexgen_h2o.tasks.files import RowsFile, check_writable
+from flexgen_h2o.tasks.line_file import LineFile
+from flexgen_h2o.tasks.rouge import Rouge
+from flexgen_h2o.tasks.summaries import Article, Score, check_rows, read_articles, summarize
+from flexgen_h2o.tasks.summarize_flags import Options, parse_args
+
+# What the text of a summary depends on. Batches, placements and the device may change in between.
+_DECIDING = ("model", "path", "dtype", "gen_len", "chat_template", "policy", "heavy_tokens",
+             "recent_tokens", "sink_tokens", "positions", "cache_bits")
+
+
+def run(options: Options) -> None:
+    """Summarise and score, or read what was measured; write the files and print the table."""
+    for name in ("csv", "plot"):
+        if getattr(options, name) is not None:
+            check_writable(flag_name(name), getattr(options, name))
+    if options.from_csv is not None:
+        rows = summary_rows.read_rows(options.from_csv)
+    else:
+        rows = measure(options)
+    if options.csv is not None:
+        with writing("csv", options.csv):
+            file = RowsFile(options.csv, summary_rows.COLUMNS)
+            for row in rows:
+                file.write(row)
+            file.finish()
+    print(summary_rows.table(rows), flush=True)
+    if options.plot is not None:
+        with writing("plot", options.plot):
+            summary_plot.draw(rows, options.plot)
+
+
+def measure(options: Options) -> list[dict[str, object]]:
+    """A row for each cache, whose summaries are gone on with where an earlier run stopped."""
+    articles = read_articles(options.input_path, most=options.sample_num,
+                             max_tokens=options.gen_len)
+    caches, files, made = options.caches(), {}, {}
+    for name, path in options.outputs().items():
+        check_writable("--output-path", path)
+        files[name] = LineFile("--output-path", path, _resolved(options, caches[name]), _DECIDING)
+        made[name] = files[name].read()
+        check_rows(path, made[name], articles)
+    score = Rouge()
+    done = sum(min(len(rows), len(articles)) for rows in made.values())
+    with tqdm(total=len(files) * len(articles), initial=done, unit="article",
+              disable=None) as bar:
+        for name, config in options.configs().items():
+            bar.set_description(name)
+            if len(made[name]) < len(articles):
+                made[name] += _rest(options, config, articles, files[name], score=score, bar=bar)
+    return summary_rows.all_rows({caches[name]: rows for name, rows in made.items()}, articles,
+                                 model=options.model_name, chat=options.chat_template, score=score)
+
+
+def _rest(options: Options, config: RunConfig, articles: Sequence[Article], file: LineFile, *,
+          score: Score, bar: tqdm) -> list[dict[str, object]]:
+    """Rows of the articles that the file lacks; they are in it, too."""
+    from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
+
+    found: list[dict[str, object]] = []
+    with _telling(file, len(articles)), LLM(
+            config.model, path=config.path, policy=config.policy(), h2o=config.h2o(),
+            cache_bits=config.resolved_cache_bits, device=config.device, dtype=config.dtype,
+            offload_dir=config.offload_dir, progress=False) as llm:
+        for rows in summarize(llm, articles, begin=file.count, chat=options.chat_template,
+                              score=score):
+            with writing("output_path", file.path):
+                file.add(rows)
+            found += rows
+            bar.update(len(rows))
+    return found
+
+
+@contextmanager
+def _telling(file: LineFile, total: int) -> Iterator[None]:
+    """Tell of a run that stops early what it has left."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt) as error:
+        if not file.count:
+            raise
+        where = f"({file.count} of {total} lines are in {file.path}; the same command goes on)"
+        raise type(error)(f"{error} {where}".lstrip()) from None
+
+
+def _resolved(options: Options, cache: summary_rows.Cache) -> dict[str, object]:
+    """What is kept beside the lines of one cache, as plain YAML values."""
+    return {
+        "model": options.model_name, "path": options.path, "dtype": options.dtype,
+        "gen_len": options.gen_len, "chat_template": options.chat_template, **cache.sizes(),
+        "input_path": options.input_path, "device": options.device,
+        "batch_size": options.batch_size, "num_gpu_batches": options.num_gpu_batches,
+        "percent": list(options.percent), "offload_dir": options.offload_dir,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
+    return exit_status(lambda: run(parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
