@@ -84,8 +84,10 @@ ORDER = """
     planner  results
     flex_opt
     tasks  tasks.articles  tasks.configurations  tasks.figures  tasks.files
-    tasks.quality_plot  tasks.measures
-    tasks.quality
+    tasks.quality_plot  tasks.measures  tasks.columns  tasks.attention_stats
+    tasks.attention_misses  tasks.evicted_keys  tasks.analysis_table
+    tasks.survey  tasks.analysis_plots
+    tasks.quality  tasks.analyze
 """
 
 # (importer, imported): why it may point upward all the same.
@@ -106,7 +108,8 @@ TORCH_FREE = (
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
     "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
-    "storage.quantization", "cache", "cache.budget", "cache.seats",
+    "storage.quantization", "cache", "cache.budget", "cache.seats", "tasks.columns",
+    "tasks.analysis_table", "tasks.analysis_plots", "tasks.analyze",
 )
 
 
