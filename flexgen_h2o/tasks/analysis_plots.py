@@ -69,6 +69,8 @@ def _sparsity(figure, rows: Sequence[dict]) -> str:
 
 
 def _scores(figure, rows: Sequence[dict]) -> str:
+    from matplotlib.ticker import FuncFormatter
+
     curves, slopes, fits = figure.subplots(1, 3)
     layers = sorted({row["layer"] for row in rows})
     shown = sorted({layers[round(part * (len(layers) - 1) / 4)] for part in range(5)})
@@ -78,6 +80,8 @@ def _scores(figure, rows: Sequence[dict]) -> str:
               f"layer {layer}", look)
     curves.set(xscale="log", yscale="log", xlabel="rank, % of the tokens (log scale)",
                ylabel="accumulated score, in means over tokens (log scale)")
+    for axis in (curves.xaxis, curves.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     for axes, column, label in ((slopes, "slope", "slope in log-log"), (fits, "r2", "R2 of it")):
         _line(axes, mean_by(rows, "layer", column), "", LINES["h2o"])
         _layers(axes, rows)

@@ -7,7 +7,6 @@ and a short summary. All that can be refused is refused before torch is loaded.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,10 +26,10 @@ from flexgen_h2o.tasks.articles import Pair, choose, halves, read_articles
 from flexgen_h2o.tasks.columns import EVICTED, NAMES, PARTS, RUN
 from flexgen_h2o.tasks.figures import check_plot
 from flexgen_h2o.tasks.files import RowsFile, check_folder, keeping, origin
-from flexgen_h2o.tasks.measures import bootstrap, perplexity
+from flexgen_h2o.tasks.measures import against
 from flexgen_h2o.text_files import read_text
 
-_ARTICLES, _ARTICLE_TOKENS, _TEXT_TOKENS = 20, 500, 16  # by default
+_ARTICLES, _ARTICLE_TOKENS = 20, 500  # by default
 _FEWEST = 4  # tokens: a first half of two, and a query in the second
 
 
@@ -87,7 +86,7 @@ class Options:
         """Texts of fewer tokens are passed over."""
         if self.min_tokens is not None:
             return self.min_tokens
-        usual = _ARTICLE_TOKENS if self.has_articles else _TEXT_TOKENS
+        usual = _ARTICLE_TOKENS if self.has_articles else _FEWEST
         return min(usual, self.max_tokens)
 
     def run_config(self) -> RunConfig:
@@ -113,8 +112,8 @@ _FLAGS: dict[str, tuple[dict, str]] = {
     "articles": ({"type": int, "metavar": "N"},
                  f"look at the first so many long enough; {_ARTICLES} of a .jsonl file"),
     "min_tokens": ({"type": int, "metavar": "N"},
-                   f"shorter texts are passed over; {_ARTICLE_TOKENS}, {_TEXT_TOKENS} of a plain "
-                   "text, never more than --max-tokens"),
+                   f"shorter articles are passed over, a shorter text is refused; {_ARTICLE_TOKENS} "
+                   f"or --max-tokens if that is less, {_FEWEST} of a plain text"),
     "max_tokens": ({"type": int, "metavar": "N"}, "texts are cut to this"),
     "budgets": ({"type": float, "nargs": "+", "metavar": "P"},
                 "percent of the tokens that are heavy hitters (local), and cache budgets in "
@@ -182,10 +181,18 @@ def _pairs(llm, texts: Sequence[str], options: Options) -> list[Pair]:
     """Token ids of the halves of each text."""
     if llm.tokenizer is None:
         raise UserError(f"{options.model_name} has no tokenizer here, and articles are text")
-    count = (options.articles or _ARTICLES) if options.has_articles else 1
-    chosen = choose(texts, lambda text: llm.tokenizer(text)["input_ids"], articles=count,
-                    min_tokens=options.shortest, max_tokens=options.max_tokens)
-    return halves(chosen)
+
+    def encode(text: str) -> list[int]:
+        return list(llm.tokenizer(text)["input_ids"])
+
+    if options.has_articles:
+        return halves(choose(texts, encode, articles=options.articles or _ARTICLES,
+                             min_tokens=options.shortest, max_tokens=options.max_tokens))
+    (ids,) = map(encode, texts)
+    if len(ids) < options.shortest:
+        raise UserError(f"--input-path {options.input_path} has {len(ids)} tokens, and "
+                        f"{options.shortest} are needed at least: see --min-tokens")
+    return halves([ids[: options.max_tokens]])
 
 
 def _counting(attend: Callable, bar: tqdm) -> Callable:
@@ -220,22 +227,11 @@ def _without_keys(options: Options, llm, pairs: Sequence[Pair], *, cases: Sequen
                 attend = Without(kind, contexts, counts)
                 log_probs = llm.probe(pairs, _counting(attend, bar))
             rows.append({**run, "evicted": kind, "evicted_percent": percent,
-                         "evicted_tokens_mean": fmean(counts), **_beside(log_probs, full)})
+                         "evicted_tokens_mean": fmean(counts),
+                         "scored_tokens": sum(map(len, full)), **against(log_probs, full)})
             with writing("output_dir", options.output_dir):
                 file.write(rows[-1])
     return _finish(options, "evicted", file, rows)
-
-
-def _beside(log_probs: Sequence[Sequence[float]], full: Sequence[Sequence[float]]) -> dict:
-    """Perplexity, and nats per token over the full one with their 95 % interval."""
-    tokens = [len(article) for article in full]
-    differences = [math.fsum(b - a for a, b in zip(ours, theirs, strict=True))
-                   for ours, theirs in zip(log_probs, full, strict=True)]
-    low, high = bootstrap(differences, tokens)
-    ours, theirs = perplexity(log_probs), perplexity(full)
-    return {"scored_tokens": sum(tokens), "perplexity": ours, "perplexity_over_full": ours / theirs,
-            "delta_nats": math.fsum(differences) / sum(tokens), "delta_nats_low": low,
-            "delta_nats_high": high}
 
 
 def _file(options: Options, name: str) -> RowsFile:

@@ -93,7 +93,8 @@ class Survey:
         scores = found.mean(0)
         ranks = np.asarray(RANKS)
         within = (ranks >= FIT[0]) & (ranks <= FIT[1])
-        fit = power_law(ranks[within], scores[within])
+        fit = [None if np.isnan(value) else value
+               for value in power_law(ranks[within], scores[within])]
         for rank, score in zip(RANKS, scores.tolist(), strict=True):
             yield layer, rank, score, *fit
 
