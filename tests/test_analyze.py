@@ -191,6 +191,7 @@ GIVEN = ["--input-path", "in.txt", "--output-dir", "out"]
     ([*GIVEN, "--dtype", "int4"], "--dtype must be one of"),
     ([*GIVEN, "--device", "tpu"], "--device must be"),
     ([*GIVEN, "--output-dir", "/dev/null/x"], "cannot be a folder: /dev/null is a file"),
+    (["--input-path", "./out/misses.csv", *GIVEN[2:]], "would be overwritten"),
     ([*GIVEN, "--output-dir", "/dev/null"], "cannot be a folder: /dev/null is a file"),
 ])
 def test_bad_flags_answer_in_one_line_and_leave_nothing(flags, message, tmp_path, monkeypatch,

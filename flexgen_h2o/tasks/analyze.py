@@ -75,6 +75,14 @@ class Options:
         for name in self.only:
             check_choice("each of --only", name, NAMES)
         check_plot("--output-dir", "sparsity.png")
+        if os.path.realpath(self.input_path) in map(os.path.realpath, self.outputs()):
+            raise UserError(f"--input-path {self.input_path} would be overwritten: choose another "
+                            "--output-dir")
+
+    def outputs(self) -> list[str]:
+        """The files that are written."""
+        return [os.path.join(self.output_dir, f"{name}.{suffix}")
+                for name in self.only for suffix in ("csv", "png")]
 
     @property
     def has_articles(self) -> bool:
@@ -112,8 +120,8 @@ _FLAGS: dict[str, tuple[dict, str]] = {
     "articles": ({"type": int, "metavar": "N"},
                  f"look at the first so many long enough; {_ARTICLES} of a .jsonl file"),
     "min_tokens": ({"type": int, "metavar": "N"},
-                   f"shorter articles are passed over, a shorter text is refused; {_ARTICLE_TOKENS} "
-                   f"or --max-tokens if that is less, {_FEWEST} of a plain text"),
+                   "shorter articles are passed over, a shorter text is refused; "
+                   f"{_ARTICLE_TOKENS}, at most --max-tokens, and {_FEWEST} for a plain text"),
     "max_tokens": ({"type": int, "metavar": "N"}, "texts are cut to this"),
     "budgets": ({"type": float, "nargs": "+", "metavar": "P"},
                 "percent of the tokens that are heavy hitters (local), and cache budgets in "
@@ -144,8 +152,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
 
 def run(options: Options) -> None:
     """Look at the texts, write the files, print the summary."""
-    check_folder("--output-dir", options.output_dir,
-                 [f"{name}.{suffix}" for name in options.only for suffix in ("csv", "png")])
+    check_folder("--output-dir", options.output_dir, options.outputs())
     texts = options.texts()
     print(summary(analyze(options, texts)), flush=True)
 

@@ -37,12 +37,12 @@ def check_writable(flag: str, path: str) -> None:
         raise UserError(f"cannot write {flag} into the folder {folder}: {error.strerror}") from None
 
 
-def check_folder(flag: str, folder: str, names: Iterable[str]) -> None:
-    """Raise `UserError` for a folder that could not hold files of these names. It may not be yet.
+def check_folder(flag: str, folder: str, paths: Iterable[str]) -> None:
+    """Raise `UserError` for a folder in which these files could not be written; it may be absent.
     """
     if os.path.isdir(folder):
-        for name in names:
-            check_writable(flag, os.path.join(folder, name))
+        for path in paths:
+            check_writable(flag, path)
         return
     above = folder
     while not os.path.lexists(above):  # the first that is there will hold the new ones
