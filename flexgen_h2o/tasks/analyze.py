@@ -128,8 +128,9 @@ _FLAGS: dict[str, tuple[dict, str]] = {
                 "percent of the first half (misses)"),
     "evict": ({"type": float, "nargs": "+", "metavar": "P"},
               "percent of the first half's keys that the second half does not see (evicted)"),
-    "only": ({"nargs": "+", "metavar": "NAME"}, f"of {', '.join(NAMES)}"),
+    "only": ({"nargs": "+", "metavar": "NAME"}, f"find these alone, of {', '.join(NAMES)}"),
 }
+_USED_BY = {"budgets": ("local", "misses"), "evict": ("evicted",)}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -147,7 +148,13 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(*names, dest=spec.name, **options,
                             help=f"{text}{shown}".replace("%", "%%"))
-    return Options(**vars(parser.parse_args(argv)))
+    given = vars(parser.parse_args(argv))
+    options = Options(**given)
+    for name, parts in _USED_BY.items():
+        if name in given and not set(parts) & set(options.only):
+            raise UserError(f"{flag_name(name)} has no effect without {' or '.join(parts)} in "
+                            "--only: leave it out")
+    return options
 
 
 def run(options: Options) -> None:
