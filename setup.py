@@ -22,7 +22,8 @@ INSTALL = [
     "gguf>=0.10",  # reads .gguf files; `gguf.quants.dequantize` came with 0.10
     "tqdm>=4.66",  # progress bars of loading, prefill and decode
     "psutil>=5.9",  # free memory, for the plan that is made before anything is allocated
-    "scipy>=1.11",  # the linear programmes of --percent auto; 1.11 has wheels for Python 3.12
+    # the linear programmes of --percent auto, ranks of tasks.analyze; 1.11 has Python 3.12 wheels
+    "scipy>=1.11",
     "pyyaml>=6.0.1",  # --config and the resolved configs; 6.0.1 has the first wheels for 3.12
 ]
 
@@ -31,7 +32,7 @@ EXTRAS = {
         "pytest>=8",  # runs the tests
         "hypothesis>=6.100",  # property tests of placement, schedule and parsing
         "accelerate>=1.0",  # transformers' own GGUF loading, which ours is compared with, needs it
-        "matplotlib>=3.8",  # the plots of tasks.quality and tasks.summarize are drawn once
+        "matplotlib>=3.8",  # the plots of the tasks are drawn once
         "rouge-score>=0.1.2",  # the scores of tasks.summarize, beside values worked out by hand
         "ruff>=0.9",  # lints, as part of `make test`
         # the GPU kernels run under its interpreter; where PyTorch brings its own, that one stays

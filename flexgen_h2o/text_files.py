@@ -15,10 +15,10 @@ import yaml
 from flexgen_h2o.errors import UserError
 
 
-def read_lines(flag: str, path: str, *, if_empty: str) -> list[tuple[int, str]]:
-    """The lines that are not blank, with their numbers from 1.
+def read_text(flag: str, path: str, *, if_empty: str) -> str:
+    """The whole text of a file.
 
-    Raises `UserError` when the file is missing, not UTF-8, or has none (it then says `if_empty`).
+    Raises `UserError` when the file is missing, not UTF-8, or blank (it then says `if_empty`).
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -26,11 +26,16 @@ def read_lines(flag: str, path: str, *, if_empty: str) -> list[tuple[int, str]]:
         raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{flag} {path} is not UTF-8 text: save it as UTF-8") from None
-    # Not splitlines(), which also cuts at characters that may stand within a JSON string.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
+    if not text.strip():
         raise UserError(f"{flag} {path} {if_empty}")
-    return lines
+    return text
+
+
+def read_lines(flag: str, path: str, *, if_empty: str) -> list[tuple[int, str]]:
+    """The lines that are not blank, with their numbers from 1. Errors as of `read_text`."""
+    text = read_text(flag, path, if_empty=if_empty)
+    # Not splitlines(), which also cuts at characters that may stand within a JSON string.
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def json_texts(flag: str, path: str, key: str, *, if_empty: str,

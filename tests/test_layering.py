@@ -86,8 +86,10 @@ ORDER = """
     tasks  tasks.articles  tasks.configurations  tasks.figures  tasks.files  tasks.tables
     tasks.rouge  tasks.line_file
     tasks.quality_plot  tasks.measures  tasks.summaries  tasks.summary_plot
-    tasks.summary_rows
-    tasks.quality  tasks.summarize_flags
+    tasks.columns  tasks.attention_stats
+    tasks.attention_misses  tasks.evicted_keys  tasks.analysis_table  tasks.summary_rows
+    tasks.survey  tasks.analysis_plots
+    tasks.quality  tasks.analyze  tasks.summarize_flags
     tasks.summarize
 """
 
@@ -110,7 +112,8 @@ TORCH_FREE = (
     "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
     "engine.schedule", "engine.batching", "engine.stop_strings", "storage.extent",
     "storage.placement", "storage.quantization", "cache", "cache.budget", "cache.seats",
-    "tasks.summarize",
+    "tasks.summarize", "tasks.columns", "tasks.analysis_table", "tasks.analysis_plots",
+    "tasks.analyze",
 )
 
 

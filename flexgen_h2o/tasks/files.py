@@ -7,7 +7,7 @@ import datetime
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,6 +35,21 @@ def check_writable(flag: str, path: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()  # only trying tells
     except OSError as error:
         raise UserError(f"cannot write {flag} into the folder {folder}: {error.strerror}") from None
+
+
+def check_folder(flag: str, folder: str, paths: Iterable[str]) -> None:
+    """Raise `UserError` for a folder in which these files could not be written; it may be absent.
+    """
+    if os.path.isdir(folder):
+        for path in paths:
+            check_writable(flag, path)
+        return
+    above = folder
+    while not os.path.lexists(above):  # the first that is there will hold the new ones
+        above = os.path.dirname(above.rstrip(os.sep)) or "."
+    if not os.path.isdir(above):
+        raise UserError(f"{flag} {folder} cannot be a folder: {above} is a file")
+    check_writable(flag, os.path.join(above, "file"))
 
 
 def cell(value: object) -> object:

@@ -100,23 +100,27 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return next((place for place, (a, b) in pairs if a != b), len(one))
 
 
-def figures(found: Measurement, full: Measurement) -> dict[str, float]:
-    """One cache beside the full one, on the same articles, by column name.
+def against(log_probs: Sequence[Sequence[float]], full: Sequence[Sequence[float]]
+            ) -> dict[str, float]:
+    """Log-probabilities of some articles' tokens beside those of the model as it is, by column.
 
     Nats are of the mean negative log-likelihood per token, so that more is worse.
     """
-    tokens = [len(article) for article in full.log_probs]
+    tokens = [len(article) for article in full]
     differences = [math.fsum(b - a for a, b in zip(ours, theirs, strict=True))
-                   for ours, theirs in zip(found.log_probs, full.log_probs, strict=True)]
+                   for ours, theirs in zip(log_probs, full, strict=True)]
     low, high = bootstrap(differences, tokens)
-    ours, theirs = perplexity(found.log_probs), perplexity(full.log_probs)
+    ours, theirs = perplexity(log_probs), perplexity(full)
+    return {"perplexity": ours, "perplexity_over_full": ours / theirs,
+            "delta_nats": math.fsum(differences) / sum(tokens),
+            "delta_nats_low": low, "delta_nats_high": high}
+
+
+def figures(found: Measurement, full: Measurement) -> dict[str, float]:
+    """One cache beside the full one, on the same articles, by column name."""
     greedy = list(zip(found.tokens, full.tokens, strict=True))
     return {
-        "perplexity": ours,
-        "perplexity_over_full": ours / theirs,
-        "delta_nats": math.fsum(differences) / sum(tokens),
-        "delta_nats_low": low,
-        "delta_nats_high": high,
+        **against(found.log_probs, full.log_probs),
         "greedy_equal_share": fmean(a == b for one, other in greedy
                                     for a, b in zip(one, other, strict=True)),
         "common_prefix_mean": fmean(common_prefix(one, other) for one, other in greedy),

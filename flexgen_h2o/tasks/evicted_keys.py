@@ -1,0 +1,85 @@
+"""The model without some keys of the first half of a text: heavy hitters, others, none.
+
+In every layer and KV head the queries of the second half do not see as many keys: those with the
+most accumulated attention (heavy hitters), random ones, or those with the least (arXiv 2306.14048,
+section 4: without heavy hitters a model breaks down).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.tasks.attention_stats import heaviest, logit_blocks, observe
+
+KINDS = ("heavy", "random", "lowest")
+
+
+def chosen_keys(kind: str, mass: Tensor, count: int, *, seed: int = 0) -> Tensor:
+    """The `count` keys of each KV head that are taken away: int64 [kv_heads, count].
+
+    Parameters
+    ----------
+    kind : str
+        One of `KINDS`. Of equal scores the newer is the heavier; random keys are of the `seed`.
+    mass : Tensor [kv_heads, tokens]
+        Accumulated scores.
+    count : int
+        At most tokens.
+    """
+    if kind == "heavy":
+        return heaviest(mass, count)
+    if kind == "lowest":
+        return mass.argsort(dim=1, stable=True)[:, :count]
+    generator = torch.Generator().manual_seed(seed)  # the processor's: alike on every device
+    draws = torch.rand(mass.shape, generator=generator)
+    return draws.argsort(dim=1)[:, :count].to(mass.device)
+
+
+def attend_without(q: Tensor, k: Tensor, v: Tensor, gone: Tensor) -> Tensor:
+    """Causal attention in which the later queries do not see some of the first keys.
+
+    Parameters
+    ----------
+    q : Tensor [tokens, heads, head_dim]
+    k, v : Tensor [tokens, kv_heads, head_dim]
+    gone : bool Tensor [kv_heads, context]
+        Of the first `context` keys, those that queries from `context` on do not see.
+
+    Returns
+    -------
+    Tensor like q
+    """
+    context, values = gone.shape[1], v.float()
+    out = torch.empty_like(q)
+    out[:context] = ops.prefill_attention(q[:context], k[:context], v[:context], [context])
+    for start, logits in logit_blocks(q, k, begin=context):
+        logits[..., :context].masked_fill_(gone[:, None, None], float("-inf"))
+        rows, seen = logits.shape[2:]
+        attended = torch.einsum("kgrt,tkd->rkgd", logits.softmax(-1), values[:seen])
+        out[start : start + rows] = attended.flatten(1, 2).to(q.dtype)
+    return out
+
+
+class Without:
+    """Attention for `LLM.probe` that takes `counts[pair]` keys of the first half away.
+
+    Parameters
+    ----------
+    kind : str
+        One of `KINDS`.
+    contexts, counts : list of int
+        For each pair the tokens of its first half, and how many of them are not seen.
+    """
+
+    def __init__(self, kind: str, contexts: list[int], counts: list[int]):
+        self._kind, self._contexts, self._counts = kind, contexts, counts
+
+    def __call__(self, layer: int, pair: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `LLM.probe` wants it."""
+        context = self._contexts[pair]
+        mass = observe(q[:context], k[:context]).mass
+        keys = chosen_keys(self._kind, mass, self._counts[pair], seed=pair << 16 | layer)
+        gone = torch.zeros(mass.shape, dtype=torch.bool, device=q.device).scatter_(1, keys, True)
+        return attend_without(q, k, v, gone)
