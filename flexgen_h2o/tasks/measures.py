@@ -5,7 +5,6 @@ No torch: an `LLM`, or anything with its `loglikelihood`, `generate` and `stats`
 
 from __future__ import annotations
 
-import csv
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats
+from flexgen_h2o.tasks import files
 from flexgen_h2o.tasks.articles import Pair
 from flexgen_h2o.tasks.configurations import Configuration
 
@@ -188,31 +188,11 @@ def read_rows(path: str) -> list[dict[str, object]]:
     Files from before there were quantized weights lack their column: 16 bits. Raises `UserError`
     when it is missing, is not such a file, or has no row of the plain full cache.
     """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, strict=True)
-            if tuple(reader.fieldnames or ()) not in (COLUMNS, _BEFORE_WEIGHT_BITS):
-                raise UserError(f"--from-csv {path} has other columns than this task writes")
-            rows = [{"weight_bits": 16.0, **_row(path, reader.line_num, values)}
-                    for values in reader]
-    except OSError as error:
-        raise UserError(f"cannot read --from-csv {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error):
-        raise UserError(f"--from-csv {path} is not a CSV file in UTF-8") from None
+    rows = [{"weight_bits": 16.0, **row} for row in files.read_rows(
+        path, (COLUMNS, _BEFORE_WEIGHT_BITS), texts=_TEXTS, may_lack=_MAY_LACK)]
     if not any(row["policy"] == "full" and not row["variant"] for row in rows):
         raise UserError(f"--from-csv {path} has no row of the full cache")
     return rows
-
-
-def _row(path: str, number: int, values: dict) -> dict[str, object]:
-    try:
-        if None in values or None in values.values():  # a cell too many, or too few
-            raise ValueError
-        return {name: text if name in _TEXTS else
-                None if text == "" and name in _MAY_LACK else float(text)
-                for name, text in values.items()}
-    except ValueError:
-        raise UserError(f"--from-csv {path} line {number} is not a row of this task") from None
 
 
 def table(rows: Sequence[dict]) -> str:
