@@ -31,7 +31,7 @@ EXTRAS = {
         "pytest>=8",  # runs the tests
         "hypothesis>=6.100",  # property tests of placement, schedule and parsing
         "accelerate>=1.0",  # transformers' own GGUF loading, which ours is compared with, needs it
-        "matplotlib>=3.8",  # the plots of tasks.quality are drawn once
+        "matplotlib>=3.8",  # the plots of the tasks are drawn once
         "ruff>=0.9",  # lints, as part of `make test`
         # the GPU kernels run under its interpreter; where PyTorch brings its own, that one stays
         "triton>=3.4; platform_system == 'Linux' and platform_machine == 'x86_64'",
@@ -40,7 +40,7 @@ EXTRAS = {
         "accelerate>=1.0",  # the peer that offloads transformers' models to disk
     ],
     "plot": [
-        "matplotlib>=3.8",  # tasks.quality --plot; 3.7 brought "outside" legends, 3.8 Python 3.12
+        "matplotlib>=3.8",  # --plot of the tasks; 3.7 brought "outside" legends, 3.8 Python 3.12
     ],
     "eval": [
         "lm_eval>=0.4.9",  # the harness that measures quality by cache budget

@@ -38,7 +38,7 @@ def _parse_bool(text: str) -> bool:
 def arguments(spec: Field) -> dict[str, object]:
     """argparse's keywords for one field."""
     rules, kind = spec.metadata, spec.metadata["kind"]
-    shown = rules.get("shown", " ".join(map(str, spec.default)) if kind == "percent"
+    shown = rules.get("shown", " ".join(map(str, spec.default)) if isinstance(spec.default, tuple)
                       else str(spec.default).lower() if kind == "bool" else spec.default)
     text = f"{rules['help']} (default: {shown})"
     options: dict[str, object] = {"help": text.replace("%", "%%"), "dest": spec.name}
@@ -46,7 +46,7 @@ def arguments(spec: Field) -> dict[str, object]:
         options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}
     elif kind == "texts":
         options |= {"action": "append"}
-    elif kind in ("percent", "ratios"):
+    elif kind in ("percent", "ratios", "words"):
         options |= {"nargs": "+"}
     elif kind in _KINDS:
         options |= {"type": _KINDS[kind], "metavar": "N" if kind == "int" else "X"}

@@ -83,9 +83,12 @@ ORDER = """
     run_config
     planner  results
     flex_opt
-    tasks  tasks.articles  tasks.configurations  tasks.figures  tasks.files
-    tasks.quality_plot  tasks.measures
-    tasks.quality
+    tasks  tasks.articles  tasks.configurations  tasks.conversations  tasks.figures  tasks.files
+    tasks.printer  tasks.task_flags
+    tasks.quality_plot  tasks.measures  tasks.stream_figures
+    tasks.quality  tasks.stream  tasks.stream_pieces
+    tasks.stream_plot
+    tasks.stream_quality
 """
 
 # (importer, imported): why it may point upward all the same.
@@ -107,6 +110,8 @@ TORCH_FREE = (
     "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
     "engine.schedule", "engine.batching", "storage.extent", "storage.placement",
     "storage.quantization", "cache", "cache.budget", "cache.seats",
+    "tasks", "tasks.conversations", "tasks.files", "tasks.task_flags", "tasks.stream_figures",
+    "tasks.stream", "tasks.stream_pieces", "tasks.stream_plot", "tasks.stream_quality",
 )
 
 
