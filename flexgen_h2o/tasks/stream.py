@@ -110,7 +110,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         if not shared.keys() & {"num_window_length", "num_heavy_hitter_tokens"}:
             shared["num_window_length"] = _WINDOW
     else:
-        task_flags.refuse(shared, _CACHE,
+        evicting = [name for name in shared if shared[name] != "full"]
+        task_flags.refuse(evicting, _CACHE,
                           "has no effect on the full cache: add --enable-h2o-generation")
     return Options(run=RunConfig(**_DEFAULTS | {"gpu_batch_size": 1} | shared), **own)
 

@@ -114,8 +114,9 @@ def _failure(found: Sequence[Sequence[float]], blow_up: float) -> str:
     if len(found) < 2 * _ENDS:
         return ""
     limit = blow_up * perplexity(found[:_ENDS])
-    # Not greater: what is no number has failed too.
-    if any(perplexity([each]) <= limit for each in found[-_ENDS:]):
+    last = [perplexity([each]) for each in found[-_ENDS:]]
+    # Not greater: what is infinite or no number has failed, whatever the first pieces were.
+    if any(math.isfinite(value) and value <= limit for value in last):
         return ""
     return f"perplexity over {blow_up:g} x the first {_ENDS} pieces', {_ENDS} pieces in a row"
 
