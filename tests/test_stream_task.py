@@ -20,6 +20,7 @@ from flexgen_h2o.report import RunStats
 from flexgen_h2o.tasks import stream, stream_figures
 from flexgen_h2o.tasks.conversations import Turn, read_conversations
 from flexgen_h2o.tasks.files import LinesFile, RowsFile
+from flexgen_h2o.tasks.printer import Printer
 
 MT_BENCH = Path(__file__).parents[2] / "shared" / "data" / "mt_bench_questions.jsonl"
 
@@ -388,6 +389,19 @@ def test_a_run_that_stops_keeps_its_turns(fake, questions, tmp_path, monkeypatch
     assert partial.endswith("\n") and out.read_text() == "older" and not table.exists()
 
 
+def test_a_turn_that_is_interrupted_shows_what_it_said(fake, questions, monkeypatch, capsys):
+    put = Printer.put
+
+    def stop(self, value):
+        put(self, value)
+        if value.tolist() == [ord("i")]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Printer, "put", stop)
+    assert run(questions) == 130
+    assert capsys.readouterr() == ("USER: Hi.\n\nASSISTANT: 22 sai\n", "interrupted\n")
+
+
 @given(records=st.lists(st.dictionaries(st.text(), st.text() | st.integers()), min_size=1,
                         max_size=5),
        at=st.integers(0, 4), wrote=st.integers(0, 40), csv_file=st.booleans())
@@ -431,8 +445,6 @@ def _full_disk(wrote: int):
 
 
 def test_what_a_terminal_cannot_show_is_printed_as_an_escape(monkeypatch):
-    from flexgen_h2o.tasks.printer import Printer
-
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     printer = Printer(FakeTokenizer(), skip_special_tokens=True)

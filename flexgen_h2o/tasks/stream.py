@@ -123,7 +123,8 @@ def run(options: Options) -> None:
             check_writable(flag_name(name), getattr(options, name))
     turns = [turn for each in read_conversations(options.input_path)[: options.sample_num]
              for turn in each]
-    with task_flags.open_llm(options.run, progress=None if options.verbose else False) as llm:
+    # Bars would break into the text.
+    with task_flags.open_llm(options.run, progress=None if options.verbose == 1 else False) as llm:
         if llm.tokenizer is None:
             raise UserError(f"{options.run.model} has no tokenizer here, and turns are text")
         encode = _encoder(llm.tokenizer, options.chat_template)

@@ -82,8 +82,13 @@ def answer(stream, turns: Iterable[Turn], encode: Callable[[str], object], *, st
     """
     for number, turn in enumerate(turns):
         position = stream.tokens
-        out = stream.generate(encode(turn.text), streamer=streamer,
-                              **{**sampling, "seed": sampling["seed"] + number})
+        try:
+            out = stream.generate(encode(turn.text), streamer=streamer,
+                                  **{**sampling, "seed": sampling["seed"] + number})
+        except KeyboardInterrupt:
+            if streamer is not None:
+                streamer.end()  # words that it holds back, and the end of the line
+            raise
         yield Answer(turn, out.text, out.finish_reason, position, len(out.prompt_token_ids),
                      len(out.token_ids), stream.cached_tokens, process_bytes(), stream.stats)
 
