@@ -78,13 +78,12 @@ def answer(stream, turns: Iterable[Turn], encode: Callable[[str], object], *, st
     streamer
         In transformers' form; None: nothing is told as it comes.
     sampling : dict
-        Fields of `SamplingParams`. Each turn draws from the seed after the last one's.
+        Fields of `SamplingParams`.
     """
-    for number, turn in enumerate(turns):
+    for turn in turns:
         position = stream.tokens
         try:
-            out = stream.generate(encode(turn.text), streamer=streamer,
-                                  **{**sampling, "seed": sampling["seed"] + number})
+            out = stream.generate(encode(turn.text), streamer=streamer, **sampling)
         except KeyboardInterrupt:
             if streamer is not None:
                 streamer.end()  # words that it holds back, and the end of the line
