@@ -28,6 +28,8 @@ from flexgen_h2o.tasks.task_flags import flag
 _POLICIES = ("h2o", "sink-window", "window", "full")
 _SHARED = (*task_flags.ENGINE, "num_window_length", "num_heavy_hitter_tokens")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "num_window_length": 512}
+# Tokens come one by one: room for more beside the cache would be idle.
+_ONE_BY_ONE = {"gpu_batch_size": 1, "prefill_chunk": 1}
 _FILES = ("input_path", "from_csv", "csv", "plot")
 
 
@@ -112,7 +114,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     if "from_csv" in own:
         task_flags.refuse([*own, *shared], (own.keys() | shared) - {"from_csv", "plot"},
                           "has no effect with --from-csv: leave it out")
-    return Options(run=RunConfig(**_DEFAULTS | {"gpu_batch_size": 1} | shared), **own)
+    return Options(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared), **own)
 
 
 def run(options: Options) -> None:
