@@ -1,14 +1,21 @@
-"""What every command line here does alike: one line for a user's error, and an exit status."""
+"""What every command line here does alike: one line for a user's error, and an exit status.
+
+A flag is a field of a dataclass with the metadata that `flexgen_h2o.run_config` describes.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import Field
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
+
+_KINDS = {"int": int, "float": float}
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,6 +23,55 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise UserError(message)
+
+
+def _parse_bool(text: str) -> bool:
+    """A flag's optional value, with the words that FlexGen takes."""
+    words = {"true": True, "yes": True, "t": True, "y": True, "1": True,
+             "false": False, "no": False, "f": False, "n": False, "0": False}
+    try:
+        return words[text.lower()]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}") from None
+
+
+def arguments(spec: Field) -> dict[str, object]:
+    """argparse's keywords for one field."""
+    rules, kind = spec.metadata, spec.metadata["kind"]
+    shown = rules.get("shown", " ".join(map(str, spec.default)) if isinstance(spec.default, tuple)
+                      else str(spec.default).lower() if kind == "bool" else spec.default)
+    text = f"{rules['help']} (default: {shown})"
+    options: dict[str, object] = {"help": text.replace("%", "%%"), "dest": spec.name}
+    if kind == "bool":
+        options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}
+    elif kind == "texts":
+        options |= {"action": "append"}
+    elif kind in ("percent", "ratios", "words"):
+        options |= {"nargs": "+"}
+    elif kind in _KINDS:
+        options |= {"type": _KINDS[kind], "metavar": "N" if kind == "int" else "X"}
+    if "const" in rules:
+        options |= {"nargs": "?", "const": rules["const"]}
+    if "choices" in rules:
+        # Shown, not given to argparse: `checked` checks it, in its own words.
+        options["metavar"] = "|".join(map(str, rules["choices"]))
+    if "metavar" in rules:
+        options["metavar"] = rules["metavar"]
+    return options
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Print what the terminal's encoding may not hold; generated text can be anything."""
+    if sys.stdout is None:  # closed by the shell: >&-
+        return
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
+    except OSError as error:
+        # What is still buffered goes nowhere, or Python would fail on it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # `| head` has just seen enough
+            raise UserError(f"cannot print to stdout: {error.strerror}") from None
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def checked(spec: Field, value: object) -> object:
             value = _ratios(flag, value)
         case "path":
             value = os.path.expanduser(_text(flag, value))
-        case "texts":
+        case "texts" | "words":
             value = _text(flag, value, several=True)
         case "text":
             value = _text(flag, value)

@@ -20,25 +20,13 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from flexgen_h2o import breakdown, report, results
-from flexgen_h2o.cli import Parser, exit_status, writing
+from flexgen_h2o.cli import Parser, arguments, exit_status, show, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name, load_yaml
 from flexgen_h2o.plan_flags import AUTO
 from flexgen_h2o.planning.rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
 from flexgen_h2o.text_files import json_texts, read_lines
-
-_KINDS = {"int": int, "float": float}
-
-
-def _parse_bool(text: str) -> bool:
-    """A flag's optional value, with the words that FlexGen takes."""
-    words = {"true": True, "yes": True, "t": True, "y": True, "1": True,
-             "false": False, "no": False, "f": False, "n": False, "0": False}
-    try:
-        return words[text.lower()]
-    except KeyError:
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}") from None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,33 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for spec in fields(RunConfig):
-        groups[spec.metadata["group"]].add_argument(flag_name(spec.name), **_arguments(spec))
+        groups[spec.metadata["group"]].add_argument(flag_name(spec.name), **arguments(spec))
     return parser
-
-
-def _arguments(spec) -> dict[str, object]:
-    """argparse's keywords for one field."""
-    rules, kind = spec.metadata, spec.metadata["kind"]
-    shown = rules.get("shown", " ".join(map(str, spec.default)) if kind == "percent"
-                      else str(spec.default).lower() if kind == "bool" else spec.default)
-    text = f"{rules['help']} (default: {shown})"
-    options: dict[str, object] = {"help": text.replace("%", "%%"), "dest": spec.name}
-    if kind == "bool":
-        options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}
-    elif kind == "texts":
-        options |= {"action": "append"}
-    elif kind in ("percent", "ratios"):
-        options |= {"nargs": "+"}
-    elif kind in _KINDS:
-        options |= {"type": _KINDS[kind], "metavar": "N" if kind == "int" else "X"}
-    if "const" in rules:
-        options |= {"nargs": "?", "const": rules["const"]}
-    if "choices" in rules:
-        # Shown, not given to argparse: RunConfig checks it, in its own words.
-        options["metavar"] = "|".join(map(str, rules["choices"]))
-    if "metavar" in rules:
-        options["metavar"] = rules["metavar"]
-    return options
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
@@ -210,7 +173,7 @@ def run(config: RunConfig) -> None:
 
         plan = planner.plan(config, workload(config, texts), len(texts) or config.num_prompts)
         if config.plan_only or config.verbose >= 1:
-            _print(plan.text)
+            show(plan.text)
         if config.plan_only:
             return
         config, best = plan.config, plan.best
@@ -250,7 +213,7 @@ def run(config: RunConfig) -> None:
         if config.verbose >= 2:
             _show_outputs(outputs, everything=not config.synthetic)
         if config.verbose >= 1:
-            _print(summary)
+            show(summary)
     finally:  # a full disk behind stdout must not lose the files too
         _write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
 
@@ -262,22 +225,8 @@ def _show_outputs(outputs: Sequence, *, everything: bool) -> None:
             continue
         prompt = out.prompt if out.prompt is not None else str(out.prompt_token_ids[:16])
         text = out.text if out.text is not None else str(out.token_ids)
-        _print(f"[{index}] {textwrap.shorten(prompt, 90, placeholder=' ...')}")
-        _print(f"{text.strip()}\n{'-' * 70}")
-
-
-def _print(text: str) -> None:
-    """Print what the terminal's encoding may not hold; generated text can be anything."""
-    if sys.stdout is None:  # closed by the shell: >&-
-        return
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except OSError as error:
-        # What is still buffered goes nowhere, or Python would fail on it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # `| head` has just seen enough
-            raise UserError(f"cannot print to stdout: {error.strerror}") from None
+        show(f"[{index}] {textwrap.shorten(prompt, 90, placeholder=' ...')}")
+        show(f"{text.strip()}\n{'-' * 70}")
 
 
 def _write_results(config, files, outputs, *, stats, summary, trace) -> None:

@@ -83,13 +83,13 @@ ORDER = """
     run_config
     planner  results
     flex_opt
-    tasks  tasks.articles  tasks.configurations  tasks.figures  tasks.files  tasks.tables
-    tasks.rouge  tasks.line_file
-    tasks.quality_plot  tasks.measures  tasks.summaries  tasks.summary_plot
-    tasks.columns  tasks.attention_stats
+    tasks  tasks.articles  tasks.configurations  tasks.conversations  tasks.figures  tasks.files
+    tasks.tables  tasks.rouge  tasks.line_file  tasks.printer  tasks.task_flags
+    tasks.quality_plot  tasks.measures  tasks.summaries  tasks.summary_plot  tasks.stream_figures
+    tasks.columns  tasks.attention_stats  tasks.stream_pieces
     tasks.attention_misses  tasks.evicted_keys  tasks.analysis_table  tasks.summary_rows
-    tasks.survey  tasks.analysis_plots
-    tasks.quality  tasks.analyze  tasks.summarize_flags
+    tasks.survey  tasks.analysis_plots  tasks.stream_plot
+    tasks.quality  tasks.analyze  tasks.summarize_flags  tasks.stream  tasks.stream_quality
     tasks.summarize
 """
 
@@ -112,6 +112,8 @@ TORCH_FREE = (
     "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
     "engine.schedule", "engine.batching", "engine.stop_strings", "storage.extent",
     "storage.placement", "storage.quantization", "cache", "cache.budget", "cache.seats",
+    "tasks", "tasks.conversations", "tasks.files", "tasks.task_flags", "tasks.stream_figures",
+    "tasks.stream", "tasks.stream_pieces", "tasks.stream_plot", "tasks.stream_quality",
     "tasks.summarize", "tasks.columns", "tasks.analysis_table", "tasks.analysis_plots",
     "tasks.analyze",
 )

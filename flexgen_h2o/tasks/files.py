@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import datetime
+import errno
+import io
+import json
 import os
 import platform
 import tempfile
@@ -59,26 +62,29 @@ def cell(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-class RowsFile:
-    """A CSV file that is under its name when it is whole, and until then `path`.partial.
+class _Growing:
+    """A file that is under its name when it is whole, and until then `path`.partial.
 
-    Each row is on disk when `write` returns, so that a run that is stopped keeps what it has.
-    OSError if it cannot write.
+    What was added is on disk when `_add` returns, so that a run that is stopped keeps what it has,
+    and a file never holds a part of it. OSError if it cannot write.
     """
 
-    def __init__(self, path: str, columns: Sequence[str]):
+    def __init__(self, path: str):
         self._path = Path(path)
-        self._columns = tuple(columns)
         self.partial = Path(f"{path}.partial")
         self.count = 0
 
-    def write(self, row: dict[str, object]) -> None:
-        """Add a row; the first one replaces what an earlier run has left."""
-        with open(self.partial, "a" if self.count else "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns, lineterminator="\n")
-            if not self.count:
-                writer.writeheader()
-            writer.writerow({name: cell(row[name]) for name in self._columns})
+    def _add(self, text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")  # a lone surrogate as the escape it was
+        # Unbuffered: what does not fit on the disk would be tried again when the file is closed.
+        with open(self.partial, "ab" if self.count else "wb", buffering=0) as file:
+            start = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except BaseException:
+                file.truncate(start)
+                raise
         self.count += 1
 
     def finish(self) -> None:
@@ -86,13 +92,43 @@ class RowsFile:
         self.partial.replace(self._path)
 
 
+class RowsFile(_Growing):
+    """A CSV file, of which each row is on disk when `write` returns; `path`.partial until `finish`.
+
+    OSError if it cannot write.
+    """
+
+    def __init__(self, path: str, columns: Sequence[str]):
+        super().__init__(path)
+        self._columns = tuple(columns)
+
+    def write(self, row: dict[str, object]) -> None:
+        """Add a row; the first one replaces what an earlier run has left."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, lineterminator="\n")
+        if not self.count:
+            writer.writeheader()
+        writer.writerow({name: cell(row[name]) for name in self._columns})
+        self._add(text.getvalue())
+
+
+class LinesFile(_Growing):
+    """A .jsonl file, of which each line is on disk when `write` returns; `path`.partial until
+    `finish`. OSError if it cannot write.
+    """
+
+    def write(self, record: dict[str, object]) -> None:
+        """Add a line; the first one replaces what an earlier run has left."""
+        self._add(json.dumps(record, ensure_ascii=False) + "\n")
+
+
 @contextmanager
-def keeping(file: RowsFile | None) -> Iterator[None]:
+def keeping(file: RowsFile | LinesFile | None, what: str = "rows measured") -> Iterator[None]:
     """Tell of a run that stops early where its rows are."""
     try:
         yield
     except (UserError, KeyboardInterrupt) as error:
         if file is None or not file.count:
             raise
-        where = f"(rows measured before that: {file.partial})"
+        where = f"({what} before that: {file.partial})"
         raise type(error)(f"{error} {where}".lstrip()) from None

@@ -1,0 +1,183 @@
+"""A stream by position: ``python -m flexgen_h2o.tasks.stream_quality --input-path FILE.jsonl ...``.
+
+One long text, articles joined, goes token by token through each cache, far past the context that
+the model was trained on: perplexity, ms/token and memory of each piece. The full cache goes until
+it fails. All that can be refused is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from flexgen_h2o.cli import exit_status, show, writing
+from flexgen_h2o.config import check_choice
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.flag_values import flag_name
+from flexgen_h2o.run_config import RunConfig
+from flexgen_h2o.tasks import stream_pieces, stream_plot, task_flags
+from flexgen_h2o.tasks.articles import read_articles
+from flexgen_h2o.tasks.figures import check_plot
+from flexgen_h2o.tasks.files import RowsFile, check_writable, keeping
+from flexgen_h2o.tasks.stream_pieces import Streamed
+from flexgen_h2o.tasks.task_flags import flag
+
+_POLICIES = ("h2o", "sink-window", "window", "full")
+_SHARED = (*task_flags.ENGINE, "num_window_length", "num_heavy_hitter_tokens")
+_DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "num_window_length": 512}
+# Tokens come one by one: room for more beside the cache would be idle.
+_ONE_BY_ONE = {"gpu_batch_size": 1, "prefill_chunk": 1}
+_FILES = ("input_path", "from_csv", "csv", "plot")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
+
+    Raises `UserError` for a value out of range and for flags that contradict each other.
+    """
+
+    run: RunConfig
+    input_path: str | None = flag(
+        "path", None, shown="none", metavar="FILE.jsonl", help="articles: text under `article`",
+    )
+    tokens: int = flag("int", 32_000, low=2, help="how far to stream")
+    piece: int = flag("int", 500, low=2, help="tokens of a row")
+    policies: tuple[str, ...] = flag(
+        "words", ("h2o", "sink-window", "full"), metavar="POLICY",
+        help=f"caches to measure: {', '.join(_POLICIES)}",
+    )
+    full_max_tokens: int | None = flag(
+        "int", None, low=2, shown="--tokens", help="how far to stream through the full cache",
+    )
+    blow_up: float = flag(
+        "float", 10.0, above=1,
+        help="three pieces in a row of so many times the first pieces' perplexity are a failure",
+    )
+    csv: str | None = flag(
+        "path", None, shown="none", metavar="FILE",
+        help="write a row for each piece, anew; FILE.partial until all are in",
+    )
+    plot: str | None = flag(
+        "path", None, shown="none", metavar="FILE.png",
+        help="draw both figures against position (or .svg, .pdf)",
+    )
+    from_csv: str | None = flag(
+        "path", None, shown="none", metavar="FILE",
+        help="run nothing: table, and --plot, of a file that --csv wrote",
+    )
+
+    def __post_init__(self) -> None:
+        task_flags.check_own(self)
+        if (self.input_path is None) == (self.from_csv is None):
+            raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
+        task_flags.check_placed(self.run)
+        for policy in self.policies:
+            check_choice("each of --policies", policy, _POLICIES)
+        if len(set(self.policies)) < len(self.policies):
+            raise UserError("--policies names a cache twice")
+        if self.run.num_heavy_hitter_tokens is not None and "h2o" not in self.policies:
+            raise UserError("--num-heavy-hitter-tokens has no effect without h2o: leave it out")
+        if self.full_max_tokens is not None and "full" not in self.policies:
+            raise UserError("--full-max-tokens has no effect without full: leave it out")
+        for policy in self.policies:
+            self.config(policy)  # which checks that the sizes leave room for recent tokens
+        if self.plot is not None:
+            check_plot("--plot", self.plot)
+        task_flags.check_files(self, _FILES)
+
+    def config(self, policy: str) -> RunConfig:
+        """The run with one cache; those that evict let positions roll."""
+        if policy == "full":
+            return replace(self.run, num_window_length=None, num_heavy_hitter_tokens=None)
+        heavy = self.run.num_heavy_hitter_tokens if policy == "h2o" else None
+        return replace(self.run, eviction=policy, num_heavy_hitter_tokens=heavy,
+                       enable_position_rolling=True)
+
+    def streamed(self, policy: str) -> Streamed:
+        """One cache to measure."""
+        most = self.tokens
+        if policy == "full" and self.full_max_tokens is not None:
+            most = min(most, self.full_max_tokens)
+        return Streamed(policy, self.config(policy).h2o(), most, self.blow_up)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Options:
+    """Flags as checked `Options`. Raises `UserError`."""
+    own, shared = task_flags.parse(
+        argv, Options, _SHARED, prog="python -m flexgen_h2o.tasks.stream_quality",
+        defaults=_DEFAULTS,
+        description="Perplexity and ms/token by position in one endless text.")
+    if "from_csv" in own:
+        task_flags.refuse([*own, *shared], (own.keys() | shared) - {"from_csv", "plot"},
+                          "has no effect with --from-csv: leave it out")
+    return Options(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared), **own)
+
+
+def run(options: Options) -> None:
+    """Measure, or read what was measured; write the files and print the table."""
+    for name in ("csv", "plot"):
+        if getattr(options, name) is not None:
+            check_writable(flag_name(name), getattr(options, name))
+    if options.from_csv is not None:
+        rows = stream_pieces.read_rows(options.from_csv)
+    else:
+        rows = measure_all(options, "\n\n".join(read_articles(options.input_path)))
+    show(stream_pieces.table(rows))
+    if options.plot is not None:
+        with writing("plot", options.plot):
+            stream_plot.draw(rows, options.plot)
+
+
+def measure_all(options: Options, text: str) -> list[dict[str, object]]:
+    """Stream the text through every cache; rows go to ``--csv`` as they come."""
+    file = RowsFile(options.csv, stream_pieces.COLUMNS) if options.csv is not None else None
+    rows: list[dict[str, object]] = []
+    with keeping(file):
+        for row in _rows(options, text):
+            rows.append(row)
+            if file is not None:
+                with writing("csv", options.csv):
+                    file.write(row)
+    if file is not None:
+        with writing("csv", options.csv):
+            file.finish()
+    return rows
+
+
+def _rows(options: Options, text: str) -> Iterator[dict[str, object]]:
+    """The rows of one cache after the other."""
+    tokens: list[int] | None = None
+    todo = [options.streamed(policy) for policy in options.policies]
+    with tqdm(total=sum(one.most for one in todo), unit="token", disable=None) as bar:
+        for one in todo:
+            bar.set_description(one.policy)
+            with task_flags.open_llm(options.config(one.policy), progress=False) as llm:
+                if tokens is None:
+                    tokens = _tokens(llm, text, options)
+                yield from stream_pieces.measure(llm, one, tokens, piece=options.piece,
+                                                 on_piece=bar.update)
+
+
+def _tokens(llm, text: str, options: Options) -> list[int]:
+    """The first ``--tokens`` token ids of the text."""
+    if llm.tokenizer is None:
+        raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
+    # Not verbose: it would warn that the text is longer than the model's context.
+    tokens = list(llm.tokenizer(text, verbose=False)["input_ids"])
+    if len(tokens) < options.tokens:
+        raise UserError(f"--input-path has {len(tokens)} tokens and {options.tokens} are asked "
+                        "for: lower --tokens")
+    return tokens[: options.tokens]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
+    return exit_status(lambda: run(parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
