@@ -144,7 +144,9 @@ def test_every_policy_is_measured_at_every_budget_and_variants_at_two():
         "h2o 5 %", "h2o 20 %", "h2o 40 %", "window 5 %", "window 20 %", "window 40 %",
         "sink-window 5 %", "sink-window 20 %", "sink-window 40 %",
         "h2o 5 % mean", "h2o 5 % decay", "h2o 5 % rolling",
-        "h2o 20 % mean", "h2o 20 % decay", "h2o 20 % rolling", "h2o 20 % 8-bit", "h2o 20 % 4-bit",
+        "h2o 5 % chunks of 16", "h2o 5 % chunks of 64",
+        "h2o 20 % mean", "h2o 20 % decay", "h2o 20 % rolling",
+        "h2o 20 % chunks of 16", "h2o 20 % chunks of 64", "h2o 20 % 8-bit", "h2o 20 % 4-bit",
         "full, 8-bit weights", "full, 4-bit weights", "h2o 20 %, 4-bit weights",
         "h2o 20 % 4-bit, 4-bit weights"]
     assert len({(one.policy, one.budget, one.variant) for one in found}) == len(found)
@@ -285,24 +287,26 @@ def test_what_the_engine_is_opened_with(fake, articles):
             (H2O.h2o(), 16, 4), (H2O.h2o(), 4, 4))]
 
 
-def without_weight_bits(path) -> None:
-    """Make a CSV file one from before there were quantized weights."""
+def without(path, *columns) -> None:
+    """Make a CSV file one of an earlier version, without some columns."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        del row["weight_bits"]
+        for column in columns:
+            del row[column]
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
 
-def test_files_from_before_quantized_weights_are_read(fake, articles, tmp_path, capsys):
+@pytest.mark.parametrize("columns", [["prompt_chunk"], ["prompt_chunk", "weight_bits"]])
+def test_files_of_earlier_versions_are_read(fake, articles, tmp_path, capsys, columns):
     out = tmp_path / "out.csv"
     assert run(articles, "--only", "bits", "window", "--csv", out) == 0
     now = measures.read_rows(str(out))
     assert {row["weight_bits"] for row in now} == {16}
-    without_weight_bits(out)
+    without(out, *columns)
     assert measures.read_rows(str(out)) == now
     capsys.readouterr()
     assert quality.main(["--from-csv", str(out)]) == 0
@@ -396,7 +400,7 @@ def test_a_model_without_a_tokenizer_is_refused(fake, articles, monkeypatch, cap
 @pytest.mark.parametrize(("change", "message"), [
     (lambda text: "", "has other columns"),
     (lambda text: text.replace("perplexity,", "ppl,", 1), "has other columns"),
-    (lambda text: text.replace("weight_bits,", "", 1), "line 2 is not a row"),
+    (lambda text: text.replace("prompt_chunk,", "", 1), "line 2 is not a row"),
     (lambda text: text.replace(",full,full,", ",h2o,h2o,"), "has no row of the full cache"),
     (lambda text: text.replace(",full,full,,", ",full,full,4-bit weights,"),
      "has no row of the full cache"),

@@ -43,10 +43,11 @@ class Prompts:
             ids = self._tokenize(prompt, special=not goes_on)
         else:
             ids = _token_ids(prompt, f"prompt {key}")
-            wrong = next((token for token in ids if not 0 <= token < self._config.vocab_size), None)
-            if wrong is not None:
-                raise UserError(f"prompt {key}: token id {wrong} is not below the vocabulary's "
-                                f"{self._config.vocab_size}")
+        # A tokenizer, too, may know more tokens than the model that it lies beside.
+        wrong = next((token for token in ids if not 0 <= token < self._config.vocab_size), None)
+        if wrong is not None:
+            raise UserError(f"prompt {key}: token id {wrong} is not below the vocabulary's "
+                            f"{self._config.vocab_size}")
         if not ids:
             raise UserError(f"prompt {key} is empty: give it at least one token")
         return ids

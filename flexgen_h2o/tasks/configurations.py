@@ -17,8 +17,9 @@ from flexgen_h2o.config import H2OConfig
 
 POLICIES = ("full", "h2o", "window", "sink-window")  # in the words of --eviction
 # What --only picks from: the policies, the variants of h2o by what they vary, quantized weights.
-GROUPS = (*POLICIES, "score", "positions", "bits", "weights")
+GROUPS = (*POLICIES, "score", "positions", "chunks", "bits", "weights")
 VARIED = (5, 20)  # percent: a tight and a usual budget
+CHUNKS = (16, 64)  # tokens of a prompt after each of which eviction acts in it, too
 USUAL = 20
 
 
@@ -35,12 +36,14 @@ class Configuration:
     positions: str = "original"
     cache_bits: int = 16
     weight_bits: int = 16
+    prompt_chunk: int | None = None
 
     @property
     def variant(self) -> str:
         """What makes it another than the plain policy; empty for that itself.
 
-        Such as ``4-bit``, ``4-bit weights`` or ``4-bit, 4-bit weights``: the cache's, the weights'.
+        Such as ``4-bit``, ``chunks of 64`` (eviction inside the prompt), ``4-bit weights`` or
+        ``4-bit, 4-bit weights``: the cache's, the weights'.
         """
         return ", ".join(filter(None, (self._of_cache(), self._of_weights())))
 
@@ -56,6 +59,8 @@ class Configuration:
             return f"{self.cache_bits}-bit"
         if self.score != "sum":
             return self.score
+        if self.prompt_chunk is not None:
+            return f"chunks of {self.prompt_chunk}"
         return self.positions if self.positions != "original" else ""
 
     def _of_weights(self) -> str:
@@ -70,6 +75,8 @@ class Configuration:
             return "bits"
         if self.score != "sum":
             return "score"
+        if self.prompt_chunk is not None:
+            return "chunks"
         return "positions" if self.positions != "original" else self.policy
 
     def h2o(self) -> H2OConfig | None:
@@ -79,7 +86,7 @@ class Configuration:
             return None
         if self.policy == "h2o":
             return H2OConfig(heavy_ratio=share / 2, recent_ratio=share / 2, score=self.score,
-                             positions=self.positions)
+                             positions=self.positions, prompt_chunk=self.prompt_chunk)
         sinks = SINK_WINDOW_SINKS if self.policy == "sink-window" else 0
         return H2OConfig(heavy_tokens=0, recent_ratio=share, sink_tokens=sinks,
                          positions=self.positions)
@@ -122,6 +129,7 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
         plain = Configuration("h2o", budget)
         found += [replace(plain, score="mean"), replace(plain, score="decay"),
                   replace(plain, positions="rolling")]
+        found += [replace(plain, prompt_chunk=chunk) for chunk in CHUNKS]
     if USUAL in budgets:
         found += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]
     found += [replace(found[0], weight_bits=bits) for bits in (8, 4)]

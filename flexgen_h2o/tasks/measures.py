@@ -22,17 +22,21 @@ from flexgen_h2o.tasks.tables import aligned, read_csv
 
 _TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",
           "policy", "variant", "score", "positions")
-_MAY_LACK = ("heavy_tokens_mean", "recent_tokens_mean", "sink_tokens")  # the full cache has none
+# The full cache has no sizes, and most evict at the prompt's end alone.
+_MAY_LACK = ("heavy_tokens_mean", "recent_tokens_mean", "sink_tokens", "prompt_chunk")
 COLUMNS = (
     "date", "version", "commit", "host", "device", "model", "dtype",
     "articles", "prompt_tokens_mean", "continuation_tokens", "gen_len",
     "configuration", "policy", "variant", "budget_percent", "heavy_tokens_mean",
-    "recent_tokens_mean", "sink_tokens", "score", "positions", "cache_bits", "weight_bits",
-    "cached_tokens_mean", "kv_cache_bytes_per_sequence",
+    "recent_tokens_mean", "sink_tokens", "score", "positions", "prompt_chunk", "cache_bits",
+    "weight_bits", "cached_tokens_mean", "kv_cache_bytes_per_sequence",
     "perplexity", "perplexity_over_full", "delta_nats", "delta_nats_low", "delta_nats_high",
     "greedy_equal_share", "common_prefix_mean", "seconds",
 )
-_BEFORE_WEIGHT_BITS = tuple(name for name in COLUMNS if name != "weight_bits")
+# Files of earlier versions lack the first of these columns, or the first two.
+_ADDED = {"prompt_chunk": None, "weight_bits": 16.0}
+_HEADERS = [tuple(name for name in COLUMNS if name not in list(_ADDED)[:lacking])
+            for lacking in range(len(_ADDED) + 1)]
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,8 @@ def row_of(one: Configuration, found: Measurement, full: Measurement, *, pairs: 
         "budget_percent": float(one.budget), "heavy_tokens_mean": heavy,
         "recent_tokens_mean": recent, "sink_tokens": sinks,
         "score": one.score if one.policy == "h2o" else None, "positions": one.positions,
-        "cache_bits": one.cache_bits, "weight_bits": one.weight_bits,
+        "prompt_chunk": one.prompt_chunk, "cache_bits": one.cache_bits,
+        "weight_bits": one.weight_bits,
         "cached_tokens_mean": fmean(one.cached(len(head), len(tail)) for head, tail in pairs),
         # The cache of the largest block, which is one GPU batch.
         "kv_cache_bytes_per_sequence": stats.kv_cache_bytes / min(stats.gpu_batch_size, len(pairs)),
@@ -189,11 +194,11 @@ def compare(configurations: Sequence[Configuration],
 def read_rows(path: str) -> list[dict[str, object]]:
     """Rows of a CSV file (a ``.partial`` one too): texts, numbers, None for an empty number.
 
-    Files from before there were quantized weights lack their column: 16 bits. Raises `UserError`
+    Files of earlier versions lack columns, for what they did not vary. Raises `UserError`
     when it is missing, is not such a file, or has no row of the plain full cache.
     """
-    found = read_csv(path, (COLUMNS, _BEFORE_WEIGHT_BITS), texts=_TEXTS, may_lack=_MAY_LACK)
-    rows = [{"weight_bits": 16.0, **row} for row in found]
+    found = read_csv(path, _HEADERS, texts=_TEXTS, may_lack=_MAY_LACK)
+    rows = [{**_ADDED, **row} for row in found]
     if not any(row["policy"] == "full" and not row["variant"] for row in rows):
         raise UserError(f"--from-csv {path} has no row of the full cache")
     return rows

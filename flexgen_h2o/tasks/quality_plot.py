@@ -9,7 +9,8 @@ from flexgen_h2o.tasks.configurations import USUAL
 from flexgen_h2o.tasks.figures import LINES, log_scale, new_figure, save
 
 _POLICIES = ("h2o", "window", "sink-window")
-_MARKERS = {"8-bit": "D", "4-bit": "v", "mean": "P", "decay": "X", "rolling": "*"}
+_MARKERS = {"8-bit": "D", "4-bit": "v", "mean": "P", "decay": "X", "rolling": "*",
+            "chunks of 16": "<", "chunks of 64": ">"}
 _STEP = 1.6  # percent on the axis between variants, which all have the same budget
 
 
