@@ -122,6 +122,9 @@ def test_what_is_cached_is_what_the_engine_caches(size):
 def test_which_keys_are_taken_away():
     mass = torch.tensor([[5.0, 1.0, 4.0, 1.0, 3.0]])
     assert chosen_keys("heavy", mass, 2).tolist() == [[0, 2]]
+    many = torch.tensor([[9.0, 8, 7, 6, 1, 3, 2]])
+    assert chosen_keys("heavy but sinks", many, 2).tolist() == [[5, 6]]
+    assert chosen_keys("heavy but sinks", many, 4).tolist() == [[3, 4, 5, 6]]
     assert chosen_keys("lowest", mass, 2).tolist() == [[1, 3]]
     draws = [chosen_keys("random", mass.expand(3, 5), 2, seed=seed).tolist() for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]

@@ -10,7 +10,8 @@ from flexgen_h2o.tasks.figures import LINES, log_scale, new_figure, save
 
 # The policies' own looks, then more of Okabe and Ito's colours, for what has no policy.
 _POLICIES = {**LINES, "best": LINES["full"]}
-_KINDS = {"heavy": LINES["h2o"], "random": LINES["window"], "lowest": LINES["sink-window"]}
+_KINDS = {"heavy": LINES["h2o"], "random": LINES["window"], "lowest": LINES["sink-window"],
+          "heavy but sinks": {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1)), "marker": "v"}}
 _LOOKS = (*(LINES[name] for name in ("h2o", "window", "sink-window")),
           {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
           {"color": "#E69F00", "linestyle": (0, (3, 1)), "marker": "P"})

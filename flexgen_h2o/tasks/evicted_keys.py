@@ -1,8 +1,9 @@
 """The model without some keys of the first half of a text: heavy hitters, others, none.
 
 In every layer and KV head the queries of the second half do not see as many keys: those with the
-most accumulated attention (heavy hitters), random ones, or those with the least (arXiv 2306.14048,
-section 4: without heavy hitters a model breaks down).
+most accumulated attention (heavy hitters), the same but for the first tokens, which are often the heaviest by far
+(attention sinks, arXiv 2309.17453), random ones, or those with the least (arXiv 2306.14048, section
+4: without heavy hitters a model breaks down).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexgen_h2o.cache_flags import SINK_WINDOW_SINKS
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.tasks.attention_stats import heaviest, logit_blocks, observe
 
-KINDS = ("heavy", "random", "lowest")
+KINDS = ("heavy", "heavy but sinks", "random", "lowest")
 
 
 def chosen_keys(kind: str, mass: Tensor, count: int, *, seed: int = 0) -> Tensor:
@@ -22,13 +24,18 @@ def chosen_keys(kind: str, mass: Tensor, count: int, *, seed: int = 0) -> Tensor
     Parameters
     ----------
     kind : str
-        One of `KINDS`. Of equal scores the newer is the heavier; random keys are of the `seed`.
+        One of `KINDS`. Of equal scores the newer is the heavier; random keys are of the `seed`;
+        the sinks go last of all.
     mass : Tensor [kv_heads, tokens]
         Accumulated scores.
     count : int
         At most tokens.
     """
     if kind == "heavy":
+        return heaviest(mass, count)
+    if kind == "heavy but sinks":
+        mass = mass.clone()
+        mass[:, :SINK_WINDOW_SINKS] = -1  # below all that attention sums up to
         return heaviest(mass, count)
     if kind == "lowest":
         return mass.argsort(dim=1, stable=True)[:, :count]
