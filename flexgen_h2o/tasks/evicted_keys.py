@@ -1,9 +1,9 @@
 """The model without some keys of the first half of a text: heavy hitters, others, none.
 
 In every layer and KV head the queries of the second half do not see as many keys: those with the
-most accumulated attention (heavy hitters), the same but for the first tokens, which are often the heaviest by far
-(attention sinks, arXiv 2309.17453), random ones, or those with the least (arXiv 2306.14048, section
-4: without heavy hitters a model breaks down).
+most accumulated attention (heavy hitters), the same but for the first tokens, which are often the
+heaviest by far (attention sinks, arXiv 2309.17453), random ones, or those with the least (arXiv
+2306.14048, section 4: without heavy hitters a model breaks down).
 """
 
 from __future__ import annotations
