@@ -14,7 +14,7 @@ import csv
 from pathlib import Path
 
 from flexgen_h2o import LLM, H2OConfig, Policy
-from flexgen_h2o.tasks.articles import choose, halves, read_articles
+from flexgen_h2o.tasks.shared.articles import choose, halves, read_articles
 
 CACHES = {
     "full": None,

@@ -28,7 +28,7 @@ from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.models.sources import checkpoint_folder
 from flexgen_h2o.results import source_commit
 from flexgen_h2o.storage.quantization import MatrixLayout
-from flexgen_h2o.tasks.articles import choose, read_articles
+from flexgen_h2o.tasks.shared.articles import choose, read_articles
 
 ROUNDINGS = [(8, 64, False), (8, 64, True), (4, 64, False), (4, 64, True), (4, 32, False),
              (4, 32, True)]

@@ -16,10 +16,11 @@ import torch
 
 from flexgen_h2o import LLM
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.tasks import analysis_plots, analyze
-from flexgen_h2o.tasks.analysis_table import mean_by, summary, table
-from flexgen_h2o.tasks.columns import EVICTED, NAMES, PARTS, RANKS, RUN, SEEN
-from flexgen_h2o.tasks.evicted_keys import KINDS
+from flexgen_h2o.tasks import analyze
+from flexgen_h2o.tasks.analysis import plots as analysis_plots
+from flexgen_h2o.tasks.analysis.columns import EVICTED, NAMES, PARTS, RANKS, RUN, SEEN
+from flexgen_h2o.tasks.analysis.evicted import KINDS
+from flexgen_h2o.tasks.analysis.table import mean_by, summary, table
 
 ARTICLES = Path(__file__).parents[2] / "shared/data/xsum_0shot.jsonl"
 

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexgen_h2o.cache.budget import Budget
 from flexgen_h2o.kernels import reference
 from flexgen_h2o.kernels.eviction import EMPTY, Book, Cut, Eviction
-from flexgen_h2o.tasks.attention_misses import EVICTING, POLICIES, Caches, miss_rates, sizes
-from flexgen_h2o.tasks.attention_stats import ROWS, logit_blocks, observe
-from flexgen_h2o.tasks.evicted_keys import KINDS, Without, attend_without, chosen_keys
+from flexgen_h2o.tasks.analysis.evicted import KINDS, Without, attend_without, chosen_keys
+from flexgen_h2o.tasks.analysis.misses import EVICTING, POLICIES, Caches, miss_rates, sizes
+from flexgen_h2o.tasks.analysis.stats import ROWS, logit_blocks, observe
 
 # --- misses
 

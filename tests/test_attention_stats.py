@@ -13,7 +13,7 @@ from attention_cases import GROUP, KV_HEADS, cases, matrix, qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.tasks.attention_stats import (
+from flexgen_h2o.tasks.analysis.stats import (
     ROWS,
     at_ranks,
     correlations,

@@ -83,14 +83,22 @@ ORDER = """
     run_config
     planner  results
     flex_opt
-    tasks  tasks.articles  tasks.configurations  tasks.conversations  tasks.figures  tasks.files
-    tasks.tables  tasks.rouge  tasks.line_file  tasks.printer  tasks.task_flags
-    tasks.quality_plot  tasks.measures  tasks.summaries  tasks.summary_plot  tasks.stream_figures
-    tasks.columns  tasks.attention_stats  tasks.stream_pieces
-    tasks.attention_misses  tasks.evicted_keys  tasks.analysis_table  tasks.summary_rows
-    tasks.survey  tasks.analysis_plots  tasks.stream_plot
-    tasks.quality  tasks.analyze  tasks.summarize_flags  tasks.stream  tasks.stream_quality
-    tasks.summarize
+    tasks  tasks.shared  tasks.shared.articles  tasks.shared.figures  tasks.shared.files
+    tasks.shared.tables  tasks.shared.line_file  tasks.shared.flags  tasks.shared.statistics
+    tasks.budgets  tasks.budgets.configurations
+    tasks.budgets.measures  tasks.budgets.plot
+    tasks.summaries  tasks.summaries.rouge
+    tasks.summaries.articles
+    tasks.summaries.rows  tasks.summaries.plot
+    tasks.summaries.flags
+    tasks.streams  tasks.streams.conversations  tasks.streams.printer
+    tasks.streams.figures
+    tasks.streams.pieces
+    tasks.streams.plot
+    tasks.analysis  tasks.analysis.columns  tasks.analysis.stats
+    tasks.analysis.misses  tasks.analysis.evicted  tasks.analysis.table
+    tasks.analysis.survey  tasks.analysis.plots
+    tasks.quality  tasks.analyze  tasks.summarize  tasks.stream  tasks.stream_quality
 """
 
 # (importer, imported): why it may point upward all the same.
@@ -112,10 +120,10 @@ TORCH_FREE = (
     "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
     "engine.schedule", "engine.batching", "engine.stop_strings", "storage.extent",
     "storage.placement", "storage.quantization", "cache", "cache.budget", "cache.seats",
-    "tasks", "tasks.conversations", "tasks.files", "tasks.task_flags", "tasks.stream_figures",
-    "tasks.stream", "tasks.stream_pieces", "tasks.stream_plot", "tasks.stream_quality",
-    "tasks.summarize", "tasks.columns", "tasks.analysis_table", "tasks.analysis_plots",
-    "tasks.analyze",
+    "tasks", "tasks.shared", "tasks.shared.files", "tasks.shared.flags",
+    "tasks.streams.conversations", "tasks.streams.figures", "tasks.streams.pieces",
+    "tasks.streams.plot", "tasks.stream", "tasks.stream_quality", "tasks.summarize",
+    "tasks.analysis.columns", "tasks.analysis.table", "tasks.analysis.plots", "tasks.analyze",
 )
 
 

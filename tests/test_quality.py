@@ -15,9 +15,12 @@ from flexgen_h2o import LLM, Policy
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats
-from flexgen_h2o.tasks import measures, quality, quality_plot
-from flexgen_h2o.tasks.articles import choose, halves, read_articles, unwrap
-from flexgen_h2o.tasks.configurations import GROUPS, Configuration, configurations
+from flexgen_h2o.tasks import quality
+from flexgen_h2o.tasks.budgets import measures
+from flexgen_h2o.tasks.budgets import plot as quality_plot
+from flexgen_h2o.tasks.budgets.configurations import GROUPS, Configuration, configurations
+from flexgen_h2o.tasks.shared import statistics
+from flexgen_h2o.tasks.shared.articles import choose, halves, read_articles, unwrap
 
 FULL = Configuration("full", 100)
 H2O = Configuration("h2o", 20)
@@ -217,16 +220,16 @@ def test_the_full_cache_beside_itself():
 
 
 def test_a_token_of_probability_0_makes_it_infinite():
-    assert measures.perplexity([[-1.0], [-math.inf]]) == math.inf
-    assert measures.perplexity([[-1e6]]) == math.inf
+    assert statistics.perplexity([[-1.0], [-math.inf]]) == math.inf
+    assert statistics.perplexity([[-1e6]]) == math.inf
 
 
 def test_the_bootstrap_is_the_same_every_time_and_holds_the_mean():
     draw = random.Random(1)
     sums, tokens = [draw.gauss(30, 20) for _ in range(30)], [300] * 30
-    low, high = measures.bootstrap(sums, tokens)
-    assert (low, high) == measures.bootstrap(sums, tokens)
-    assert (low, high) != measures.bootstrap(sums, tokens, seed=1)
+    low, high = statistics.bootstrap(sums, tokens)
+    assert (low, high) == statistics.bootstrap(sums, tokens)
+    assert (low, high) != statistics.bootstrap(sums, tokens, seed=1)
     mean = sum(sums) / sum(tokens)
     error = math.sqrt(sum((value / 300 - mean) ** 2 for value in sums) / 30 / 30)
     assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), rel=0.1)

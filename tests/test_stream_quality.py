@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats
-from flexgen_h2o.tasks import stream_pieces, stream_plot, stream_quality
-from flexgen_h2o.tasks.stream_pieces import Streamed
+from flexgen_h2o.tasks import stream_quality
+from flexgen_h2o.tasks.streams import pieces as stream_pieces
+from flexgen_h2o.tasks.streams import plot as stream_plot
+from flexgen_h2o.tasks.streams.pieces import Streamed
 
 H2O = H2OConfig(heavy_tokens=8, recent_tokens=8, positions="rolling")
 

@@ -12,8 +12,9 @@ import pytest
 
 from flexgen_h2o import LLM
 from flexgen_h2o.streaming import CHUNK
-from flexgen_h2o.tasks import stream, stream_pieces, stream_quality
-from flexgen_h2o.tasks.stream_pieces import Streamed
+from flexgen_h2o.tasks import stream, stream_quality
+from flexgen_h2o.tasks.streams import pieces as stream_pieces
+from flexgen_h2o.tasks.streams.pieces import Streamed
 
 LETTERS = "\n" + "".join(map(chr, [*range(32, 127), *range(224, 248)]))
 TEMPLATE = ("{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}"

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats
-from flexgen_h2o.tasks import stream, stream_figures
-from flexgen_h2o.tasks.conversations import Turn, read_conversations
-from flexgen_h2o.tasks.files import LinesFile, RowsFile
-from flexgen_h2o.tasks.printer import Printer
+from flexgen_h2o.tasks import stream
+from flexgen_h2o.tasks.shared.files import LinesFile, RowsFile
+from flexgen_h2o.tasks.streams import figures as stream_figures
+from flexgen_h2o.tasks.streams.conversations import Turn, read_conversations
+from flexgen_h2o.tasks.streams.printer import Printer
 
 MT_BENCH = Path(__file__).parents[2] / "shared" / "data" / "mt_bench_questions.jsonl"
 

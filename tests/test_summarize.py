@@ -21,11 +21,16 @@ from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.config import Placement
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats
-from flexgen_h2o.tasks import measures, rouge, summaries, summarize, summary_plot, summary_rows
-from flexgen_h2o.tasks.line_file import LineFile
-from flexgen_h2o.tasks.rouge import Rouge, first_sentence
-from flexgen_h2o.tasks.summaries import Article, until
-from flexgen_h2o.tasks.summarize_flags import Options, parse_args
+from flexgen_h2o.tasks import summarize
+from flexgen_h2o.tasks.shared import statistics
+from flexgen_h2o.tasks.shared.line_file import LineFile
+from flexgen_h2o.tasks.summaries import articles as summaries
+from flexgen_h2o.tasks.summaries import plot as summary_plot
+from flexgen_h2o.tasks.summaries import rouge
+from flexgen_h2o.tasks.summaries import rows as summary_rows
+from flexgen_h2o.tasks.summaries.articles import Article, until
+from flexgen_h2o.tasks.summaries.flags import Options, parse_args
+from flexgen_h2o.tasks.summaries.rouge import Rouge, first_sentence
 
 pytest.importorskip("rouge_score", reason="rouge-score is missing: pip install rouge-score")
 
@@ -123,7 +128,7 @@ def test_scores_by_hand():
     assert [found[f"delta_rouge2{end}"] for end in ("", "_low", "_high")] == [
         pytest.approx(-0.1)] * 3
     assert summary_rows.scores(rows, None)["delta_rouge2"] is None
-    low, high = measures.bootstrap([0.1, 0.2, 0.6], [1, 1, 1])
+    low, high = statistics.bootstrap([0.1, 0.2, 0.6], [1, 1, 1])
     assert (found["rouge1_low"], found["rouge1_high"]) == (low, high)
 
 

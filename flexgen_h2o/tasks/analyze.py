@@ -20,13 +20,13 @@ from flexgen_h2o.config import check_choice, check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks import analysis_plots
-from flexgen_h2o.tasks.analysis_table import summary
-from flexgen_h2o.tasks.articles import Pair, choose, halves, read_articles
-from flexgen_h2o.tasks.columns import EVICTED, NAMES, PARTS, RUN
-from flexgen_h2o.tasks.figures import check_plot
-from flexgen_h2o.tasks.files import RowsFile, check_folder, keeping, origin
-from flexgen_h2o.tasks.measures import against
+from flexgen_h2o.tasks.analysis import plots as analysis_plots
+from flexgen_h2o.tasks.analysis.columns import EVICTED, NAMES, PARTS, RUN
+from flexgen_h2o.tasks.analysis.table import summary
+from flexgen_h2o.tasks.shared.articles import Pair, choose, halves, read_articles
+from flexgen_h2o.tasks.shared.figures import check_plot
+from flexgen_h2o.tasks.shared.files import RowsFile, check_folder, keeping, origin
+from flexgen_h2o.tasks.shared.statistics import against
 from flexgen_h2o.text_files import read_text
 
 _ARTICLES, _ARTICLE_TOKENS = 20, 500  # by default
@@ -167,8 +167,8 @@ def run(options: Options) -> None:
 def analyze(options: Options, texts: Sequence[str]) -> dict[str, list[dict[str, object]]]:
     """The rows of each part; each part's files are written when it is done."""
     from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
-    from flexgen_h2o.tasks.evicted_keys import KINDS
-    from flexgen_h2o.tasks.survey import Survey
+    from flexgen_h2o.tasks.analysis.evicted import KINDS
+    from flexgen_h2o.tasks.analysis.survey import Survey
 
     config = options.run_config()
     parts = [part for part in PARTS if part in options.only]
@@ -228,8 +228,8 @@ def _run_columns(llm, pairs: Sequence[Pair]) -> dict[str, object]:
 def _without_keys(options: Options, llm, pairs: Sequence[Pair], *, cases: Sequence[tuple],
                   full: Sequence[Sequence[float]], run: dict, bar: tqdm) -> list[dict]:
     """Perplexities of the second halves without some keys of the first; rows as they come."""
-    from flexgen_h2o.tasks.attention_stats import share_of
-    from flexgen_h2o.tasks.evicted_keys import Without
+    from flexgen_h2o.tasks.analysis.evicted import Without
+    from flexgen_h2o.tasks.analysis.stats import share_of
 
     contexts = [len(head) for head, _ in pairs]
     file, rows = _file(options, "evicted"), []

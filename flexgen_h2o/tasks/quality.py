@@ -21,11 +21,12 @@ from flexgen_h2o.config import check_choice, check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks import measures, quality_plot
-from flexgen_h2o.tasks.articles import choose, halves, read_articles
-from flexgen_h2o.tasks.configurations import GROUPS, Configuration, configurations
-from flexgen_h2o.tasks.figures import check_plot
-from flexgen_h2o.tasks.files import RowsFile, check_writable, keeping, origin
+from flexgen_h2o.tasks.budgets import measures
+from flexgen_h2o.tasks.budgets import plot as quality_plot
+from flexgen_h2o.tasks.budgets.configurations import GROUPS, Configuration, configurations
+from flexgen_h2o.tasks.shared.articles import choose, halves, read_articles
+from flexgen_h2o.tasks.shared.figures import check_plot
+from flexgen_h2o.tasks.shared.files import RowsFile, check_writable, keeping, origin
 
 _FILES = ("input_path", "from_csv", "csv", "plot")
 

@@ -15,11 +15,12 @@ from flexgen_h2o.cli import exit_status, show, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks import stream_figures, task_flags
-from flexgen_h2o.tasks.conversations import read_conversations
-from flexgen_h2o.tasks.files import LinesFile, RowsFile, check_writable, keeping
-from flexgen_h2o.tasks.stream_figures import Answer
-from flexgen_h2o.tasks.task_flags import flag
+from flexgen_h2o.tasks.shared import flags as task_flags
+from flexgen_h2o.tasks.shared.files import LinesFile, RowsFile, check_writable, keeping
+from flexgen_h2o.tasks.shared.flags import flag
+from flexgen_h2o.tasks.streams import figures as stream_figures
+from flexgen_h2o.tasks.streams.conversations import read_conversations
+from flexgen_h2o.tasks.streams.figures import Answer
 
 _CACHE = ("eviction", "num_heavy_hitter_tokens", "num_window_length", "score", "score_decay",
           "sink_tokens", "enable_position_rolling")
@@ -186,7 +187,7 @@ def _encoder(tokenizer, chat_template: bool) -> Callable[[str], object]:
 
 def _printer(tokenizer):
     """What prints the tokens of a stream as text."""
-    from flexgen_h2o.tasks.printer import Printer  # only now: it loads torch
+    from flexgen_h2o.tasks.streams.printer import Printer  # only now: it loads torch
 
     return Printer(tokenizer, skip_special_tokens=True)
 

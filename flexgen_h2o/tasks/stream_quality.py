@@ -18,12 +18,14 @@ from flexgen_h2o.config import check_choice
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks import stream_pieces, stream_plot, task_flags
-from flexgen_h2o.tasks.articles import read_articles
-from flexgen_h2o.tasks.figures import check_plot
-from flexgen_h2o.tasks.files import RowsFile, check_writable, keeping
-from flexgen_h2o.tasks.stream_pieces import Streamed
-from flexgen_h2o.tasks.task_flags import flag
+from flexgen_h2o.tasks.shared import flags as task_flags
+from flexgen_h2o.tasks.shared.articles import read_articles
+from flexgen_h2o.tasks.shared.figures import check_plot
+from flexgen_h2o.tasks.shared.files import RowsFile, check_writable, keeping
+from flexgen_h2o.tasks.shared.flags import flag
+from flexgen_h2o.tasks.streams import pieces as stream_pieces
+from flexgen_h2o.tasks.streams import plot as stream_plot
+from flexgen_h2o.tasks.streams.pieces import Streamed
 
 _POLICIES = ("h2o", "sink-window", "window", "full")
 _SHARED = (*task_flags.ENGINE, "num_window_length", "num_heavy_hitter_tokens")

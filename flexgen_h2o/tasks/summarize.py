@@ -18,12 +18,19 @@ from flexgen_h2o.cli import exit_status, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks import summary_plot, summary_rows
-from flexgen_h2o.tasks.files import RowsFile, check_writable
-from flexgen_h2o.tasks.line_file import LineFile
-from flexgen_h2o.tasks.rouge import Rouge
-from flexgen_h2o.tasks.summaries import Article, Score, check_rows, read_articles, summarize
-from flexgen_h2o.tasks.summarize_flags import Options, parse_args
+from flexgen_h2o.tasks.shared.files import RowsFile, check_writable
+from flexgen_h2o.tasks.shared.line_file import LineFile
+from flexgen_h2o.tasks.summaries import plot as summary_plot
+from flexgen_h2o.tasks.summaries import rows as summary_rows
+from flexgen_h2o.tasks.summaries.articles import (
+    Article,
+    Score,
+    check_rows,
+    read_articles,
+    summarize,
+)
+from flexgen_h2o.tasks.summaries.flags import Options, parse_args
+from flexgen_h2o.tasks.summaries.rouge import Rouge
 
 # What the text of a summary depends on. Batches, placements and the device may change in between.
 _DECIDING = ("model", "path", "dtype", "gen_len", "chat_template", "policy", "heavy_tokens",

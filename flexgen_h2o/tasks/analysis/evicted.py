@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexgen_h2o.cache_flags import SINK_WINDOW_SINKS
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.tasks.attention_stats import heaviest, logit_blocks, observe
+from flexgen_h2o.tasks.analysis.stats import heaviest, logit_blocks, observe
 
 KINDS = ("heavy", "heavy but sinks", "random", "lowest")
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.tasks.attention_misses import POLICIES, miss_rates, sizes
-from flexgen_h2o.tasks.attention_stats import (
+from flexgen_h2o.tasks.analysis.columns import FIT, PARTS, RANKS, SEEN
+from flexgen_h2o.tasks.analysis.misses import POLICIES, miss_rates, sizes
+from flexgen_h2o.tasks.analysis.stats import (
     at_ranks,
     correlations,
     observe,
@@ -21,7 +22,6 @@ from flexgen_h2o.tasks.attention_stats import (
     power_law,
     share_of,
 )
-from flexgen_h2o.tasks.columns import FIT, PARTS, RANKS, SEEN
 
 
 class Survey:

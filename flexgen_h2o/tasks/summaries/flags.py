@@ -17,9 +17,9 @@ from flexgen_h2o.config import OFFLOAD_DIR, Policy, check_choice, check_int
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks.figures import check_plot
-from flexgen_h2o.tasks.rouge import check_rouge
-from flexgen_h2o.tasks.summary_rows import Cache
+from flexgen_h2o.tasks.shared.figures import check_plot
+from flexgen_h2o.tasks.summaries.rouge import check_rouge
+from flexgen_h2o.tasks.summaries.rows import Cache
 
 POLICIES = tuple(name for name in EVICTIONS if name != "full")
 WINDOW = 256

@@ -12,8 +12,8 @@ from statistics import fmean
 import psutil
 
 from flexgen_h2o.report import RunStats
-from flexgen_h2o.tasks.conversations import Turn
-from flexgen_h2o.tasks.files import ORIGIN, origin
+from flexgen_h2o.tasks.shared.files import ORIGIN, origin
+from flexgen_h2o.tasks.streams.conversations import Turn
 
 FIGURES = ("question_id", "turn", "position", "prompt_tokens", "generated_tokens", "cached_tokens",
            "prefill_seconds", "decode_ms_per_token", "process_bytes", "kv_cache_bytes")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from flexgen_h2o.cache.budget import cached
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.positions import check_length
-from flexgen_h2o.tasks.articles import unwrap
-from flexgen_h2o.tasks.rouge import ROUGES, first_sentence
+from flexgen_h2o.tasks.shared.articles import unwrap
+from flexgen_h2o.tasks.summaries.rouge import ROUGES, first_sentence
 from flexgen_h2o.text_files import json_records
 
 MAX_TOKENS = 64

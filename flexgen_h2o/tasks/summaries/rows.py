@@ -13,11 +13,11 @@ from statistics import fmean
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import over
-from flexgen_h2o.tasks.files import ORIGIN, origin
-from flexgen_h2o.tasks.measures import bootstrap
-from flexgen_h2o.tasks.rouge import ROUGES
-from flexgen_h2o.tasks.summaries import Article, Score
-from flexgen_h2o.tasks.tables import aligned, read_csv
+from flexgen_h2o.tasks.shared.files import ORIGIN, origin
+from flexgen_h2o.tasks.shared.statistics import bootstrap
+from flexgen_h2o.tasks.shared.tables import aligned, read_csv
+from flexgen_h2o.tasks.summaries.articles import Article, Score
+from flexgen_h2o.tasks.summaries.rouge import ROUGES
 
 LEAD = "lead-1"
 _TEXTS = (*ORIGIN, "device", "model", "dtype", "policy", "positions", "chat_template")

@@ -16,8 +16,8 @@ from torch import Tensor
 from flexgen_h2o.cache.budget import Budget
 from flexgen_h2o.cache_flags import SINK_WINDOW_SINKS
 from flexgen_h2o.kernels.eviction import EMPTY, Cut, Eviction
-from flexgen_h2o.tasks.attention_stats import logit_blocks, observe
-from flexgen_h2o.tasks.configurations import Configuration
+from flexgen_h2o.tasks.analysis.stats import logit_blocks, observe
+from flexgen_h2o.tasks.budgets.configurations import Configuration
 
 EVICTING = ("h2o", "window", "sink-window")
 POLICIES = (*EVICTING, "best")

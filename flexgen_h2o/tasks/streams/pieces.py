@@ -15,10 +15,10 @@ from statistics import fmean
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats, percentile
-from flexgen_h2o.tasks.files import ORIGIN, origin
-from flexgen_h2o.tasks.measures import perplexity
-from flexgen_h2o.tasks.stream_figures import process_bytes
-from flexgen_h2o.tasks.tables import read_csv
+from flexgen_h2o.tasks.shared.files import ORIGIN, origin
+from flexgen_h2o.tasks.shared.statistics import perplexity
+from flexgen_h2o.tasks.shared.tables import read_csv
+from flexgen_h2o.tasks.streams.figures import process_bytes
 
 _ENDS = 3
 """Pieces that tell the perplexity at the start; as many far above it, in a row, are a failure."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from flexgen_h2o.tasks.columns import FIT
+from flexgen_h2o.tasks.analysis.columns import FIT
 
 _HALF = 50  # percent of the text, one of `columns.SEEN`
 

@@ -1,0 +1,1 @@
+"""What `tasks.analyze` finds, shows and draws."""

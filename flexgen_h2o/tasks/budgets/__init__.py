@@ -1,0 +1,1 @@
+"""What `tasks.quality` compares: caches of some budgets, measured and drawn."""

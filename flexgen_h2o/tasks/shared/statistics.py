@@ -1,0 +1,54 @@
+"""Perplexities and their intervals: what log-probabilities of the same tokens say. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+import numpy as np
+
+
+def perplexity(log_probs: Iterable[Sequence[float]]) -> float:
+    """exp of the mean negative log-likelihood over all tokens of all articles."""
+    values = [value for article in log_probs for value in article]
+    with np.errstate(over="ignore"):  # a token of probability 0 makes it infinite
+        return float(np.exp(-fmean(values)))
+
+
+def bootstrap(differences: Sequence[float], tokens: Sequence[int], *, draws: int = 10_000,
+              seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean difference per token, when articles are drawn again and again.
+
+    Parameters
+    ----------
+    differences : sequence of float
+        For each article the sum over its tokens, in nats.
+    tokens : sequence of int
+        Each article's tokens.
+    draws : int
+        Samples of as many articles, with replacement.
+    seed : int
+        The same seed gives the same interval.
+    """
+    sums, counts = np.asarray(differences, float), np.asarray(tokens, float)
+    picks = np.random.default_rng(seed).integers(len(sums), size=(draws, len(sums)))
+    with np.errstate(invalid="ignore"):  # infinite differences have no interval: nan
+        low, high = np.percentile(sums[picks].sum(1) / counts[picks].sum(1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def against(log_probs: Sequence[Sequence[float]], full: Sequence[Sequence[float]]
+            ) -> dict[str, float]:
+    """Log-probabilities of some articles' tokens beside those of the model as it is, by column.
+
+    Nats are of the mean negative log-likelihood per token, so that more is worse.
+    """
+    tokens = [len(article) for article in full]
+    differences = [math.fsum(b - a for a, b in zip(ours, theirs, strict=True))
+                   for ours, theirs in zip(log_probs, full, strict=True)]
+    low, high = bootstrap(differences, tokens)
+    ours, theirs = perplexity(log_probs), perplexity(full)
+    return {"perplexity": ours, "perplexity_over_full": ours / theirs,
+            "delta_nats": math.fsum(differences) / sum(tokens),
+            "delta_nats_low": low, "delta_nats_high": high}

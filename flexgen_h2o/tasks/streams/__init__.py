@@ -1,0 +1,1 @@
+"""What the streaming jobs answer, measure and draw."""

@@ -1,0 +1,1 @@
+"""What `tasks.summarize` makes, scores and draws."""
