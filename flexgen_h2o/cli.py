@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
@@ -14,7 +15,7 @@ from flexgen_h2o.flag_values import flag_name
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are `UserError`, one line like all others, with no usage before."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 

@@ -16,13 +16,15 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 from flexgen_h2o import breakdown, report, results
 from flexgen_h2o.cli import Parser, exit_status, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name, load_yaml
+from flexgen_h2o.output import Output
 from flexgen_h2o.plan_flags import AUTO
 from flexgen_h2o.planning.rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
@@ -60,13 +62,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _arguments(spec) -> dict[str, object]:
+def _arguments(spec: Field[Any]) -> dict[str, Any]:
     """argparse's keywords for one field."""
     rules, kind = spec.metadata, spec.metadata["kind"]
-    shown = rules.get("shown", " ".join(map(str, spec.default)) if kind == "percent"
-                      else str(spec.default).lower() if kind == "bool" else spec.default)
+    default: Any = spec.default
+    shown = rules.get("shown", " ".join(map(str, default)) if kind == "percent"
+                      else str(default).lower() if kind == "bool" else default)
     text = f"{rules['help']} (default: {shown})"
-    options: dict[str, object] = {"help": text.replace("%", "%%"), "dest": spec.name}
+    options: dict[str, Any] = {"help": text.replace("%", "%%"), "dest": spec.name}
     if kind == "bool":
         options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}
     elif kind == "texts":
@@ -241,8 +244,11 @@ def run(config: RunConfig) -> None:
     ) as llm:
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
         outputs = llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
-        stats = llm.stats if best is None else replace(
-            llm.stats, predicted_prefill_seconds=best.prefill, predicted_decode_seconds=best.decode)
+        stats = llm.stats
+        assert stats is not None  # generate has set it
+        if best is not None:
+            stats = replace(stats, predicted_prefill_seconds=best.prefill,
+                            predicted_decode_seconds=best.decode)
     summary = report.table(stats)
     if config.debug_mode == "breakdown":
         summary += f"\n\n{breakdown.table(trace.spans())}"
@@ -255,7 +261,7 @@ def run(config: RunConfig) -> None:
         _write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
 
 
-def _show_outputs(outputs: Sequence, *, everything: bool) -> None:
+def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
     """Print each prompt, shortened, and its completion; of random prompts the first and last."""
     for index, out in enumerate(outputs):
         if not everything and 0 < index < len(outputs) - 1:
@@ -280,7 +286,8 @@ def _print(text: str) -> None:
             raise UserError(f"cannot print to stdout: {error.strerror}") from None
 
 
-def _write_results(config, files, outputs, *, stats, summary, trace) -> None:
+def _write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,
+                   stats: report.RunStats, summary: str, trace: report.Trace) -> None:
     """Write every file that was asked for, and the resolved config beside the results."""
     for name, path in files.items():
         with writing(name, path):
@@ -298,7 +305,7 @@ def _write_results(config, files, outputs, *, stats, summary, trace) -> None:
                 config.save(f"{path}.config.yaml")
 
 
-def write_outputs(path: str, outputs: Sequence) -> None:
+def write_outputs(path: str, outputs: Sequence[Output]) -> None:
     """Write a JSON line for each prompt, in order. OSError if it cannot."""
     with report.open_atomic(path) as file:
         for out in outputs:
