@@ -1,4 +1,4 @@
-"""The command line: ``python -m flexgen_h2o.flex_opt --model NAME --prompts FILE ...``.
+"""The command line: ``flexgen-h2o --model NAME --prompts FILE ...``, or ``python -m`` this module.
 
 It reads flags and prompts, runs the engine, and writes what came of it. Flags are the fields of
 `RunConfig`; all that can be refused is refused before torch is loaded.
@@ -30,6 +30,9 @@ from flexgen_h2o.planning.rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
 from flexgen_h2o.text_files import json_texts, read_lines
 
+SCRIPT = "flexgen-h2o"
+"""The command that setup.py installs."""
+
 _KINDS = {"int": int, "float": float}
 
 
@@ -46,7 +49,8 @@ def _parse_bool(text: str) -> bool:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags, from the fields of `RunConfig`. A flag not given stays unset."""
     parser = Parser(
-        prog="python -m flexgen_h2o.flex_opt",
+        # As it was called: by the script that pip installs, or by module.
+        prog=SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m flexgen_h2o.flex_opt",
         usage="%(prog)s [--model NAME] [--prompts FILE] [--percent P P P P] [flags]",
         description="Generate text with a model larger than memory: weights, KV cache and "
         "activations spread over device, host memory and disk.",
