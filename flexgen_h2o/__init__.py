@@ -6,7 +6,7 @@ Names are loaded on first use (PEP 562), so that importing the package imports n
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexgen_h2o.config import H2OConfig, Placement, Policy
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "H2OConfig", "Placement", "Policy", "__version__"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it."""
     if name == "__version__" or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ says of which tokens. A window has as many as heavy hitters and recent ones toge
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
@@ -125,7 +126,7 @@ class CacheFlags:
             return SINK_WINDOW_SINKS if self.eviction == "sink-window" else 0
         return self.sink_tokens
 
-    def _ratios(self) -> dict[str, object]:
+    def _ratios(self) -> dict[str, Any]:
         """The sizes of `H2OConfig` by ratios."""
         recent = self.hh_ratio if self.recent_ratio is None else self.recent_ratio
         pairs = _by_layer(self.hh_ratio, recent)
@@ -137,16 +138,18 @@ class CacheFlags:
         sums = tuple(min(1.0, round(a + b, 9)) for a, b in pairs)
         return {"recent_ratio": sums if len(sums) > 1 else sums[0]}
 
-    def _counts(self) -> dict[str, object]:
+    def _counts(self) -> dict[str, Any]:
         """The sizes of `H2OConfig` by counts, in tokens."""
         total, heavy, sinks = self.num_window_length, self.num_heavy_hitter_tokens, self._sinks
-        flag, given = ("num_window_length", total) if total else ("num_heavy_hitter_tokens", heavy)
-        if self.eviction in _WINDOWS:
-            total, heavy = total or 2 * heavy, 0
-        elif total is None:
-            total = 2 * heavy + sinks
-        elif heavy is None:
-            heavy = total // 2
+        window = self.eviction in _WINDOWS
+        if total is None:
+            heavy = heavy or 0  # one of the two is given
+            flag, given = "num_heavy_hitter_tokens", heavy
+            total = 2 * heavy + (0 if window else sinks)
+        else:
+            flag, given = "num_window_length", total
+            heavy = total // 2 if heavy is None else heavy
+        heavy = 0 if window else heavy
         recent = total - heavy - sinks
         if recent < 1:
             raise UserError(f"{flag_name(flag)} {given} leaves no recent tokens beside {heavy} "

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field
+from typing import Any, NoReturn
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
@@ -21,7 +22,7 @@ _KINDS = {"int": int, "float": float}
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are `UserError`, one line like all others, with no usage before."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
@@ -35,13 +36,14 @@ def _parse_bool(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}") from None
 
 
-def arguments(spec: Field) -> dict[str, object]:
+def arguments(spec: Field[Any]) -> dict[str, Any]:
     """argparse's keywords for one field."""
     rules, kind = spec.metadata, spec.metadata["kind"]
-    shown = rules.get("shown", " ".join(map(str, spec.default)) if isinstance(spec.default, tuple)
-                      else str(spec.default).lower() if kind == "bool" else spec.default)
+    default: Any = spec.default
+    shown = rules.get("shown", " ".join(map(str, default)) if isinstance(default, tuple)
+                      else str(default).lower() if kind == "bool" else default)
     text = f"{rules['help']} (default: {shown})"
-    options: dict[str, object] = {"help": text.replace("%", "%%"), "dest": spec.name}
+    options: dict[str, Any] = {"help": text.replace("%", "%%"), "dest": spec.name}
     if kind == "bool":
         options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}
     elif kind == "texts":

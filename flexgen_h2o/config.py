@@ -34,9 +34,9 @@ def check_int(name: str, value: object, *, low: int | None = None, high: int | N
     """Raise `UserError` unless `value` is a whole number (no bool) in low..high."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise UserError(f"{name} must be a whole number, got {value!r}")
-    if low is not None and value < low:
+    if low is not None and int(value) < low:
         raise UserError(f"{name} must be at least {low}, got {value}")
-    if high is not None and value > high:
+    if high is not None and int(value) > high:
         raise UserError(f"{name} must be at most {high}, got {value}")
 
 
@@ -47,16 +47,18 @@ def check_number(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
-) -> None:
-    """Raise `UserError` unless `value` is a finite number in low..high and over `above`."""
+) -> float:
+    """`value`; raises `UserError` unless it is a finite number in low..high and over `above`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise UserError(f"{name} must be a finite number, got {value!r}")
-    if above is not None and value <= above:
+    number = float(value)
+    if above is not None and number <= above:
         raise UserError(f"{name} must be greater than {above:g}, got {value}")
-    if low is not None and value < low:
+    if low is not None and number < low:
         raise UserError(f"{name} must be at least {low:g}, got {value}")
-    if high is not None and value > high:
+    if high is not None and number > high:
         raise UserError(f"{name} must be at most {high:g}, got {value}")
+    return number
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -133,8 +135,7 @@ def _percentage(value: object) -> float:
             value = float(value)
         except ValueError:
             raise UserError(f"--percent takes numbers from 0 to 100, got {value!r}") from None
-    check_number("each number of --percent", value, low=0, high=100)
-    return float(value)
+    return check_number("each number of --percent", value, low=0, high=100)
 
 
 @dataclass(frozen=True)
@@ -251,11 +252,11 @@ class H2OConfig:
                 check_int(f"{part}_tokens", count, low=fewest)
             if ratio is not None and count is not None:
                 raise UserError(f"give {part}_ratio or {part}_tokens, not both")
-        counts = {len(ratios) for ratios in self._per_layer().values()}
-        if len(counts) > 1:
+        counts = [len(ratios) for ratios in self._per_layer().values()]
+        if len(set(counts)) > 1:
             raise UserError(
-                f"heavy_ratio has {len(self.heavy_ratio)} numbers and recent_ratio "
-                f"{len(self.recent_ratio)}: give each one per decoder layer"
+                f"heavy_ratio has {counts[0]} numbers and recent_ratio {counts[1]}: give each one "
+                "per decoder layer"
             )
         if self.heavy_tokens == 0 and self.recent_ratio is None and self.recent_tokens is None:
             raise UserError("heavy_tokens is 0: give recent_tokens or recent_ratio as well")
@@ -287,7 +288,7 @@ class H2OConfig:
     def ratios(self, layer: int) -> tuple[float | None, float | None]:
         """The heavy and the recent ratio of one decoder layer; None where none sets the size."""
         heavy, recent = (
-            ratio[layer] if isinstance(ratio, tuple) else ratio
+            ratio[layer] if isinstance(ratio, Sequence) else ratio
             for ratio in (self.heavy_ratio, self.recent_ratio)
         )
         return heavy, heavy if recent is None and self.recent_tokens is None else recent
@@ -311,8 +312,7 @@ class H2OConfig:
 def _ratios(name: str, value: object) -> float | tuple[float, ...]:
     """Check one ratio, or one per decoder layer, which becomes a tuple to be hashable."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        check_number(name, value, above=0, high=1)
-        return value
+        return check_number(name, value, above=0, high=1)
     if len(value) == 0:
         raise UserError(f"{name} must be a number, or one per decoder layer, got {value!r}")
     for layer, ratio in enumerate(value):
@@ -369,7 +369,7 @@ class SamplingParams:
         eos = self.eos_token_id
         if eos is None or eos == -1:
             return ()
-        return (eos,) if isinstance(eos, numbers.Integral) else tuple(eos)
+        return tuple(eos) if isinstance(eos, Sequence) else (eos,)
 
     def _check_eos(self) -> None:
         eos = self.eos_token_id

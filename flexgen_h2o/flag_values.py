@@ -45,7 +45,7 @@ def checked(spec: Field, value: object) -> object:
         case "path":
             value = os.path.expanduser(_text(flag, value))
         case "texts" | "words":
-            value = _text(flag, value, several=True)
+            value = _texts(flag, value)
         case "text":
             value = _text(flag, value)
     if value not in rules.get("choices", (value,)):
@@ -54,12 +54,17 @@ def checked(spec: Field, value: object) -> object:
     return value
 
 
-def _text(flag: str, value: object, *, several: bool = False) -> str | tuple[str, ...]:
-    """A text that is not empty; a tuple of them if there may be several."""
-    texts = value if several and isinstance(value, (list, tuple)) else (value,)
-    if not all(isinstance(text, str) and text.strip() for text in texts):
+def _text(flag: str, value: object) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
         raise UserError(f"{flag} must be text that is not empty, got {value!r}")
-    return tuple(texts) if several else value
+    return value
+
+
+def _texts(flag: str, value: object) -> tuple[str, ...]:
+    """One or several texts, none of them empty."""
+    texts = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(_text(flag, text) for text in texts)
 
 
 def parse_size(flag: str, value: object) -> int:
@@ -72,8 +77,7 @@ def parse_size(flag: str, value: object) -> int:
         number, prefix, binary = found.groups()
         scale = (1024 if binary else 1000) ** (" KMGT".index(prefix) if prefix else 0)
         value = float(number) * scale
-    check_number(flag, value, low=1)
-    return math.floor(value)
+    return math.floor(check_number(flag, value, low=1))
 
 
 def _percentages(value: object) -> tuple[float, ...] | str:
@@ -110,8 +114,9 @@ def ratio_file(value: object) -> str | None:
     """The YAML file that a flag of ratios names in place of numbers, if it does."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
-    is_file = isinstance(value, str) and value.endswith((".yaml", ".yml"))
-    return os.path.expanduser(value) if is_file else None
+    if isinstance(value, str) and value.endswith((".yaml", ".yml")):
+        return os.path.expanduser(value)
+    return None
 
 
 def _ratio(flag: str, value: object) -> float:
@@ -121,8 +126,7 @@ def _ratio(flag: str, value: object) -> float:
         except ValueError:
             raise UserError(f"{flag} takes numbers above 0, at most 1, or a .yaml file of them, "
                             f"got {value!r}") from None
-    check_number(flag, value, above=0, high=1)
-    return float(value)
+    return check_number(flag, value, above=0, high=1)
 
 
 def load_yaml(path: str | os.PathLike) -> dict[str, object]:

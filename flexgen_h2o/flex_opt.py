@@ -1,4 +1,4 @@
-"""The command line: ``python -m flexgen_h2o.flex_opt --model NAME --prompts FILE ...``.
+"""The command line: ``flexgen-h2o --model NAME --prompts FILE ...``, or ``python -m`` this module.
 
 It reads flags and prompts, runs the engine, and writes what came of it. Flags are the fields of
 `RunConfig`; all that can be refused is refused before torch is loaded.
@@ -23,16 +23,21 @@ from flexgen_h2o import breakdown, report, results
 from flexgen_h2o.cli import Parser, arguments, exit_status, show, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name, load_yaml
+from flexgen_h2o.output import Output
 from flexgen_h2o.plan_flags import AUTO
 from flexgen_h2o.planning.rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
 from flexgen_h2o.text_files import json_texts, read_lines
 
+SCRIPT = "flexgen-h2o"
+"""The command that setup.py installs."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags, from the fields of `RunConfig`. A flag not given stays unset."""
     parser = Parser(
-        prog="python -m flexgen_h2o.flex_opt",
+        # As it was called: by the script that pip installs, or by module.
+        prog=SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m flexgen_h2o.flex_opt",
         usage="%(prog)s [--model NAME] [--prompts FILE] [--percent P P P P] [flags]",
         description="Generate text with a model larger than memory: weights, KV cache and "
         "activations spread over device, host memory and disk.",
@@ -204,8 +209,11 @@ def run(config: RunConfig) -> None:
     ) as llm:
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
         outputs = llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
-        stats = llm.stats if best is None else replace(
-            llm.stats, predicted_prefill_seconds=best.prefill, predicted_decode_seconds=best.decode)
+        stats = llm.stats
+        assert stats is not None  # generate has set it
+        if best is not None:
+            stats = replace(stats, predicted_prefill_seconds=best.prefill,
+                            predicted_decode_seconds=best.decode)
     summary = report.table(stats)
     if config.debug_mode == "breakdown":
         summary += f"\n\n{breakdown.table(trace.spans())}"
@@ -218,7 +226,7 @@ def run(config: RunConfig) -> None:
         _write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
 
 
-def _show_outputs(outputs: Sequence, *, everything: bool) -> None:
+def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
     """Print each prompt, shortened, and its completion; of random prompts the first and last."""
     for index, out in enumerate(outputs):
         if not everything and 0 < index < len(outputs) - 1:
@@ -229,7 +237,8 @@ def _show_outputs(outputs: Sequence, *, everything: bool) -> None:
         show(f"{text.strip()}\n{'-' * 70}")
 
 
-def _write_results(config, files, outputs, *, stats, summary, trace) -> None:
+def _write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,
+                   stats: report.RunStats, summary: str, trace: report.Trace) -> None:
     """Write every file that was asked for, and the resolved config beside the results."""
     for name, path in files.items():
         with writing(name, path):
@@ -247,7 +256,7 @@ def _write_results(config, files, outputs, *, stats, summary, trace) -> None:
                 config.save(f"{path}.config.yaml")
 
 
-def write_outputs(path: str, outputs: Sequence) -> None:
+def write_outputs(path: str, outputs: Sequence[Output]) -> None:
     """Write a JSON line for each prompt, in order. OSError if it cannot."""
     with report.open_atomic(path) as file:
         for out in outputs:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +19,7 @@ from flexgen_h2o.config import (
     check_int,
 )
 from flexgen_h2o.engine.batching import Request, make_blocks
+from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.loader import find
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.engine.prompts import Prompts
@@ -29,9 +31,12 @@ from flexgen_h2o.models.positions import check_cache, check_halves
 from flexgen_h2o.output import Output
 from flexgen_h2o.planning.rows import CacheOptions, Workload
 from flexgen_h2o.report import RunStats, Trace
-from flexgen_h2o.runtime import Runtime, Settings
+from flexgen_h2o.runtime import Block, Runtime, Settings
 from flexgen_h2o.storage.tiers import open_device
 from flexgen_h2o.streaming import CHUNK, Stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class LLM:
@@ -139,7 +144,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -158,12 +163,12 @@ class LLM:
         return self.model_config.vocab_size
 
     @property
-    def tokenizer(self):
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The transformers tokenizer, or None where the model has none."""
         return self._prompts.tokenizer
 
     def generate(self, prompts: Sequence[str | Sequence[int]], *, cut_gen_len: int | None = None,
-                 **sampling) -> list[Output]:
+                 **sampling: Any) -> list[Output]:
         """Continue every prompt.
 
         Parameters
@@ -201,9 +206,9 @@ class LLM:
         sink = Generation(Sampler(params, eos), eos, steps, stops=stops)
         if requests:
             self._prompts.check_lengths(requests, params.max_new_tokens)
-        self._run(requests, steps - 1, sink, planned=params.max_new_tokens)
+        stats = self._run(requests, steps - 1, sink, planned=params.max_new_tokens)
         if steps < params.max_new_tokens and requests:
-            self.stats = self.stats.project(cut=steps, gen_len=params.max_new_tokens)
+            self.stats = stats.project(cut=steps, gen_len=params.max_new_tokens)
         return [
             Output(prompt if isinstance(prompt, str) else None, request.prompt, request.generated,
                    self._prompts.decode(request.generated), request.finish_reason)
@@ -231,7 +236,7 @@ class LLM:
         new = max(map(len, continuations.values()), default=1)
         evicts = self.h2o is not None and not self.h2o.is_full
         if evicts or self._cache.bits != 16 or self._cache.attn_sparsity < 1:
-            sink = Forcing(continuations)
+            sink: Forcing | Scoring = Forcing(continuations)
         else:
             sink, new = Scoring(continuations), 1
             requests = _joined(requests, continuations)
@@ -301,7 +306,9 @@ class LLM:
             blocks = make_blocks(requests, 0, gpu_batch_size=1, num_gpu_batches=1)
             cache = ProbedCache(attend, [block[0].requests[0].key for block in blocks])
             size = Size.of(blocks, None, self.model_config.num_layers)
-            with contextlib.closing(self._runtime.room(size, cache)) as room:
+            # Nothing follows a prompt here: the stand-in has no more than prompts need.
+            opened = self._runtime.room(size, cache)  # type: ignore[arg-type]
+            with contextlib.closing(opened) as room:
                 self.stats = self._runtime.run(room, blocks, sink)
         return [sink.log_probs[key] for key in range(len(requests))]
 
@@ -319,8 +326,8 @@ class LLM:
         if self._closed:
             raise UserError("this LLM has been closed: make a new one")
 
-    def _run(self, requests: list[Request], new: int, sink, *, planned: int) -> None:
-        """Run all blocks, each request with up to `new` tokens appended, and set `stats`."""
+    def _run(self, requests: list[Request], new: int, sink: Sink, *, planned: int) -> RunStats:
+        """Run all blocks, each request with up to `new` tokens appended; sets `stats` too."""
         self._check_open()
         policy = self.policy
         blocks = make_blocks(requests, new, gpu_batch_size=policy.gpu_batch_size,
@@ -328,13 +335,14 @@ class LLM:
                              prefill_chunk=policy.prefill_chunk)
         room = self._enter(blocks, planned) if blocks else None
         try:
-            self.stats = self._runtime.run(room, blocks, sink)
+            self.stats = stats = self._runtime.run(room, blocks, sink)
         except BaseException:
             # Work may be under way in the room, and its state is anybody's guess.
             self._leave()
             raise
+        return stats
 
-    def _enter(self, blocks, planned: int) -> Room:
+    def _enter(self, blocks: Sequence[Block], planned: int) -> Room:
         """The room for these blocks: the last run's if they fit in, else a new one."""
         size = Size.of(blocks, self.h2o, self.model_config.num_layers)
         if self._room is not None and self._room.size.covers(size):
@@ -364,7 +372,7 @@ def _with_chunks(policy: Policy, h2o: H2OConfig | None) -> Policy:
     return replace(policy, prefill_chunk=chunk)
 
 
-def _joined(requests: Sequence[Request], continuations: Mapping[int, Sequence[int]]
+def _joined(requests: Sequence[Request], continuations: Mapping[int, list[int]]
             ) -> list[Request]:
     """Requests of contexts and continuations as one prompt, without the last token."""
     return [Request(request.key, request.prompt + continuations[request.key][:-1])

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flexgen_h2o.config import DUMMY
 from flexgen_h2o.errors import UserError
@@ -79,7 +80,7 @@ def plan(config: RunConfig, load: Workload, prompts: int | None) -> Plan:
     UserError
         The model or the machine can't be had, or nothing fits.
     """
-    subject = _elsewhere(config) if config.hardware is not None else _here(config)
+    subject = _here(config) if config.hardware is None else _elsewhere(config, config.hardware)
     if config.percent == AUTO:
         request = _request(config, subject, load, prompts)
         choices = search(subject.hardware, request, subject.limits)
@@ -108,8 +109,8 @@ def _here(config: RunConfig) -> Subject:
     _check(config, source.config)
     hardware = machine(device, config.offload_dir, recalibrate=config.recalibrate, progress=tell)
     free = free_memory(config.offload_dir, device.free_bytes())
-    limits = MemoryLimits(*(None if free.free(tier) is None else int(HEADROOM * free.free(tier))
-                            for tier in ("gpu", "cpu", "disk")))
+    limits = MemoryLimits(None if free.gpu_bytes is None else int(HEADROOM * free.gpu_bytes),
+                          int(HEADROOM * free.cpu_bytes), int(HEADROOM * free.disk_bytes))
 
     def weights(bits: int) -> WeightOptions:
         return WeightOptions(bits, replace(source, bits=bits).form.group)
@@ -117,9 +118,9 @@ def _here(config: RunConfig) -> Subject:
     return Subject(hardware, _within(limits, config), source.config, source.dtype.itemsize, weights)
 
 
-def _elsewhere(config: RunConfig) -> Subject:
-    """The machine of `--hardware`, all of its memory, and a model whose shape is known here."""
-    hardware = load_hardware(config.hardware)
+def _elsewhere(config: RunConfig, path: str) -> Subject:
+    """The machine in a file, all of its memory, and a model whose shape is known here."""
+    hardware = load_hardware(path)
     if config.device_memory_limit is not None and not hardware.has_gpu:
         raise UserError(f"--device-memory-limit has no effect: {hardware.name} has no GPU")
     limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
@@ -185,9 +186,10 @@ def _predicted(config: RunConfig, subject: Subject, load: Workload, prompts: int
 def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
     """The config with a run's policy and bits."""
     policy = run.policy
-    bits = {f"{kind}_bits": options.bits
-            for kind, options in (("weight", run.weights), ("cache", run.cache))
-            if options.bits != getattr(config, f"resolved_{kind}_bits")}
+    bits: dict[str, Any] = {
+        f"{kind}_bits": options.bits
+        for kind, options in (("weight", run.weights), ("cache", run.cache))
+        if options.bits != getattr(config, f"resolved_{kind}_bits")}
     percent = [share for placement in (policy.weights, policy.cache, policy.activations)
                for share in (placement.gpu, placement.cpu)]
     return replace(config, percent=tuple(percent), gpu_batch_size=policy.gpu_batch_size,

@@ -266,9 +266,9 @@ def table(stats: RunStats) -> str:
 
 def _prediction(stats: RunStats) -> list[tuple[str, str, str]]:
     """What a plan said of the times above, and its share of what they came to."""
-    if stats.predicted_prefill_seconds is None:
-        return []
     prefill, decode = stats.predicted_prefill_seconds, stats.predicted_decode_seconds
+    if prefill is None or decode is None:
+        return []
     measured = stats.prefill_seconds + stats.decode_seconds
     share = over(prefill + decode, measured)
     return [("predicted", f"{prefill:.3f} + {decode:.3f} s",

@@ -75,7 +75,7 @@ def _resolved(config: RunConfig) -> dict[str, object]:
         "weight_bits": config.resolved_weight_bits,
         "cache_bits": config.resolved_cache_bits,
         "eviction": "full" if full else config.eviction,
-        "sink_tokens": 0 if full else h2o.sink_tokens,
+        "sink_tokens": 0 if h2o is None or full else h2o.sink_tokens,
         "score_decay": config.score_decay if config.score == "decay" else None,
     }
 

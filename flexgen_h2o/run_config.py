@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -35,10 +35,10 @@ GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", 
           "results")
 
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_Made = TypeVar("_Made")
+_Made = TypeVar("_Made", CacheFlags, PlanFlags, Policy, SamplingParams)
 
 
-def _flag(group: str, kind: str, default: object, *, help: str, **rules: object):
+def _flag(group: str, kind: str, default: object, *, help: str, **rules: object) -> Any:
     """A field and the metadata of its flag.
 
     `group` is one of `GROUPS`; `kind` is text, path, texts, percent, ratios, size, int, float or
@@ -402,7 +402,7 @@ class RunConfig:
                           eos_token_id=-1 if self.ignore_eos or self.synthetic else None)
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, object]) -> RunConfig:
+    def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
         """Make a config from names and values. An unknown name raises `UserError`."""
         known = [spec.name for spec in fields(cls)]
         for name in values:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +14,7 @@ from flexgen_h2o.config import check_bool, check_int
 from flexgen_h2o.engine.batching import Request, next_turn
 from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.prompts import Prompts
-from flexgen_h2o.engine.room import Size
+from flexgen_h2o.engine.room import Room, Size
 from flexgen_h2o.engine.sampling import Sampler, sampling_params
 from flexgen_h2o.engine.scoring import Forcing, Generation
 from flexgen_h2o.errors import UserError
@@ -27,6 +28,16 @@ CHUNK = 256
 """Tokens of a turn that are read together, unless the LLM says another number."""
 
 _ENDLESS = 2**31 - 2  # positions are 32-bit
+
+
+class Streamer(Protocol):
+    """Gets tokens as they come: transformers' interface, which its `TextStreamer` has."""
+
+    def put(self, value: torch.Tensor, /) -> None:
+        """Take a turn's token ids, int64 [1, tokens], and then each new token, int64 [1]."""
+
+    def end(self) -> None:
+        """Know that the last token has come."""
 
 
 class Stream:
@@ -58,7 +69,7 @@ class Stream:
             check_int("max_tokens", max_tokens, low=1)
         check_bool("past_context", past_context)
         self._h2o = runtime.settings.cache.h2o
-        self._chunk = runtime.settings.policy.prefill_chunk
+        self._chunk = runtime.settings.policy.prefill_chunk or CHUNK
         self._limit = check_stream(runtime.config, self._h2o, chunk=self._chunk,
                                    max_tokens=max_tokens, past_context=past_context)
         self._layers = runtime.config.num_layers
@@ -71,13 +82,14 @@ class Stream:
         slots = slots_of(most, self._h2o, self._layers)
         runtime.plan(Workload(prompt_len=self._chunk, gen_len=max(1, max(slots) - self._chunk + 1),
                               gpu_batch_size=1, num_gpu_batches=1), loaded=True)
-        self._room = runtime.room(Size(CacheSize(1, 1, slots), self._chunk))
-        self._room.cache.begin([most])
+        room = runtime.room(Size(CacheSize(1, 1, slots), self._chunk))
+        room.cache.begin([most])
+        self._room: Room | None = room
 
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -96,7 +108,8 @@ class Stream:
         """Tokens that are cached now, in the layer that holds most."""
         return max(cached(self._h2o, layer, self._past, 0) for layer in range(self._layers))
 
-    def generate(self, turn: str | Sequence[int], *, streamer=None, **sampling) -> Output:
+    def generate(self, turn: str | Sequence[int], *, streamer: Streamer | None = None,
+                 **sampling: Any) -> Output:
         """Put a turn onto the text and continue it.
 
         Parameters
@@ -104,10 +117,8 @@ class Stream:
         turn : str or sequence of int
             Text or token ids. Special tokens that a tokenizer puts in front of texts come in front
             of the first turn alone.
-        streamer : optional
-            transformers' interface, such as its `TextStreamer`: ``put`` gets the turn's token ids,
-            int64 [1, tokens], and then each new token as it comes, int64 [1]; ``end`` is called at
-            the end.
+        streamer : Streamer, optional
+            Such as transformers' `TextStreamer`: gets tokens as they come.
         **sampling
             As of `LLM.generate`. Penalties look at this turn and its answer.
 
@@ -126,7 +137,7 @@ class Stream:
         request = Request(self._turns, [*self._pending, *ids])
         eos = self._prompts.end_tokens(params)
         stops = self._prompts.stops(params.stop_strings)
-        on_token = None
+        on_token: Callable[[int], None] | None = None
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
             on_token = lambda token: streamer.put(torch.tensor([token]))  # noqa: E731

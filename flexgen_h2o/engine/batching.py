@@ -13,12 +13,15 @@ from flexgen_h2o.cache.seats import Seats, Span, prefill_sweeps
 
 @dataclass
 class Request:
-    """One prompt on its way: `key` is its place among the prompts of the call."""
+    """One prompt on its way: `key` is its place among the prompts of the call.
+
+    `finish_reason` is empty until it has ended.
+    """
 
     key: int
     prompt: list[int]
     generated: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: str = ""
 
     @property
     def history(self) -> list[int]:
