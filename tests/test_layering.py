@@ -74,6 +74,10 @@ ORDER = """
     planning.search
     planning.rates
     planning.calibrate
+    integrations  integrations.progress
+    integrations.h2o_layers
+    integrations.h2o_cache
+    integrations.transformers
     runtime
     streaming
     llm

@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import sdpa_mask
 
-from flexgen_h2o.config import H2OConfig, check_choice
+from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.h2o_layers import H2OLayer, SimulatedLayer, SlotLayer
 from flexgen_h2o.integrations.progress import Progress
@@ -96,7 +96,8 @@ def check(config, h2o: H2OConfig, cache_bits: int = 16) -> None:
                         f"{', '.join(FAMILIES)} are")
     if not isinstance(h2o, H2OConfig):
         raise UserError(f"h2o must be an H2OConfig, got {h2o!r}")
-    check_choice("cache_bits", cache_bits, (16, 8, 4))
+    if cache_bits not in (16, 8, 4):
+        raise UserError(f"cache_bits must be 16, 8 or 4, got {cache_bits!r}")
     h2o.check_layers(config.num_hidden_layers)
     if h2o.positions == "rolling":
         raise UserError("positions='rolling' does not work in transformers' models: they rotate "

@@ -1,4 +1,4 @@
-"""Where the sequences of an `H2OCache` stand: pads, tokens so far, and what a forward pass brings."""
+"""Where the sequences of an `H2OCache` stand: their tokens so far, and those of a forward pass."""
 
 from __future__ import annotations
 
@@ -99,22 +99,20 @@ class Progress:
             Columns that came before.
         sequences, columns : int
         mask : bool Tensor [sequences, start + columns or columns], or None
-            False for pads. None: there are none.
+            False for pads. None: there are none. A causal mask [sequences, 1, columns, start +
+            columns or more], bool or to be added to logits, serves too: transformers 4 makes no
+            other for OPT.
 
         Raises
         ------
         UserError
-            Another number of sequences than before, a mask of another shape, an empty prompt.
+            Another number of sequences than before, another mask, an empty prompt.
         """
         if start and sequences != len(self._tokens):
             raise UserError(f"the cache holds {len(self._tokens)} sequences, but {sequences} came")
         new, index = (columns,) * sequences, None
         if mask is not None:
-            if mask.ndim != 2 or mask.shape[1] not in (columns, start + columns):
-                raise UserError(
-                    "an H2OCache takes an attention mask of [sequences, tokens so far] that marks "
-                    f"pads, got one of shape {list(mask.shape)} for {start} + {columns} tokens")
-            real = mask[:, -columns:].bool()
+            real = _real(mask, start, columns)[:, -columns:]
             counts = tuple(real.sum(1).tolist())
             if counts != new:
                 new, index = counts, real.flatten().nonzero()[:, 0]
@@ -130,3 +128,17 @@ class Progress:
         """Go on with some of the sequences, in this order; one may come several times."""
         self._prompts, self._tokens = (tuple(old[row] for row in rows)
                                        for old in (self._prompts, self._tokens))
+
+
+def _real(mask: torch.Tensor, start: int, columns: int) -> torch.Tensor:
+    """What is no pad, bool [sequences, start + columns or columns], by either kind of mask."""
+    if mask.ndim == 2 and mask.shape[1] in (columns, start + columns):
+        return mask.bool()
+    if mask.ndim == 4 and mask.shape[1:3] == (1, columns) and mask.shape[3] >= start + columns:
+        seen = mask[:, 0, :, : start + columns]
+        seen = seen if seen.dtype == torch.bool else seen == 0
+        real = seen[:, -1]  # the last query sees all before it
+        if columns == 1 or torch.equal(seen, real[:, None] & torch.ones_like(seen).tril(start)):
+            return real
+    raise UserError("an H2OCache takes an attention mask of [sequences, tokens so far] that marks "
+                    f"pads, got another of shape {list(mask.shape)} for {start} + {columns} tokens")
