@@ -30,7 +30,7 @@ EXTRAS = {
     "test": [
         "pytest>=8",  # runs the tests
         "hypothesis>=6.100",  # property tests of placement, schedule and parsing
-        "accelerate>=1.0",  # transformers' own GGUF loading, which ours is compared with, needs it
+        "accelerate>=1.0",  # transformers' own GGUF loading and its offloading need it
         "matplotlib>=3.8",  # the plots of tasks.quality are drawn once
         "ruff>=0.9",  # lints, as part of `make test`
         # the GPU kernels run under its interpreter; where PyTorch brings its own, that one stays

