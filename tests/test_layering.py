@@ -75,6 +75,7 @@ ORDER = """
     planning.rates
     planning.calibrate
     integrations  integrations.progress
+    integrations.rotations
     integrations.h2o_layers
     integrations.h2o_cache
     integrations.transformers

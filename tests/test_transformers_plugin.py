@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, TextStreamer
 from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.h2o_cache import NAME
+from flexgen_h2o.integrations.progress import Progress
+from flexgen_h2o.integrations.rotations import Rotations
 from flexgen_h2o.integrations.transformers import H2OCache, enable_h2o
 
 NEW = 40
@@ -107,10 +109,11 @@ def test_the_tokens_of_llm(tiny_model, key):
     assert expected != transformers_tokens(tiny, prompts, NEW), "nothing was evicted"
 
 
+@pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_gives_the_tokens_of_llm_and_of_its_simulation(tiny_model, name):
+def test_every_variant_gives_the_tokens_of_llm_and_of_its_simulation(tiny_model, name, positions):
     tiny = tiny_model("llama")
-    prompts, h2o = prompts_of(tiny), H2OConfig(**VARIANTS[name])
+    prompts, h2o = prompts_of(tiny), H2OConfig(**VARIANTS[name], positions=positions)
     expected = llm_tokens(tiny, prompts, h2o)
     assert tokens(tiny.model, prompts, h2o) == expected
     assert tokens(tiny.model, prompts, replace(h2o, simulate=True)) == expected
@@ -121,8 +124,10 @@ def test_every_variant_gives_the_tokens_of_llm_and_of_its_simulation(tiny_model,
 def test_quantized_caches_give_the_tokens_of_llm(tiny_model, key, bits):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
+    rolling = "original" if key == "opt" else "rolling"
     for h2o in (H2OConfig(heavy_ratio=0.1), H2OConfig(heavy_ratio=0.1, prompt_chunk=7),
-                H2OConfig(heavy_ratio=[1, 0.1, 0.1])):
+                H2OConfig(heavy_ratio=[1, 0.1, 0.1]),
+                H2OConfig(heavy_ratio=0.1, positions=rolling)):
         expected = llm_tokens(tiny, prompts, h2o, cache_bits=bits)
         assert tokens(tiny.model, prompts, h2o, cache_bits=bits) == expected
 
@@ -130,13 +135,14 @@ def test_quantized_caches_give_the_tokens_of_llm(tiny_model, key, bits):
 @settings(max_examples=25)
 @given(data=st.data())
 def test_any_budget_any_batch(tiny_model, data):
-    model = tiny_model(data.draw(st.sampled_from(["opt", "llama"]))).model
+    model = tiny_model(data.draw(st.sampled_from(["llama", "neox"]))).model
     lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
     h2o = H2OConfig(heavy_tokens=data.draw(st.integers(0, 12)),
                     recent_tokens=data.draw(st.integers(1, 12)),
                     sink_tokens=data.draw(st.integers(0, 3)),
                     score=data.draw(st.sampled_from(["sum", "mean", "decay"])),
                     evict_generated=data.draw(st.booleans()),
+                    positions=data.draw(st.sampled_from(["original", "rolling"])),
                     prompt_chunk=data.draw(st.sampled_from([None, 1, 6])))
     prompts = make_prompts(112, lengths, seed=sum(lengths))
     expected = tokens(model, prompts, replace(h2o, simulate=True), new=15)
@@ -201,6 +207,57 @@ def test_pads_on_the_right_and_rows_that_pause(tiny_model, key, simulate):
             assert torch.allclose(logits([row])[0], expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("key", ["llama", "mistral", "neox", "neox_partial"])
+def test_rolling_positions_give_the_tokens_of_llm(tiny_model, key):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    h2o = H2OConfig(heavy_ratio=0.1, positions="rolling")
+    expected = llm_tokens(tiny, prompts, h2o)
+    assert tokens(tiny.model, prompts, h2o) == expected
+    assert expected != llm_tokens(tiny, prompts, H2OConfig(heavy_ratio=0.1))
+
+
+def test_rolling_goes_far_past_the_trained_context(tiny_model):
+    tiny = tiny_model("llama")  # 256 positions
+    prompts = prompts_of(tiny, [40])
+    h2o = H2OConfig(heavy_tokens=16, recent_tokens=16, positions="rolling")
+    with LLM(str(tiny.folder), h2o=h2o, dtype="float32", progress=False) as llm:
+        (expected,) = llm.generate(prompts, max_new_tokens=400, eos_token_id=-1)
+    assert tokens(tiny.model, prompts, h2o, new=400) == [expected.token_ids]
+
+
+@settings(max_examples=40)
+@given(positions=st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
+       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+       key=st.sampled_from(["llama", "neox"]))
+def test_rotations_are_undone(tiny_model, positions, dtype, key):
+    from transformers.models.llama.modeling_llama import rotate_half
+
+    rotary = tiny_model(key).model.base_model.rotary_emb
+    x = torch.randn(len(positions), 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    places = torch.tensor(positions)[None]
+    cos, sin = (table[0, :, None] for table in rotary(x, places))
+    width = cos.shape[-1]
+    turned = torch.cat((x[..., :width] * cos + rotate_half(x[..., :width]) * sin, x[..., width:]),
+                       dim=-1)
+    step = Progress().begin(0, 1, len(positions), None)
+    (found,) = Rotations(rotary).undone(step, places, turned)
+    assert found.dtype == dtype and torch.equal(found[..., width:], x[..., width:])
+    assert torch.allclose(found.float(), x.float(), rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+def test_rolling_is_refused_where_positions_cannot_roll(tiny_model):
+    h2o = H2OConfig(heavy_ratio=0.1, positions="rolling")
+    for make in (lambda: enable_h2o(tiny_model("opt").model, h2o),
+                 lambda: H2OCache(tiny_model("llama").model.config, h2o)):
+        with pytest.raises(UserError, match="a model with rotary embeddings, and a cache"):
+            make()
+    model = copy.deepcopy(tiny_model("llama").model)
+    model.base_model.rotary_emb.rope_type = "dynamic"
+    with pytest.raises(UserError, match="of type dynamic: their angles change"):
+        enable_h2o(model, h2o)
+
+
 # What generate can do
 
 
@@ -228,7 +285,8 @@ def test_beams_take_their_slots_along(tiny_model, key):
     prompts = prompts_of(tiny)
     beams = {"num_beams": 3, "new": 20}
     for options in ({"heavy_ratio": 0.1}, {"heavy_ratio": [1, 0.1, 0.1]},
-                    {"heavy_ratio": 0.1, "evict_generated": False}):
+                    {"heavy_ratio": 0.1, "evict_generated": False},
+                    {"heavy_ratio": 0.1, "positions": "original" if key == "opt" else "rolling"}):
         expected = tokens(tiny.model, prompts, H2OConfig(simulate=True, **options), **beams)
         assert tokens(tiny.model, prompts, H2OConfig(**options), **beams) == expected
     assert expected != plain(tiny.model, prompts, **beams)
@@ -255,11 +313,14 @@ def test_a_streamer_gets_every_token(tiny_model):
     assert streamer.text.split() == [f"<{token}>" for token in found]
 
 
-@pytest.mark.parametrize("key", ["opt", "llama"])
+@pytest.mark.parametrize("key", ["neox", "llama"])
 @pytest.mark.parametrize("options", [{"heavy_tokens": 6, "recent_tokens": 6},
                                      {"heavy_ratio": 0.2},
                                      {"heavy_ratio": 0.2, "evict_generated": False},
-                                     {"heavy_tokens": 5, "prompt_chunk": 4}, {}])
+                                     {"heavy_tokens": 5, "prompt_chunk": 4},
+                                     {"heavy_tokens": 5, "prompt_chunk": 4, "positions": "rolling"},
+                                     {"heavy_ratio": 0.2, "positions": "rolling",
+                                      "evict_generated": False}, {}])
 def test_a_cache_that_is_passed_again_goes_on(tiny_model, key, options):
     tiny = tiny_model(key)
     text, second, third = prompts_of(tiny, [30, 13, 1])
@@ -459,7 +520,6 @@ def test_generate_refuses_by_name(tiny_model, options, message):
 
 
 @pytest.mark.parametrize("h2o, bits, message", [
-    (H2OConfig(heavy_ratio=0.1, positions="rolling"), 16, "rotate keys before"),
     (H2OConfig(heavy_ratio=0.1, drop_positions=True), 16, "drop_positions"),
     (H2OConfig(heavy_ratio=[0.1, 0.2]), 16, "2 numbers but the model has 3"),
     (H2OConfig(heavy_ratio=0.1), 2, "cache_bits must be 16, 8 or 4, got 2"),

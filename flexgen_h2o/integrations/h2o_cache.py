@@ -14,6 +14,7 @@ from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.h2o_layers import H2OLayer, SimulatedLayer, SlotLayer
 from flexgen_h2o.integrations.progress import Progress
+from flexgen_h2o.integrations.rotations import Rotations
 from flexgen_h2o.storage.quantization import GroupLayout
 
 NAME = "flexgen_h2o"
@@ -37,6 +38,8 @@ class H2OCache(Cache):
     h2o : H2OConfig
     cache_bits : int
         16: keys and values in the model's dtype; 8 or 4: in groups of codes with scales.
+    rotary : Module, optional
+        The model's rotary embedding, for positions that roll; `EnabledH2O.new_cache` gives it.
 
     Raises
     ------
@@ -44,15 +47,17 @@ class H2OCache(Cache):
         A model of another family, or an option that does not work here.
     """
 
-    def __init__(self, config, h2o: H2OConfig, *, cache_bits: int = 16):
+    def __init__(self, config, h2o: H2OConfig, *, cache_bits: int = 16,
+                 rotary: torch.nn.Module | None = None):
         check(config, h2o, cache_bits)
+        rotations = Rotations(rotary) if h2o.positions == "rolling" else None
         self.h2o = h2o
         self._config = config
         self._progress = Progress()
         layout = None if cache_bits == 16 else GroupLayout(head_dim(config), cache_bits)
         super().__init__(layers=[
-            SimulatedLayer(index, h2o, self._progress) if h2o.simulate
-            else SlotLayer(index, h2o, self._progress, layout)
+            SimulatedLayer(index, h2o, self._progress, rotations) if h2o.simulate
+            else SlotLayer(index, h2o, self._progress, rotations, layout=layout)
             for index in range(config.num_hidden_layers)])
 
     def nbytes(self) -> int:
@@ -99,9 +104,6 @@ def check(config, h2o: H2OConfig, cache_bits: int = 16) -> None:
     if cache_bits not in (16, 8, 4):
         raise UserError(f"cache_bits must be 16, 8 or 4, got {cache_bits!r}")
     h2o.check_layers(config.num_hidden_layers)
-    if h2o.positions == "rolling":
-        raise UserError("positions='rolling' does not work in transformers' models: they rotate "
-                        "keys before a cache sees them; use LLM")
     if h2o.drop_positions:
         raise UserError("drop_positions does not work in transformers' models: they look "
                         "positions up themselves; use LLM")
@@ -151,7 +153,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     own = query.shape[-1] ** -0.5  # what the kernels scale by
     if scaling is not None and scaling != own:
         query = query * (scaling / own)
-    return layer.attend(query, key, value, attention_mask), None
+    return layer.attend(query, key, value, mask=attention_mask,
+                        positions=options.get("position_ids")), None
 
 
 def padding_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **options

@@ -22,6 +22,7 @@ from flexgen_h2o.cache.simulation import SimulatedCache
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.progress import Progress, Step
+from flexgen_h2o.integrations.rotations import Rotations
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.eviction import Book, Cut
 from flexgen_h2o.storage.quantization import GroupLayout
@@ -40,13 +41,18 @@ class H2OLayer(CacheLayerMixin):
     h2o : H2OConfig
     progress : Progress
         Shared by the layers of a cache; the first one drives it.
+    rotations : Rotations or None
+        With positions that roll.
     """
 
     is_sliding = False
 
-    def __init__(self, index: int, h2o: H2OConfig, progress: Progress):
+    def __init__(self, index: int, h2o: H2OConfig, progress: Progress,
+                 rotations: Rotations | None):
         super().__init__()
         self._index, self._h2o, self._progress = index, h2o, progress
+        # Where nothing is evicted a rank is the position itself.
+        self._rotations = None if h2o.is_full_at(index) else rotations
         self._columns = 0
         self._awaits = False
 
@@ -101,8 +107,8 @@ class H2OLayer(CacheLayerMixin):
         raise UserError("an H2OCache cannot take tokens back, as what they evicted is gone: "
                         "assisted decoding and other uses of crop() don't work with it")
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-               mask: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+               mask: torch.Tensor | None, positions: torch.Tensor | None) -> torch.Tensor:
         """Attend from new tokens over what is cached and each other; cache them; evict.
 
         Parameters
@@ -112,6 +118,8 @@ class H2OLayer(CacheLayerMixin):
             After rotation.
         mask : bool Tensor [sequences, columns so far], or None
             False for pads.
+        positions : int Tensor [sequences or 1, columns], or None
+            That q and k were rotated to; looked at if positions roll.
 
         Returns
         -------
@@ -126,13 +134,14 @@ class H2OLayer(CacheLayerMixin):
         if step is None or step.start != self._columns or step.columns != columns:
             raise UserError("an earlier forward pass broke off in the middle: make a new H2OCache")
         self._columns += columns
-        if step.decodes:
-            return self._decode(step, *(x[:, :, 0] for x in (q, k, v)))[:, None]
         q, k, v = (step.packed(x.transpose(1, 2)) for x in (q, k, v))
+        bare = (q, k) if self._rotations is None else self._rotations.undone(step, positions, q, k)
+        if step.decodes:
+            return step.spread(self._decode(step, *bare, v))
         if step.is_prompt and self._h2o.prompt_chunk is None:
-            return step.spread(self._prompt(step, q, k, v))
+            return step.spread(self._prompt(step, q, k, v, bare=bare))
         out = torch.empty_like(q)
-        parts = (x.split(step.new) for x in (q, k, v, out))
+        parts = (x.split(step.new) for x in (*bare, v, out))
         for sequence, (past, new, *tensors) in enumerate(
                 zip(step.past, step.new, *parts, strict=True)):
             for rows in _chunks(new, self._h2o.prompt_chunk):
@@ -152,16 +161,19 @@ class H2OLayer(CacheLayerMixin):
         """Bytes of the cached keys and values."""
 
     @abstractmethod
-    def _prompt(self, step: Step, q, k, v) -> torch.Tensor:
-        """Attend within whole prompts, packed [tokens, heads, head_dim], and cut them."""
+    def _prompt(self, step: Step, q, k, v, *, bare) -> torch.Tensor:
+        """Attend within whole prompts, packed [tokens, heads, head_dim], and cut them.
+
+        bare is q and k as they are cached: where positions roll, before rotation.
+        """
 
     @abstractmethod
     def _extend(self, step: Step, sequence: int, past: int, q, k, v) -> torch.Tensor:
-        """Put a chunk [tokens, heads, head_dim] onto `past` tokens of one sequence."""
+        """Put a chunk [tokens, heads, head_dim], bare, onto `past` tokens of one sequence."""
 
     @abstractmethod
     def _decode(self, step: Step, q, k, v) -> torch.Tensor:
-        """One new token of each sequence, [sequences, heads, head_dim]."""
+        """One new token of each sequence, [sequences, heads, head_dim], bare."""
 
     @abstractmethod
     def _choose(self, rows: list[int]) -> None:
@@ -185,8 +197,8 @@ class SlotLayer(H2OLayer):
     """
 
     def __init__(self, index: int, h2o: H2OConfig, progress: Progress,
-                 layout: GroupLayout | None):
-        super().__init__(index, h2o, progress)
+                 rotations: Rotations | None, *, layout: GroupLayout | None):
+        super().__init__(index, h2o, progress, rotations)
         self._layout = layout
         self._forget()
 
@@ -198,7 +210,7 @@ class SlotLayer(H2OLayer):
         """Bytes of the slots; the scores, 8 bytes a slot, come on top where there are some."""
         return 0 if self._slots is None else self._slots.nbytes
 
-    def _prompt(self, step: Step, q, k, v) -> torch.Tensor:
+    def _prompt(self, step: Step, q, k, v, *, bare) -> torch.Tensor:
         sizes = [self._budget(step, sequence) for sequence in range(len(step.new))]
         evicts, mass = sizes[0] is not None, None
         if evicts and self._h2o.scored:
@@ -209,8 +221,8 @@ class SlotLayer(H2OLayer):
         if evicts:
             cuts = [Cut(new, size.heavy, size.recent)
                     for new, size in zip(step.new, sizes, strict=True)]
-            ops.select_heavy_hitters(k, v, mass, cuts=cuts, slots=self._slots, book=self._book,
-                                     layout=self._layout)
+            ops.select_heavy_hitters(bare[1], v, mass, cuts=cuts, slots=self._slots,
+                                     book=self._book, layout=self._layout)
             self._settle()
             return out
         for held, keys, values in zip(self._slots.unbind(1), k.split(step.new), v.split(step.new),
@@ -222,13 +234,16 @@ class SlotLayer(H2OLayer):
 
     def _extend(self, step: Step, sequence: int, past: int, q, k, v) -> torch.Tensor:
         size, tokens = self._budget(step, sequence), past + len(q)
-        evicts = size is not None and self._evicts(step, sequence, tokens)
         cached = self._cached(step, sequence, past)
         self._reserve(step, self._cached(step, sequence, tokens), k)
         standing, book = Standing(cached, past), None
-        if evicts:
-            standing = Standing(cached, past, size.heavy, size.recent, scored=self._h2o.scored)
+        if self._book is not None:
+            # With rotations there is a book although nothing more is to go: all are heavy then.
+            heavy = size.heavy if self._evicts(step, sequence, tokens) else tokens
+            standing = Standing(cached, past, heavy, size.recent, scored=self._h2o.scored)
             book = narrowed(self._book, slice(sequence, sequence + 1))
+            if self._rotations is not None:
+                book = replace(book, rope=self._rope(cached + len(q), k.device))
         out = append(q, k, v, held=self._slots[:, sequence], standing=standing, book=book,
                      layout=self._layout)
         if sequence == len(step.new) - 1 and tokens == step.prompts[sequence]:
@@ -251,9 +266,13 @@ class SlotLayer(H2OLayer):
         return budgets.cached(self._h2o, self._index, prompt, tokens - prompt)
 
     def _settle(self) -> None:
-        """Prompts are cut: where that was all, nothing is scored from here on."""
-        if not self._h2o.evict_generated:
+        """Prompts are cut: where that was all, scores are of no use from here on."""
+        if not self._h2o.evict_generated and self._rotations is None:
             self._book = None
+
+    def _rope(self, ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotations by rank."""
+        return self._rotations.tables(torch.arange(ranks, device=device))
 
     def _reserve(self, step: Step, needed: int, k: torch.Tensor) -> None:
         """Have at least so many slots; k's last two dimensions are [kv_heads, head_dim]."""
@@ -272,26 +291,30 @@ class SlotLayer(H2OLayer):
         self._slots = torch.empty((2, *shape, width), dtype=dtype, device=k.device)
         book = self._book
         if evicts and (old is None or book is not None):
-            self._book = new_book(shape, eviction_of(self._h2o), rope=None, device=k.device)
+            rope = None if self._rotations is None else self._rope(slots + 1, k.device)
+            self._book = new_book(shape, eviction_of(self._h2o), rope=rope, device=k.device)
         if old is not None:
             self._slots[..., : old.shape[3], :] = old
         if book is not None:
-            self._book.mass[..., : old.shape[3]] = book.mass
-            self._book.positions[..., : old.shape[3]] = book.positions
+            for name in ("mass", "positions", *(("ranks",) if self._rotations else ())):
+                getattr(self._book, name)[..., : old.shape[3]] = getattr(book, name)
 
     def _choose(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self._slots.device)
         self._slots = self._slots.index_select(1, index)
         if self._book is not None:
+            ranks = self._book.ranks
             self._book = replace(self._book, mass=self._book.mass[index],
-                                 positions=self._book.positions[index])
+                                 positions=self._book.positions[index],
+                                 ranks=None if ranks is None else ranks[index])
 
 
 class SimulatedLayer(H2OLayer):
     """The definition: everything stays, and what eviction took is masked (`H2OConfig.simulate`)."""
 
-    def __init__(self, index: int, h2o: H2OConfig, progress: Progress):
-        super().__init__(index, h2o, progress)
+    def __init__(self, index: int, h2o: H2OConfig, progress: Progress,
+                 rotations: Rotations | None):
+        super().__init__(index, h2o, progress, rotations)
         self._forget()
 
     def _forget(self) -> None:
@@ -301,8 +324,8 @@ class SimulatedLayer(H2OLayer):
         """Bytes of all keys and values, in float32."""
         return sum(one.nbytes() for one in self._sequences)
 
-    def _prompt(self, step: Step, q, k, v) -> torch.Tensor:
-        rows = zip(*(x.split(step.new) for x in (q, k, v)), strict=True)
+    def _prompt(self, step: Step, q, k, v, *, bare) -> torch.Tensor:
+        rows = zip(*(x.split(step.new) for x in (*bare, v)), strict=True)
         return torch.cat([self._extend(step, sequence, 0, *some)
                           for sequence, some in enumerate(rows)])
 
@@ -322,11 +345,14 @@ class SimulatedLayer(H2OLayer):
         if size is not None:
             h2o = H2OConfig(
                 heavy_tokens=size.heavy, recent_tokens=size.recent, sink_tokens=size.sinks,
-                score=self._h2o.score, decay=self._h2o.decay, simulate=True,
-                evict_generated=self._h2o.evict_generated)
-        one = SimulatedCache(h2o, rope=lambda positions: None)
+                score=self._h2o.score, decay=self._h2o.decay, positions=self._h2o.positions,
+                evict_generated=self._h2o.evict_generated, simulate=True)
+        one = SimulatedCache(h2o, rope=self._rope)
         one.begin([Seats((step.prompts[sequence],), 0)])
         self._sequences.append(one)
+
+    def _rope(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self._rotations is None else self._rotations.tables(places)
 
     def _decode(self, step: Step, q, k, v) -> torch.Tensor:
         rows = zip(*(x.split(1) for x in (q, k, v)), strict=True)

@@ -28,6 +28,8 @@ class Step:
         Tokens of each that this pass brings.
     index : int64 Tensor [tokens] or None
         Where they stand in the flattened batch [sequences * columns]; None: there are no pads.
+    memo : dict
+        What layers share and need not make again.
     """
 
     start: int
@@ -36,7 +38,7 @@ class Step:
     past: tuple[int, ...]
     new: tuple[int, ...]
     index: torch.Tensor | None
-    _turns: dict = field(default_factory=dict)
+    memo: dict = field(default_factory=dict)
 
     @property
     def is_prompt(self) -> bool:
@@ -67,15 +69,16 @@ class Step:
         Made once for all layers that share the budgets of each sequence.
         """
         sizes = tuple(budgets.budget(h2o, layer, prompt) for prompt in self.prompts)
-        if (sizes, device) not in self._turns:
+        key = ("turn", sizes, device)
+        if key not in self.memo:
             rows = []
             for size, prompt, past in zip(sizes, self.prompts, self.past, strict=True):
                 before = budgets.cached(h2o, layer, prompt, past - prompt)
                 full = size is not None and h2o.evict_generated and before >= size.total
                 rows.append((before, past + 1, size.recent if size else 0, int(full)))
             turn = torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
-            self._turns[sizes, device] = turn, max(row[0] + 1 - row[3] for row in rows)
-        return self._turns[sizes, device]
+            self.memo[key] = turn, max(row[0] + 1 - row[3] for row in rows)
+        return self.memo[key]
 
 
 class Progress:

@@ -17,7 +17,7 @@ from transformers.generation import GenerationMode
 
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.integrations.h2o_cache import NAME, H2OCache, check, register
+from flexgen_h2o.integrations.h2o_cache import NAME, H2OCache, register
 
 __all__ = ["EnabledH2O", "H2OCache", "enable_h2o"]
 
@@ -48,11 +48,11 @@ class EnabledH2O:
         if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
             raise UserError("enable_h2o takes a model of transformers that generates, got "
                             f"{type(model).__name__}")
-        check(model.config, h2o, cache_bits)
+        self.model, self.h2o, self.cache_bits = model, h2o, cache_bits
+        self.new_cache()  # refuses what cannot be
         self._before = model.config._attn_implementation
         if self._before == NAME:
             raise UserError("H2O is enabled for this model already: disable that first")
-        self.model, self.h2o, self.cache_bits = model, h2o, cache_bits
         # Someone else may have wrapped it for this one model too.
         self._own = vars(model).get("generate")
         self._generate = model.generate
@@ -80,7 +80,8 @@ class EnabledH2O:
 
     def new_cache(self) -> H2OCache:
         """A cache for `generate`'s ``past_key_values``: of a text that is to go on later."""
-        return H2OCache(self.model.config, self.h2o, cache_bits=self.cache_bits)
+        return H2OCache(self.model.config, self.h2o, cache_bits=self.cache_bits,
+                        rotary=getattr(self.model.base_model, "rotary_emb", None))
 
     def generate(self, *args, **options):
         """The model's `generate`, with an `H2OCache`.
@@ -130,7 +131,7 @@ def enable_h2o(model, h2o: H2OConfig, *, cache_bits: int = 16) -> EnabledH2O:
         OPT, LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX; not modified but for its attention
         implementation and, on this one object, `generate`.
     h2o : H2OConfig
-        ``positions="rolling"`` and ``drop_positions`` need `LLM`.
+        ``drop_positions`` needs `LLM`.
     cache_bits : int
         16: keys and values in the model's dtype; 8 or 4: in groups of codes with scales.
 
