@@ -76,6 +76,7 @@ ORDER = """
     planning.calibrate
     integrations  integrations.progress
     integrations.rotations
+    integrations.h2o_layer
     integrations.h2o_layers
     integrations.h2o_cache
     integrations.transformers

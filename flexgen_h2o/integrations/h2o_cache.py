@@ -12,7 +12,8 @@ from transformers.masking_utils import sdpa_mask
 
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.integrations.h2o_layers import H2OLayer, SimulatedLayer, SlotLayer
+from flexgen_h2o.integrations.h2o_layer import H2OLayer
+from flexgen_h2o.integrations.h2o_layers import SimulatedLayer, SlotLayer
 from flexgen_h2o.integrations.progress import Progress
 from flexgen_h2o.integrations.rotations import Rotations
 from flexgen_h2o.storage.quantization import GroupLayout
@@ -63,7 +64,8 @@ class H2OCache(Cache):
     def nbytes(self) -> int:
         """Bytes that the keys and values take now, in all layers.
 
-        Scores and positions take another 8 bytes a slot and KV head where layers evict.
+        Where layers evict, scores and positions take another 8 bytes a slot and KV head, and
+        ranks 4 more where positions roll.
         """
         return sum(layer.nbytes() for layer in self.layers)
 
