@@ -13,7 +13,7 @@ TORCH_STAMP := $(VENV)/.have-$(subst =,-,$(TORCH))
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-wheel test-asan gpu-check clean
+.PHONY: demo test test-wheel test-asan test-transformers-4 gpu-check clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
 	$(BIN)/python -m flexgen_h2o.flex_opt --config configs/demo.yaml \
@@ -43,12 +43,27 @@ test-asan: $(VENV)/.have-test
 	    tests/test_few_rows.py tests/test_sequences.py tests/test_quantization.py \
 	    tests/test_matrices.py
 
+# What plugs into transformers once more, with the last release before 5. It stands in front of what
+# .venv has; the kernels are those of the folder.
+VENV4 := .venv-transformers-4
+TRANSFORMERS4 := "transformers==4.57.*" "huggingface_hub>=0.34,<1.0" "tokenizers>=0.22,<=0.23.0"
+
+test-transformers-4: $(VENV4)/.have-transformers $(VENV)/.have-model
+	$(VENV4)/bin/python -m pytest -q tests/test_transformers_plugin.py
+
+$(VENV4)/.have-transformers: Makefile $(VENV)/.have-test
+	$(BIN)/python -m venv --clear $(VENV4)
+	$(VENV4)/bin/python -m pip --disable-pip-version-check install --no-deps $(TRANSFORMERS4)
+	purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	    $(BIN)/python -c "$$purelib" > "$$($(VENV4)/bin/python -c "$$purelib")/rest.pth"
+	touch $@
+
 # On a machine with a GPU: its kernels' results, then their speed.
 gpu-check: $(VENV)/.have-test
 	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VENV4) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

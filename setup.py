@@ -31,7 +31,7 @@ EXTRAS = {
     "test": [
         "pytest>=8",  # runs the tests
         "hypothesis>=6.100",  # property tests of placement, schedule and parsing
-        "accelerate>=1.0",  # transformers' own GGUF loading, which ours is compared with, needs it
+        "accelerate>=1.0",  # transformers' own GGUF loading and its offloading need it
         "matplotlib>=3.8",  # the plots of the tasks are drawn once
         "rouge-score>=0.1.2",  # the scores of tasks.summarize, beside values worked out by hand
         "ruff>=0.9",  # lints, as part of `make test`

@@ -74,6 +74,12 @@ ORDER = """
     planning.search
     planning.rates
     planning.calibrate
+    integrations  integrations.progress
+    integrations.rotations
+    integrations.h2o_layer
+    integrations.h2o_layers
+    integrations.h2o_cache
+    integrations.transformers
     runtime
     streaming
     llm

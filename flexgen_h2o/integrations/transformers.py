@@ -1,0 +1,148 @@
+"""H2O inside ``transformers``: `generate` of an unmodified model with a cache of fixed size.
+
+    with enable_h2o(model, H2OConfig(heavy_ratio=0.1)):
+        model.generate(**inputs, max_new_tokens=100)
+
+Only public interfaces are used: `AttentionInterface`, `AttentionMaskInterface`, `Cache` and
+`set_attn_implementation`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.integrations.h2o_cache import NAME, H2OCache, register
+
+__all__ = ["EnabledH2O", "H2OCache", "enable_h2o"]
+
+MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH,
+         GenerationMode.BEAM_SAMPLE)
+
+# Options of `generate` that cannot be, and why.
+REFUSED = {
+    "cache_implementation": "enable_h2o brings the cache",
+    "prefill_chunk_size": "the budget comes from the whole prompt; H2OConfig(prompt_chunk=...) "
+                          "evicts inside of prompts",
+    "custom_generate": "what it does with a cache is unknown",
+    "output_attentions": "attention weights are never all there",
+}
+
+
+class EnabledH2O:
+    """A model whose `generate` evicts, until `disable` or the end of a ``with`` block.
+
+    Attributes
+    ----------
+    model : PreTrainedModel
+    h2o : H2OConfig
+    cache_bits : int
+    """
+
+    def __init__(self, model, h2o: H2OConfig, *, cache_bits: int = 16):
+        if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+            raise UserError("enable_h2o takes a model of transformers that generates, got "
+                            f"{type(model).__name__}")
+        self.model, self.h2o, self.cache_bits = model, h2o, cache_bits
+        self.new_cache()  # refuses what cannot be
+        self._before = model.config._attn_implementation
+        if self._before == NAME:
+            raise UserError("H2O is enabled for this model already: disable that first")
+        # Someone else may have wrapped it for this one model too.
+        self._own = vars(model).get("generate")
+        self._generate = model.generate
+        register()
+        model.set_attn_implementation(NAME)
+        model.generate = functools.wraps(self._generate)(lambda *args, **options: self.generate(
+            *args, **options))
+
+    def __enter__(self) -> EnabledH2O:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.disable()
+
+    def disable(self) -> None:
+        """Leave the model as it was; a second call does nothing."""
+        if self._before is None:
+            return
+        if self._own is None:
+            del self.model.generate
+        else:
+            self.model.generate = self._own
+        self.model.set_attn_implementation(self._before)
+        self._before = None
+
+    def new_cache(self) -> H2OCache:
+        """A cache for `generate`'s ``past_key_values``: of a text that is to go on later."""
+        return H2OCache(self.model.config, self.h2o, cache_bits=self.cache_bits,
+                        rotary=getattr(self.model.base_model, "rotary_emb", None))
+
+    def generate(self, *args, **options):
+        """The model's `generate`, with an `H2OCache`.
+
+        Raises
+        ------
+        UserError
+            For an option that cannot work with one, by name.
+        """
+        self._check(options, args[1] if len(args) > 1 else None)
+        if options.get("past_key_values") is None:
+            options["past_key_values"] = self.new_cache()
+        return self._generate(*args, **options)
+
+    def _check(self, options: dict, config) -> None:
+        config = config or options.get("generation_config") or self.model.generation_config
+        config = copy.deepcopy(config)
+        config.update(**{name: value for name, value in options.items()
+                         if name != "generation_config"})
+        for name, reason in REFUSED.items():
+            if options.get(name) or getattr(config, name, None):
+                raise UserError(f"generate cannot take {name} while H2O is enabled: {reason}")
+        if config.use_cache is False:
+            raise UserError("generate cannot take use_cache=False while H2O is enabled: H2O is "
+                            "about the cache")
+        mode = config.get_generation_mode(options.get("assistant_model"))
+        if mode not in MODES:
+            raise UserError(f"{mode.value.replace('_', ' ')} does not work while H2O is enabled: "
+                            "it takes tokens back, and what they evicted is gone"
+                            if mode == GenerationMode.ASSISTED_GENERATION else
+                            f"{mode.value.replace('_', ' ')} does not work while H2O is enabled")
+        cache = options.get("past_key_values")
+        if cache is not None and not isinstance(cache, H2OCache):
+            raise UserError("while H2O is enabled past_key_values must be an H2OCache, got "
+                            f"{type(cache).__name__}")
+
+
+def enable_h2o(model, h2o: H2OConfig, *, cache_bits: int = 16) -> EnabledH2O:
+    """Let a model's `generate` run with a KV cache that evicts (arXiv 2306.14048).
+
+    Greedy search, sampling, beam search, padded batches, streamers and models that accelerate
+    offloads all work; forward passes without an `H2OCache` attend as ``sdpa`` does.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        OPT, LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX; not modified but for its attention
+        implementation and, on this one object, `generate`.
+    h2o : H2OConfig
+        ``drop_positions`` needs `LLM`.
+    cache_bits : int
+        16: keys and values in the model's dtype; 8 or 4: in groups of codes with scales.
+
+    Returns
+    -------
+    EnabledH2O
+        A context manager, in effect at once; its end or `disable` leaves the model as it was.
+
+    Raises
+    ------
+    UserError
+        Another model, an option that does not work here, H2O enabled already.
+    """
+    return EnabledH2O(model, h2o, cache_bits=cache_bits)
