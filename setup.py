@@ -33,6 +33,7 @@ EXTRAS = {
         "accelerate>=1.0",  # transformers' own GGUF loading, which ours is compared with, needs it
         "matplotlib>=3.8",  # the plots of tasks.quality and tasks.summarize are drawn once
         "rouge-score>=0.1.2",  # the scores of tasks.summarize, beside values worked out by hand
+        "lm_eval>=0.4.13",  # integrations.lm_eval is a model of it, and runs within it
         "ruff>=0.9",  # lints, as part of `make test`
         # the GPU kernels run under its interpreter; where PyTorch brings its own, that one stays
         "triton>=3.4; platform_system == 'Linux' and platform_machine == 'x86_64'",
@@ -47,7 +48,9 @@ EXTRAS = {
         "matplotlib>=3.8",  # --plot of the tasks; 3.7 brought "outside" legends, 3.8 Python 3.12
     ],
     "eval": [
-        "lm_eval>=0.4.9",  # the harness that measures quality by cache budget
+        # the harness that measures quality by cache budget; integrations.lm_eval uses the registry
+        # and the command line of 0.4.13
+        "lm_eval>=0.4.13",
     ],
 }
 

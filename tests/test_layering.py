@@ -83,6 +83,9 @@ ORDER = """
     run_config
     planner  results
     flex_opt
+    integrations  integrations.lm_eval  integrations.lm_eval.arguments
+    integrations.lm_eval.model
+    integrations.lm_eval.__main__
     tasks  tasks.articles  tasks.configurations  tasks.figures  tasks.files  tasks.tables
     tasks.rouge  tasks.line_file
     tasks.quality_plot  tasks.measures  tasks.summaries  tasks.summary_plot
@@ -108,6 +111,8 @@ TORCH_FREE = (
     "planning.plan_text", "plan_flags", "planner",
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
     "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
+    "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",
+    "integrations.lm_eval.__main__",
     "engine.schedule", "engine.batching", "engine.stop_strings", "storage.extent",
     "storage.placement", "storage.quantization", "cache", "cache.budget", "cache.seats",
     "tasks.summarize",
