@@ -91,7 +91,8 @@ class Arguments:
                     check_int(name, getattr(self, name), low=1)
             self._check_batch_size()
             self._check_eviction()
-            if self.simulate and self.run_config().resolved_cache_bits != 16:
+            config = self.run_config()  # which checks the flags
+            if self.simulate and config.resolved_cache_bits != 16:
                 raise UserError("simulate masks an exact cache: leave cache_bits out")
 
     def _check_batch_size(self) -> None:
