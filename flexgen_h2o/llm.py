@@ -216,6 +216,7 @@ class LLM:
         With the full cache, context and continuation are one prompt. An evicting, compressed or
         sparsely read cache gets the context as the prompt and then the continuation token by token,
         as if they had been generated: what it predicts depends on what it has dropped by then.
+        There, a context of several pairs of a batch is computed once, but for its attention.
 
         Parameters
         ----------
@@ -367,7 +368,8 @@ class LLM:
         policy = self.policy
         blocks = make_blocks(requests, new, gpu_batch_size=policy.gpu_batch_size,
                              num_gpu_batches=policy.num_gpu_batches,
-                             prefill_chunk=policy.prefill_chunk)
+                             prefill_chunk=policy.prefill_chunk,
+                             shares=isinstance(sink, Forcing))
         room = self._enter(blocks, planned) if blocks else None
         try:
             self.stats = self._runtime.run(room, blocks, sink)

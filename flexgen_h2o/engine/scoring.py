@@ -140,7 +140,11 @@ def newest_rows(batch: Batch, sweep: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64)
     if not batch.seats.in_prefill(sweep):
         return torch.arange(len(batch))
-    return torch.tensor([len(span) for span in batch.seats.spans(sweep)]).cumsum(0) - 1
+    newest, row = {}, -1
+    for span in batch.spans(sweep):
+        row += len(span)
+        newest.update(dict.fromkeys(batch.alike[span.sequence], row))
+    return torch.tensor([newest[sequence] for sequence in range(len(batch))])
 
 
 def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> list[tuple[float, bool]]:
