@@ -214,8 +214,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--input-path", help="articles with `article` and `summary_gt`")
     parser.add_argument("--items", type=int, default=200)
-    parser.add_argument("--words", type=int, default=120, help="of each article")
-    parser.add_argument("--shot-words", type=int, default=60, help="of each example's article")
+    parser.add_argument("--words", type=int, default=100, help="of each article")
+    parser.add_argument("--shot-words", type=int, default=50, help="of each example's article")
     parser.add_argument("--budgets", type=float, nargs="+", default=[4, 10, 20, 60],
                         help="percent of the prompt; 100, the full cache, is always measured")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))

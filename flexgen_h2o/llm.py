@@ -216,7 +216,7 @@ class LLM:
         With the full cache, context and continuation are one prompt. An evicting, compressed or
         sparsely read cache gets the context as the prompt and then the continuation token by token,
         as if they had been generated: what it predicts depends on what it has dropped by then.
-        There, a context of several pairs of a batch is computed once, but for its attention.
+        There, a context of several pairs of a batch is computed once.
 
         Parameters
         ----------

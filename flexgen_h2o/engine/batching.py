@@ -128,7 +128,7 @@ def make_blocks(requests: Sequence[Request], new: int, *, gpu_batch_size: int,
 
     The longest come first: what does not fit shows at once. The last block may be partial. Up to
     `new` tokens will be appended to each; prompts come in chunks of `prefill_chunk` tokens. With
-    `shares`, a batch computes equal prompts once; they come next to each other.
+    `shares`, equal prompts come next to each other, and a batch computes them once.
     """
     first: dict[tuple[int, ...], int] = {}
     if shares:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -188,7 +188,7 @@ class Executor:
         for chunk in batch.chunks(step.sweep, self._chunk_rows):
             rows = slice(chunk.row, chunk.end)
             layer = self._layer(step, x[rows])
-            attend = self._attend_alike if batch.shares else self._attend_prompts
+            attend = self._attend_once if batch.shares else self._attend_prompts
             finish(layer, attend(step, chunk.spans, next(layer), None if rope is None else tuple(
                 table[rows] for table in rope)))
 
@@ -197,18 +197,18 @@ class Executor:
         return self._cache.attend_prompt(self._cached(step), step.batch, *qkv, spans=spans,
                                          rope=rope)
 
-    def _attend_alike(self, step: Step, spans: Sequence[Span], qkv, rope) -> torch.Tensor:
-        """As `_attend_prompts`, and cache each prompt for all sequences that have it."""
+    def _attend_once(self, step: Step, spans: Sequence[Span], qkv, rope) -> torch.Tensor:
+        """As `_attend_prompts`; where a prompt ends, all sequences that have it get its cache."""
         outputs, first = [], 0
-        for span in spans:
+        batch = self._batches[step.batch]
+        for span in spans:  # one at a time, as a cache takes neighbours, and these may be none
             rows = slice(first, first + len(span))
             first = rows.stop
-            tables = None if rope is None else tuple(table[rows] for table in rope)
-            for sequence in self._batches[step.batch].alike[span.sequence]:
-                # Copies, for the cache rotates in place; what comes out is the same each time.
-                out = self._attend_prompts(step, [replace(span, sequence=sequence)],
-                                           [x[rows].clone() for x in qkv], tables)
-            outputs.append(out)
+            outputs.append(self._attend_prompts(
+                step, [span], [x[rows] for x in qkv],
+                None if rope is None else [table[rows] for table in rope]))
+            if batch.seats.token(step.sweep) == 0:
+                self._cache.repeat(self._cached(step), step.batch, *batch.alike[span.sequence])
         return torch.cat(outputs)
 
     def _token_layer(self, step: Step) -> None:

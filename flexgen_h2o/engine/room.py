@@ -70,6 +70,9 @@ class Cache(Protocol):
                       rope) -> torch.Tensor:
         """Attend within prompts, and cache them."""
 
+    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
+        """Cache the prompt of one sequence, which has ended, for others that have the same."""
+
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
         """Attend from a new token of each sequence, and cache it."""
 
