@@ -29,6 +29,7 @@ from flexgen_h2o.tasks.articles import unwrap
 from flexgen_h2o.tasks.figures import LINES, check_plot, new_figure, save
 from flexgen_h2o.tasks.files import ORIGIN, RowsFile, check_writable, keeping, origin
 from flexgen_h2o.tasks.summaries import Article, read_articles
+from flexgen_h2o.tasks.tables import read_csv
 
 TASK, OPTIONS, CHANCE = "xsum_choice", 4, 25
 POLICIES = ("h2o", "window")
@@ -132,7 +133,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
                 began = time.perf_counter()
                 found = lm_eval.simple_evaluate(lm, tasks=[TASK], num_fewshot=shots,
                                                 task_manager=tasks, limit=args.limit,
-                                                log_samples=False, bootstrap_iters=0)
+                                                log_samples=False)
                 seconds = time.perf_counter() - began
                 info = lm.get_model_info()
             finally:
@@ -156,16 +157,10 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
 
 def read_rows(path: str) -> list[dict[str, object]]:
     """Rows that `measure` wrote, numbers as numbers. `UserError` if they are not such."""
-    import csv
-
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            return [{name: row[name] if name in TEXT else float(row[name] or "nan")
-                     for name in COLUMNS} for row in csv.DictReader(file)]
-    except OSError as error:
-        raise UserError(f"cannot read --from-csv {path}: {error.strerror}") from None
-    except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"--from-csv {path} holds no rows of this benchmark: {error}") from None
+    rows = read_csv(path, (COLUMNS,), texts=TEXT, may_lack=("prompt_chunk",))
+    if not rows:
+        raise UserError(f"--from-csv {path} has no rows")
+    return rows
 
 
 def draw(rows: Sequence[dict], path: str) -> None:

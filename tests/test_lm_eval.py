@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -440,6 +442,70 @@ def test_the_harness_flags_beside_model_args(folder):
     lm = FlexGenLM.create_from_arg_string(f"pretrained={folder},hh_ratio=0.1", {"device": "cpu"})
     assert lm.llm.h2o == H2OConfig(heavy_ratio=0.1)
     lm.close()
+
+
+# The benchmark
+
+
+@pytest.fixture
+def benchmark():
+    """benchmarks/lm_eval_budgets.py, which is no part of the package."""
+    path = Path(__file__).parents[1] / "benchmarks" / "lm_eval_budgets.py"
+    spec = importlib.util.spec_from_file_location("lm_eval_budgets", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_budgets_on_a_task_of_articles(benchmark, folder, task, tmp_path, monkeypatch):
+    for name in ("HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "")  # so that what the benchmark sets goes again
+    articles, csv, plot = (tmp_path / name for name in ("in.jsonl", "out.csv", "out.png"))
+    lines = ({"article": words(*seeded(30, n)), "summary_gt": words(*seeded(6, 50 + n))}
+             for n in range(10))
+    articles.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    args = benchmark.parse_args([
+        "--model", folder, "--dtype", "float32", "--input-path", str(articles), "--items", "6",
+        "--words", "20", "--budgets", "20", "--shots", "0", "1", "--evict-prompt", "true", "false",
+        "--prompt-chunk", "5", "--batch-size", "8", "--csv", str(csv), "--plot", str(plot)])
+    benchmark.run(args)
+    rows = benchmark.read_rows(str(csv))
+    assert [(row["shots"], row["evict_prompt"], row["policy"], row["budget_percent"])
+            for row in rows] == [
+        (shots, mode, policy, budget) for shots in (0, 1) for mode, policy, budget in (
+            ("False", "full", 100), ("True", "h2o", 20), ("True", "window", 20),
+            ("False", "h2o", 20), ("False", "window", 20))]
+    assert all(row["items"] == 6 and 0 <= row["acc"] <= 1 and row["acc_stderr"] >= 0
+               and row["gpu_batch_size"] == 8 for row in rows)
+    full, evicting = rows[0]["kv_cache_bytes"], rows[1]["kv_cache_bytes"]
+    assert 0 < evicting < full
+    assert plot.stat().st_size > 10_000
+    plot.unlink()
+    benchmark.run(benchmark.parse_args(["--from-csv", str(csv), "--plot", str(plot)]))
+    assert plot.exists() and not list(tmp_path.glob("*.partial"))
+
+
+def test_the_items_of_the_task(benchmark):
+    articles = [benchmark.Article(words(*seeded(30, n)), words(*seeded(6, 50 + n)))
+                for n in range(7)]
+    found = list(benchmark.items(articles, words=12, rng=random.Random(3)))
+    assert found == list(benchmark.items(articles, words=12, rng=random.Random(3)))
+    for item, article in zip(found, articles, strict=True):
+        assert item["choices"][item["gold"]] == article.reference
+        assert len(set(item["choices"])) == 4
+        assert set(item["choices"]) <= {other.reference for other in articles}
+        assert item["article"] == " ".join(article.prompt.split()[:12])
+    assert len({item["gold"] for item in found}) > 1
+
+
+def test_what_the_benchmark_refuses(benchmark, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"article": "w5", "summary_gt": "w6"}\n', encoding="utf-8")
+    out = ["--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")]
+    for argv, said in (([], "give --input-path"),
+                       (["--input-path", str(few)], "1 articles and 204 are needed")):
+        with pytest.raises(UserError, match=said):
+            benchmark.run(benchmark.parse_args([*argv, *out]))
 
 
 @given(st.dictionaries(st.sampled_from([*FLAGS, "evict_prompt", "prompt_chunk", "simulate",
