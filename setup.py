@@ -34,6 +34,7 @@ EXTRAS = {
         "accelerate>=1.0",  # transformers' own GGUF loading and its offloading need it
         "matplotlib>=3.8",  # the plots of the tasks are drawn once
         "rouge-score>=0.1.2",  # the scores of tasks.summarize, beside values worked out by hand
+        "lm_eval>=0.4.13",  # integrations.lm_eval is a model of it, and runs within it
         "ruff>=0.9",  # lints, as part of `make test`
         "mypy>=1.15",  # checks the types of what users import, as part of `make test`
         "types-PyYAML>=6.0.12",  # PyYAML's types, which mypy asks for
@@ -51,7 +52,9 @@ EXTRAS = {
         "matplotlib>=3.8",  # --plot of the tasks; 3.7 brought "outside" legends, 3.8 Python 3.12
     ],
     "eval": [
-        "lm_eval>=0.4.9",  # the harness that measures quality by cache budget
+        # the harness that measures quality by cache budget; integrations.lm_eval uses the registry
+        # and the command line of 0.4.13
+        "lm_eval>=0.4.13",
     ],
 }
 

@@ -28,7 +28,7 @@ from flexgen_h2o.engine.sampling import Sampler, sampling_params
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.positions import check_cache, check_halves
-from flexgen_h2o.output import Output
+from flexgen_h2o.output import Output, Scored
 from flexgen_h2o.planning.rows import CacheOptions, Workload
 from flexgen_h2o.report import RunStats, Trace
 from flexgen_h2o.runtime import Block, Runtime, Settings
@@ -221,6 +221,7 @@ class LLM:
         With the full cache, context and continuation are one prompt. An evicting, compressed or
         sparsely read cache gets the context as the prompt and then the continuation token by token,
         as if they had been generated: what it predicts depends on what it has dropped by then.
+        There, a context of several pairs of a batch is computed once.
 
         Parameters
         ----------
@@ -231,6 +232,20 @@ class LLM:
         -------
         list of list of float
             For each pair, the natural log-probability of each token of the continuation.
+        """
+        return [scored.log_probs for scored in self.score(pairs)]
+
+    def score(self, pairs: Sequence[tuple]) -> list[Scored]:
+        """As `loglikelihood`, and whether greedy decoding would write each continuation.
+
+        Parameters
+        ----------
+        pairs : sequence of (context, continuation)
+            Text or token ids. An empty context stands for the start of a text.
+
+        Returns
+        -------
+        list of Scored, in the order of the pairs
         """
         requests, continuations = self._pairs(pairs)
         new = max(map(len, continuations.values()), default=1)
@@ -243,7 +258,35 @@ class LLM:
         if requests:
             self._prompts.check_lengths(requests, new)
         self._run(requests, new - 1, sink, planned=new)
-        return [sink.log_probs[key] for key in range(len(requests))]
+        return [Scored(sink.log_probs[key], sink.greedy[key]) for key in range(len(requests))]
+
+    def fit_batch(self, *, prompt_len: int, gen_len: int, most: int) -> int:
+        """Set how many sequences are computed together: as many as the memory plan takes.
+
+        Parameters
+        ----------
+        prompt_len, gen_len : int
+            The longest prompt, and the most tokens that follow one.
+        most : int
+            Sequences at most.
+
+        Returns
+        -------
+        int
+            The policy's `gpu_batch_size` from now on: `most`, or a power of two below; 1 where
+            nothing fits, for the run itself to say so.
+        """
+        check_int("most", most, low=1)
+        self._check_open()
+        self._leave()  # its memory counts as free
+        size = most
+        while size > 1 and not self._runtime.fits(Workload(
+                prompt_len=prompt_len, gen_len=gen_len, gpu_batch_size=size,
+                num_gpu_batches=self.policy.num_gpu_batches)):
+            size = 1 << ((size - 1).bit_length() - 1)  # the next power of two below
+        self.policy = replace(self.policy, gpu_batch_size=size)
+        self._runtime = self._runtime.in_batches(size)
+        return size
 
     def stream(self, *, max_tokens: int | None = None, past_context: bool = False) -> Stream:
         """Open a text without end, whose cache survives from call to call.
@@ -332,7 +375,8 @@ class LLM:
         policy = self.policy
         blocks = make_blocks(requests, new, gpu_batch_size=policy.gpu_batch_size,
                              num_gpu_batches=policy.num_gpu_batches,
-                             prefill_chunk=policy.prefill_chunk)
+                             prefill_chunk=policy.prefill_chunk,
+                             shares=isinstance(sink, Forcing))
         room = self._enter(blocks, planned) if blocks else None
         try:
             self.stats = stats = self._runtime.run(room, blocks, sink)

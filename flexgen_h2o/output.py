@@ -1,4 +1,4 @@
-"""What a prompt was continued with."""
+"""What a prompt was continued with, and what the model makes of a given continuation."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ class Output:
     token_ids: list[int]
     text: str | None
     finish_reason: str
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a model makes of a given continuation.
+
+    `log_probs` are the natural log-probabilities of its tokens; `greedy` says whether each of them
+    is the likeliest at its place, so that greedy decoding would write this continuation.
+    """
+
+    log_probs: list[float]
+    greedy: bool

@@ -17,8 +17,8 @@ from flexgen_h2o.engine.progress import byte_bar, run_bars
 from flexgen_h2o.engine.room import Cache, Room, Size
 from flexgen_h2o.engine.schedule import num_stops
 from flexgen_h2o.engine.weights import WeightStore
-from flexgen_h2o.planning.free_memory import free_memory
-from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.free_memory import MemoryLimits, free_memory
+from flexgen_h2o.planning.memory_plan import MemoryPlan, memory_plan
 from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
 from flexgen_h2o.report import PHASES, LinkStats, RunStats, Trace, peak_process_bytes
 from flexgen_h2o.storage.disk import RunFolder
@@ -75,6 +75,13 @@ class Runtime:
                                  policy=replace(settings.policy, prefill_chunk=chunk))
         return other
 
+    def in_batches(self, size: int) -> Runtime:
+        """The same model and weights, for runs of `size` sequences together."""
+        other = copy.copy(self)
+        other.settings = replace(self.settings,
+                                 policy=replace(self.settings.policy, gpu_batch_size=size))
+        return other
+
     def load(self, opened: contextlib.ExitStack, *, seed: int) -> None:
         """Read the weights to where they live; `opened` gets what has to be closed.
 
@@ -106,6 +113,18 @@ class Runtime:
 
     def plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
         """Refuse what does not fit, before it is allocated."""
+        plan, limits = self._planned(workload, loaded=loaded)
+        if show:
+            print(plan.table(limits), flush=True)
+        plan.check(limits)
+
+    def fits(self, workload: Workload) -> bool:
+        """Whether there is memory for it, the weights being there."""
+        plan, limits = self._planned(workload, loaded=True)
+        return not plan.shortfalls(limits)
+
+    def _planned(self, workload: Workload, *, loaded: bool) -> tuple[MemoryPlan, MemoryLimits]:
+        """What a run will take, and what is free for it."""
         form, settings = self.source.form, self.settings
         not_kept = form.bits != 16 and settings.weight_cache is None
         plan = memory_plan(self.config, settings.policy, workload,
@@ -115,10 +134,7 @@ class Runtime:
         limits = free_memory(settings.offload_dir, self._device.free_bytes())
         if loaded:
             limits = plan.before_loading(limits)
-        limits = limits.within(**settings.most)
-        if show:
-            print(plan.table(limits), flush=True)
-        plan.check(limits)
+        return plan, limits.within(**settings.most)
 
     def room(self, size: Size, cache: Cache | None = None) -> Room:
         """A room for blocks up to `size`, with a cache as set or the given one."""

@@ -74,11 +74,12 @@ ORDER = """
     planning.search
     planning.rates
     planning.calibrate
-    integrations  integrations.progress
-    integrations.rotations
-    integrations.h2o_layer
-    integrations.h2o_layers
-    integrations.h2o_cache
+    integrations  integrations.transformers.progress
+    integrations.transformers.rotations
+    integrations.transformers.layer
+    integrations.transformers.layers
+    integrations.transformers.cache
+    integrations.transformers.enabling
     integrations.transformers
     runtime
     streaming
@@ -89,6 +90,9 @@ ORDER = """
     run_config
     planner  results
     flex_opt
+    integrations.lm_eval  integrations.lm_eval.arguments
+    integrations.lm_eval.model
+    integrations.lm_eval.__main__
     tasks  tasks.shared  tasks.shared.articles  tasks.shared.figures  tasks.shared.files
     tasks.shared.tables  tasks.shared.line_file  tasks.shared.flags  tasks.shared.statistics
     tasks.budgets  tasks.budgets.configurations
@@ -124,6 +128,8 @@ TORCH_FREE = (
     "planning.plan_text", "plan_flags", "planner",
     "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
     "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
+    "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",
+    "integrations.lm_eval.__main__",
     "engine.schedule", "engine.batching", "engine.stop_strings", "storage.extent",
     "storage.placement", "storage.quantization", "cache", "cache.budget", "cache.seats",
     "tasks", "tasks.shared", "tasks.shared.files", "tasks.shared.flags",

@@ -323,3 +323,34 @@ def test_chunks_cover_all_rows_once_and_cut_between_sequences(lengths, most, chu
         # As few as can be, in this order: none could have taken in the next one's first span.
         for each, after in zip(found, found[1:], strict=False):
             assert each.end - each.row + len(after.spans[0]) > most
+
+
+@settings(max_examples=40)
+@given(kinds=st.lists(st.integers(0, 3), min_size=1, max_size=9), size=st.integers(1, 5),
+       chunk=st.sampled_from([None, 1, 2, 3]))
+def test_equal_prompts_lie_together_and_are_computed_once(kinds, size, chunk):
+    prompts = [[7], [7, 8], [8, 7], [1, 2, 3, 4, 5]]
+    requests = [Request(key, prompts[kind]) for key, kind in enumerate(kinds)]
+    blocks = make_blocks(requests, 2, gpu_batch_size=size, num_gpu_batches=2, prefill_chunk=chunk,
+                         shares=True)
+    ordered = [request for block in blocks for batch in block for request in batch.requests]
+    assert sorted(request.key for request in ordered) == list(range(len(kinds)))
+    seen = [request.prompt for request in ordered]
+    assert sum(a != b for a, b in zip(seen, seen[1:], strict=False)) == len(set(kinds)) - 1
+    for batch in (batch for block in blocks for batch in block):
+        unique = {tuple(request.prompt) for request in batch.requests}
+        fed: dict[int, list[int]] = {lead: [] for lead in batch.alike}
+        for sweep in range(batch.seats.prefill_sweeps):
+            ids, _ = batch.inputs(sweep)
+            spans = list(batch.spans(sweep))
+            assert batch.rows(sweep) == len(ids) == sum(map(len, spans))
+            for span in spans:
+                fed[span.sequence] += ids[: len(span)]
+                ids = ids[len(span):]
+        assert len(fed) == len(unique)
+        assert all(fed[lead] == batch.requests[place].prompt
+                   for lead, places in batch.alike.items() for place in places)
+        sweep = batch.seats.prefill_sweeps - 1
+        ids, _ = batch.inputs(sweep)
+        assert [ids[row] for row in newest_rows(batch, sweep)] == [
+            request.prompt[-1] for request in batch.requests]

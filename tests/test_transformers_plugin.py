@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, TextStreamer
 
 from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.integrations.h2o_cache import NAME
-from flexgen_h2o.integrations.progress import Progress
-from flexgen_h2o.integrations.rotations import Rotations
 from flexgen_h2o.integrations.transformers import H2OCache, enable_h2o
+from flexgen_h2o.integrations.transformers.cache import NAME
+from flexgen_h2o.integrations.transformers.progress import Progress
+from flexgen_h2o.integrations.transformers.rotations import Rotations
 
 NEW = 40
 LENGTHS = [60, 41, 7, 23, 1]

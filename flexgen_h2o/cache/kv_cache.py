@@ -262,6 +262,32 @@ class KVCache:
         return Cut(length, length, 0) if budget is None else (
             Cut(length, budget.heavy, budget.recent))
 
+    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
+        """Cache the prompt of one sequence, which has ended, for others that have the same.
+
+        Parameters
+        ----------
+        source : int
+            Place in the batch of the sequence whose prompt `attend_prompt` has just cached.
+        targets : int
+            Those of the others.
+        """
+        originals = self._of_sequence(layer, batch, source)
+        for target in targets:
+            for original, copy in zip(originals, self._of_sequence(layer, batch, target),
+                                      strict=True):
+                copy.copy_(original)
+
+    def _of_sequence(self, layer: int, batch: int, sequence: int) -> list[torch.Tensor]:
+        """All that is held of a sequence in a layer: its slots, and what eviction knows of them."""
+        part = next(p for p in self.parts if sequence < p.last)
+        seat = sequence - part.first
+        found = [part.get(layer, batch)[:, seat]]
+        if self._fates[batch][layer].evicts:
+            book = self._book(layer, batch, part)
+            found += [x[seat] for x in (book.mass, book.positions, book.ranks) if x is not None]
+        return found
+
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
                      rope: Rope | None) -> Attending:
         """Start attending from one new token of each sequence over what is cached and itself.

@@ -6,6 +6,7 @@ has to give the same tokens in float32. See arXiv 2306.14048, algorithm 1.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -85,6 +86,12 @@ class SimulatedCache:
             if span.end == self._seats[batch].lengths[span.sequence] or self._h2o.prompt_chunk:
                 self._evict(key)
         return torch.cat(outputs)
+
+    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
+        """As `KVCache.repeat`."""
+        for target in targets:
+            self._memories[layer, batch, target] = copy.deepcopy(
+                self._memories[layer, batch, source])
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
         """As `KVCache.attend_token`, done at once."""

@@ -32,13 +32,21 @@ class Request:
 class Batch:
     """The sequences computed together; `index` is the batch's place in its block.
 
-    `seats` says how their prompts are cut into sweeps and how many tokens may follow.
+    `seats` says how their prompts are cut into sweeps and how many tokens may follow. With
+    `shares`, a prompt that several sequences have goes through the network once, for the first
+    of them, and is cached for each.
     """
 
-    def __init__(self, index: int, requests: Sequence[Request], seats: Seats):
+    def __init__(self, index: int, requests: Sequence[Request], seats: Seats, *,
+                 shares: bool = False):
         self.index = index
         self.requests = list(requests)
         self.seats = seats
+        self.alike: dict[int, list[int]] = {}  # of each prompt: its first sequence to all of them
+        first: dict[object, int] = {}
+        for place, request in enumerate(requests):
+            lead = first.setdefault(tuple(request.prompt) if shares else place, place)
+            self.alike.setdefault(lead, []).append(place)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -52,7 +60,16 @@ class Batch:
         """Rows of hidden states in a sweep."""
         if not self.seats.in_prefill(sweep):
             return len(self)
-        return sum(map(len, self.seats.spans(sweep)))
+        return sum(map(len, self.spans(sweep)))
+
+    @property
+    def shares(self) -> bool:
+        """Whether some prompt stands for several sequences."""
+        return len(self.alike) < len(self)
+
+    def spans(self, sweep: int) -> Iterator[Span]:
+        """What of the prompts goes through the network in a sweep of the prefill, in its order."""
+        return (span for span in self.seats.spans(sweep) if span.sequence in self.alike)
 
     def inputs(self, sweep: int) -> tuple[list[int], list[int]]:
         """Token ids and positions of the rows: of the prompts, or each sequence's newest token."""
@@ -62,7 +79,7 @@ class Batch:
             ids = [request.generated[-1] for request in self.requests]
             return ids, [length + token - 1 for length in self.seats.lengths]
         ids, positions = [], []
-        for span in self.seats.spans(sweep):
+        for span in self.spans(sweep):
             prompt, past = self.requests[span.sequence].prompt, self.seats.past
             ids += prompt[span.start - past : span.end - past]
             positions += range(span.start, span.end)
@@ -75,7 +92,7 @@ class Batch:
         """
         spans: list[Span] = []
         row = rows = 0
-        for span in self.seats.spans(sweep):
+        for span in self.spans(sweep):
             if not len(span):
                 continue
             if spans and rows + len(span) > most_rows:
@@ -108,13 +125,20 @@ def next_turn(request: Request, new: int, *, past: int, chunk: int) -> Batch:
 
 
 def make_blocks(requests: Sequence[Request], new: int, *, gpu_batch_size: int,
-                num_gpu_batches: int, prefill_chunk: int | None = None) -> list[list[Batch]]:
+                num_gpu_batches: int, prefill_chunk: int | None = None, shares: bool = False
+                ) -> list[list[Batch]]:
     """Sort requests by length, so that a batch's are alike, and cut them into blocks of batches.
 
     The longest come first: what does not fit shows at once. The last block may be partial. Up to
-    `new` tokens will be appended to each; prompts come in chunks of `prefill_chunk` tokens.
+    `new` tokens will be appended to each; prompts come in chunks of `prefill_chunk` tokens. With
+    `shares`, equal prompts come next to each other, and a batch computes them once.
     """
-    ordered = sorted(requests, key=lambda request: (-len(request.prompt), request.key))
+    first: dict[tuple[int, ...], int] = {}
+    if shares:
+        for request in requests:
+            first.setdefault(tuple(request.prompt), request.key)
+    ordered = sorted(requests, key=lambda request: (
+        -len(request.prompt), first[tuple(request.prompt)] if shares else 0, request.key))
     groups = [ordered[i : i + gpu_batch_size] for i in range(0, len(ordered), gpu_batch_size)]
     blocks = []
     for start in range(0, len(groups), num_gpu_batches):
@@ -123,6 +147,7 @@ def make_blocks(requests: Sequence[Request], new: int, *, gpu_batch_size: int,
         seats = Seats((), new, prefill_chunk if sweeps > 1 else None, sweeps)
         blocks.append([
             Batch(index, group,
-                  replace(seats, lengths=tuple(len(request.prompt) for request in group)))
+                  replace(seats, lengths=tuple(len(request.prompt) for request in group)),
+                  shares=shares)
             for index, group in enumerate(block)])
     return blocks

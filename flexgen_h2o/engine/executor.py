@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from flexgen_h2o.cache.attending import Attending
+from flexgen_h2o.cache.seats import Span
 from flexgen_h2o.config import Policy
 from flexgen_h2o.engine.batching import Batch
 from flexgen_h2o.engine.room import Room
@@ -187,9 +188,28 @@ class Executor:
         for chunk in batch.chunks(step.sweep, self._chunk_rows):
             rows = slice(chunk.row, chunk.end)
             layer = self._layer(step, x[rows])
-            finish(layer, self._cache.attend_prompt(
-                self._cached(step), step.batch, *next(layer), spans=chunk.spans,
-                rope=None if rope is None else tuple(table[rows] for table in rope)))
+            attend = self._attend_once if batch.shares else self._attend_prompts
+            finish(layer, attend(step, chunk.spans, next(layer), None if rope is None else tuple(
+                table[rows] for table in rope)))
+
+    def _attend_prompts(self, step: Step, spans: Sequence[Span], qkv, rope) -> torch.Tensor:
+        """Attend within prompts, and cache them: q, k and v [rows, heads, head_dim]."""
+        return self._cache.attend_prompt(self._cached(step), step.batch, *qkv, spans=spans,
+                                         rope=rope)
+
+    def _attend_once(self, step: Step, spans: Sequence[Span], qkv, rope) -> torch.Tensor:
+        """As `_attend_prompts`; where a prompt ends, all sequences that have it get its cache."""
+        outputs, first = [], 0
+        batch = self._batches[step.batch]
+        for span in spans:  # one at a time, as a cache takes neighbours, and these may be none
+            rows = slice(first, first + len(span))
+            first = rows.stop
+            outputs.append(self._attend_prompts(
+                step, [span], [x[rows] for x in qkv],
+                None if rope is None else [table[rows] for table in rope]))
+            if batch.seats.token(step.sweep) == 0:
+                self._cache.repeat(self._cached(step), step.batch, *batch.alike[span.sequence])
+        return torch.cat(outputs)
 
     def _token_layer(self, step: Step) -> None:
         layer, attending = self._started.pop(step.batch, None) or self._start(step)
@@ -221,7 +241,7 @@ class Executor:
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.sweep))
         wanted = self._sink.rows(batch, step.sweep)
-        if len(wanted) < len(x):
+        if batch.shares or len(wanted) < len(x):
             x = x[wanted.to(self._device.torch)]
         for rows in _row_chunks(len(x), HEAD_ROWS):
             logits = self._family.head(self._config, weights, x[rows])

@@ -39,7 +39,8 @@ class Size:
         chunked = [max(batch.seats.lengths) for batch in batches if batch.seats.chunk is not None]
         cache = CacheSize(max(map(len, batches)), max(map(len, blocks)),
                           tuple(max(layer) for layer in slots), max(chunked, default=0))
-        rows = max(batch.rows(sweep) for batch in batches
+        # Of new tokens there is a row for each sequence; of prompts they may have fewer together.
+        rows = max(max(len(batch), batch.rows(sweep)) for batch in batches
                    for sweep in range(batch.seats.prefill_sweeps))
         return cls(cache, rows)
 
@@ -68,6 +69,9 @@ class Cache(Protocol):
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span],
                       rope) -> torch.Tensor:
         """Attend within prompts, and cache them."""
+
+    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
+        """Cache the prompt of one sequence, which has ended, for others that have the same."""
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
         """Attend from a new token of each sequence, and cache it."""

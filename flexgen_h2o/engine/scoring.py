@@ -56,6 +56,8 @@ class Generation:
 class _Continuations:
     """A sink that collects the log-probabilities of given continuations.
 
+    `greedy` says by key whether each token so far has been the likeliest.
+
     Parameters
     ----------
     continuations : mapping
@@ -65,6 +67,12 @@ class _Continuations:
     def __init__(self, continuations: Mapping[int, Sequence[int]]):
         self._continuations = continuations
         self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
+        self.greedy = dict.fromkeys(continuations, True)
+
+    def _note(self, key: int, log_prob: float, likeliest: bool) -> None:
+        """Add what was found of the next token of a continuation."""
+        self.log_probs[key].append(log_prob)
+        self.greedy[key] &= likeliest
 
 
 class Scoring(_Continuations):
@@ -93,8 +101,8 @@ class Scoring(_Continuations):
     def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
         owners = self._owners(batch, sweep)[row : row + len(logits)]
         found = _log_probs(logits, [target for _, _, target in owners])
-        for (_, key, _), value in zip(owners, found, strict=True):
-            self.log_probs[key].append(value)
+        for (_, key, _), each in zip(owners, found, strict=True):
+            self._note(key, *each)
         if batch.seats.token(sweep) == 0:
             for request in batch.requests:
                 request.finish_reason = "length"
@@ -117,10 +125,10 @@ class Forcing(_Continuations):
         targets = [tail[min(len(request.generated), len(tail) - 1)]
                    for request, tail in zip(requests, tails, strict=True)]
         found = _log_probs(logits, targets)
-        for request, tail, target, value in zip(requests, tails, targets, found, strict=True):
+        for request, tail, target, each in zip(requests, tails, targets, found, strict=True):
             if request.finish_reason:
                 continue
-            self.log_probs[request.key].append(value)
+            self._note(request.key, *each)
             request.generated.append(target)
             if len(request.generated) == len(tail):
                 request.finish_reason = "length"
@@ -132,10 +140,16 @@ def newest_rows(batch: Batch, sweep: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64)
     if not batch.seats.in_prefill(sweep):
         return torch.arange(len(batch))
-    return torch.tensor([len(span) for span in batch.seats.spans(sweep)]).cumsum(0) - 1
+    newest, row = {}, -1
+    for span in batch.spans(sweep):
+        row += len(span)
+        newest.update(dict.fromkeys(batch.alike[span.sequence], row))
+    return torch.tensor([newest[sequence] for sequence in range(len(batch))])
 
 
-def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> list[float]:
-    """Natural log-probability of one token per row of logits [rows, vocab]."""
+def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> list[tuple[float, bool]]:
+    """Of one token per row of logits [rows, vocab]: natural log-probability, and if it is the top.
+    """
     index = torch.tensor(targets, device=logits.device)
-    return logits.float().log_softmax(-1).gather(1, index[:, None])[:, 0].tolist()
+    values = logits.float().log_softmax(-1).gather(1, index[:, None])[:, 0]
+    return list(zip(values.tolist(), (logits.argmax(-1) == index).tolist(), strict=True))

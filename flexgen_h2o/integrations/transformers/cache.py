@@ -12,10 +12,10 @@ from transformers.masking_utils import sdpa_mask
 
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.integrations.h2o_layer import H2OLayer
-from flexgen_h2o.integrations.h2o_layers import SimulatedLayer, SlotLayer
-from flexgen_h2o.integrations.progress import Progress
-from flexgen_h2o.integrations.rotations import Rotations
+from flexgen_h2o.integrations.transformers.layer import H2OLayer
+from flexgen_h2o.integrations.transformers.layers import SimulatedLayer, SlotLayer
+from flexgen_h2o.integrations.transformers.progress import Progress
+from flexgen_h2o.integrations.transformers.rotations import Rotations
 from flexgen_h2o.storage.quantization import GroupLayout
 
 NAME = "flexgen_h2o"

@@ -16,9 +16,9 @@ from flexgen_h2o.cache.bookkeeping import eviction_of, narrowed, new_book
 from flexgen_h2o.cache.seats import Seats, Span
 from flexgen_h2o.cache.simulation import SimulatedCache
 from flexgen_h2o.config import H2OConfig
-from flexgen_h2o.integrations.h2o_layer import H2OLayer
-from flexgen_h2o.integrations.progress import Progress, Step
-from flexgen_h2o.integrations.rotations import Rotations
+from flexgen_h2o.integrations.transformers.layer import H2OLayer
+from flexgen_h2o.integrations.transformers.progress import Progress, Step
+from flexgen_h2o.integrations.transformers.rotations import Rotations
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.eviction import Book, Cut
 from flexgen_h2o.storage.quantization import GroupLayout

@@ -15,8 +15,8 @@ from flexgen_h2o.cache import budget as budgets
 from flexgen_h2o.cache.budget import Budget
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.integrations.progress import Progress, Step
-from flexgen_h2o.integrations.rotations import Rotations
+from flexgen_h2o.integrations.transformers.progress import Progress, Step
+from flexgen_h2o.integrations.transformers.rotations import Rotations
 
 
 class H2OLayer(CacheLayerMixin):

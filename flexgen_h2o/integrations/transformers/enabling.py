@@ -1,4 +1,4 @@
-"""H2O inside ``transformers``: `generate` of an unmodified model with a cache of fixed size.
+"""`enable_h2o`: a model of transformers whose `generate` runs with an `H2OCache`.
 
     with enable_h2o(model, H2OConfig(heavy_ratio=0.1)):
         model.generate(**inputs, max_new_tokens=100)
@@ -17,9 +17,7 @@ from transformers.generation import GenerationMode
 
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.integrations.h2o_cache import NAME, H2OCache, register
-
-__all__ = ["EnabledH2O", "H2OCache", "enable_h2o"]
+from flexgen_h2o.integrations.transformers.cache import NAME, H2OCache, register
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH,
          GenerationMode.BEAM_SAMPLE)

@@ -1,0 +1,209 @@
+"""``--model_args`` of the harness: what they are called, what they contradict, and what they make.
+
+Most are flags of `flex_opt`, with underscores, and are checked as it checks them. No torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+from flexgen_h2o.config import H2OConfig, check_bool, check_int
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.plan_flags import AUTO
+from flexgen_h2o.run_config import RunConfig
+
+FLAGS = (
+    "path", "device", "dtype", "compress_weight", "weight_bits", "weight_cache", "no_weight_cache",
+    "gpu_batch_size", "num_gpu_batches", "percent", "overlap", "pin_weight", "cpu_cache_compute",
+    "sep_layer", "offload_dir", "memory_limit", "device_memory_limit", "eviction", "hh_ratio",
+    "recent_ratio", "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score",
+    "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity", "compress_cache",
+    "cache_bits", "prefill_chunk", "seed",
+)
+"""Those that are flags of `flex_opt` too."""
+
+PROMPT_CHUNK = 64
+"""Tokens between evictions inside a prompt, unless `prompt_chunk` says."""
+
+MOST = 64
+"""Sequences together with ``--batch_size auto``, unless ``--max_batch_size`` says."""
+
+_OTHER_NAMES = {"pretrained": "model", "evict_prompt": "evict_while_prefilling",
+                "prompt_chunk": "prefill_chunk"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """All model arguments, checked. Lengths are tokens.
+
+    Attributes
+    ----------
+    pretrained : str
+        Model name, Hugging Face repo id or local folder.
+    flags : mapping
+        Those of `FLAGS` that were given.
+    evict_prompt : bool
+        Evict inside contexts too, after every `prompt_chunk` tokens of them (64), and not only at
+        their end. The paper's accuracy runs do, after each token: prompt_chunk 1.
+    prompt_chunk : int or None
+    simulate : bool
+        Mask a full cache instead of dropping from it.
+    add_bos_token : bool or None
+        Whether the tokenizer puts special tokens in front; None: as it does by itself.
+    max_length : int or None
+        Tokens of context and continuation; what is longer loses its beginning. None: the model's.
+    max_gen_toks : int
+        New tokens where a task does not say.
+    batch_size : int or str
+        Sequences computed together, or ``auto``: as many as memory takes.
+    max_batch_size : int or None
+        At most so many with auto; None: 64.
+
+    Raises
+    ------
+    UserError
+        A value of a wrong type or range, or values that contradict each other.
+    """
+
+    pretrained: str
+    flags: Mapping[str, object]
+    evict_prompt: bool = False
+    prompt_chunk: int | None = None
+    simulate: bool = False
+    add_bos_token: bool | None = None
+    max_length: int | None = None
+    max_gen_toks: int = 256
+    batch_size: int | str = 1
+    max_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        with _in_their_words():
+            for name in ("evict_prompt", "simulate"):
+                check_bool(name, getattr(self, name))
+            if self.add_bos_token is not None:
+                check_bool("add_bos_token", self.add_bos_token)
+            for name in ("prompt_chunk", "max_length", "max_gen_toks", "max_batch_size"):
+                if name == "max_gen_toks" or getattr(self, name) is not None:
+                    check_int(name, getattr(self, name), low=1)
+            self._check_batch_size()
+            self._check_eviction()
+            config = self.run_config()  # which checks the flags
+            if self.simulate and config.resolved_cache_bits != 16:
+                raise UserError("simulate masks an exact cache: leave cache_bits out")
+
+    def _check_batch_size(self) -> None:
+        if self.batch_size != "auto":
+            check_int("batch_size", self.batch_size, low=1)
+            if self.max_batch_size is not None:
+                raise UserError("max_batch_size has no effect without --batch_size auto")
+        # 1 is also what the harness says where nobody has.
+        if "gpu_batch_size" in self.flags and self.batch_size != 1:
+            raise UserError("give --batch_size or gpu_batch_size, not both")
+
+    def _check_eviction(self) -> None:
+        if self.prompt_chunk is not None and not self.evict_prompt:
+            raise UserError("prompt_chunk has no effect: add evict_prompt=true")
+        if self.evict_prompt and "prefill_chunk" in self.flags:
+            raise UserError("prefill_chunk and evict_prompt both cut prompts into pieces: give "
+                            "prompt_chunk alone")
+        for name in ("evict_prompt", "simulate"):
+            if getattr(self, name) and not self._evicts:
+                raise UserError(f"{name} has no effect on the full cache: give hh_ratio or "
+                                "num_window_length")
+
+    @property
+    def _evicts(self) -> bool:
+        h2o = RunConfig(**self.flags).h2o()
+        return h2o is not None and not h2o.is_full
+
+    def run_config(self) -> RunConfig:
+        """The flags that `flex_opt` has too."""
+        given: dict[str, object] = {"model": self.pretrained, **self.flags}
+        if self.evict_prompt:
+            given |= {"evict_while_prefilling": True,
+                      "prefill_chunk": self.prompt_chunk or PROMPT_CHUNK}
+        if isinstance(self.batch_size, int) and "gpu_batch_size" not in given:
+            given["gpu_batch_size"] = self.batch_size
+        return RunConfig(**given)
+
+    def h2o(self) -> H2OConfig | None:
+        """What stays cached; None for everything."""
+        h2o = self.run_config().h2o()
+        return replace(h2o, simulate=True) if self.simulate else h2o
+
+    def for_llm(self) -> dict[str, object]:
+        """Keywords of `LLM`; the model's name is `pretrained`."""
+        config = self.run_config()
+        alike = ("path", "attn_sparsity", "device", "dtype", "offload_dir", "seed", "memory_limit",
+                 "device_memory_limit")
+        return {
+            "policy": config.policy(), "h2o": self.h2o(),
+            "weight_bits": config.resolved_weight_bits,
+            "weight_cache": config.resolved_weight_cache,
+            "cache_bits": config.resolved_cache_bits, "progress": False,
+            **{name: getattr(config, name) for name in alike},
+        }
+
+    @property
+    def most(self) -> int | None:
+        """Sequences together at most where memory decides; None where the number is given."""
+        if self.batch_size != "auto":
+            return None
+        return self.max_batch_size or MOST
+
+
+def parse(given: Mapping[str, object]) -> Arguments:
+    """What the harness hands over, by name, as checked `Arguments`; None stands for not given.
+
+    Raises `UserError`.
+    """
+    own = [spec.name for spec in fields(Arguments) if spec.name != "flags"]
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in (*own, *FLAGS):
+            near = difflib.get_close_matches(name, [*own, *FLAGS], n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join([*own, *FLAGS])}"
+            raise UserError(f"unknown model argument {name!r}: {hint}")
+    if "pretrained" not in given:
+        raise UserError("model_args name no model: give pretrained=NAME")
+    flags = {name: value for name, value in given.items() if name in FLAGS}
+    if "percent" in flags:
+        flags["percent"] = _percent(flags["percent"])
+    rest = {name: value for name, value in given.items() if name in own}
+    if "batch_size" in rest:
+        rest["batch_size"] = _batch_size(rest["batch_size"])
+    with _in_their_words():
+        return Arguments(flags=flags, **rest)
+
+
+def _percent(value: object) -> object:
+    """``0/100/100/0``, or with spaces: commas are the harness's own."""
+    if value == AUTO:
+        raise UserError("percent=auto is for flex_opt: give numbers here, such as 0/100/100/0")
+    return value.replace("/", " ") if isinstance(value, str) else value
+
+
+def _batch_size(value: object) -> object:
+    """The harness hands a number over as text."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+@contextmanager
+def _in_their_words() -> Iterator[None]:
+    """Let a `UserError` call a flag by the name of its model argument."""
+    try:
+        yield
+    except UserError as error:
+        ours = {theirs: name for name, theirs in _OTHER_NAMES.items()}
+
+        def name(found: re.Match) -> str:
+            flag = found[1].replace("-", "_")
+            return ours.get(flag, flag)
+
+        # Those of the harness itself are flags indeed.
+        raise UserError(re.sub(r"--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)\b(?!_)", name, str(error))
+                        ) from None

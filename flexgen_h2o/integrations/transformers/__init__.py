@@ -1,0 +1,6 @@
+"""H2O inside ``transformers``: `generate` of an unmodified model with a cache of fixed size."""
+
+from flexgen_h2o.integrations.transformers.cache import H2OCache
+from flexgen_h2o.integrations.transformers.enabling import EnabledH2O, enable_h2o
+
+__all__ = ["EnabledH2O", "H2OCache", "enable_h2o"]
