@@ -1,5 +1,6 @@
 """Each operation and its reference against the definition: in float64, or in plain Python."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -340,3 +341,10 @@ def test_a_device_without_kernels_gets_the_reference(monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "plain PyTorch does attention and eviction on meta, slowly: no kernels for this kind of "
         "device"]
+
+
+def test_rotations_may_come_in_any_strides():
+    case = decode_case([9, 4], eviction=Eviction(), rotary=16, full=(0,))
+    strided = tuple(table.T.contiguous().T for table in case["book"].rope)
+    assert not strided[0].is_contiguous()
+    check_decode([ops.decode_attention], case | {"book": replace(case["book"], rope=strided)})

@@ -106,8 +106,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, turn: Te
         return _backend(q).decode_attention(q, k, v, slots, turn, None, None, None, None, None,
                                         _bits(layout), False, 1.0, 0)
     eviction = book.eviction
+    rope = (None, None) if book.rope is None else (table.contiguous() for table in book.rope)
     return _backend(q).decode_attention(
-        q, k, v, slots, turn, book.mass, book.positions, book.ranks, *(book.rope or (None, None)),
+        q, k, v, slots, turn, book.mass, book.positions, book.ranks, *rope,
         _bits(layout), eviction.mean, eviction.decay, eviction.sinks)
 
 
