@@ -23,7 +23,6 @@ PROMPT = (
 )
 
 
-
 def parse_args(argv: list[str] | None) -> tuple[Namespace, H2OConfig]:
     """Flags, all of them checked; torch is not loaded for them."""
     parser = Parser(description=__doc__.splitlines()[0])
