@@ -23,7 +23,7 @@ demo: $(VENV)/.have-package $(VENV)/.have-model
 test: $(VENV)/.have-test $(VENV)/.have-model $(VENV)/.have-wheel
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 # The package as users get it: sdist, the wheel from it, and that one in an environment of its own.
 # All other tests use the sources where they are.

@@ -30,6 +30,7 @@ INSTALL = [
 EXTRAS = {
     "test": [
         "pytest>=8",  # runs the tests
+        "pytest-xdist>=3.6",  # runs them on several cores: each file's in one process
         "hypothesis>=6.100",  # property tests of placement, schedule and parsing
         "accelerate>=1.0",  # transformers' own GGUF loading and its offloading need it
         "matplotlib>=3.8",  # the plots of the tasks are drawn once
