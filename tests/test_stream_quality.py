@@ -249,7 +249,7 @@ def test_a_run_that_stops_keeps_its_rows(fake, articles, tmp_path, monkeypatch, 
     (["--input-path", "a", "--full-max-tokens", "1"], "--full-max-tokens must be at least 2"),
     (["--input-path", "a", "--blow-up", "1"], "--blow-up must be greater than 1"),
     (["--input-path", "a", "--blow-up", "nan"], "--blow-up must be a finite number"),
-    (["--input-path", "a", "--policies", "h3o"], "each of --policies must be one of h2o, sink-"),
+    (["--input-path", "a", "--policies", "h3o"], "each of --policies must be one of h2o, h2o-mean"),
     (["--input-path", "a", "--policies", "h2o", "h2o"], "--policies names a cache twice"),
     (["--input-path", "a", "--policies"], "expected at least one argument"),
     (["--input-path", "a", "--policies", "h2o", "--full-max-tokens", "9"], "has no effect without"),
@@ -322,3 +322,13 @@ def test_a_plot_of_little_is_a_plot_too(tmp_path, monkeypatch):
 
 def _refuse(self, **options):
     raise UserError("no room")
+
+
+def test_h2o_by_other_scores(fake, articles, tmp_path):
+    plot = tmp_path / "out.png"
+    assert run(articles, *SMALL, "--policies", "h2o-mean", "h2o-decay", "--csv",
+               tmp_path / "out.csv", "--num-heavy-hitter-tokens", 4, "--plot", plot) == 0
+    sizes = {"heavy_tokens": 4, "recent_tokens": 12, "positions": "rolling"}
+    assert [llm.options["h2o"] for llm in fake.opened] == [
+        H2OConfig(score="mean", **sizes), H2OConfig(score="decay", **sizes)]
+    assert plot.exists()

@@ -27,7 +27,8 @@ from flexgen_h2o.tasks.streams import pieces as stream_pieces
 from flexgen_h2o.tasks.streams import plot as stream_plot
 from flexgen_h2o.tasks.streams.pieces import Streamed
 
-_POLICIES = ("h2o", "sink-window", "window", "full")
+_SCORES = {"h2o": "sum", "h2o-mean": "mean", "h2o-decay": "decay"}
+_POLICIES = (*_SCORES, "sink-window", "window", "full")
 _SHARED = (*task_flags.ENGINE, "num_window_length", "num_heavy_hitter_tokens")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "num_window_length": 512}
 # Tokens come one by one: room for more beside the cache would be idle.
@@ -81,7 +82,7 @@ class Options:
             check_choice("each of --policies", policy, _POLICIES)
         if len(set(self.policies)) < len(self.policies):
             raise UserError("--policies names a cache twice")
-        if self.run.num_heavy_hitter_tokens is not None and "h2o" not in self.policies:
+        if self.run.num_heavy_hitter_tokens is not None and not _SCORES.keys() & {*self.policies}:
             raise UserError("--num-heavy-hitter-tokens has no effect without h2o: leave it out")
         if self.full_max_tokens is not None and "full" not in self.policies:
             raise UserError("--full-max-tokens has no effect without full: leave it out")
@@ -95,9 +96,10 @@ class Options:
         """The run with one cache; those that evict let positions roll."""
         if policy == "full":
             return replace(self.run, num_window_length=None, num_heavy_hitter_tokens=None)
-        heavy = self.run.num_heavy_hitter_tokens if policy == "h2o" else None
-        return replace(self.run, eviction=policy, num_heavy_hitter_tokens=heavy,
-                       enable_position_rolling=True)
+        rolling = replace(self.run, enable_position_rolling=True)
+        if policy in _SCORES:
+            return replace(rolling, eviction="h2o", score=_SCORES[policy])
+        return replace(rolling, eviction=policy, num_heavy_hitter_tokens=None)
 
     def streamed(self, policy: str) -> Streamed:
         """One cache to measure."""

@@ -18,6 +18,8 @@ _FORMATS = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which colour-blind eyes tell apart.
 LINES = {
     "h2o": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
+    "h2o-mean": {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
+    "h2o-decay": {"color": "#E69F00", "linestyle": (0, (3, 1)), "marker": "P"},
     "window": {"color": "#D55E00", "linestyle": "--", "marker": "s"},
     "sink-window": {"color": "#009E73", "linestyle": "-.", "marker": "^"},
     "full": {"color": "#000000", "linestyle": ":", "marker": "D"},
