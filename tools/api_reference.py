@@ -19,12 +19,13 @@ PACKAGE = "flexgen_h2o"
 PUBLIC = {
     "": ("LLM", "Policy", "Placement", "H2OConfig"),
     "streaming": ("Stream", "Streamer"),
-    "output": ("Output",),
+    "output": ("Output", "Scored"),
     "config": ("SamplingParams",),
     "report": ("RunStats", "Trace"),
     "planning.rows": ("Workload",),
     "errors": ("UserError",),
     "models": ("checkpoint_folder",),
+    "integrations.transformers": ("enable_h2o", "EnabledH2O", "H2OCache"),
 }
 """The module that users import from, of the package: the names."""
 

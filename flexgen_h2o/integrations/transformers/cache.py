@@ -6,6 +6,8 @@ and hands the layer on with the keys to the attention function, which does the w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import sdpa_mask
@@ -48,7 +50,7 @@ class H2OCache(Cache):
         A model of another family, or an option that does not work here.
     """
 
-    def __init__(self, config, h2o: H2OConfig, *, cache_bits: int = 16,
+    def __init__(self, config: Any, h2o: H2OConfig, *, cache_bits: int = 16,
                  rotary: torch.nn.Module | None = None):
         check(config, h2o, cache_bits)
         rotations = Rotations(rotary) if h2o.positions == "rolling" else None
@@ -69,7 +71,7 @@ class H2OCache(Cache):
         """
         return sum(layer.nbytes() for layer in self.layers)
 
-    def get_mask_sizes(self, *args, **options) -> tuple[int, int]:
+    def get_mask_sizes(self, *args: Any, **options: Any) -> tuple[int, int]:
         """(0, 0): pads are all that attention has to be told of. See `padding_mask`."""
         if self._config._attn_implementation != NAME:
             raise UserError("an H2OCache works under enable_h2o(model, ...) alone: the attention "
@@ -91,12 +93,12 @@ class H2OCache(Cache):
         self.reorder_cache(indices)
 
 
-def head_dim(config) -> int:
+def head_dim(config: Any) -> int:
     """Elements of a key."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def check(config, h2o: H2OConfig, cache_bits: int = 16) -> None:
+def check(config: Any, h2o: H2OConfig, cache_bits: int = 16) -> None:
     """Raise `UserError` for what an `H2OCache` cannot do, by name."""
     if config.model_type not in FAMILIES:
         raise UserError(f"models of type {config.model_type} are not supported: "
@@ -115,7 +117,7 @@ def check(config, h2o: H2OConfig, cache_bits: int = 16) -> None:
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None, scaling: float | None = None, **options
+              attention_mask: torch.Tensor | None, scaling: float | None = None, **options: Any
               ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: H2O where an `H2OCache` is in use, ``sdpa`` elsewhere.
 
@@ -159,7 +161,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
                         positions=options.get("position_ids")), None
 
 
-def padding_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **options
+def padding_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **options: Any
                  ) -> torch.Tensor | None:
     """transformers' mask interface: for an `H2OCache` the 2-D mask of pads; else that of ``sdpa``.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
@@ -42,7 +43,7 @@ class EnabledH2O:
     cache_bits : int
     """
 
-    def __init__(self, model, h2o: H2OConfig, *, cache_bits: int = 16):
+    def __init__(self, model: Any, h2o: H2OConfig, *, cache_bits: int = 16):
         if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
             raise UserError("enable_h2o takes a model of transformers that generates, got "
                             f"{type(model).__name__}")
@@ -62,7 +63,7 @@ class EnabledH2O:
     def __enter__(self) -> EnabledH2O:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.disable()
 
     def disable(self) -> None:
@@ -81,7 +82,7 @@ class EnabledH2O:
         return H2OCache(self.model.config, self.h2o, cache_bits=self.cache_bits,
                         rotary=getattr(self.model.base_model, "rotary_emb", None))
 
-    def generate(self, *args, **options):
+    def generate(self, *args: Any, **options: Any) -> Any:
         """The model's `generate`, with an `H2OCache`.
 
         Raises
@@ -94,7 +95,7 @@ class EnabledH2O:
             options["past_key_values"] = self.new_cache()
         return self._generate(*args, **options)
 
-    def _check(self, options: dict, config) -> None:
+    def _check(self, options: dict[str, Any], config: Any) -> None:
         config = config or options.get("generation_config") or self.model.generation_config
         config = copy.deepcopy(config)
         config.update(**{name: value for name, value in options.items()
@@ -117,7 +118,7 @@ class EnabledH2O:
                             f"{type(cache).__name__}")
 
 
-def enable_h2o(model, h2o: H2OConfig, *, cache_bits: int = 16) -> EnabledH2O:
+def enable_h2o(model: Any, h2o: H2OConfig, *, cache_bits: int = 16) -> EnabledH2O:
     """Let a model's `generate` run with a KV cache that evicts (arXiv 2306.14048).
 
     Greedy search, sampling, beam search, padded batches, streamers and models that accelerate
