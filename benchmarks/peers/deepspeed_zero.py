@@ -113,9 +113,10 @@ class DeepSpeedZero(HuggingFacePeer):
                             "C++ compiler")
 
     def close(self) -> None:
+        import torch.distributed
+
         if self._engine is not None:
             self._engine.destroy()
-            import torch.distributed
-
+        if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.model = self._engine = self._kept = None
