@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import planning_cases
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from flexgen_h2o.models.model_config import ModelConfig
 ROOT = Path(__file__).parent.parent
 MODULES = ("compare_worker", "comparison.floors", "comparison.processes", "peers",
            "peers.accelerate_offload", "peers.base", "peers.deepspeed_zero", "peers.flexgen",
-           "peers.h2o_fork", "peers.ours")
+           "peers.h2o_fork", "peers.hf_generate", "peers.ours")
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,42 @@ def test_decoder_layers_go_far_and_nothing_is_forgotten(bench, tiny_model):
         assert far == {f"{layers}.{number}" for number in range(3)}
         for name, _ in model.named_parameters():
             assert any(name.startswith(f"{module}.") for module in places), name
+
+
+def test_prompts_of_any_lengths_are_continued_as_each_alone(tiny_model, bench):
+    model = tiny_model("opt").model
+    prompts = [[7, 8, 9], [10, 11, 12, 13, 14], [15]]
+    found = bench.hf_generate.timed_generate(model, prompts, 4)
+    assert len(found.steps) == 3 and min(found.prefill, *found.steps) > 0
+    alone = [bench.hf_generate.timed_generate(model, [prompt], 4).tokens[0] for prompt in prompts]
+    assert list(found.tokens) == alone
+
+
+def test_the_engine_plans_its_own_policy(tiny_model, bench, tmp_path, monkeypatch):
+    from flexgen_h2o.planning import calibrate
+
+    monkeypatch.setattr(calibrate, "machine", lambda *_, **__: planning_cases.CPU)
+    options = bench.ours.Ours.check("o", {"cache_share": 0.5, "cache_bits": 4})
+    peer = bench.ours.Ours(settings_of(bench, batch=3, options=options, scratch=str(tmp_path)))
+    try:
+        assert peer.prepare(tiny_model("opt").folder).startswith("--percent ")
+        found = peer.generate([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]], 2)
+        assert peer._llm.h2o.heavy_ratio == 0.5 * (8 + 3) / 2 / 8, "of the whole text"
+    finally:
+        peer.close()
+    assert [len(tokens) for tokens in found.tokens] == [2] * 3, "cut: the settings have 3"
+    assert len(found.steps) == 1 and found.prefill > 0
+
+
+def test_a_worker_measures_the_machine(bench, monkeypatch):
+    from flexgen_h2o.storage import links
+
+    monkeypatch.setattr(links, "disk_read_rate", lambda path: float(len(str(path))))
+    monkeypatch.setattr(links, "memory_read_rate", lambda: 2.0)
+    monkeypatch.setattr(links, "gemm_rate", lambda rows, dtype: float(rows))
+    found = bench.compare_worker.rates({"file": "abc", "dtype": "bfloat16"})
+    assert (found["disk"], found["memory"], found["gemm"]) == (3, 2, 2048)
+    assert found["status"] == "ok" and found["cpu"]
 
 
 def test_deepspeed_is_told_what_its_documentation_says(bench):

@@ -76,7 +76,10 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
 def _spawn(job: dict, group: MemoryGroup | None, *, threads: int, timeout: int
            ) -> tuple[int | None, str]:
     """Exit status of the worker, None if it took too long, and the end of its errors."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLIBC_TUNABLES": TUNED}
+    # Beside this Python are the programs of packages, such as the ninja that DeepSpeed builds with.
+    programs = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLIBC_TUNABLES": TUNED,
+                                "PATH": programs}
     worker = subprocess.Popen(
         [sys.executable, str(WORKER)], env=environment, stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.config import check_choice
-from flexgen_h2o.errors import UserError
 from peers.base import HuggingFacePeer, Settings, installed, missing
 
 PLACES = ("cpu", "nvme")
@@ -66,7 +65,14 @@ class DeepSpeedZero(HuggingFacePeer):
         return found
 
     def refusal(self) -> str | None:
-        return missing("deepspeed", "bench-deepspeed")
+        why = missing("deepspeed", "bench-deepspeed")
+        if why is None and self.settings.options["offload"] == "nvme":
+            _choose_accelerator()
+            from deepspeed.ops.op_builder import AsyncIOBuilder
+
+            if not AsyncIOBuilder().is_compatible(verbose=False):
+                why = "its async_io cannot be built: install libaio-dev and a C++ compiler"
+        return why
 
     def version(self) -> str:
         return installed("deepspeed", "transformers", "torch")
@@ -74,13 +80,11 @@ class DeepSpeedZero(HuggingFacePeer):
     def prepare(self, model: Path) -> str:
         import torch
 
-        place = self.settings.options["offload"]
-        # DeepSpeed reads these when it is imported, and expects a launcher to have set the others.
-        if not torch.cuda.is_available():
-            os.environ["DS_ACCELERATOR"] = "cpu"
+        _choose_accelerator()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        # What a launcher would have set.
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         import deepspeed
@@ -89,8 +93,6 @@ class DeepSpeedZero(HuggingFacePeer):
 
         from peers.hf_generate import empty_model
 
-        if place == "nvme":
-            self._check_async_io()
         deepspeed.init_distributed()
         empty = empty_model(model)
         config = zero_config(self.settings, hidden=empty.config.hidden_size,
@@ -102,15 +104,7 @@ class DeepSpeedZero(HuggingFacePeer):
             model, dtype=getattr(torch, self.settings.dtype))
         self._engine = deepspeed.initialize(model=loaded.eval(), config_params=config)[0]
         self.model = self._engine.module.eval()
-        return f"ZeRO stage 3, offload_param {place}"
-
-    @staticmethod
-    def _check_async_io() -> None:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        if not AsyncIOBuilder().is_compatible(verbose=False):
-            raise UserError("DeepSpeed's async_io cannot be built: install libaio-dev, ninja and a "
-                            "C++ compiler")
+        return f"ZeRO stage 3, offload_param {self.settings.options['offload']}"
 
     def close(self) -> None:
         import torch.distributed
@@ -120,3 +114,11 @@ class DeepSpeedZero(HuggingFacePeer):
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.model = self._engine = self._kept = None
+
+
+def _choose_accelerator() -> None:
+    """Where there is no GPU, DeepSpeed has to be told so before it is imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
