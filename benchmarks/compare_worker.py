@@ -1,7 +1,7 @@
 """One job of `compare.py`, in a process of its own: read from stdin, answered in a file.
 
-A job is JSON with `kind`: "run" measures a system once, after a warm-up; "rates" the machine;
-"calibrate" makes the engine's planner measure it, which takes more memory than a run may have.
+A job is JSON with `kind`: "run" measures a system once, after a warm-up; "ready" does beforehand
+what needs more memory than a run may have; "rates" measures the machine.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ def bytes_read() -> int | None:
 
 
 def run(job: dict) -> dict:
-    """Measure a system, or say why not."""
+    """Measure a system, or make it ready; or say why not."""
     settings = Settings(scratch=job["scratch"], **job["settings"])
     peer = peer_class(job["peer"])(settings)
     why = peer.refusal()
     if why is not None:
         return {"status": REFUSED, "reason": why}
     try:
+        if job["kind"] == "ready":
+            peer.ready(Path(job["model"]))
+            return {"status": OK}
         return {"status": OK, **measure(peer, job)}
     except Exception as error:  # whatever a system raises is an answer: a row says it
         status = MEMORY if ran_out_of_memory(error) else FAILED
@@ -73,16 +76,7 @@ def rates(job: dict) -> dict:
     return {"status": OK, "cpu": cpu_model(), **measure_rates(job["file"], job["dtype"])}
 
 
-def calibrate(job: dict) -> dict:
-    """Make the planner's measurements, if they are not kept from an earlier time."""
-    from flexgen_h2o.planning.calibrate import machine
-    from flexgen_h2o.storage.tiers import open_device
-
-    machine(open_device("auto"), job["scratch"], progress=lambda words: None)
-    return {"status": OK}
-
-
-KINDS = {"run": run, "rates": rates, "calibrate": calibrate}
+KINDS = {"run": run, "ready": run, "rates": rates}
 
 
 def main() -> None:

@@ -193,9 +193,12 @@ class Fake:
     """Answers jobs as systems would: `rates` tokens a second by system and batch."""
 
     def __init__(self, answers: dict[str, dict]):
-        self.answers, self.jobs = answers, []
+        self.answers, self.jobs, self.ready = answers, [], []
 
     def __call__(self, job: dict, memory: int | None) -> dict:
+        if job["kind"] == "ready":
+            assert memory is None
+            self.ready.append(job["settings"]["options"].get("cache_share"))
         if job["kind"] != "run":
             return dict(RATES)
         batch, options = job["settings"]["batch"], job["settings"]["options"]
@@ -231,6 +234,7 @@ def test_systems_take_turns_and_medians_count(bench, tiny_model, tmp_path):
     rows, do = cells(bench, tiny_model, tmp_path, answers,
                      {"batch": 2, "best": False, "cut_gen_len": {"h2o": 3}, "memory": "1MB"})
     assert do.jobs == [("plain", 2, 5, 10 ** 6), ("h2o", 2, 3, 10 ** 6)] * 3
+    assert do.ready == [None, 0.5], "each once"
     plain, h2o = rows
     assert (plain["status"], plain["repeats"], plain["prefill_s"]) == ("ok", "3", "2")
     assert float(plain["total_s"]) == 2 + 4 * 0.5 == float(h2o["total_s"]), "as if it had finished"
@@ -304,7 +308,7 @@ def test_systems_generate_the_same_tokens_in_float32(bench, tiny_model, tmp_path
     table = bench.rows.Table(str(tmp_path / "out.csv"))
 
     def do(job, memory):
-        if job["kind"] != "run":
+        if job["kind"] == "rates":
             return dict(RATES)
         return bench.processes.run_job(job, threads=1, timeout=300, memory=memory,
                                        scratch=tmp_path / "scratch")

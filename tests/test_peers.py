@@ -253,7 +253,7 @@ def test_an_error_of_a_system_is_an_answer(bench, monkeypatch, error, status):
 
     monkeypatch.setattr(bench.compare_worker, "peer_class", lambda name: Broken)
     found = bench.compare_worker.run({
-        "peer": "x", "model": "m", "scratch": "s", "prompts": [[5]], "generate": 2, "settings": {
-            "dtype": "float32", "batch": 1, "prompt_len": 1, "gen_len": 2,
-            "mean_prompt_len": 1, "options": {}}})
+        "kind": "run", "peer": "x", "model": "m", "scratch": "s", "prompts": [[5]], "generate": 2,
+        "settings": {"dtype": "float32", "batch": 1, "prompt_len": 1, "gen_len": 2,
+                     "mean_prompt_len": 1, "options": {}}})
     assert found["status"] == status and closed == [True] and "\n" not in found["reason"]

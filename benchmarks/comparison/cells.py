@@ -39,7 +39,7 @@ class Cells:
 
     def __init__(self, config: Comparison, table: Table, do: Do):
         self._config, self._table, self._do = config, table, do
-        self._calibrated = False
+        self._ready: dict[tuple[str, Path], dict] = {}
 
     def run(self) -> None:
         """All scenarios. Raises `UserError` where a model or a memory limit can't be had."""
@@ -100,24 +100,26 @@ class Cells:
 
     def _measured(self, group: _Group, system: str, repeat: int) -> dict:
         """One run of a system."""
-        self._calibrate(self._config.systems[system])
-        found = self._do(group.job(self._config.systems[system]), group.scenario.memory)
+        job = group.job(self._config.systems[system])
+        place = system, group.subject.folder
+        if place not in self._ready:  # once, with all of the machine's memory
+            self._ready[place] = self._do(job | {"kind": "ready"}, None)
+        found = self._ready[place]
+        if found["status"] == OK:
+            found = self._do(job, group.scenario.memory)
         said = f"prefill {found['prefill']:.3g} s, step {fmean(found['steps']):.3g} s" if (
             found["status"] == OK) else f"{found['status']}: {found['reason']}"
         print(f"{group.scenario.name}, {group.at} batch {group.batches[system]}, {system}, "
               f"repeat {repeat}: {said}", file=sys.stderr, flush=True)
         return found
 
-    def _calibrate(self, system: System) -> None:
-        """The engine's planner measures the machine once, with all memory, before any run."""
-        if system.options.get("percent") == "auto" and not self._calibrated:
-            _succeeded(self._do({"kind": "calibrate"}, None))
-            self._calibrated = True
-
     def _rates(self, group: _Group) -> dict:
         job = {"kind": "rates", "dtype": group.scenario.dtype,
                "file": str(group.subject.largest_file)}
-        return _succeeded(self._do(job, None))
+        found = self._do(job, None)
+        if found["status"] != OK:
+            raise UserError(f"this machine's rates cannot be measured: {found['reason']}")
+        return found
 
     def _place(self, group: _Group, system: str) -> dict[str, object]:
         """The columns that say which cell it is."""
@@ -225,9 +227,3 @@ def equal_share(tokens: Sequence[Sequence[int]] | None, reference: Sequence[Sequ
     pairs = [(one, other) for mine, theirs in zip(tokens or (), reference, strict=False)
              for one, other in zip(mine, theirs, strict=False)]
     return fmean(one == other for one, other in pairs) if pairs else None
-
-
-def _succeeded(found: dict) -> dict:
-    if found["status"] != OK:
-        raise UserError(f"this machine cannot be measured: {found['reason']}")
-    return found

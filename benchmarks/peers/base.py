@@ -91,6 +91,11 @@ class Peer(ABC):
     def version(self) -> str:
         """As its package or its checkout has it."""
 
+    def ready(self, model: Path) -> None:  # noqa: B027 - most need nothing
+        """Do once, in a process without limits, what would need more memory than a run may have,
+        and is kept: builds, measurements, converted weights.
+        """
+
     @abstractmethod
     def prepare(self, model: Path) -> str:
         """Load a Hugging Face folder; how it is run, in a few words. Raises what it raises."""

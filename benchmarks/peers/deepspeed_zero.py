@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO-Inference: ZeRO stage 3 with parameters in host memory or on NVMe.
 
-Where there is no GPU, DeepSpeed's CPU accelerator computes. On NVMe its asynchronous I/O is
-compiled at first use: it needs libaio's headers (Debian's libaio-dev), ninja and a compiler.
+Where there is no GPU, DeepSpeed's CPU accelerator computes. What it has in C++ is compiled at first
+use, for NVMe with libaio's headers (Debian's libaio-dev). A build that was killed leaves a file
+`lock` below ~/.cache/torch_extensions, for which the next waits forever: remove it.
 """
 
 from __future__ import annotations
@@ -77,23 +78,27 @@ class DeepSpeedZero(HuggingFacePeer):
     def version(self) -> str:
         return installed("deepspeed", "transformers", "torch")
 
+    def ready(self, model: Path) -> None:
+        import torch
+
+        _start()  # builds what processes talk by, on a CPU
+        if self.settings.options["offload"] == "nvme":
+            from deepspeed.accelerator import get_accelerator
+            from deepspeed.ops.op_builder import AsyncIOBuilder
+
+            AsyncIOBuilder().load()
+            get_accelerator().pin_memory(torch.empty(1))
+
     def prepare(self, model: Path) -> str:
         import torch
 
-        _choose_accelerator()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        # What a launcher would have set.
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        _start()
         import deepspeed
         from transformers import AutoModelForCausalLM
         from transformers.integrations import HfDeepSpeedConfig
 
         from peers.hf_generate import empty_model
 
-        deepspeed.init_distributed()
         empty = empty_model(model)
         config = zero_config(self.settings, hidden=empty.config.hidden_size,
                              largest=max(p.numel() for p in empty.parameters()),
@@ -122,3 +127,16 @@ def _choose_accelerator() -> None:
 
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def _start() -> None:
+    """Begin as a launcher of one process would."""
+    _choose_accelerator()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port)}
+    import deepspeed
+
+    deepspeed.init_distributed()

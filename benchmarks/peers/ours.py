@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.config import check_number
+from flexgen_h2o.config import Placement, Policy, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.plan_flags import AUTO
 from flexgen_h2o.planning.memory_plan import percent_text
@@ -64,6 +64,19 @@ class Ours(Peer):
 
     def version(self) -> str:
         return installed("flexgen_h2o", "torch")
+
+    def ready(self, model: Path) -> None:
+        from flexgen_h2o.llm import LLM
+        from flexgen_h2o.planning.calibrate import machine
+        from flexgen_h2o.storage.tiers import open_device
+
+        config = self.config(model, self.settings)
+        if config.percent == AUTO:
+            machine(open_device(config.device), config.offload_dir, progress=lambda words: None)
+        if config.resolved_weight_bits != 16:  # quantized, into the cache of such weights
+            LLM(config.model, dtype=config.dtype, weight_bits=config.resolved_weight_bits,
+                policy=Policy(weights=Placement(0, 0, 100)), offload_dir=config.offload_dir,
+                progress=False).close()
 
     def prepare(self, model: Path) -> str:
         from flexgen_h2o import planner
