@@ -294,6 +294,30 @@ def test_prompts_are_the_same_at_every_batch(bench, tmp_path):
         bench.prompts.text_prompts(str(path), "article", tmp_path, 2)
 
 
+def test_the_command_line_measures_and_goes_on(bench, tiny_model, tmp_path, monkeypatch, capsys):
+    config_of(bench, tmp_path, {"systems": TWO, "threads": 1, "repeats": 1, "scenarios": {
+        "s": scenario(model=str(tiny_model("opt").folder), batch=2, best=False)}})
+    answers, told = {"plain": {}, "h2o": {"refused": "not today"}}, []
+
+    def run_job(job, *, memory, **others):
+        told.append(others)
+        return do(job, memory)
+
+    monkeypatch.setattr(bench.compare, "run_job", run_job)
+    argv = ["--config", str(tmp_path / "compare.yaml"), "--out", str(tmp_path / "out.csv"),
+            "--scratch", str(tmp_path)]
+    for count in (2, 0):
+        do = Fake(answers)
+        bench.compare.main(argv)
+        assert len(do.jobs) == count
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[:4] for line in lines[1:]] == [["s", "equal", "2", "plain"],
+                                                            ["s", "equal", "2", "h2o"]]
+        assert lines[2].split()[4] == "refused"
+    assert told[0] == {"threads": 1, "timeout": 3600, "scratch": tmp_path}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.yaml", "out.csv"]
+
+
 def test_systems_generate_the_same_tokens_in_float32(bench, tiny_model, tmp_path, monkeypatch):
     """The real ones, each in its process: only the machine's rates are made up."""
     pytest.importorskip("accelerate")

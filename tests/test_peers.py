@@ -102,15 +102,22 @@ def test_prompts_of_any_lengths_are_continued_as_each_alone(tiny_model, bench):
 def test_the_engine_plans_its_own_policy(tiny_model, bench, tmp_path, monkeypatch):
     from flexgen_h2o.planning import calibrate
 
-    monkeypatch.setattr(calibrate, "machine", lambda *_, **__: planning_cases.CPU)
-    options = bench.ours.Ours.check("o", {"cache_share": 0.5, "cache_bits": 4})
+    measured, folder = [], tiny_model("opt").folder
+    monkeypatch.setattr(calibrate, "machine",
+                        lambda device, *_, **__: measured.append(device) or planning_cases.CPU)
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    options = bench.ours.Ours.check("o", {"cache_share": 0.5, "cache_bits": 4, "weight_bits": 4})
     peer = bench.ours.Ours(settings_of(bench, batch=3, options=options, scratch=str(tmp_path)))
+    peer.ready(folder)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert len(measured) == 1 and kept, "the machine, and weights in four bits"
     try:
-        assert peer.prepare(tiny_model("opt").folder).startswith("--percent ")
+        assert peer.prepare(folder).startswith("--percent ")
         found = peer.generate([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]], 2)
         assert peer._llm.h2o.heavy_ratio == 0.5 * (8 + 3) / 2 / 8, "of the whole text"
     finally:
         peer.close()
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}, "used as they are"
     assert [len(tokens) for tokens in found.tokens] == [2] * 3, "cut: the settings have 3"
     assert len(found.steps) == 1 and found.prefill > 0
 
