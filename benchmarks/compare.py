@@ -10,7 +10,8 @@ warm-up, in turn, medians of the repeats. Beside each stands its floor, by rates
 after, and the share of its tokens that equal the first exact system's.
 
 A system that can't run, or not at a batch, has a row that says why. Rows are on disk as they come;
-the same command goes on where it was stopped, and measures nothing twice.
+the same command goes on where it was stopped, and measures nothing twice: to have a cell measured
+again, delete its row.
 """
 
 from __future__ import annotations
