@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from peers import peer_class
+from peers.base import Peer
 
 from comparison.batches import best_batch
 from comparison.config import Comparison, Scenario, System
@@ -100,11 +101,11 @@ class Cells:
 
     def _measured(self, group: _Group, system: str, repeat: int) -> dict:
         """One run of a system."""
-        job = group.job(self._config.systems[system])
-        place = system, group.subject.folder
-        if place not in self._ready:  # once, with all of the machine's memory
-            self._ready[place] = self._do(job | {"kind": "ready"}, None)
-        found = self._ready[place]
+        chosen = self._config.systems[system]
+        job, place = group.job(chosen), (system, group.subject.folder)
+        if place not in self._ready and peer_class(chosen.peer).ready is not Peer.ready:
+            self._ready[place] = self._do(job | {"kind": "ready"}, None)  # with all memory
+        found = self._ready.get(place, {"status": OK})
         if found["status"] == OK:
             found = self._do(job, group.scenario.memory)
         said = f"prefill {found['prefill']:.3g} s, step {fmean(found['steps']):.3g} s" if (
