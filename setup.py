@@ -43,8 +43,16 @@ EXTRAS = {
         # the GPU kernels run under its interpreter; where PyTorch brings its own, that one stays
         "triton>=3.4; platform_system == 'Linux' and platform_machine == 'x86_64'",
     ],
-    "bench": [
-        "accelerate>=1.0",  # the peer that offloads transformers' models to disk
+    # Each for a system that benchmarks/compare.py sets beside this one, whose row says if it lacks.
+    "bench-accelerate": [
+        "accelerate>=1.0",  # offloads transformers' models to disk
+    ],
+    "bench-deepspeed": [
+        "deepspeed>=0.19",  # ZeRO-Inference; the first whose CPU accelerator was tried
+        "ninja>=1.11",  # builds DeepSpeed's async_io when parameters are first on NVMe
+    ],
+    "bench-flexgen": [
+        "flexgen==0.1.8",  # the paper's own, at rest since; its command line is called
     ],
     "summarize": [
         "rouge-score>=0.1.2",  # tasks.summarize: Google's ROUGE, which papers report; the last one

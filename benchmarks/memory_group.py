@@ -32,10 +32,10 @@ class MemoryGroup:
     def __enter__(self) -> MemoryGroup:
         v1 = (MOUNT / "memory").is_dir()
         parent = MOUNT / "memory" if v1 else MOUNT
-        files = ("memory.limit_in_bytes", "memory.max_usage_in_bytes") if v1 else (
-            "memory.max", "memory.peak")
+        files = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control"
+                 ) if v1 else ("memory.max", "memory.peak", "memory.events")
         self._folder = parent / f"flexgen_h2o-{os.getpid()}"
-        self._peak = self._folder / files[1]
+        self._peak, self._events = self._folder / files[1], self._folder / files[2]
         try:
             self._folder.mkdir()
             (self._folder / files[0]).write_text(str(self._limit))
@@ -54,6 +54,11 @@ class MemoryGroup:
         """Most bytes that were in use at once, page cache included."""
         return int(self._peak.read_text())
 
+    def kills(self) -> int:
+        """Processes that the kernel has killed here for want of memory."""
+        lines = (line.split() for line in self._events.read_text().splitlines())
+        return sum(int(count) for name, count in lines if name == "oom_kill")
+
     def __exit__(self, *exception) -> None:
         for _ in range(20):  # a group is busy until the kernel has buried its last process
             try:
@@ -64,8 +69,10 @@ class MemoryGroup:
                 time.sleep(0.1)
 
 
-def drop_page_cache() -> None:
-    """So that whatever a group reads is charged to it. Does nothing where that is not allowed."""
+def drop_page_cache() -> bool:
+    """So that whatever a group reads is charged to it; False where that is not allowed."""
     with contextlib.suppress(OSError):
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("1")
+        return True
+    return False

@@ -19,15 +19,16 @@ import datetime
 import json
 import os
 import platform
-import random
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-TUNED = ("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:"
-         "glibc.malloc.trim_threshold=17179869184")
+from comparison.floors import ITEMSIZES, Load, Work, measure_rates, work
+from comparison.processes import TUNED
+from comparison.prompts import random_prompts
+
 SYSTEMS = ("engine", "engine h2o", "engine disk", "engine 8-bit", "engine 4-bit",
            "engine 4-bit h2o", "transformers", "transformers tuned")
 COLUMNS = (
@@ -40,11 +41,6 @@ COLUMNS = (
     "prefill_speedup_over_tuned", "decode_speedup_over_tuned", "prefill_speedup_over_engine",
     "decode_speedup_over_engine",
 )
-
-
-def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
-    draw = random.Random(0)
-    return [[draw.randrange(5, vocab) for _ in range(length)] for _ in range(batch)]
 
 
 def run_engine(args) -> list[dict]:
@@ -64,8 +60,8 @@ def run_engine(args) -> list[dict]:
         LLM(args.model, **options).close()
     rows = []
     with LLM(args.model, **options) as llm:
-        tokens = prompts(args.batch, args.prompt_len, llm.vocab_size)
-        llm.generate(prompts(args.batch, args.warm_len, llm.vocab_size), max_new_tokens=2,
+        tokens = random_prompts(args.batch, args.prompt_len, llm.vocab_size)
+        llm.generate(random_prompts(args.batch, args.warm_len, llm.vocab_size), max_new_tokens=2,
                      eos_token_id=-1)
         for _ in range(args.inner):
             llm.generate(tokens, max_new_tokens=args.gen_len, eos_token_id=-1)
@@ -86,7 +82,8 @@ def weight_bits(system: str) -> int:
 def run_transformers(args) -> list[dict]:
     """transformers' generate with its default (sdpa) attention and cache."""
     import torch
-    from transformers import AutoModelForCausalLM, StoppingCriteria
+    from peers.hf_generate import timed_generate
+    from transformers import AutoModelForCausalLM
 
     from flexgen_h2o.report import peak_process_bytes
 
@@ -94,27 +91,13 @@ def run_transformers(args) -> list[dict]:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     load = time.perf_counter() - began
     vocab = model.config.vocab_size
-
-    class Clock(StoppingCriteria):
-        """Notes the time after each token: the first ends the prefill."""
-
-        def __init__(self):
-            self.times = [time.perf_counter()]
-
-        def __call__(self, input_ids, scores, **_):
-            self.times.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    rows = []
-    for length, new in [(args.warm_len, 2)] + [(args.prompt_len, args.gen_len)] * args.inner:
-        ids = torch.tensor(prompts(args.batch, length, vocab))
-        clock = Clock()
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
-                       min_new_tokens=new, do_sample=False, stopping_criteria=[clock])
-        steps = [b - a for a, b in zip(clock.times[1:], clock.times[2:], strict=False)]
-        rows.append({"prefill": clock.times[1] - clock.times[0], "step": statistics.mean(steps),
+    timed_generate(model, random_prompts(args.batch, args.warm_len, vocab), 2)
+    tokens, rows = random_prompts(args.batch, args.prompt_len, vocab), []
+    for _ in range(args.inner):
+        found = timed_generate(model, tokens, args.gen_len)
+        rows.append({"prefill": found.prefill, "step": statistics.mean(found.steps),
                      "read": 0, "rss": peak_process_bytes(), "load": load})
-    return rows[1:]
+    return rows
 
 
 def spawn(args, system: str, batch: int) -> list[dict]:
@@ -132,53 +115,33 @@ def spawn(args, system: str, batch: int) -> list[dict]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def work(config, batch: int, system: str, args) -> dict[str, float]:
-    """Bytes and FLOPs of a decode step, FLOPs of a prefill (attention included)."""
-    from flexgen_h2o.planning.rows import WeightOptions
-
-    matrices = config.num_layers * config.layer_parameters()
-    head = config.vocab_size * config.embed_dim
-    options = WeightOptions(weight_bits(system))
-    itemsize = 4 if args.dtype == "float32" else 2
+def amounts(config, batch: int, system: str, args) -> Work:
+    """Bytes of a decode step, FLOPs of a decode step and of a prefill (attention included)."""
     cached = args.prompt_len + args.gen_len / 2
     if "h2o" in system:
         cached = 2 * int(args.hh_ratio * args.prompt_len)
-    attention = 4 * config.num_layers * config.q_size
-    layers = config.num_layers * options.part_bytes(config.layer_shapes(), itemsize)
-    parts = (config.embed_shapes(), config.head_shapes())
-    return {
-        "all_bytes": layers + sum(options.part_bytes(part, itemsize) for part in parts),
-        "weight_bytes": layers + options.matrix_bytes((config.vocab_size, config.embed_dim),
-                                                      itemsize),
-        "cache_bytes": batch * cached * config.kv_bytes_per_token(itemsize),
-        "step_flops": batch * (2 * (matrices + head) + attention * cached),
-        "prefill_flops": batch * args.prompt_len * (
-            2 * matrices + attention * args.prompt_len / 2) + 2 * batch * head,
-    }
+    return work(config, Load(batch, args.prompt_len, args.gen_len, cached, ITEMSIZES[args.dtype],
+                             weight_bits(system)))
 
 
-def measure_rates(args) -> dict[str, float]:
+def rates_of(args) -> dict[str, float]:
     """This machine's rates, measured now."""
-    import torch
-
-    from flexgen_h2o.storage.links import disk_read_rate, gemm_rate, memory_read_rate
-
-    dtype = getattr(torch, args.dtype)
     largest = max(Path(args.model).glob("*.safetensors"), key=lambda p: p.stat().st_size)
-    return {"disk": disk_read_rate(largest), "memory": memory_read_rate(),
-            "gemm": max(gemm_rate(256, dtype), gemm_rate(2048, dtype))}
+    return measure_rates(str(largest), args.dtype)
 
 
-def floors(system: str, amount: dict, rates: dict, compute_alone: float) -> tuple[float, float]:
+def floors(system: str, amount: Work, read: float, rates: dict, compute_alone: float
+           ) -> tuple[float, float]:
     """(prefill, decode step) in seconds: no system on this machine can be faster.
 
-    From disk, a step's compute alone is what the engine's step takes with the weights in memory.
+    From disk, `read` bytes a step, a step's compute alone is what the engine's step takes with the
+    weights in memory.
     """
-    prefill = amount["prefill_flops"] / rates["gemm"]
-    read = (amount["weight_bytes"] + amount["cache_bytes"]) / rates["memory"]
-    decode = max(read, amount["step_flops"] / rates["gemm"])
+    prefill = amount.prefill_flops / rates["gemm"]
+    from_memory = (amount.weight_bytes + amount.cache_bytes) / rates["memory"]
+    decode = max(from_memory, amount.step_flops / rates["gemm"])
     if system == "engine disk":
-        from_disk = amount["read"] / rates["disk"]
+        from_disk = read / rates["disk"]
         return max(prefill, from_disk), max(from_disk, compute_alone)
     return prefill, decode
 
@@ -208,7 +171,7 @@ def compare(args):
         found: dict[str, list[dict]] = {system: [] for system in args.systems}
         rates: list[dict[str, float]] = []
         for repeat in range(args.repeats):
-            rates.append(measure_rates(args))
+            rates.append(rates_of(args))
             for system in args.systems:
                 found[system] += spawn(args, system, batch)
                 print(f"batch {batch} repeat {repeat} {system}: {found[system][-1]}",
@@ -223,14 +186,15 @@ def compare(args):
 def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> dict:
     """One row of the table, from the medians of all systems at one batch."""
     mine = middle[system]
-    amount = work(config, batch, system, args) | {"read": mine["read"]}
-    prefill_floor, decode_floor = floors(system, amount, rates, middle["engine"]["step"])
+    amount = amounts(config, batch, system, args)
+    prefill_floor, decode_floor = floors(system, amount, mine["read"], rates,
+                                         middle["engine"]["step"])
     row = {
         "batch": batch, "system": system, "prefill_s": mine["prefill"],
         "decode_step_s": mine["step"],
         "tokens_per_s": batch * args.gen_len / (
             mine["prefill"] + (args.gen_len - 1) * mine["step"]),
-        "load_s": mine["load"], "load_gb_per_s": amount["all_bytes"] / mine["load"] / 1e9,
+        "load_s": mine["load"], "load_gb_per_s": amount.all_bytes / mine["load"] / 1e9,
         "peak_rss_gb": mine["rss"] / 1e9, "gb_read_per_step": mine["read"] / 1e9,
         "disk_gb_per_s": rates["disk"] / 1e9,
         "prefill_floor_s": prefill_floor, "decode_floor_s": decode_floor,

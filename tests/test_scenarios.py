@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -91,9 +92,20 @@ def test_a_group_limits_a_child_and_goes(memory_group):
                  "print(cgroup_free())"], preexec_fn=group.enter, capture_output=True, text=True,
                 cwd=BENCHMARKS.parent, check=True, env=os.environ | {
                     "PYTHONPATH": str(BENCHMARKS.parent)})
-            peak, folder = group.peak(), group._folder
+            peak, folder, kills = group.peak(), group._folder, group.kills()
     except UserError as error:
         assert "no memory cgroup can be made" in str(error)
         pytest.skip(str(error))
     assert 0 < int(done.stdout) < 256 << 20 and 0 < peak <= 256 << 20
-    assert not folder.exists()
+    assert not folder.exists() and kills == 0
+
+
+def test_a_group_counts_what_was_killed_for_want_of_memory(memory_group):
+    try:
+        with memory_group.MemoryGroup(64 << 20) as group:
+            done = subprocess.run([sys.executable, "-c", "bytearray(256 << 20)"],
+                                  preexec_fn=group.enter)
+            kills = group.kills()
+    except UserError as error:
+        pytest.skip(str(error))
+    assert (done.returncode, kills) == (-signal.SIGKILL, 1)

@@ -1,0 +1,89 @@
+"""One job of `compare.py`, in a process of its own: read from stdin, answered in a file.
+
+A job is JSON with `kind`: "run" measures a system once, after a warm-up; "ready" does beforehand
+what needs more memory than a run may have; "rates" measures the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from comparison.floors import measure_rates
+from comparison.rows import FAILED, MEMORY, OK, REFUSED
+from peers import peer_class
+from peers.base import Peer, Settings, ran_out_of_memory
+
+WARM_SHARE, WARM_TOKENS = 4, 2
+"""A warm-up takes this part of each prompt, and generates so many tokens."""
+
+
+def bytes_read() -> int | None:
+    """That this process has caused to be read from disks, page faults included; None if unknown."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
+
+
+def run(job: dict) -> dict:
+    """Measure a system, or make it ready; or say why not."""
+    settings = Settings(scratch=job["scratch"], **job["settings"])
+    peer = peer_class(job["peer"])(settings)
+    why = peer.refusal()
+    if why is not None:
+        return {"status": REFUSED, "reason": why}
+    try:
+        if job["kind"] == "ready":
+            peer.ready(Path(job["model"]))
+            return {"status": OK}
+        return {"status": OK, **measure(peer, job)}
+    except Exception as error:  # whatever a system raises is an answer: a row says it
+        status = MEMORY if ran_out_of_memory(error) else FAILED
+        words = " ".join(str(error).split())[:400]
+        return {"status": status, "reason": f"{type(error).__name__}: {words}"}
+    finally:
+        peer.close()
+
+
+def measure(peer: Peer, job: dict) -> dict:
+    """Load, warm up and generate once."""
+    from flexgen_h2o.report import peak_process_bytes
+
+    prompts, began = job["prompts"], time.perf_counter()
+    words = peer.prepare(Path(job["model"]))
+    load = time.perf_counter() - began
+    if peer.warms:
+        peer.generate([prompt[: max(1, len(prompt) // WARM_SHARE)] for prompt in prompts],
+                      WARM_TOKENS)
+    before = bytes_read()
+    timings = peer.generate(prompts, job["generate"])
+    after = bytes_read()
+    return {
+        "settings": words, "versions": peer.version(), "load": load, "prefill": timings.prefill,
+        "steps": timings.steps, "tokens": timings.tokens, "peak_rss": peak_process_bytes(),
+        "read": None if before is None or after is None else after - before,
+    }
+
+
+def rates(job: dict) -> dict:
+    """This machine's rates, and what it is."""
+    from flexgen_h2o.planning.calibrate import cpu_model
+
+    return {"status": OK, "cpu": cpu_model(), **measure_rates(job["file"], job["dtype"])}
+
+
+KINDS = {"run": run, "ready": run, "rates": rates}
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    answer = KINDS[job["kind"]](job)
+    Path(job["answer"]).write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Cell by cell: systems in turn, the medians of their repeats, and what goes beside them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+
+from peers import peer_class
+from peers.base import Peer
+
+from comparison.batches import best_batch
+from comparison.config import Comparison, Scenario, System
+from comparison.floors import ITEMSIZES, Load, floors, work
+from comparison.rows import BEST, COLUMNS, EQUAL, OK, REFUSED, SEARCH, Table
+from comparison.subject import Subject, subject_of
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.report import GB
+from flexgen_h2o.tasks.shared.files import origin
+
+Do = Callable[[dict, "int | None"], dict]
+"""Runs a job with so many bytes of memory: `processes.run_job` with the rest of its parameters."""
+
+
+class Cells:
+    """Measures what a table lacks.
+
+    Parameters
+    ----------
+    config : Comparison
+    table : Table
+    do : callable
+        See `Do`.
+    """
+
+    def __init__(self, config: Comparison, table: Table, do: Do):
+        self._config, self._table, self._do = config, table, do
+        self._ready: dict[tuple[str, Path], dict] = {}
+
+    def run(self) -> None:
+        """All scenarios. Raises `UserError` where a model or a memory limit can't be had."""
+        subjects = [subject_of(each, self._config.models) for each in self._config.scenarios]
+        for scenario, subject in zip(self._config.scenarios, subjects, strict=True):
+            if scenario.batch is not None:
+                batches = dict.fromkeys(scenario.systems, scenario.batch)
+                self._together(_Group(scenario, subject, EQUAL, batches))
+            if scenario.best:
+                # One that never ran is tried once more at 1, for a row that says why.
+                batches = {system: self._best(scenario, subject, system) or 1
+                           for system in scenario.systems}
+                self._together(_Group(scenario, subject, BEST, batches))
+
+    def _best(self, scenario: Scenario, subject: Subject, system: str) -> int | None:
+        """The best batch of a system; None if it cannot run."""
+        rate = partial(self._tried, scenario, subject, system)
+        with suppress(_Refused):
+            return best_batch(rate, first=scenario.first_batch, most=scenario.most)
+        return None
+
+    def _tried(self, scenario: Scenario, subject: Subject, system: str, batch: int
+               ) -> float | None:
+        """Tokens per second of a step of the search; None if there are none.
+
+        Raises `_Refused` where it would be the same at any batch.
+        """
+        group = _Group(scenario, subject, SEARCH, {system: batch})
+        row = self._table.find(self._place(group, system))
+        if row is None:
+            found = self._measured(group, system, 0)
+            self._add(group, system, [found])
+            row = self._table.find(self._place(group, system))
+        if row["status"] == REFUSED:
+            raise _Refused
+        return float(row["tokens_per_s"]) if row["status"] == OK else None
+
+    def _together(self, group: _Group) -> None:
+        """The systems of a group that have no row yet, in turn; rates before and after."""
+        left = [system for system in group.batches
+                if self._table.find(self._place(group, system)) is None]
+        if not left:
+            return
+        outcomes: dict[str, list[dict]] = {system: [] for system in left}
+        rates = [self._rates(group)]
+        for repeat in range(self._config.repeats):
+            for system in left:
+                if all(found["status"] == OK for found in outcomes[system]):
+                    outcomes[system].append(self._measured(group, system, repeat))
+        rates.append(self._rates(group))
+        reference = next((system for system in left if self._config.systems[system].exact
+                          and outcomes[system][-1].get("tokens")), None)
+        for system in left:
+            beside = {} if reference is None else {
+                "equal_tokens_with": reference, "equal_tokens": equal_share(
+                    outcomes[system][-1].get("tokens"), outcomes[reference][-1]["tokens"])}
+            self._add(group, system, outcomes[system], rates=rates, **beside)
+
+    def _measured(self, group: _Group, system: str, repeat: int) -> dict:
+        """One run of a system."""
+        chosen = self._config.systems[system]
+        job, place = group.job(chosen), (system, group.subject.folder)
+        if place not in self._ready and peer_class(chosen.peer).ready is not Peer.ready:
+            self._ready[place] = self._do(job | {"kind": "ready"}, None)  # with all memory
+        found = self._ready.get(place, {"status": OK})
+        if found["status"] == OK:
+            found = self._do(job, group.scenario.memory)
+        said = f"prefill {found['prefill']:.3g} s, step {fmean(found['steps']):.3g} s" if (
+            found["status"] == OK) else f"{found['status']}: {found['reason']}"
+        print(f"{group.scenario.name}, {group.at} batch {group.batches[system]}, {system}, "
+              f"repeat {repeat}: {said}", file=sys.stderr, flush=True)
+        return found
+
+    def _rates(self, group: _Group) -> dict:
+        job = {"kind": "rates", "dtype": group.scenario.dtype,
+               "file": str(group.subject.largest_file)}
+        found = self._do(job, None)
+        if found["status"] != OK:
+            raise UserError(f"this machine's rates cannot be measured: {found['reason']}")
+        return found
+
+    def _place(self, group: _Group, system: str) -> dict[str, object]:
+        """The columns that say which cell it is."""
+        scenario, chosen = group.scenario, self._config.systems[system]
+        return {
+            "host": platform.node(), "threads": self._config.threads, "scenario": scenario.name,
+            "model": scenario.model, "dtype": scenario.dtype,
+            "prompts": "random" if scenario.prompts is None else Path(scenario.prompts).name,
+            "prompt_len": group.mean_prompt_len(system), "gen_len": scenario.gen_len,
+            "cut_gen_len": scenario.measured(system) if group.projected(system) else None,
+            "memory_gb": None if scenario.memory is None else scenario.memory / GB,
+            "system": system, "options": json.dumps(dict(chosen.options), sort_keys=True),
+            "at": group.at, "batch": group.batches[system]}
+
+    def _add(self, group: _Group, system: str, outcomes: Sequence[dict], *,
+             rates: Sequence[dict] = (), **beside: object) -> None:
+        """A row, whatever became of the system."""
+        chosen, last = self._config.systems[system], outcomes[-1]
+        row: dict[str, object] = dict.fromkeys(COLUMNS)
+        row |= origin() | self._place(group, system) | {
+            "documented": peer_class(chosen.peer).documented, "status": last["status"],
+            "reason": last.get("reason"), "page_cache": last["page_cache"],
+            "cpu": rates[0]["cpu"] if rates else None}
+        if last["status"] == OK:
+            row |= group.figures(system, outcomes) | beside
+            if rates:
+                row |= group.bounds(chosen, rates, row["total_s"])
+        self._table.add(row)
+
+
+class _Refused(Exception):
+    """A system cannot run here, at any batch."""
+
+
+class _Group:
+    """Cells that are measured together: a batch of each of some systems, in one scenario."""
+
+    def __init__(self, scenario: Scenario, subject: Subject, at: str, batches: Mapping[str, int]):
+        self.scenario, self.subject = scenario, subject
+        self.at, self.batches = at, batches
+
+    def mean_prompt_len(self, system: str) -> float:
+        """Tokens of the prompts of a system's batch."""
+        return fmean(map(len, self.subject.prompts[: self.batches[system]]))
+
+    def projected(self, system: str) -> bool:
+        """Whether it generates less than is asked for."""
+        return self.scenario.measured(system) < self.scenario.gen_len
+
+    def job(self, system: System) -> dict:
+        """As `compare_worker` reads it."""
+        prompts = self.subject.prompts[: self.batches[system.name]]
+        return {
+            "kind": "run", "peer": system.peer, "model": str(self.subject.folder),
+            "prompts": prompts, "generate": self.scenario.measured(system.name),
+            "settings": {
+                "dtype": self.scenario.dtype, "batch": len(prompts),
+                "prompt_len": max(map(len, prompts)), "gen_len": self.scenario.gen_len,
+                "mean_prompt_len": self.mean_prompt_len(system.name),
+                "options": dict(system.options)}}
+
+    def figures(self, system: str, outcomes: Sequence[dict]) -> dict[str, object]:
+        """Medians of the repeats; with fewer steps than asked for, the others take their mean."""
+        steps = self.scenario.gen_len - 1
+        means = [fmean(found["steps"]) for found in outcomes]
+        total = median(found["prefill"] + steps * mean
+                       for found, mean in zip(outcomes, means, strict=True))
+        last = outcomes[-1]
+        read = [found["read"] for found in outcomes if found["read"] is not None]
+        return {
+            "settings": last["settings"], "versions": last["versions"], "repeats": len(outcomes),
+            "prefill_s": median(found["prefill"] for found in outcomes),
+            "decode_step_s": median(means), "total_s": total,
+            "tokens_per_s": self.batches[system] * self.scenario.gen_len / total,
+            "projected": self.projected(system),
+            "load_s": median(found["load"] for found in outcomes),
+            "peak_rss_gb": max(found["peak_rss"] for found in outcomes) / GB,
+            "peak_memory_gb": max(found["peak_memory"] for found in outcomes) / GB
+            if "peak_memory" in last else None,
+            "gb_read": median(read) / GB if read else None}
+
+    def bounds(self, system: System, rates: Sequence[dict], total: float) -> dict[str, object]:
+        """The floors at this system's batch, weights and cache, and how far above it is."""
+        scenario, prompt = self.scenario, self.mean_prompt_len(system.name)
+        whole = system.cache_share >= 1
+        amount = work(self.subject.model, Load(
+            batch=self.batches[system.name], prompt_len=prompt, gen_len=scenario.gen_len,
+            cached=prompt + scenario.gen_len / 2 if whole
+            else system.cache_share * (prompt + scenario.gen_len),
+            itemsize=ITEMSIZES[scenario.dtype], weight_bits=system.weight_bits,
+            cache_bits=system.cache_bits))
+        typical = {name: fmean(each[name] for each in rates)
+                   for name in ("disk", "memory", "gemm")}
+        prefill, step = floors(amount, typical, scenario.memory)
+        return {
+            "prefill_floor_s": prefill, "decode_step_floor_s": step,
+            "total_over_floor": total / (prefill + (scenario.gen_len - 1) * step),
+            "disk_gb_per_s": typical["disk"] / GB, "memory_gb_per_s": typical["memory"] / GB,
+            "gemm_tflop_per_s": typical["gemm"] / 1e12}
+
+
+def equal_share(tokens: Sequence[Sequence[int]] | None, reference: Sequence[Sequence[int]]
+                ) -> float | None:
+    """Of the tokens that both have, the share that is equal; None if there are none."""
+    pairs = [(one, other) for mine, theirs in zip(tokens or (), reference, strict=False)
+             for one, other in zip(mine, theirs, strict=False)]
+    return fmean(one == other for one, other in pairs) if pairs else None

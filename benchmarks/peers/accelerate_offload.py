@@ -1,0 +1,68 @@
+"""Accelerate's big model inference: decoder layers on disk or in host memory, by a device map.
+
+On disk they are read from the checkpoint's own safetensors file, through its memory map, again for
+every token. Of its ways this was the fastest: `load_checkpoint_and_dispatch` writes a copy first.
+Without a GPU, layers in host memory are used where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.config import check_choice
+from peers.base import HuggingFacePeer, installed, missing
+
+PLACES = ("disk", "cpu")
+
+
+def device_map(model, layers: int, *, near: str, far: str) -> dict[str, str]:
+    """Where the modules of a transformers model go: its `layers` decoder layers `far`."""
+    from torch.nn import ModuleList
+
+    def placed(module, prefix: str) -> Iterator[tuple[str, str]]:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if isinstance(child, ModuleList) and len(child) == layers:
+                yield from ((f"{path}.{layer}", far) for layer in range(layers))
+            elif any(isinstance(inner, ModuleList) for inner in child.modules()):
+                yield from placed(child, f"{path}.")
+            else:
+                yield path, near
+
+    return dict(placed(model, ""))
+
+
+class AccelerateOffload(HuggingFacePeer):
+    """See `peers.base.Peer`. The option `offload` is one of `PLACES`."""
+
+    documented = "https://huggingface.co/docs/accelerate/usage_guides/big_modeling"
+    options: Mapping[str, Any] = {"offload": "disk"}
+
+    @classmethod
+    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().check(name, options)
+        check_choice(f"system {name}: offload", found["offload"], PLACES)
+        return found
+
+    def refusal(self) -> str | None:
+        return missing("accelerate", "bench-accelerate")
+
+    def version(self) -> str:
+        return installed("accelerate", "transformers", "torch")
+
+    def prepare(self, model: Path) -> str:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from peers.hf_generate import empty_model
+
+        far = self.settings.options["offload"]
+        near = "cuda:0" if torch.cuda.is_available() else "cpu"
+        empty = empty_model(model)
+        places = device_map(empty, empty.config.num_hidden_layers, near=near, far=far)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=getattr(torch, self.settings.dtype), device_map=places,
+            offload_folder=self.settings.scratch).eval()
+        return f"decoder layers on {far}, the rest on {near}"

@@ -1,0 +1,266 @@
+"""The systems of benchmarks/compare.py, their floors, and the processes that they run in."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import planning_cases
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.model_config import ModelConfig
+
+ROOT = Path(__file__).parent.parent
+MODULES = ("compare_worker", "comparison.floors", "comparison.processes", "peers",
+           "peers.accelerate_offload", "peers.base", "peers.deepspeed_zero", "peers.flexgen",
+           "peers.h2o_fork", "peers.hf_generate", "peers.ours")
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The benchmark's modules by the last part of their names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name)
+                                 for name in MODULES})
+
+
+MODEL = ModelConfig(name="m", family="opt", vocab_size=1000, hidden_size=64, num_layers=4,
+                    num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, max_positions=512,
+                    activation="relu", tie_word_embeddings=True)
+
+
+def test_a_floor_counts_bytes_and_products(bench):
+    load = partial(bench.floors.Load, batch=2, prompt_len=10, gen_len=4, cached=12)
+    full = bench.floors.work(MODEL, load())
+    assert full.cache_bytes == 2 * 12 * MODEL.kv_bytes_per_token(2)
+    assert full.all_bytes == 2 * MODEL.num_parameters()
+    dense = 2 * (MODEL.num_layers * MODEL.layer_parameters() + 64_000)
+    assert full.step_flops == 2 * (dense + 4 * 4 * 64 * 12)
+    small = bench.floors.work(MODEL, load(weight_bits=4, cache_bits=4))
+    assert small.weight_bytes < full.weight_bytes / 3 and small.cache_bytes < full.cache_bytes / 2
+    assert small.step_flops == full.step_flops
+
+
+def test_only_what_exceeds_memory_is_read_from_disk(bench):
+    amount = bench.floors.Work(all_bytes=120, weight_bytes=100, cache_bytes=10, step_flops=0,
+                               prefill_flops=0)
+    rates = {"disk": 1.0, "memory": 100.0, "gemm": 1.0}
+    assert bench.floors.floors(amount, rates, None) == (0, 1.1)
+    assert bench.floors.floors(amount, rates, 100) == (0, 1.1), "in turn, the cache may fit too"
+    assert bench.floors.floors(amount, rates, 60) == (40, 50)
+
+
+@given(prompt=st.integers(20, 4000), new=st.integers(2, 2000), share=st.floats(0.05, 0.9))
+def test_a_share_is_of_the_whole_text(bench, prompt, new, share):
+    settings = SimpleNamespace(options={"cache_share": share}, mean_prompt_len=prompt, gen_len=new)
+    ratio = bench.ours.ratio_of_text(settings)
+    kept = 2 * int(ratio * prompt + 1e-9)
+    assert abs(kept - min(share * (prompt + new), 2 * prompt)) <= 2
+
+
+def test_a_full_cache_has_no_ratio(bench):
+    for share in (None, 1):
+        settings = SimpleNamespace(options={"cache_share": share})
+        assert bench.ours.ratio_of_text(settings) is None
+
+
+def test_steps_of_blocks_are_added(bench):
+    assert bench.ours.by_step([1, 2, 10, 20], 2) == (11, 22)
+
+
+def settings_of(bench, **others):
+    return bench.base.Settings(**{
+        "dtype": "float32", "batch": 4, "prompt_len": 8, "gen_len": 3, "scratch": "scratch",
+        "mean_prompt_len": 8.0, **others})
+
+
+def test_decoder_layers_go_far_and_nothing_is_forgotten(bench, tiny_model):
+    for key, layers in (("opt", "model.decoder.layers"), ("llama", "model.layers")):
+        model = tiny_model(key).model
+        places = bench.accelerate_offload.device_map(model, 3, near="cpu", far="disk")
+        far = {name for name, place in places.items() if place == "disk"}
+        assert far == {f"{layers}.{number}" for number in range(3)}
+        for name, _ in model.named_parameters():
+            assert any(name.startswith(f"{module}.") for module in places), name
+
+
+def test_prompts_of_any_lengths_are_continued_as_each_alone(tiny_model, bench):
+    model = tiny_model("opt").model
+    prompts = [[7, 8, 9], [10, 11, 12, 13, 14], [15]]
+    found = bench.hf_generate.timed_generate(model, prompts, 4)
+    assert len(found.steps) == 3 and min(found.prefill, *found.steps) > 0
+    alone = [bench.hf_generate.timed_generate(model, [prompt], 4).tokens[0] for prompt in prompts]
+    assert list(found.tokens) == alone
+
+
+def test_the_engine_plans_its_own_policy(tiny_model, bench, tmp_path, monkeypatch):
+    from flexgen_h2o.planning import calibrate
+
+    measured, folder = [], tiny_model("opt").folder
+    monkeypatch.setattr(calibrate, "machine",
+                        lambda device, *_, **__: measured.append(device) or planning_cases.CPU)
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    options = bench.ours.Ours.check("o", {"cache_share": 0.5, "cache_bits": 4, "weight_bits": 4})
+    peer = bench.ours.Ours(settings_of(bench, batch=3, options=options, scratch=str(tmp_path)))
+    peer.ready(folder)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert len(measured) == 1 and kept, "the machine, and weights in four bits"
+    try:
+        assert peer.prepare(folder).startswith("--percent ")
+        found = peer.generate([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]], 2)
+        assert peer._llm.h2o.heavy_ratio == 0.5 * (8 + 3) / 2 / 8, "of the whole text"
+    finally:
+        peer.close()
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}, "used as they are"
+    assert [len(tokens) for tokens in found.tokens] == [2] * 3, "cut: the settings have 3"
+    assert len(found.steps) == 1 and found.prefill > 0
+
+
+def test_a_worker_measures_the_machine(bench, monkeypatch):
+    from flexgen_h2o.storage import links
+
+    monkeypatch.setattr(links, "disk_read_rate", lambda path: float(len(str(path))))
+    monkeypatch.setattr(links, "memory_read_rate", lambda: 2.0)
+    monkeypatch.setattr(links, "gemm_rate", lambda rows, dtype: float(rows))
+    found = bench.compare_worker.rates({"file": "abc", "dtype": "bfloat16"})
+    assert (found["disk"], found["memory"], found["gemm"]) == (3, 2, 2048)
+    assert found["status"] == "ok" and found["cpu"]
+
+
+def test_deepspeed_is_told_what_its_documentation_says(bench):
+    make = bench.deepspeed_zero.zero_config
+    nvme = make(settings_of(bench, dtype="bfloat16", options={"offload": "nvme"}), hidden=64,
+                largest=1000, pinned=False)
+    assert nvme["bf16"]["enabled"] and not nvme["fp16"]["enabled"]
+    offload = nvme["zero_optimization"]["offload_param"]
+    assert offload == {"device": "nvme", "pin_memory": False, "nvme_path": "scratch",
+                       "buffer_count": 6, "buffer_size": 1000}
+    cpu = make(settings_of(bench, options={"offload": "cpu"}), hidden=64, largest=9, pinned=True)
+    assert cpu["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
+
+
+LOG = """model size: 2.443 GB\tcache size: 0.398 GB\thidden size (p): 0.008 GB
+peak gpu mem: 3.1 GB\tprojected: False
+prefill latency: 1.500 s\tprefill throughput: 1365.333 token/s
+decode latency: 6.000 s\tdecode throughput: 20.000 token/s
+total latency: 7.500 s\ttotal throughput: 17.067 token/s
+"""
+
+
+def test_flexgens_log_is_read(bench):
+    assert bench.flexgen.latencies(LOG) == (1.5, 6.0)
+    with pytest.raises(UserError, match="logged no latencies: 'CUDA error'"):
+        bench.flexgen.latencies("CUDA error")
+
+
+def test_flexgen_runs_by_its_command_line(bench, tmp_path, monkeypatch):
+    options = bench.flexgen.FlexGen.check("f", {"num_gpu_batches": 2, "flags": "--percent 1 2"})
+    peer = bench.flexgen.FlexGen(settings_of(bench, scratch=str(tmp_path), options=options))
+    assert "random weights" in peer.prepare(Path("opt-1.3b"))
+
+    def fake(command, **_):
+        flags = " ".join(command[3:])
+        assert flags.startswith("--model facebook/opt-1.3b --path _DUMMY_")
+        assert "--gpu-batch-size 2 --num-gpu-batches 2" in flags and flags.endswith("--percent 1 2")
+        Path(command[command.index("--log-file") + 1]).write_text(LOG)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(bench.flexgen.subprocess, "run", fake)
+    found = peer.generate([[5] * 8] * 4, 3)
+    assert (found.prefill, found.steps, found.tokens) == (1.5, (3.0, 3.0), None)
+    with pytest.raises(UserError, match="prompts of one length"):
+        peer.generate([[5], [5, 6]], 3)
+    with pytest.raises(UserError, match="does not divide"):
+        bench.flexgen.FlexGen(settings_of(bench, batch=3, options=options)).prepare(Path("opt-1b"))
+
+
+def test_who_cannot_run_here_says_why(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.base.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = {}
+    for module, cls in bench.peers.CLASSES.items():
+        options = bench.peers.peer_class(module).check(module, {})
+        said[module] = bench.peers.peer_class(module)(
+            settings_of(bench, options=options)).refusal()
+        assert cls
+    assert said["ours"] is None and said["transformers_memory"] is None
+    assert "[bench-deepspeed]" in said["deepspeed_zero"]
+    assert "[bench-accelerate]" in said["accelerate_offload"]
+    assert "needs CUDA" in said["flexgen"] and "names no checkout" in said["h2o_fork"]
+    fork = bench.h2o_fork.H2OFork
+    options = fork.check("fork", {"path": str(tmp_path)})
+    assert "no flexgen/flex_opt.py" in fork(settings_of(bench, options=options)).refusal()
+    (tmp_path / "flexgen").mkdir()
+    (tmp_path / "flexgen" / "flex_opt.py").touch()
+    assert "needs CUDA" in fork(settings_of(bench, options=options)).refusal()
+
+
+def test_the_extras_that_refusals_name_exist():
+    source = (ROOT / "setup.py").read_text(encoding="utf-8")
+    for name in ("bench-accelerate", "bench-deepspeed", "bench-flexgen"):
+        assert f'"{name}": [' in source
+
+
+def job_of(bench, tmp_path, monkeypatch, source: str, timeout: float = 60) -> dict:
+    worker = tmp_path / "worker.py"
+    worker.write_text(f"import json, os, signal, sys\njob = json.load(sys.stdin)\n{source}\n")
+    monkeypatch.setattr(bench.processes, "WORKER", worker)
+    monkeypatch.setattr(bench.processes, "drop_page_cache", lambda: False)
+    found = bench.processes.run_job({"kind": "run"}, threads=1, timeout=timeout, memory=None,
+                                    scratch=tmp_path / "scratch")
+    assert not list((tmp_path / "scratch").iterdir()), "nothing stays behind"
+    return found
+
+
+def test_whatever_becomes_of_a_process_is_said(bench, tmp_path, monkeypatch):
+    do = partial(job_of, bench, tmp_path, monkeypatch)
+    answer = "open(job['answer'], 'w').write(json.dumps({'status': 'ok', 'env': [os.environ[n] " \
+             "for n in ('OMP_NUM_THREADS', 'GLIBC_TUNABLES')]}))"
+    found = do(answer)
+    assert found["status"] == "ok" and found["page_cache"] == "as it was"
+    assert found["env"] == ["1", bench.processes.TUNED]
+    found = do("sys.exit('no such thing')")
+    assert (found["status"], found["reason"]) == ("failed", "exit status 1: no such thing")
+    assert do("os.kill(os.getpid(), signal.SIGKILL)")["status"] == "out of memory"
+    assert do("signal.pause()", timeout=0.5)["status"] == "timed out"
+
+
+@pytest.mark.parametrize("error, status", [
+    (MemoryError(), "out of memory"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
+    (UserError("the run does not fit. cpu: needs 9 GB"), "out of memory"),
+    (ValueError("no such\nlayer"), "failed"),
+])
+def test_an_error_of_a_system_is_an_answer(bench, monkeypatch, error, status):
+    closed = []
+
+    class Broken(bench.base.Peer):
+        documented = ""
+
+        def refusal(self):
+            return None
+
+        def version(self):
+            return ""
+
+        def prepare(self, model):
+            raise error
+
+        def generate(self, prompts, gen_len):
+            raise AssertionError("was not prepared")
+
+        def close(self):
+            closed.append(True)
+
+    monkeypatch.setattr(bench.compare_worker, "peer_class", lambda name: Broken)
+    found = bench.compare_worker.run({
+        "kind": "run", "peer": "x", "model": "m", "scratch": "s", "prompts": [[5]], "generate": 2,
+        "settings": {"dtype": "float32", "batch": 1, "prompt_len": 1, "gen_len": 2,
+                     "mean_prompt_len": 1, "options": {}}})
+    assert found["status"] == status and closed == [True] and "\n" not in found["reason"]
