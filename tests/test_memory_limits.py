@@ -15,6 +15,7 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.planning.free_memory import MemoryLimits
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.rows import Workload
+from flexgen_h2o.runtime import Runtime
 from flexgen_h2o.storage.tiers import CudaDevice
 
 LOAD = Workload(prompt_len=6, gen_len=3, gpu_batch_size=4, num_gpu_batches=1)
@@ -67,10 +68,10 @@ def test_bounds_only_lower_what_is_free():
 
 
 def test_a_run_over_its_limit_is_refused_before_loading(options, monkeypatch):
-    def load(*_):
+    def load(*_, **__):
         pytest.fail("it began to load")
 
-    monkeypatch.setattr(LLM, "_load_weights", load)
+    monkeypatch.setattr(Runtime, "load", load)
     with pytest.raises(UserError, match="host memory: needs .* 0.1 GB free"):
         LLM(**options, workload=LOAD, memory_limit=10**8)
 
