@@ -70,16 +70,17 @@ class Runtime:
         settings, cache = self.settings, self.settings.cache
         if cache.evicts:
             cache = replace(cache, h2o=replace(cache.h2o, prompt_chunk=chunk))
-        other = copy.copy(self)
-        other.settings = replace(settings, cache=cache,
-                                 policy=replace(settings.policy, prefill_chunk=chunk))
-        return other
+        policy = replace(settings.policy, prefill_chunk=chunk)
+        return self._with(replace(settings, cache=cache, policy=policy))
 
     def in_batches(self, size: int) -> Runtime:
         """The same model and weights, for runs of `size` sequences together."""
+        settings = self.settings
+        return self._with(replace(settings, policy=replace(settings.policy, gpu_batch_size=size)))
+
+    def _with(self, settings: Settings) -> Runtime:
         other = copy.copy(self)
-        other.settings = replace(self.settings,
-                                 policy=replace(self.settings.policy, gpu_batch_size=size))
+        other.settings = settings
         return other
 
     def load(self, opened: contextlib.ExitStack, *, seed: int) -> None:
