@@ -13,6 +13,7 @@ from pathlib import Path
 
 from comparison.floors import measure_rates
 from comparison.rows import FAILED, MEMORY, OK, REFUSED
+from memory_group import drop_page_cache, enter
 from peers import peer_class
 from peers.base import Peer, Settings, ran_out_of_memory
 
@@ -56,6 +57,10 @@ def measure(peer: Peer, job: dict) -> dict:
     prompts, began = job["prompts"], time.perf_counter()
     words = peer.prepare(Path(job["model"]))
     load = time.perf_counter() - began
+    if "door" in job:
+        drop_page_cache()  # what loading has left there would be free of the limit
+        enter(Path(job["door"]))
+        words += ", limited once loaded"
     if peer.warms:
         peer.generate([prompt[: max(1, len(prompt) // WARM_SHARE)] for prompt in prompts],
                       WARM_TOKENS)

@@ -46,9 +46,14 @@ class MemoryGroup:
                             ) from error
         return self
 
+    @property
+    def door(self) -> Path:
+        """The file that `enter` takes, for a process that goes in when it is ready."""
+        return self._folder / "cgroup.procs"
+
     def enter(self) -> None:
         """Put the calling process into the group: for a child before it becomes its program."""
-        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+        enter(self.door)
 
     def peak(self) -> int:
         """Most bytes that were in use at once, page cache included."""
@@ -67,6 +72,11 @@ class MemoryGroup:
                 return
             except OSError:
                 time.sleep(0.1)
+
+
+def enter(door: Path) -> None:
+    """Put the calling process into a group: what it takes from now on counts there."""
+    door.write_text(str(os.getpid()))
 
 
 def drop_page_cache() -> bool:

@@ -109,6 +109,7 @@ def test_the_config_of_the_repository_is_whole(bench):
     ({"scenarios": {"s": scenario(prompts="x.jsonl")}}, "prompt_len or prompts, one of them"),
     ({"scenarios": {"s": scenario(gen_len=1)}}, "gen_len must be at least 2"),
     ({"scenarios": {"s": scenario(best=False)}}, "nothing to measure"),
+    ({"scenarios": {"s": scenario(search_gen_len=9)}}, "search_gen_len must be at most 5"),
     ({"scenarios": {"s": scenario(promt_len=8)}}, "did you mean prompt_len"),
     ({"scenarios": {"s": scenario(memory="lots")}}, "memory takes bytes"),
     ({"scenarios": {"s": scenario(systems=["other"])}}, "'other' is none of the systems"),
@@ -265,6 +266,16 @@ def test_each_has_its_own_best_batch_and_memory_ends_in_a_row(bench, tiny_model,
     assert failed["reason"] == "killed" and failed["tokens_per_s"] == failed["total_s"] == ""
     assert rows[0]["total_over_floor"] == "" and rows[-1]["total_over_floor"] != ""
     assert rows[-1]["equal_tokens"] == "1", "of the prompts that both had"
+
+
+def test_a_search_may_generate_less(bench, tiny_model, tmp_path):
+    spec = {"most": 1, "search_gen_len": 3, "cut_gen_len": {"h2o": 2}}
+    rows, do = cells(bench, tiny_model, tmp_path, {"plain": {}, "h2o": {}}, spec, repeats=1)
+    assert [job[:3] for job in do.jobs] == [("plain", 1, 3), ("h2o", 1, 2), ("plain", 1, 5),
+                                            ("h2o", 1, 2)]
+    assert [(row["at"], row["cut_gen_len"], row["projected"]) for row in rows] == [
+        ("search", "3", "True"), ("search", "2", "True"), ("best", "", "False"),
+        ("best", "2", "True")]
 
 
 def test_who_is_refused_has_a_row_and_no_figures(bench, tiny_model, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,6 +230,54 @@ def test_whatever_becomes_of_a_process_is_said(bench, tmp_path, monkeypatch):
     assert (found["status"], found["reason"]) == ("failed", "exit status 1: no such thing")
     assert do("os.kill(os.getpid(), signal.SIGKILL)")["status"] == "out of memory"
     assert do("signal.pause()", timeout=0.5)["status"] == "timed out"
+
+
+class Group:
+    """A memory cgroup that nothing is ever killed in."""
+
+    def __init__(self, folder: Path):
+        self.door, self.kills, self.peak = folder / "door", lambda: 0, lambda: 7
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def enter(self):
+        self.door.write_text("before")
+
+
+@pytest.mark.parametrize("beyond, when", [(False, "before"), (True, "after")])
+def test_who_loads_beyond_a_limit_enters_later(bench, tmp_path, monkeypatch, beyond, when):
+    worker = tmp_path / "worker.py"
+    worker.write_text("import json, sys\njob = json.load(sys.stdin)\n"
+                      "if 'door' in job: open(job['door'], 'w').write('after')\n"
+                      "open(job['answer'], 'w').write(json.dumps({'status': 'ok'}))")
+    monkeypatch.setattr(bench.processes, "WORKER", worker)
+    monkeypatch.setattr(bench.processes, "drop_page_cache", lambda: False)
+    monkeypatch.setattr(bench.processes, "MemoryGroup", lambda limit: Group(tmp_path))
+    found = bench.processes.run_job({"kind": "run", "loads_beyond": beyond}, threads=1, timeout=60,
+                                    memory=1 << 30, scratch=tmp_path / "scratch")
+    assert (found["status"], found["peak_memory"]) == ("ok", 7)
+    assert (tmp_path / "door").read_text() == when
+    loads = {options: bench.deepspeed_zero.DeepSpeedZero.loads_beyond({"offload": options})
+             for options in bench.deepspeed_zero.PLACES}
+    assert loads == {"cpu": False, "nvme": True}
+
+
+def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypatch):
+    done, door = [], tmp_path / "door"
+    peer = SimpleNamespace(
+        warms=False, version=lambda: "v", prepare=lambda model: done.append("loaded") or "so",
+        generate=lambda prompts, count: bench.base.Timings(1.0, (1.0,), ((5, 6),)))
+    monkeypatch.setattr(bench.compare_worker, "drop_page_cache",
+                        lambda: done.append("dropped" if not door.exists() else "late"))
+    job = {"prompts": [[5]], "model": "m", "generate": 2}
+    assert bench.compare_worker.measure(peer, job)["settings"] == "so"
+    found = bench.compare_worker.measure(peer, job | {"door": str(door)})
+    assert found["settings"] == "so, limited once loaded"
+    assert done == ["loaded", "loaded", "dropped"] and int(door.read_text()) == os.getpid()
 
 
 @pytest.mark.parametrize("error, status", [

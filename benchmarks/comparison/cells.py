@@ -130,7 +130,7 @@ class Cells:
             "model": scenario.model, "dtype": scenario.dtype,
             "prompts": "random" if scenario.prompts is None else Path(scenario.prompts).name,
             "prompt_len": group.mean_prompt_len(system), "gen_len": scenario.gen_len,
-            "cut_gen_len": scenario.measured(system) if group.projected(system) else None,
+            "cut_gen_len": group.measured(system) if group.projected(system) else None,
             "memory_gb": None if scenario.memory is None else scenario.memory / GB,
             "system": system, "options": json.dumps(dict(chosen.options), sort_keys=True),
             "at": group.at, "batch": group.batches[system]}
@@ -166,16 +166,21 @@ class _Group:
         """Tokens of the prompts of a system's batch."""
         return fmean(map(len, self.subject.prompts[: self.batches[system]]))
 
+    def measured(self, system: str) -> int:
+        """Tokens that a system generates for each prompt."""
+        return self.scenario.measured(system, search=self.at == SEARCH)
+
     def projected(self, system: str) -> bool:
         """Whether it generates less than is asked for."""
-        return self.scenario.measured(system) < self.scenario.gen_len
+        return self.measured(system) < self.scenario.gen_len
 
     def job(self, system: System) -> dict:
         """As `compare_worker` reads it."""
         prompts = self.subject.prompts[: self.batches[system.name]]
         return {
             "kind": "run", "peer": system.peer, "model": str(self.subject.folder),
-            "prompts": prompts, "generate": self.scenario.measured(system.name),
+            "prompts": prompts, "generate": self.measured(system.name),
+            "loads_beyond": peer_class(system.peer).loads_beyond(system.options),
             "settings": {
                 "dtype": self.scenario.dtype, "batch": len(prompts),
                 "prompt_len": max(map(len, prompts)), "gen_len": self.scenario.gen_len,

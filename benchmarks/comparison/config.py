@@ -72,6 +72,8 @@ class Scenario:
         Whether each system's best batch is searched, and measured.
     first_batch, most : int
         Sequences that the search begins with, and that it never exceeds.
+    search_gen_len : int or None
+        Tokens that a step of the search generates, to be projected; None: as many as the others.
     cut_gen_len : mapping of str to int
         Systems too slow to finish: tokens that they generate, to be projected.
     systems : tuple of str
@@ -90,6 +92,7 @@ class Scenario:
     best: bool = True
     first_batch: int = 1
     most: int = 256
+    search_gen_len: int | None = None
     cut_gen_len: Mapping[str, int] = field(default_factory=dict)
     systems: tuple[str, ...] = ()
 
@@ -104,6 +107,8 @@ class Scenario:
         check_bool("best", self.best)
         check_int("most", self.most, low=1)
         check_int("first_batch", self.first_batch, low=1, high=self.most)
+        if self.search_gen_len is not None:
+            check_int("search_gen_len", self.search_gen_len, low=2, high=self.gen_len)
         if self.batch is None and not self.best:
             raise UserError("nothing to measure: give batch, or best: true")
         if self.memory is not None:
@@ -118,9 +123,10 @@ class Scenario:
         """Sequences of its largest batch."""
         return max(self.batch or 1, self.most if self.best else 1)
 
-    def measured(self, system: str) -> int:
-        """Tokens that a system generates for each prompt."""
-        return self.cut_gen_len.get(system, self.gen_len)
+    def measured(self, system: str, *, search: bool) -> int:
+        """Tokens that a system generates for each prompt, in a step of the search or else."""
+        found = self.cut_gen_len.get(system, self.gen_len)
+        return min(found, self.search_gen_len or found) if search else found
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
     Parameters
     ----------
     job : dict
-        As `compare_worker` reads it; it gets `scratch`, a folder that is gone afterwards.
+        As `compare_worker` reads it; it gets `scratch`, a folder that is gone afterwards. If it
+        `loads_beyond` the limit, it gets the group's `door`, and goes in when it has loaded.
     threads : int
         That compute.
     timeout : int
@@ -55,8 +56,11 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
     limited = nullcontext() if memory is None else MemoryGroup(memory)
     with tempfile.TemporaryDirectory(prefix="compare-", dir=scratch) as folder, limited as group:
         answer = Path(folder) / "answer.json"
-        status, text = _spawn(job | {"scratch": folder, "answer": str(answer)}, group,
-                              threads=threads, timeout=timeout)
+        job = job | {"scratch": folder, "answer": str(answer)}
+        first = group
+        if group is not None and job.get("loads_beyond"):
+            job["door"], first = str(group.door), None
+        status, text = _spawn(job, first, threads=threads, timeout=timeout)
         if status == 0:
             found = json.loads(answer.read_text(encoding="utf-8"))
         elif status is None:

@@ -91,6 +91,13 @@ class Peer(ABC):
     def version(self) -> str:
         """As its package or its checkout has it."""
 
+    @classmethod
+    def loads_beyond(cls, options: Mapping[str, Any]) -> bool:
+        """Whether loading takes more memory than running, which alone is limited then: a system
+        that can do the job is not left out for how it begins. Its row says so.
+        """
+        return False
+
     def ready(self, model: Path) -> None:  # noqa: B027 - most need nothing
         """Do once, in a process without limits, what would need more memory than a run may have,
         and is kept: builds, measurements, converted weights.

@@ -65,6 +65,10 @@ class DeepSpeedZero(HuggingFacePeer):
         check_choice(f"system {name}: offload", found["offload"], PLACES)
         return found
 
+    @classmethod
+    def loads_beyond(cls, options: Mapping[str, Any]) -> bool:
+        return options["offload"] == "nvme"  # the whole model passes through memory first
+
     def refusal(self) -> str | None:
         why = missing("deepspeed", "bench-deepspeed")
         if why is None and self.settings.options["offload"] == "nvme":
