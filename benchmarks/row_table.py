@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flexgen_h2o.cli import writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import open_atomic
 from flexgen_h2o.tasks.shared.files import RowsFile, cell, check_writable
@@ -53,15 +54,16 @@ class RowTable:
         return self._rows.get(self._key_of(row))
 
     def add(self, row: dict[str, object]) -> None:
-        """What was measured, in place of a row of the same key. OSError if it cannot be written."""
-        if os.path.exists(self._path):  # whole, and now to grow
-            os.replace(self._path, self.file.partial)
-            self.file.count = len(self._rows)
+        """What was measured, in place of a row of the same key. `UserError` if it cannot write."""
         key, text = self._key_of(row), {name: str(cell(row[name])) for name in self.columns}
-        if key in self._rows:
-            self._rewrite(self._rows | {key: text})
-        else:
-            self.file.write(row)
+        with writing("out", self._path):
+            if os.path.exists(self._path):  # whole, and now to grow
+                os.replace(self._path, self.file.partial)
+                self.file.count = len(self._rows)
+            if key in self._rows:
+                self._rewrite(self._rows | {key: text})
+            else:
+                self.file.write(row)
         self._rows[key] = text
 
     def _rewrite(self, rows: Mapping[tuple[str, ...], dict[str, str]]) -> None:

@@ -26,7 +26,7 @@ from row_table import RowTable
 from sweep_grid import ENDING, PLACE, Cell, Sweep, load
 from tqdm import tqdm
 
-from flexgen_h2o.cli import Parser, exit_status, writing
+from flexgen_h2o.cli import Parser, exit_status
 from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import GB
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = RowTable(out, columns(sweeps), PLACE)
     check_rows(out, table, sweeps)
     todo = to_run(sweeps, table, retry_failed=args.retry_failed)
-    with keeping(table.file), writing("out", out):
+    with keeping(table.file):
         measure(todo, table, partial(run_engine, timeout=args.timeout))
     table.finish()
     print("\n\n".join(summary(sweep, table) for sweep in sweeps))
