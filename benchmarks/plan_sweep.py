@@ -14,14 +14,15 @@ import argparse
 import csv
 import itertools
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from engine_run import NO_ROOM, OK, run_engine
 
 from flexgen_h2o.cli import Parser, exit_status
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.flex_opt import parse_args
 from flexgen_h2o.results import source_commit
 
 BATCHES = ((4, 1), (8, 4), (16, 2), (32, 1), (64, 1))
@@ -40,32 +41,27 @@ def grid() -> list[tuple[str, ...]]:
             for (size, count), weights, cache in itertools.product(BATCHES, WEIGHTS, CACHE)]
 
 
-def measured(args: argparse.Namespace, policy: Sequence[str]) -> dict[str, str] | None:
+def measured(args: argparse.Namespace, policy: Sequence[str]) -> Mapping[str, str] | None:
     """The row of results of one run; None if it does not fit."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.csv"
-        done = subprocess.run(
-            [sys.executable, "-m", "flexgen_h2o.flex_opt", "--model", str(args.model),
-             "--memory-limit", args.memory_limit, "--num-prompts", str(args.num_prompts),
-             "--prompt-len", str(args.prompt_len), "--gen-len", str(args.gen_len), "--no-log",
-             "--verbose", "0", "--csv", str(path), *policy], capture_output=True, text=True)
-        if "does not fit" in done.stderr:
-            return None
-        if done.returncode:
-            raise UserError(f"{' '.join(policy)} failed: {done.stderr.strip()[-400:]}")
-        with open(path, newline="", encoding="utf-8") as file:
-            (row,) = csv.DictReader(file)
-    return row
+    found = run_engine(parse_args([
+        "--model", str(args.model), "--memory-limit", args.memory_limit, "--num-prompts",
+        str(args.num_prompts), "--prompt-len", str(args.prompt_len), "--gen-len",
+        str(args.gen_len), *policy]))
+    if found.status == NO_ROOM:
+        return None
+    if found.status != OK:
+        raise UserError(f"{' '.join(policy)} failed: {found.reason}")
+    return found.row
 
 
-def seconds(row: dict[str, str], prefix: str = "") -> float:
+def seconds(row: Mapping[str, str], prefix: str = "") -> float:
     """Prefill and decode of a row of results."""
     return sum(float(row[f"{prefix}{phase}_seconds"]) for phase in ("prefill", "decode"))
 
 
 def sweep(args: argparse.Namespace) -> list[dict[str, object]]:
     """A row for the plan, and for each policy of the grid that fits, the fastest first."""
-    found: dict[tuple[str, ...], list[dict[str, str]]] = {AUTO: []}
+    found: dict[tuple[str, ...], list[Mapping[str, str]]] = {AUTO: []}
     found |= {policy: [] for policy in grid()}
     for repeat in range(args.repeats):
         for policy in list(found):
@@ -93,7 +89,7 @@ def sweep(args: argparse.Namespace) -> list[dict[str, object]]:
     return table
 
 
-def shown(row: dict[str, str]) -> str:
+def shown(row: Mapping[str, str]) -> str:
     """What a plan chose."""
     shares = (row[f"{kind}_{tier}"] for kind in ("weights", "cache", "activations")
               for tier in ("gpu", "cpu"))

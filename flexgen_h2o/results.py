@@ -86,7 +86,7 @@ def append_csv(path: str | os.PathLike, stats: RunStats, config: RunConfig) -> N
     A row is one write, and writers take turns, so that parallel runs share a file. Raises
     `UserError`, with nothing changed, when the file has another header; OSError if it cannot write.
     """
-    row = _csv_line([_cell(value) for value in csv_row(stats, config).values()])
+    row = _csv_line([csv_cell(value) for value in csv_row(stats, config).values()])
     with open(path, "a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -119,13 +119,14 @@ def _csv_line(cells: Sequence[object]) -> str:
     return line.getvalue()
 
 
-def _cell(value: object) -> object:
+def csv_cell(value: object) -> object:
+    """A value as the file holds it: empty for None, six digits of a float, spaces in a tuple."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return " ".join(f"{number:.6g}" for number in value)
+        return " ".join(str(csv_cell(each)) for each in value)
     return f"{value:.6g}" if isinstance(value, float) else value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import peer_class
+from yaml_keys import check_keys
 
 from flexgen_h2o.config import check_bool, check_choice, check_int
 from flexgen_h2o.errors import UserError
@@ -156,7 +156,7 @@ def load(path: Path, *, models: Path, systems: Iterable[str] = (), scenarios: It
     """
     values = load_yaml(str(path))
     known = ("systems", "scenarios", "threads", "repeats", "timeout")
-    _check_keys(values, known, str(path))
+    check_keys(values, known, str(path))
     found = {name: _system(name, spec) for name, spec in _mapping(values, "systems").items()}
     kept = _chosen(systems, found, "--systems")
     parts = _mapping(values, "scenarios")
@@ -178,7 +178,7 @@ def _scenario(name: str, spec: object, kept: Mapping[str, System], known: Mappin
     """A scenario with those of its systems that are kept."""
     if not isinstance(spec, dict):
         raise UserError(f"scenario {name}: give its model, lengths and memory")
-    _check_keys(spec, [each.name for each in fields(Scenario)][1:], f"scenario {name}")
+    check_keys(spec, [each.name for each in fields(Scenario)][1:], f"scenario {name}")
     named = spec.get("systems", list(known))
     for system in named:
         if system not in known:
@@ -211,12 +211,3 @@ def _chosen(names: Iterable[str], known: Mapping[str, Any], flag: str) -> dict[s
         if name not in known:
             raise UserError(f"{flag} {name} is not in the config: it has {', '.join(known)}")
     return {name: value for name, value in known.items() if not names or name in names}
-
-
-def _check_keys(values: Mapping, known: Iterable[str], where: str) -> None:
-    known = list(known)
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f": did you mean {near[0]}?" if near else f": it takes {', '.join(known)}"
-            raise UserError(f"{where}: unknown key {name!r}{hint}")
