@@ -18,6 +18,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexgen_h2o import breakdown, report, results
 from flexgen_h2o.cli import Parser, arguments, exit_status, show, writing
@@ -28,6 +29,9 @@ from flexgen_h2o.plan_flags import AUTO
 from flexgen_h2o.planning.rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
 from flexgen_h2o.text_files import json_texts, read_lines
+
+if TYPE_CHECKING:
+    from flexgen_h2o.llm import LLM
 
 SCRIPT = "flexgen-h2o"
 """The command that setup.py installs."""
@@ -208,6 +212,8 @@ def run(config: RunConfig) -> None:
         workload=workload(config, texts),
     ) as llm:
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
+        if config.warm_up:
+            _warm_up(llm, prompts, config, trace)
         outputs = llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
         stats = llm.stats
         assert stats is not None  # generate has set it
@@ -224,6 +230,15 @@ def run(config: RunConfig) -> None:
             show(summary)
     finally:  # a full disk behind stdout must not lose the files too
         _write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
+
+
+def _warm_up(llm: LLM, prompts: Sequence[str | Sequence[int]], config: RunConfig,
+             trace: report.Trace) -> None:
+    """Two tokens of the first GPU batch, of which no trace is kept."""
+    traced, trace.enabled = trace.enabled, False
+    llm.generate(prompts[: config.policy().gpu_batch_size],
+                 max_new_tokens=min(2, config.gen_len), eos_token_id=-1)
+    trace.enabled = traced
 
 
 def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:

@@ -113,6 +113,10 @@ class RunConfig:
         "batch and lengths", "int", None, low=1, shown="all of --gen-len",
         help="stop after this many tokens and project the times to --gen-len",
     )
+    warm_up: bool = _flag(
+        "batch and lengths", "bool", False,
+        help="generate two tokens of the first GPU batch before what is measured",
+    )
     gpu_batch_size: int | None = _flag(
         "batch and lengths", "int", None, low=1,
         shown=f"{Policy.gpu_batch_size}; chosen with --percent auto",

@@ -314,6 +314,21 @@ def test_without_prompts_it_measures_random_ones(capsys, llm):
     assert made.sampling["eos_token_id"] == -1 and made.sampling["cut_gen_len"] == 2
 
 
+def test_a_warm_up_comes_first_and_leaves_nothing(llm, monkeypatch):
+    asked, generate = [], llm.generate
+
+    def told(self, prompts, **options):
+        asked.append((len(prompts), options.get("max_new_tokens")))
+        return generate(self, prompts, **options)
+
+    monkeypatch.setattr(llm, "generate", told)
+    assert flex_opt.main(["--warm-up", "--num-prompts", "5", "--gpu-batch-size", "2", "--no-log",
+                          "--trace", "t.json", "--verbose", "0"]) == 0
+    assert asked == [(2, 2), (5, 32)]
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "prefill" for event in events) == 1, "of the second call alone"
+
+
 @pytest.mark.parametrize(("verbose", "texts", "figures"), [
     ("0", False, False), ("1", False, True), ("2", True, True), ("3", True, True),
 ])
