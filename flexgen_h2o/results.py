@@ -67,6 +67,18 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
     return {name: row[name] if name in row else getattr(stats, name) for name in CSV_COLUMNS}
 
 
+def about_run(stats: RunStats, config: RunConfig) -> dict[str, object]:
+    """What a trace says of its run: as `csv_row`, the processor and threads, and how many decode
+    steps were measured.
+    """
+    import torch  # a run has loaded it by now
+
+    from flexgen_h2o.planning.calibrate import cpu_model
+
+    return csv_row(stats, config) | {"cpu": cpu_model(), "threads": torch.get_num_threads(),
+                                     "decode_steps": len(stats.step_seconds)}
+
+
 def _resolved(config: RunConfig) -> dict[str, object]:
     """What the flags of weights and cache come to where that is not what was typed."""
     h2o = config.h2o()
