@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 
 _TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
                 for tier in ("gpu", "cpu", "disk"))
+EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
+            "num_window_length", "hh_all", "evict_while_prefilling", "score", "score_decay",
+            "sink_tokens", "enable_position_rolling")
+"""Columns of what stays cached."""
 _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "prefill_chunk", "sep_layer",
-             "compress_weight", "compress_cache", "weight_bits", "cache_bits", "eviction",
-             "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens", "num_window_length", "hh_all",
-             "evict_while_prefilling", "score", "score_decay", "sink_tokens",
-             "enable_position_rolling", "attn_sparsity")
+             "compress_weight", "compress_cache", "weight_bits", "cache_bits", *EVICTION,
+             "attn_sparsity")
+SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
+"""Columns of what is run, but for lengths and batches."""
 CSV_COLUMNS = (
     "date", "version", "commit", "host", "device", "torch", "model", "parameters", "dtype",
     *_TIERED, *_SWITCHES,
