@@ -44,8 +44,8 @@ def draw(path: str, *, limit: int | None = None):
         peak = max(range(len(sizes)), key=sizes.__getitem__)
         axes.plot(times, sizes, label=f"{_NAMES.get(what, what)}, at most {sizes[peak]:.3g} GB",
                   **_LOOKS.get(what, {"color": COLOURS["green"], "linestyle": ":"}))
-        axes.plot([times[peak]], [sizes[peak]], marker="o", linestyle="none",
-                  color=_LOOKS.get(what, {}).get("color", COLOURS["green"]))
+        axes.plot([times[peak]], [sizes[peak]], marker="o", linestyle="none", clip_on=False,
+                  color=axes.lines[-1].get_color())
     if limit is not None:
         axes.axhline(limit / GB, color=COLOURS["vermillion"], linestyle="--",
                      label=f"limit, {limit / GB:.3g} GB")

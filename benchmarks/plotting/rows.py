@@ -56,25 +56,13 @@ def chosen(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
     return left
 
 
-def number(row: Row, name: str) -> float | None:
-    """A cell's number; None of an empty one. `UserError` if it is no finite number."""
-    text = row[name]
-    if not text:
-        return None
+def positive(row: Row, name: str) -> float:
+    """A cell's number. `UserError` unless it is above 0: an axis has no place for others."""
     try:
-        value = float(text)
+        value = float(row[name])
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
-        raise UserError(f"column {name} of --csv has {text!r}, which is no number")
-    return value
-
-
-def positive(row: Row, name: str) -> float:
-    """As `number`; `UserError` also where there is none above 0: on a log axis is no place for it.
-    """
-    value = number(row, name)
-    if value is None or value <= 0:
+    if not 0 < value < math.inf:
         raise UserError(f"column {name} of --csv has {row[name]!r} where a number above 0 must be")
     return value
 
@@ -87,7 +75,7 @@ def distinct(rows: Sequence[Mapping], name: str) -> list[str]:
 def measured_where(rows: Sequence[Mapping]) -> str:
     """Machine, days and versions of rows or of what traces are about, as far as they tell."""
     days = sorted({date[:10] for date in distinct(rows, "date")})
-    parts = [_some(rows, "host"), _some(rows, "cpu"), _some(rows, "threads", "{} threads"),
+    parts = [_some(rows, "host"), _some(rows, "cpu"), _some(rows, "threads", "threads {}"),
              _some(rows, "device", "device {}"),
              " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
              _some(rows, "version", "flexgen_h2o {}"), _some(rows, "commit", "commit {}"),

@@ -14,7 +14,7 @@ from peers.ours import Ours
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.tasks.shared.figures import COLOURS, new_figure
 from plotting.looks import GREY, beside, entitle
-from plotting.rows import Row, distinct, measured_where, number, positive
+from plotting.rows import Row, distinct, measured_where, positive
 
 NEEDED = ("scenario", "model", "dtype", "prompt_len", "gen_len", "memory_gb", "system",
           "documented", "at", "batch", "status", "reason", "tokens_per_s", "projected",
@@ -200,10 +200,10 @@ def _words(each: Bar, best: float | None, at_best: bool) -> str:
 def _conditions(row: Row, at_best: bool) -> str:
     """What holds for all bars of a panel."""
     lengths = f"{positive(row, 'prompt_len'):.0f}+{row['gen_len']} tokens"
-    memory = f", in {number(row, 'memory_gb'):g}\xa0GB" if row["memory_gb"] else ""
+    memory = f", in {positive(row, 'memory_gb'):g}\xa0GB" if row["memory_gb"] else ""
+    model = f"{row['model']} in {row['dtype']}, {lengths}{memory}"
     batch = "each at its best batch" if at_best else f"all at batch {row['batch']}"
-    text = f"{row['model']} in {row['dtype']}, {lengths}{memory}, {batch}"
-    return "\n".join(textwrap.wrap(text, _LETTERS))
+    return "\n".join([*textwrap.wrap(model, _LETTERS), batch])
 
 
 def _handles(bars: Sequence[Bar]) -> list:
