@@ -29,41 +29,46 @@ from flexgen_h2o.tasks.shared.files import check_writable
 
 
 def of_systems(args: argparse.Namespace):
+    """Throughput by system, with floors."""
     rows = chosen(read_rows(args.csv, systems.NEEDED), args.only)
     return systems.draw(rows, scenarios=args.scenario, at=args.at)
 
 
 def of_batch(args: argparse.Namespace):
+    """Throughput and latency against batch."""
     return batch.draw(chosen(read_rows(args.csv, sweeps.NEEDED), args.only))
 
 
 def of_budget(args: argparse.Namespace):
+    """Throughput against KV budget."""
     return budget.draw(chosen(read_rows(args.csv, sweeps.NEEDED), args.only))
 
 
 def of_breakdown(args: argparse.Namespace):
+    """Time of a prefill and of a decode step, by link and compute."""
     return breakdown.draw(args.trace)
 
 
 def of_memory(args: argparse.Namespace):
-    return memory.draw(args.trace, limit=args.limit)
+    """Memory over time."""
+    limit = None if args.limit is None else parse_size("--limit", args.limit)
+    return memory.draw(args.trace, limit=limit)
+
+
+FIGURES = {"systems": of_systems, "batch": of_batch, "budget": of_budget,
+           "breakdown": of_breakdown, "memory": of_memory}
+"""Sub-command to what makes its matplotlib Figure of the flags. They raise `UserError`."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags, and as `draw` what makes the figure of them. Raises `UserError`."""
+    """The flags; `figure` is the sub-command. Raises `UserError`."""
     parser = Parser(description=__doc__.splitlines()[0])
-    figures = parser.add_subparsers(title="figures", required=True, dest="figure")
-    made = {}
-    for draw, text in ((of_systems, "throughput by system, with floors"),
-                       (of_batch, "throughput and latency against batch"),
-                       (of_budget, "throughput against KV budget"),
-                       (of_breakdown, "time of a prefill and a decode step, by link and compute"),
-                       (of_memory, "memory over time")):
-        name = draw.__name__.removeprefix("of_")
-        made[name] = figures.add_parser(name, help=text, description=f"Draw {text}.")
-        made[name].add_argument("--out", required=True, metavar="FILE.png",
-                                help="the figure (or .svg, .pdf)")
-        made[name].set_defaults(draw=draw)
+    commands = parser.add_subparsers(title="figures", required=True, dest="figure")
+    made = {name: commands.add_parser(name, help=draw.__doc__, description=draw.__doc__)
+            for name, draw in FIGURES.items()}
+    for each in made.values():
+        each.add_argument("--out", required=True, metavar="FILE.png",
+                          help="the figure (or .svg, .pdf)")
     for name in ("systems", "batch", "budget"):
         made[name].add_argument("--csv", required=True, metavar="FILE", help="rows of results")
         made[name].add_argument("--only", action="append", default=[], metavar="COLUMN=VALUE",
@@ -78,10 +83,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made["memory"].add_argument("--trace", required=True, metavar="FILE.json", help="of a run")
     made["memory"].add_argument("--limit", metavar="SIZE",
                                 help="draw a line at the memory that the run was allowed")
-    args = parser.parse_args(argv)
-    if args.figure == "memory" and args.limit is not None:
-        args.limit = parse_size("--limit", args.limit)
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_plot("--out", args.out)
     check_writable("--out", args.out)
     with slide_style():
-        figure = args.draw(args)
+        figure = FIGURES[args.figure](args)
         with writing("out", args.out):
             save(figure, args.out)
 

@@ -241,6 +241,8 @@ def test_budgets_alone_are_one_line_without_a_legend(bench):
     assert line.points[0].figures["throughput"] == (100, 200, 300)
     figure = bench.budget.draw([full_row(), run_row()])
     assert figure.axes[0].get_legend() is None
+    (beside,), _ = bench.budget.lines([full_row(), run_row(kv_cache_bytes=10**9)])
+    assert [(point.x, point.repeats) for point in beside.points] == [(100, 1)] * 2
     (alone,), _ = bench.budget.lines([full_row()])
     assert [point.x for point in alone.points] == [100]
 

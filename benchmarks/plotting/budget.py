@@ -53,7 +53,7 @@ def lines(rows: Sequence[Row]) -> tuple[list[Line], list[Row]]:
     for mine in grouped(evicting, columns).values():
         shared = tuple(mine[0][name] for name in common)
         points = grouped({id(row): row for row in [*mine, *ends.get(shared, ())]}.values(),
-                         ("kv_cache_bytes", "full_kv_cache_bytes"))
+                         ("eviction", *SIZES, "kv_cache_bytes", "full_kv_cache_bytes"))
         found.append(Line(label(mine[0], columns), tuple(sorted(
             (point(percent(repeats[0]), repeats, FIGURES) for repeats in points.values()),
             key=lambda each: each.x))))
