@@ -13,7 +13,7 @@ from flexgen_h2o.report import LINKS
 from flexgen_h2o.tasks.shared.figures import COLOURS, new_figure
 from flexgen_h2o.trace import COMPUTE, Trace
 from plotting.looks import beside, entitle
-from plotting.rows import measured_where
+from plotting.rows import measured_where, what_ran
 
 PREFILL, STEP, ALL_STEPS = "prefill", "a decode step", "decode, all steps"
 IDLE = "idle"
@@ -57,11 +57,8 @@ def parts(trace: Trace, name: str) -> list[Part]:
 
 def label(about: dict[str, object], name: str) -> str:
     """What a row of panels is of: the file's name, the model, batch and cache."""
-    words = [name]
-    if "model" in about:
-        words.append(f"{about['model']}, {about['gpu_batch_size']} x {about['num_gpu_batches']} "
-                     f"sequences, {about['prompt_len']:.0f}+{about['gen_len']} tokens")
-    if about.get("full_kv_cache_bytes"):
+    words = [name, what_ran(about)]
+    if about.get("kv_cache_bytes") and about.get("full_kv_cache_bytes"):
         share = about["kv_cache_bytes"] / about["full_kv_cache_bytes"]
         words.append(f"KV cache: {100 * share:.0f} % of a full one")
     return "\n".join(line for text in words for line in textwrap.wrap(text, _LETTERS))

@@ -9,7 +9,7 @@ from flexgen_h2o.report import GB
 from flexgen_h2o.tasks.shared.figures import COLOURS, new_figure
 from flexgen_h2o.trace import DEVICE_MEMORY, PHASES, PROCESS_MEMORY, Trace
 from plotting.looks import beside, entitle
-from plotting.rows import measured_where
+from plotting.rows import measured_where, what_ran
 
 _LOOKS = {PROCESS_MEMORY: {"color": COLOURS["blue"], "linestyle": "-"},
           DEVICE_MEMORY: {"color": COLOURS["purple"], "linestyle": "-."}}
@@ -56,13 +56,9 @@ def draw(path: str, *, limit: int | None = None):
     axes.margins(y=0.1)
     axes.grid(color="0.9")
     beside(figure, *axes.get_legend_handles_labels())
-    about = trace.about
-    of = (f"{about['model']}, {about['gpu_batch_size']} x {about['num_gpu_batches']} sequences, "
-          f"{about['prompt_len']:.0f}+{about['gen_len']} tokens" if "model" in about
-          else Path(path).stem)
-    entitle(figure, f"Memory over time\n{of}",
+    entitle(figure, f"Memory over time\n{what_ran(trace.about) or Path(path).stem}",
             ["Resident memory leaves out the page cache, which a cgroup's limit counts."],
-            where=measured_where([about]))
+            where=measured_where([trace.about]))
     return figure
 
 

@@ -83,6 +83,14 @@ def measured_where(rows: Sequence[Mapping]) -> str:
     return ", ".join(part for part in parts if part) or "machine unknown"
 
 
+def what_ran(about: Mapping) -> str:
+    """Model, batch and lengths of the run that a trace is of; empty where it does not say."""
+    if not {"model", "gpu_batch_size", "num_gpu_batches", "prompt_len", "gen_len"} <= set(about):
+        return ""
+    return (f"{about['model']}, {about['gpu_batch_size']} x {about['num_gpu_batches']} sequences, "
+            f"{float(about['prompt_len']):.0f}+{about['gen_len']} tokens")
+
+
 def _some(rows: Sequence[Mapping], name: str, form: str = "{}") -> str:
     values = distinct(rows, name)
     more = len(values) - _MOST_NAMED
