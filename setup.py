@@ -33,7 +33,7 @@ EXTRAS = {
         "pytest-xdist>=3.6",  # runs them on several cores: each file's in one process
         "hypothesis>=6.100",  # property tests of placement, schedule and parsing
         "accelerate>=1.0",  # transformers' own GGUF loading and its offloading need it
-        "matplotlib>=3.8",  # the plots of the tasks are drawn once
+        "matplotlib>=3.8",  # the plots of tasks and benchmarks are drawn once
         "rouge-score>=0.1.2",  # the scores of tasks.summarize, beside values worked out by hand
         "lm_eval>=0.4.13",  # integrations.lm_eval is a model of it, and runs within it
         "ruff>=0.9",  # lints, as part of `make test`
@@ -58,7 +58,8 @@ EXTRAS = {
         "rouge-score>=0.1.2",  # tasks.summarize: Google's ROUGE, which papers report; the last one
     ],
     "plot": [
-        "matplotlib>=3.8",  # --plot of the tasks; 3.7 brought "outside" legends, 3.8 Python 3.12
+        # --plot of the tasks, benchmarks/plots.py; 3.7 brought "outside" legends, 3.8 Python 3.12
+        "matplotlib>=3.8",
     ],
     "eval": [
         # the harness that measures quality by cache budget; integrations.lm_eval uses the registry

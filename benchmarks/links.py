@@ -39,13 +39,14 @@ from flexgen_h2o.models.checkpoint import open_checkpoint, resolve
 from flexgen_h2o.models.sources import read_config
 from flexgen_h2o.models.spec import ModelConfig, ModelWeights, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
-from flexgen_h2o.report import GB, LinkStats, Trace
+from flexgen_h2o.report import GB, LinkStats
 from flexgen_h2o.results import source_commit
 from flexgen_h2o.storage.disk import PIECE, READ, WRITE, RunFolder
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.links import memory_read_rate
 from flexgen_h2o.storage.tiers import PAGE, open_device
 from flexgen_h2o.storage.transfer import DOWN, UP, Transfers
+from flexgen_h2o.trace import Trace
 
 COLUMNS = ("date", "commit", "host", "link", "what", "raw_gb_per_s", "engine_gb_per_s",
            "engine_over_raw", "request_mb", "threads", "nbytes", "repeats")

@@ -41,6 +41,7 @@ from flexgen_h2o.report import GB
 from flexgen_h2o.results import source_commit
 from flexgen_h2o.storage.disk import READ
 from flexgen_h2o.storage.tiers import PAGE, Device
+from flexgen_h2o.trace import Trace
 
 MB = 1 << 20
 RAW = ((16 * MB, 2), (16 * MB, 4), (4 * MB, 4))
@@ -67,13 +68,6 @@ def call(command: Sequence[str], group: MemoryGroup | None = None) -> None:
                           preexec_fn=None if group is None else group.enter)
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]}")
-
-
-def spans_of(trace: Path) -> list[tuple[str, str, float, float, int]]:
-    """The spans of a Chrome trace, as `report.Trace.spans` has them."""
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    return [(e["name"], e["cat"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6,
-             e.get("args", {}).get("bytes", 0)) for e in events if e["ph"] == "X"]
 
 
 def raw_rate(path: Path) -> float:
@@ -127,7 +121,7 @@ class Scenario:
         disk = statistics.mean((before, raw_rate(self._file)))
         values, result = self._outcome(self._scratch / "run.csv")
         steps, new = int(values["cut_gen_len"] or values["gen_len"]) - 1, int(values["gen_len"])
-        traced = breakdown.phases(spans_of(self._scratch / "run.json"))
+        traced = breakdown.phases(Trace.read_chrome(self._scratch / "run.json").spans())
         took = dict(zip(PARTS, (traced[0].wall, traced[1].wall / steps), strict=True))
         sequences = int(result["num_prompts"])
         row = {

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flexgen_h2o.report import COMPUTE, GB, PHASES, WAITING, over
+from flexgen_h2o.report import GB, over
+from flexgen_h2o.trace import COMPUTE, PHASES, WAITING
 
 Interval = tuple[float, float]
 """Start and end, in seconds."""
 
 Spans = Sequence[tuple[str, str, float, float, int]]
-"""As `report.Trace.spans` has them: (name, lane, start, end, bytes)."""
+"""As `trace.Trace.spans` has them: (name, lane, start, end, bytes)."""
 
 
 @dataclass(frozen=True)

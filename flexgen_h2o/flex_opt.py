@@ -29,6 +29,7 @@ from flexgen_h2o.plan_flags import AUTO
 from flexgen_h2o.planning.rows import Workload
 from flexgen_h2o.run_config import GROUPS, RunConfig
 from flexgen_h2o.text_files import json_texts, read_lines
+from flexgen_h2o.trace import Trace
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
@@ -188,7 +189,7 @@ def run(config: RunConfig) -> None:
         config, best = plan.config, plan.best
         files = result_files(config)
         check_results(files)
-    trace = report.Trace(enabled=config.trace is not None or config.debug_mode is not None)
+    trace = Trace(enabled=config.trace is not None or config.debug_mode is not None)
     from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
 
     with LLM(
@@ -233,7 +234,7 @@ def run(config: RunConfig) -> None:
 
 
 def _warm_up(llm: LLM, prompts: Sequence[str | Sequence[int]], config: RunConfig,
-             trace: report.Trace) -> None:
+             trace: Trace) -> None:
     """Two tokens of the first GPU batch, of which no trace is kept."""
     traced, trace.enabled = trace.enabled, False
     llm.generate(prompts[: config.policy().gpu_batch_size],
@@ -253,7 +254,7 @@ def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
 
 
 def _write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,
-                   stats: report.RunStats, summary: str, trace: report.Trace) -> None:
+                   stats: report.RunStats, summary: str, trace: Trace) -> None:
     """Write every file that was asked for, and the resolved config beside the results."""
     for name, path in files.items():
         with writing(name, path):
@@ -262,6 +263,7 @@ def _write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[O
             elif name == "csv":
                 results.append_csv(path, stats, config)
             elif name == "trace":
+                trace.about = results.about_run(stats, config)
                 trace.write_chrome(path)
             else:
                 now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")

@@ -30,10 +30,11 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.positions import check_cache, check_halves
 from flexgen_h2o.output import Output, Scored
 from flexgen_h2o.planning.rows import CacheOptions, Workload
-from flexgen_h2o.report import RunStats, Trace
+from flexgen_h2o.report import RunStats
 from flexgen_h2o.runtime import Block, Runtime, Settings
 from flexgen_h2o.storage.tiers import open_device
 from flexgen_h2o.streaming import CHUNK, Stream
+from flexgen_h2o.trace import Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +82,7 @@ class LLM:
     progress : bool, optional
         Show progress bars. Default: on a terminal.
     trace : Trace, optional
-        Records transfers and compute.
+        Records transfers, compute and memory.
     verbose : bool
         Print the memory plan.
 
@@ -136,7 +137,8 @@ class LLM:
             self._runtime = Runtime(source, opened_device, settings)
             if workload is not None:
                 self._runtime.plan(workload, loaded=False, show=verbose)
-            self._runtime.load(opened, seed=seed)
+            with self._runtime.sampled_memory():
+                self._runtime.load(opened, seed=seed)
             # From here on it is close() that closes.
             self._opened = opened.pop_all()
         self._runtime.load_seconds = time.perf_counter() - began

@@ -1,7 +1,7 @@
-"""What a run did: spans on a time line, bytes over links, and the figures made of them. No torch.
+"""What a run did: bytes over links, and the figures made of times and tokens. No torch.
 
-Text, JSON and the trace are made here; the CSV file of many runs is in `results`. Throughput is
-generated tokens / (prefill + decode) seconds. GB is 1e9 bytes.
+Text and JSON are made here; the CSV file of many runs is in `results`, the time line in `trace`.
+Throughput is generated tokens / (prefill + decode) seconds. GB is 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -14,76 +14,18 @@ import os
 import resource
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
 
 LINKS = ("disk->cpu", "cpu->disk", "cpu->gpu", "gpu->cpu")
-COMPUTE, WAITING, PHASES = "compute", "waiting", "phases"
-"""Lanes of a trace beside the links: WAITING is where compute stands still for a transfer, within
-its own spans; PHASES holds each block's ``prefill`` and ``decode``.
-"""
 GB = 1e9
 
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
           "latency_p50_seconds", "latency_p95_seconds")
-
-
-class Trace:
-    """A thread-safe recorder of spans, in lanes such as ``compute`` or ``disk->cpu``.
-
-    Times are `time.perf_counter` seconds. A disabled trace records nothing and costs a test.
-    """
-
-    def __init__(self, enabled: bool = True):
-        self.enabled = enabled
-        self._origin = time.perf_counter()
-        self._lock = threading.Lock()
-        self._spans: list[tuple[str, str, float, float, int]] = []
-
-    def span(self, name: str, lane: str) -> AbstractContextManager[None]:
-        """Record the body of a ``with`` statement, also when it raises."""
-        return self._timed(name, lane) if self.enabled else nullcontext()
-
-    @contextmanager
-    def _timed(self, name: str, lane: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(name, lane, start, time.perf_counter())
-
-    def add(self, name: str, lane: str, start: float, end: float, nbytes: int = 0) -> None:
-        """Record a span that has been timed elsewhere, and the bytes that it moved."""
-        if self.enabled:
-            with self._lock:
-                self._spans.append((name, lane, start, end, nbytes))
-
-    def spans(self) -> list[tuple[str, str, float, float, int]]:
-        """All spans so far: (name, lane, start, end, bytes), in order of recording."""
-        with self._lock:
-            return list(self._spans)
-
-    def write_chrome(self, path: str | os.PathLike) -> None:
-        """Write Chrome trace JSON (microseconds), for ui.perfetto.dev. OSError if it cannot."""
-        spans = self.spans()
-        lanes = {lane: number for number, lane in enumerate(dict.fromkeys(s[1] for s in spans))}
-        events: list[dict] = [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": lane}}
-            for lane, number in lanes.items()
-        ]
-        for name, lane, start, end, nbytes in spans:
-            event = {"ph": "X", "name": name, "cat": lane, "pid": 1, "tid": lanes[lane],
-                     "ts": (start - self._origin) * 1e6, "dur": max(end - start, 0.0) * 1e6}
-            if nbytes:
-                event["args"] = {"bytes": nbytes, "GB/s": over(nbytes / GB, end - start)}
-            events.append(event)
-        with open_atomic(path) as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
 class LinkStats:

@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 
 _TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
                 for tier in ("gpu", "cpu", "disk"))
+EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
+            "num_window_length", "hh_all", "evict_while_prefilling", "score", "score_decay",
+            "sink_tokens", "enable_position_rolling")
+"""Columns of what stays cached."""
 _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "prefill_chunk", "sep_layer",
-             "compress_weight", "compress_cache", "weight_bits", "cache_bits", "eviction",
-             "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens", "num_window_length", "hh_all",
-             "evict_while_prefilling", "score", "score_decay", "sink_tokens",
-             "enable_position_rolling", "attn_sparsity")
+             "compress_weight", "compress_cache", "weight_bits", "cache_bits", *EVICTION,
+             "attn_sparsity")
+SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
+"""Columns of what is run, but for lengths and batches."""
 CSV_COLUMNS = (
     "date", "version", "commit", "host", "device", "torch", "model", "parameters", "dtype",
     *_TIERED, *_SWITCHES,
@@ -65,6 +69,18 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
         row[f"{name}_gb"] = nbytes / GB
         row[f"{name}_gb_per_s"] = over(nbytes / GB, seconds)
     return {name: row[name] if name in row else getattr(stats, name) for name in CSV_COLUMNS}
+
+
+def about_run(stats: RunStats, config: RunConfig) -> dict[str, object]:
+    """What a trace says of its run: as `csv_row`, the processor and threads, and how many decode
+    steps were measured.
+    """
+    import torch  # a run has loaded it by now
+
+    from flexgen_h2o.planning.calibrate import cpu_model
+
+    return csv_row(stats, config) | {"cpu": cpu_model(), "threads": torch.get_num_threads(),
+                                     "decode_steps": len(stats.step_seconds)}
 
 
 def _resolved(config: RunConfig) -> dict[str, object]:

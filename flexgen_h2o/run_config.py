@@ -279,7 +279,8 @@ class RunConfig:
     )
     trace: str | None = _flag(
         "results", "path", None, metavar="FILE.json", shown="none",
-        help="write transfers and compute as Chrome trace JSON, in microseconds (ui.perfetto.dev)",
+        help="write transfers, compute and memory as Chrome trace JSON, in microseconds "
+        "(ui.perfetto.dev)",
     )
     log_file: str = _flag(
         "results", "path", "auto", metavar="FILE",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,13 +18,15 @@ from flexgen_h2o.engine.progress import byte_bar, run_bars
 from flexgen_h2o.engine.room import Cache, Room, Size
 from flexgen_h2o.engine.schedule import num_stops
 from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.memory_samples import sampled_memory
 from flexgen_h2o.planning.free_memory import MemoryLimits, free_memory
 from flexgen_h2o.planning.memory_plan import MemoryPlan, memory_plan
 from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
-from flexgen_h2o.report import PHASES, LinkStats, RunStats, Trace, peak_process_bytes
+from flexgen_h2o.report import LinkStats, RunStats, peak_process_bytes
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import Transfers
+from flexgen_h2o.trace import PHASES, Trace
 
 Block = Sequence[Batch]
 
@@ -112,6 +115,10 @@ class Runtime:
         with byte_bar("loading", off=settings.no_bars) as bar:
             self.weights.load(run_folder, bar)
 
+    def sampled_memory(self) -> AbstractContextManager[None]:
+        """Sample memory into the trace, if there is one, during a ``with`` statement."""
+        return sampled_memory(self.settings.trace, self._device.used_bytes)
+
     def plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
         """Refuse what does not fit, before it is allocated."""
         plan, limits = self._planned(workload, loaded=loaded)
@@ -158,8 +165,9 @@ class Runtime:
             executor = Executor(self.config, self.weights, room, transfers=self._transfers,
                                 dtype=self.source.dtype, policy=self.settings.policy)
             run = partial(executor.run, sink=sink, keeps=keeps)
-            self._run_blocks(run, room, blocks, stats)
-            self._transfers.drain()
+            with self.sampled_memory():
+                self._run_blocks(run, room, blocks, stats)
+                self._transfers.drain()
         self._transfers.settle()
         stats.generated_tokens = sum(len(request.generated) for request in requests)
         stats.links = self._links.totals()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, Placement, Policy, breakdown
 from flexgen_h2o.breakdown import common, minus, phases, seconds, union
-from flexgen_h2o.report import COMPUTE, PHASES, WAITING, Trace
+from flexgen_h2o.trace import COMPUTE, PHASES, WAITING, Trace
 
 LANES = (COMPUTE, "cpu->gpu", "disk->cpu", "cpu attention")
 HORIZON = 60

@@ -19,6 +19,7 @@ from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.report import RunStats
 from flexgen_h2o.results import CSV_COLUMNS
 from flexgen_h2o.run_config import RunConfig
+from flexgen_h2o.trace import Trace
 
 
 class FakeLLM:
@@ -368,8 +369,10 @@ def test_all_results_are_written_with_their_config(capsys, tmp_path):
     assert record == {"prompt": "é\ud800", "prompt_tokens": 3, "token_ids": [4, 5],
                       "text": "continuation of é\ud800", "finish_reason": "length"}
     assert (tmp_path / "r.csv").read_text().splitlines()[0] == ",".join(CSV_COLUMNS)
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert any(event["name"] == "layer 0" for event in events)
+    trace = Trace.read_chrome(tmp_path / "t.json")
+    assert trace.spans()[0][0] == "layer 0"
+    assert trace.about["decode_steps"] == 1 and trace.about["threads"] >= 1
+    assert set(CSV_COLUMNS) < set(trace.about) and trace.about["cpu"]
     assert "total throughput" in (tmp_path / "l.log").read_text()
     saved = yaml.safe_load((tmp_path / "o.jsonl.config.yaml").read_text(encoding="utf-8"))
     assert saved["csv"] == "r.csv" and "config" not in saved

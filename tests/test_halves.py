@@ -19,8 +19,8 @@ from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import family
 from flexgen_h2o.models.spec import from_transformers
-from flexgen_h2o.report import Trace
 from flexgen_h2o.storage.tiers import PAGE, round_up
+from flexgen_h2o.trace import Trace
 
 NEW = 20  # more than the tail of a cache on disk
 LENGTHS = [60, 41, 7, 23, 1, 30, 12]

@@ -24,7 +24,8 @@ ORDER = """
     flexgen_h2o
     errors  output
     config  report  text_files
-    breakdown
+    trace
+    breakdown  memory_samples
 
     storage  storage.extent  storage.quantization
     storage.tiers
@@ -122,7 +123,8 @@ DYNAMIC = {
 }
 
 TORCH_FREE = (
-    "flexgen_h2o", "errors", "output", "config", "report", "breakdown", "planning",
+    "flexgen_h2o", "errors", "output", "config", "report", "trace", "breakdown",
+    "memory_samples", "planning",
     "planning.free_memory", "planning.rows", "planning.memory_plan", "planning.hardware",
     "planning.hardware_file", "planning.cost", "planning.placing", "planning.search",
     "planning.plan_text", "plan_flags", "planner",

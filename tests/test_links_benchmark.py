@@ -12,10 +12,11 @@ import torch
 
 from flexgen_h2o.cli import exit_status
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.report import LinkStats, Trace
+from flexgen_h2o.report import LinkStats
 from flexgen_h2o.storage.disk import AlignedRead
 from flexgen_h2o.storage.tiers import PAGE, Device
 from flexgen_h2o.storage.transfer import Transfers
+from flexgen_h2o.trace import Trace
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -10,7 +10,7 @@ from fakes import LazyDevice, PoisonedDevice
 import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.report import Trace
+from flexgen_h2o.trace import Trace
 
 NEW = 20  # more than the tail of a cache on disk
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o import report, results
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.report import LinkStats, RunStats, Trace
+from flexgen_h2o.report import LinkStats, RunStats
 from flexgen_h2o.results import CSV_COLUMNS, append_csv, check_csv
 from flexgen_h2o.run_config import RunConfig
 
@@ -146,36 +146,6 @@ def test_links_add_up_from_many_threads():
     assert links.totals() == {"gpu->cpu": (6000, pytest.approx(2000))}
     links.reset()
     assert links.totals() == {}
-
-
-# Trace
-
-
-def test_trace_is_chrome_json(tmp_path):
-    trace = Trace()
-    with trace.span("layer 1", "compute"):
-        pass
-    with pytest.raises(ValueError, match="boom"), trace.span("layer 2", "compute"):
-        raise ValueError("boom")
-    start = trace.spans()[0][2]
-    trace.add("piece", "disk->cpu", start + 1, start + 3, 4 * 10**9)
-    trace.write_chrome(tmp_path / "t.json")
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    spans = [e for e in events if e["ph"] == "X"]
-    assert sorted(names.values()) == ["compute", "disk->cpu"]
-    assert [names[e["tid"]] for e in spans] == ["compute", "compute", "disk->cpu"]
-    assert spans[2]["dur"] == pytest.approx(2e6)
-    assert spans[2]["ts"] - spans[0]["ts"] == pytest.approx(1e6)
-    assert spans[2]["args"] == {"bytes": 4 * 10**9, "GB/s": pytest.approx(2.0)}
-    assert list(tmp_path.iterdir()) == [tmp_path / "t.json"]
-
-
-def test_disabled_trace_records_nothing():
-    trace = Trace(enabled=False)
-    with trace.span("layer", "compute"):
-        trace.add("piece", "disk->cpu", 0.0, 1.0, 5)
-    assert trace.spans() == []
 
 
 # CSV

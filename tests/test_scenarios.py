@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.report import Trace
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -30,18 +29,6 @@ def memory_group(monkeypatch):
 def test_the_time_of_all_layers_follows_from_few(scenarios):
     assert scenarios.extended((2, 6), (5.0, 13.0), 48) == 5 + 46 * 2
     assert scenarios.extended((1, 4), (3.0, 3.0), 32) == 3, "no time a layer, only the rest"
-
-
-def test_spans_come_back_from_a_trace(scenarios, tmp_path):
-    trace = Trace()
-    base = trace._origin
-    trace.add("decode", "phases", base + 1, base + 3)
-    trace.add("piece", "disk->cpu", base + 1.5, base + 2, 4096)
-    trace.write_chrome(tmp_path / "t.json")
-    found = scenarios.spans_of(tmp_path / "t.json")
-    assert [(name, lane, nbytes) for name, lane, _, _, nbytes in found] == [
-        ("decode", "phases", 0), ("piece", "disk->cpu", 4096)]
-    assert [end - start for _, _, start, end, _ in found] == pytest.approx([2, 0.5])
 
 
 def test_raw_reads_are_of_parts_that_were_not_read(scenarios, tmp_path, monkeypatch):

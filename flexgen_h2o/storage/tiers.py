@@ -150,6 +150,10 @@ class Device:
         """Most memory of the device in use since `begin_run`; 0 where it is host memory."""
         return 0
 
+    def used_bytes(self) -> int | None:
+        """Memory of the device in use now, in bytes; None where it is host memory."""
+        return None
+
     def free_bytes(self) -> int | None:
         """Memory of the device that can be had, in bytes; None where it is host memory."""
         return None
@@ -246,6 +250,9 @@ class CudaDevice(Device):
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch)
+
+    def used_bytes(self) -> int | None:
+        return torch.cuda.memory_allocated(self.torch)
 
     def begin_run(self) -> None:
         # Event times are float32 milliseconds since the base: a young base keeps them exact.

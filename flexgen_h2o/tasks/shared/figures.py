@@ -15,14 +15,16 @@ from pathlib import Path
 from flexgen_h2o.errors import UserError
 
 _FORMATS = (".png", ".svg", ".pdf")
-# Okabe and Ito's colours, which colour-blind eyes tell apart.
+COLOURS = {"blue": "#0072B2", "vermillion": "#D55E00", "green": "#009E73", "orange": "#E69F00",
+           "purple": "#CC79A7", "sky": "#56B4E9", "yellow": "#F0E442", "black": "#000000"}
+"""Okabe and Ito's, which colour-blind eyes tell apart."""
 LINES = {
-    "h2o": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
-    "h2o-mean": {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
-    "h2o-decay": {"color": "#E69F00", "linestyle": (0, (3, 1)), "marker": "P"},
-    "window": {"color": "#D55E00", "linestyle": "--", "marker": "s"},
-    "sink-window": {"color": "#009E73", "linestyle": "-.", "marker": "^"},
-    "full": {"color": "#000000", "linestyle": ":", "marker": "D"},
+    "h2o": {"color": COLOURS["blue"], "linestyle": "-", "marker": "o"},
+    "h2o-mean": {"color": COLOURS["purple"], "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
+    "h2o-decay": {"color": COLOURS["orange"], "linestyle": (0, (3, 1)), "marker": "P"},
+    "window": {"color": COLOURS["vermillion"], "linestyle": "--", "marker": "s"},
+    "sink-window": {"color": COLOURS["green"], "linestyle": "-.", "marker": "^"},
+    "full": {"color": COLOURS["black"], "linestyle": ":", "marker": "D"},
 }
 """Policy to matplotlib's words for its line."""
 

@@ -1,0 +1,101 @@
+"""Figures for a slide, of what the benchmarks and the engine have written.
+
+    python benchmarks/plots.py systems --csv benchmarks/results/compare_cpu.csv --out systems.png
+    python benchmarks/plots.py batch --csv benchmarks/results/sweep_batch.csv --out batch.png
+    python benchmarks/plots.py budget --csv benchmarks/results/sweep_budget.csv --out budget.png
+    python benchmarks/plots.py breakdown --trace run.json --out breakdown.png
+    python benchmarks/plots.py memory --trace run.json --limit 2.5GB --out memory.png
+
+systems reads rows of `compare.py`, batch and budget those of `sweep.py` (or `flex_opt --csv`),
+breakdown and memory what `flex_opt --trace` has written. The ending of --out is the format: .png,
+.svg or .pdf. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from comparison.rows import BEST, EQUAL
+from plotting import batch, breakdown, budget, memory, sweeps, systems
+from plotting.looks import slide_style
+from plotting.rows import chosen, read_rows
+
+from flexgen_h2o.cli import Parser, exit_status, writing
+from flexgen_h2o.flag_values import parse_size
+from flexgen_h2o.tasks.shared.figures import check_plot, save
+from flexgen_h2o.tasks.shared.files import check_writable
+
+
+def of_systems(args: argparse.Namespace):
+    """Throughput by system, with floors."""
+    rows = chosen(read_rows(args.csv, systems.NEEDED), args.only)
+    return systems.draw(rows, scenarios=args.scenario, at=args.at)
+
+
+def of_batch(args: argparse.Namespace):
+    """Throughput and latency against batch."""
+    return batch.draw(chosen(read_rows(args.csv, sweeps.NEEDED), args.only))
+
+
+def of_budget(args: argparse.Namespace):
+    """Throughput against KV budget."""
+    return budget.draw(chosen(read_rows(args.csv, sweeps.NEEDED), args.only))
+
+
+def of_breakdown(args: argparse.Namespace):
+    """Time of a prefill and of a decode step, by link and compute."""
+    return breakdown.draw(args.trace)
+
+
+def of_memory(args: argparse.Namespace):
+    """Memory over time."""
+    limit = None if args.limit is None else parse_size("--limit", args.limit)
+    return memory.draw(args.trace, limit=limit)
+
+
+FIGURES = {"systems": of_systems, "batch": of_batch, "budget": of_budget,
+           "breakdown": of_breakdown, "memory": of_memory}
+"""Sub-command to what makes its matplotlib Figure of the flags. They raise `UserError`."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags; `figure` is the sub-command. Raises `UserError`."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(title="figures", required=True, dest="figure")
+    made = {name: commands.add_parser(name, help=draw.__doc__, description=draw.__doc__)
+            for name, draw in FIGURES.items()}
+    for each in made.values():
+        each.add_argument("--out", required=True, metavar="FILE.png",
+                          help="the figure (or .svg, .pdf)")
+    for name in ("systems", "batch", "budget"):
+        made[name].add_argument("--csv", required=True, metavar="FILE", help="rows of results")
+        made[name].add_argument("--only", action="append", default=[], metavar="COLUMN=VALUE",
+                                help="draw rows with this value alone; may be repeated")
+    made["systems"].add_argument("--scenario", nargs="+", default=[], metavar="NAME",
+                                 help="only these, in this order")
+    made["systems"].add_argument(
+        "--at", choices=(BEST, EQUAL), help="each system at its own best batch, or all at the same "
+        "one (default: best where it was measured)")
+    made["breakdown"].add_argument("--trace", required=True, nargs="+", metavar="FILE.json",
+                                   help="of runs to set side by side")
+    made["memory"].add_argument("--trace", required=True, metavar="FILE.json", help="of a run")
+    made["memory"].add_argument("--limit", metavar="SIZE",
+                                help="draw a line at the memory that the run was allowed")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw what the flags ask for into the file of ``--out``. Raises `UserError`."""
+    args = parse_args(argv)
+    check_plot("--out", args.out)
+    check_writable("--out", args.out)
+    with slide_style():
+        figure = FIGURES[args.figure](args)
+        with writing("out", args.out):
+            save(figure, args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
