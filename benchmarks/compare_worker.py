@@ -13,7 +13,7 @@ from pathlib import Path
 
 from comparison.floors import measure_rates
 from comparison.rows import FAILED, MEMORY, OK, REFUSED
-from memory_group import drop_page_cache, enter
+from memory_group import drop_page_cache, enter_loaded
 from peers import peer_class
 from peers.base import Peer, Settings, ran_out_of_memory
 
@@ -52,15 +52,16 @@ def run(job: dict) -> dict:
 
 def measure(peer: Peer, job: dict) -> dict:
     """Load, warm up and generate once."""
-    from flexgen_h2o.report import peak_process_bytes
+    from flexgen_h2o.report import GB, peak_process_bytes
 
     prompts, began = job["prompts"], time.perf_counter()
     words = peer.prepare(Path(job["model"]))
     load = time.perf_counter() - began
+    held = 0
     if "door" in job:
         drop_page_cache()  # what loading has left there would be free of the limit
-        enter(Path(job["door"]))
-        words += ", limited once loaded"
+        held = enter_loaded(Path(job["door"]))
+        words += f", limited once loaded (it held {held / GB:.2f} GB of the limit)"
     if peer.warms:
         peer.generate([prompt[: max(1, len(prompt) // WARM_SHARE)] for prompt in prompts],
                       WARM_TOKENS)
@@ -70,6 +71,7 @@ def measure(peer: Peer, job: dict) -> dict:
     return {
         "settings": words, "versions": peer.version(), "load": load, "prefill": timings.prefill,
         "steps": timings.steps, "tokens": timings.tokens, "peak_rss": peak_process_bytes(),
+        "held": held,
         "read": None if before is None or after is None else after - before,
     }
 

@@ -20,7 +20,6 @@ import ctypes
 import datetime
 import itertools
 import platform
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -384,6 +383,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # A stopped run, too, removes its scratch file; what a killed one leaves, the next run removes.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(exit_status(main))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import time
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.report import GB
 
 MOUNT = Path("/sys/fs/cgroup")
+_LIMITS = ("memory.limit_in_bytes", "memory.max")  # of version 1, of version 2
 
 
 class MemoryGroup:
@@ -32,8 +36,8 @@ class MemoryGroup:
     def __enter__(self) -> MemoryGroup:
         v1 = (MOUNT / "memory").is_dir()
         parent = MOUNT / "memory" if v1 else MOUNT
-        files = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control"
-                 ) if v1 else ("memory.max", "memory.peak", "memory.events")
+        files = (_LIMITS[0], "memory.max_usage_in_bytes", "memory.oom_control"
+                 ) if v1 else (_LIMITS[1], "memory.peak", "memory.events")
         self._folder = parent / f"flexgen_h2o-{os.getpid()}"
         self._peak, self._events = self._folder / files[1], self._folder / files[2]
         try:
@@ -48,7 +52,7 @@ class MemoryGroup:
 
     @property
     def door(self) -> Path:
-        """The file that `enter` takes, for a process that goes in when it is ready."""
+        """The file that `enter_loaded` takes, for a process that goes in when it is ready."""
         return self._folder / "cgroup.procs"
 
     def enter(self) -> None:
@@ -77,6 +81,27 @@ class MemoryGroup:
 def enter(door: Path) -> None:
     """Put the calling process into a group: what it takes from now on counts there."""
     door.write_text(str(os.getpid()))
+
+
+def enter_loaded(door: Path) -> int:
+    """Put the calling process, which holds memory by now, into a group; the bytes that it holds.
+
+    They stay charged where they were taken, so that the group's limit falls by them. Raises
+    `MemoryError` if nothing is left of it.
+    """
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # as far as there is a glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    sizes = {words[0]: int(words[1]) << 10 for words in lines if words[0].startswith("Rss")}
+    held = sizes["RssAnon:"] + sizes["RssShmem:"]
+    file = next(path for path in map(door.with_name, _LIMITS) if path.exists())
+    limit = int(file.read_text())
+    if held >= limit:
+        raise MemoryError(f"it holds {held / GB:.2f} GB when it has loaded")
+    file.write_text(str(limit - held))
+    enter(door)
+    return held
 
 
 def drop_page_cache() -> bool:

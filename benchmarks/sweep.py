@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -170,11 +169,5 @@ def main(argv: Sequence[str] | None = None) -> None:
                         f"{out})")
 
 
-def stoppable(argv: Sequence[str] | None = None) -> int:
-    """The exit status of `main`, which SIGTERM ends as Ctrl-C does: with no run left behind."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return exit_status(partial(main, argv))
-
-
 if __name__ == "__main__":
-    sys.exit(stoppable())
+    sys.exit(exit_status(main))

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field
+from types import FrameType
 from typing import Any, NoReturn
 
 from flexgen_h2o.errors import UserError
@@ -86,7 +89,20 @@ def writing(name: str, path: str) -> Iterator[None]:
 
 
 def exit_status(work: Callable[[], None]) -> int:
-    """Do the work of a command line: 0, 2 for a user's error, 130 for Ctrl-C."""
+    """Do the work of a command line: 0, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM.
+
+    SIGTERM ends the work as Ctrl-C does, so that a run that is stopped leaves nothing behind.
+    """
+    stopped = 128 + signal.SIGINT
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        nonlocal stopped
+        stopped = 128 + number
+        raise KeyboardInterrupt
+
+    # Elsewhere than in the main thread signals can't be had, nor do they come.
+    mine = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, stop) if mine else None
     try:
         work()
     except UserError as error:
@@ -94,5 +110,8 @@ def exit_status(work: Callable[[], None]) -> int:
         return 2
     except KeyboardInterrupt as interrupt:
         print(f"interrupted {interrupt}".rstrip(), file=sys.stderr)
-        return 130
+        return stopped
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, before)
     return 0

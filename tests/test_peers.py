@@ -267,7 +267,8 @@ def test_who_loads_beyond_a_limit_enters_later(bench, tmp_path, monkeypatch, bey
 
 
 def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypatch):
-    done, door = [], tmp_path / "door"
+    done, door, limit = [], tmp_path / "door", tmp_path / "memory.max"
+    limit.write_text(str(1 << 40))
     peer = SimpleNamespace(
         warms=False, version=lambda: "v", prepare=lambda model: done.append("loaded") or "so",
         generate=lambda prompts, count: bench.base.Timings(1.0, (1.0,), ((5, 6),)))
@@ -276,8 +277,12 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
     job = {"prompts": [[5]], "model": "m", "generate": 2}
     assert bench.compare_worker.measure(peer, job)["settings"] == "so"
     found = bench.compare_worker.measure(peer, job | {"door": str(door)})
-    assert found["settings"] == "so, limited once loaded"
+    assert found["settings"].startswith("so, limited once loaded (it held ")
     assert done == ["loaded", "loaded", "dropped"] and int(door.read_text()) == os.getpid()
+    assert 0 < found["held"] == (1 << 40) - int(limit.read_text()), "it counts all the same"
+    limit.write_text("4096")
+    with pytest.raises(MemoryError, match="GB when it has loaded"):
+        bench.compare_worker.measure(peer, job | {"door": str(door)})
 
 
 @pytest.mark.parametrize("error, status", [

@@ -245,11 +245,10 @@ def test_sigterm_ends_a_sweep_as_ctrl_c_does(bench, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(bench.sweep, "run_engine", run)
     path = written(tmp_path, {"base": BASE, "grid": GRID})
     before = signal.getsignal(signal.SIGTERM)
-    try:
-        status = bench.sweep.stoppable(["--config", str(path), "--out", str(tmp_path / "o.csv")])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert status == 130 and "rows measured before that" in capsys.readouterr().err
+    status = exit_status(partial(
+        bench.sweep.main, ["--config", str(path), "--out", str(tmp_path / "o.csv")]))
+    assert status == 143 and "rows measured before that" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
     assert len(rows_of(tmp_path / "o.csv.partial")) == 1
 
 

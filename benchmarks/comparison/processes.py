@@ -73,7 +73,7 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
         if found["status"] in (FAILED, MEMORY) and group is not None and group.kills():
             found = {"status": MEMORY, "reason": f"killed at the limit of {memory / GB:.3g} GB"}
         if found["status"] == OK and group is not None:
-            found["peak_memory"] = group.peak()
+            found["peak_memory"] = group.peak() + found.get("held", 0)
     return found | {"page_cache": "dropped before" if dropped else "as it was"}
 
 
