@@ -318,3 +318,21 @@ def test_an_error_of_a_system_is_an_answer(bench, monkeypatch, error, status):
         "settings": {"dtype": "float32", "batch": 1, "prompt_len": 1, "gen_len": 2,
                      "mean_prompt_len": 1, "options": {}}})
     assert found["status"] == status and closed == [True] and "\n" not in found["reason"]
+
+
+def test_who_is_cut_short_has_less_memory(bench, tiny_model, monkeypatch):
+    """What its cache would have come to is held while it runs."""
+    torch, held = bench.hf_generate.torch, []
+    ones = torch.ones
+
+    def counted(*size, **how):
+        if how.get("dtype") is torch.uint8:
+            held.extend(size)
+        return ones(*size, **how)
+
+    monkeypatch.setattr(torch, "ones", counted)
+    peer = bench.peers.peer_class("transformers_memory")(settings_of(bench, batch=2, gen_len=9))
+    peer.prepare(tiny_model("opt").folder)
+    assert len(peer.generate([[5, 6, 7], [8, 9]], 4).steps) == 3
+    config = peer.model.config
+    assert held == [2 * (9 - 4) * 2 * config.num_hidden_layers * config.hidden_size * 4]

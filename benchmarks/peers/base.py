@@ -133,9 +133,11 @@ class HuggingFacePeer(Peer):
     model: Any = None
 
     def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
-        from peers.hf_generate import timed_generate  # only now: it loads torch
+        from peers.hf_generate import holding_cache, timed_generate  # only now: they load torch
 
-        return timed_generate(self.model, prompts, gen_len)
+        # Its cache grows: a run that is cut short must have room for the tokens that are left out.
+        with holding_cache(self.model, len(prompts) * (self.settings.gen_len - gen_len)):
+            return timed_generate(self.model, prompts, gen_len)
 
     def close(self) -> None:
         self.model = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
 
+from flexgen_h2o.models.spec import from_transformers
 from peers.base import Timings
 
 
@@ -53,6 +55,17 @@ def timed_generate(model, prompts: Sequence[Sequence[int]], gen_len: int) -> Tim
         found = model.generate(ids, attention_mask=mask, max_new_tokens=gen_len, do_sample=False,
                                stopping_criteria=[clock])
     return clock.timings(found[:, longest:])
+
+
+@contextmanager
+def holding_cache(model, tokens: int) -> Iterator[None]:
+    """Use as much memory as the keys and values of so many tokens, where they would be."""
+    shape = from_transformers(model.config, "model")
+    near = "cuda" if torch.cuda.is_available() else "cpu"
+    held = torch.ones(tokens * shape.kv_bytes_per_token(model.dtype.itemsize), dtype=torch.uint8,
+                      device=near)
+    yield
+    del held
 
 
 def empty_model(folder: Path):
