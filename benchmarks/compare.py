@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = Table(os.path.expanduser(args.out))
 
     def do(job: dict, memory: int | None) -> dict:
-        return run_job(job, threads=config.threads, timeout=config.timeout, memory=memory,
+        timeout = job.get("timeout") or config.timeout
+        return run_job(job, threads=config.threads, timeout=timeout, memory=memory,
                        scratch=args.scratch)
 
     with keeping(table.file):

@@ -307,7 +307,7 @@ def test_prompts_are_the_same_at_every_batch(bench, tmp_path):
 
 def test_the_command_line_measures_and_goes_on(bench, tiny_model, tmp_path, monkeypatch, capsys):
     config_of(bench, tmp_path, {"systems": TWO, "threads": 1, "repeats": 1, "scenarios": {
-        "s": scenario(model=str(tiny_model("opt").folder), batch=2, best=False)}})
+        "s": scenario(model=str(tiny_model("opt").folder), batch=2, best=False, timeout=9)}})
     answers, told = {"plain": {}, "h2o": {"refused": "not today"}}, []
 
     def run_job(job, *, memory, **others):
@@ -325,7 +325,8 @@ def test_the_command_line_measures_and_goes_on(bench, tiny_model, tmp_path, monk
         assert [line.split()[:4] for line in lines[1:]] == [["s", "equal", "2", "plain"],
                                                             ["s", "equal", "2", "h2o"]]
         assert lines[2].split()[4] == "refused"
-    assert told[0] == {"threads": 1, "timeout": 3600, "scratch": tmp_path}
+    assert told[0] == {"threads": 1, "timeout": 3600, "scratch": tmp_path}, "of rates"
+    assert {"threads": 1, "timeout": 9, "scratch": tmp_path} in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.yaml", "out.csv"]
 
 

@@ -104,7 +104,8 @@ class Cells:
         chosen = self._config.systems[system]
         job, place = group.job(chosen), (system, group.subject.folder)
         if place not in self._ready and peer_class(chosen.peer).ready is not Peer.ready:
-            self._ready[place] = self._do(job | {"kind": "ready"}, None)  # with all memory
+            self._ready[place] = self._do(  # with all memory and time
+                job | {"kind": "ready", "timeout": None}, None)
         found = self._ready.get(place, {"status": OK})
         if found["status"] == OK:
             found = self._do(job, group.scenario.memory)
@@ -180,6 +181,7 @@ class _Group:
         return {
             "kind": "run", "peer": system.peer, "model": str(self.subject.folder),
             "prompts": prompts, "generate": self.measured(system.name),
+            "timeout": self.scenario.timeout,
             "loads_beyond": peer_class(system.peer).loads_beyond(system.options),
             "settings": {
                 "dtype": self.scenario.dtype, "batch": len(prompts),
