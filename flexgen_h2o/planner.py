@@ -29,6 +29,8 @@ from flexgen_h2o.run_config import RunConfig
 
 HEADROOM = 0.97
 """Of what is free, what a plan for this machine takes: a little comes and goes until the run."""
+LIBRARIES = 256 << 20
+"""Bytes of host memory that it leaves at least, for what PyTorch and oneDNN take to compute."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def _here(config: RunConfig) -> Subject:
     hardware = machine(device, config.offload_dir, recalibrate=config.recalibrate, progress=tell)
     free = free_memory(config.offload_dir, device.free_bytes())
     limits = MemoryLimits(None if free.gpu_bytes is None else int(HEADROOM * free.gpu_bytes),
-                          int(HEADROOM * free.cpu_bytes), int(HEADROOM * free.disk_bytes))
+                          max(0, min(int(HEADROOM * free.cpu_bytes), free.cpu_bytes - LIBRARIES)),
+                          int(HEADROOM * free.disk_bytes))
 
     def weights(bits: int) -> WeightOptions:
         return WeightOptions(bits, replace(source, bits=bits).form.group)

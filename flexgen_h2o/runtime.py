@@ -19,7 +19,12 @@ from flexgen_h2o.engine.room import Cache, Room, Size
 from flexgen_h2o.engine.schedule import num_stops
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.memory_samples import sampled_memory
-from flexgen_h2o.planning.free_memory import MemoryLimits, free_memory
+from flexgen_h2o.planning.free_memory import (
+    MemoryLimits,
+    free_memory,
+    kept_heap,
+    resident_bytes,
+)
 from flexgen_h2o.planning.memory_plan import MemoryPlan, memory_plan
 from flexgen_h2o.planning.rows import CacheOptions, WeightOptions, Workload
 from flexgen_h2o.report import LinkStats, RunStats, peak_process_bytes
@@ -66,6 +71,7 @@ class Runtime:
         self._device = device
         self._links = LinkStats()
         self._transfers: Transfers | None = None
+        self._loaded_bytes = 0
         self.load_seconds = 0.0  # until everything was ready: whoever opened it knows
 
     def in_chunks(self, chunk: int) -> Runtime:
@@ -114,6 +120,7 @@ class Runtime:
 
         with byte_bar("loading", off=settings.no_bars) as bar:
             self.weights.load(run_folder, bar)
+        self._loaded_bytes = resident_bytes()
 
     def sampled_memory(self) -> AbstractContextManager[None]:
         """Sample memory into the trace, if there is one, during a ``with`` statement."""
@@ -141,7 +148,7 @@ class Runtime:
                            weights=WeightOptions(form.bits, form.group))
         limits = free_memory(settings.offload_dir, self._device.free_bytes())
         if loaded:
-            limits = plan.before_loading(limits)
+            limits = plan.before_loading(limits, kept=kept_heap(self._loaded_bytes))
         return plan, limits.within(**settings.most)
 
     def room(self, size: Size, cache: Cache | None = None) -> Room:

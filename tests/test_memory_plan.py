@@ -27,6 +27,8 @@ from flexgen_h2o.planning.free_memory import (
     cgroup_free,
     cgroup_limit,
     free_memory,
+    kept_heap,
+    resident_bytes,
     whole_memory,
 )
 from flexgen_h2o.planning.memory_plan import memory_plan
@@ -138,7 +140,9 @@ def test_loaded_weights_are_not_counted_twice():
     left = MemoryLimits(None, plan.total("cpu") - rows(plan)["weights"][1], 0)
     with pytest.raises(UserError):
         plan.check(left)
-    plan.check(plan.before_loading(left))
+    plan.check(plan.before_loading(left, kept=0))
+    bare, kept = (plan.before_loading(left, kept=kept).cpu_bytes for kept in (0, 7))
+    assert kept == bare + 7, "what the allocator keeps of earlier runs is there too"
 
 
 def test_weights_go_to_disk_first_then_the_cache():
@@ -494,15 +498,17 @@ def test_the_plan_knows_the_engines_own_numbers():
 # What is free
 
 
-def group(folder: Path, names, *, limit, used, inactive) -> None:
+def group(folder: Path, names, *, limit, used, inactive, active=0, mapped=0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"cache 9\n{names[2]} {inactive}\nrss 7\n")
+    (folder / "memory.stat").write_text(
+        f"cache 9\n{names[2]}inactive_file {inactive}\n{names[2]}active_file {active}\n"
+        f"{names[3]} {mapped}\nrss 7\n")
 
 
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "total_mapped_file")
+V2 = ("memory.max", "memory.current", "", "file_mapped")
 
 
 def membership(tmp_path: Path, text: str) -> Path:
@@ -528,6 +534,24 @@ def test_cgroup_v1_and_its_no_limit(tmp_path):
     (mount / "memory" / "job" / V1[0]).write_text("9223372036854771712")
     assert cgroup_free(mount, membership(tmp_path, lines)) is None
     assert cgroup_limit(mount, membership(tmp_path, lines)) is None
+
+
+@pytest.mark.parametrize("names, place, line", [
+    (V1, "memory", "4:memory:/\n"), (V2, ".", "0::/\n")])
+@pytest.mark.parametrize("inactive, active, mapped, free", [
+    (300, 0, 0, 1300), (300, 0, 100, 1200), (300, 500, 100, 1300), (300, 50, 100, 1250),
+    (300, 0, 400, 1000)])
+def test_code_that_runs_is_not_free(tmp_path, names, place, line, inactive, active, mapped, free):
+    """Mapped pages may be on either list; what is sure to go are inactive ones beyond them."""
+    group(tmp_path / place, names, limit=3000, used=2000, inactive=inactive, active=active,
+          mapped=mapped)
+    assert cgroup_free(tmp_path, membership(tmp_path, line)) == free
+
+
+def test_what_was_freed_is_kept_for_the_next():
+    before = resident_bytes()
+    assert before > 1 << 20 and kept_heap(before + (1 << 40)) == 0
+    assert 0 <= kept_heap(0) <= resident_bytes()
 
 
 def test_cgroup_path_of_the_host_falls_back_to_the_root(tmp_path):

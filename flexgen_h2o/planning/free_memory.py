@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -69,13 +70,41 @@ def nearest_folder(path: str | os.PathLike) -> Path:
     return folder
 
 
+def resident_bytes() -> int:
+    """Of this process."""
+    return psutil.Process().memory_info().rss
+
+
+def kept_heap(resident: int) -> int:
+    """Bytes that this process has taken, freed, and its allocator keeps for what comes next.
+
+    Of what it took since it had `resident` bytes; 0 where the allocator is not glibc's.
+    """
+    try:
+        tell = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
+        return 0
+    tell.restype = _MallocInfo
+    # What the allocator has given back to the system counts as freed there, too.
+    return min(tell().fordblks, max(0, resident_bytes() - resident))
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc's malloc.h."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+        "fordblks", "keepcost")]
+
+
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cgroup_free(mount: Path = _MOUNT, membership: Path = _MEMBERSHIP) -> int | None:
     """Bytes that the memory cgroups of this process, v1 or v2, still allow; None without a limit.
 
-    A group's inactive page cache counts as free: the kernel drops it before it refuses memory.
+    A group's inactive page cache counts as free: the kernel drops it before it refuses memory. What
+    of it is mapped does not, such as the code that runs: without that a process crawls.
     """
     return min((free for _, free in _limits(mount, membership)), default=None)
 
@@ -94,10 +123,10 @@ def _limits(mount: Path, membership: Path) -> Iterator[tuple[int, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, files = mount, ("memory.max", "memory.current", "inactive_file")
+            root, prefix, files = mount, "", ("memory.max", "memory.current", "file_mapped")
         elif "memory" in controllers.split(","):
-            root = mount / "memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root, prefix = mount / "memory", "total_"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_mapped_file")
         else:
             continue
         folder = root / path.strip("/")
@@ -105,20 +134,25 @@ def _limits(mount: Path, membership: Path) -> Iterator[tuple[int, int]]:
         # root of the mount is there, and it is the container's own group.
         for group in (folder, *folder.parents):
             if group.is_relative_to(root):
-                yield from _group_limit(group, *files)
+                yield from _group_limit(group, *files, prefix=prefix)
 
 
-def _group_limit(group: Path, limit: str, usage: str, reclaimable: str
+def _group_limit(group: Path, limit: str, usage: str, mapped: str, *, prefix: str
                  ) -> Iterator[tuple[int, int]]:
     """Bytes allowed and left in one cgroup; nothing without a limit (v2: max, v1: nearly 2**63).
 
-    `limit` and `usage` are its files of those bytes, `reclaimable` a line of its memory.stat.
+    `limit` and `usage` are its files of those bytes, `mapped` a line of its memory.stat, as are
+    those of the page cache, which begin with `prefix`.
     """
     try:
         most = int((group / limit).read_text())
         used = int((group / usage).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = {name: int(value) for name, value in (
+            line.split() for line in (group / "memory.stat").read_text().splitlines())}
     except (OSError, ValueError):
         return
     if most < 1 << 60:
-        yield most, max(0, most - used + int(stat.get(reclaimable, 0)))
+        inactive = stat.get(f"{prefix}inactive_file", 0)
+        unmapped = inactive + stat.get(f"{prefix}active_file", 0) - stat.get(mapped, 0)
+        dropped = min(inactive, max(0, unmapped))
+        yield most, max(0, most - used + dropped)

@@ -73,13 +73,16 @@ class MemoryPlan:
             advice = f"--percent {percent_text(fitting)} would fit"
         raise UserError(f"the run does not fit. {sums}. {advice}")
 
-    def before_loading(self, limits: MemoryLimits) -> MemoryLimits:
-        """What was free before the weights and their buffers came, of `limits` measured since."""
+    def before_loading(self, limits: MemoryLimits, *, kept: int) -> MemoryLimits:
+        """What was free before the weights and their buffers came, of `limits` measured since.
+
+        `kept` bytes of host memory are in nobody's use, and the system does not count them as free.
+        """
         gpu, cpu, disk = (
             sum(getattr(row, tier) for row in self.rows if row.name in WEIGHT_ROWS)
             for tier in TIERS)
         return MemoryLimits(None if limits.gpu_bytes is None else limits.gpu_bytes + gpu,
-                            limits.cpu_bytes + cpu, limits.disk_bytes + disk)
+                            limits.cpu_bytes + cpu + kept, limits.disk_bytes + disk)
 
     def _parts(self, tier: str) -> str:
         """The rows of a tier in words, the largest three."""
