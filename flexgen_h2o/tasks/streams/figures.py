@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-import psutil
-
+from flexgen_h2o.planning.free_memory import resident_bytes
 from flexgen_h2o.report import RunStats
 from flexgen_h2o.tasks.shared.files import ORIGIN, origin
 from flexgen_h2o.tasks.streams.conversations import Turn
@@ -18,11 +17,6 @@ from flexgen_h2o.tasks.streams.conversations import Turn
 FIGURES = ("question_id", "turn", "position", "prompt_tokens", "generated_tokens", "cached_tokens",
            "prefill_seconds", "decode_ms_per_token", "process_bytes", "kv_cache_bytes")
 COLUMNS = (*ORIGIN, "device", "model", "dtype", *FIGURES)
-
-
-def process_bytes() -> int:
-    """Memory that this process has resident now, in bytes."""
-    return psutil.Process().memory_info().rss
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ def answer(stream, turns: Iterable[Turn], encode: Callable[[str], object], *, st
                 streamer.end()  # words that it holds back, and the end of the line
             raise
         yield Answer(turn, out.text, out.finish_reason, position, len(out.prompt_token_ids),
-                     len(out.token_ids), stream.cached_tokens, process_bytes(), stream.stats)
+                     len(out.token_ids), stream.cached_tokens, resident_bytes(), stream.stats)
 
 
 def totals(answers: Sequence[Answer]) -> str:

@@ -14,11 +14,11 @@ from statistics import fmean
 
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.planning.free_memory import resident_bytes
 from flexgen_h2o.report import RunStats, percentile
 from flexgen_h2o.tasks.shared.files import ORIGIN, origin
 from flexgen_h2o.tasks.shared.statistics import perplexity
 from flexgen_h2o.tasks.shared.tables import read_csv
-from flexgen_h2o.tasks.streams.figures import process_bytes
 
 _ENDS = 3
 """Pieces that tell the perplexity at the start; as many far above it, in a row, are a failure."""
@@ -105,7 +105,7 @@ def _pieces(llm, one: Streamed, tokens: Sequence[int], piece: int,
         refused = " ".join(str(error).split())
     if refused is not None:
         yield {**dict.fromkeys(("device", "model", "dtype"), ""), **dict.fromkeys(_MEASURED),
-               "tokens": 0, "process_bytes": process_bytes(), "position": position,
+               "tokens": 0, "process_bytes": resident_bytes(), "position": position,
                "reason": refused}
 
 
@@ -129,7 +129,7 @@ def _figures(log_probs: Sequence[float], stream) -> dict[str, object]:
         "tokens": len(log_probs), "nll_mean": -fmean(log_probs),
         "perplexity": perplexity([log_probs]),
         "ms_per_token_median": median and 1000 * median, "ms_per_token_p95": p95 and 1000 * p95,
-        "cached_tokens": stream.cached_tokens, "process_bytes": process_bytes(),
+        "cached_tokens": stream.cached_tokens, "process_bytes": resident_bytes(),
         "kv_cache_bytes": stats.kv_cache_bytes,
     }
 
