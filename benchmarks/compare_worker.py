@@ -57,6 +57,7 @@ def measure(peer: Peer, job: dict) -> dict:
     prompts, began = job["prompts"], time.perf_counter()
     words = peer.prepare(Path(job["model"]))
     load = time.perf_counter() - began
+    Path(job["loaded"]).touch()
     held = 0
     if "door" in job:
         drop_page_cache()  # what loading has left there would be free of the limit

@@ -194,7 +194,7 @@ class Fake:
     """Answers jobs as systems would: `rates` tokens a second by system and batch."""
 
     def __init__(self, answers: dict[str, dict]):
-        self.answers, self.jobs, self.ready = answers, [], []
+        self.answers, self.jobs, self.ready, self.lengths = answers, [], [], []
 
     def __call__(self, job: dict, memory: int | None) -> dict:
         if job["kind"] == "ready":
@@ -206,13 +206,17 @@ class Fake:
         name = "h2o" if options.get("cache_share") else "plain"
         self.jobs.append((name, batch, job["generate"], memory))
         answer = self.answers[name]
+        prompts, settings = job["prompts"], job["settings"]
+        self.lengths.append((*set(map(len, prompts)), settings["gen_len"]))
+        assert {settings["prompt_len"], settings["mean_prompt_len"]} == {len(prompts[0])}
         if batch > answer.get("most", 1 << 20):
             return {"status": "out of memory", "reason": "killed", "page_cache": "as it was"}
-        if "refused" in answer:
-            return {"status": "refused", "reason": answer["refused"], "page_cache": "as it was"}
+        if "status" in answer:
+            return answer | {"page_cache": "as it was"}
         times = sum(job[:2] == (name, batch) for job in self.jobs)
         return {"status": "ok", "page_cache": "as it was", "settings": "so", "versions": "v 1",
-                "load": 1.0, "prefill": float(times), "steps": [0.5] * (job["generate"] - 1),
+                "load": 1.0, "prefill": float(times),
+                "steps": [len(prompts[0]) / 16] * (job["generate"] - 1),
                 "tokens": [[answer.get("token", 7)] * job["generate"]] * batch,
                 "peak_rss": 1 << 20, "read": None}
 
@@ -278,13 +282,29 @@ def test_a_search_may_generate_less(bench, tiny_model, tmp_path):
         ("best", "2", "True")]
 
 
-def test_who_is_refused_has_a_row_and_no_figures(bench, tiny_model, tmp_path):
-    rows, do = cells(bench, tiny_model, tmp_path, {"plain": {"refused": "no CUDA"}, "h2o": {}},
+def test_steps_of_a_growing_cache_are_those_from_the_middle(bench, tiny_model, tmp_path):
+    spec = {"gen_len": 21, "batch": 2, "best": False, "repeats": 1,
+            "cut_gen_len": {"plain": 5, "h2o": 5}}
+    (plain, h2o), do = cells(bench, tiny_model, tmp_path, {"plain": {}, "h2o": {}}, spec)
+    assert do.jobs == [("plain", 2, 5, None), ("plain", 2, 5, None), ("h2o", 2, 5, None)]
+    assert do.lengths == [(8, 21), (16, 13), (8, 21)], "half of the 16 left out come before"
+    assert (plain["steps_from"], h2o["steps_from"]) == ("16", "8")
+    assert (plain["decode_step_s"], h2o["decode_step_s"]) == ("1", "0.5")
+    assert plain["prefill_s"] == h2o["prefill_s"] == "1", "that of the prompt as it is"
+    assert float(plain["total_s"]) == 1 + 20 * 1
+
+
+@pytest.mark.parametrize("answer", [
+    {"status": "refused", "reason": "no CUDA"},
+    {"status": "out of memory in loading", "reason": "killed"},
+])
+def test_who_can_never_run_has_a_row_and_no_figures(bench, tiny_model, tmp_path, answer):
+    rows, do = cells(bench, tiny_model, tmp_path, {"plain": answer, "h2o": {}},
                      {"batch": 2, "most": 2, "first_batch": 2})
     mine = [row for row in rows if row["system"] == "plain"]
     assert [(row["at"], row["batch"]) for row in mine] == [("equal", "2"), ("search", "2"),
                                                            ("best", "1")]
-    assert all((row["status"], row["reason"], row["tokens_per_s"]) == ("refused", "no CUDA", "")
+    assert all((row["status"], row["reason"], row["tokens_per_s"]) == (*answer.values(), "")
                for row in mine)
     assert sum(job[0] == "plain" for job in do.jobs) == 3, "once for each row"
     assert [row["equal_tokens"] for row in rows if row["system"] == "h2o"] == [""] * 3
@@ -308,7 +328,8 @@ def test_prompts_are_the_same_at_every_batch(bench, tmp_path):
 def test_the_command_line_measures_and_goes_on(bench, tiny_model, tmp_path, monkeypatch, capsys):
     config_of(bench, tmp_path, {"systems": TWO, "threads": 1, "repeats": 1, "scenarios": {
         "s": scenario(model=str(tiny_model("opt").folder), batch=2, best=False, timeout=9)}})
-    answers, told = {"plain": {}, "h2o": {"refused": "not today"}}, []
+    told = []
+    answers = {"plain": {}, "h2o": {"status": "refused", "reason": "not today"}}
 
     def run_job(job, *, memory, **others):
         told.append(others)

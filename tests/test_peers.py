@@ -208,13 +208,13 @@ def test_the_extras_that_refusals_name_exist():
         assert f'"{name}": [' in source
 
 
-def job_of(bench, tmp_path, monkeypatch, source: str, timeout: float = 60) -> dict:
+def job_of(bench, tmp_path, monkeypatch, source: str, timeout: float = 60, **job) -> dict:
     worker = tmp_path / "worker.py"
     worker.write_text(f"import json, os, signal, sys\njob = json.load(sys.stdin)\n{source}\n")
     monkeypatch.setattr(bench.processes, "WORKER", worker)
     monkeypatch.setattr(bench.processes, "drop_page_cache", lambda: False)
-    found = bench.processes.run_job({"kind": "run"}, threads=1, timeout=timeout, memory=None,
-                                    scratch=tmp_path / "scratch")
+    found = bench.processes.run_job({"kind": "run", **job}, threads=1, timeout=timeout,
+                                    memory=None, scratch=tmp_path / "scratch")
     assert not list((tmp_path / "scratch").iterdir()), "nothing stays behind"
     return found
 
@@ -228,7 +228,10 @@ def test_whatever_becomes_of_a_process_is_said(bench, tmp_path, monkeypatch):
     assert found["env"] == ["1", bench.processes.TUNED]
     found = do("sys.exit('no such thing')")
     assert (found["status"], found["reason"]) == ("failed", "exit status 1: no such thing")
-    assert do("os.kill(os.getpid(), signal.SIGKILL)")["status"] == "out of memory"
+    killed, loaded = "os.kill(os.getpid(), signal.SIGKILL)", "open(job['loaded'], 'w').close()"
+    assert do(killed)["status"] == "out of memory"
+    assert do(killed, loads_alike=True)["status"] == "out of memory in loading"
+    assert do(f"{loaded}; {killed}", loads_alike=True)["status"] == "out of memory"
     assert do("signal.pause()", timeout=0.5)["status"] == "timed out"
 
 
@@ -274,11 +277,12 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
         generate=lambda prompts, count: bench.base.Timings(1.0, (1.0,), ((5, 6),)))
     monkeypatch.setattr(bench.compare_worker, "drop_page_cache",
                         lambda: done.append("dropped" if not door.exists() else "late"))
-    job = {"prompts": [[5]], "model": "m", "generate": 2}
+    job = {"prompts": [[5]], "model": "m", "generate": 2, "loaded": str(tmp_path / "loaded")}
     assert bench.compare_worker.measure(peer, job)["settings"] == "so"
     found = bench.compare_worker.measure(peer, job | {"door": str(door)})
     assert found["settings"].startswith("so, limited once loaded (it held ")
     assert done == ["loaded", "loaded", "dropped"] and int(door.read_text()) == os.getpid()
+    assert (tmp_path / "loaded").exists()
     assert 0 < found["held"] == (1 << 40) - int(limit.read_text()), "it counts all the same"
     limit.write_text("4096")
     with pytest.raises(MemoryError, match="GB when it has loaded"):

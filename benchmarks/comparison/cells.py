@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
 
@@ -17,7 +18,7 @@ from peers.base import Peer
 from comparison.batches import best_batch
 from comparison.config import Comparison, Scenario, System
 from comparison.floors import ITEMSIZES, Load, floors, work
-from comparison.rows import BEST, COLUMNS, EQUAL, OK, REFUSED, SEARCH, Table
+from comparison.rows import BEST, COLUMNS, EQUAL, LOADING, OK, REFUSED, SEARCH, Table
 from comparison.subject import Subject, subject_of
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import GB
@@ -25,6 +26,9 @@ from flexgen_h2o.tasks.shared.files import origin
 
 Do = Callable[[dict, "int | None"], dict]
 """Runs a job with so many bytes of memory: `processes.run_job` with the rest of its parameters."""
+
+MATTERS = 1.25
+"""From which mean cache of all steps, over that of the measured ones, it counts that it grows."""
 
 
 class Cells:
@@ -74,7 +78,7 @@ class Cells:
             found = self._measured(group, system, 0)
             self._add(group, system, [found])
             row = self._table.find(self._place(group, system))
-        if row["status"] == REFUSED:
+        if row["status"] in (REFUSED, LOADING):
             raise _Refused
         return float(row["tokens_per_s"]) if row["status"] == OK else None
 
@@ -86,7 +90,7 @@ class Cells:
             return
         outcomes: dict[str, list[dict]] = {system: [] for system in left}
         rates = [self._rates(group)]
-        for repeat in range(self._config.repeats):
+        for repeat in range(group.scenario.repeats or self._config.repeats):
             for system in left:
                 if all(found["status"] == OK for found in outcomes[system]):
                     outcomes[system].append(self._measured(group, system, repeat))
@@ -109,6 +113,9 @@ class Cells:
         found = self._ready.get(place, {"status": OK})
         if found["status"] == OK:
             found = self._do(job, group.scenario.memory)
+        if found["status"] == OK and group.left_out(chosen):
+            found = _with_steps(found, self._do(group.job(chosen, later=True),
+                                                group.scenario.memory))
         said = f"prefill {found['prefill']:.3g} s, step {fmean(found['steps']):.3g} s" if (
             found["status"] == OK) else f"{found['status']}: {found['reason']}"
         print(f"{group.scenario.name}, {group.at} batch {group.batches[system]}, {system}, "
@@ -146,10 +153,19 @@ class Cells:
             "reason": last.get("reason"), "page_cache": last["page_cache"],
             "cpu": rates[0]["cpu"] if rates else None}
         if last["status"] == OK:
-            row |= group.figures(system, outcomes) | beside
+            row |= group.figures(chosen, outcomes) | beside
             if rates:
                 row |= group.bounds(chosen, rates, row["total_s"])
         self._table.add(row)
+
+
+def _with_steps(found: dict, later: dict) -> dict:
+    """A run, with the steps of one that begins later; or why that has none."""
+    if later["status"] != OK:
+        return later
+    peaks = {name: max(found[name], later[name]) for name in ("peak_rss", "peak_memory")
+             if name in found}
+    return found | peaks | {"steps": later["steps"]}
 
 
 class _Refused(Exception):
@@ -175,21 +191,35 @@ class _Group:
         """Whether it generates less than is asked for."""
         return self.measured(system) < self.scenario.gen_len
 
-    def job(self, system: System) -> dict:
-        """As `compare_worker` reads it."""
+    def left_out(self, system: System) -> int:
+        """Tokens between the prompt and the measured steps.
+
+        With a cache that grows, the first steps of a run that is cut short are the cheapest. Where
+        that matters the steps are measured in a run of their own, from the middle: its prompts are
+        longer by half of the tokens that are left out.
+        """
+        left = self.scenario.gen_len - self.measured(system.name)
+        cached = self.mean_prompt_len(system.name) + self.measured(system.name) / 2
+        grows = system.cache_share >= 1 and cached + left / 2 > MATTERS * cached
+        return left // 2 if grows else 0
+
+    def job(self, system: System, *, later: bool = False) -> dict:
+        """As `compare_worker` reads it; or that of the run which measures steps from the middle."""
         prompts = self.subject.prompts[: self.batches[system.name]]
+        before = self.left_out(system) if later else 0
+        prompts = [[*islice(cycle(prompt), len(prompt) + before)] for prompt in prompts]
         return {
             "kind": "run", "peer": system.peer, "model": str(self.subject.folder),
             "prompts": prompts, "generate": self.measured(system.name),
             "timeout": self.scenario.timeout,
             "loads_beyond": peer_class(system.peer).loads_beyond(system.options),
+            "loads_alike": peer_class(system.peer).loads_alike,
             "settings": {
                 "dtype": self.scenario.dtype, "batch": len(prompts),
-                "prompt_len": max(map(len, prompts)), "gen_len": self.scenario.gen_len,
-                "mean_prompt_len": self.mean_prompt_len(system.name),
-                "options": dict(system.options)}}
+                "prompt_len": max(map(len, prompts)), "gen_len": self.scenario.gen_len - before,
+                "mean_prompt_len": fmean(map(len, prompts)), "options": dict(system.options)}}
 
-    def figures(self, system: str, outcomes: Sequence[dict]) -> dict[str, object]:
+    def figures(self, system: System, outcomes: Sequence[dict]) -> dict[str, object]:
         """Medians of the repeats; with fewer steps than asked for, the others take their mean."""
         steps = self.scenario.gen_len - 1
         means = [fmean(found["steps"]) for found in outcomes]
@@ -199,10 +229,11 @@ class _Group:
         read = [found["read"] for found in outcomes if found["read"] is not None]
         return {
             "settings": last["settings"], "versions": last["versions"], "repeats": len(outcomes),
+            "steps_from": self.mean_prompt_len(system.name) + self.left_out(system),
             "prefill_s": median(found["prefill"] for found in outcomes),
             "decode_step_s": median(means), "total_s": total,
-            "tokens_per_s": self.batches[system] * self.scenario.gen_len / total,
-            "projected": self.projected(system),
+            "tokens_per_s": self.batches[system.name] * self.scenario.gen_len / total,
+            "projected": self.projected(system.name),
             "load_s": median(found["load"] for found in outcomes),
             "peak_rss_gb": max(found["peak_rss"] for found in outcomes) / GB,
             "peak_memory_gb": max(found["peak_memory"] for found in outcomes) / GB

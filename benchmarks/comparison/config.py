@@ -74,8 +74,8 @@ class Scenario:
         Sequences that the search begins with, and that it never exceeds.
     search_gen_len : int or None
         Tokens that a step of the search generates, to be projected; None: as many as the others.
-    timeout : int or None
-        Seconds of one run; None: those of the whole file.
+    repeats, timeout : int or None
+        Runs of a cell, and seconds of one; None: those of the whole file.
     cut_gen_len : mapping of str to int
         Systems too slow to finish: tokens that they generate, to be projected.
     systems : tuple of str
@@ -95,6 +95,7 @@ class Scenario:
     first_batch: int = 1
     most: int = 256
     search_gen_len: int | None = None
+    repeats: int | None = None
     timeout: int | None = None
     cut_gen_len: Mapping[str, int] = field(default_factory=dict)
     systems: tuple[str, ...] = ()
@@ -103,7 +104,7 @@ class Scenario:
         check_int("gen_len", self.gen_len, low=2)
         if (self.prompt_len is None) == (self.prompts is None):
             raise UserError("give prompt_len or prompts, one of them")
-        for key in ("prompt_len", "batch", "timeout"):
+        for key in ("prompt_len", "batch", "repeats", "timeout"):
             if getattr(self, key) is not None:
                 check_int(key, getattr(self, key), low=1)
         check_choice("dtype", self.dtype, DTYPES)

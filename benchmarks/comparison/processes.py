@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memory_group import MemoryGroup, drop_page_cache
 
-from comparison.rows import FAILED, MEMORY, OK, TIME
+from comparison.rows import FAILED, LOADING, MEMORY, OK, TIME
 from flexgen_h2o.report import GB
 
 WORKER = Path(__file__).parent.parent / "compare_worker.py"
@@ -31,7 +31,8 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
     ----------
     job : dict
         As `compare_worker` reads it; it gets `scratch`, a folder that is gone afterwards. If it
-        `loads_beyond` the limit, it gets the group's `door`, and goes in when it has loaded.
+        `loads_beyond` the limit, it gets the group's `door`, and goes in when it has loaded. If it
+        `loads_alike` at every batch, memory that ends before that is `LOADING`.
     threads : int
         That compute.
     timeout : int
@@ -55,8 +56,8 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
     scratch.mkdir(parents=True, exist_ok=True)
     limited = nullcontext() if memory is None else MemoryGroup(memory)
     with tempfile.TemporaryDirectory(prefix="compare-", dir=scratch) as folder, limited as group:
-        answer = Path(folder) / "answer.json"
-        job = job | {"scratch": folder, "answer": str(answer)}
+        answer, loaded = Path(folder) / "answer.json", Path(folder) / "loaded"
+        job = job | {"scratch": folder, "answer": str(answer), "loaded": str(loaded)}
         first = group
         if group is not None and job.get("loads_beyond"):
             job["door"], first = str(group.door), None
@@ -72,6 +73,8 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
         # It may have been a process that the worker had started, and then waited for in vain.
         if found["status"] in (FAILED, MEMORY) and group is not None and group.kills():
             found = {"status": MEMORY, "reason": f"killed at the limit of {memory / GB:.3g} GB"}
+        if found["status"] == MEMORY and job.get("loads_alike") and not loaded.exists():
+            found["status"] = LOADING
         if found["status"] == OK and group is not None:
             found["peak_memory"] = group.peak() + found.get("held", 0)
     return found | {"page_cache": "dropped before" if dropped else "as it was"}

@@ -12,15 +12,18 @@ KEY = ("host", "threads", "scenario", "model", "dtype", "prompts", "prompt_len",
 COLUMNS = (
     *ORIGIN, "cpu", "threads", "scenario", "model", "dtype", "prompts", "prompt_len", "gen_len",
     "cut_gen_len", "memory_gb", "page_cache", "system", "options", "settings", "documented",
-    "versions", "at", "batch", "repeats", "status", "reason", "prefill_s", "decode_step_s",
-    "total_s", "tokens_per_s", "projected", "load_s", "peak_rss_gb", "peak_memory_gb", "gb_read",
-    "equal_tokens", "equal_tokens_with", "prefill_floor_s", "decode_step_floor_s",
-    "total_over_floor", "disk_gb_per_s", "memory_gb_per_s", "gemm_tflop_per_s",
+    "versions", "at", "batch", "repeats", "status", "reason", "steps_from", "prefill_s",
+    "decode_step_s", "total_s", "tokens_per_s", "projected", "load_s", "peak_rss_gb",
+    "peak_memory_gb", "gb_read", "equal_tokens", "equal_tokens_with", "prefill_floor_s",
+    "decode_step_floor_s", "total_over_floor", "disk_gb_per_s", "memory_gb_per_s",
+    "gemm_tflop_per_s",
 )
 EQUAL, SEARCH, BEST = "equal", "search", "best"
 """Values of `at`: all at the same batch; a step of the search; each at its own best batch."""
 OK, REFUSED, MEMORY, TIME, FAILED = "ok", "refused", "out of memory", "timed out", "failed"
-"""Values of `status`. Rows of all but the first have a reason, and no figures."""
+LOADING = "out of memory in loading"
+"""Values of `status`. Rows of all but the first have a reason, and no figures. Those that are
+`REFUSED`, or end in `LOADING`, do so at any batch."""
 
 
 class Table(RowTable):

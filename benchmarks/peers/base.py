@@ -69,6 +69,8 @@ class Peer(ABC):
         The options that it takes, with their defaults.
     warms : bool
         Whether a first call of `generate` warms up the next.
+    loads_alike : bool
+        Whether `prepare` does the same at every batch.
 
     Parameters
     ----------
@@ -79,6 +81,7 @@ class Peer(ABC):
     documented: str
     options: Mapping[str, Any] = {}
     warms = True
+    loads_alike = True
 
     def __init__(self, settings: Settings):
         self.settings = settings

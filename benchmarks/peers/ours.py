@@ -44,6 +44,7 @@ class Ours(Peer):
     options: Mapping[str, Any] = {
         "cache_share": None, "weight_bits": 16, "cache_bits": 16, "percent": AUTO,
         "gpu_batch_size": None, "num_gpu_batches": None}
+    loads_alike = False  # it plans for the batch
     _llm = None
 
     @classmethod
