@@ -30,12 +30,19 @@ from memory_group import MemoryGroup
 
 from flexgen_h2o.cli import Parser, exit_status
 from flexgen_h2o.config import OFFLOAD_DIR
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.tasks.shared.files import keeping
 from flexgen_h2o.tasks.shared.tables import aligned
 
 
 def check_limits(config: Comparison) -> None:
-    """Raise `UserError` where no memory cgroup can be made, before anything is measured."""
+    """Raise `UserError` for limits that cannot be set here, before anything is measured."""
+    if any(scenario.device_memory is not None for scenario in config.scenarios):
+        import torch  # only now: it takes seconds
+
+        if not torch.cuda.is_available():
+            raise UserError("--config limits device_memory, and there is no GPU here: choose other "
+                            "--scenarios")
     for scenario in config.scenarios:
         if scenario.memory is not None:
             with MemoryGroup(scenario.memory):

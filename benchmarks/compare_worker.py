@@ -30,14 +30,25 @@ def bytes_read() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
 
 
+def peak_device_bytes() -> int | None:
+    """Of a GPU, the most memory that this process has had allocated; None if it has used none."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+
+
 def run(job: dict) -> dict:
     """Measure a system, or make it ready; or say why not."""
+    from flexgen_h2o.storage.tiers import open_device
+
     settings = Settings(scratch=job["scratch"], **job["settings"])
     peer = peer_class(job["peer"])(settings)
     why = peer.refusal()
     if why is not None:
         return {"status": REFUSED, "reason": why}
     try:
+        if settings.device_memory is not None:
+            open_device().limit(settings.device_memory)
         if job["kind"] == "ready":
             peer.ready(Path(job["model"]))
             return {"status": OK}
@@ -72,7 +83,7 @@ def measure(peer: Peer, job: dict) -> dict:
     return {
         "settings": words, "versions": peer.version(), "load": load, "prefill": timings.prefill,
         "steps": timings.steps, "tokens": timings.tokens, "peak_rss": peak_process_bytes(),
-        "held": held,
+        "peak_device": peak_device_bytes(), "held": held,
         "read": None if before is None or after is None else after - before,
     }
 
@@ -80,8 +91,10 @@ def measure(peer: Peer, job: dict) -> dict:
 def rates(job: dict) -> dict:
     """This machine's rates, and what it is."""
     from flexgen_h2o.planning.calibrate import cpu_model
+    from flexgen_h2o.storage.tiers import open_device
 
-    return {"status": OK, "cpu": cpu_model(), **measure_rates(job["file"], job["dtype"])}
+    return {"status": OK, "cpu": cpu_model(), "device": open_device().description(),
+            **measure_rates(job["file"], job["dtype"])}
 
 
 KINDS = {"run": run, "ready": run, "rates": rates}

@@ -19,9 +19,10 @@ from flexgen_h2o.errors import UserError
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 MODULES = ("compare", "comparison.batches", "comparison.cells", "comparison.config",
-           "comparison.processes", "comparison.prompts", "comparison.rows", "peers")
-RATES = {"status": "ok", "page_cache": "as it was", "cpu": "a CPU", "disk": 1e9, "memory": 1e10,
-         "gemm": 1e12}
+           "comparison.processes", "comparison.prompts", "comparison.rows", "comparison.subject",
+           "peers")
+RATES = {"status": "ok", "page_cache": "as it was", "cpu": "a CPU", "device": "cpu",
+         "disk": 1e9, "memory": 1e10, "gemm": 1e12}
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,21 @@ def test_the_best_batch_is_the_best_of_those_that_were_tried(bench, peak, limit,
     assert found[best] == max(value for value in found.values() if value is not None)
 
 
+def test_the_config_for_a_gpu_is_whole(bench):
+    """The H2O paper's tables, each system within the memory of the GPU that they were made on."""
+    found = bench.config.load(ROOT / "configs" / "compare_gpu.yaml", models=Path("."))
+    assert {each.device_memory for each in found.scenarios} == {16_000_000_000, 80_000_000_000}
+    table3 = [(each.model, each.prompt_len, each.gen_len) for each in found.scenarios[:6]]
+    assert table3 == [(model, 512, new) for model in ("opt-6.7b", "opt-30b")
+                      for new in (32, 512, 1024)]
+    assert {"ours", "flexgen", "h2o_fork", "accelerate_offload", "deepspeed_zero"} == {
+        system.peer for system in found.systems.values()}
+    latency = found.scenarios[-1]
+    assert (latency.batch, latency.best, latency.past_positions) == (24, False, True)
+    used = {system for each in found.scenarios for system in each.systems}
+    assert used == set(found.systems)
+
+
 def test_the_config_of_the_repository_is_whole(bench):
     found = bench.config.load(ROOT / "configs" / "compare_cpu.yaml", models=Path("."))
     assert [each.name for each in found.scenarios] == [
@@ -115,6 +131,10 @@ def test_the_config_of_the_repository_is_whole(bench):
     ({"scenarios": {"s": scenario(systems=["other"])}}, "'other' is none of the systems"),
     ({"scenarios": {"s": scenario(cut_gen_len={"other": 2})}}, "cut_gen_len names 'other'"),
     ({"scenarios": {"s": scenario(cut_gen_len={"h2o": 9})}}, "cut_gen_len of h2o must be at most"),
+    ({"scenarios": {"s": scenario(best_batch={"other": 2})}}, "best_batch names 'other'"),
+    ({"scenarios": {"s": scenario(best_batch={"h2o": 0})}}, "best_batch of h2o must be at least"),
+    ({"scenarios": {"s": scenario(device_memory="lots")}}, "device_memory takes bytes"),
+    ({"scenarios": {"s": scenario(past_positions=1)}}, "past_positions must be"),
     ({"scenarios": {}}, "no scenarios"),
 ])
 def test_what_is_wrong_in_a_config_is_said(bench, tmp_path, change, words):
@@ -270,6 +290,33 @@ def test_each_has_its_own_best_batch_and_memory_ends_in_a_row(bench, tiny_model,
     assert failed["reason"] == "killed" and failed["tokens_per_s"] == failed["total_s"] == ""
     assert rows[0]["total_over_floor"] == "" and rows[-1]["total_over_floor"] != ""
     assert rows[-1]["equal_tokens"] == "1", "of the prompts that both had"
+
+
+def test_a_best_batch_that_is_known_is_not_searched(bench, tiny_model, tmp_path):
+    rows, do = cells(bench, tiny_model, tmp_path, {"plain": {}, "h2o": {}},
+                     {"most": 1, "best_batch": {"h2o": 3}}, repeats=1)
+    assert [(row["at"], row["system"], row["batch"]) for row in rows] == [
+        ("search", "plain", "1"), ("best", "plain", "1"), ("best", "h2o", "3")]
+
+
+def test_a_limit_of_a_gpu_needs_one(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = config_of(bench, tmp_path, {"systems": TWO, "scenarios": {
+        "s": scenario(device_memory="1GB")}})
+    with pytest.raises(UserError, match="no GPU here"):
+        bench.compare.check_limits(config)
+
+
+def test_texts_may_go_past_the_positions_where_a_scenario_says_so(bench, tiny_model, tmp_path):
+    (tmp_path / "opt").symlink_to(tiny_model("opt").folder)
+    for allowed in (True, False):
+        config = config_of(bench, tmp_path, {"systems": TWO, "scenarios": {
+            "s": scenario(gen_len=500, past_positions=allowed)}})
+        if allowed:
+            assert len(bench.subject.subject_of(config.scenarios[0], tmp_path).prompts) == 256
+        else:
+            with pytest.raises(UserError, match="positions"):
+                bench.subject.subject_of(config.scenarios[0], tmp_path)
 
 
 def test_a_search_may_generate_less(bench, tiny_model, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +59,15 @@ def test_only_what_exceeds_memory_is_read_from_disk(bench):
     assert bench.floors.floors(amount, rates, 60) == (40, 50)
 
 
+def test_what_exceeds_a_gpus_memory_goes_over_its_link(bench):
+    amount = bench.floors.Work(all_bytes=120, weight_bytes=100, cache_bytes=10, step_flops=0,
+                               prefill_flops=0)
+    rates = {"disk": 1.0, "memory": 100.0, "gemm": 1.0, "link": 4.0}
+    assert bench.floors.floors(amount, rates, None, 100) == (0, 1.1)
+    assert bench.floors.floors(amount, rates, None, 60) == (10, 10), "without the cache"
+    assert bench.floors.floors(amount, rates, 20, 60) == (20, 30), "20 fit neither"
+
+
 @given(prompt=st.integers(20, 4000), new=st.integers(2, 2000), share=st.floats(0.05, 0.9))
 def test_a_share_is_of_the_whole_text(bench, prompt, new, share):
     settings = SimpleNamespace(options={"cache_share": share}, mean_prompt_len=prompt, gen_len=new)
@@ -84,7 +95,10 @@ def settings_of(bench, **others):
 def test_decoder_layers_go_far_and_nothing_is_forgotten(bench, tiny_model):
     for key, layers in (("opt", "model.decoder.layers"), ("llama", "model.layers")):
         model = tiny_model(key).model
-        places = bench.accelerate_offload.device_map(model, 3, near="cpu", far="disk")
+        place = partial(bench.accelerate_offload.device_map, model, 3, near="cpu", far="disk")
+        places = place()
+        assert {name for name in places if place(near_layers=2)[name] != places[name]} == {
+            f"{layers}.0", f"{layers}.1"}
         far = {name for name, place in places.items() if place == "disk"}
         assert far == {f"{layers}.{number}" for number in range(3)}
         for name, _ in model.named_parameters():
@@ -127,11 +141,12 @@ def test_a_worker_measures_the_machine(bench, monkeypatch):
     from flexgen_h2o.storage import links
 
     monkeypatch.setattr(links, "disk_read_rate", lambda path: float(len(str(path))))
-    monkeypatch.setattr(links, "memory_read_rate", lambda: 2.0)
-    monkeypatch.setattr(links, "gemm_rate", lambda rows, dtype: float(rows))
+    monkeypatch.setattr(links, "memory_read_rate", lambda device: 2.0)
+    monkeypatch.setattr(links, "gemm_rate", lambda rows, dtype, device: float(rows))
     found = bench.compare_worker.rates({"file": "abc", "dtype": "bfloat16"})
     assert (found["disk"], found["memory"], found["gemm"]) == (3, 2, 2048)
-    assert found["status"] == "ok" and found["cpu"]
+    assert found["status"] == "ok" and found["cpu"] and found["device"] == "cpu"
+    assert "link" not in found, "there is none"
 
 
 def test_deepspeed_is_told_what_its_documentation_says(bench):
@@ -165,8 +180,11 @@ def test_flexgen_runs_by_its_command_line(bench, tmp_path, monkeypatch):
     peer = bench.flexgen.FlexGen(settings_of(bench, scratch=str(tmp_path), options=options))
     assert "random weights" in peer.prepare(Path("opt-1.3b"))
 
+    commands = []
+
     def fake(command, **_):
-        flags = " ".join(command[3:])
+        commands.append(command)
+        flags = " ".join(command[command.index("--model"):])
         assert flags.startswith("--model facebook/opt-1.3b --path _DUMMY_")
         assert "--gpu-batch-size 2 --num-gpu-batches 2" in flags and flags.endswith("--percent 1 2")
         Path(command[command.index("--log-file") + 1]).write_text(LOG)
@@ -175,10 +193,38 @@ def test_flexgen_runs_by_its_command_line(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(bench.flexgen.subprocess, "run", fake)
     found = peer.generate([[5] * 8] * 4, 3)
     assert (found.prefill, found.steps, found.tokens) == (1.5, (3.0, 3.0), None)
+    assert commands[0][1:3] == ["-m", "flexgen.flex_opt"] and "--cut-gen-len" not in commands[0]
+    long = bench.flexgen.FlexGen(settings_of(bench, scratch=str(tmp_path), options=options,
+                                             gen_len=13, device_memory=1 << 30))
+    long.prepare(Path("opt-1.3b"))
+    assert long.generate([[5] * 8] * 4, 4).steps == (0.5,) * 3, "its 6 seconds are of all 13"
+    assert commands[1][1:4] == [str(bench.flexgen.WITHIN), str(1 << 30), "flexgen.flex_opt"]
+    assert "--gen-len 13 --cut-gen-len 4" in " ".join(commands[1])
+    with pytest.raises(UserError, match="from four tokens"):
+        long.generate([[5] * 8] * 4, 3)
     with pytest.raises(UserError, match="prompts of one length"):
         peer.generate([[5], [5, 6]], 3)
     with pytest.raises(UserError, match="does not divide"):
         bench.flexgen.FlexGen(settings_of(bench, batch=3, options=options)).prepare(Path("opt-1b"))
+
+
+def test_a_module_runs_within_a_share_of_the_gpu(bench, tmp_path, monkeypatch):
+    (tmp_path / "told.py").write_text("import sys; print(__name__, *sys.argv[1:])")
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace\n"
+        "cuda = SimpleNamespace(mem_get_info=lambda: (0, 400),"
+        " set_per_process_memory_fraction=lambda share: print(share))\n")
+    done = subprocess.run([sys.executable, str(bench.flexgen.WITHIN), "100", "told", "--a", "b"],
+                          cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True,
+                          text=True)
+    assert done.stdout.split() == ["0.25", "__main__", "--a", "b"], done.stderr
+
+
+def test_the_engine_is_told_of_a_gpus_limit(bench):
+    options = bench.ours.Ours.check("o", {"hh_long_seq": True})
+    config = bench.ours.Ours.config(Path("m"), settings_of(bench, options=options,
+                                                           device_memory=1 << 30))
+    assert config.device_memory_limit == 1 << 30 and config.hh_long_seq
 
 
 def test_who_cannot_run_here_says_why(bench, tmp_path, monkeypatch):

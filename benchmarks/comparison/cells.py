@@ -61,6 +61,8 @@ class Cells:
 
     def _best(self, scenario: Scenario, subject: Subject, system: str) -> int | None:
         """The best batch of a system; None if it cannot run."""
+        if system in scenario.best_batch:
+            return scenario.best_batch[system]
         rate = partial(self._tried, scenario, subject, system)
         with suppress(_Refused):
             return best_batch(rate, first=scenario.first_batch, most=scenario.most)
@@ -139,7 +141,8 @@ class Cells:
             "prompts": "random" if scenario.prompts is None else Path(scenario.prompts).name,
             "prompt_len": group.mean_prompt_len(system), "gen_len": scenario.gen_len,
             "cut_gen_len": group.measured(system) if group.projected(system) else None,
-            "memory_gb": None if scenario.memory is None else scenario.memory / GB,
+            "memory_gb": _in_gb(scenario.memory),
+            "device_memory_gb": _in_gb(scenario.device_memory),
             "system": system, "options": json.dumps(dict(chosen.options), sort_keys=True),
             "at": group.at, "batch": group.batches[system]}
 
@@ -151,7 +154,7 @@ class Cells:
         row |= origin() | self._place(group, system) | {
             "documented": peer_class(chosen.peer).documented, "status": last["status"],
             "reason": last.get("reason"), "page_cache": last["page_cache"],
-            "cpu": rates[0]["cpu"] if rates else None}
+            **{name: rates[0][name] if rates else None for name in ("cpu", "device")}}
         if last["status"] == OK:
             row |= group.figures(chosen, outcomes) | beside
             if rates:
@@ -159,12 +162,16 @@ class Cells:
         self._table.add(row)
 
 
+def _in_gb(nbytes: float | None) -> float | None:
+    return None if nbytes is None else nbytes / GB
+
+
 def _with_steps(found: dict, later: dict) -> dict:
     """A run, with the steps of one that begins later; or why that has none."""
     if later["status"] != OK:
         return later
-    peaks = {name: max(found[name], later[name]) for name in ("peak_rss", "peak_memory")
-             if name in found}
+    peaks = {name: max(found[name], later[name])
+             for name in ("peak_rss", "peak_memory", "peak_device") if found.get(name) is not None}
     return found | peaks | {"steps": later["steps"]}
 
 
@@ -217,7 +224,8 @@ class _Group:
             "settings": {
                 "dtype": self.scenario.dtype, "batch": len(prompts),
                 "prompt_len": max(map(len, prompts)), "gen_len": self.scenario.gen_len - before,
-                "mean_prompt_len": fmean(map(len, prompts)), "options": dict(system.options)}}
+                "mean_prompt_len": fmean(map(len, prompts)),
+                "device_memory": self.scenario.device_memory, "options": dict(system.options)}}
 
     def figures(self, system: System, outcomes: Sequence[dict]) -> dict[str, object]:
         """Medians of the repeats; with fewer steps than asked for, the others take their mean."""
@@ -236,8 +244,9 @@ class _Group:
             "projected": self.projected(system.name),
             "load_s": median(found["load"] for found in outcomes),
             "peak_rss_gb": max(found["peak_rss"] for found in outcomes) / GB,
-            "peak_memory_gb": max(found["peak_memory"] for found in outcomes) / GB
-            if "peak_memory" in last else None,
+            **{f"{name}_gb": _in_gb(max(found[name] for found in outcomes)
+                                    if last.get(name) is not None else None)
+               for name in ("peak_memory", "peak_device")},
             "gb_read": median(read) / GB if read else None}
 
     def bounds(self, system: System, rates: Sequence[dict], total: float) -> dict[str, object]:
@@ -251,12 +260,13 @@ class _Group:
             itemsize=ITEMSIZES[scenario.dtype], weight_bits=system.weight_bits,
             cache_bits=system.cache_bits))
         typical = {name: fmean(each[name] for each in rates)
-                   for name in ("disk", "memory", "gemm")}
-        prefill, step = floors(amount, typical, scenario.memory)
+                   for name in ("disk", "memory", "link", "gemm") if name in rates[0]}
+        prefill, step = floors(amount, typical, scenario.memory, scenario.device_memory)
         return {
             "prefill_floor_s": prefill, "decode_step_floor_s": step,
             "total_over_floor": total / (prefill + (scenario.gen_len - 1) * step),
             "disk_gb_per_s": typical["disk"] / GB, "memory_gb_per_s": typical["memory"] / GB,
+            "link_gb_per_s": _in_gb(typical.get("link")),
             "gemm_tflop_per_s": typical["gemm"] / 1e12}
 
 

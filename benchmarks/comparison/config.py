@@ -66,10 +66,16 @@ class Scenario:
     dtype : str
     memory : int or None
         Bytes of the memory cgroup, page cache included; None: no limit.
+    device_memory : int or None
+        Bytes of a GPU's memory that a system may allocate; None: all, if there is a GPU.
+    past_positions : bool
+        The text may be longer than the model's positions: of systems that can do that.
     batch : int or None
         Sequences of all systems alike; None: only each at its own best.
     best : bool
         Whether each system's best batch is searched, and measured.
+    best_batch : mapping of str to int
+        Systems whose best batch is known, and not searched.
     first_batch, most : int
         Sequences that the search begins with, and that it never exceeds.
     search_gen_len : int or None
@@ -90,8 +96,11 @@ class Scenario:
     prompt_key: str = "article"
     dtype: str = "bfloat16"
     memory: int | None = None
+    device_memory: int | None = None
+    past_positions: bool = False
     batch: int | None = None
     best: bool = True
+    best_batch: Mapping[str, int] = field(default_factory=dict)
     first_batch: int = 1
     most: int = 256
     search_gen_len: int | None = None
@@ -109,23 +118,27 @@ class Scenario:
                 check_int(key, getattr(self, key), low=1)
         check_choice("dtype", self.dtype, DTYPES)
         check_bool("best", self.best)
+        check_bool("past_positions", self.past_positions)
         check_int("most", self.most, low=1)
         check_int("first_batch", self.first_batch, low=1, high=self.most)
         if self.search_gen_len is not None:
             check_int("search_gen_len", self.search_gen_len, low=2, high=self.gen_len)
         if self.batch is None and not self.best:
             raise UserError("nothing to measure: give batch, or best: true")
-        if self.memory is not None:
-            object.__setattr__(self, "memory", parse_size("memory", self.memory))
+        for key in ("memory", "device_memory"):
+            if getattr(self, key) is not None:
+                object.__setattr__(self, key, parse_size(key, getattr(self, key)))
         if self.prompts is not None:
             object.__setattr__(self, "prompts", os.path.expanduser(self.prompts))
         for system, tokens in self.cut_gen_len.items():
             check_int(f"cut_gen_len of {system}", tokens, low=2, high=self.gen_len)
+        for system, batch in self.best_batch.items():
+            check_int(f"best_batch of {system}", batch, low=1)
 
     @property
     def largest(self) -> int:
         """Sequences of its largest batch."""
-        return max(self.batch or 1, self.most if self.best else 1)
+        return max(self.batch or 1, self.most if self.best else 1, *self.best_batch.values())
 
     def measured(self, system: str, *, search: bool) -> int:
         """Tokens that a system generates for each prompt, in a step of the search or else."""
@@ -187,17 +200,20 @@ def _scenario(name: str, spec: object, kept: Mapping[str, System], known: Mappin
     for system in named:
         if system not in known:
             raise UserError(f"scenario {name}: {system!r} is none of the systems")
-    for system in spec.get("cut_gen_len") or ():
-        if system not in named:
-            raise UserError(f"scenario {name}: cut_gen_len names {system!r}, which is none of its "
-                            "systems")
-    cut = {system: tokens for system, tokens in (spec.get("cut_gen_len") or {}).items()
-           if system in kept}
+    own: dict[str, dict[str, int]] = {}
+    for key in ("cut_gen_len", "best_batch"):
+        own[key] = {}
+        for system, number in (spec.get(key) or {}).items():
+            if system not in named:
+                raise UserError(f"scenario {name}: {key} names {system!r}, which is none of its "
+                                "systems")
+            if system in kept:
+                own[key][system] = number
     for key in ("model", "gen_len"):
         if key not in spec:
             raise UserError(f"scenario {name}: give its {key}")
     try:
-        return Scenario(**{**spec, "name": name, "cut_gen_len": cut,
+        return Scenario(**{**spec, **own, "name": name,
                            "systems": tuple(system for system in named if system in kept)})
     except UserError as error:
         raise UserError(f"scenario {name}: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexgen_h2o.models.model_config import ModelConfig
@@ -68,22 +69,28 @@ def work(model: ModelConfig, load: Load) -> Work:
     )
 
 
-def floors(work: Work, rates: dict[str, float], memory: int | None) -> tuple[float, float]:
+def floors(work: Work, rates: Mapping[str, float], memory: int | None,
+           device_memory: int | None = None) -> tuple[float, float]:
     """Seconds of the prefill and of a decode step.
 
     Parameters
     ----------
     work : Work
     rates : dict
-        Bytes per second of `disk` and `memory`, FLOP per second of `gemm`.
-    memory : int or None
-        Bytes that the system may use. Of weights that exceed it, the rest is read from disk again
-        for every sweep over the layers; and then so is what the cache takes from their place.
+        Bytes per second of `disk` and of the `memory` of what computes, FLOP per second of
+        `gemm`; of a GPU also bytes per second of `link`, from host memory.
+    memory, device_memory : int or None
+        Bytes of host memory and of a GPU's that the system may use; None: all there is. Of weights
+        that exceed both, the rest is read from disk again for every sweep over the layers; and
+        then so is what the cache takes from their place. Those that exceed a GPU's memory go over
+        the link. The cache need not: host memory can be where its attention is computed.
     """
-    beyond = 0 if memory is None else max(0, work.weight_bytes - memory)
+    far = 0 if device_memory is None else max(0, work.weight_bytes - device_memory)
+    beyond = 0 if memory is None else max(0, work.weight_bytes - memory - (device_memory or 0))
     swept = beyond + work.cache_bytes if beyond else 0
-    prefill = max(work.prefill_flops / rates["gemm"], beyond / rates["disk"])
-    step = max(work.step_flops / rates["gemm"], swept / rates["disk"],
+    linked = far / rates["link"] if far else 0
+    prefill = max(work.prefill_flops / rates["gemm"], beyond / rates["disk"], linked)
+    step = max(work.step_flops / rates["gemm"], swept / rates["disk"], linked,
                (work.weight_bytes + work.cache_bytes) / rates["memory"])
     return prefill, step
 
@@ -91,14 +98,17 @@ def floors(work: Work, rates: dict[str, float], memory: int | None) -> tuple[flo
 def measure_rates(file: str, dtype: str) -> dict[str, float]:
     """This machine's rates, measured now, in `floors`' units. Loads torch.
 
-    `file` is a large one on the disk that counts; `dtype` is that of products.
+    `file` is a large one on the disk that counts; `dtype` is that of products. A GPU computes where
+    there is one.
     """
     from pathlib import Path
 
     import torch
 
-    from flexgen_h2o.storage.links import disk_read_rate, gemm_rate, memory_read_rate
+    from flexgen_h2o.storage.links import copy_rates, disk_read_rate, gemm_rate, memory_read_rate
+    from flexgen_h2o.storage.tiers import open_device
 
-    number = getattr(torch, dtype)
-    return {"disk": disk_read_rate(Path(file)), "memory": memory_read_rate(),
-            "gemm": max(gemm_rate(256, number), gemm_rate(2048, number))}
+    device, number = open_device(), getattr(torch, dtype)
+    link = {"link": copy_rates(device)[0]} if device.separate else {}
+    return {"disk": disk_read_rate(Path(file)), "memory": memory_read_rate(device=device),
+            "gemm": max(gemm_rate(rows, number, device=device) for rows in (256, 2048)), **link}

@@ -43,8 +43,9 @@ def subject_of(scenario: Scenario, models: Path) -> Subject:
         prompts = random_prompts(scenario.largest, scenario.prompt_len, model.vocab_size)
     else:
         prompts = text_prompts(scenario.prompts, scenario.prompt_key, folder, scenario.largest)
-    check_length(model, None, prompt=f"the longest prompt of scenario {scenario.name}",
-                 length=max(map(len, prompts)), new_tokens=scenario.gen_len)
+    if not scenario.past_positions:
+        check_length(model, None, prompt=f"the longest prompt of scenario {scenario.name}",
+                     length=max(map(len, prompts)), new_tokens=scenario.gen_len)
     return Subject(folder, model, prompts)
 
 

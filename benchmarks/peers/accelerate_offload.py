@@ -11,21 +11,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.config import check_choice
+from flexgen_h2o.config import check_choice, check_int
 from peers.base import HuggingFacePeer, installed, missing
 
 PLACES = ("disk", "cpu")
 
 
-def device_map(model, layers: int, *, near: str, far: str) -> dict[str, str]:
-    """Where the modules of a transformers model go: its `layers` decoder layers `far`."""
+def device_map(model, layers: int, *, near: str, far: str, near_layers: int = 0
+               ) -> dict[str, str]:
+    """Where the modules of a transformers model go: its `layers` decoder layers `far`, but for the
+    first `near_layers`.
+    """
     from torch.nn import ModuleList
 
     def placed(module, prefix: str) -> Iterator[tuple[str, str]]:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
             if isinstance(child, ModuleList) and len(child) == layers:
-                yield from ((f"{path}.{layer}", far) for layer in range(layers))
+                yield from ((f"{path}.{layer}", near if layer < near_layers else far)
+                            for layer in range(layers))
             elif any(isinstance(inner, ModuleList) for inner in child.modules()):
                 yield from placed(child, f"{path}.")
             else:
@@ -35,15 +39,19 @@ def device_map(model, layers: int, *, near: str, far: str) -> dict[str, str]:
 
 
 class AccelerateOffload(HuggingFacePeer):
-    """See `peers.base.Peer`. The option `offload` is one of `PLACES`."""
+    """See `peers.base.Peer`.
+
+    The option `offload` is one of `PLACES`; so many `near_layers` stay where they are computed.
+    """
 
     documented = "https://huggingface.co/docs/accelerate/usage_guides/big_modeling"
-    options: Mapping[str, Any] = {"offload": "disk"}
+    options: Mapping[str, Any] = {"offload": "disk", "near_layers": 0}
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         found = super().check(name, options)
         check_choice(f"system {name}: offload", found["offload"], PLACES)
+        check_int(f"system {name}: near_layers", found["near_layers"], low=0)
         return found
 
     def refusal(self) -> str | None:
@@ -58,11 +66,12 @@ class AccelerateOffload(HuggingFacePeer):
 
         from peers.hf_generate import empty_model
 
-        far = self.settings.options["offload"]
+        far, kept = self.settings.options["offload"], self.settings.options["near_layers"]
         near = "cuda:0" if torch.cuda.is_available() else "cpu"
         empty = empty_model(model)
-        places = device_map(empty, empty.config.num_hidden_layers, near=near, far=far)
+        places = device_map(empty, empty.config.num_hidden_layers, near=near, far=far,
+                            near_layers=kept)
         self.model = AutoModelForCausalLM.from_pretrained(
             model, dtype=getattr(torch, self.settings.dtype), device_map=places,
             offload_folder=self.settings.scratch).eval()
-        return f"decoder layers on {far}, the rest on {near}"
+        return f"decoder layers {f'but {kept} ' if kept else ''}on {far}, the rest on {near}"

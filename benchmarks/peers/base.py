@@ -34,6 +34,8 @@ class Settings:
         A folder of the run's own, for what it offloads; whoever runs it removes it.
     mean_prompt_len : float
         Tokens.
+    device_memory : int or None
+        Bytes of a GPU's memory that it may allocate; who runs it sees to that.
     options : mapping
         As the configuration of the comparison has them.
     """
@@ -44,6 +46,7 @@ class Settings:
     gen_len: int
     scratch: str
     mean_prompt_len: float
+    device_memory: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -2,7 +2,7 @@
 
 It knows OPT shapes by name and takes prompts of its own, so that it runs on random weights of the
 shape (``--path _DUMMY_``) and no tokens can be compared. Each call is a process of its own, with
-FlexGen's own warm-up in it.
+FlexGen's own warm-up in it. A run that is cut short keeps the whole cache, and needs four tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flexgen_h2o.config import check_int
 from flexgen_h2o.errors import UserError
 from peers.base import Peer, Timings, installed, missing, no_cuda
 
+WITHIN = Path(__file__).parent / "within.py"
 _FIGURES = re.compile(r"prefill latency: ([\d.]+) s.*?decode latency: ([\d.]+) s", re.DOTALL)
 
 
@@ -69,9 +70,12 @@ class FlexGen(Peer):
     def command(self, gen_len: int, log: Path) -> list[str]:
         """Its command line."""
         settings, batches = self.settings, self.settings.options["num_gpu_batches"]
-        return [sys.executable, "-m", "flexgen.flex_opt", "--model", self._model,
+        within = ["-m"] if settings.device_memory is None else [
+            str(WITHIN), str(settings.device_memory)]
+        return [sys.executable, *within, "flexgen.flex_opt", "--model", self._model,
                 "--path", "_DUMMY_", "--offload-dir", settings.scratch,
-                "--prompt-len", str(settings.prompt_len), "--gen-len", str(gen_len),
+                "--prompt-len", str(settings.prompt_len), "--gen-len", str(settings.gen_len),
+                *(["--cut-gen-len", str(gen_len)] if gen_len < settings.gen_len else []),
                 "--gpu-batch-size", str(settings.batch // batches),
                 "--num-gpu-batches", str(batches), "--log-file", str(log), "--verbose", "1",
                 *settings.options["flags"].split()]
@@ -83,6 +87,8 @@ class FlexGen(Peer):
     def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
         if len({len(prompt) for prompt in prompts}) > 1:
             raise UserError("FlexGen's command line takes prompts of one length only")
+        if gen_len < min(4, self.settings.gen_len):
+            raise UserError(f"FlexGen projects from four tokens on, not from {gen_len}")
         log = Path(self.settings.scratch) / "flexgen.log"
         done = subprocess.run(self.command(gen_len, log), cwd=self.folder(), capture_output=True,
                               text=True)
@@ -90,4 +96,5 @@ class FlexGen(Peer):
             raise UserError(f"FlexGen failed: {done.stderr.strip()[-400:]}")
         prefill, decode = latencies(log.read_text(encoding="utf-8"))
         log.unlink()  # it appends
-        return Timings(prefill, (decode / (gen_len - 1),) * (gen_len - 1), None)
+        step = decode / (self.settings.gen_len - 1)  # a cut run is projected by itself
+        return Timings(prefill, (step,) * (gen_len - 1), None)

@@ -37,13 +37,13 @@ class Ours(Peer):
 
     Options are `cache_share`, that of prompt and generated tokens which stays cached; `weight_bits`
     and `cache_bits`; and how it is run, as `flex_opt` takes it: `percent` (default: auto, planned
-    for the batch), `gpu_batch_size` and `num_gpu_batches`.
+    for the batch), `gpu_batch_size`, `num_gpu_batches` and `hh_long_seq`.
     """
 
     documented = "README.md, --percent auto"
     options: Mapping[str, Any] = {
         "cache_share": None, "weight_bits": 16, "cache_bits": 16, "percent": AUTO,
-        "gpu_batch_size": None, "num_gpu_batches": None}
+        "gpu_batch_size": None, "num_gpu_batches": None, "hh_long_seq": False}
     loads_alike = False  # it plans for the batch
     _llm = None
 
@@ -91,6 +91,7 @@ class Ours(Peer):
         self._llm = LLM(config.model, policy=policy, h2o=config.h2o(), dtype=config.dtype,
                         weight_bits=config.resolved_weight_bits,
                         cache_bits=config.resolved_cache_bits, offload_dir=config.offload_dir,
+                        device_memory_limit=config.device_memory_limit,
                         workload=workload(config, ()), progress=False)
         return (f"--percent {percent_text(policy)} --gpu-batch-size {policy.gpu_batch_size} "
                 f"--num-gpu-batches {policy.num_gpu_batches}")
@@ -107,7 +108,8 @@ class Ours(Peer):
             options["gpu_batch_size"] = settings.batch
         return RunConfig(model=str(model), dtype=settings.dtype, num_prompts=settings.batch,
                          prompt_len=settings.prompt_len, gen_len=settings.gen_len,
-                         offload_dir=settings.scratch, **options)
+                         offload_dir=settings.scratch,
+                         device_memory_limit=settings.device_memory, **options)
 
     def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
         outputs = self._llm.generate(list(map(list, prompts)), eos_token_id=-1,

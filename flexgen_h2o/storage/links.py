@@ -126,19 +126,35 @@ def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float
     return rate(there, host), rate(host, there)
 
 
-def memory_read_rate(nbytes: int = 2 << 30) -> float:
-    """Bytes per second that a sum over host memory reads."""
-    data = torch.ones(nbytes // 4)
-    return data.nbytes / _median_seconds(data.sum)
+def memory_read_rate(nbytes: int = 2 << 30, *, device: Device | None = None) -> float:
+    """Bytes per second that a sum over the device's memory reads; None: host memory."""
+    device = device or Device()
+    data = torch.ones(nbytes // 4, device=device.torch)
+
+    def read() -> None:
+        data.sum()
+        device.mark().synchronize()
+
+    return data.nbytes / _median_seconds(read)
 
 
-def gemm_rate(rows: int, dtype: torch.dtype, *, width: int = 2048, depth: int = 8192) -> float:
-    """FLOP per second of [rows, width] x [width, depth] into a reused output, weights in turn."""
-    weights = [torch.randn(depth, width).to(dtype) for _ in range(8)]
-    x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, depth, dtype=dtype)
+def gemm_rate(rows: int, dtype: torch.dtype, *, width: int = 2048, depth: int = 8192,
+              device: Device | None = None) -> float:
+    """FLOP per second of [rows, width] x [width, depth] into a reused output, weights in turn.
+
+    `device` None: by the processor.
+    """
+    device = device or Device()
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device.torch).to(dtype)
+
+    weights, x = [random(depth, width) for _ in range(8)], random(rows, width)
+    out = torch.empty(rows, depth, dtype=dtype, device=device.torch)
 
     def multiply_all() -> None:
         for weight in weights:
             torch.mm(x, weight.t(), out=out)
+        device.mark().synchronize()
 
     return len(weights) * 2 * rows * width * depth / _median_seconds(multiply_all)
