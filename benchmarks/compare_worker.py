@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from comparison.floors import measure_rates
@@ -47,11 +48,11 @@ def run(job: dict) -> dict:
     if why is not None:
         return {"status": REFUSED, "reason": why}
     try:
-        if settings.device_memory is not None:
-            open_device().limit(settings.device_memory)
         if job["kind"] == "ready":
             peer.ready(Path(job["model"]))
             return {"status": OK}
+        if settings.device_memory is not None:
+            open_device().limit(settings.device_memory)
         return {"status": OK, **measure(peer, job)}
     except Exception as error:  # whatever a system raises is an answer: a row says it
         status = MEMORY if ran_out_of_memory(error) else FAILED
@@ -102,6 +103,8 @@ KINDS = {"run": run, "ready": run, "rates": rates}
 
 def main() -> None:
     job = json.load(sys.stdin)
+    with suppress(OSError):  # if memory ends, then for this process and not for its neighbours
+        Path("/proc/self/oom_score_adj").write_text("1000")
     answer = KINDS[job["kind"]](job)
     Path(job["answer"]).write_text(json.dumps(answer), encoding="utf-8")
 

@@ -279,6 +279,8 @@ def test_whatever_becomes_of_a_process_is_said(bench, tmp_path, monkeypatch):
     assert do(killed, loads_alike=True)["status"] == "out of memory in loading"
     assert do(f"{loaded}; {killed}", loads_alike=True)["status"] == "out of memory"
     assert do("signal.pause()", timeout=0.5)["status"] == "timed out"
+    late = do("signal.pause()", timeout=0.5, loads_alike=True)
+    assert late["status"] == "timed out in loading"
 
 
 class Group:

@@ -365,7 +365,7 @@ def test_every_figure_is_drawn_by_its_name(bench, compared, tmp_path):
     (["systems", "--csv", "no.csv", "--out", "a.png"], "cannot read --csv no.csv"),
     (["systems", "--csv", "bytes.csv", "--out", "a.png"], "is not a CSV file in UTF-8"),
     (["systems", "--csv", "runs.csv", "--out", "a.png"], "has no column scenario"),
-    (["batch", "--csv", "systems.csv", "--out", "a.png"], "has no column device"),
+    (["batch", "--csv", "systems.csv", "--out", "a.png"], "has no column torch"),
     (["batch", "--csv", "empty.csv", "--out", "a.png"], "has no rows"),
     (["batch", "--csv", "short.csv", "--out", "a.png"], "line 2 has more or fewer cells"),
     (["batch", "--csv", "zero.csv", "--out", "a.png"],

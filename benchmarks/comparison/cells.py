@@ -18,7 +18,7 @@ from peers.base import Peer
 from comparison.batches import best_batch
 from comparison.config import Comparison, Scenario, System
 from comparison.floors import ITEMSIZES, Load, floors, work
-from comparison.rows import BEST, COLUMNS, EQUAL, LOADING, OK, REFUSED, SEARCH, Table
+from comparison.rows import BEST, COLUMNS, EQUAL, OK, SEARCH, Table, runs_never
 from comparison.subject import Subject, subject_of
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import GB
@@ -54,7 +54,7 @@ class Cells:
                 batches = dict.fromkeys(scenario.systems, scenario.batch)
                 self._together(_Group(scenario, subject, EQUAL, batches))
             if scenario.best:
-                # One that never ran is tried once more at 1, for a row that says why.
+                # One that never ran has a row at 1 that says why.
                 batches = {system: self._best(scenario, subject, system) or 1
                            for system in scenario.systems}
                 self._together(_Group(scenario, subject, BEST, batches))
@@ -64,7 +64,7 @@ class Cells:
         if system in scenario.best_batch:
             return scenario.best_batch[system]
         rate = partial(self._tried, scenario, subject, system)
-        with suppress(_Refused):
+        with suppress(_NeverRuns):
             return best_batch(rate, first=scenario.first_batch, most=scenario.most)
         return None
 
@@ -72,7 +72,7 @@ class Cells:
                ) -> float | None:
         """Tokens per second of a step of the search; None if there are none.
 
-        Raises `_Refused` where it would be the same at any batch.
+        Raises `_NeverRuns` where there would be none at any batch.
         """
         group = _Group(scenario, subject, SEARCH, {system: batch})
         row = self._table.find(self._place(group, system))
@@ -80,8 +80,8 @@ class Cells:
             found = self._measured(group, system, 0)
             self._add(group, system, [found])
             row = self._table.find(self._place(group, system))
-        if row["status"] in (REFUSED, LOADING):
-            raise _Refused
+        if runs_never(row["status"]):
+            raise _NeverRuns
         return float(row["tokens_per_s"]) if row["status"] == OK else None
 
     def _together(self, group: _Group) -> None:
@@ -106,7 +106,10 @@ class Cells:
             self._add(group, system, outcomes[system], rates=rates, **beside)
 
     def _measured(self, group: _Group, system: str, repeat: int) -> dict:
-        """One run of a system."""
+        """One run of a system, unless it is known that there can be none."""
+        never = self._table.never(self._place(group, system))
+        if never is not None:
+            return {name: never[name] for name in ("status", "reason", "page_cache")}
         chosen = self._config.systems[system]
         job, place = group.job(chosen), (system, group.subject.folder)
         if place not in self._ready and peer_class(chosen.peer).ready is not Peer.ready:
@@ -175,7 +178,7 @@ def _with_steps(found: dict, later: dict) -> dict:
     return found | peaks | {"steps": later["steps"]}
 
 
-class _Refused(Exception):
+class _NeverRuns(Exception):
     """A system cannot run here, at any batch."""
 
 

@@ -32,7 +32,7 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
     job : dict
         As `compare_worker` reads it; it gets `scratch`, a folder that is gone afterwards. If it
         `loads_beyond` the limit, it gets the group's `door`, and goes in when it has loaded. If it
-        `loads_alike` at every batch, memory that ends before that is `LOADING`.
+        `loads_alike` at every batch, memory or time that ends before that has ended in `LOADING`.
     threads : int
         That compute.
     timeout : int
@@ -73,8 +73,8 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
         # It may have been a process that the worker had started, and then waited for in vain.
         if found["status"] in (FAILED, MEMORY) and group is not None and group.kills():
             found = {"status": MEMORY, "reason": f"killed at the limit of {memory / GB:.3g} GB"}
-        if found["status"] == MEMORY and job.get("loads_alike") and not loaded.exists():
-            found["status"] = LOADING
+        if found["status"] in (MEMORY, TIME) and job.get("loads_alike") and not loaded.exists():
+            found["status"] += LOADING
         if found["status"] == OK and group is not None:
             found["peak_memory"] = group.peak() + found.get("held", 0)
     return found | {"page_cache": "dropped before" if dropped else "as it was"}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from row_table import RowTable
 
-from flexgen_h2o.tasks.shared.files import ORIGIN
+from flexgen_h2o.tasks.shared.files import ORIGIN, cell
 
+_OF_A_BATCH = ("prompt_len", "cut_gen_len", "at", "batch")
 KEY = ("host", "threads", "scenario", "model", "dtype", "prompts", "prompt_len", "gen_len",
        "cut_gen_len", "memory_gb", "device_memory_gb", "system", "options", "at", "batch")
-"""What a cell is: the same values are not measured again."""
+"""What a cell is: the same values are not measured again. But for `_OF_A_BATCH` they are those of a
+system in a scenario.
+"""
 COLUMNS = (
     *ORIGIN, "cpu", "device", "threads", "scenario", "model", "dtype", "prompts", "prompt_len",
     "gen_len", "cut_gen_len", "memory_gb", "device_memory_gb", "page_cache", "system", "options",
@@ -21,9 +26,9 @@ COLUMNS = (
 EQUAL, SEARCH, BEST = "equal", "search", "best"
 """Values of `at`: all at the same batch; a step of the search; each at its own best batch."""
 OK, REFUSED, MEMORY, TIME, FAILED = "ok", "refused", "out of memory", "timed out", "failed"
-LOADING = "out of memory in loading"
-"""Values of `status`. Rows of all but the first have a reason, and no figures. Those that are
-`REFUSED`, or end in `LOADING`, do so at any batch."""
+"""Values of `status`. Rows of all but the first have a reason, and no figures."""
+LOADING = " in loading"
+"""Follows `MEMORY` and `TIME` where that ended loading, as it would at any batch."""
 
 
 class Table(RowTable):
@@ -31,3 +36,15 @@ class Table(RowTable):
 
     def __init__(self, path: str):
         super().__init__(path, COLUMNS, KEY)
+
+    def never(self, row: Mapping[str, object]) -> dict[str, str] | None:
+        """The row that says why the system of this one runs at no batch at all; None if none does.
+        """
+        alike = [name for name in KEY if name not in _OF_A_BATCH]
+        return next((each for each in self.rows() if runs_never(each["status"])
+                     and all(each[name] == str(cell(row[name])) for name in alike)), None)
+
+
+def runs_never(status: str) -> bool:
+    """Whether a system of that `status` would have it at any batch."""
+    return status == REFUSED or status.endswith(LOADING)

@@ -16,8 +16,8 @@ from flexgen_h2o.tasks.shared.figures import COLOURS, new_figure
 from plotting.looks import GREY, beside, entitle
 from plotting.rows import Row, distinct, measured_where, positive
 
-NEEDED = ("scenario", "model", "dtype", "prompt_len", "gen_len", "memory_gb", "system",
-          "documented", "at", "batch", "status", "reason", "tokens_per_s", "projected",
+NEEDED = ("scenario", "model", "dtype", "prompt_len", "gen_len", "memory_gb", "device_memory_gb",
+          "system", "documented", "at", "batch", "status", "reason", "tokens_per_s", "projected",
           "prefill_floor_s", "decode_step_floor_s")
 """Columns."""
 _OTHERS, _OURS, _HATCH = COLOURS["orange"], COLOURS["blue"], "///"
@@ -200,8 +200,9 @@ def _words(each: Bar, best: float | None, at_best: bool) -> str:
 def _conditions(row: Row, at_best: bool) -> str:
     """What holds for all bars of a panel."""
     lengths = f"{positive(row, 'prompt_len'):.0f}+{row['gen_len']} tokens"
-    memory = f", in {positive(row, 'memory_gb'):g}\xa0GB" if row["memory_gb"] else ""
-    model = f"{row['model']} in {row['dtype']}, {lengths}{memory}"
+    limits = [f"in {positive(row, name):g}\xa0GB{of}"
+              for name, of in (("memory_gb", ""), ("device_memory_gb", " of the GPU")) if row[name]]
+    model = ", ".join([f"{row['model']} in {row['dtype']}", lengths, *limits])
     batch = "each at its best batch" if at_best else f"all at batch {row['batch']}"
     return "\n".join([*textwrap.wrap(model, _LETTERS), batch])
 
