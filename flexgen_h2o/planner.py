@@ -29,10 +29,8 @@ from flexgen_h2o.run_config import RunConfig
 
 HEADROOM = 0.97
 """Of what is free, what a plan for this machine takes: a little comes and goes until the run."""
-LIBRARIES = 384 << 20
-"""Bytes of host memory that it leaves at least, for what PyTorch and oneDNN take to compute and for
-their code. Measured in a cgroup of 2.5 GB: 190 and 110 MB, and with less a run was killed.
-"""
+LIBRARIES = 256 << 20
+"""Bytes of host memory that it leaves at least, for what PyTorch and oneDNN take to compute."""
 
 
 @dataclass(frozen=True)
