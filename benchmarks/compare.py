@@ -3,9 +3,8 @@
     python benchmarks/make_checkpoint.py --model facebook/opt-1.3b --out /tmp/models/opt-1.3b
     python benchmarks/compare.py --config configs/compare_cpu.yaml --models /tmp/models
 
-Every run is a process of its own, with the same checkpoint, prompts, lengths, threads and memory
-limit (a cgroup, which counts the page cache; that is dropped before), each with the allocator's
-settings that suit it. All systems are
+Every run is a process of its own, with the same checkpoint, prompts, lengths, threads, allocator
+and memory limit (a cgroup, which counts the page cache; that is dropped before). All systems are
 measured at the same batch, and each at its own best, which is searched by doubling; after a
 warm-up, in turn, medians of the repeats. Beside each stands its floor, by rates measured before and
 after, and the share of its tokens that equal the first exact system's.

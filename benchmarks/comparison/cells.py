@@ -224,7 +224,6 @@ class _Group:
             "timeout": self.scenario.timeout,
             "loads_beyond": peer_class(system.peer).loads_beyond(system.options),
             "loads_alike": peer_class(system.peer).loads_alike,
-            "tuned": peer_class(system.peer).tuned,
             "settings": {
                 "dtype": self.scenario.dtype, "batch": len(prompts),
                 "prompt_len": max(map(len, prompts)), "gen_len": self.scenario.gen_len - before,

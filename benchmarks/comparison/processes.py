@@ -33,7 +33,6 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
         As `compare_worker` reads it; it gets `scratch`, a folder that is gone afterwards. If it
         `loads_beyond` the limit, it gets the group's `door`, and goes in when it has loaded. If it
         `loads_alike` at every batch, memory or time that ends before that has ended in `LOADING`.
-        If it is `tuned`, its memory comes by `TUNED`.
     threads : int
         That compute.
     timeout : int
@@ -86,9 +85,8 @@ def _spawn(job: dict, group: MemoryGroup | None, *, threads: int, timeout: int
     """Exit status of the worker, None if it took too long, and the end of its errors."""
     # Beside this Python are the programs of packages, such as the ninja that DeepSpeed builds with.
     programs = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PATH": programs}
-    if job.get("tuned"):
-        environment["GLIBC_TUNABLES"] = TUNED
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLIBC_TUNABLES": TUNED,
+                                "PATH": programs}
     worker = subprocess.Popen(
         [sys.executable, str(WORKER)], env=environment, stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -74,8 +74,6 @@ class Peer(ABC):
         Whether a first call of `generate` warms up the next.
     loads_alike : bool
         Whether `prepare` does the same at every batch.
-    tuned : bool
-        Whether it is faster with an allocator that keeps what is freed, and in huge pages.
 
     Parameters
     ----------
@@ -87,7 +85,6 @@ class Peer(ABC):
     options: Mapping[str, Any] = {}
     warms = True
     loads_alike = True
-    tuned = True
 
     def __init__(self, settings: Settings):
         self.settings = settings

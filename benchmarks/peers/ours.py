@@ -45,7 +45,6 @@ class Ours(Peer):
         "cache_share": None, "weight_bits": 16, "cache_bits": 16, "percent": AUTO,
         "gpu_batch_size": None, "num_gpu_batches": None, "hh_long_seq": False}
     loads_alike = False  # it plans for the batch
-    tuned = False  # its large buffers are its own, and what is left fragmented by up to 0.4 GB
     _llm = None
 
     @classmethod

@@ -103,6 +103,12 @@ class KVCache:
         self._mass: dict[tuple, torch.Tensor] = {}
         self._turns: dict[tuple, tuple[int, torch.Tensor]] = {}
         self._changed: dict[tuple, Changed] = {}
+        # Books are small and last. Made in the middle of a prefill, each takes a piece of the hole
+        # that the last large tensor has left in the heap, and the next one no longer fits there.
+        for batch, each in enumerate(self._fates):
+            for layer, fate in enumerate(each):
+                for part in self._here(batch) if fate.evicts else ():
+                    self._book(layer, batch, part)
 
     def resume(self, batches: Sequence[Seats]) -> None:
         """Go on with the sequences of `begin`, in a run that finds what the last one left.
