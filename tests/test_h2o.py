@@ -11,6 +11,8 @@ from test_llm import PLACES, make_prompts, transformers_tokens
 
 import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.cache import kv_cache
+from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.errors import UserError
 
 NEW = 64
@@ -314,3 +316,18 @@ def test_what_cannot_be_is_refused_in_one_line(tiny_model, options, words):
     with pytest.raises(UserError, match=words) as caught:
         LLM(str(tiny_model("llama").folder), **options)
     assert "\n" not in str(caught.value)
+
+
+def test_what_eviction_knows_is_made_before_the_prompts(tiny_model, monkeypatch):
+    """Small tensors that last, made between large ones that don't, take the heap apart."""
+    began, made = [], []
+    begin, new_book, attend = KVCache.begin, kv_cache.new_book, KVCache.attend_prompt
+    monkeypatch.setattr(KVCache, "begin", lambda *args: (began.append(0), begin(*args)))
+    monkeypatch.setattr(kv_cache, "new_book", lambda *args, **options: (
+        made.append(began[-1]), new_book(*args, **options))[1])
+    monkeypatch.setattr(KVCache, "attend_prompt", lambda *args, **options: (
+        began.append(1), attend(*args, **options))[1])
+    tiny = tiny_model("opt")
+    tokens(tiny, prompts_of(tiny), H2OConfig(heavy_ratio=0.1), new=4,
+           cache=Placement(50, 0, 50))
+    assert made and set(made) == {0} and 1 in began
