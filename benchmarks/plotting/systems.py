@@ -104,7 +104,8 @@ def _why(row: Row) -> str:
     """The reason of a row without figures, short enough for a slide."""
     if row["status"] != REFUSED:
         return row["status"]
-    for words, short in (("CUDA", "needs CUDA"), ("is not installed", "not installed")):
+    for words, short in (("CUDA", "needs CUDA"), ("is not installed", "not installed"),
+                         ("names no checkout", "no checkout")):
         if words in row["reason"]:
             return short
     return textwrap.shorten(row["reason"], 40, placeholder=" ...")
@@ -134,8 +135,11 @@ def draw(rows: Sequence[Row], *, scenarios: Sequence[str] = (), at: str | None =
     handles = _handles([bar(row) for mine in found.values() for row in mine])
     if len(spare):
         spare[0].legend(handles=handles, loc="center left", frameon=False)
-    else:
+    elif columns == 1:
         beside(figure, handles, [each.get_label() for each in handles])
+    else:
+        figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False,
+                      borderaxespad=0.8)  # clear of the title
     drawn = [row for mine in found.values() for row in mine]
     notes = ["Multiples: over the fastest of the other systems in the same panel.", _limits(drawn)]
     entitle(figure, "Throughput by system", [note for note in notes if note],
