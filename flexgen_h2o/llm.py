@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexgen_h2o.cache.probing import ProbedCache
-from flexgen_h2o.config import (
-    OFFLOAD_DIR,
-    H2OConfig,
-    Policy,
-    check_int,
-)
+from flexgen_h2o.config import OFFLOAD_DIR, H2OConfig, Policy, check_int
 from flexgen_h2o.engine.batching import Request, make_blocks
 from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.loader import find
@@ -249,14 +244,14 @@ class LLM:
         -------
         list of Scored, in the order of the pairs
         """
-        requests, continuations = self._pairs(pairs)
+        requests, continuations = self._prompts.encode_pairs(pairs)
         new = max(map(len, continuations.values()), default=1)
         evicts = self.h2o is not None and not self.h2o.is_full
         if evicts or self._cache.bits != 16 or self._cache.attn_sparsity < 1:
             sink: Forcing | Scoring = Forcing(continuations)
         else:
             sink, new = Scoring(continuations), 1
-            requests = _joined(requests, continuations)
+            requests = sink.joined(requests)
         if requests:
             self._prompts.check_lengths(requests, new)
         self._run(requests, new - 1, sink, planned=new)
@@ -342,8 +337,9 @@ class LLM:
         list of list of float
             For each pair, the natural log-probability of each token of the continuation.
         """
-        requests, continuations = self._pairs(pairs)
-        requests, sink = _joined(requests, continuations), Scoring(continuations)
+        requests, continuations = self._prompts.encode_pairs(pairs)
+        sink = Scoring(continuations)
+        requests = sink.joined(requests)
         self._check_open()
         if requests:
             self._prompts.check_lengths(requests, 1)
@@ -356,16 +352,6 @@ class LLM:
             with contextlib.closing(opened) as room:
                 self.stats = self._runtime.run(room, blocks, sink)
         return [sink.log_probs[key] for key in range(len(requests))]
-
-    def _pairs(self, pairs: Sequence[tuple]) -> tuple[list[Request], dict[int, list[int]]]:
-        """A request for each context, and its continuation by key."""
-        requests, continuations = [], {}
-        for key, pair in enumerate(pairs):
-            if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-                raise UserError(f"pair {key} is not (context, continuation): {pair!r:.80}")
-            head, continuations[key] = self._prompts.encode_pair(*pair, key)
-            requests.append(Request(key, head))
-        return requests, continuations
 
     def _check_open(self) -> None:
         if self._closed:
@@ -416,10 +402,3 @@ def _with_chunks(policy: Policy, h2o: H2OConfig | None) -> Policy:
         raise UserError(f"the policy's prefill_chunk is {policy.prefill_chunk} and h2o's "
                         f"prompt_chunk {chunk}: give one of them, or the same")
     return replace(policy, prefill_chunk=chunk)
-
-
-def _joined(requests: Sequence[Request], continuations: Mapping[int, list[int]]
-            ) -> list[Request]:
-    """Requests of contexts and continuations as one prompt, without the last token."""
-    return [Request(request.key, request.prompt + continuations[request.key][:-1])
-            for request in requests]

@@ -57,7 +57,17 @@ class Prompts:
             raise UserError(f"{self._name} has no tokenizer here: give prompts as token ids")
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    def encode_pair(self, context, continuation, key: int) -> tuple[list[int], list[int]]:
+    def encode_pairs(self, pairs: Sequence[tuple]) -> tuple[list[Request], dict[int, list[int]]]:
+        """A request for each pair's context, and its continuation by key."""
+        requests, continuations = [], {}
+        for key, pair in enumerate(pairs):
+            if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+                raise UserError(f"pair {key} is not (context, continuation): {pair!r:.80}")
+            head, continuations[key] = self._encode_pair(*pair, key)
+            requests.append(Request(key, head))
+        return requests, continuations
+
+    def _encode_pair(self, context, continuation, key: int) -> tuple[list[int], list[int]]:
         """Token ids of context and continuation of pair number `key`, at least one each."""
         if isinstance(context, str) != isinstance(continuation, str):
             raise UserError(f"pair {key}: give context and continuation both as text or as tokens")

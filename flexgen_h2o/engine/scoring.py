@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from flexgen_h2o.engine.batching import Batch
+from flexgen_h2o.engine.batching import Batch, Request
 from flexgen_h2o.engine.sampling import Sampler
 
 
@@ -81,6 +81,11 @@ class Scoring(_Continuations):
     A request's prompt is context and continuation without its last token; the logits of the last
     ``len(continuation)`` rows of each prompt predict the continuation.
     """
+
+    def joined(self, contexts: Sequence[Request]) -> list[Request]:
+        """These requests with such prompts."""
+        return [Request(context.key, context.prompt + [*self._continuations[context.key][:-1]])
+                for context in contexts]
 
     def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
         """Rows of a sweep that predict a continuation: int64 [rows]."""
