@@ -229,7 +229,7 @@ class Fake:
         prompts, settings = job["prompts"], job["settings"]
         self.lengths.append((*set(map(len, prompts)), settings["gen_len"]))
         assert {settings["prompt_len"], settings["mean_prompt_len"]} == {len(prompts[0])}
-        if batch > answer.get("most", 1 << 20):
+        if batch > answer.get("most", 1 << 20) or len(prompts[0]) > answer.get("longest", 1 << 20):
             return {"status": "out of memory", "reason": "killed", "page_cache": "as it was"}
         if "status" in answer:
             return answer | {"page_cache": "as it was"}
@@ -339,6 +339,14 @@ def test_steps_of_a_growing_cache_are_those_from_the_middle(bench, tiny_model, t
     assert (plain["decode_step_s"], h2o["decode_step_s"]) == ("1", "0.5")
     assert plain["prefill_s"] == h2o["prefill_s"] == "1", "that of the prompt as it is"
     assert float(plain["total_s"]) == 1 + 20 * 1
+
+
+def test_the_first_steps_stand_where_memory_holds_no_longer_prompts(bench, tiny_model, tmp_path):
+    spec = {"gen_len": 21, "batch": 2, "best": False, "repeats": 2, "cut_gen_len": {"plain": 5}}
+    answers = {"plain": {"longest": 8}, "h2o": {}}
+    (plain, _), do = cells(bench, tiny_model, tmp_path, answers, spec)
+    assert [job[0] for job in do.jobs] == ["plain", "plain", "h2o"] * 2
+    assert (plain["status"], plain["steps_from"], plain["decode_step_s"]) == ("ok", "8", "0.5")
 
 
 @pytest.mark.parametrize("answer", [

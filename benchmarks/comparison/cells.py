@@ -18,7 +18,7 @@ from peers.base import Peer
 from comparison.batches import best_batch
 from comparison.config import Comparison, Scenario, System
 from comparison.floors import ITEMSIZES, Load, floors, work
-from comparison.rows import BEST, COLUMNS, EQUAL, OK, SEARCH, Table, runs_never
+from comparison.rows import BEST, COLUMNS, EQUAL, MEMORY, OK, SEARCH, Table, runs_never
 from comparison.subject import Subject, subject_of
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import GB
@@ -119,10 +119,12 @@ class Cells:
         if found["status"] == OK:
             found = self._do(job, group.scenario.memory)
         if found["status"] == OK and group.left_out(chosen):
-            found = _with_steps(found, self._do(group.job(chosen, later=True),
-                                                group.scenario.memory))
-        said = f"prefill {found['prefill']:.3g} s, step {fmean(found['steps']):.3g} s" if (
-            found["status"] == OK) else f"{found['status']}: {found['reason']}"
+            found = _with_middle(found, self._do(group.job(chosen, later=True),
+                                                 group.scenario.memory))
+        said = f"{found['status']}: {found.get('reason')}"
+        if found["status"] == OK:
+            step = fmean(found.get("middle", found["steps"]))
+            said = f"prefill {found['prefill']:.3g} s, step {step:.3g} s"
         print(f"{group.scenario.name}, {group.at} batch {group.batches[system]}, {system}, "
               f"repeat {repeat}: {said}", file=sys.stderr, flush=True)
         return found
@@ -169,13 +171,18 @@ def _in_gb(nbytes: float | None) -> float | None:
     return None if nbytes is None else nbytes / GB
 
 
-def _with_steps(found: dict, later: dict) -> dict:
-    """A run, with the steps of one that begins later; or why that has none."""
+def _with_middle(found: dict, later: dict) -> dict:
+    """A run, with the steps of one that begins later; or why that has none.
+
+    Its longer prompts may take more memory than the whole text would: then the first steps stand.
+    """
+    if later["status"] == MEMORY:
+        return found
     if later["status"] != OK:
         return later
     peaks = {name: max(found[name], later[name])
              for name in ("peak_rss", "peak_memory", "peak_device") if found.get(name) is not None}
-    return found | peaks | {"steps": later["steps"]}
+    return found | peaks | {"middle": later["steps"]}
 
 
 class _NeverRuns(Exception):
@@ -206,7 +213,8 @@ class _Group:
 
         With a cache that grows, the first steps of a run that is cut short are the cheapest. Where
         that matters the steps are measured in a run of their own, from the middle: its prompts are
-        longer by half of the tokens that are left out.
+        longer by half of the tokens that are left out. Where memory does not hold those, the first
+        steps stand, as `steps_from` says.
         """
         left = self.scenario.gen_len - self.measured(system.name)
         cached = self.mean_prompt_len(system.name) + self.measured(system.name) / 2
@@ -233,14 +241,16 @@ class _Group:
     def figures(self, system: System, outcomes: Sequence[dict]) -> dict[str, object]:
         """Medians of the repeats; with fewer steps than asked for, the others take their mean."""
         steps = self.scenario.gen_len - 1
-        means = [fmean(found["steps"]) for found in outcomes]
+        middle = all("middle" in found for found in outcomes)  # not some of both
+        means = [fmean(found["middle" if middle else "steps"]) for found in outcomes]
         total = median(found["prefill"] + steps * mean
                        for found, mean in zip(outcomes, means, strict=True))
         last = outcomes[-1]
         read = [found["read"] for found in outcomes if found["read"] is not None]
         return {
             "settings": last["settings"], "versions": last["versions"], "repeats": len(outcomes),
-            "steps_from": self.mean_prompt_len(system.name) + self.left_out(system),
+            "steps_from": self.mean_prompt_len(system.name)
+            + (self.left_out(system) if middle else 0),
             "prefill_s": median(found["prefill"] for found in outcomes),
             "decode_step_s": median(means), "total_s": total,
             "tokens_per_s": self.batches[system.name] * self.scenario.gen_len / total,
