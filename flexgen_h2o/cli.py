@@ -1,6 +1,6 @@
 """What every command line here does alike: one line for a user's error, and an exit status.
 
-A flag is a field of a dataclass with the metadata that `flexgen_h2o.run_config` describes.
+A flag is a field of a dataclass with the metadata that `flag_values.flag` gives it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def arguments(spec: Field[Any]) -> dict[str, Any]:
         options |= {"action": "append"}
     elif kind in ("percent", "ratios", "words"):
         options |= {"nargs": "+"}
+    elif kind == "numbers":
+        options |= {"nargs": "+", "type": float}
     elif kind in _KINDS:
         options |= {"type": _KINDS[kind], "metavar": "N" if kind == "int" else "X"}
     if "const" in rules:

@@ -61,10 +61,10 @@ def check_number(
     return number
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise `UserError` unless `value` is one of `choices`."""
     if value not in choices:
-        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        raise UserError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 @dataclass(frozen=True)

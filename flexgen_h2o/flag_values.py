@@ -1,6 +1,7 @@
-"""The value of a flag, from the command line, Python or YAML: checked, and in one form. No torch.
+"""Flags as fields of dataclasses: how they are described, and the check of a value. No torch.
 
-What flags say together is for `run_config` and `cache_flags` to check.
+A value comes from the command line, Python or YAML, and is put into one form. What flags say
+together is for `run_config` and `cache_flags` to check.
 """
 
 from __future__ import annotations
@@ -8,11 +9,22 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import Field
+from dataclasses import Field, field
+from typing import Any
 
-from flexgen_h2o.config import check_bool, check_int, check_number, parse_percent
+from flexgen_h2o.config import check_bool, check_choice, check_int, check_number, parse_percent
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.text_files import read_yaml
+
+
+def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
+    """A field and the metadata of its flag.
+
+    `kind` is text, path, texts, words, percent, ratios, numbers, size, int, float or bool. Rules:
+    `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the bare flag),
+    and `shown` (the default in words).
+    """
+    return field(default=default, metadata={"kind": kind, "help": help, **rules})
 
 
 def flag_name(name: str) -> str:
@@ -21,36 +33,42 @@ def flag_name(name: str) -> str:
 
 
 def checked(spec: Field, value: object) -> object:
-    """The value of a field of `RunConfig`, checked by the metadata of its flag.
+    """The value of a field, checked by the metadata of its flag.
 
     Several values become a tuple, a file of ratios what it holds, and a path's ``~`` the home
     folder. Raises `UserError`.
     """
-    flag, rules = flag_name(spec.name), spec.metadata
+    name, rules = flag_name(spec.name), spec.metadata
     if value is None and spec.default is None:
         return None
     match rules["kind"]:
         case "bool":
-            check_bool(flag, value)
+            check_bool(name, value)
         case "int":
-            check_int(flag, value, low=rules.get("low"))
+            check_int(name, value, low=rules.get("low"))
         case "float":
-            check_number(flag, value, above=rules.get("above"), high=rules.get("high"))
+            check_number(name, value, above=rules.get("above"), high=rules.get("high"))
         case "percent":
             value = _percentages(value)
         case "size":
-            value = parse_size(flag, value)
+            value = parse_size(name, value)
         case "ratios":
-            value = _ratios(flag, value)
+            value = _ratios(name, value)
         case "path":
-            value = os.path.expanduser(_text(flag, value))
+            value = os.path.expanduser(_text(name, value))
         case "texts" | "words":
-            value = _texts(flag, value)
+            value = _texts(name, value)
+        case "numbers":
+            value = _several(value)
+            for number in value:
+                check_number(f"each of {name}", number, above=rules.get("above"),
+                             high=rules.get("high"))
         case "text":
-            value = _text(flag, value)
-    if value not in rules.get("choices", (value,)):
-        choices = ", ".join(map(str, rules["choices"]))
-        raise UserError(f"{flag} must be one of {choices}, got {value!r}")
+            value = _text(name, value)
+    if "choices" in rules:
+        each = f"each of {name}" if isinstance(value, tuple) else name
+        for one in _several(value):
+            check_choice(each, one, rules["choices"])
     return value
 
 
@@ -63,8 +81,12 @@ def _text(flag: str, value: object) -> str:
 
 def _texts(flag: str, value: object) -> tuple[str, ...]:
     """One or several texts, none of them empty."""
-    texts = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(_text(flag, text) for text in texts)
+    return tuple(_text(flag, text) for text in _several(value))
+
+
+def _several(value: object) -> tuple:
+    """The values of a list or tuple, or the one."""
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def parse_size(flag: str, value: object) -> int:

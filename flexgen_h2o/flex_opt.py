@@ -27,7 +27,8 @@ from flexgen_h2o.flag_values import flag_name, load_yaml
 from flexgen_h2o.output import Output
 from flexgen_h2o.plan_flags import AUTO
 from flexgen_h2o.planning.rows import Workload
-from flexgen_h2o.run_config import GROUPS, RunConfig
+from flexgen_h2o.run_config import RunConfig
+from flexgen_h2o.run_flags import GROUPS
 from flexgen_h2o.text_files import json_texts, read_lines
 from flexgen_h2o.trace import Trace
 

@@ -177,7 +177,7 @@ GIVEN = ["--input-path", "in.txt", "--output-dir", "out"]
 @pytest.mark.parametrize(("flags", "message"), [
     ([], "give --input-path: a .jsonl file of articles"),
     (GIVEN[:2], "give --output-dir: a folder"),
-    ([*GIVEN, "--output-dir", " "], "give --output-dir"),
+    ([*GIVEN, "--output-dir", " "], "--output-dir must be text that is not empty"),
     ([*GIVEN, "--nonsense"], "unrecognized arguments"),
     (GIVEN, "cannot read --input-path in.txt"),
     ([*GIVEN, "--articles", "3"], "--articles has no effect on a plain text"),

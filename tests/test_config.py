@@ -21,7 +21,8 @@ from flexgen_h2o.config import (
 )
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import load_yaml
-from flexgen_h2o.run_config import GROUPS, RunConfig
+from flexgen_h2o.run_config import RunConfig
+from flexgen_h2o.run_flags import GROUPS
 
 
 def refused(make, match: str | None = None) -> str:

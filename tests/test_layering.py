@@ -88,6 +88,7 @@ ORDER = """
     flag_values
     planning.plan_text
     cache_flags  plan_flags  cli
+    run_flags
     run_config
     planner  results
     flex_opt
@@ -128,7 +129,8 @@ TORCH_FREE = (
     "planning.free_memory", "planning.rows", "planning.memory_plan", "planning.hardware",
     "planning.hardware_file", "planning.cost", "planning.placing", "planning.search",
     "planning.plan_text", "plan_flags", "planner",
-    "flag_values", "cache_flags", "run_config", "results", "flex_opt", "cli", "text_files",
+    "flag_values", "cache_flags", "run_flags", "run_config", "results", "flex_opt", "cli",
+    "text_files",
     "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
     "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",
     "integrations.lm_eval.__main__",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import random
 import sys
 import types
@@ -12,7 +13,7 @@ import types
 import pytest
 
 from flexgen_h2o import LLM, Policy
-from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.config import OFFLOAD_DIR, H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats
 from flexgen_h2o.tasks import quality
@@ -284,6 +285,8 @@ def test_what_the_engine_is_opened_with(fake, articles):
                "--device", "cpu", "--dtype", "bfloat16", "--gpu-batch-size", 7) == 0
     assert fake.opened == [
         {"model": "m", "path": "p", "device": "cpu", "dtype": "bfloat16", "progress": False,
+         "offload_dir": os.path.expanduser(OFFLOAD_DIR), "seed": 0, "memory_limit": None,
+         "device_memory_limit": None,
          "policy": Policy(gpu_batch_size=7), "h2o": h2o, "cache_bits": bits, "weight_bits": weights}
         for h2o, bits, weights in (
             (None, 16, 16), (H2O.h2o(), 8, 16), (H2O.h2o(), 4, 16), (None, 16, 8), (None, 16, 4),
@@ -354,7 +357,7 @@ def test_a_run_that_stops_keeps_its_rows(fake, articles, tmp_path, monkeypatch, 
     (["--input-path", "nope.jsonl"], "cannot read --input-path nope.jsonl"),
     (["--input-path", "a", "--from-csv", "b"], "--input-path has no effect with --from-csv"),
     (["--input-path", "a", "--nonsense"], "unrecognized arguments"),
-    (["--input-path", " "], "--input-path must name a file"),
+    (["--input-path", " "], "--input-path must be text that is not empty"),
     (["--input-path", "a", "--articles", "0"], "--articles must be at least 1"),
     (["--input-path", "a", "--articles", "x"], "invalid int value"),
     (["--input-path", "a", "--min-tokens", "1"], "--min-tokens must be at least 2"),

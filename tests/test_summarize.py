@@ -9,7 +9,6 @@ import math
 import random
 import sys
 import types
-from dataclasses import fields
 
 import pytest
 import yaml
@@ -23,6 +22,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.report import RunStats
 from flexgen_h2o.tasks import summarize
 from flexgen_h2o.tasks.shared import statistics
+from flexgen_h2o.tasks.shared.flags import own_fields
 from flexgen_h2o.tasks.shared.line_file import LineFile
 from flexgen_h2o.tasks.summaries import articles as summaries
 from flexgen_h2o.tasks.summaries import plot as summary_plot
@@ -456,7 +456,7 @@ def test_every_flag_has_both_spellings_and_its_help(capsys):
         summarize.main(["--help"])
     assert done.value.code == 0
     words = capsys.readouterr().out.replace(",", " ").split()
-    for spec in fields(Options):
+    for spec in own_fields(Options):
         assert {f"--{spec.name}", f"--{spec.name.replace('_', '-')}"} <= set(words)
     one, other = (parse_args([*GIVEN, f"--sample{mark}num", "3", f"--gen{mark}len", "5"])
                   for mark in "-_")
@@ -487,7 +487,8 @@ def test_what_the_engine_is_opened_with(fake, articles, tmp_path):
                "--enable-h2o-generation", "--enable-position-rolling", "--sample_num", 1) == 0
     assert fake.opened == [{
         "model": "m", "path": "p", "device": "cpu", "dtype": "bfloat16", "progress": False,
-        "offload_dir": "d", "cache_bits": 4,
+        "offload_dir": "d", "cache_bits": 4, "weight_bits": 16, "seed": 0, "memory_limit": None,
+        "device_memory_limit": None,
         "policy": Policy(gpu_batch_size=7, num_gpu_batches=3, weights=Placement(0, 100, 0),
                          cache=Placement(50, 50, 0)),
         "h2o": H2OConfig(heavy_tokens=128, recent_tokens=128, positions="rolling")}]
@@ -500,18 +501,18 @@ GIVEN = ["--input-path", "a", "--output-path", "b"]
     ([], "give --input-path"),
     (["--input-path", "a"], "give --input-path, a .jsonl file of articles, and --output-path"),
     (GIVEN, "cannot read --input-path a"),
-    ([*GIVEN[:3], " "], "--output-path must name a file"),
+    ([*GIVEN[:3], " "], "--output-path must be text that is not empty"),
     ([*GIVEN[:3], "no/such.jsonl"], "cannot read --input-path a"),
     ([*GIVEN[:3], "./a"], "name the same file"),
     ([*GIVEN, "--csv", "b"], "name the same file"),
     ([*GIVEN, "--csv", "b.config.yaml"], "name the same file"),
     ([*GIVEN, "--sweep", "8", "--csv", "b.h2o-8"], "name the same file"),
     ([*GIVEN, "--nonsense"], "unrecognized arguments"),
-    ([*GIVEN, "--model-name", " "], "--model-name is empty"),
+    ([*GIVEN, "--model-name", " "], "--model must be text that is not empty"),
     ([*GIVEN, "--sample-num", "0"], "--sample-num must be at least 1"),
     ([*GIVEN, "--sample-num", "x"], "invalid int value"),
     ([*GIVEN, "--gen-len", "0"], "--gen-len must be at least 1"),
-    ([*GIVEN, "--batch-size", "0"], "--batch-size must be at least 1"),
+    ([*GIVEN, "--batch-size", "0"], "--gpu-batch-size must be at least 1"),
     ([*GIVEN, "--num-gpu-batches", "0"], "--num-gpu-batches must be at least 1"),
     ([*GIVEN, "--percent", "60", "60", "100", "0"], "sum"),
     ([*GIVEN, "--dtype", "int4"], "--dtype must be one of"),
@@ -527,7 +528,8 @@ GIVEN = ["--input-path", "a", "--output-path", "b"]
     ([*GIVEN, "--prefill-chunk", "0"], "--prefill-chunk must be at least 1"),
     ([*GIVEN, "--policies", "h2o"], "--policies has no effect without --sweep"),
     ([*GIVEN, "--plot", "p.png"], "--plot draws several budgets: add --sweep"),
-    ([*GIVEN, "--enable-h2o-generation", "--eviction", "full"], "--eviction must be one of h2o"),
+    ([*GIVEN, "--enable-h2o-generation", "--eviction", "full"], "leave --eviction full out"),
+    ([*GIVEN, "--percent", "auto"], "--percent auto plans for batches"),
     ([*GIVEN, "--enable-h2o-generation", "--num-window-length", "0"],
      "--num-window-length must be at least 1"),
     ([*GIVEN, "--enable-h2o-generation", "--num-window-length", "8",
@@ -544,7 +546,7 @@ GIVEN = ["--input-path", "a", "--output-path", "b"]
     ([*GIVEN, "--sweep", "0"], "each of --sweep must be a number of tokens or full"),
     ([*GIVEN, "--sweep", "8", "--policies", "full"], "each of --policies must be one of h2o"),
     ([*GIVEN, "--sweep", "8", "--plot", "p.txt"], "--plot must name a .png"),
-    (["--from-csv", "a", "--batch-size", "3"], "--batch-size has no effect with --from-csv"),
+    (["--from-csv", "a", "--batch-size", "3"], "--gpu-batch-size has no effect with --from-csv"),
     (["--from-csv", "nope.csv"], "cannot read --from-csv nope.csv"),
 ])
 def test_bad_flags_answer_in_one_line_and_leave_nothing(flags, message, tmp_path, monkeypatch,

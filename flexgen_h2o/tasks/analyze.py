@@ -6,74 +6,85 @@ and a short summary. All that can be refused is refused before torch is loaded.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import fmean
 
 from tqdm import tqdm
 
-from flexgen_h2o.cli import Parser, exit_status, writing
-from flexgen_h2o.config import check_choice, check_int, check_number
+from flexgen_h2o.cli import exit_status, writing
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag_name
+from flexgen_h2o.flag_values import flag, flag_name
 from flexgen_h2o.run_config import RunConfig
 from flexgen_h2o.tasks.analysis import plots as analysis_plots
 from flexgen_h2o.tasks.analysis.columns import EVICTED, NAMES, PARTS, RUN
 from flexgen_h2o.tasks.analysis.table import summary
+from flexgen_h2o.tasks.shared import flags as task_flags
 from flexgen_h2o.tasks.shared.articles import Pair, choose, halves, read_articles
 from flexgen_h2o.tasks.shared.figures import check_plot
 from flexgen_h2o.tasks.shared.files import RowsFile, check_folder, keeping, origin
 from flexgen_h2o.tasks.shared.statistics import against
 from flexgen_h2o.text_files import read_text
 
+_SHARED = ("path", "device", "dtype")
+_DEFAULTS = {"model": "smollm2-135m", "dtype": "float32"}
 _ARTICLES, _ARTICLE_TOKENS = 20, 500  # by default
 _FEWEST = 4  # tokens: a first half of two, and a query in the second
+_USED_BY = {"budgets": ("local", "misses"), "evict": ("evicted",)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One value for each flag, checked. Lengths are tokens, budgets percent.
+    """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
 
     Raises `UserError` for a value out of range and for flags that contradict each other.
     """
 
-    input_path: str | None = None
-    output_dir: str | None = None
-    model_name: str = "smollm2-135m"
-    path: str | None = None
-    device: str = "auto"
-    dtype: str = "float32"
-    articles: int | None = None
-    min_tokens: int | None = None
-    max_tokens: int = 512
-    budgets: tuple[float, ...] = (5, 10, 20, 40, 60)
-    evict: tuple[float, ...] = (1, 5, 20)
-    only: tuple[str, ...] = NAMES
+    run: RunConfig
+    input_path: str | None = flag(
+        "path", None, shown="none", metavar="FILE",
+        help="a .jsonl file of articles, text under the key `article`, or one plain text",
+    )
+    output_dir: str | None = flag(
+        "path", None, shown="none", metavar="DIR",
+        help="a folder for the .csv and .png files, made if need be",
+    )
+    articles: int | None = flag(
+        "int", None, low=1, shown=f"{_ARTICLES} of a .jsonl file",
+        help="look at the first so many long enough",
+    )
+    min_tokens: int | None = flag(
+        "int", None, low=_FEWEST,
+        shown=f"{_ARTICLE_TOKENS}, at most --max-tokens, and {_FEWEST} for a plain text",
+        help="shorter articles are passed over, a shorter text is refused",
+    )
+    max_tokens: int = flag("int", 512, low=_FEWEST, help="texts are cut to this")
+    budgets: tuple[float, ...] = flag(
+        "numbers", (5, 10, 20, 40, 60), above=0, high=100, metavar="P",
+        help="percent of the tokens that are heavy hitters (local), and cache budgets in percent "
+        "of the first half (misses)",
+    )
+    evict: tuple[float, ...] = flag(
+        "numbers", (1, 5, 20), above=0, high=100, metavar="P",
+        help="percent of the first half's keys that the second half does not see (evicted)",
+    )
+    only: tuple[str, ...] = flag(
+        "words", NAMES, choices=NAMES, metavar="NAME",
+        help=f"find these alone, of {', '.join(NAMES)}",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("input_path", "output_dir"):
-            path = getattr(self, name)
-            if path is None or not path.strip():
-                raise UserError(f"give {flag_name(name)}: {_FLAGS[name][1]}")
-            object.__setattr__(self, name, os.path.expanduser(path))
-        self.run_config()
-        if self.articles is not None:
-            check_int("--articles", self.articles, low=1)
-            if not self.has_articles:
-                raise UserError("--articles has no effect on a plain text: leave it out, or give "
-                                "a .jsonl file as --input-path")
-        check_int("--max-tokens", self.max_tokens, low=_FEWEST)
-        if self.min_tokens is not None:
-            check_int("--min-tokens", self.min_tokens, low=_FEWEST)
+        task_flags.check_own(self)
+        for spec in task_flags.own_fields(Options):
+            if spec.name in ("input_path", "output_dir") and getattr(self, spec.name) is None:
+                raise UserError(f"give {flag_name(spec.name)}: {spec.metadata['help']}")
+        if self.articles is not None and not self.has_articles:
+            raise UserError("--articles has no effect on a plain text: leave it out, or give "
+                            "a .jsonl file as --input-path")
         for name in ("budgets", "evict"):
-            for percent in getattr(self, name):
-                check_number(f"each of {flag_name(name)}", percent, above=0, high=100)
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
-        for name in self.only:
-            check_choice("each of --only", name, NAMES)
         check_plot("--output-dir", "sparsity.png")
         if os.path.realpath(self.input_path) in map(os.path.realpath, self.outputs()):
             raise UserError(f"--input-path {self.input_path} would be overwritten: choose another "
@@ -97,11 +108,6 @@ class Options:
         usual = _ARTICLE_TOKENS if self.has_articles else _FEWEST
         return min(usual, self.max_tokens)
 
-    def run_config(self) -> RunConfig:
-        """The flags that `flex_opt` has too, checked as it checks them."""
-        return RunConfig(model=self.model_name, path=self.path, device=self.device,
-                         dtype=self.dtype)
-
     def texts(self) -> list[str]:
         """The texts of the input. Raises `UserError`."""
         if self.has_articles:
@@ -109,49 +115,15 @@ class Options:
         return [read_text("--input-path", self.input_path, if_empty="holds no text")]
 
 
-_FLAGS: dict[str, tuple[dict, str]] = {
-    "input_path": ({"metavar": "FILE"},
-                   "a .jsonl file of articles, text under the key `article`, or one plain text"),
-    "output_dir": ({"metavar": "DIR"}, "a folder for the .csv and .png files, made if need be"),
-    "model_name": ({"metavar": "NAME"}, "model name, Hugging Face repo id or local folder"),
-    "path": ({}, "folder or .gguf file of the weights, if not by name"),
-    "device": ({"metavar": "auto|cpu|cuda[:n]"}, "the device that computes"),
-    "dtype": ({}, "number format of the model; the statistics are in float32"),
-    "articles": ({"type": int, "metavar": "N"},
-                 f"look at the first so many long enough; {_ARTICLES} of a .jsonl file"),
-    "min_tokens": ({"type": int, "metavar": "N"},
-                   "shorter articles are passed over, a shorter text is refused; "
-                   f"{_ARTICLE_TOKENS}, at most --max-tokens, and {_FEWEST} for a plain text"),
-    "max_tokens": ({"type": int, "metavar": "N"}, "texts are cut to this"),
-    "budgets": ({"type": float, "nargs": "+", "metavar": "P"},
-                "percent of the tokens that are heavy hitters (local), and cache budgets in "
-                "percent of the first half (misses)"),
-    "evict": ({"type": float, "nargs": "+", "metavar": "P"},
-              "percent of the first half's keys that the second half does not see (evicted)"),
-    "only": ({"nargs": "+", "metavar": "NAME"}, f"find these alone, of {', '.join(NAMES)}"),
-}
-_USED_BY = {"budgets": ("local", "misses"), "evict": ("evicted",)}
-
-
 def parse_args(argv: Sequence[str] | None = None) -> Options:
-    """Flags as checked `Options`; each may be spelled with underscores. Raises `UserError`."""
-    parser = Parser(prog="python -m flexgen_h2o.tasks.analyze", allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS,
-                    description="What attention looks like: the observations behind H2O.")
-    for spec in fields(Options):
-        options, text = _FLAGS[spec.name]
-        names = [flag_name(spec.name)]
-        names += ["--model"] if spec.name == "model_name" else []
-        names += [f"--{spec.name}"] if "_" in spec.name else []
-        default = (" ".join(map(str, spec.default)) if isinstance(spec.default, tuple)
-                   else spec.default)
-        shown = "" if default is None else f" (default: {default})"
-        parser.add_argument(*names, dest=spec.name, **options,
-                            help=f"{text}{shown}".replace("%", "%%"))
-    given = vars(parser.parse_args(argv))
-    options = Options(**given)
+    """Flags as checked `Options`. Raises `UserError`."""
+    own, shared = task_flags.parse(
+        argv, Options, _SHARED, prog="python -m flexgen_h2o.tasks.analyze", defaults=_DEFAULTS,
+        helps={"dtype": "number format of the model; the statistics are in float32"},
+        description="What attention looks like: the observations behind H2O.")
+    options = Options(run=RunConfig(**_DEFAULTS | shared), **own)
     for name, parts in _USED_BY.items():
-        if name in given and not set(parts) & set(options.only):
+        if name in own and not set(parts) & set(options.only):
             raise UserError(f"{flag_name(name)} has no effect without {' or '.join(parts)} in "
                             "--only: leave it out")
     return options
@@ -166,16 +138,14 @@ def run(options: Options) -> None:
 
 def analyze(options: Options, texts: Sequence[str]) -> dict[str, list[dict[str, object]]]:
     """The rows of each part; each part's files are written when it is done."""
-    from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
+    # Only now: they load torch, and bad flags answer at once.
     from flexgen_h2o.tasks.analysis.evicted import KINDS
     from flexgen_h2o.tasks.analysis.survey import Survey
 
-    config = options.run_config()
     parts = [part for part in PARTS if part in options.only]
     cases = [(kind, percent) for percent in options.evict for kind in KINDS]
     cases = cases if "evicted" in options.only else []
-    with LLM(config.model, path=config.path, device=config.device, dtype=config.dtype,
-             progress=False) as llm:
+    with task_flags.open_llm(options.run, progress=False) as llm:
         pairs = _pairs(llm, texts, options)
         survey = Survey(parts, [head + tail[:-1] for head, tail in pairs],
                         [len(head) for head, _ in pairs], options.budgets)
@@ -194,7 +164,7 @@ def analyze(options: Options, texts: Sequence[str]) -> dict[str, list[dict[str, 
 def _pairs(llm, texts: Sequence[str], options: Options) -> list[Pair]:
     """Token ids of the halves of each text."""
     if llm.tokenizer is None:
-        raise UserError(f"{options.model_name} has no tokenizer here, and articles are text")
+        raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
 
     def encode(text: str) -> list[int]:
         return list(llm.tokenizer(text)["input_ids"])

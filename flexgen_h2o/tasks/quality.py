@@ -8,126 +8,83 @@ loaded.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from flexgen_h2o.cli import Parser, exit_status, writing
-from flexgen_h2o.config import check_choice, check_int, check_number
+from flexgen_h2o.cli import exit_status, writing
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag_name
+from flexgen_h2o.flag_values import flag, flag_name
 from flexgen_h2o.run_config import RunConfig
 from flexgen_h2o.tasks.budgets import measures
 from flexgen_h2o.tasks.budgets import plot as quality_plot
 from flexgen_h2o.tasks.budgets.configurations import GROUPS, Configuration, configurations
+from flexgen_h2o.tasks.shared import flags as task_flags
 from flexgen_h2o.tasks.shared.articles import choose, halves, read_articles
 from flexgen_h2o.tasks.shared.figures import check_plot
 from flexgen_h2o.tasks.shared.files import RowsFile, check_writable, keeping, origin
 
+_SHARED = ("path", "device", "dtype", "gpu_batch_size", "gen_len")
+_DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "gpu_batch_size": 30, "gen_len": 64}
+_HELPS = {"dtype": "number format; float32 shows what eviction does and no rounding",
+          "gen_len": "greedy tokens to compare after each first half"}
 _FILES = ("input_path", "from_csv", "csv", "plot")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One value for each flag, checked. Lengths are tokens, budgets percent of the prompt.
+    """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
 
     Raises `UserError` for a value out of range and for flags that contradict each other.
     """
 
-    model: str = "smollm2-135m"
-    path: str | None = None
-    device: str = "auto"
-    dtype: str = "float32"
-    input_path: str | None = None
-    articles: int = 30
-    min_tokens: int = 500
-    max_tokens: int = 768
-    gpu_batch_size: int = 30
-    gen_len: int = 64
-    budgets: tuple[float, ...] = (5, 10, 20, 40, 60)
-    only: tuple[str, ...] = GROUPS
-    csv: str | None = None
-    plot: str | None = None
-    from_csv: str | None = None
+    run: RunConfig
+    input_path: str | None = flag(
+        "path", None, shown="none", metavar="FILE.jsonl", help="articles: text under `article`",
+    )
+    articles: int = flag("int", 30, low=1, help="measure on the first so many long enough")
+    # A half has a token at least.
+    min_tokens: int = flag("int", 500, low=2, help="shorter articles are passed over")
+    max_tokens: int = flag("int", 768, low=2, help="articles are cut to this")
+    budgets: tuple[float, ...] = flag(
+        "numbers", (5, 10, 20, 40, 60), above=0, high=100, metavar="P",
+        help="KV cache budgets, percent of the prompt; variants are measured at 5 and 20",
+    )
+    only: tuple[str, ...] = flag(
+        "words", GROUPS, choices=GROUPS, metavar="GROUP",
+        help=f"measure these, and full: {', '.join(GROUPS)}",
+    )
+    csv: str | None = flag(
+        "path", None, shown="none", metavar="FILE",
+        help="write a row for each cache, anew; FILE.partial until all are in",
+    )
+    plot: str | None = flag(
+        "path", None, shown="none", metavar="FILE.png",
+        help="draw both figures against the budget (or .svg, .pdf)",
+    )
+    from_csv: str | None = flag(
+        "path", None, shown="none", metavar="FILE",
+        help="run nothing: table, and --plot, of a file that --csv wrote",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("budgets", "only"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in _FILES:
-            path = getattr(self, name)
-            if path is not None and not path.strip():
-                raise UserError(f"{flag_name(name)} must name a file, got {path!r}")
-            object.__setattr__(self, name, path and os.path.expanduser(path))
+        task_flags.check_own(self)
         if (self.input_path is None) == (self.from_csv is None):
             raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
-        self.run_config()
-        check_int("--articles", self.articles, low=1)
-        for name in ("min_tokens", "max_tokens"):  # a half has a token at least
-            check_int(flag_name(name), getattr(self, name), low=2)
-        for budget in self.budgets:
-            check_number("each of --budgets", budget, above=0, high=100)
-        for group in self.only:
-            check_choice("each of --only", group, GROUPS)
-        self._check_files()
-
-    def run_config(self) -> RunConfig:
-        """The flags that `flex_opt` has too, checked as it checks them."""
-        names = ("model", "path", "device", "dtype", "gpu_batch_size", "gen_len")
-        return RunConfig(**{name: getattr(self, name) for name in names})
-
-    def _check_files(self) -> None:
         if self.plot is not None:
             check_plot("--plot", self.plot)
-        seen: dict[str, str] = {}
-        for name in _FILES:
-            path = getattr(self, name)
-            if path is not None:
-                other = seen.setdefault(os.path.realpath(path), name)
-                if other != name:
-                    raise UserError(f"{flag_name(other)} and {flag_name(name)} name the same file")
-
-
-_FLAGS: dict[str, tuple[dict, str]] = {
-    "model": ({"metavar": "NAME"}, "model name, Hugging Face repo id or local folder"),
-    "path": ({}, "folder or .gguf file of the weights, if not by name"),
-    "device": ({"metavar": "auto|cpu|cuda[:n]"}, "the device that computes"),
-    "dtype": ({}, "number format; float32 shows what eviction does and no rounding"),
-    "input_path": ({"metavar": "FILE.jsonl"}, "articles: text under the key `article`"),
-    "articles": ({"type": int, "metavar": "N"}, "measure on the first so many long enough"),
-    "min_tokens": ({"type": int, "metavar": "N"}, "shorter articles are passed over"),
-    "max_tokens": ({"type": int, "metavar": "N"}, "articles are cut to this"),
-    "gpu_batch_size": ({"type": int, "metavar": "N"}, "sequences computed together"),
-    "gen_len": ({"type": int, "metavar": "N"}, "greedy tokens to compare after each first half"),
-    "budgets": ({"type": float, "nargs": "+", "metavar": "P"},
-                "KV cache budgets, percent of the prompt; variants are measured at 5 and 20"),
-    "only": ({"nargs": "+", "metavar": "GROUP"},
-             f"measure these, and full: {', '.join(GROUPS)}"),
-    "csv": ({"metavar": "FILE"}, "write a row for each cache, anew; FILE.partial until all are in"),
-    "plot": ({"metavar": "FILE.png"}, "draw both figures against the budget (or .svg, .pdf)"),
-    "from_csv": ({"metavar": "FILE"}, "run nothing: table, and --plot, of a file that --csv wrote"),
-}
+        task_flags.check_files(self, _FILES)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
     """Flags as checked `Options`. Raises `UserError`."""
-    parser = Parser(prog="python -m flexgen_h2o.tasks.quality", allow_abbrev=False,
-                     argument_default=argparse.SUPPRESS,
-                     description="Perplexity and greedy tokens by the budget of the KV cache.")
-    for spec in fields(Options):
-        options, text = _FLAGS[spec.name]
-        default = (" ".join(map(str, spec.default)) if isinstance(spec.default, tuple)
-                   else "none" if spec.default is None else spec.default)
-        parser.add_argument(flag_name(spec.name), dest=spec.name, **options,
-                            help=f"{text} (default: {default})".replace("%", "%%"))
-    given = vars(parser.parse_args(argv))
-    extra = sorted(given.keys() - {"from_csv", "plot"})
-    if "from_csv" in given and extra:
-        raise UserError(f"{flag_name(extra[0])} has no effect with --from-csv: leave it out")
-    return Options(**given)
+    own, shared = task_flags.parse(
+        argv, Options, _SHARED, prog="python -m flexgen_h2o.tasks.quality", defaults=_DEFAULTS,
+        helps=_HELPS, description="Perplexity and greedy tokens by the budget of the KV cache.")
+    task_flags.check_from_csv([*own, *shared])
+    return Options(run=RunConfig(**_DEFAULTS | shared), **own)
 
 
 def run(options: Options) -> None:
@@ -153,7 +110,7 @@ def measure_all(options: Options, texts: Sequence[str]) -> list[dict[str, object
     with keeping(file), tqdm(total=2 * len(todo), unit="part", disable=None) as bar:
         open_llm = _opener(options, bar.set_description)
         for row in measures.compare(todo, open_llm, lambda llm: _pairs(llm, texts, options),
-                                    gen_len=options.gen_len, on_part=bar.update):
+                                    gen_len=options.run.gen_len, on_part=bar.update):
             rows.append({**origin(), **row})
             if file is not None:
                 with writing("csv", options.csv):
@@ -166,14 +123,9 @@ def measure_all(options: Options, texts: Sequence[str]) -> list[dict[str, object
 
 def _opener(options: Options, show: Callable[[str], None]) -> Callable[[Configuration], object]:
     """A function that loads the model with the cache of a configuration."""
-    from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
-
-    config = options.run_config()
-
     def open_llm(one: Configuration):
         show(one.name)
-        return LLM(config.model, path=config.path, policy=config.policy(), device=config.device,
-                   dtype=config.dtype, progress=False, **one.arguments())
+        return task_flags.open_llm(options.run, progress=False, **one.arguments())
 
     return open_llm
 
@@ -181,7 +133,7 @@ def _opener(options: Options, show: Callable[[str], None]) -> Callable[[Configur
 def _pairs(llm, texts: Sequence[str], options: Options):
     """Token ids of the halves of each article."""
     if llm.tokenizer is None:
-        raise UserError(f"{options.model} has no tokenizer here, and articles are text")
+        raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
     chosen = choose(texts, lambda text: llm.tokenizer(text)["input_ids"],
                     articles=options.articles, min_tokens=options.min_tokens,
                     max_tokens=options.max_tokens)

@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 
 from flexgen_h2o.cli import exit_status, show, writing
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag_name
+from flexgen_h2o.flag_values import flag, flag_name
 from flexgen_h2o.run_config import RunConfig
 from flexgen_h2o.tasks.shared import flags as task_flags
 from flexgen_h2o.tasks.shared.files import LinesFile, RowsFile, check_writable, keeping
-from flexgen_h2o.tasks.shared.flags import flag
 from flexgen_h2o.tasks.streams import figures as stream_figures
 from flexgen_h2o.tasks.streams.conversations import read_conversations
 from flexgen_h2o.tasks.streams.figures import Answer
@@ -31,6 +30,8 @@ _WINDOW = 512
 _DEFAULTS = {"model": "smollm2-135m", "gen_len": 256}
 _SHOWN = _DEFAULTS | {"num_window_length": f"{_WINDOW} with --enable-h2o-generation",
                      "prefill_chunk": 256}
+_HELPS = {"gen_len": "most tokens to generate for each turn",
+          "sink_tokens": "first tokens of the stream to keep always"}
 _FILES = ("input_path", "output_path", "csv")
 _PROMPT = "USER: {}\n\nASSISTANT: "  # the H2O repository's
 
@@ -104,6 +105,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     """Flags as checked `Options`. Raises `UserError`."""
     own, shared = task_flags.parse(
         argv, Options, _SHARED, prog="python -m flexgen_h2o.tasks.stream", defaults=_SHOWN,
+        helps=_HELPS,
         description="Answer conversations one after the other through one cache of fixed size.")
     if own.get("enable_h2o_generation"):
         if shared.get("eviction") == "full":

@@ -14,15 +14,13 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from flexgen_h2o.cli import exit_status, show, writing
-from flexgen_h2o.config import check_choice
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag_name
+from flexgen_h2o.flag_values import flag, flag_name
 from flexgen_h2o.run_config import RunConfig
 from flexgen_h2o.tasks.shared import flags as task_flags
 from flexgen_h2o.tasks.shared.articles import read_articles
 from flexgen_h2o.tasks.shared.figures import check_plot
 from flexgen_h2o.tasks.shared.files import RowsFile, check_writable, keeping
-from flexgen_h2o.tasks.shared.flags import flag
 from flexgen_h2o.tasks.streams import pieces as stream_pieces
 from flexgen_h2o.tasks.streams import plot as stream_plot
 from flexgen_h2o.tasks.streams.pieces import Streamed
@@ -50,7 +48,7 @@ class Options:
     tokens: int = flag("int", 32_000, low=2, help="how far to stream")
     piece: int = flag("int", 500, low=2, help="tokens of a row")
     policies: tuple[str, ...] = flag(
-        "words", ("h2o", "sink-window", "full"), metavar="POLICY",
+        "words", ("h2o", "sink-window", "full"), choices=_POLICIES, metavar="POLICY",
         help=f"caches to measure: {', '.join(_POLICIES)}",
     )
     full_max_tokens: int | None = flag(
@@ -78,8 +76,6 @@ class Options:
         if (self.input_path is None) == (self.from_csv is None):
             raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
         task_flags.check_placed(self.run)
-        for policy in self.policies:
-            check_choice("each of --policies", policy, _POLICIES)
         if len(set(self.policies)) < len(self.policies):
             raise UserError("--policies names a cache twice")
         if self.run.num_heavy_hitter_tokens is not None and not _SCORES.keys() & {*self.policies}:
@@ -115,9 +111,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         argv, Options, _SHARED, prog="python -m flexgen_h2o.tasks.stream_quality",
         defaults=_DEFAULTS,
         description="Perplexity and ms/token by position in one endless text.")
-    if "from_csv" in own:
-        task_flags.refuse([*own, *shared], (own.keys() | shared) - {"from_csv", "plot"},
-                          "has no effect with --from-csv: leave it out")
+    task_flags.check_from_csv([*own, *shared])
     return Options(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared), **own)
 
 

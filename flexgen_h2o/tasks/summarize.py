@@ -18,6 +18,7 @@ from flexgen_h2o.cli import exit_status, writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import flag_name
 from flexgen_h2o.run_config import RunConfig
+from flexgen_h2o.tasks.shared import flags as task_flags
 from flexgen_h2o.tasks.shared.files import RowsFile, check_writable
 from flexgen_h2o.tasks.shared.line_file import LineFile
 from flexgen_h2o.tasks.summaries import plot as summary_plot
@@ -77,19 +78,15 @@ def measure(options: Options) -> list[dict[str, object]]:
             if len(made[name]) < len(articles):
                 made[name] += _rest(options, config, articles, files[name], score=score, bar=bar)
     return summary_rows.all_rows({caches[name]: rows for name, rows in made.items()}, articles,
-                                 model=options.model_name, chat=options.chat_template, score=score)
+                                 model=options.run.model, chat=options.chat_template, score=score)
 
 
 def _rest(options: Options, config: RunConfig, articles: Sequence[Article], file: LineFile, *,
           score: Score, bar: tqdm) -> list[dict[str, object]]:
     """Rows of the articles that the file lacks; they are in it, too."""
-    from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
-
     found: list[dict[str, object]] = []
-    with _telling(file, len(articles)), LLM(
-            config.model, path=config.path, policy=config.policy(), h2o=config.h2o(),
-            cache_bits=config.resolved_cache_bits, device=config.device, dtype=config.dtype,
-            offload_dir=config.offload_dir, progress=False) as llm:
+    with (_telling(file, len(articles)),
+          task_flags.open_llm(config, progress=False) as llm):
         for rows in summarize(llm, articles, begin=file.count, chat=options.chat_template,
                               score=score):
             with writing("output_path", file.path):
@@ -113,13 +110,14 @@ def _telling(file: LineFile, total: int) -> Iterator[None]:
 
 def _resolved(options: Options, cache: summary_rows.Cache) -> dict[str, object]:
     """What is kept beside the lines of one cache, as plain YAML values."""
+    run = options.run
     return {
-        "model": options.model_name, "path": options.path, "dtype": options.dtype,
-        "gen_len": options.gen_len, "chat_template": options.chat_template, **cache.sizes(),
-        "input_path": options.input_path, "device": options.device,
-        "batch_size": options.batch_size, "num_gpu_batches": options.num_gpu_batches,
-        "percent": list(options.percent), "offload_dir": options.offload_dir,
-        "prefill_chunk": options.prefill_chunk,
+        "model": run.model, "path": run.path, "dtype": run.dtype, "gen_len": options.gen_len,
+        "chat_template": options.chat_template, **cache.sizes(),
+        "input_path": options.input_path, "device": run.device,
+        "batch_size": run.resolved_gpu_batch_size, "num_gpu_batches": run.resolved_num_gpu_batches,
+        "percent": list(run.percent), "offload_dir": run.offload_dir,
+        "prefill_chunk": run.prefill_chunk,
     }
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, field, fields
+from dataclasses import Field, fields
 
 from flexgen_h2o.cli import Parser, arguments
+from flexgen_h2o.config import Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.flag_values import checked, flag_name
 from flexgen_h2o.plan_flags import AUTO
@@ -24,16 +25,12 @@ ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "cache_bits", "of
 _HELP = {
     "percent": "percent of weights on gpu, cpu; of cache on gpu, cpu; of activations on gpu, cpu "
     "(100 0 if left out); the rest is on disk",
-    "sink_tokens": "first tokens of the stream to keep always",
     "seed": "seed of sampling and random weights",
-    "gen_len": "most tokens to generate for each turn",
 }
-_SHOWN = {"weight_bits": 16, "cache_bits": 16}
-
-
-def flag(kind: str, default: object, *, help: str, **rules: object):
-    """A field and the metadata of its flag, as `RunConfig` describes them."""
-    return field(default=default, metadata={"kind": kind, "help": help, **rules})
+_SHOWN = {"weight_bits": 16, "cache_bits": 16, "gpu_batch_size": Policy.gpu_batch_size,
+          "num_gpu_batches": Policy.num_gpu_batches}
+# What the H2O repository calls them.
+_ALSO = {"model": "--model-name", "gpu_batch_size": "--batch-size"}
 
 
 def own_fields(options: type) -> list[Field]:
@@ -51,7 +48,7 @@ def check_own(options: object) -> None:
 
 
 def parse(argv: Sequence[str] | None, options: type, shared: Collection[str], *, prog: str,
-          description: str, defaults: Mapping[str, object]
+          description: str, defaults: Mapping[str, object], helps: Mapping[str, str] | None = None
           ) -> tuple[dict[str, object], dict[str, object]]:
     """The flags that were given: values of the options' own fields, and of `RunConfig`'s.
 
@@ -62,11 +59,13 @@ def parse(argv: Sequence[str] | None, options: type, shared: Collection[str], *,
     options : type
         Dataclass of the task's own flags.
     shared : collection of str
-        Fields of `RunConfig` that are flags here. ``--model-name`` stands for `model`, always.
+        Fields of `RunConfig` that are flags here, beside `model`.
     prog, description : str
         What ``--help`` shows.
     defaults : mapping
         What ``--help`` shows as defaults of shared flags where they are not `RunConfig`'s.
+    helps : mapping, optional
+        And what it says of them.
 
     Raises
     ------
@@ -76,34 +75,43 @@ def parse(argv: Sequence[str] | None, options: type, shared: Collection[str], *,
     parser = Parser(prog=prog, description=description, allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
     for spec in fields(RunConfig):
-        if spec.name == "model":
-            _add(parser, spec, "--model-name", defaults)
-        elif spec.name in shared:
-            _add(parser, spec, flag_name(spec.name), _SHOWN | {**defaults})
+        if spec.name == "model" or spec.name in shared:
+            words = _shared_arguments(spec, _SHOWN | {**defaults}, _HELP | {**(helps or {})})
+            parser.add_argument(*_spellings(spec), **words)
     for spec in own_fields(options):
-        parser.add_argument(*_spellings(flag_name(spec.name)), **arguments(spec))
+        parser.add_argument(*_spellings(spec), **arguments(spec))
     given = vars(parser.parse_args(argv))
     own = {spec.name for spec in own_fields(options)} & given.keys()
     return ({name: given[name] for name in given if name in own},
             {name: given[name] for name in given if name not in own})
 
 
-def _add(parser: argparse.ArgumentParser, spec: Field, name: str,
-         defaults: Mapping[str, object]) -> None:
-    """A flag in both spellings, with what is said of it here."""
+def _shared_arguments(spec: Field, defaults: Mapping[str, object], helps: Mapping[str, str]
+                      ) -> dict[str, object]:
+    """argparse's keywords for a field of `RunConfig`, with what is said of it here."""
     words = arguments(spec)
     text, _, shown = words["help"].rpartition(" (default: ")
-    if spec.name in _HELP:
-        text = _HELP[spec.name]
+    text = helps.get(spec.name, text)
     if spec.name in defaults:
         shown = f"{defaults[spec.name]})"
-    words["help"] = f"{text} (default: {shown}"
-    parser.add_argument(*_spellings(name), **words)
+    return words | {"help": f"{text} (default: {shown}"}
 
 
-def _spellings(name: str) -> list[str]:
-    """With dashes, and with underscores where that differs."""
-    return list(dict.fromkeys((name, "--" + name[2:].replace("-", "_"))))
+def _spellings(spec: Field) -> list[str]:
+    """Its names, with dashes, and with underscores where that differs."""
+    names = [flag_name(spec.name), *([_ALSO[spec.name]] if spec.name in _ALSO else [])]
+    return list(dict.fromkeys(
+        each for name in names for each in (name, "--" + name[2:].replace("-", "_"))))
+
+
+def check_from_csv(given: Collection[str]) -> None:
+    """Raise `UserError` when ``--from-csv``, which runs nothing, is given beside flags of a run.
+
+    Only ``--plot`` goes with it.
+    """
+    if "from_csv" in given:
+        refuse(given, {*given} - {"from_csv", "plot"},
+               "has no effect with --from-csv: leave it out")
 
 
 def refuse(given: Iterable[str], names: Collection[str], why: str) -> None:
@@ -114,14 +122,18 @@ def refuse(given: Iterable[str], names: Collection[str], why: str) -> None:
 
 
 def open_llm(config: RunConfig, **options: object):
-    """The `LLM` of a checked config. Loads torch. Raises `UserError`."""
+    """The `LLM` of a checked config, and of `options` of an LLM in place of it. Loads torch.
+
+    Raises `UserError`.
+    """
     from flexgen_h2o.llm import LLM  # only now: bad flags answer at once
 
-    return LLM(config.model, path=config.path, policy=config.policy(), h2o=config.h2o(),
-               weight_bits=config.resolved_weight_bits, cache_bits=config.resolved_cache_bits,
-               device=config.device, dtype=config.dtype, offload_dir=config.offload_dir,
-               seed=config.seed, memory_limit=config.memory_limit,
-               device_memory_limit=config.device_memory_limit, **options)
+    return LLM(config.model, **{
+        "path": config.path, "policy": config.policy(), "h2o": config.h2o(),
+        "weight_bits": config.resolved_weight_bits, "cache_bits": config.resolved_cache_bits,
+        "device": config.device, "dtype": config.dtype, "offload_dir": config.offload_dir,
+        "seed": config.seed, "memory_limit": config.memory_limit,
+        "device_memory_limit": config.device_memory_limit} | options)
 
 
 def check_placed(config: RunConfig) -> None:
@@ -130,11 +142,14 @@ def check_placed(config: RunConfig) -> None:
         raise UserError("--percent auto plans for batches of prompts: give percentages here")
 
 
-def check_files(options: object, names: Iterable[str]) -> None:
-    """Raise `UserError` when two of these fields name the same file."""
+def check_files(options: object, names: Iterable[str],
+                others: Iterable[tuple[str, str]] = ()) -> None:
+    """Raise `UserError` when two of these fields name the same file.
+
+    `others` are names of fields and of more files that come of them.
+    """
     seen: dict[str, str] = {}
-    for name in names:
-        path = getattr(options, name)
+    for name, path in (*((name, getattr(options, name)) for name in names), *others):
         if path is not None:
             other = seen.setdefault(os.path.realpath(path), name)
             if other != name:
