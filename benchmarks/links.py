@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 from link_works import RawFile, Row, Work, beside, rates, spans
 
-from flexgen_h2o.cache.parts import STAGING, FetchedPart, Grid, Records
+from flexgen_h2o.cache.fetched import STAGING, FetchedPart
+from flexgen_h2o.cache.parts import Grid, Records
 from flexgen_h2o.cli import Parser, exit_status, writing
 from flexgen_h2o.config import OFFLOAD_DIR, Placement
 from flexgen_h2o.engine.weights import WeightStore

@@ -207,6 +207,16 @@ def test_a_cache_on_disk_is_read_whole_and_written_every_sixteen_tokens():
     assert found.prefill.resources["disk->cpu"] == 0
 
 
+def test_a_full_cache_travels_as_far_as_it_is_filled():
+    """And of 64 slots more, which it is given at a time, the half."""
+    found = estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, lengths=(64, 512)))
+    assert found.step.resources["disk->cpu"] == pytest.approx(12 * 4 * (64 + 256 + 32) * SLOT)
+    assert found.prefill.resources["cpu->disk"] == pytest.approx(12 * 4 * (64 + 64) * SLOT)
+    evicting = planned(cache=ON_DISK, gpu=False, lengths=(64, 512), h2o=H2OConfig(heavy_ratio=0.25))
+    found = estimate(machine(gpu=False), evicting)
+    assert found.step.resources["disk->cpu"] == pytest.approx(12 * 4 * 32 * SLOT)
+
+
 @pytest.mark.parametrize(("cache", "away"), [((100, 0), 0), ((90, 10), 0), ((70, 30), 1),
                                              ((0, 100), 4)])
 def test_a_share_of_the_cache_is_whole_sequences(cache, away):

@@ -44,6 +44,7 @@ ORDER = """
     kernels.library
     kernels.ops
     cache  cache.budget  cache.seats  cache.parts  cache.attending  cache.appending
+    cache.fetched
     cache.simulation  cache.shape  cache.probing
     cache.bookkeeping
     cache.kv_cache

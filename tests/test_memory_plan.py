@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o import kernels
-from flexgen_h2o.cache import parts
+from flexgen_h2o.cache import fetched
 from flexgen_h2o.cache.budget import kept
 from flexgen_h2o.config import H2OConfig, Placement, Policy, parse_percent
 from flexgen_h2o.engine import executor, hidden
@@ -481,8 +481,9 @@ def test_workload_refuses_nothing_to_do(field):
 
 def test_the_plan_knows_the_engines_own_numbers():
     """It may not load torch, so that it repeats them."""
-    assert plan_rows.TAIL_TOKENS == parts.TAIL
-    assert plan_rows.STAGING_BUFFERS == parts.STAGING == hidden.WORKING
+    assert plan_rows.TAIL_TOKENS == fetched.TAIL
+    assert plan_rows.GROWTH_SLOTS == fetched.GROWTH
+    assert plan_rows.STAGING_BUFFERS == fetched.STAGING == hidden.WORKING
     assert plan_rows.LOGIT_ROWS == executor.HEAD_ROWS
     assert list(plan_rows.CHUNK_ROWS.values()) == [
         executor.CHUNK_ROWS[kind] for kind in ("cpu", "cuda")]

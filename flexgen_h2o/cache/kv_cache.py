@@ -21,7 +21,8 @@ from flexgen_h2o.cache import budget as budgets
 from flexgen_h2o.cache.appending import Standing, append
 from flexgen_h2o.cache.attending import Attending, HostAttention
 from flexgen_h2o.cache.bookkeeping import eviction_of, narrowed, new_book, turn_of
-from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, make_parts, picked
+from flexgen_h2o.cache.fetched import make_parts
+from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, picked
 from flexgen_h2o.cache.seats import Seats, Span
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, fates
 from flexgen_h2o.config import H2OConfig, Policy
@@ -134,16 +135,21 @@ class KVCache:
     def load(self, layer: int, batch: int, sweep: int) -> None:
         """Start bringing what compute of (layer, batch) needs; layer counts from 0."""
         seats = self._seats[batch]
+        cached = None  # slots change hands
+        if not self._fates[batch][layer].evicts:
+            cached = max(seats.lengths) + max(0, seats.token(sweep) - 1)
         if not seats.in_prefill(sweep):
             for part in self._here(batch):
-                part.load(layer, batch, fetch=True, keys_only=self.shape.attn_sparsity < 1)
+                part.load(layer, batch, fetch=True, cached=cached,
+                          keys_only=self.shape.attn_sparsity < 1)
             return
+        apart = self._prompts is not self.parts
         if seats.grows:
             for part in self._here(batch, self._prompts):
-                part.load(layer, batch, fetch=seats.begun(sweep))
-        if seats.token(sweep) == 0 and not (seats.grows and self._prompts is self.parts):
+                part.load(layer, batch, fetch=seats.begun(sweep), cached=None if apart else cached)
+        if seats.token(sweep) == 0 and (apart or not seats.grows):
             for part in self._here(batch):
-                part.load(layer, batch, fetch=False)
+                part.load(layer, batch, fetch=False, cached=cached)
 
     def store(self, layer: int, batch: int, sweep: int) -> None:
         """Start writing back what compute of (layer, batch) changed."""
@@ -285,14 +291,14 @@ class KVCache:
                 copy.copy_(original)
 
     def _of_sequence(self, layer: int, batch: int, sequence: int) -> list[torch.Tensor]:
-        """All that is held of a sequence in a layer: its slots, and what eviction knows of them."""
+        """What is held of a prompt in a layer: its slots, and what eviction knows of them."""
         part = next(p for p in self.parts if sequence < p.last)
         seat = sequence - part.first
-        found = [part.get(layer, batch)[:, seat]]
-        if self._fates[batch][layer].evicts:
-            book = self._book(layer, batch, part)
-            found += [x[seat] for x in (book.mass, book.positions, book.ranks) if x is not None]
-        return found
+        held = part.get(layer, batch)[:, seat]
+        if not self._fates[batch][layer].evicts:
+            return [held[:, :, : self._seats[batch].lengths[sequence]]]
+        book = self._book(layer, batch, part)
+        return [held, *(x[seat] for x in (book.mass, book.positions, book.ranks) if x is not None)]
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
                      rope: Rope | None) -> Attending:

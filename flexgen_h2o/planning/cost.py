@@ -19,7 +19,7 @@ from flexgen_h2o.config import PLACED, TIERS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ROW_BLOCK
 from flexgen_h2o.planning.hardware import Hardware
-from flexgen_h2o.planning.rows import CHUNK_ROWS, TAIL_TOKENS, PlannedRun
+from flexgen_h2o.planning.rows import CHUNK_ROWS, GROWTH_SLOTS, TAIL_TOKENS, PlannedRun
 from flexgen_h2o.report import LINKS
 from flexgen_h2o.storage.placement import split
 
@@ -174,7 +174,6 @@ class _Costs:
         self._sequences = self._batches * run.workload.gpu_batch_size
         self._layer = model.layer_shapes()
         self._record = run.cache.record_bytes(model, run.itemsize)
-        self._slots = sum(run.cache.layer_slots(model, run.workload)) / model.num_layers
 
     def _stop(self, count: float, tally: _Tally) -> Stop:
         """What runs side by side: all resources, or with overlap off none of them."""
@@ -270,7 +269,7 @@ class _Costs:
         """The cut cache is written once. Until then, prompts in pieces go to and fro whole."""
         run, model, sweeps = self._run, self._model, self.sweeps
         plain = self._sequences * 2 * model.kv_size * run.itemsize
-        cut = self._sequences * self._slots * self._record
+        cut = self._sequences * self._slots(self.prompt + GROWTH_SLOTS) * self._record
         fetched = ("cpu", "disk")
         if run.attends_on_host:
             fetched = ("disk",)
@@ -293,7 +292,8 @@ class _Costs:
             by = hardware.host_attention if host else hardware.compute
             each = read / by.decode_attention[run.cache.bits] + model.num_kv_heads * by.head_seconds
             tally.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
-        whole = self._sequences * self._slots * self._record
+        mean = self.prompt + (run.workload.gen_len + GROWTH_SLOTS) / 2
+        whole = self._sequences * self._slots(mean) * self._record
         if run.attends_on_host:
             rows = self._sequences * run.itemsize
             tally.link("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
@@ -306,6 +306,13 @@ class _Costs:
         if run.has_gpu:
             tally.link("gpu->cpu", new, ("cache", "disk"))
         tally.link("cpu->disk", whole / TAIL_TOKENS, ("cache", "disk"))
+
+    def _slots(self, grown: float) -> float:
+        """Slots of a sequence that travel, a mean over layers: with nothing evicted, `grown`."""
+        run, model = self._run, self._model
+        evicting = {*run.evicting_layers}
+        return sum(most if layer in evicting else min(most, grown) for layer, most in enumerate(
+            run.cache.layer_slots(model, run.workload))) / model.num_layers
 
     def _attended(self) -> float:
         """Tokens that a new one attends to, itself too: a mean over layers and decode steps."""

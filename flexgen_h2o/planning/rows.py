@@ -28,8 +28,9 @@ WEIGHT_ROWS = ("weights", "embeddings", "weight buffers")
 WEIGHT_BUFFERS = 2
 STAGING_BUFFERS = 3
 TAIL_TOKENS = 16
+GROWTH_SLOTS = 64
 ATTENDING = 2
-"""What is held beside the data, as `engine.weights`, `cache.parts`, `engine.hidden` and (batches
+"""What is held beside the data, as `engine.weights`, `cache.fetched`, `engine.hidden` and (batches
 whose attention on the host is under way) `engine.schedule` say.
 """
 
