@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.cache import fetched
+from flexgen_h2o.cache.fetched import GROWTH
 from flexgen_h2o.config import OFFLOAD_DIR
 from flexgen_h2o.results import source_commit
 from flexgen_h2o.storage.links import disk_read_rate, memory_read_rate
@@ -36,6 +38,7 @@ CACHES = {
     "h2o 20 %, 4 bits": {"h2o": H2OConfig(heavy_ratio=0.1), "cache_bits": 4},
     "full, 4 bits": {"cache_bits": 4},
     "full, on disk": {"place": DISK},
+    "full, on disk, empty slots too": {"place": DISK, "growth": 1 << 20},
     "h2o 20 %, on disk": {"place": DISK, "h2o": H2OConfig(heavy_ratio=0.1)},
 }
 COLUMNS = (
@@ -49,6 +52,7 @@ COLUMNS = (
 def measure(args, name: str) -> dict[str, float]:
     """One run of one cache."""
     options = dict(CACHES[name])
+    fetched.GROWTH = options.pop("growth", GROWTH)
     policy = Policy(gpu_batch_size=args.batch,
                     cache=options.pop("place", Placement(100, 0, 0)))
     draw = random.Random(0)

@@ -1,7 +1,7 @@
 """The KV cache of a block: fixed slots over tiers; append, attend, evict, write back.
 
 The cache of a GPU batch is ``[keys and values, sequences, kv_heads, slots, width]`` for each
-decoder layer, contiguous; nothing is shifted or concatenated. A percentage of the cache is a
+decoder layer, contiguous; a step shifts and concatenates nothing. A percentage of the cache is a
 share of each batch's sequences. With an eviction policy (arXiv 2306.14048) there are as many
 slots as the budget has tokens, and a new token takes its victim's slot; the slots' order means
 nothing then. Prompts that come in chunks are held whole until they are cut, unless chunks are to be
@@ -135,7 +135,7 @@ class KVCache:
     def load(self, layer: int, batch: int, sweep: int) -> None:
         """Start bringing what compute of (layer, batch) needs; layer counts from 0."""
         seats = self._seats[batch]
-        cached = None  # slots change hands
+        cached = None  # which slots count, eviction knows
         if not self._fates[batch][layer].evicts:
             cached = max(seats.lengths) + max(0, seats.token(sweep) - 1)
         if not seats.in_prefill(sweep):
