@@ -1,8 +1,10 @@
 """Packaging. Every dependency stands with the reason for it and for its minimum version."""
 
 import ast
+import hashlib
 import os
 import platform
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -110,12 +112,16 @@ class BuildKernels(build_ext):
         jobs = [(source, str(folder / name), [*flags, *more, f"-DISA={name}"])
                 for source in ext.sources for name, more in INSTRUCTION_SETS.items()
                 if Path(source).stem != "dispatch"]
-        jobs.append((str(KERNELS / "dispatch.cpp"), str(folder), flags))
+        jobs.append((str(KERNELS / "dispatch.cpp"), str(folder),
+                     [*flags, f'-DH2O_BUILD="{fingerprint(ext, jobs)}"']))
+        folder.mkdir(parents=True, exist_ok=True)
+        abi = runpy.run_path(str(KERNELS.parent / "abi.py"))
+        (folder / "abi.h").write_text(abi["header"](), encoding="utf-8")
 
         def compiled(job: tuple[str, str, list[str]]) -> list[str]:
             source, output, arguments = job
-            return self.compiler.compile([source], output_dir=output, extra_postargs=arguments,
-                                         depends=ext.depends)
+            return self.compiler.compile([source], output_dir=output, include_dirs=[str(folder)],
+                                         extra_postargs=arguments, depends=ext.depends)
 
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -125,6 +131,18 @@ class BuildKernels(build_ext):
                 extra_postargs=[flag for flag in flags if flag.startswith(("-fopenmp", "-fsan"))])
         except (BaseError, OSError) as error:
             self.warn(f"the CPU kernels were not built, plain PyTorch will be used: {error}")
+
+
+def fingerprint(ext: Extension, jobs: list[tuple[str, str, list[str]]]) -> str:
+    """Tells builds of the kernels apart: by the bytes of all sources, and by how they are compiled.
+
+    Rates that were measured with one build are not kept for another.
+    """
+    compiled = [(Path(source).name, flags) for source, _, flags in jobs]
+    digest = hashlib.sha256(repr(compiled).encode())
+    for path in sorted({*ext.sources, *ext.depends}):
+        digest.update(Path(path).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def version() -> str:
@@ -152,7 +170,8 @@ setup(
     entry_points={"console_scripts": ["flexgen-h2o=flexgen_h2o.flex_opt:main"]},
     ext_modules=[Extension("flexgen_h2o.kernels._cpu",
                            sources=sorted(map(str, KERNELS.glob("*.cpp"))),
-                           depends=sorted(map(str, KERNELS.glob("*.h"))))],
+                           depends=[*sorted(map(str, KERNELS.glob("*.h"))),
+                                    str(KERNELS.parent / "abi.py")])],
     cmdclass={"build_ext": BuildKernels},
     install_requires=INSTALL,
     extras_require=EXTRAS,

@@ -317,7 +317,7 @@ def main() -> None:
         parser.error(f"nothing to measure: {why}")
     torch.manual_seed(0)
     machine = (f"{platform.node()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-               f"{native.instruction_set()}{', AMX' if native.amx() else ''}")
+               f"{native.instruction_set()}")
     print(machine, flush=True)
     rows = Rows(args.repeats)
     for name in args.only:

@@ -178,7 +178,7 @@ def run(config: RunConfig) -> None:
     texts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
     files = {} if config.plan_only else result_files(config)
     check_results(files)
-    best = None  # what a plan predicts
+    best, implementations = None, None  # what a plan predicts, and what it goes by
     if config.percent == AUTO or config.plan_only:
         from flexgen_h2o import planner  # only now: it loads scipy
 
@@ -187,7 +187,7 @@ def run(config: RunConfig) -> None:
             show(plan.text)
         if config.plan_only:
             return
-        config, best = plan.config, plan.best
+        config, best, implementations = plan.config, plan.best, plan.implementations
         files = result_files(config)
         check_results(files)
     trace = Trace(enabled=config.trace is not None or config.debug_mode is not None)
@@ -212,6 +212,7 @@ def run(config: RunConfig) -> None:
         trace=trace,
         verbose=config.verbose >= 3,
         workload=workload(config, texts),
+        implementations=implementations,
     ) as llm:
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
         if config.warm_up:

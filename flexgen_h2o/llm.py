@@ -22,6 +22,7 @@ from flexgen_h2o.engine.room import Room, Size
 from flexgen_h2o.engine.sampling import Sampler, sampling_params
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.models.positions import check_cache, check_halves
 from flexgen_h2o.output import Output, Scored
 from flexgen_h2o.planning.rows import CacheOptions, Workload
@@ -74,6 +75,9 @@ class LLM:
         the latter.
     workload : Workload, optional
         Lengths and batch sizes to come: what cannot fit is refused before anything is loaded.
+    implementations : mapping, optional
+        Which implementation multiplies, by operation, bits and rows, as calibration has measured it
+        (`--percent auto` passes it on); None: a table decides by the CPU's instruction set.
     progress : bool, optional
         Show progress bars. Default: on a terminal.
     trace : Trace, optional
@@ -97,8 +101,8 @@ class LLM:
                  attn_sparsity: float = 1.0, device: str = "auto", dtype: str = "auto",
                  weight_cache: str | None = "auto", offload_dir: str | None = None, seed: int = 0,
                  memory_limit: int | None = None, device_memory_limit: int | None = None,
-                 workload: Workload | None = None, progress: bool | None = None,
-                 trace: Trace | None = None, verbose: bool = False):
+                 workload: Workload | None = None, implementations: Winners | None = None,
+                 progress: bool | None = None, trace: Trace | None = None, verbose: bool = False):
         self.policy = _with_chunks(policy or Policy(), h2o)
         self.h2o = h2o
         if weight_bits not in (4, 8, 16):
@@ -111,8 +115,8 @@ class LLM:
         settings = Settings(
             model, self.policy, self._cache, weight_cache=weight_cache,
             offload_dir=offload_dir or OFFLOAD_DIR,
-            no_bars=None if progress is None else not progress,
-            trace=trace or Trace(enabled=False),
+            implementations=implementations,
+            no_bars=None if progress is None else not progress, trace=trace or Trace(enabled=False),
             most={"cpu": memory_limit, "gpu": device_memory_limit})
         self.stats: RunStats | None = None
         self._room: Room | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 from flexgen_h2o.config import DUMMY
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_length
 from flexgen_h2o.models.spec import from_transformers, published, read_config
@@ -57,12 +58,15 @@ class Plan:
         With the chosen numbers in place of `auto`, and no flags of the search.
     best : Choice
         The run that it describes, and what is predicted of it.
+    implementations : mapping
+        The fastest on the machine that is planned for, where there is a choice: see `Compute`.
     text : str
         To print.
     """
 
     config: RunConfig
     best: Choice
+    implementations: Winners
     text: str
 
 
@@ -89,7 +93,8 @@ def plan(config: RunConfig, load: Workload, prompts: int | None) -> Plan:
         config = _chosen(config, choices[0].run)
     else:
         choices = [_predicted(config, subject, load, prompts)]
-    return Plan(config, choices[0], plan_text(subject.hardware, choices, subject.limits))
+    return Plan(config, choices[0], subject.hardware.compute.implementations,
+                plan_text(subject.hardware, choices, subject.limits))
 
 
 def _here(config: RunConfig) -> Subject:

@@ -18,6 +18,8 @@ from flexgen_h2o.engine.progress import byte_bar, run_bars
 from flexgen_h2o.engine.room import Cache, Room, Size
 from flexgen_h2o.engine.schedule import num_stops
 from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.kernels import dispatch
+from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.memory_samples import sampled_memory
 from flexgen_h2o.planning.free_memory import (
     MemoryLimits,
@@ -48,6 +50,7 @@ class Settings:
     cache: CacheOptions
     weight_cache: str | None
     offload_dir: str
+    implementations: Winners | None
     no_bars: bool | None
     trace: Trace
     most: dict[str, int | None]
@@ -172,7 +175,7 @@ class Runtime:
             executor = Executor(self.config, self.weights, room, transfers=self._transfers,
                                 dtype=self.source.dtype, policy=self.settings.policy)
             run = partial(executor.run, sink=sink, keeps=keeps)
-            with self.sampled_memory():
+            with self.sampled_memory(), dispatch.measured(self.settings.implementations):
                 self._run_blocks(run, room, blocks, stats)
                 self._transfers.drain()
         self._transfers.settle()

@@ -113,6 +113,23 @@ def make_tiny(key: str, folder: Path) -> TinyModel:
     return TinyModel(folder, model, model.config)
 
 
+def pytest_generate_tests(metafunc):
+    """A test with the fixture `isa` runs with each instruction set that can be forced here."""
+    if "isa" in metafunc.fixturenames:
+        from kernel_cases import SETS
+
+        metafunc.parametrize("isa", SETS or [None], indirect=True)
+
+
+@pytest.fixture
+def isa(request):
+    """An instruction set's kernels and choices; None where no kernels were built."""
+    from kernel_cases import using
+
+    with using(request.param):
+        yield request.param
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads():
     """Tiny products gain nothing from a second thread, and wait for it when the core is taken."""

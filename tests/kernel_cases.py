@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 
-from flexgen_h2o.kernels import reference
+from flexgen_h2o.kernels import native, reference
 from flexgen_h2o.kernels.eviction import EMPTY, Book, Cut, Eviction
 from flexgen_h2o.storage.quantization import GroupLayout
 
@@ -22,6 +23,20 @@ BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
 HUGE = 2.0**27
 """A mass to which float32 cannot add what one query gives: scores stay exact whole numbers."""
+
+
+BUILT = pytest.mark.skipif(native.missing() is not None, reason="the C++ kernels were not built")
+SETS = () if native.missing() else native.available_sets()
+"""Instruction sets that this machine can run, or can be made to choose as."""
+
+
+@contextmanager
+def using(name: str | None):
+    """The kernels and the choices of one of `SETS`; None: as the machine has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name is not None:
+            patch.setenv("FLEXGEN_H2O_ISA", name)
+        yield
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import pytest
 import torch
 from fakes import LazyDevice
 
-from flexgen_h2o.kernels import native, ops
+from flexgen_h2o.kernels import dispatch, native, ops
+from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 from flexgen_h2o.planning import calibrate as module
 from flexgen_h2o.planning import rates
 from flexgen_h2o.planning.calibrate import calibrate, machine
@@ -69,6 +70,32 @@ def test_every_figure_of_a_gpu(tmp_path):
     assert hardware.gpu_bytes == LazyDevice().total_bytes()
     assert set(hardware.links) == set(LINKS)
     assert set(hardware.host_attention.decode_attention) == set(BITS)
+
+
+def test_the_fastest_implementation_is_kept(monkeypatch, isa):
+    """Of every product that can be done in several ways, by operation, bits and rows."""
+    def seconds(clock, work):
+        places = sum(IMPLEMENTATIONS[operation].index(
+            dispatch.choice(operation, rows, torch.bfloat16, bits))
+            for operation, bits, rows in cases)
+        return 1.0 + places if fastest == 0 else 9.0 - places
+
+    cases = [("linear", 16, 1), ("linear", 16, 3), *(
+        ("linear_quantized", bits, rows) for bits in (8, 4) for rows in (1, 3)),
+        ("prefill_attention", 16, 16)]
+    monkeypatch.setattr(Clock, "seconds", seconds)
+    for fastest in (0, 1):
+        rates = Rates(Device(), torch.bfloat16, TINY)
+        for bits in BITS:
+            rates.linear(bits)
+        rates.prefill_attention(scored=True)
+        rates.prefill_attention(scored=False)
+        wanted = {}
+        for operation, bits, rows in cases if isa else ():
+            possible = dispatch.available(operation, rows, torch.bfloat16)
+            if len(possible) > 1:
+                wanted.setdefault(operation, {}).setdefault(bits, {})[rows] = possible[fastest]
+        assert rates.implementations == wanted
 
 
 @pytest.fixture
@@ -184,7 +211,7 @@ def test_more_rows_never_take_less(monkeypatch):
     taken = iter([5.0, 7.0, 2.0, 3.0])
     monkeypatch.setattr(Clock, "seconds", lambda clock, work: next(taken))
     sizes = replace(TINY, matrix=(16, 64), rows=(1, 2, 4, 8))
-    table = Rates(Device(), torch.bfloat16, sizes).linear(4)
+    table = Rates(Device(), torch.float32, sizes).linear(4)
     scale = 1e9 / (16 * 64)
     assert table == {1: 2.0 * scale, 2: 2.0 * scale, 4: 5.0 * scale, 8: 5.0 * scale}
     assert list(table) == [1, 2, 4, 8]
@@ -225,7 +252,8 @@ def test_other_circumstances_are_measured_anew(tmp_path, kept, monkeypatch):
     this_machine(tmp_path)
     for count, (target, name, value) in enumerate((
             (module.platform, "node", lambda: "other/host"),
-            (module.torch, "__version__", "9.9"),
+            (module.torch, "__version__", "9.9"), (module, "__version__", "9.9"),
+            (module.native, "build", lambda: "other sources"),
             (module.torch, "get_num_threads", lambda: 99),
             (module.native, "missing", lambda: "not built")), 2):
         with monkeypatch.context() as changed:

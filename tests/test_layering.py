@@ -33,12 +33,14 @@ ORDER = """
     storage.disk
     storage.transfer  storage.links
 
-    kernels  kernels.pieces  kernels.matrix
+    kernels  kernels.abi  kernels.arguments  kernels.implementations  kernels.pieces
+    kernels.matrix
     kernels.rotary
     kernels.eviction
     kernels.reference
     kernels.reference_matrix  kernels.reference_sparse
     kernels.native  kernels.sdpa  kernels.triton_common
+    kernels.dispatch
     kernels.triton_groups  kernels.triton_decode  kernels.triton_prefill  kernels.triton_select
     kernels.triton_matrix
     kernels.library

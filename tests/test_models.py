@@ -19,6 +19,8 @@ from flexgen_h2o.models import family, layers
 from flexgen_h2o.models.layers import Scratch, finish
 from flexgen_h2o.models.spec import ACTIVATIONS, RopeConfig, from_transformers
 
+pytestmark = pytest.mark.usefixtures("isa")
+
 TOLERANCE = 1e-4
 
 

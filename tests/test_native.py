@@ -1,6 +1,5 @@
 """What is special to the C++: instruction sets, threads, memory, and what can be missing."""
 
-import ctypes
 import logging
 import os
 import sysconfig
@@ -13,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
     BOUND,
+    BUILT,
     FORMS,
+    SETS,
     check_decode,
     check_prefill,
     check_select,
@@ -24,14 +25,13 @@ from kernel_cases import (
     same,
     select_case,
     tied,
+    using,
 )
 
-from flexgen_h2o.kernels import library, native, ops, reference
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import abi, library, native, ops, reference, reference_matrix
 from flexgen_h2o.kernels.eviction import Cut, Eviction
-from flexgen_h2o.storage.quantization import GroupLayout
-
-BUILT = pytest.mark.skipif(native.missing() is not None, reason="the C++ kernels were not built")
-BEST = 0 if native.missing() else native._library().h2o_isa_best()
+from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 
 
 @pytest.fixture(autouse=True)
@@ -39,21 +39,6 @@ def _poison(monkeypatch):
     monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
     with poisoned_memory():
         yield
-
-
-@contextmanager
-def using(name: str):
-    """The kernels of an instruction set."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLEXGEN_H2O_ISA", name)
-        yield
-
-
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.skipif(
-    place > BEST, reason="not on this CPU")) for place, name in enumerate(native.SETS)])
-def isa(request):
-    with using(request.param):
-        yield request.param
 
 
 # Instruction sets: a vector has 4, 8 or 16 floats, and the rests of one have their own code.
@@ -120,7 +105,7 @@ def test_select(isa, scores, form):
 @BUILT
 @given(dim=st.integers(1, 140).map(lambda half: 2 * half), bits=st.sampled_from([4, 8]),
        size=st.sampled_from([1.0, 1e-6, 3e-8, 1e5]), offset=st.sampled_from([0, 0, 3.5, -9e4]),
-       dtype=st.sampled_from(list(BOUND)), name=st.sampled_from(native.SETS[: BEST + 1]),
+       dtype=st.sampled_from(list(BOUND)), name=st.sampled_from(SETS or ("none",)),
        seed=st.integers(0, 999))
 @settings(max_examples=200)
 def test_records_are_the_references_to_the_byte(dim, bits, size, offset, dtype, name, seed):
@@ -141,13 +126,148 @@ def test_records_are_the_references_to_the_byte(dim, bits, size, offset, dtype, 
 
 @BUILT
 def test_an_unknown_instruction_set_is_named(monkeypatch):
-    for name in ("avx1024", *native.SETS[BEST + 1 :]):
+    for name in ("avx1024", *(name for name in native.SETS if name not in SETS)):
         monkeypatch.setenv("FLEXGEN_H2O_ISA", name)
         with pytest.raises(ValueError, match=f"FLEXGEN_H2O_ISA={name}: this machine has portable"):
             ops.prefill_attention(**prefill_case([3]))
-    monkeypatch.delenv("FLEXGEN_H2O_ISA")
-    assert native.instruction_set() == native.SETS[BEST]
-    assert native._library().h2o_isa_count() in (1, len(native.SETS))  # 1: no x86
+
+
+@BUILT
+@pytest.mark.parametrize(("best", "chosen", "available"), [
+    (0, "portable", 1), (1, "avx2", 2), (2, "avx512", 3), (3, "avx512bf16", 5), (4, "amx", 5)])
+def test_what_a_cpu_chooses_and_can_be_made_to_choose(monkeypatch, best, chosen, available):
+    class Library:
+        h2o_isa_best = staticmethod(lambda: best)
+
+    monkeypatch.delenv("FLEXGEN_H2O_ISA", raising=False)
+    monkeypatch.setattr(native, "_library", Library)
+    assert native.instruction_set() == chosen
+    assert native.available_sets() == native.SETS[:available]
+
+
+# Arguments: what does not hold together is refused, and nothing is written
+
+
+def calls():
+    """Of every operation of `native`, its arguments by name."""
+    prompt = prefill_case([5, 2], [7, 2])
+    yield native.prefill_attention, dict(
+        q=prompt["q"], k=prompt["k"], v=prompt["v"], lengths=[5, 2], key_lengths=[7, 2],
+        mass=prompt["mass"], decay=0.9)
+    cut = select_case([Cut(9, 2, 3), Cut(2, 1, 1)], rolls=True)
+    book = cut["book"]
+    yield native.select_heavy_hitters, dict(
+        k=cut["k"], v=cut["v"], mass=cut["mass"], cuts=[9, 2, 3, 2, 1, 1], slots=cut["slots"],
+        kept_mass=book.mass, positions=book.positions, ranks=book.ranks, bits=16, mean=False,
+        sinks=1)
+    case = decode_case([9, 3], full=(0,), eviction=Eviction(), rotary=8)
+    book = case["book"]
+    yield native.decode_attention, dict(
+        q=case["q"], k=case["k"], v=case["v"], slots=case["slots"], turn=case["turn"],
+        mass=book.mass, positions=book.positions, ranks=book.ranks, cos=book.rope[0],
+        sin=book.rope[1], bits=16, mean=False, decay=0.9, sinks=1)
+    layout = MatrixLayout(20, 64, 4)
+    weight = torch.randn(20, 64)
+    data = reference_matrix.quantize_matrix(weight, layout)
+    yield native.quantize_matrix, dict(weight=weight, data=data.clone(), bits=4, group=64,
+                                       search=False)
+    flat = dict(data=data, outputs=20, inputs=64, bits=4, group=64)
+    yield native.unpack_rows, flat | dict(rows=torch.tensor([3, 19]), dtype=torch.float32)
+    yield native.linear_quantized, flat | dict(x=torch.randn(3, 64), bias=torch.randn(20),
+                                               out=torch.randn(3, 20), add=True)
+    yield native.quantize_groups, dict(x=torch.randn(3, 64), bits=4)
+    yield native.dequantize_groups, dict(
+        records=reference.quantize_groups(torch.randn(3, 64), GroupLayout(64, 4)), bits=4,
+        length=64)
+    if native.multiplies_bfloat16():
+        yield native.linear_few_rows, dict(
+            x=torch.randn(3, 64).bfloat16(), weight=torch.randn(20, 64).bfloat16(),
+            bias=torch.randn(20).bfloat16(), out=torch.randn(3, 20).bfloat16(), add=False)
+
+
+def spoiled(x):
+    """A tensor that is wrong in one way: its dtype, one of its sizes, its device, its strides."""
+    yield x.double() if x.is_floating_point() else x.to(torch.int16)
+    yield x.to("meta")
+    for dim in range(x.dim()):
+        yield torch.cat([x, x.narrow(dim, 0, 1)], dim)
+        if x.shape[dim] > 1:
+            yield x.narrow(dim, 1, x.shape[dim] - 1)
+    yield x[None]
+
+
+# Other sizes of these may go: nothing else says how many there are, or they fill up the same tiles.
+FREE = {("unpack_rows", "rows"), ("quantize_groups", "x"), ("dequantize_groups", "records"),
+        ("quantize_matrix", "weight")}
+
+
+@BUILT
+def test_wrong_calls_raise_and_write_nothing():
+    refused = 0
+    for function, arguments in calls():
+        name = function.__name__
+        function(**{key: copied(x) for key, x in arguments.items()})  # as it is, it goes
+        for key, x in arguments.items():
+            for bad in spoiled(x) if isinstance(x, torch.Tensor) else ():
+                if (name, key) in FREE and bad.dtype == x.dtype and bad.is_cpu:
+                    continue
+                mine = {other: copied(y) for other, y in arguments.items()} | {key: bad}
+                before = {other: copied(y) for other, y in mine.items()}
+                with pytest.raises((ValueError, UserError)):
+                    function(**mine)
+                refused += 1
+                assert all(same(y, before[other]) for other, y in mine.items()
+                           if isinstance(y, torch.Tensor) and y.is_cpu)
+    assert refused > 200
+
+
+@BUILT
+@pytest.mark.parametrize(("name", "change"), [
+    ("prefill_attention", dict(lengths=[5, 3])), ("prefill_attention", dict(key_lengths=[2, 7])),
+    ("prefill_attention", dict(lengths=[-1, 8])),
+    ("select_heavy_hitters", dict(cuts=[9, 2, 3, 2, 1])),
+    ("select_heavy_hitters", dict(cuts=[9, 99, 3, 2, 1, 1], sinks=0)),
+    ("select_heavy_hitters", dict(cuts=[9, -2, 3, 2, 1, 1])),
+    ("select_heavy_hitters", dict(bits=5)), ("decode_attention", dict(bits=4)),
+    ("decode_attention", dict(positions=None)), ("decode_attention", dict(cos=None)),
+    ("quantize_matrix", dict(weight=torch.randn(33, 64))), ("linear_quantized", dict(inputs=128)),
+    ("linear_quantized", dict(outputs=40)),
+    ("unpack_rows", dict(rows=torch.tensor([20]))), ("unpack_rows", dict(rows=torch.tensor([-1]))),
+    ("dequantize_groups", dict(length=66))])
+def test_wrong_values_raise(name, change):
+    function, arguments = next(one for one in calls() if one[0].__name__ == name)
+    with pytest.raises((ValueError, UserError), match=f"{name}|cannot quantize"):
+        function(**arguments | change)
+
+
+@BUILT
+@pytest.mark.parametrize("turn", [
+    [(-1, 3), (10, 10), (3, 3), (0, 0)],  # fewer than none are cached
+    [(1 << 20, 3), (10, 10), (3, 3), (0, 0)],
+    ["full", (10, 10), (3, 3), (0, 0)],  # no slot is free, and nobody is evicted
+    [(0, 3), (10, 10), (3, 3), (1, 0)],  # nobody is there to be evicted
+])
+def test_a_decode_step_stays_within_its_slots(isa, turn):
+    case = decode_case([9, 3], eviction=Eviction())
+    slots, book = case["slots"], case["book"]
+    cached = (slots.shape[3], 3) if turn[0] == "full" else turn[0]
+    case["turn"] = torch.tensor([cached, *turn[1:]], dtype=torch.int32)
+    before = copied(slots), copied(book)
+    for held in (book, None):
+        if held is None and turn[3][0]:
+            continue  # without a book nobody is evicted
+        with pytest.raises(ValueError, match="points outside"):
+            ops.decode_attention(**case | {"book": held})
+    assert same(slots, before[0]) and same(book.mass, before[1].mass)
+
+
+@BUILT
+def test_ranks_stay_within_the_tables():
+    for rank in (-1, 1 << 20):
+        case = decode_case([9, 3], eviction=Eviction(), rotary=8)
+        case["book"].ranks[1, 0, 2] = rank
+        with pytest.raises(ValueError, match="points outside"):
+            ops.decode_attention(**case)
 
 
 # Threads
@@ -226,7 +346,7 @@ def address_space(more: int):
 @BUILT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_prompt_takes_little_memory(dtype):
-    """All weights of one of its heads would be 256 MB. Issue 4: no more than 64 MB."""
+    """All weights of one of its heads would be 256 MB; it takes no more than 64."""
     case = prefill_case([8192], kv_heads=1, dim=8, dtype=dtype)
     with address_space(64 << 20):
         ops.prefill_attention(**case)
@@ -235,26 +355,25 @@ def test_a_long_prompt_takes_little_memory(dtype):
 @BUILT
 def test_no_memory_for_a_call():
     """It is said, nothing has changed, and the next call has its memory back."""
-    far = 1 << 45
-    q = torch.randn(1, 1, 8)
+    rows = 1 << 27  # each workspace would be 512 MB or more
     for dtype in BOUND:
-        k = torch.randn(1, 1, 8).to(dtype).expand(far, 1, 8)
-        mass = torch.zeros(1, 1).expand(1, far)
-        for scores in (mass, None):
-            with pytest.raises(MemoryError, match="workspace of prefill_attention"):
-                native.prefill_attention(q.to(dtype), k, k, [1], [far], scores, 1.0)
-        case = select_case([Cut(9, 2, 3)], form=dtype)
-        before = copied(case["book"])
-        with pytest.raises(MemoryError, match="workspace of select_heavy_hitters"):
-            native.select_heavy_hitters(k, k, mass, [far, 2, 3], case["slots"], case["book"].mass,
-                                        case["book"].positions, None, 16, False, 0)
-        assert same(before.mass, case["book"].mass)
-        case = decode_case([1], kv_heads=1, form=dtype)
-        with pytest.raises(MemoryError, match="workspace of decode_attention"):
-            native.decode_attention(
-                case["q"], case["k"], case["v"], case["slots"][:, :, :, :1].expand(
-                    2, 1, 1, far, 16), case["turn"], *(None,) * 5, 16, False, 1.0, 0)
-        check_decode([ops.decode_attention], case)
+        q, k = torch.randn(1, 1, 8).to(dtype), torch.randn(1, 1, 8).to(dtype).expand(rows, 1, 8)
+        mass, kept = torch.zeros(1, rows), select_case([Cut(9, 2, 3)], form=dtype, kv_heads=1)
+        book, wide = kept["book"], decode_case([1], kv_heads=1, form=dtype)
+        before = copied(book)
+        wide["slots"] = wide["slots"][:, :, :, :1].expand(2, 1, 1, rows, 16)
+        with address_space(32 << 20):
+            for scores in (mass, None):
+                with pytest.raises(MemoryError, match="workspace of prefill_attention"):
+                    native.prefill_attention(q, k, k, [1], [rows], scores, 1.0)
+            with pytest.raises(MemoryError, match="workspace of select_heavy_hitters"):
+                native.select_heavy_hitters(k, k, mass, [rows, 2, 3], kept["slots"][..., :8],
+                                            book.mass, book.positions, None, 16, False, 0)
+            with pytest.raises(MemoryError, match="workspace of decode_attention"):
+                native.decode_attention(wide["q"], wide["k"], wide["v"], wide["slots"],
+                                        wide["turn"], *(None,) * 5, 16, False, 1.0, 0)
+        assert same(before.mass, book.mass)
+        check_decode([ops.decode_attention], decode_case([1], kv_heads=1, form=dtype))
 
 
 @BUILT
@@ -321,18 +440,26 @@ def test_a_library_that_is_not_there(reloaded, caplog, tmp_path):
 
 def test_a_foreign_library(reloaded, caplog):
     reloaded(torch._C.__file__)
-    hold_to_one_line(caplog, "h2o_sizes")
+    hold_to_one_line(caplog, "h2o_abi")
 
 
 @BUILT
-@pytest.mark.parametrize("place", range(len(native._STRUCTS)))
-def test_a_library_built_from_other_sources(reloaded, caplog, monkeypatch, place):
-    """It is told by the sizes of the structs."""
-    structs = list(native._STRUCTS)
-    structs[place] = type("Grown", (structs[place],), {"_fields_": [("new", ctypes.c_int64)]})
-    monkeypatch.setattr(native, "_STRUCTS", structs)
+def test_a_library_built_from_other_sources(reloaded, caplog, monkeypatch):
+    monkeypatch.setattr(abi, "FINGERPRINT", "0123456789abcdef")
     reloaded()
     hold_to_one_line(caplog, "was built from other sources: install again")
+
+
+@pytest.mark.parametrize("change", [
+    ("rows inputs outputs", "rows outputs inputs"), ("const void*: x weight", "void*: x weight"),
+    ("out_row add", "out_row accumulate"), ("add threads", "threads")])
+def test_every_change_of_a_struct_changes_the_fingerprint(change):
+    """Also one that leaves its size as it was."""
+    source = Path(abi.__file__).read_text(encoding="utf-8")
+    assert source.count(change[0]) >= 1
+    changed = {"__name__": "changed"}
+    exec(source.replace(*change), changed)
+    assert changed["FINGERPRINT"] != abi.FINGERPRINT
 
 
 @BUILT

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
     BOUND,
+    BUILT,
     FORMS,
     check_decode,
     check_prefill,
@@ -25,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexgen_h2o.kernels import library, native, ops, reference, sdpa
 from flexgen_h2o.kernels.eviction import Book, Cut, Eviction
 from flexgen_h2o.storage.quantization import GroupLayout
+
+pytestmark = pytest.mark.usefixtures("isa")
 
 PREFILL = (ops.prefill_attention, reference.prefill_attention)
 SELECT = (ops.select_heavy_hitters, reference.select_heavy_hitters)
@@ -301,7 +304,7 @@ def test_any_decode(cached, group, kv_heads, half, rotary, form, eviction, room,
 # The backend
 
 
-@pytest.mark.skipif(native.missing() is not None, reason="the C++ kernels were not built")
+@BUILT
 def test_the_reference_can_be_forced(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("not the reference")

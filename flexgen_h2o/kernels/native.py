@@ -1,7 +1,9 @@
-"""The CPU's kernels: C++ behind a plain C ABI (see cpu/), called through ctypes.
+"""The CPU's kernels: C++ behind a plain C ABI (see abi.py and cpu/), called through ctypes.
 
 The library is built by setup.py. ``FLEXGEN_H2O_ISA`` in the environment (`SETS`) picks another
-instruction set than the best that the CPU has, for tests; ``FLEXGEN_H2O_NATIVE`` another library.
+instruction set than the best that the CPU has; ``FLEXGEN_H2O_NATIVE`` another library. Arguments
+are checked here, since pointers are not: a call that does not hold together raises ValueError and
+writes nothing. What the checks leave to the C++ are values of tensors (slots, ranks, rows).
 """
 
 from __future__ import annotations
@@ -10,51 +12,34 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from ctypes import c_double, c_int64, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.kernels import abi
+from flexgen_h2o.kernels.arguments import (
+    DTYPES,
+    check_slots,
+    contiguous,
+    expect,
+    floats,
+    head_shapes,
+    lines,
+    need,
+    product_shapes,
+)
+from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 
-SETS = ("portable", "avx2", "avx512", "avx512bf16")
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
+"""Instruction sets, each with what the one before it has. The kernels of amx are avx512bf16's: it
+stands for a CPU on which PyTorch multiplies matrices of bfloat16 in tiles."""
 
+FEW_ROWS = 16
+"""The most rows of `linear_few_rows`: the lanes of a vector."""
 
-def _struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """A struct of kernels.h: *pointers, =doubles, Layout, Matrix, and integers."""
-    kinds = {"*": c_void_p, "=": c_double}
-
-    def kind(field: str):
-        if field in ("layout", "matrix"):
-            return _Layout if field == "layout" else _Matrix
-        return kinds.get(field[0], c_int64)
-
-    return type(name, (ctypes.Structure,), {"_fields_": [
-        (field.lstrip("*="), kind(field)) for field in fields.split()]})
-
-
-_Layout = _struct("Layout", "bits groups group code_bytes nbytes")
-_Prefill = _struct("Prefill", """*q *k *v *out *mass *lengths *key_lengths
-    dtype sequences heads kv_heads head_dim
-    q_row q_head k_row k_head v_row v_head mass_head threads =decay""")
-_Select = _struct("Select", """*k *v *mass *cuts *slots *kept_mass *positions *ranks layout
-    dtype sequences kv_heads head_dim num_slots k_row k_head v_row v_head mass_head
-    slots_kind slots_sequence slots_head slots_slot mean sinks threads""")
-_Decode = _struct("Decode", """*q *k *v *out *slots *turn *mass *positions *ranks *cos *sin *taken
-    layout dtype sequences heads kv_heads head_dim num_slots half_rotary
-    q_row q_head k_row k_head v_row v_head
-    slots_kind slots_sequence slots_head slots_slot mean sinks threads =decay""")
-_Groups = _struct("Groups", "*x *records layout dtype rows length x_row record_row threads")
-_Linear = _struct("Linear", """*x *weight *bias *out
-    rows inputs outputs x_row weight_row out_row add threads""")
-_Matrix = _struct("Matrix", "*data outputs inputs bits group")
-_Product = _struct("Product", "*x *bias *out matrix dtype rows x_row out_row add threads")
-_Rows = _struct("Rows", "*rows *out matrix dtype count threads")
-_Quantize = _struct("Quantize", "*weight matrix dtype weight_row search threads")
-_STRUCTS = (_Prefill, _Select, _Decode, _Groups, _Linear, _Product, _Rows, _Quantize)
+_STRUCTS = abi.structs()
 
 
 def _file() -> Path | None:
@@ -75,12 +60,11 @@ def _library() -> ctypes.CDLL | str:
         # PyTorch's OpenMP is loaded by now and is the one that this library finds: one pool of
         # threads, of the size that torch.set_num_threads says.
         library = ctypes.CDLL(str(path))
-        sizes = library.h2o_sizes
+        for text in (library.h2o_abi, library.h2o_build):
+            text.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         return f"the C++ kernels cannot be loaded: {error}"
-    sizes.restype = c_int64
-    if sizes() != functools.reduce(lambda total, struct: 31 * total + ctypes.sizeof(struct),
-                                   _STRUCTS, 0):
+    if library.h2o_abi() != abi.FINGERPRINT.encode():
         return f"{path.name} was built from other sources: install again"
     return library
 
@@ -91,6 +75,17 @@ def missing() -> str | None:
     return library if isinstance(library, str) else None
 
 
+def build() -> str:
+    """Tells builds of the kernels apart: a digest of sources and flags, and the compiler."""
+    return _library().h2o_build().decode()
+
+
+def available_sets() -> tuple[str, ...]:
+    """Those of `SETS` that this machine can run, or can be made to choose as."""
+    count = _library().h2o_isa_best() + 1
+    return SETS if SETS[count - 1] == "avx512bf16" else SETS[:count]
+
+
 def instruction_set() -> str:
     """The one of `SETS` that is used.
 
@@ -99,27 +94,29 @@ def instruction_set() -> str:
     ValueError
         `FLEXGEN_H2O_ISA` names one that the kernels or the CPU do not have.
     """
-    best = SETS[: _library().h2o_isa_best() + 1]
-    chosen = os.environ.get("FLEXGEN_H2O_ISA", best[-1])
-    if chosen not in best:
-        raise ValueError(f"FLEXGEN_H2O_ISA={chosen}: this machine has {', '.join(best)}")
+    chosen = os.environ.get("FLEXGEN_H2O_ISA")
+    if chosen is None:
+        return SETS[_library().h2o_isa_best()]
+    if chosen not in (available := available_sets()):
+        raise ValueError(f"FLEXGEN_H2O_ISA={chosen}: this machine has {', '.join(available)}")
     return chosen
 
 
-@functools.cache
-def amx() -> bool:
-    """Whether PyTorch multiplies matrices in tiles (AMX) here."""
-    return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+def multiplies_bfloat16() -> bool:
+    """Whether there is `linear_few_rows` here."""
+    return missing() is None and instruction_set() in ("avx512bf16", "amx")
 
 
-def _call(name: str, arguments: ctypes.Structure) -> None:
-    arguments.threads = torch.get_num_threads()
+def _call(name: str, struct: str, **fields: object) -> None:
+    arguments = _STRUCTS[struct](**fields, threads=torch.get_num_threads())
     function = getattr(_library(), f"h2o_{name}")
     status = function(SETS.index(instruction_set()), ctypes.byref(arguments))
     if status == 1:
         raise MemoryError(f"no memory for the workspace of {name}")
-    if status:
+    if status == 2:
         raise NotImplementedError(f"{name}: not with {instruction_set()}")
+    if status:
+        raise ValueError(f"{name}: a tensor of indices points outside of what it indexes")
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -128,50 +125,49 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _integers(values: Sequence[int]) -> ctypes.Array:
-    return (c_int64 * len(values))(*values)
+    return (ctypes.c_int64 * len(values))(*values)
 
 
-def _layout(length: int, bits: int, width: int) -> _Layout:
+def _layout(length: int, bits: int, width: int):
+    """The struct of records of vectors of `length` elements, `width` wide in memory."""
     if bits == 16:
-        return _Layout(16, 0, 0, 0, width)
+        return _STRUCTS["Layout"](16, 0, 0, 0, width)
     layout = GroupLayout(length, bits)
-    return _Layout(bits, layout.groups, layout.group, layout.code_bytes, layout.nbytes)
+    return _STRUCTS["Layout"](bits, layout.groups, layout.group, layout.code_bytes, layout.nbytes)
 
 
 def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
+def _strides(**tensors: Tensor | None) -> dict[str, int]:
+    """Of each [rows, heads, ...], as the structs name them."""
+    return {f"{what}_{part}": x.stride(dim) for what, x in tensors.items()
+            for dim, part in enumerate(("row", "head"))}
+
+
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
                       key_lengths: Sequence[int], mass: Tensor | None, decay: float) -> Tensor:
     """See `library.prefill_attention`."""
+    name = "prefill_attention"
+    dtype = head_shapes(name, q, k, v)
+    need(len(lengths) == len(key_lengths) and sum(lengths) == len(q)
+          and sum(key_lengths) == len(k)
+          and all(0 <= rows <= keys for rows, keys in zip(lengths, key_lengths, strict=True)),
+          name, f"lengths {list(lengths)} and {list(key_lengths)} do not make up {len(q)} rows and "
+          f"{len(k)} keys")
+    expect(name, torch.float32, mass=(mass, (k.shape[1], len(k))))
+    lines(name, mass=mass)
     q, k, v = map(_rows, (q, k, v))
     out = q.new_empty(q.shape)
     lengths, key_lengths = _integers(lengths), _integers(key_lengths)
-    _call("prefill_attention", _Prefill(
-        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), mass=_address(mass),
-        lengths=ctypes.addressof(lengths), key_lengths=ctypes.addressof(key_lengths),
-        dtype=_DTYPES[q.dtype], sequences=len(lengths), heads=q.shape[1], kv_heads=k.shape[1],
-        head_dim=q.shape[2], q_row=q.stride(0), q_head=q.stride(1), k_row=k.stride(0),
-        k_head=k.stride(1), v_row=v.stride(0), v_head=v.stride(1),
-        mass_head=0 if mass is None else mass.stride(0), decay=decay))
+    _call(name, "Prefill",
+          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), mass=_address(mass),
+          lengths=ctypes.addressof(lengths), key_lengths=ctypes.addressof(key_lengths),
+          dtype=DTYPES[dtype], sequences=len(lengths), heads=q.shape[1], kv_heads=k.shape[1],
+          head_dim=q.shape[2], **_strides(q=q, k=k, v=v),
+          mass_head=0 if mass is None else mass.stride(0), decay=decay)
     return out
-
-
-def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequence[int],
-                         slots: Tensor, kept_mass: Tensor, positions: Tensor,
-                         ranks: Tensor | None, bits: int, mean: bool, sinks: int) -> None:
-    """See `library.select_heavy_hitters`."""
-    k, v = map(_rows, (k, v))
-    cuts = _integers(cuts)
-    _call("select_heavy_hitters", _Select(
-        k=k.data_ptr(), v=v.data_ptr(), mass=_address(mass), cuts=ctypes.addressof(cuts),
-        slots=slots.data_ptr(), kept_mass=kept_mass.data_ptr(), positions=positions.data_ptr(),
-        ranks=_address(ranks), layout=_layout(k.shape[2], bits, slots.shape[-1]),
-        dtype=_DTYPES[k.dtype], sequences=slots.shape[1], kv_heads=k.shape[1],
-        head_dim=k.shape[2], num_slots=slots.shape[3], k_row=k.stride(0), k_head=k.stride(1),
-        v_row=v.stride(0), v_head=v.stride(1), mass_head=0 if mass is None else mass.stride(0),
-        **_slot_strides(slots), mean=mean, sinks=sinks))
 
 
 def _slot_strides(slots: Tensor) -> dict[str, int]:
@@ -179,30 +175,77 @@ def _slot_strides(slots: Tensor) -> dict[str, int]:
     return dict(zip(names, slots.stride()[:4], strict=True))
 
 
+def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequence[int],
+                         slots: Tensor, kept_mass: Tensor, positions: Tensor,
+                         ranks: Tensor | None, bits: int, mean: bool, sinks: int) -> None:
+    """See `library.select_heavy_hitters`."""
+    name = "select_heavy_hitters"
+    dtype = head_shapes(name, k, k, v)
+    sequences = len(cuts) // 3
+    check_slots(name, slots, sequences, k, bits)
+    state = tuple(slots.shape[1:4])
+    need(len(cuts) == 3 * sequences and sum(cuts[::3]) == len(k) and min((*cuts, sinks)) >= 0
+          and all(min(length, heavy + recent + sinks) <= state[2]
+                  for length, heavy, recent in zip(*(cuts[i::3] for i in range(3)), strict=True)),
+          name, f"cuts {list(cuts)} and {sinks} sinks do not fit {len(k)} tokens and {state[2]} "
+          "slots")
+    expect(name, torch.float32, mass=(mass, (k.shape[1], len(k))), kept_mass=(kept_mass, state))
+    expect(name, torch.int32, positions=(positions, state), ranks=(ranks, state))
+    lines(name, mass=mass)
+    contiguous(name, kept_mass=kept_mass, positions=positions, ranks=ranks)
+    k, v = map(_rows, (k, v))
+    cuts = _integers(cuts)
+    _call(name, "Select",
+          k=k.data_ptr(), v=v.data_ptr(), mass=_address(mass), cuts=ctypes.addressof(cuts),
+          slots=slots.data_ptr(), kept_mass=kept_mass.data_ptr(), positions=positions.data_ptr(),
+          ranks=_address(ranks), layout=_layout(k.shape[2], bits, slots.shape[-1]),
+          dtype=DTYPES[dtype], sequences=sequences, kv_heads=k.shape[1], head_dim=k.shape[2],
+          num_slots=state[2], **_strides(k=k, v=v),
+          mass_head=0 if mass is None else mass.stride(0), **_slot_strides(slots), mean=mean,
+          sinks=sinks)
+
+
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, turn: Tensor,
                      mass: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
                      cos: Tensor | None, sin: Tensor | None, bits: int, mean: bool, decay: float,
                      sinks: int) -> tuple[Tensor, Tensor]:
     """See `library.decode_attention`."""
+    name = "decode_attention"
+    dtype, sequences = head_shapes(name, q, k, v), len(q)
+    need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
+    check_slots(name, slots, sequences, k, bits)
+    state = tuple(slots.shape[1:4])
+    expect(name, torch.int32, turn=(turn, (4, sequences)), positions=(positions, state),
+            ranks=(ranks, state))
+    expect(name, torch.float32, mass=(mass, state))
+    need((mass is None) == (positions is None), name, "mass and positions come together")
+    rope = (0, 0)
+    if ranks is not None:
+        need(mass is not None and cos is not None and cos.dim() == 2
+              and 2 * cos.shape[1] <= q.shape[2], name,
+              "ranks need mass, and cos and sin [positions, at most head_dim / 2]")
+        rope = tuple(cos.shape)
+        expect(name, torch.float32, cos=(cos, rope), sin=(sin, rope))
+    contiguous(name, turn=turn, mass=mass, positions=positions, ranks=ranks, cos=cos, sin=sin)
     q, k, v = map(_rows, (q, k, v))
     out = q.new_empty(q.shape)
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
-    _call("decode_attention", _Decode(
-        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
-        slots=slots.data_ptr(), turn=turn.data_ptr(), mass=_address(mass),
-        positions=_address(positions), ranks=_address(ranks), cos=_address(cos),
-        sin=_address(sin), taken=taken.data_ptr(),
-        layout=_layout(q.shape[2], bits, slots.shape[-1]), dtype=_DTYPES[q.dtype],
-        sequences=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
-        num_slots=slots.shape[3], half_rotary=0 if cos is None else cos.shape[1],
-        q_row=q.stride(0), q_head=q.stride(1), k_row=k.stride(0), k_head=k.stride(1),
-        v_row=v.stride(0), v_head=v.stride(1), **_slot_strides(slots), mean=mean, sinks=sinks,
-        decay=decay))
+    _call(name, "Decode",
+          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
+          slots=slots.data_ptr(), turn=turn.data_ptr(), mass=_address(mass),
+          positions=_address(positions), ranks=_address(ranks), cos=_address(cos),
+          sin=_address(sin), taken=taken.data_ptr(),
+          layout=_layout(q.shape[2], bits, slots.shape[-1]), dtype=DTYPES[dtype],
+          sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
+          num_slots=state[2], rope_rows=rope[0], half_rotary=rope[1],
+          **_strides(q=q, k=k, v=v), **_slot_strides(slots), mean=mean, sinks=sinks, decay=decay)
     return out, taken
 
 
 def quantize_groups(x: Tensor, bits: int) -> Tensor:
     """See `library.quantize_groups`."""
+    dtype = floats("quantize_groups", x, x.dim())
+    expect("quantize_groups", dtype, x=(x, x.shape))
     layout = GroupLayout(x.shape[-1], bits)
     rows = _rows(x.reshape(-1, layout.length))
     records = x.new_empty((*x.shape[:-1], layout.nbytes), dtype=torch.uint8)
@@ -213,6 +256,8 @@ def quantize_groups(x: Tensor, bits: int) -> Tensor:
 def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
     """See `library.dequantize_groups`."""
     layout = GroupLayout(length, bits)
+    expect("dequantize_groups", torch.uint8,
+            records=(records, (*records.shape[:-1], layout.nbytes)))
     out = records.new_empty((*records.shape[:-1], length), dtype=torch.float32)
     _groups("dequantize_groups", out.view(-1, length),
             _rows(records.reshape(-1, layout.nbytes)), layout)
@@ -220,59 +265,66 @@ def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
 
 
 def _groups(name: str, x: Tensor, records: Tensor, layout: GroupLayout) -> None:
-    _call(name, _Groups(
-        x=x.data_ptr(), records=records.data_ptr(),
-        layout=_layout(layout.length, layout.bits, layout.nbytes), dtype=_DTYPES[x.dtype],
-        rows=len(x), length=layout.length, x_row=x.stride(0), record_row=records.stride(0)))
-
-
-FEW_ROWS = 16
-"""The most rows of `linear_few_rows`: the lanes of a vector."""
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether there is `linear_few_rows` here."""
-    return missing() is None and instruction_set() == "avx512bf16"
+    _call(name, "Groups", x=x.data_ptr(), records=records.data_ptr(),
+          layout=_layout(layout.length, layout.bits, layout.nbytes), dtype=DTYPES[x.dtype],
+          rows=len(x), length=layout.length, x_row=x.stride(0), record_row=records.stride(0))
 
 
 def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
                     ) -> None:
     """See `library.linear_few_rows`."""
-    _call("linear_few_rows", _Linear(
-        x=x.data_ptr(), weight=weight.data_ptr(), bias=_address(bias), out=out.data_ptr(),
-        rows=len(x), inputs=x.shape[1], outputs=len(weight), x_row=x.stride(0),
-        weight_row=weight.stride(0), out_row=out.stride(0), add=add))
+    name = "linear_few_rows"
+    outputs = len(weight)
+    dtype = product_shapes(name, x, outputs, bias, out)
+    need(dtype == torch.bfloat16 and len(x) <= FEW_ROWS and x.shape[1] % 2 == 0, name,
+          f"takes up to {FEW_ROWS} rows of an even number of bfloat16, got {dtype} "
+          f"{list(x.shape)}")
+    expect(name, dtype, weight=(weight, (outputs, x.shape[1])))
+    lines(name, x=x, weight=weight)
+    _call(name, "Linear",
+          x=x.data_ptr(), weight=weight.data_ptr(), bias=_address(bias), out=out.data_ptr(),
+          rows=len(x), inputs=x.shape[1], outputs=outputs, x_row=x.stride(0),
+          weight_row=weight.stride(0), out_row=out.stride(0), add=add)
 
 
-def _matrix(data: Tensor, outputs: int, inputs: int, bits: int, group: int) -> _Matrix:
-    return _Matrix(data.data_ptr(), outputs, inputs, bits, group)
+def _matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group: int):
+    """The struct of a quantized matrix, whose bytes are there."""
+    expect(name, torch.uint8, data=(data, (MatrixLayout(outputs, inputs, bits, group).nbytes,)))
+    contiguous(name, data=data)
+    return _STRUCTS["Matrix"](data.data_ptr(), outputs, inputs, bits, group)
 
 
 def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search: bool) -> None:
     """See `library.quantize_matrix`."""
+    dtype = floats("quantize_matrix", weight, 2)
+    expect("quantize_matrix", dtype, weight=(weight, weight.shape))
     weight = _rows(weight)
-    _call("quantize_matrix", _Quantize(
-        weight=weight.data_ptr(), matrix=_matrix(data, *weight.shape, bits, group),
-        dtype=_DTYPES[weight.dtype], weight_row=weight.stride(0), search=search))
+    _call("quantize_matrix", "Quantize", weight=weight.data_ptr(),
+          matrix=_matrix("quantize_matrix", data, *weight.shape, bits, group),
+          dtype=DTYPES[dtype], weight_row=weight.stride(0), search=search)
 
 
 def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, rows: Tensor,
                 dtype: torch.dtype) -> Tensor:
     """See `library.unpack_rows`."""
+    name = "unpack_rows"
+    matrix = _matrix(name, data, outputs, inputs, bits, group)
+    need(dtype in DTYPES, name, f"cannot make {dtype}")
+    expect(name, torch.int64, rows=(rows, (rows.numel(),)))
     rows = rows.contiguous()
     out = torch.empty(len(rows), inputs, dtype=dtype)
-    _call("unpack_rows", _Rows(
-        rows=rows.data_ptr(), out=out.data_ptr(),
-        matrix=_matrix(data, outputs, inputs, bits, group), dtype=_DTYPES[dtype],
-        count=len(rows)))
+    _call(name, "Rows", rows=rows.data_ptr(), out=out.data_ptr(), matrix=matrix,
+          dtype=DTYPES[dtype], count=len(rows))
     return out
 
 
 def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
                      bias: Tensor | None, out: Tensor, add: bool) -> None:
     """See `library.linear_quantized`."""
+    name = "linear_quantized"
+    dtype = product_shapes(name, x, outputs, bias, out)
+    need(x.shape[1] == inputs, name, f"{x.shape[1]} inputs for a matrix of {inputs}")
+    matrix = _matrix(name, data, outputs, inputs, bits, group)
     x = _rows(x)
-    _call("linear_quantized", _Product(
-        x=x.data_ptr(), bias=_address(bias), out=out.data_ptr(),
-        matrix=_matrix(data, outputs, inputs, bits, group), dtype=_DTYPES[x.dtype], rows=len(x),
-        x_row=x.stride(0), out_row=out.stride(0), add=add))
+    _call(name, "Product", x=x.data_ptr(), bias=_address(bias), out=out.data_ptr(), matrix=matrix,
+          dtype=DTYPES[dtype], rows=len(x), x_row=x.stride(0), out_row=out.stride(0), add=add)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.kernels import (
+    dispatch,
     library,
     native,
     reference,
@@ -35,7 +36,7 @@ __all__ = ["attend_chosen", "choose_values", "decode_attention", "dequantize_gro
            "quantize_matrix", "select_heavy_hitters", "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
-"""Rows of a quantized matrix that are unpacked together where AMX then multiplies them."""
+"""Rows of a quantized matrix that are unpacked together where PyTorch then multiplies them."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
     """See `reference.prefill_attention`; memory linear in the tokens."""
     whole = mass is None and key_lengths is None
     if whole and not _forced() and (
-            q.is_cuda or native.amx() or not _fused(q.device.type)):
+            q.is_cuda or not _fused(q.device.type)
+            or dispatch.choice("prefill_attention", len(q), q.dtype) == "sdpa"):
         return sdpa.prefill_attention(q, k, v, lengths)
     if _plain_torch(q.device.type):
         return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, mass=mass,
@@ -142,14 +144,11 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
 
 
 def few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear_few_rows` does a product, and is the fastest to do it.
-
-    That is where a CPU multiplies pairs of bfloat16 but has no AMX: PyTorch's product of up to 16
-    rows reads weights at a third of the memory's speed there.
-    """
+    """Whether `linear_few_rows` can do a product, and `dispatch` prefers it to PyTorch's."""
     return (len(x) <= native.FEW_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
             and x.shape[1] % 2 == 0 and x.stride(1) == weight.stride(1) == 1
-            and not _forced() and not native.amx() and native.multiplies_bfloat16())
+            and not _plain_torch("cpu")
+            and dispatch.choice("linear", len(x), x.dtype) == "few_rows")
 
 
 def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
@@ -178,11 +177,18 @@ def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Te
 
 def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
                      add: bool = False) -> None:
-    """See `reference_matrix.linear_quantized`; reads the quantized bytes alone."""
+    """See `reference_matrix.linear_quantized`.
+
+    Where `dispatch` gives "codes", the quantized bytes alone are read, what is computed for a row
+    does not depend on the rows beside it but for the order of its sums, and no bit depends on the
+    number of threads. Where it gives "unpacked" (bfloat16, many rows, with AMX), weights are
+    rounded to bfloat16 and the product is PyTorch's, which promises neither.
+    """
     if _plain_torch(x.device.type):
         reference_matrix.linear_quantized(x, matrix.data, matrix.layout, bias, out, add=add)
         return
-    if x.is_cpu and x.dtype == torch.bfloat16 and len(x) > native.FEW_ROWS and native.amx():
+    if x.is_cpu and dispatch.choice("linear_quantized", len(x), x.dtype,
+                                    matrix.layout.bits) == "unpacked":
         _unpacked_product(x, matrix, bias, out, add=add)
         return
     _backend(x).linear_quantized(x, *_flat(matrix), bias, out, add)

@@ -1,7 +1,7 @@
 """Calibration: measure this machine's links and compute once, and keep the figures.
 
 They lie under ``hardware`` in the user's cache, in a file for each machine, device, disk and
-version of what computes.
+version of what computes: of this package, of its kernels' build, and of PyTorch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flexgen_h2o import __version__
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import native
 from flexgen_h2o.models.convert import cache_dir
@@ -131,7 +132,8 @@ def _compute(rates: Rates, progress: Progress) -> Compute:
     return Compute(linear=linear, prefill_attention=_figures(prefill), decode_attention=decode,
                    head_seconds=head_seconds, elementwise=_figure(rates.elementwise()),
                    layer_seconds=_figure(rates.layer_seconds()),
-                   logit_seconds=_figure(rates.logit_seconds()))
+                   logit_seconds=_figure(rates.logit_seconds()),
+                   implementations=rates.implementations)
 
 
 def _decode_attention(rates: Rates) -> tuple[dict[int, float], float]:
@@ -162,7 +164,7 @@ def _kept(device: Device, offload_dir: str | os.PathLike) -> Path:
     """Where the figures of this machine are kept, named after all that they depend on."""
     parts = (_FORMAT, platform.node(), cpu_model(), os.cpu_count(), torch.get_num_threads(),
              device.description(), torch.__version__, nearest_folder(offload_dir).stat().st_dev,
-             native.missing() or native.instruction_set(),
+             __version__, native.missing() or (native.instruction_set(), native.build()),
              os.environ.get("FLEXGEN_H2O_KERNELS"))
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     host = re.sub(r"[^A-Za-z0-9._-]", "_", platform.node())[:60]

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from flexgen_h2o.kernels.implementations import Winners
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Compute:
         What a decoder layer takes for each GPU batch however few rows there are.
     logit_seconds : float
         Seconds that choosing the next token takes for a billion logits (sequences x vocabulary).
+    implementations : mapping of operation to mapping of bits to mapping of rows to str
+        With which implementation these rates were reached, where there was a choice.
     """
 
     linear: Mapping[int, Mapping[int, float]]
@@ -43,6 +47,7 @@ class Compute:
     elementwise: float
     layer_seconds: float
     logit_seconds: float
+    implementations: Winners = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

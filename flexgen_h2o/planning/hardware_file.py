@@ -8,13 +8,15 @@ roofline makes it, under `linear_roofline`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 
 from flexgen_h2o.config import check_int, check_number
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttention
 from flexgen_h2o.report import GB, LINKS, open_atomic
 from flexgen_h2o.storage.quantization import MatrixLayout
@@ -30,6 +32,7 @@ TERA, MICRO, BILLION = 1e12, 1e-6, 1e9
 
 _TABLE, _ROOFLINE = "linear_seconds_per_billion_weights", "linear_roofline"
 _PREFILL, _DECODE = "prefill_attention_tflop_per_s", "decode_attention_gb_per_s"
+_CHOSEN = "implementations"
 _FIGURES = {
     "head_microseconds": ("head_seconds", MICRO),
     "elementwise_seconds_per_billion": ("elementwise", 1),
@@ -86,6 +89,7 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
             _DECODE: _in_units(compute.decode_attention, GB),
             **{key: _rounded(getattr(compute, field) / unit)
                for key, (field, unit) in _FIGURES.items()},
+            **({_CHOSEN: compute.implementations} if compute.implementations else {}),
         },
         "host_attention": host and {
             _DECODE: _in_units(host.decode_attention, GB),
@@ -135,14 +139,14 @@ class _Entry:
         """A mapping of exactly `names` to positive numbers, times their unit."""
         return {name: entry.figure(unit) for name, entry in self.fields(names).items()}
 
-    def by_rows(self) -> dict[int, float]:
-        """A mapping of counts of rows, in ascending order, to positive numbers."""
+    def by_rows(self, read: Callable[..., Any], *arguments: object) -> dict[int, Any]:
+        """A mapping of counts of rows, in ascending order, to what `read` makes of each value."""
         entries = self._mapping()
         for rows in entries:
             check_int(f"{self.where}: a count of rows", rows, low=1)
         if not entries or list(entries) != sorted(entries):
             raise UserError(f"{self.where} must list one count of rows or more, in ascending order")
-        return {rows: entry.figure(1) for rows, entry in entries.items()}
+        return {rows: read(entry, *arguments) for rows, entry in entries.items()}
 
     def figure(self, unit: float) -> float:
         """A positive number, times its unit."""
@@ -153,6 +157,12 @@ class _Entry:
         """A number from 0 to 1."""
         check_number(self.where, self.value, low=0, high=1)
         return float(self.value)
+
+    def one_of(self, names: Sequence[str]) -> str:
+        """One of some names."""
+        if self.value not in names:
+            raise UserError(f"{self.where} must be one of {', '.join(names)}, got {self.value!r}")
+        return self.value
 
     def text(self) -> str:
         """A text that is not empty."""
@@ -167,11 +177,12 @@ class _Entry:
 
 
 def _compute(entry: _Entry) -> Compute:
-    entries = entry.fields((_PREFILL, _DECODE, *_FIGURES), (_TABLE, _ROOFLINE))
+    entries = entry.fields((_PREFILL, _DECODE, *_FIGURES), (_TABLE, _ROOFLINE, _CHOSEN))
     if (_TABLE in entries) == (_ROOFLINE in entries):
         raise UserError(f"{entry.where} must have either {_TABLE} or {_ROOFLINE}")
     if _TABLE in entries:
-        linear = {bits: table.by_rows() for bits, table in entries[_TABLE].fields(BITS).items()}
+        linear = {bits: table.by_rows(_Entry.figure, 1)
+                  for bits, table in entries[_TABLE].fields(BITS).items()}
     else:
         rates = entries[_ROOFLINE].fields(("tflop_per_s", "memory_gb_per_s"))
         linear = roofline(rates["tflop_per_s"].figure(TERA), rates["memory_gb_per_s"].figure(GB))
@@ -180,7 +191,14 @@ def _compute(entry: _Entry) -> Compute:
         prefill_attention=entries[_PREFILL].figures(("plain", "scored"), TERA),
         decode_attention=entries[_DECODE].figures(BITS, GB),
         **{field: entries[key].figure(unit) for key, (field, unit) in _FIGURES.items()},
+        implementations=_implementations(entries[_CHOSEN]) if _CHOSEN in entries else {},
     )
+
+
+def _implementations(entry: _Entry) -> Winners:
+    return {operation: {bits: of_bits.by_rows(_Entry.one_of, IMPLEMENTATIONS[operation])
+                        for bits, of_bits in table.fields((), BITS).items()}
+            for operation, table in entry.fields((), tuple(IMPLEMENTATIONS)).items()}
 
 
 def _host(entry: _Entry) -> HostAttention:

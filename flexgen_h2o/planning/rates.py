@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexgen_h2o.config import SamplingParams
 from flexgen_h2o.engine.sampling import Sampler
-from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.eviction import Book, Eviction
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import opt
@@ -154,6 +154,7 @@ class Rates:
         self._dtype = dtype
         self.sizes = sizes
         self._clock = Clock(device, sizes.seconds)
+        self.implementations: dict[str, dict[int, dict[int, str]]] = {}  # `Compute`'s
 
     def interference(self, scratch: Path) -> float:
         """`Hardware.interference`, of products that read all of memory and reading a file."""
@@ -174,13 +175,30 @@ class Rates:
         """`Compute.linear` of so many bits."""
         weight = torch.randn(self.sizes.matrix, dtype=self._dtype)
         matrices = self._copies(weight, bits)
+        operation = "linear" if bits == 16 else "linear_quantized"
         seconds, more = {}, math.inf
         for rows in sorted(self.sizes.rows, reverse=True):
             x, out = self._random(rows, weight.shape[1]), self._random(rows, len(weight))
-            took = self._clock.seconds(lambda x=x, out=out: linear(x, next(matrices), out=out))
+            took = self._fastest(
+                operation, bits, rows, lambda x=x, out=out: linear(x, next(matrices), out=out))
             # Where fewer rows seem to take longer than more, something has come between.
             seconds[rows] = more = min(took, more)
         return {rows: BILLION * seconds[rows] / weight.numel() for rows in self.sizes.rows}
+
+    def _fastest(self, operation: str, bits: int, rows: int, work: Callable[[], object]) -> float:
+        """Seconds of a call with the fastest implementation, which is noted if there are others."""
+        possible = (("only",) if self._device.separate
+                    else dispatch.available(operation, rows, self._dtype))
+        if len(possible) == 1:
+            return self._clock.seconds(work)
+        seconds = {}
+        for name in possible:
+            with dispatch.measured({operation: {bits: {rows: name}}}):
+                seconds[name] = self._clock.seconds(work)
+        best = min(seconds, key=seconds.__getitem__)
+        by_rows = self.implementations.setdefault(operation, {}).setdefault(bits, {})
+        self.implementations[operation][bits] = dict(sorted({**by_rows, rows: best}.items()))
+        return seconds[best]
 
     def _copies(self, weight: Tensor, bits: int) -> Iterator[Tensor | QuantizedMatrix]:
         """A matrix in so many bits, again and again in other memory."""
@@ -200,7 +218,12 @@ class Rates:
         mass = torch.rand(sizes.heads, rows, device=q.device) if scored else None
         lengths = [tokens] * sequences
         seen = sequences * tokens * (tokens + 1) // 2
-        took = self._clock.seconds(lambda: ops.prefill_attention(q, k, v, lengths, mass=mass))
+
+        def attend() -> None:
+            ops.prefill_attention(q, k, v, lengths, mass=mass)
+
+        took = (self._clock.seconds(attend) if scored
+                else self._fastest("prefill_attention", 16, rows, attend))
         return 4 * sizes.head_dim * sizes.heads * seen / took
 
     def decode_attention(self) -> tuple[dict[int, float], float]:

@@ -295,8 +295,27 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     a.taken[index] = slot;
 }
 
+// Whether every slot and position that the call would touch is there.
+bool valid(const Decode& a) {
+    for (int64_t s = 0; s < a.sequences; s++) {
+        const int64_t cached = a.turn[s];
+        const bool evicts = a.mass && a.turn[3 * a.sequences + s];
+        // A new token takes its victim's slot, or the next one, which then has to be free.
+        if (cached < evicts || cached > a.num_slots - !evicts) return false;
+        if (!a.ranks) continue;
+        if (cached >= a.rope_rows) return false;
+        for (int64_t head = 0; head < a.kv_heads; head++) {
+            const int32_t* ranks = a.ranks + (s * a.kv_heads + head) * a.num_slots;
+            for (int64_t t = 0; t < cached; t++)
+                if (ranks[t] < 0 || ranks[t] >= a.rope_rows) return false;
+        }
+    }
+    return true;
+}
+
 template <class T>
 int decode(const Decode& a) {
+    if (!valid(a)) return INVALID;
     const int64_t heads = a.sequences * a.kv_heads, group = a.heads / a.kv_heads;
     const int64_t width = padded(a.head_dim), slots = padded(a.num_slots) + TILE;
     Space space;

@@ -1,13 +1,24 @@
 // The C entry points: each picks the instruction set at run time.
-#include <cstddef>
-#include <initializer_list>
-
 #include "kernels.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace {
 
 #if defined(__x86_64__)
-constexpr int SETS = 4;
+constexpr int SETS = 5;
+
+// Whether the CPU has tiles of bfloat16 and the system saves their registers.
+bool amx() {
+    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, OSXSAVE = 1u << 27, STATE = 3u << 17;
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & STATE) == STATE && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
+           (d & (BF16 | TILE)) == (BF16 | TILE);
+}
 
 int best() {
     __builtin_cpu_init();
@@ -17,11 +28,15 @@ int best() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return 1;
-    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+    if (!__builtin_cpu_supports("avx512bf16")) return 2;
+    return amx() ? 4 : 3;
 }
+
+// With amx only PyTorch's products are others: the kernels are those of avx512bf16.
 
 #define CALL(function, arguments)                                    \
     switch (isa) {                                                   \
+        case 4:                                                      \
         case 3: return avx512bf16::function(*arguments);             \
         case 2: return avx512::function(*arguments);                 \
         case 1: return avx2::function(*arguments);                   \
@@ -47,14 +62,9 @@ extern "C" {
 EXPORT int h2o_isa_count() { return SETS; }
 EXPORT int h2o_isa_best() { return best(); }
 
-// Sizes of the structs: the caller's have to be the same.
-EXPORT int64_t h2o_sizes() {
-    int64_t sizes = 0;
-    for (size_t size : {sizeof(Prefill), sizeof(Select), sizeof(Decode), sizeof(Groups),
-                        sizeof(Linear), sizeof(Product), sizeof(Rows), sizeof(Quantize)})
-        sizes = sizes * 31 + static_cast<int64_t>(size);
-    return sizes;
-}
+// Which table the structs were made from, and which sources and compiler the kernels.
+EXPORT const char* h2o_abi() { return H2O_ABI; }
+EXPORT const char* h2o_build() { return H2O_BUILD " " __VERSION__; }
 
 EXPORT int h2o_prefill_attention(int isa, const Prefill* a) { CALL(prefill_attention, a) }
 EXPORT int h2o_select_heavy_hitters(int isa, const Select* a) { CALL(select_heavy_hitters, a) }

@@ -349,6 +349,8 @@ INLINE bool whole_tile(const Rows& a, int64_t i) {
 
 template <class T>
 int rows_of(const Rows& a) {
+    for (int64_t i = 0; i < a.count; i++)
+        if (a.rows[i] < 0 || a.rows[i] >= a.matrix.outputs) return INVALID;
     const Blocks m(a.matrix);
     const int64_t inputs = a.matrix.inputs, size = inputs + TILE * m.group;
     const Memory<float> floats = memory<float>(a.threads * size);

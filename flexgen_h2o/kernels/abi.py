@@ -1,0 +1,96 @@
+"""The C ABI of the CPU kernels: one table, from which both sides are made.
+
+setup.py writes `header` for the C++ sources, `structs` are ctypes' mirrors for `native`, and
+`FINGERPRINT` tells whether a library was built from the same table: a field that was moved,
+renamed or retyped changes it. The module imports nothing of the package, since setup.py runs it by
+its path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from types import MappingProxyType
+
+STRUCTS = MappingProxyType({
+    # A record of storage/quantization.py (GroupLayout); bits is 16 for plain vectors.
+    "Layout": "int64_t: bits groups group code_bytes nbytes",
+    # A matrix of storage/quantization.py (MatrixLayout).
+    "Matrix": "void*: data; int64_t: outputs inputs bits group",
+    # reference.prefill_attention: q [rows, heads, head_dim], k and v [key_rows, kv_heads,
+    # head_dim], out contiguous as q, mass [kv_heads, key_rows] or null.
+    "Prefill": """const void*: q k v; void*: out; float*: mass;
+        const int64_t*: lengths key_lengths;
+        int64_t: dtype sequences heads kv_heads head_dim
+                 q_row q_head k_row k_head v_row v_head mass_head threads;
+        double: decay""",
+    # reference.select_heavy_hitters: k and v [rows, kv_heads, head_dim], mass [kv_heads, rows] or
+    # null, cuts [sequences, 3], slots [2, sequences, kv_heads, num_slots, width]; kept_mass,
+    # positions and ranks [sequences, kv_heads, num_slots] are contiguous.
+    "Select": """const void*: k v; const float*: mass; const int64_t*: cuts; void*: slots;
+        float*: kept_mass; int32_t*: positions ranks; Layout: layout;
+        int64_t: dtype sequences kv_heads head_dim num_slots
+                 k_row k_head v_row v_head mass_head
+                 slots_kind slots_sequence slots_head slots_slot mean sinks threads""",
+    # reference.decode_attention: q [sequences, heads, head_dim], k and v [sequences, kv_heads,
+    # head_dim], out contiguous as q, turn [4, sequences] contiguous; mass and positions both or
+    # neither null; cos and sin [rope_rows, half_rotary].
+    "Decode": """const void*: q k v; void*: out slots; const int32_t*: turn; float*: mass;
+        int32_t*: positions ranks; const float*: cos sin; int64_t*: taken; Layout: layout;
+        int64_t: dtype sequences heads kv_heads head_dim num_slots rope_rows half_rotary
+                 q_row q_head k_row k_head v_row v_head
+                 slots_kind slots_sequence slots_head slots_slot mean sinks threads;
+        double: decay""",
+    # reference.quantize_groups and its inverse: x [rows, length] and records [rows, nbytes]; x is
+    # float32 where it is the output.
+    "Groups": """void*: x records; Layout: layout;
+        int64_t: dtype rows length x_row record_row threads""",
+    # reference.linear_few_rows: x [rows, inputs], weight [outputs, inputs], bias [outputs] or null,
+    # out [rows, outputs].
+    "Linear": """const void*: x weight bias; void*: out;
+        int64_t: rows inputs outputs x_row weight_row out_row add threads""",
+    # reference_matrix.linear_quantized: x [rows, inputs], bias [outputs] or null, out [rows,
+    # outputs].
+    "Product": """const void*: x bias; void*: out; Matrix: matrix;
+        int64_t: dtype rows x_row out_row add threads""",
+    # reference_matrix.unpack_rows: rows [count], out [count, inputs].
+    "Rows": "const int64_t*: rows; void*: out; Matrix: matrix; int64_t: dtype count threads",
+    # reference_matrix.quantize_matrix: weight [outputs, inputs].
+    "Quantize": """const void*: weight; Matrix: matrix;
+        int64_t: dtype weight_row search threads""",
+})
+"""Fields of each struct by C type. Tensors of several dimensions come with strides in elements,
+named by the dimension that they step along; the last dimension is contiguous."""
+
+_CTYPES = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
+
+
+def fields(struct: str) -> list[tuple[str, str]]:
+    """(C type, name) of each field of one of `STRUCTS`, in order."""
+    return [(kind.strip(), name) for part in STRUCTS[struct].split(";")
+            for kind, _, names in [part.partition(":")] for name in names.split()]
+
+
+FINGERPRINT = hashlib.sha256(repr([(name, fields(name)) for name in STRUCTS]).encode()
+                             ).hexdigest()[:16]
+
+
+def header() -> str:
+    """The C++ header `abi.h` of the build."""
+    lines = ["// Written by setup.py from flexgen_h2o/kernels/abi.py.", "#pragma once",
+             "#include <cstdint>", f'#define H2O_ABI "{FINGERPRINT}"']
+    for struct in STRUCTS:
+        members = "".join(f"    {kind} {name};\n" for kind, name in fields(struct))
+        lines.append(f"struct {struct} {{\n{members}}};")
+    return "\n".join(lines) + "\n"
+
+
+def structs() -> dict[str, type[ctypes.Structure]]:
+    """ctypes' mirror of each of `STRUCTS`, by name."""
+    made: dict[str, type[ctypes.Structure]] = {}
+    for struct in STRUCTS:
+        known = _CTYPES | made
+        made[struct] = type(struct, (ctypes.Structure,), {"_fields_": [
+            (name, ctypes.c_void_p if kind.endswith("*") else known[kind])
+            for kind, name in fields(struct)]})
+    return made

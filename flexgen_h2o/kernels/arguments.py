@@ -1,0 +1,78 @@
+"""Checks of what is handed to the C++ kernels, which take pointers at their word.
+
+Each raises ValueError with the operation's name and what does not hold; nothing has been written by
+then. They cost some microseconds a call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.storage.quantization import GroupLayout
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Of floating-point inputs, and their numbers in the C ABI (DType of cpu/kernels.h)."""
+
+
+def need(holds: bool, name: str, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: {what}")
+
+
+def expect(name: str, dtype: torch.dtype, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Each of `tensors` is None, or on the CPU with this dtype and shape."""
+    for what, (x, shape) in tensors.items():
+        if x is not None and not (x.is_cpu and x.dtype == dtype and x.shape == shape):
+            raise ValueError(f"{name}: {what} must be {dtype} {list(shape)} on the CPU, got "
+                             f"{x.dtype} {list(x.shape)} on {x.device}")
+
+
+def floats(name: str, x: Tensor, dims: int) -> torch.dtype:
+    """The dtype of an input, which has so many dimensions."""
+    need(x.dim() == dims and x.dtype in DTYPES, name,
+          f"takes {dims} dimensions of float32, bfloat16 or float16, got {x.dtype} "
+          f"{list(x.shape)}")
+    return x.dtype
+
+
+def contiguous(name: str, **tensors: Tensor | None) -> None:
+    for what, x in tensors.items():
+        need(x is None or x.is_contiguous(), name, f"{what} must be contiguous")
+
+
+def lines(name: str, **tensors: Tensor | None) -> None:
+    """Each is contiguous in its last dimension: for what is written, or read where it lies."""
+    for what, x in tensors.items():
+        need(x is None or x.shape[-1] <= 1 or x.stride(-1) == 1, name,
+              f"{what} must be contiguous in its last dimension")
+
+
+def head_shapes(name: str, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """The dtype of q [rows, heads, head_dim], k and v [key rows, kv_heads, head_dim]."""
+    dtype, heads = floats(name, q, 3), q.shape[1]
+    kv_heads = k.shape[1] if k.dim() == 3 else 0
+    need(kv_heads > 0 and heads % kv_heads == 0, name,
+          f"{heads} query heads are no multiple of {kv_heads} KV heads")
+    shape = (len(k), kv_heads, q.shape[2])
+    expect(name, dtype, q=(q, q.shape), k=(k, shape), v=(v, shape))
+    return dtype
+
+
+def check_slots(name: str, slots: Tensor, sequences: int, k: Tensor, bits: int) -> None:
+    """slots [2, sequences, kv_heads, n, width] hold vectors like k's, or records of `bits`."""
+    need(bits in (4, 8, 16), name, f"no cache has {bits} bits")
+    need(slots.dim() == 5, name, f"slots must have 5 dimensions, got {list(slots.shape)}")
+    width = k.shape[2] if bits == 16 else GroupLayout(k.shape[2], bits).nbytes
+    expect(name, k.dtype if bits == 16 else torch.uint8,
+            slots=(slots, (2, sequences, k.shape[1], slots.shape[3], width)))
+    lines(name, slots=slots)
+
+
+def product_shapes(name: str, x: Tensor, outputs: int, bias: Tensor | None, out: Tensor
+                    ) -> torch.dtype:
+    """The dtype of a product of x [rows, inputs] that is written to out [rows, outputs]."""
+    dtype = floats(name, x, 2)
+    expect(name, dtype, x=(x, x.shape), bias=(bias, (outputs,)), out=(out, (len(x), outputs)))
+    lines(name, bias=bias, out=out)
+    return dtype

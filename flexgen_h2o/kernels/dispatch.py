@@ -1,0 +1,103 @@
+"""What multiplies on a CPU: one table of the choices that depend on the instruction set.
+
+Elsewhere nothing asks what the CPU has. `FLEXGEN_H2O_ISA` makes every choice (and the C++ kernels)
+that of another instruction set, so that each can be run and tested on a machine that would choose
+otherwise. Where calibration has timed the implementations on this machine, a run may go by what was
+measured (`measured`); else the table decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table: on these instruction sets, up to or from so many rows, use this."""
+
+    operation: str
+    sets: tuple[str, ...]
+    implementation: str
+    why: str
+    least_rows: int = 1
+    most_rows: float = math.inf
+
+
+TABLE = (
+    Line("linear", ("avx512bf16",), "few_rows", most_rows=native.FEW_ROWS,
+         why="EPYC, 4096 x 16384: PyTorch takes 1.20, 1.15, 1.33 and 1.48 times as long at 1, 4, 8 "
+             "and 16 rows (benchmarks/results/kernels_linear.csv). With AMX PyTorch reads weights "
+             "at 0.69 of the bandwidth from 1 row on (Xeon, 6.35 ms against 4.4)."),
+    Line("linear_quantized", ("amx",), "unpacked", least_rows=native.FEW_ROWS + 1,
+         why="Xeon with AMX, 4096 x 16384 in 4 bits: the codes take 11.9 ms for 16 rows and grow "
+             "with the rows; unpacked takes 23.8 for 32, 29.9 for 64 and 91.8 for 1024."),
+    Line("prefill_attention", ("amx",), "sdpa",
+         why="Xeon with AMX, 4 x 2048 tokens: SDPA takes 223 ms, ours with scores 872. On the EPYC "
+             "ours takes 0.22 of SDPA's time, scores included (benchmarks/results/kernels.csv)."),
+)
+"""The first line that matches decides. Times are of bfloat16 on two cores."""
+
+_winners: ContextVar[Winners | None] = ContextVar("winners", default=None)
+
+
+@contextmanager
+def measured(winners: Winners | None) -> Iterator[None]:
+    """Within it, `choice` goes by these; None: by the table."""
+    token = _winners.set(winners)
+    try:
+        yield
+    finally:
+        _winners.reset(token)
+
+
+def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """Those of an operation's `IMPLEMENTATIONS` that can do it here for so many rows of `dtype`.
+
+    Raises
+    ------
+    ValueError
+        See `native.instruction_set`.
+    """
+    first, second = IMPLEMENTATIONS[operation]
+    if dtype != torch.bfloat16 or native.missing():
+        return (first,)  # what tiles multiply, and the only dtype that the choices were timed in
+    if operation == "linear" and not (rows <= native.FEW_ROWS and native.multiplies_bfloat16()):
+        return (first,)
+    return first, second
+
+
+def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str:
+    """Which of `available` is used.
+
+    Parameters
+    ----------
+    operation : str
+        A key of `IMPLEMENTATIONS`.
+    rows : int
+        That are multiplied together; of prefill attention, tokens.
+    dtype : torch.dtype
+        Of the inputs.
+    bits : int
+        Of the weights: 16, 8 or 4.
+    """
+    possible = available(operation, rows, dtype)
+    if len(possible) == 1:
+        return possible[0]
+    table = (_winners.get() or {}).get(operation, {}).get(bits)
+    if table:
+        # The winner at the fewest rows measured that are no fewer; beyond, at the most.
+        found = table[min((count for count in table if count >= rows), default=max(table))]
+        return found if found in possible else possible[0]
+    chosen = native.instruction_set()
+    return next((line.implementation for line in TABLE
+                 if line.operation == operation and chosen in line.sets
+                 and line.least_rows <= rows <= line.most_rows), possible[0])
