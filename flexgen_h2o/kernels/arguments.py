@@ -50,27 +50,32 @@ def lines(name: str, **tensors: Tensor | None) -> None:
 
 def head_shapes(name: str, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     """The dtype of q [rows, heads, head_dim], k and v [key rows, kv_heads, head_dim]."""
-    dtype, heads = floats(name, q, 3), q.shape[1]
-    kv_heads = k.shape[1] if k.dim() == 3 else 0
-    need(kv_heads > 0 and heads % kv_heads == 0, name,
-          f"{heads} query heads are no multiple of {kv_heads} KV heads")
-    shape = (len(k), kv_heads, q.shape[2])
-    expect(name, dtype, q=(q, q.shape), k=(k, shape), v=(v, shape))
+    dtype, size, shape = q.dtype, q.shape, k.shape
+    if not (len(size) == 3 == len(shape) and shape == v.shape and shape[2] == size[2]
+            and shape[1] and size[1] % shape[1] == 0
+            and dtype in DTYPES and dtype == k.dtype == v.dtype
+            and q.is_cpu and k.is_cpu and v.is_cpu):
+        each = ", ".join(f"{x.dtype} {list(x.shape)} on {x.device}" for x in (q, k, v))
+        raise ValueError(
+            f"{name}: q must be [rows, heads, head_dim] and k and v [key rows, KV heads, head_dim] "
+            "of one of float32, bfloat16 and float16 on the CPU, with heads a multiple of KV "
+            f"heads; got {each}")
     return dtype
 
 
 def check_slots(name: str, slots: Tensor, sequences: int, k: Tensor, bits: int) -> None:
     """slots [2, sequences, kv_heads, n, width] hold vectors like k's, or records of `bits`."""
-    need(bits in (4, 8, 16), name, f"no cache has {bits} bits")
-    need(slots.dim() == 5, name, f"slots must have 5 dimensions, got {list(slots.shape)}")
+    if bits not in (4, 8, 16) or slots.dim() != 5:
+        raise ValueError(f"{name}: slots must have 5 dimensions and 16, 8 or 4 bits, got "
+                         f"{list(slots.shape)} and {bits}")
     width = k.shape[2] if bits == 16 else GroupLayout(k.shape[2], bits).nbytes
     expect(name, k.dtype if bits == 16 else torch.uint8,
-            slots=(slots, (2, sequences, k.shape[1], slots.shape[3], width)))
+           slots=(slots, (2, sequences, k.shape[1], slots.shape[3], width)))
     lines(name, slots=slots)
 
 
 def product_shapes(name: str, x: Tensor, outputs: int, bias: Tensor | None, out: Tensor
-                    ) -> torch.dtype:
+                   ) -> torch.dtype:
     """The dtype of a product of x [rows, inputs] that is written to out [rows, outputs]."""
     dtype = floats(name, x, 2)
     expect(name, dtype, x=(x, x.shape), bias=(bias, (outputs,)), out=(out, (len(x), outputs)))

@@ -140,10 +140,10 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _strides(**tensors: Tensor | None) -> dict[str, int]:
-    """Of each [rows, heads, ...], as the structs name them."""
-    return {f"{what}_{part}": x.stride(dim) for what, x in tensors.items()
-            for dim, part in enumerate(("row", "head"))}
+def _strides(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Of keys and values [rows, heads, head_dim], as the structs name them."""
+    return {"k_row": k.stride(0), "k_head": k.stride(1), "v_row": v.stride(0),
+            "v_head": v.stride(1)}
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
@@ -165,14 +165,15 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
           q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), mass=_address(mass),
           lengths=ctypes.addressof(lengths), key_lengths=ctypes.addressof(key_lengths),
           dtype=DTYPES[dtype], sequences=len(lengths), heads=q.shape[1], kv_heads=k.shape[1],
-          head_dim=q.shape[2], **_strides(q=q, k=k, v=v),
+          head_dim=q.shape[2], q_row=q.stride(0), q_head=q.stride(1), **_strides(k, v),
           mass_head=0 if mass is None else mass.stride(0), decay=decay)
     return out
 
 
 def _slot_strides(slots: Tensor) -> dict[str, int]:
-    names = ("slots_kind", "slots_sequence", "slots_head", "slots_slot")
-    return dict(zip(names, slots.stride()[:4], strict=True))
+    kind, sequence, head, slot, _ = slots.stride()
+    return {"slots_kind": kind, "slots_sequence": sequence, "slots_head": head,
+            "slots_slot": slot}
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequence[int],
@@ -200,7 +201,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequen
           slots=slots.data_ptr(), kept_mass=kept_mass.data_ptr(), positions=positions.data_ptr(),
           ranks=_address(ranks), layout=_layout(k.shape[2], bits, slots.shape[-1]),
           dtype=DTYPES[dtype], sequences=sequences, kv_heads=k.shape[1], head_dim=k.shape[2],
-          num_slots=state[2], **_strides(k=k, v=v),
+          num_slots=state[2], **_strides(k, v),
           mass_head=0 if mass is None else mass.stride(0), **_slot_strides(slots), mean=mean,
           sinks=sinks)
 
@@ -238,7 +239,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, turn: Tenso
           layout=_layout(q.shape[2], bits, slots.shape[-1]), dtype=DTYPES[dtype],
           sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
           num_slots=state[2], rope_rows=rope[0], half_rotary=rope[1],
-          **_strides(q=q, k=k, v=v), **_slot_strides(slots), mean=mean, sinks=sinks, decay=decay)
+          q_row=q.stride(0), q_head=q.stride(1), **_strides(k, v), **_slot_strides(slots),
+          mean=mean, sinks=sinks, decay=decay)
     return out, taken
 
 
