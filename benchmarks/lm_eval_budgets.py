@@ -1,6 +1,6 @@
 """Accuracy by cache budget, measured by lm-evaluation-harness: the H2O paper's Figure 4 in small.
 
-    python benchmarks/lm_eval_budgets.py --input-path ../shared/data/xsum_0shot.jsonl
+    python benchmarks/lm_eval_budgets.py --input-path xsum_0shot.jsonl
 
 The paper's tasks come from hubs; this one is made of the articles alone. Each item is the beginning
 of an article and four summaries, its own and those of three others; the likeliest is the answer, so

@@ -1,6 +1,6 @@
 """Why a small cache costs perplexity: nats per token over the full cache, by quarter of the text.
 
-    python benchmarks/quality_by_position.py --input-path ../shared/data/xsum_0shot.jsonl
+    python benchmarks/quality_by_position.py --input-path xsum_0shot.jsonl
 
 The articles and halves are those of `flexgen_h2o.tasks.quality`. A budget is a share of the prompt;
 as the text goes on, it is an ever smaller share of what there is to remember, unless generated

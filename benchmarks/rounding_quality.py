@@ -1,6 +1,6 @@
 """What rounding a model's matrices costs in perplexity, with and without a search for scales.
 
-    python benchmarks/rounding_quality.py --input-path ../shared/data/xsum_0shot.jsonl
+    python benchmarks/rounding_quality.py --input-path xsum_0shot.jsonl
 
 Copies of the model are written whose matrices are what quantization makes of them, and measured in
 float32, so that nothing but the rounding differs: perplexity of each article after its first token,
