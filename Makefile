@@ -13,7 +13,7 @@ TORCH_STAMP := $(VENV)/.have-$(subst =,-,$(TORCH))
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-wheel test-asan test-transformers-4 gpu-check clean
+.PHONY: demo test docs test-wheel test-asan test-transformers-4 gpu-check clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
 	$(BIN)/python -m flexgen_h2o.flex_opt --config configs/demo.yaml \
@@ -24,6 +24,12 @@ test: $(VENV)/.have-test $(VENV)/.have-model $(VENV)/.have-wheel
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+
+# The site, into site/: its pages are held to the code first, then built; a broken link fails. Nothing
+# is fetched while it is built.
+docs: $(VENV)/.have-docs
+	$(BIN)/python -m pytest -q tests/test_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The package as users get it: sdist, the wheel from it, and that one in an environment of its own.
 # All other tests use the sources where they are.
@@ -63,7 +69,7 @@ gpu-check: $(VENV)/.have-test
 	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) $(VENV4) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VENV4) build site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -90,9 +96,13 @@ $(VENV)/.have-test: $(SOURCES) $(TORCH_STAMP)
 	$(PIP) install -e '.[test]'
 	touch $@ $(VENV)/.have-package
 
+$(VENV)/.have-docs: $(VENV)/.have-test
+	$(PIP) install -e '.[docs]'
+	touch $@
+
 # `make test` tries the wheel once, and again when something has changed that is in it.
-PACKAGED := $(SOURCES) MANIFEST.in README.md CHANGELOG.md LICENSE tools/check_wheel.py \
-    $(shell find flexgen_h2o configs -name __pycache__ -prune -o -type f ! -name '*.so' -print)
+PACKAGED := $(SOURCES) MANIFEST.in README.md CHANGELOG.md LICENSE mkdocs.yml tools/check_wheel.py \
+    $(shell find flexgen_h2o configs docs examples -name __pycache__ -prune -o -type f ! -name '*.so' -print)
 
 $(VENV)/.have-wheel: $(PACKAGED) | $(VENV)/.have-test
 	$(BIN)/python tools/check_wheel.py

@@ -56,6 +56,11 @@ EXTRAS = {
     "bench-flexgen": [
         "flexgen==0.1.8",  # the paper's own, at rest since; its command line is called
     ],
+    "docs": [
+        "mkdocs>=1.6",  # `make docs`: the site; 1.6 checks anchors and takes generated files
+        "mkdocs-material>=9.7",  # its theme; 9.7 is the first with all features free
+        "mkdocstrings[python]>=1.0",  # the page of the API, from docstrings; the one that was tried
+    ],
     "summarize": [
         "rouge-score>=0.1.2",  # tasks.summarize: Google's ROUGE, which papers report; the last one
     ],

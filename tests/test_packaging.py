@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +18,6 @@ import flexgen_h2o
 from flexgen_h2o import flex_opt
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
 
 
 def tool(name: str) -> ModuleType:
@@ -32,75 +29,8 @@ def tool(name: str) -> ModuleType:
 
 
 @pytest.fixture
-def reference() -> ModuleType:
-    return tool("api_reference")
-
-
-@pytest.fixture
 def wheel() -> ModuleType:
     return tool("check_wheel")
-
-
-def test_the_readmes_table_of_names_is_what_docstrings_say(reference):
-    text = README.read_text(encoding="utf-8")
-    assert text == reference.put_into(text), "python tools/api_reference.py --write"
-
-
-def test_the_table_has_all_that_the_package_exports(reference):
-    assert {*reference.PUBLIC[""], "__version__"} == set(flexgen_h2o.__all__)
-    for module, names in reference.PUBLIC.items():
-        imported = importlib.import_module(f"flexgen_h2o.{module}".rstrip("."))
-        assert all(hasattr(imported, name) for name in names), module
-
-
-def test_functions_and_classes_in_the_table(reference):
-    tree = ast.parse('''
-class Thing:
-    """A thing.
-
-    More of it."""
-    def __init__(self, hidden): ...
-    @property
-    def size(self) -> int:
-        """a | b"""
-    def turn(self, angle, /, far=1, *more, fast=False, **others):
-        """Turn it."""
-    @classmethod
-    def make(cls, *, big):
-        """Make one."""
-    def _inner(self): ...
-''').body[0]
-    assert reference.summary(tree) == "A thing."
-    assert list(reference.members(tree)) == [
-        ("size", r"a \| b"), ("turn(angle, far, *more, fast, **others)", "Turn it."),
-        ("make(*, big)", "Make one.")]
-
-
-def test_what_has_no_docstring_or_no_place_is_told(reference):
-    with pytest.raises(LookupError, match="bare has no docstring"):
-        reference.summary(ast.parse("def bare(): ...").body[0])
-    with pytest.raises(LookupError, match="config.py has no Nothing"):
-        reference.definition("config", "Nothing")
-    with pytest.raises(ValueError, match="no lines"):
-        reference.put_into(f"{reference.END} {reference.BEGIN}")
-    assert reference.main(["--what"]) == 2
-
-
-def test_the_table_needs_nothing_installed():
-    program = ROOT / "tools" / "api_reference.py"
-    done = subprocess.run([sys.executable, "-I", "-S", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in README.read_text(encoding="utf-8")
-
-
-def test_each_module_that_a_user_imports_from_is_checked_by_mypy(reference):
-    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.mypy]")[2]
-    checked = {ROOT / path for path in re.findall(r'^    "(.+\.py)",$', settings, re.MULTILINE)}
-    assert len(checked) > 10 and all(path.is_file() for path in checked)
-    public = {reference.source(module) for module in reference.PUBLIC}
-    # Workload stands in a module whose inside is not annotated to the end.
-    assert public - checked == {reference.source("planning.rows")}
-    assert (ROOT / "flexgen_h2o" / "py.typed").is_file()
 
 
 def test_the_changelog_knows_this_version():

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "flexgen_h2o"
 SCRIPT = "flexgen-h2o"
 
-BESIDE = ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.py")
+BESIDE = ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "mkdocs.yml", "pyproject.toml",
+          "setup.py")
 """Files of the sdist that stand beside the package."""
 
 TINY = {"model_type": "opt", "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2,
@@ -78,7 +79,7 @@ def modules() -> set[str]:
 def sources() -> set[str]:
     """Paths that the sdist has to have: all that builds, documents and tests the package."""
     patterns = (f"{PACKAGE}/kernels/cpu/*.cpp", f"{PACKAGE}/kernels/cpu/*.h", "configs/**/*.*",
-                "tests/*.py", "tools/*.py")
+                "docs/**/*.*", "examples/*.py", "examples/data/*.*", "tests/*.py", "tools/*.py")
     found = {path.relative_to(ROOT).as_posix() for pattern in patterns
              for path in ROOT.glob(pattern)}
     return found | modules() | set(BESIDE)

@@ -71,7 +71,7 @@ class QuantizingCheckpoint(Checkpoint):
         elif self._gguf is not None and name in self._opened().names:
             self._opened().read(name, layout, out)
         else:
-            # The same size, and a perplexity closer to the original's: see the README.
+            # The same size, and a perplexity closer to the original's: see benchmarks/results.
             ops.quantize_matrix(self._matrix(own, inner), layout, search=True, out=out)
 
     def _matrix(self, own: str, info: TensorInfo) -> Tensor:

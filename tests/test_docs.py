@@ -1,0 +1,152 @@
+"""README.md and docs/ say what is so: pages, flags, links, commands and names that they show."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_packaging import ROOT, tool
+
+import flexgen_h2o
+from flexgen_h2o import flex_opt
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
+READING = ("--prompts", "--input-path", "--config", "--hardware")
+"""Flags of files that have to be there before a command runs."""
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def prose(text: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^(    |```).*$", "", text, flags=re.MULTILINE)
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Each command that a page shows: the page's name, and the command's words."""
+    for page in PAGES:
+        text = read(page).replace("\\\n", " ")
+        for line in re.findall(r"^ {4}(?:\$ )?((?:python|make|pip) .*)$", text, re.MULTILINE):
+            yield name(page), shlex.split(line, comments=True)
+
+
+COMMANDS = list(commands())
+OURS = [(page, words[2:]) for page, words in COMMANDS if words[:2] == ["python", "-m"]]
+
+
+@pytest.fixture(scope="module")
+def flag_page():
+    return tool("command_line_page")
+
+
+def test_the_page_of_flags_is_what_the_tables_say(flag_page, capsys):
+    assert read(flag_page.PAGE) == flag_page.page(), (
+        "python tools/command_line_page.py --write")
+    assert flag_page.main([]) == 0 and capsys.readouterr().out == flag_page.page()
+    assert flag_page.main(["--what"]) == 2
+
+
+def test_each_flag_is_explained_on_a_page_that_somebody_wrote(flag_page):
+    written = "\n".join(read(page) for page in PAGES if page != flag_page.PAGE)
+    named = set(re.findall(r"--[a-z0-9-]*[a-z0-9]", written))
+    known = {command: set(flag_page.flags(command)) for command in flag_page.COMMANDS}
+    assert known["flex_opt"] == {
+        each for each in flex_opt.build_parser()._option_string_actions
+        if each.startswith("--")} - {"--help"}
+    assert not {command: missing for command, flags in known.items()
+                if (missing := sorted(flags - named))}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=name)
+def test_each_link_leads_somewhere(page):
+    for target in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", prose(read(page))):
+        path, _, anchor = target.partition("#")
+        file = Path(os.path.normpath(page.parent / path)) if path else page
+        assert file.is_relative_to(ROOT) and file.is_file(), target
+        if anchor:
+            # GitHub's names of headings.
+            titles = re.findall(r"^#+ (.+)$", prose(read(file)), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+                       for title in titles}
+            assert anchor in anchors, target
+
+
+@pytest.mark.parametrize("page, words", OURS, ids=[f"{page} {words[0]}" for page, words in OURS])
+def test_each_command_of_the_package_takes_the_flags_that_are_shown(page, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    module = importlib.import_module(words[0])
+    if words[0].startswith("flexgen_h2o.integrations"):
+        return  # its command line is the harness's
+    module.parse_args(words[1:])
+
+
+def test_each_file_that_a_command_reads_is_in_the_repository():
+    assert len(COMMANDS) > 25
+    targets = re.findall(r"^([\w-]+):", read(ROOT / "Makefile"), re.MULTILINE)
+    for page, words in COMMANDS:
+        read_files = [value for flag, value in zip(words, words[1:], strict=False)
+                      if flag in READING]
+        if words[0] == "python" and words[1] != "-m":
+            read_files.append(words[1])
+        for path in read_files:
+            assert (ROOT / path).is_file(), f"{page}: {path}"
+        if words[0] == "make":
+            assert words[1] in targets, f"{page}: make {words[1]}"
+
+
+def test_python_that_is_shown_compiles_and_imports_what_there_is():
+    found = 0
+    for page in PAGES:
+        for block in re.findall(r"(?:^(?: {4}.*)?\n)+", read(page), re.MULTILINE):
+            if "import " not in block or "python " in block:
+                continue
+            lines = [line[4:] for line in block.splitlines()]
+            compile("\n".join(lines), name(page), "exec")
+            exec("\n".join(line for line in lines if re.match("(from|import) ", line)), {})
+            found += 1
+    assert found >= 4
+
+
+# --- the names that users import
+
+
+def documented() -> dict[str, object]:
+    """The objects that docs/api.md takes its text from, by their full names."""
+    found = {}
+    for path in re.findall(r"^::: (\S+)$", read(ROOT / "docs" / "api.md"), re.MULTILINE):
+        module, _, attribute = path.rpartition(".")
+        found[path] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def test_the_page_of_names_has_all_that_the_package_exports():
+    exported = {getattr(flexgen_h2o, each) for each in flexgen_h2o.__all__} - {
+        flexgen_h2o.__version__}
+    assert exported <= set(documented().values())
+    for path, each in documented().items():
+        assert each.__doc__, path
+        assert path == f"{each.__module__}.{each.__qualname__}"  # where its source is
+
+
+def test_each_module_that_a_user_imports_from_is_checked_by_mypy():
+    settings = read(ROOT / "pyproject.toml").partition("[tool.mypy]")[2]
+    checked = {ROOT / path for path in re.findall(r'^    "(.+\.py)",$', settings, re.MULTILINE)}
+    assert len(checked) > 10 and all(path.is_file() for path in checked)
+    public = {Path(importlib.import_module(each.__module__).__file__)
+              for each in documented().values()}
+    # Workload stands in a module whose inside is not annotated to the end.
+    assert {name(path) for path in public - checked} <= {
+        "flexgen_h2o/planning/rows.py", "flexgen_h2o/models/sources.py"}
+    assert (ROOT / "flexgen_h2o" / "py.typed").is_file()
