@@ -25,8 +25,8 @@ test: $(VENV)/.have-test $(VENV)/.have-model $(VENV)/.have-wheel
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
-# The site, into site/: its pages are held to the code first, then built; a broken link fails. Nothing
-# is fetched while it is built.
+# The site, into site/: its pages are held to the code first, then built; a broken link fails.
+# Nothing is fetched while it is built.
 docs: $(VENV)/.have-docs
 	$(BIN)/python -m pytest -q tests/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -102,7 +102,8 @@ $(VENV)/.have-docs: $(VENV)/.have-test
 
 # `make test` tries the wheel once, and again when something has changed that is in it.
 PACKAGED := $(SOURCES) MANIFEST.in README.md CHANGELOG.md LICENSE mkdocs.yml tools/check_wheel.py \
-    $(shell find flexgen_h2o configs docs examples -name __pycache__ -prune -o -type f ! -name '*.so' -print)
+    $(shell find flexgen_h2o configs docs examples -name __pycache__ -prune \
+        -o -type f ! -name '*.so' -print)
 
 $(VENV)/.have-wheel: $(PACKAGED) | $(VENV)/.have-test
 	$(BIN)/python tools/check_wheel.py
