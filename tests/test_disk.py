@@ -1,11 +1,14 @@
 """Disk I/O: aligned pieces of any extents, errors that come back, folders that go away."""
 
+import contextlib
 import errno
+import fcntl
 import os
 import random
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.report import LinkStats
 from flexgen_h2o.storage import disk as disk_module
 from flexgen_h2o.storage.disk import RUN_PREFIX, AlignedRead, Disk, RunFolder, plan_reads
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up
+from flexgen_h2o.storage.transfer import ATTENTION, Transfers
+from flexgen_h2o.trace import Trace
 
 
 @pytest.fixture
@@ -91,6 +97,55 @@ def test_a_file_system_without_direct_io_is_said_once(tmp_path, disk, monkeypatc
     assert len([r for r in caplog.records if "refuses O_DIRECT" in r.message]) == 1
 
 
+@pytest.mark.parametrize("most", [1, 511, PAGE + 1, 3 * PAGE - 1])
+def test_a_file_system_that_moves_less_than_it_is_asked_for(tmp_path, disk, monkeypatch, most):
+    """Network file systems and FUSE do; O_DIRECT goes on from the middle of a page nowhere."""
+    def short(call):
+        def move(descriptor, views, offset):
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and offset % PAGE:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            (view,) = views
+            moved = min(call(descriptor, views, offset), most + (offset % PAGE and 5000))
+            if call is real_read:
+                view[moved:] = b"?" * (len(view) - moved)
+            return moved
+
+        return move
+
+    real_read, content = os.preadv, random.Random(1).randbytes(5 * PAGE + 100)
+    path = tmp_path / "a"
+    path.write_bytes(content)
+    source, target = (Device().host_empty(6 * PAGE) for _ in range(2))
+    source[: len(content)] = torch.frombuffer(bytearray(content[::-1]), dtype=torch.uint8)
+    monkeypatch.setattr(os, "preadv", short(os.preadv))
+    monkeypatch.setattr(os, "pwritev", short(os.pwritev))
+    disk.read([AlignedRead(path, 0, 6 * PAGE, 0, end=len(content))], target)
+    assert bytes(target[: len(content)].numpy()) == content
+    disk.write(Extent(path, 0, 6 * PAGE), source)
+    assert path.read_bytes() == bytes(source.numpy())
+    disk.forget(tmp_path)
+    assert not [file for file in Path("/proc/self/fd").iterdir() if file.resolve() == path]
+
+
+def test_jobs_submit_others_while_somebody_waits_for_all(monkeypatch):
+    class Changing(dict):
+        """Gets another job as soon as somebody goes through it without the lock that guards it."""
+
+        def items(self):
+            items = iter(super().items())
+            if not transfers._lock.locked():
+                transfers.submit(ATTENTION, done.append)
+            return items
+
+    transfers, done = Transfers(Device(), links=LinkStats(), trace=Trace(enabled=False)), []
+    with contextlib.closing(transfers):
+        for wait in (transfers.drain, transfers.abandon):
+            monkeypatch.setattr(transfers, "_latest", Changing())
+            transfers.submit("stores", lambda lane: transfers.submit("loads", done.append))
+            wait()
+    assert len(done) == 2
+
+
 def test_a_file_cut_short_and_one_gone_are_told(tmp_path, disk):
     path = tmp_path / "a"
     path.write_bytes(b"x" * 100)
@@ -150,8 +205,13 @@ def test_what_a_killed_run_left_goes_and_a_living_runs_stays(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unwritable_offload_folder_is_one_line(tmp_path):
+@pytest.mark.parametrize(("place", "words"), [
+    ("file", "file is a file"), ("file/below", "file is a file"), ("gone", "gone is no folder")])
+def test_an_offload_folder_that_is_none_is_one_line(tmp_path, place, words):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(UserError, match="--offload-dir") as caught:
-        RunFolder(tmp_path / "file")
-    assert "\n" not in str(caught.value)
+    (tmp_path / "gone").symlink_to("nowhere")
+    with pytest.raises(UserError) as caught:
+        RunFolder(tmp_path / place)
+    assert str(caught.value) == (
+        f"--offload-dir {tmp_path / place} can't be used: {tmp_path}/{words}; give a folder, or a "
+        "name that is not taken yet")

@@ -286,3 +286,20 @@ def test_a_failed_file_leaves_the_old_one(tmp_path):
         raise RuntimeError("half way")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_of_one_file_leave_each_others_alone(tmp_path, monkeypatch):
+    """In two containers that share a folder they have one process number."""
+    path = tmp_path / "out.txt"
+    with report.open_atomic(path) as first:
+        with report.open_atomic(path) as second:
+            second.write("second")
+        first.write("first")
+    assert path.read_text() == "first"
+    monkeypatch.setattr(report.secrets, "token_hex", lambda nbytes: "drawn twice")
+    with report.open_atomic(path) as file:
+        with pytest.raises(FileExistsError), report.open_atomic(path):
+            pass
+        file.write("whole")
+    assert path.read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [path]

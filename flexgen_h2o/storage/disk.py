@@ -94,7 +94,7 @@ class Disk:
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="disk")
         self._record = record or (lambda *_: None)
-        self._files: dict[tuple[Path, bool], int] = {}
+        self._files: dict[tuple[Path, bool, bool], int] = {}
         self._lock = threading.Lock()
         self._warned = False
 
@@ -118,8 +118,8 @@ class Disk:
     def forget(self, folder: Path) -> None:
         """Close the files under `folder`, which is about to go."""
         with self._lock:
-            for path, writing in [key for key in self._files if folder in key[0].parents]:
-                os.close(self._files.pop((path, writing)))
+            for key in [key for key in self._files if folder in key[0].parents]:
+                os.close(self._files.pop(key))
 
     def close(self) -> None:
         """Finish what is under way, stop the workers and close the files."""
@@ -151,11 +151,12 @@ class Disk:
             descriptor = self._open(path, writing=False)
             while done < len(piece):
                 got = os.preadv(descriptor, [piece[done:]], offset + done)
-                # The last page of a file that does not end on a page boundary comes back short.
-                if got == 0 or (done + got) % PAGE:
-                    done += got
-                    break
                 done += got
+                # The last page of a file that does not end on a page boundary comes back short.
+                if got == 0 or done % PAGE and offset + done >= os.fstat(descriptor).st_size:
+                    break
+                if done % PAGE:
+                    descriptor = self._open(path, writing=False, direct=False)
             if done < len(piece) and offset + done < os.fstat(descriptor).st_size:
                 raise OSError(errno.EIO, "short read")
         except OSError as error:
@@ -171,16 +172,24 @@ class Disk:
             descriptor = self._open(path, writing=True)
             while done < len(piece):
                 done += os.pwritev(descriptor, [piece[done:]], offset + done)
+                if done % PAGE:
+                    descriptor = self._open(path, writing=True, direct=False)
         except OSError as error:
             raise _offload_error(error, path) from error
         self._record(WRITE, len(piece), began, time.perf_counter())
 
-    def _open(self, path: Path, *, writing: bool) -> int:
+    def _open(self, path: Path, *, writing: bool, direct: bool = True) -> int:
+        """An open file. Not direct: through the page cache, from and to any byte.
+
+        Network file systems and FUSE may move fewer bytes than asked for, and not whole pages;
+        O_DIRECT cannot go on from there.
+        """
         with self._lock:
-            key = (path, writing)
+            key = (path, writing, direct)
             if key not in self._files:
                 flags = (os.O_RDWR if writing else os.O_RDONLY) | os.O_CLOEXEC
-                self._files[key] = self._open_direct(path, flags)
+                self._files[key] = (self._open_direct(path, flags) if direct
+                                    else os.open(path, flags))
             return self._files[key]
 
     def _open_direct(self, path: Path, flags: int) -> int:
@@ -223,6 +232,11 @@ class RunFolder:
 
     def __init__(self, offload_dir: str | os.PathLike):
         self._parent = Path(offload_dir).expanduser()
+        for place in (self._parent, *self._parent.parents):
+            if os.path.lexists(place) and not os.path.isdir(place):
+                kind = "a file" if os.path.isfile(place) else "no folder"
+                raise UserError(f"--offload-dir {self._parent} can't be used: {place} is {kind}; "
+                                "give a folder, or a name that is not taken yet")
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
             # Creating and cleaning exclude each other: a new folder is never seen unlocked.

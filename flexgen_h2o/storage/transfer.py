@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from itertools import chain, cycle
@@ -119,15 +119,24 @@ class Transfers:
 
     def drain(self) -> None:
         """Wait until all that was submitted is done (a lane's newest job is its last)."""
-        while self._latest:
-            lane, handle = next(iter(self._latest.items()))
+        for handle in self._under_way():
             handle.synchronize()
-            self._done(lane, handle)
 
-    def _done(self, lane: str, handle: Handle) -> None:
-        with self._lock:
-            if self._latest.get(lane) is handle:
-                del self._latest[lane]
+    def _under_way(self) -> Iterator[Handle]:
+        """The newest job of each lane, until there is none; each must be waited for.
+
+        What is waited for may submit more meanwhile, so nobody walks through `_latest` unlocked.
+        """
+        while True:
+            with self._lock:
+                found = next(iter(self._latest.items()), None)
+            if found is None:
+                return
+            lane, handle = found
+            yield handle
+            with self._lock:
+                if self._latest.get(lane) is handle:
+                    del self._latest[lane]
 
     def ready(self, handle: Handle) -> None:
         """Order compute after `handle`; the host waits only for its own share (disk reads)."""
@@ -166,11 +175,9 @@ class Transfers:
 
     def abandon(self) -> None:
         """Let nothing be under way any more, whatever became of it: before buffers go."""
-        while self._latest:  # what is waited for may submit more
-            lane, handle = next(iter(self._latest.items()))
+        for handle in self._under_way():
             with contextlib.suppress(Exception):
                 handle.synchronize()
-            self._done(lane, handle)
         for lane in self._lanes.values():  # copies before a job that failed
             with contextlib.suppress(Exception):
                 lane.flush()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.report import replacing
 
 _FORMATS = (".png", ".svg", ".pdf")
 COLOURS = {"blue": "#0072B2", "vermillion": "#D55E00", "green": "#009E73", "orange": "#E69F00",
@@ -59,11 +59,5 @@ def log_scale(axes, values: Sequence[float]) -> None:
 
 def save(figure, path: str) -> None:
     """Write a figure into a file, which is there whole or not at all. OSError if it cannot."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=Path(path).suffix[1:].lower(), dpi=150)
