@@ -264,6 +264,31 @@ def test_conversion_happens_once_and_again_when_the_source_changes(tmp_path):
     assert converted_folder(tmp_path / "mine", "bfloat16") != first
 
 
+def test_another_checkpoint_of_the_same_name_size_and_times_is_not_taken_for_the_first(tmp_path):
+    """As images that are built reproducibly hold: all times are alike."""
+    def put(parent: str, *changed: int) -> Path:
+        """The copy of a checkpoint of 4 MB with other bytes from changed[0] to changed[1]."""
+        path = tmp_path / parent / "tuned"
+        path.mkdir(parents=True, exist_ok=True)
+        data = torch.zeros(4 << 20, dtype=torch.uint8)
+        data[slice(*changed or (0, 0))] = 1
+        save_file({"w": data.view(torch.float16)}, path / "model.safetensors")
+        (path / "config.json").write_text("{}")
+        for file in path.iterdir():
+            os.utime(file, (0, 0))
+        return converted_folder(path, "float32")
+
+    first = put("a")
+    assert put("a") == first
+    # In the same place what has changed must be sampled, and in another one it need not.
+    places = [(20_000 * k, 20_000 * (k + 1)) for k in (5, 99, 202)]
+    made = {first, *(put("a", *place) for place in places), put("a", -1, None),
+            put("b"), put("c", 999_999, 1_000_000)}
+    assert len(made) == 7
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    assert put("link") in made
+
+
 def test_conversion_that_fails_leaves_nothing(tmp_path, cache, monkeypatch):
     hf_folder(tmp_path / "mine")
 

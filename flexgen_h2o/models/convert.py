@@ -30,7 +30,9 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 Progress = Callable[[int, int], None]
 
 _FORMAT = 2  # raise it when what is written changes: copies of an older format are then made anew
-_HEAD_BYTES = 64 << 10  # at least, of each source file, hashed into the key of its copy
+# Hashed into the key of a copy, of each source file: so many pieces, the first at its beginning and
+# the last at its end; a file of up to a megabyte is read whole, and 100 MB take 1 ms, 35 when cold.
+_SAMPLES, _SAMPLE_BYTES = 256, 4 << 10
 _WEIGHTS = (".safetensors", ".bin")
 _COPIED = (".json", ".model", ".txt", ".jinja")  # configuration and tokenizer
 _SPARE_BYTES = 64 << 20  # left free beside a copy, for its small files
@@ -120,7 +122,9 @@ def build_once(
     Parameters
     ----------
     sources : sequence of Path
-        The files it is made from. Their names, sizes, times and headers are the key.
+        The files it is made from. The key is where they really are, their sizes and times, the
+        headers of safetensors, and samples all over each file: two fine-tunes of one shape differ
+        in most bytes, and a container's image may give all files one time.
     form : str
         What it is made into; part of the key.
     title : str
@@ -223,17 +227,29 @@ def _key(sources: Sequence[Path], form: str) -> str:
     parts: list[object] = [_FORMAT, form]
     for path in sources:
         try:
-            status = path.stat()
-            with open(path, "rb") as file:
-                head = file.read(_HEAD_BYTES)
-                if path.suffix == ".safetensors":  # all of its header, however long
-                    length = int.from_bytes(head[:8], "little")
-                    head += file.read(max(0, min(8 + length, status.st_size) - len(head)))
-                head = hashlib.sha256(head).hexdigest()
+            with open(path, "rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                held = _sampled(file.fileno(), status.st_size, path.suffix == ".safetensors")
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
-        parts.append([path.name, status.st_size, status.st_mtime_ns, head])
+        real = os.fsencode(path.resolve()).hex()
+        parts.append([path.name, real, status.st_size, status.st_mtime_ns, held])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _sampled(fd: int, size: int, has_header: bool) -> str:
+    """The hash of samples of a file of `size` bytes, and of its safetensors header if it has one.
+    """
+    digest = hashlib.sha256()
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # or 32 times as much is read ahead
+    if has_header:
+        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        digest.update(os.pread(fd, min(length, size), 8))
+    last = max(0, size - _SAMPLE_BYTES)
+    step = max(_SAMPLE_BYTES, -(-last // (_SAMPLES - 1)))
+    for start in (*range(0, last, step), last):
+        digest.update(os.pread(fd, _SAMPLE_BYTES, start))
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
