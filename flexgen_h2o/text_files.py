@@ -1,18 +1,37 @@
 """What users hand in as files: lines with their numbers, text under a key of JSON lines, YAML.
 
-All errors are `UserError`, in one line that names the flag, the file and the line. No torch.
+These may come through a pipe (`--prompts <(zcat prompts.gz)`); a checkpoint's files may not. All
+errors are `UserError`, in one line that names the flag, the file and the line. No torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
 
 from flexgen_h2o.errors import UserError
+
+
+def regular_file(path: Path) -> Path:
+    """The path of a checkpoint's file, if it is one (or a link to one) or is missing.
+
+    Raises `UserError` for a pipe, which would be waited for without end, and for anything else
+    that is there.
+    """
+    try:
+        kind = path.stat().st_mode
+    except OSError:
+        return path  # whoever opens it says why it cannot be
+    if not stat.S_ISREG(kind):
+        names = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+        raise UserError(f"{path} is {names.get(stat.S_IFMT(kind), 'a device')}: put the file "
+                        "itself there")
+    return path
 
 
 def read_text(flag: str, path: str, *, if_empty: str) -> str:

@@ -5,12 +5,14 @@ What the flags and prompt files alone refuse, before any model is looked for, is
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -175,6 +177,71 @@ def test_config_that_is_not_one(model, here, capfd, text, words):
     if text is not None:
         (model / "config.json").write_text(text)
     assert words in refused(capfd, here, "--model", "model")
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("num_hidden_layers", 10**9, "at most 4096"),
+    ("num_hidden_layers", 10**400, "at most 4096"),
+    ("num_hidden_layers", 4096, "calls for 4096 layers"),
+    ("num_hidden_layers", 4, "has no tensor model.layers.3."),
+    ("num_hidden_layers", 2, "has a tensor model.layers.2."),
+    ("hidden_size", 48 * 2**10, "has shape [120, 48], but config.json calls for [120, 49152]"),
+    ("vocab_size", 10**7, "has shape [120, 48], but config.json calls for [10000000, 48]"),
+    ("intermediate_size", 10**6, "calls for [1000000, 48]"),
+    ("num_key_value_heads", 3, "calls for [24, 48]"),
+    ("max_position_embeddings", 10**15, "at most 1073741824"),
+])
+def test_config_of_other_sizes_than_the_checkpoint(model, here, capfd, monkeypatch, key, value,
+                                                   words):
+    """It shows before the memory plan, which would give advice on batches, and without work."""
+    monkeypatch.setattr(runtime.Runtime, "plan", lambda *_, **__: pytest.fail("planned"))
+    change_config(model, **{key: value})
+    assert words in refused(capfd, here, "--model", "model")
+
+
+@pytest.mark.parametrize("name", [
+    "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "pytorch_model.bin.index.json", "tokenizer.json", "merges.txt", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_what_is_no_file_is_not_waited_for(model, here, capfd, name, kind):
+    path = model / name
+    if "model" in name:
+        (model / "model.safetensors").unlink()
+    path.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    (model / "vocab.json").write_text("{}")  # so that there is a tokenizer to read
+    with time_limit(20):
+        message = refused(capfd, here, "--model", "model", "--prompt", "some text")
+    assert f"{name} is {kind}" in message
+
+
+def test_prompts_may_come_through_a_pipe(model, here, capfd):
+    os.mkfifo(here / "prompts.jsonl")
+    writer = threading.Thread(
+        target=lambda: (here / "prompts.jsonl").write_text('{"prompt": ""}'))
+    writer.start()
+    with time_limit(20):
+        message = refused(capfd, here, "--model", "model", "--prompts", "prompts.jsonl")
+    writer.join()
+    assert "prompts.jsonl line 1 has no text" in message
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float):
+    """Turns what would wait without end into a failure."""
+    def fail(*_):
+        raise AssertionError(f"no end in {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_folder_without_weights(model, here, capfd):

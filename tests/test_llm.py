@@ -8,7 +8,7 @@ import torch
 from fakes import LazyDevice, PoisonedDevice
 
 import flexgen_h2o.llm as llm_module
-from flexgen_h2o import LLM, Placement, Policy
+from flexgen_h2o import LLM, Placement, Policy, runtime
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.trace import Trace
 
@@ -253,16 +253,21 @@ def test_bad_pairs_and_a_closed_llm_are_one_line(tiny_model):
 @pytest.mark.parametrize("name, text", [
     ("tokenizer.json", "{}"), ("generation_config.json", "{"), ("generation_config.json", "[]"),
     ("generation_config.json", '{"eos_token_id": "x"}'),
+    ("generation_config.json", '{"eos_token_id": [true]}'),
+    ("generation_config.json", f'{{"eos_token_id": {10**400}}}'),
+    ("generation_config.json", "[" * 100_000),
 ])
-def test_damaged_small_files_show_before_the_work(tiny_model, tmp_path, name, text):
+def test_damaged_small_files_show_before_the_work(tiny_model, tmp_path, monkeypatch, name, text):
+    """Also where the call says which tokens end a text."""
     import shutil
 
     shutil.copytree(tiny_model("opt").folder, tmp_path / "model")
     (tmp_path / "model" / name).write_text(text)
-    with LLM(str(tmp_path / "model"), dtype="float32") as llm, \
-            pytest.raises(UserError, match="can't be") as caught:
-        llm.generate([[5]], max_new_tokens=2)
-    assert "\n" not in str(caught.value) and llm.stats is None
+    monkeypatch.setattr(runtime.Runtime, "run", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(UserError, match="can't be") as caught, \
+            LLM(str(tmp_path / "model"), dtype="float32") as llm:
+        llm.generate([[5]], max_new_tokens=2, eos_token_id=-1)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_disk_error_ends_the_run_and_leaves_nothing(tiny_model, tmp_path, monkeypatch):

@@ -190,6 +190,12 @@ def test_end_tokens():
     assert from_transformers(LLAMA | {"bos_token_id": None}, "x").bos_token_id is None
 
 
+def test_a_rotary_context_may_be_long():
+    """There are models of ten million positions, which are no table."""
+    cfg = from_transformers(LLAMA | {"max_position_embeddings": 10_485_760}, "x")
+    assert cfg.max_positions == 10_485_760
+
+
 def test_sliding_window():
     def window(**options):
         return from_transformers({"model_type": "mistral", **options}, "x").sliding_window
@@ -238,7 +244,21 @@ def test_sliding_window():
     ({"head_dim": 9}, ["9 rotary dimensions"]),
     ({"head_dim": -8}, ["head_dim = -8"]),
     (NEOX | {"rotary_pct": 0.33}, ["rotary dimensions"]),
-    (NEOX | {"rotary_pct": 2.0}, ["rotary dimensions"]),
+    (NEOX | {"rotary_pct": 2.0}, ["partial_rotary_factor = 2.0"]),
+    ({"num_hidden_layers": 10**9}, ["num_hidden_layers = 1000000000", "at most 4096"]),
+    ({"num_hidden_layers": 10**400}, ["num_hidden_layers = 1000"]),
+    ({"num_hidden_layers": 1e400}, ["num_hidden_layers = inf"]),
+    ({"hidden_size": 10**12}, ["hidden_size", "at most 1048576"]),
+    ({"intermediate_size": 10**7}, ["intermediate_size"]),
+    ({"vocab_size": 10**9}, ["vocab_size", "at most 16777216"]),
+    ({"max_position_embeddings": 10**15}, ["max_position_embeddings", "at most 1073741824"]),
+    ({"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 10**15}},
+     ["original_max"]),
+    ({"model_type": "mistral", "sliding_window": 10**400}, ["sliding_window"]),
+    ({"rope_theta": 10**400}, ["rope_theta = 1000"]),
+    ({"rms_norm_eps": 10**400}, ["rms_norm_eps"]),
+    (NEOX | {"rotary_pct": 1e308}, ["partial_rotary_factor = 1e+308"]),
+    ({"eos_token_id": 10**400}, ["eos_token_id"]),
     ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window = 0"]),
     ({"model_type": "opt", "activation_function": "tanh"}, ["'tanh'"]),
 ])
@@ -246,7 +266,7 @@ def test_refusals_name_what_is_refused(options, words):
     with pytest.raises(UserError) as refusal:
         from_transformers(LLAMA | options, "some/model")
     message = str(refusal.value)
-    assert message.startswith("some/model: ") and "\n" not in message
+    assert message.startswith("some/model: ") and "\n" not in message and len(message) < 200
     assert all(word in message for word in words), message
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,9 +21,17 @@ from flexgen_h2o.models.from_gguf import gguf_types
 from flexgen_h2o.models.gguf_blocks import KINDS, GgufBlocks
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
-from flexgen_h2o.models.spec import ModelConfig, ModelWeights, from_transformers, published
+from flexgen_h2o.models.spec import (
+    MOST_TOKENS,
+    ModelConfig,
+    ModelWeights,
+    TensorSpec,
+    from_transformers,
+    published,
+)
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.text_files import regular_file
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -35,7 +43,8 @@ class Source:
     """A model that can be loaded: its shape, and where its tensors and its tokenizer are.
 
     folder is None for dummy weights of a published shape, which have no tokenizer either; gguf is
-    the file that the folder was made from, if it was one; bits are those of a matrix's elements.
+    the file that the folder was made from, if it was one; bits are those of a matrix's elements;
+    end_tokens are the ids that end a text.
     """
 
     config: ModelConfig
@@ -43,6 +52,7 @@ class Source:
     dtype: torch.dtype
     folder: Path | None
     dummy: bool
+    end_tokens: tuple[int, ...]
     gguf: Path | None = None
     bits: int = 16
 
@@ -82,8 +92,7 @@ class Source:
         UserError
             A shard is missing or damaged, a tensor is missing or has a wrong shape.
         """
-        groups = (self.weights.embed, *self.weights.layers, self.weights.head)
-        specs = {spec.name: spec for group in groups for spec in group.values()}
+        specs = _specs(self.weights)
         if self.dummy:
             shapes = {name: tuple(spec.shape) for name, spec in specs.items()}
             checkpoint = DummyCheckpoint(shapes, self.dtype, seed)
@@ -164,8 +173,38 @@ def find(model: str, *, path: str | None, dtype: str, bits: int, device: Device,
         gguf = gguf_of(name)
         folder = checkpoint_folder(name, dtype=wanted, progress=progress)
         config = from_transformers(read_config(folder), model)
-    return Source(config, family(config).weights(config), _dtype(dtype, config, device), folder,
-                  dummy, gguf, bits)
+    weights = family(config).weights(config) if dummy else _weights(config, folder)
+    return Source(config, weights, _dtype(dtype, config, device), folder, dummy,
+                  _end_tokens(config, folder), gguf, bits)
+
+
+def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
+    """A model's tensors, of which the checkpoint has each in its shape, and no layers beyond.
+
+    Raises `UserError` where config.json does not belong to the checkpoint, before anything that
+    grows with its numbers is planned or made.
+    """
+    kind = family(config)
+    with open_checkpoint(folder) as checkpoint:
+        names = checkpoint.names()
+        if config.num_layers > len(names):  # each has a tensor at least
+            raise UserError(f"{checkpoint.source} has {len(names)} tensors, but config.json calls "
+                            f"for {config.num_layers} layers; do the two belong together?")
+        weights = kind.weights(config)
+        resolve(checkpoint, _specs(weights).values(), kind.aliases)
+        longer = kind.weights(replace(config, num_layers=config.num_layers + 1))
+        beyond = [name for spec in longer.layers[-1].values() for name in kind.aliases(spec.name)]
+        extra = next((name for name in beyond if name in names), None)
+        if extra is not None:
+            raise UserError(f"{checkpoint.source} has a tensor {extra}, but config.json calls for "
+                            f"{config.num_layers} layers; do the two belong together?")
+    return weights
+
+
+def _specs(weights: ModelWeights) -> dict[str, TensorSpec]:
+    """All tensors by their canonical names."""
+    groups = (weights.embed, *weights.layers, weights.head)
+    return {spec.name: spec for group in groups for spec in group.values()}
 
 
 def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:
@@ -183,6 +222,9 @@ def load_tokenizer(folder: Path | None):
         return None
     from transformers import AutoTokenizer
 
+    for path in folder.iterdir():
+        if not path.is_dir():
+            regular_file(path)  # there is no saying which of them it reads
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # the libraries raise anything over a damaged file
@@ -191,16 +233,16 @@ def load_tokenizer(folder: Path | None):
                         f"{reason}); get its files again") from error
 
 
-def end_tokens(source: Source) -> tuple[int, ...]:
+def _end_tokens(config: ModelConfig, folder: Path | None) -> tuple[int, ...]:
     """Token ids that end a text, as transformers' generate takes them."""
-    path = source.folder and source.folder / "generation_config.json"
+    path = folder and folder / "generation_config.json"
     if not path or not path.exists():
-        return source.config.eos_token_ids
+        return config.eos_token_ids
     try:
-        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(isinstance(token, int) and token >= 0 for token in tokens):
+        given = json.loads(regular_file(path).read_text(encoding="utf-8")).get("eos_token_id")
+        tokens = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in tokens):
             raise ValueError("eos_token_id is not a token id")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} can't be used ({error}): mend or remove it") from error
-    return tuple(tokens) or source.config.eos_token_ids
+    return tuple(tokens) or config.eos_token_ids

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flexgen_h2o.config import H2OConfig, SamplingParams
 from flexgen_h2o.engine.batching import Request
-from flexgen_h2o.engine.loader import Source, end_tokens, load_tokenizer
+from flexgen_h2o.engine.loader import Source, load_tokenizer
 from flexgen_h2o.engine.stop_strings import StopStrings
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.positions import check_length
@@ -91,7 +91,7 @@ class Prompts:
     def end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
         """The tokens that end a text: those of `params`, or the model's."""
         if params.eos_token_id is None:
-            return end_tokens(self._source)
+            return self._source.end_tokens
         return params.end_tokens
 
     def decode(self, tokens: list[int]) -> str | None:

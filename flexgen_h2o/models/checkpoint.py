@@ -16,6 +16,7 @@ from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
 from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.text_files import regular_file
 
 __all__ = [
     "BinCheckpoint",
@@ -63,7 +64,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _open(self, file: Path) -> dict[str, TensorInfo]:
         try:
-            self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            self._files[file] = os.open(regular_file(file), os.O_RDONLY | os.O_CLOEXEC)
             return read_header(file, self._files[file])
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
@@ -249,7 +250,7 @@ def _collect(
 
 def _read_index(index: Path) -> dict[str, Path]:
     try:
-        homes = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        homes = json.loads(regular_file(index).read_text(encoding="utf-8"))["weight_map"]
         pairs = [(str(tensor), str(shard)) for tensor, shard in homes.items()]
     except OSError as error:
         raise UserError(f"cannot read {index}: {error.strerror}") from error
@@ -269,6 +270,7 @@ def _read_index(index: Path) -> dict[str, Path]:
 
 def _load_bin(file: Path) -> dict[str, torch.Tensor]:
     advice = "get the model in safetensors, or save it again with torch.save"
+    regular_file(file)
     try:
         loaded = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:

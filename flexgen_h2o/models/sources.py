@@ -14,6 +14,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.convert import Progress, cache_dir, converted_folder
 from flexgen_h2o.models.from_gguf import convert_gguf
 from flexgen_h2o.models.spec import read_config
+from flexgen_h2o.text_files import regular_file
 
 __all__ = ["cache_dir", "checkpoint_folder", "converted_folder", "gguf_of", "read_config"]
 
@@ -84,7 +85,8 @@ def checkpoint_folder(
     source = gguf_of(name)
     if source is not None:
         return convert_gguf(source, dtype, progress)
-    if name and path.is_file():
+    if name and path.exists():
+        regular_file(path)
         raise UserError(f"{name} is a file, but not a .gguf; give the model's folder instead")
     repo_id = SHORT_NAMES.get(name, name)
     if not _REPO_ID.fullmatch(repo_id) or repo_id.lower().endswith(".gguf"):

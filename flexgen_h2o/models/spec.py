@@ -6,7 +6,7 @@ Imports neither torch nor transformers: the memory plan needs the sizes before t
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,19 @@ from flexgen_h2o.models.model_config import (
     renamed,
 )
 from flexgen_h2o.models.shapes import DEFAULTS, PUBLISHED, SAME_AS
+from flexgen_h2o.text_files import regular_file
 
 __all__ = ["ACTIVATIONS", "ROPE_KINDS", "ROW_BLOCK", "ModelConfig", "ModelWeights", "RopeConfig",
            "TensorSpec", "from_transformers", "published", "read_config", "renamed"]
+
+
+# Sizes are held against the checkpoint's tensors, too. What is above these is a damaged file, and
+# would make work without end before that: the largest of published models have 126 layers, a
+# million words, tens of thousands of features and positions of ten to a hundred million.
+MOST_TOKENS, _MOST_POSITIONS, _WIDEST = 1 << 24, 1 << 30, 1 << 20
+_MOST = {"num_hidden_layers": 1 << 12, "vocab_size": MOST_TOKENS,
+         "max_position_embeddings": _MOST_POSITIONS, "sliding_window": _MOST_POSITIONS,
+         "original_max_position_embeddings": _MOST_POSITIONS}
 
 
 def published(name: str) -> ModelConfig | None:
@@ -53,11 +63,11 @@ def read_config(folder: Path) -> dict:
     Raises
     ------
     UserError
-        If it is missing or not a JSON object.
+        If it is missing, not a file or not a JSON object.
     """
     path = Path(folder) / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(regular_file(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"cannot read {path} ({error.strerror}); give a folder with a Hugging Face model"
@@ -123,18 +133,23 @@ class _Fields:
 
     def check(self, key: str, value: Any, right: bool, wanted: str) -> Any:
         if not right:
-            raise UserError(f"{self.name}: config value {key} = {value!r} must be {wanted}")
+            raise UserError(f"{self.name}: config value {key} = {value!r:.60} must be {wanted}")
         return value
 
     def count(self, key: str) -> int:
-        value = self.raw(key)
-        return self.check(key, value, _is_int(value) and value > 0, "a positive whole number")
+        return self.size(key, self.raw(key))
+
+    def size(self, key: str, value: Any) -> int:
+        most = _MOST.get(key, _WIDEST)
+        return self.check(key, value, _is_int(value) and 0 < value <= most,
+                          f"a positive whole number, at most {most}")
 
     def count_or(self, key: str, default: int) -> int:
         return default if self.raw(key) is None else self.count(key)
 
     def positive(self, key: str, value: Any) -> float:
-        right = (_is_int(value) or isinstance(value, float)) and 0 < value < math.inf
+        number = _is_int(value) or isinstance(value, float)
+        right = number and 0 < value <= sys.float_info.max
         return float(self.check(key, value, right, "a positive number"))
 
     def number(self, key: str) -> float:
@@ -152,7 +167,8 @@ class _Fields:
         """Token ids given as one or as a list; null, unlike a missing key, means none."""
         value = self.values.get(key, self.defaults.get(key))
         ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
-        return tuple(self.check(key, i, _is_int(i) and i >= 0, "a token id or null") for i in ids)
+        return tuple(self.check(key, i, _is_int(i) and 0 <= i < MOST_TOKENS, "a token id or null")
+                     for i in ids)
 
     def head_dim(self) -> int:
         """hidden_size / num_attention_heads, which must be whole."""
@@ -266,6 +282,7 @@ def _rope(f: _Fields, head_dim: int, *, theta: Any) -> RopeConfig:
     partial = f.positive("partial_rotary_factor", _first(
         given.get("partial_rotary_factor"), f.raw("partial_rotary_factor"),
         f.raw("rotary_pct"), 1.0))
+    f.check("partial_rotary_factor", partial, partial <= 1, "at most 1")
     if f.values["model_type"] != "gpt_neox" and partial != 1.0:
         raise UserError(f"{f.name}: partial_rotary_factor = {partial} is not supported "
                         f"in a {f.values['model_type']} model")
@@ -282,8 +299,6 @@ def _rope(f: _Fields, head_dim: int, *, theta: Any) -> RopeConfig:
         original = _first(f.raw("original_max_position_embeddings"),
                           given.get("original_max_position_embeddings"),
                           f.count("max_position_embeddings"))
-        scaling["original_max_positions"] = f.check(
-            "original_max_position_embeddings", original, _is_int(original) and original > 0,
-            "a positive whole number")
+        scaling["original_max_positions"] = f.size("original_max_position_embeddings", original)
     return RopeConfig(theta=f.positive("rope_theta", _first(given.get("rope_theta"), theta)),
                       rotary_dim=int(head_dim * partial), kind=kind, **scaling)
