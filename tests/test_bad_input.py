@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from flexgen_h2o import LLM, flex_opt, runtime
 from flexgen_h2o.config import parse_percent
 from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.checkpoint_base import Checkpoint
 from flexgen_h2o.models.spec import from_transformers, published
 from flexgen_h2o.planning import rows
@@ -247,6 +248,21 @@ def time_limit(seconds: float):
 def test_folder_without_weights(model, here, capfd):
     (model / "model.safetensors").unlink()
     assert "no checkpoint in model" in refused(capfd, here, "--model", "model")
+
+
+@pytest.mark.parametrize("argv", [
+    (), ("--hh-ratio", "0.5", *DISK), ("--prompt-len", "40", "--num-window-length", "8")])
+@pytest.mark.parametrize(("value", "name"), [
+    (float("nan"), "model.layers.0.mlp.gate_proj.weight"), (3e38, "lm_head.weight")])
+def test_weights_that_are_not_finite(model, here, capfd, value, name, argv):
+    tensors = load_file(model / "model.safetensors")
+    tensors[name].fill_(value)
+    save_file(tensors, model / "model.safetensors")
+    message = refused(capfd, here, "--model", "model", *argv)
+    assert "logits of prompt" in message and "not finite" in message
+    with LLM("model", dtype="float32", device="cpu") as llm, \
+            pytest.raises(UserError, match="not finite"):
+        llm.loglikelihood([([3, 4], [5, 6])])
 
 
 # The model

@@ -15,6 +15,7 @@ from flexgen_h2o.config import SamplingParams
 from flexgen_h2o.engine.batching import Request, make_blocks
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring, newest_rows
+from flexgen_h2o.errors import UserError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -3.0])
 NONE = float("-inf")
@@ -145,6 +146,54 @@ def test_penalties_look_at_each_request_without_its_neighbours():
     assert choose(logits, requests, 2) == [0, 1, 0]
     pairs = Sampler(SamplingParams(no_repeat_ngram_size=2), ())
     assert pairs(logits[:2], [request(0, [1, 0, 1]), request(1, [1, 2, 1])], 0) == [1, 0]
+
+
+NAN, INF = float("nan"), float("inf")
+WARPED = [{"do_sample": False}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1},
+          {"temperature": 0.3, "repetition_penalty": 2.0}, {"min_new_tokens": 3}]
+
+
+@pytest.mark.parametrize("options", WARPED)
+@pytest.mark.parametrize(("place", "value", "shown"), [
+    (0, NAN, "nan"), (5, NAN, "nan"), (3, INF, "inf"), (slice(None), INF, "inf"),
+    (slice(None), NONE, "-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_that_are_not_finite_choose_nothing(options, place, value, shown, dtype):
+    logits = LOGITS.repeat(3, 1)
+    logits[1, place] = value
+    requests = [request(4), request(7), request(2)]
+    choose = sampler(eos=[4], **options)
+    with pytest.raises(UserError) as caught:
+        choose(logits.to(dtype), requests, 1)
+    assert str(caught.value).startswith(f"the model's logits of prompt 7 are not finite ({shown})")
+    assert "\n" not in str(caught.value)
+    requests[1].finish_reason = "stop"  # what it would go on with is nobody's business
+    assert len(choose(logits.to(dtype), requests, 1)) == 3
+    for sink in (Scoring({7: [1, 2]}), Forcing({7: [1, 2]})):
+        batch = batch_of([request(7, [0, 1])])
+        with pytest.raises(UserError, match="logits of prompt 7 are not finite"):
+            sink(batch, 0, 0, logits[1:2])
+
+
+@pytest.mark.parametrize("options", WARPED)
+def test_tokens_that_are_ruled_out_are_no_harm_until_none_is_left(monkeypatch, options):
+    waits = []
+    for name in ("tolist", "item", "__bool__"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name,
+                            lambda tensor, real=real: (waits.append(1), real(tensor))[1])
+    logits = torch.tensor([[1.0, NONE, 0.5, NONE]])
+    assert sampler(eos=[0], **options)(logits, [request()], 0)[0] in (0, 2)
+    drawn = options.get("do_sample", True)  # which is done on the host
+    assert len(waits) == 1 + drawn, "the device is waited for once, with the token"
+    with pytest.raises(UserError, match="prompt 3: the sampling options leave no token"):
+        sampler(eos=[0, 2], **{**options, "min_new_tokens": 3})(logits, [request(3)], 0)
+
+
+def test_a_continuation_may_be_impossible():
+    sink = Forcing({7: [1]})
+    sink(batch_of([request(7)]), 0, 0, torch.tensor([[0.0, NONE, 2.0]]))
+    assert sink.log_probs[7] == [NONE]
 
 
 # Where the logits go

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
@@ -68,7 +69,14 @@ class Sampler:
             The rows' requests: their keys and what they hold so far, without pads.
         num_new : int
             Tokens generated so far.
+
+        Raises
+        ------
+        UserError
+            A row holds NaN or infinity, or no token is left in it. Rows of requests that have
+            ended are not looked at.
         """
+        raw = logits
         if num_new < self._params.min_new_tokens:
             ends = [token for token in self._suppressed if token < logits.shape[1]]
             index = torch.tensor(ends, dtype=torch.int64, device=logits.device)
@@ -79,7 +87,9 @@ class Sampler:
                 for row, request in zip(logits.float(), requests, strict=True)
             ])
         if not self._params.do_sample:
-            return logits.argmax(-1).tolist()
+            # NaN is above all, of equals the first comes; and argmax() takes far longer on a CPU.
+            tops, tokens = logits.max(-1)
+            return _on_host(tokens, tops, raw, requests)
         probabilities = self._warpers(None, logits.float()).softmax(-1)
         cumulative = probabilities.cumsum(-1)
         draws = torch.tensor([self._draw(request.key) for request in requests])
@@ -87,7 +97,7 @@ class Sampler:
         points = draws[:, None].to(cumulative) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, points, right=True)[:, 0]
         last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
-        return torch.minimum(tokens, last).tolist()
+        return _on_host(torch.minimum(tokens, last), cumulative[:, -1], raw, requests)
 
     def _draw(self, key: int) -> float:
         if key not in self._generators:
@@ -95,3 +105,28 @@ class Sampler:
             mixed = (self._params.seed * 0x9E3779B97F4A7C15 + key * 0xBF58476D1CE4E5B9) % 2**63
             self._generators[key] = torch.Generator().manual_seed(mixed)
         return torch.rand((), generator=self._generators[key], dtype=torch.float64).item()
+
+
+def _on_host(tokens: torch.Tensor, found: torch.Tensor, logits: torch.Tensor,
+             requests: Sequence[Request]) -> list[int]:
+    """Token ids [rows] once `found` [rows], which came with them, is known to be finite.
+
+    `found` is finite if and only if the token is a choice. Both take one way to the host, so that
+    it waits once; the model's logits [rows, vocab] are looked at only to say what is wrong.
+    """
+    chosen, values = torch.stack([tokens.double(), found.double()]).tolist()
+    for row, (request, value) in enumerate(zip(requests, values, strict=False)):
+        if not math.isfinite(value) and not request.finish_reason:
+            top = logits[row].max().item()
+            if not math.isfinite(top):
+                raise not_finite(request.key, top)
+            raise UserError(f"prompt {request.key}: the sampling options leave no token to choose: "
+                            "relax min_new_tokens, no_repeat_ngram_size, repetition_penalty or "
+                            "temperature")
+    return [int(token) for token in chosen]
+
+
+def not_finite(key: int, value: float) -> UserError:
+    """What to say where the logits of prompt `key` hold `value`, or nothing above it."""
+    return UserError(f"the model's logits of prompt {key} are not finite ({value}): its weights "
+                     "are damaged, or too large for this dtype (try another --dtype)")
