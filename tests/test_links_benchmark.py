@@ -187,7 +187,7 @@ def test_copies_to_and_from_a_gpu_move_every_piece(links, monkeypatch):
     (["--model", "{tmp}", "--gb", "nan"], "--gb nan"),
     (["--model", "{model}", "--file", "{tmp}/x"], "cannot read --file"),
     (["--model", "{model}", "--file", "{tmp}"], "is not a file"),
-    (["--model", "{model}", "--offload-dir", "{model}/config.json"], "offload folder"),
+    (["--model", "{model}", "--offload-dir", "{model}/config.json"], "config.json is a file"),
     (["--model", "{model}", "--out", "{tmp}"], "is a folder"),
     (["--model", "{model}", "--out", "{model}/config.json/x"], "cannot write --out"),
 ])
