@@ -65,7 +65,7 @@ def run(args: Namespace, h2o: H2OConfig) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return exit_status(lambda: run(*parse_args(argv)))
+    return exit_status(lambda: run(*parse_args(argv)), last=argv is None)
 
 
 if __name__ == "__main__":

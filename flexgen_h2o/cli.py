@@ -10,20 +10,34 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import Field
 from types import FrameType
 from typing import Any, NoReturn
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag_name
+from flexgen_h2o.flag_values import did_you_mean, flag_name
 
 _KINDS = {"int": int, "float": float}
 
 
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are `UserError`, one line like all others, with no usage before."""
+
+    def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
+                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        """As argparse's, but of an unknown flag it tells the nearest one."""
+        found, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                name = word.partition("=")[0]
+                raise UserError(f"unknown flag {name}"
+                                f"{did_you_mean(name, self._option_string_actions)}")
+        if unknown:
+            raise UserError(f"{unknown[0]!r} belongs to no flag: see --help")
+        return found
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -90,30 +104,72 @@ def writing(name: str, path: str) -> Iterator[None]:
         raise UserError(f"cannot write {flag_name(name)} {path}: {error.strerror}") from None
 
 
-def exit_status(work: Callable[[], None]) -> int:
-    """Do the work of a command line: 0, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM.
+def exit_status(work: Callable[[], None], *, last: bool = False) -> int:
+    """Do the work of a command line: 0, 2 for a user's error, 128 and a signal's number if stopped.
 
-    SIGTERM ends the work as Ctrl-C does, so that a run that is stopped leaves nothing behind.
+    Ctrl-C, SIGTERM and SIGHUP end the work alike. However many of them come, what the work has to
+    leave behind it tidy gets done: 130, 143 or 129 is by the first. `last`: the process does
+    nothing more but end, and after one signal no other disturbs that either.
     """
-    stopped = 128 + signal.SIGINT
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        nonlocal stopped
-        stopped = 128 + number
-        raise KeyboardInterrupt
-
-    # Elsewhere than in the main thread signals can't be had, nor do they come.
-    mine = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, stop) if mine else None
+    signals = _Signals()
     try:
-        work()
+        try:
+            signals.listen()
+            work()
+        finally:
+            signals.over = True
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        print(f"interrupted {interrupt}".rstrip(), file=sys.stderr)
-        return stopped
+        with suppress(OSError):  # the terminal may be what has gone
+            print(f"interrupted {interrupt}".rstrip(), file=sys.stderr)
+        return 128 + signals.number
     finally:
-        if mine:
-            signal.signal(signal.SIGTERM, before)
+        signals.restore(last=last)
     return 0
+
+
+class _Stop(KeyboardInterrupt):
+    """A signal's; unlike its base it can be referred to weakly."""
+
+
+class _Signals:
+    """The signals that end a program, as one KeyboardInterrupt.
+
+    While that is on its way up, what cleans up after the work is not to be interrupted in turn. If
+    it gets lost, as in a finalizer, nothing refers to it any more, and the next signal counts.
+    """
+
+    def __init__(self) -> None:
+        self.over = False
+        self.number = signal.SIGINT
+        self._stopped = False
+        self._raised: Callable[[], _Stop | None] = lambda: None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """Take the signals over that are not ignored (nohup ignores SIGHUP)."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # they can't be had there, nor do they come
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(number)
+            if before not in (None, signal.SIG_IGN):
+                self._before[number] = before
+                signal.signal(number, self._stop)
+
+    def restore(self, *, last: bool) -> None:
+        """Hand them back, or if one came before the process ends, ignore them."""
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_IGN if last and self._stopped else before)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self.over or self._raised() is not None:
+            return
+        self._stopped, self.number = True, signal.Signals(number)
+        stop = _Stop()
+        self._raised = weakref.ref(stop)
+        try:
+            raise stop
+        finally:
+            del stop  # or this frame, which it refers to, would keep it

@@ -61,6 +61,23 @@ def check_number(
     return number
 
 
+def check_text(name: str, value: object) -> None:
+    """Raise `UserError` unless `value` is text that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise UserError(f"{name} must be text, got {shown(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} is not text in UTF-8: character {error.start} is "
+                        f"{value[error.start]!a}, half of a surrogate pair or a byte that stands "
+                        "for none; mend it") from None
+
+
+def shown(value: object) -> str:
+    """A wrong value for a message: in one line, not too long."""
+    return f"{' '.join(repr(value).split()):.80}"
+
+
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise `UserError` unless `value` is one of `choices`."""
     if value not in choices:
@@ -390,4 +407,6 @@ class SamplingParams:
         if not isinstance(texts, Sequence) or not texts or not all(
                 isinstance(text, str) and text for text in texts):
             raise UserError(f"stop_strings must be a text, or several, none empty, got {stops!r}")
+        for text in texts:
+            check_text("each of stop_strings", text)
         object.__setattr__(self, "stop_strings", tuple(texts))  # frozen, but kept hashable

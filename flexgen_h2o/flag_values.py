@@ -6,13 +6,23 @@ together is for `run_config` and `cache_flags` to check.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import Field, field
 from typing import Any
 
-from flexgen_h2o.config import check_bool, check_choice, check_int, check_number, parse_percent
+from flexgen_h2o.config import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    check_text,
+    parse_percent,
+    shown,
+)
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.text_files import read_yaml
 
@@ -30,6 +40,13 @@ def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
 def flag_name(name: str) -> str:
     """The flag of a field: ``gen_len`` is ``--gen-len``."""
     return "--" + name.replace("_", "-")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to say after an unknown name: the known one that is most like it, or where they are."""
+    names = {each.lstrip("-"): each for each in known}
+    near = difflib.get_close_matches(name.lstrip("-"), names, n=1)
+    return f": did you mean {names[near[0]]}?" if near else ": see --help for the names"
 
 
 def checked(spec: Field, value: object) -> object:
@@ -75,13 +92,16 @@ def checked(spec: Field, value: object) -> object:
 def _text(flag: str, value: object) -> str:
     """A text that is not empty."""
     if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{flag} must be text that is not empty, got {value!r}")
+        raise UserError(f"{flag} must be text that is not empty, got {shown(value)}")
+    check_text(flag, value)
     return value
 
 
 def _texts(flag: str, value: object) -> tuple[str, ...]:
     """One or several texts, none of them empty."""
-    return tuple(_text(flag, text) for text in _several(value))
+    texts = _several(value)
+    names = [flag] if len(texts) == 1 else [f"{flag} {place}" for place in range(1, len(texts) + 1)]
+    return tuple(map(_text, names, texts))
 
 
 def _several(value: object) -> tuple:

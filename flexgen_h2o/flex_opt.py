@@ -97,8 +97,7 @@ def workload(config: RunConfig, texts: Sequence[str]) -> Workload:
     prompt_len, count = config.prompt_len, len(texts) or config.num_prompts
     batch, batches = config.resolved_gpu_batch_size, config.resolved_num_gpu_batches
     if texts:
-        longest = max(len(text.encode("utf-8", "surrogatepass")) for text in texts)
-        prompt_len = longest // 3 + 1
+        prompt_len = max(len(text.encode("utf-8")) for text in texts) // 3 + 1
     if count:
         batch = min(batch, count)
         batches = min(batches, -(-count // batch))
@@ -213,6 +212,7 @@ def run(config: RunConfig) -> None:
         verbose=config.verbose >= 3,
         workload=workload(config, texts),
         implementations=implementations,
+        texts=texts,
     ) as llm:
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
         if config.warm_up:
@@ -291,7 +291,7 @@ def write_outputs(path: str, outputs: Sequence[Output]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    return exit_status(lambda: run(parse_args(argv)))
+    return exit_status(lambda: run(parse_args(argv)), last=argv is None)
 
 
 if __name__ == "__main__":

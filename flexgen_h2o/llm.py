@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,19 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexgen_h2o.argument_types import typed
 from flexgen_h2o.cache.probing import ProbedCache
-from flexgen_h2o.config import OFFLOAD_DIR, H2OConfig, Policy, check_int
+from flexgen_h2o.calls import Calls, one_at_a_time
+from flexgen_h2o.config import OFFLOAD_DIR, H2OConfig, Policy, check_int, shown
 from flexgen_h2o.engine.batching import Request, make_blocks
 from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.loader import find
 from flexgen_h2o.engine.progress import byte_bar
-from flexgen_h2o.engine.prompts import Prompts
+from flexgen_h2o.engine.prompts import Prompts, several
 from flexgen_h2o.engine.room import Room, Size
 from flexgen_h2o.engine.sampling import Sampler, sampling_params
 from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.implementations import Winners
-from flexgen_h2o.models.positions import check_cache, check_halves
+from flexgen_h2o.models.positions import check_cache, check_halves, longest_prompt
 from flexgen_h2o.output import Output, Scored
 from flexgen_h2o.planning.rows import CacheOptions, Workload
 from flexgen_h2o.report import RunStats
@@ -39,11 +42,15 @@ if TYPE_CHECKING:
 class LLM:
     """A language model whose weights, cache and activations are spread over the tiers.
 
+    Calls take turns: one from another thread, of a stream too, waits for the one under way, and so
+    does `close`. One from within another, such as a streamer's, raises `UserError`. `stats` is of
+    the call that ended last.
+
     Parameters
     ----------
-    model : str
+    model : str or path
         Hugging Face repo id, local folder, `.gguf` file, or ``smollm2-135m``.
-    path : str, optional
+    path : str or path, optional
         Folder or `.gguf` file of the weights, if not by name; ``_DUMMY_`` for random ones.
     policy : Policy, optional
         Placements, batch sizes, overlap: decides speed and never results.
@@ -63,10 +70,10 @@ class LLM:
         auto, cpu, cuda or cuda:N.
     dtype : str
         auto, float16, bfloat16 or float32.
-    weight_cache : str, optional
+    weight_cache : str or path, optional
         Folder that keeps quantized weights for later runs; "auto": in the user's cache; None: they
         are quantized anew each time.
-    offload_dir : str, optional
+    offload_dir : str or path, optional
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     seed : int
         Of dummy weights.
@@ -78,6 +85,9 @@ class LLM:
     implementations : mapping, optional
         Which implementation multiplies, by operation, bits and rows, as calibration has measured it
         (`--percent auto` passes it on); None: a table decides by the CPU's instruction set.
+    texts : sequence of str
+        Prompts to come: if the longest has more tokens than the model has positions, it is refused
+        before anything is loaded.
     progress : bool, optional
         Show progress bars. Default: on a terminal.
     trace : Trace, optional
@@ -88,7 +98,8 @@ class LLM:
     Raises
     ------
     UserError
-        The model can't be had or is not supported, a value is out of range, memory is too small.
+        The model can't be had or is not supported, a value is of a wrong type or out of range,
+        memory is too small.
 
     Examples
     --------
@@ -96,27 +107,34 @@ class LLM:
     ...     llm.generate(["The capital of France is"], max_new_tokens=8)[0].text
     """
 
-    def __init__(self, model: str, *, path: str | None = None, policy: Policy | None = None,
-                 h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
-                 attn_sparsity: float = 1.0, device: str = "auto", dtype: str = "auto",
-                 weight_cache: str | None = "auto", offload_dir: str | None = None, seed: int = 0,
+    @typed
+    def __init__(self, model: str | os.PathLike, *, path: str | os.PathLike | None = None,
+                 policy: Policy | None = None, h2o: H2OConfig | None = None, weight_bits: int = 16,
+                 cache_bits: int = 16, attn_sparsity: float = 1.0, device: str = "auto",
+                 dtype: str = "auto", weight_cache: str | os.PathLike | None = "auto",
+                 offload_dir: str | os.PathLike | None = None, seed: int = 0,
                  memory_limit: int | None = None, device_memory_limit: int | None = None,
-                 workload: Workload | None = None, implementations: Winners | None = None,
-                 progress: bool | None = None, trace: Trace | None = None, verbose: bool = False):
+                 workload: Workload | None = None, texts: Sequence[str] = (),
+                 implementations: Winners | None = None, progress: bool | None = None,
+                 trace: Trace | None = None, verbose: bool = False):
+        name = os.fspath(model)
         self.policy = _with_chunks(policy or Policy(), h2o)
         self.h2o = h2o
         if weight_bits not in (4, 8, 16):
             raise UserError(f"weight_bits must be 16, 8 or 4, got {weight_bits!r}")
-        for name, most in (("memory_limit", memory_limit),
-                           ("device_memory_limit", device_memory_limit)):
+        check_int("seed", seed, low=0, high=2**63 - 1)
+        for limit, most in (("memory_limit", memory_limit),
+                            ("device_memory_limit", device_memory_limit)):
             if most is not None:
-                check_int(name, most, low=1)
+                check_int(limit, most, low=1)
         self._cache = CacheOptions(h2o, cache_bits, attn_sparsity)
         settings = Settings(
-            model, self.policy, self._cache, weight_cache=weight_cache,
-            offload_dir=offload_dir or OFFLOAD_DIR,
+            name, self.policy, self._cache,
+            weight_cache=None if weight_cache is None else os.fspath(weight_cache),
+            offload_dir=os.fspath(offload_dir or OFFLOAD_DIR),
             implementations=implementations,
-            no_bars=None if progress is None else not progress, trace=trace or Trace(enabled=False),
+            no_bars=None if progress is None else not progress,
+            trace=trace or Trace(enabled=False),
             most={"cpu": memory_limit, "gpu": device_memory_limit})
         self.stats: RunStats | None = None
         self._room: Room | None = None
@@ -127,14 +145,19 @@ class LLM:
             opened_device = open_device(device)
             opened_device.limit(device_memory_limit)
             with byte_bar("converting", off=settings.no_bars) as bar:
-                source = find(model, path=path, dtype=dtype, bits=weight_bits,
-                              device=opened_device, progress=bar)
+                source = find(name, path=None if path is None else os.fspath(path), dtype=dtype,
+                              bits=weight_bits, device=opened_device, progress=bar)
             self.model_config = source.config
             check_cache(self.model_config, h2o)
             check_halves(self.model_config, self.policy)
-            self._prompts = Prompts(source, model, h2o)
+            self._prompts = Prompts(source, name, h2o)
+            self._prompts.check_longest(texts)
             self._runtime = Runtime(source, opened_device, settings)
             if workload is not None:
+                # Lengths of texts are estimates, and may be of more than has just been let pass.
+                longest = longest_prompt(self.model_config, h2o) if texts else None
+                if longest is not None and longest < workload.prompt_len:
+                    workload = replace(workload, prompt_len=longest)
                 self._runtime.plan(workload, loaded=False, show=verbose)
             with self._runtime.sampled_memory():
                 self._runtime.load(opened, seed=seed)
@@ -143,17 +166,24 @@ class LLM:
         self._runtime.load_seconds = time.perf_counter() - began
 
     def __enter__(self) -> LLM:
+        self._check_open()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def calls(self) -> Calls:
+        """What its streams share with it, to take turns."""
+        return self._runtime.calls
+
+    @one_at_a_time
     def close(self) -> None:
         """Stop the workers and remove what was offloaded to disk; a second call does nothing."""
         self._closed = True
         try:
             for stream in self._streams:
-                stream.close()
+                stream.end()
             self._leave()
         finally:
             self._opened.close()
@@ -168,6 +198,7 @@ class LLM:
         """The transformers tokenizer, or None where the model has none."""
         return self._prompts.tokenizer
 
+    @one_at_a_time
     def generate(self, prompts: Sequence[str | Sequence[int]], *, cut_gen_len: int | None = None,
                  **sampling: Any) -> list[Output]:
         """Continue every prompt.
@@ -193,8 +224,7 @@ class LLM:
             A prompt is empty or too long, an option is unknown, the run does not fit in memory.
         """
         params = sampling_params(sampling)
-        if isinstance(prompts, str):
-            raise UserError("generate takes a list of prompts: put the one prompt in a list")
+        prompts = several("prompt", prompts)
         _ = self.tokenizer  # a damaged one must show now and not after the work
         requests = [Request(key, self._prompts.encode(prompt, key))
                     for key, prompt in enumerate(prompts)]
@@ -236,6 +266,7 @@ class LLM:
         """
         return [scored.log_probs for scored in self.score(pairs)]
 
+    @one_at_a_time
     def score(self, pairs: Sequence[tuple]) -> list[Scored]:
         """As `loglikelihood`, and whether greedy decoding would write each continuation.
 
@@ -261,6 +292,7 @@ class LLM:
         self._run(requests, new - 1, sink, planned=new)
         return [Scored(sink.log_probs[key], sink.greedy[key]) for key in range(len(requests))]
 
+    @one_at_a_time
     def fit_batch(self, *, prompt_len: int, gen_len: int, most: int) -> int:
         """Set how many sequences are computed together: as many as the memory plan takes.
 
@@ -289,6 +321,7 @@ class LLM:
         self._runtime = self._runtime.in_batches(size)
         return size
 
+    @one_at_a_time
     def stream(self, *, max_tokens: int | None = None, past_context: bool = False) -> Stream:
         """Open a text without end, whose cache survives from call to call.
 
@@ -319,6 +352,7 @@ class LLM:
         self._streams.add(stream)
         return stream
 
+    @one_at_a_time
     def probe(self, pairs: Sequence[tuple], attend: Callable[..., torch.Tensor]
               ) -> list[list[float]]:
         """As `loglikelihood` with the full cache, while `attend` does the attention.
@@ -341,6 +375,8 @@ class LLM:
         list of list of float
             For each pair, the natural log-probability of each token of the continuation.
         """
+        if not callable(attend):
+            raise UserError(f"attend must be a function, got {shown(attend)}")
         requests, continuations = self._prompts.encode_pairs(pairs)
         sink = Scoring(continuations)
         requests = sink.joined(requests)

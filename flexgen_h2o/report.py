@@ -25,6 +25,8 @@ from flexgen_h2o.errors import UserError
 LINKS = ("disk->cpu", "cpu->disk", "cpu->gpu", "gpu->cpu")
 GB = 1e9
 
+_UNITS = (("GB", GB), ("MB", 1e6), ("KB", 1e3))
+
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
           "latency_p50_seconds", "latency_p95_seconds")
 
@@ -256,6 +258,25 @@ def peak_process_bytes() -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def sizes(*nbytes: int) -> list[str]:
+    """Bytes as people read them, in GB or the unit that suits; no two that differ read the same.
+
+    They have one digit after the point, or as many more as it takes to tell them apart.
+    """
+    for digits in range(1, 10):  # nine are bytes, whatever the unit
+        texts = [_size(each, digits) for each in nbytes]
+        if len(set(texts)) == len(set(nbytes)):
+            break
+    return texts
+
+
+def _size(nbytes: int, digits: int) -> str:
+    for unit, scale in _UNITS:
+        if nbytes >= scale:
+            return f"{nbytes / scale:.{digits}f} {unit}"
+    return f"{nbytes} bytes"
 
 
 @contextmanager

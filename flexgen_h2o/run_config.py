@@ -6,7 +6,6 @@ and the resolved values are what is saved beside results. No torch.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ import yaml
 from flexgen_h2o.cache_flags import CacheFlags
 from flexgen_h2o.config import PLACED, H2OConfig, Policy, SamplingParams, parse_percent
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import checked, flag_name, ratio_file
+from flexgen_h2o.flag_values import checked, did_you_mean, flag_name, ratio_file
 from flexgen_h2o.plan_flags import AUTO, PlanFlags
 from flexgen_h2o.run_flags import RunFlags
 
@@ -151,9 +150,7 @@ class RunConfig(RunFlags):
         known = [spec.name for spec in fields(cls)]
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f": did you mean {near[0]}?" if near else ": see --help for the names"
-                raise UserError(f"unknown key {name!r}{hint}")
+                raise UserError(f"unknown key {name!r}{did_you_mean(str(name), known)}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, object]:

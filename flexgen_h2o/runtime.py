@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from flexgen_h2o.cache.shape import CacheShape
+from flexgen_h2o.calls import Calls
 from flexgen_h2o.config import Policy
 from flexgen_h2o.engine.batching import Batch, Request
 from flexgen_h2o.engine.executor import Executor, Sink, Timing
@@ -71,6 +72,7 @@ class Runtime:
         self.source = source
         self.config = source.config
         self.settings = settings
+        self.calls = Calls()  # of all that runs on these weights
         self._device = device
         self._links = LinkStats()
         self._transfers: Transfers | None = None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from flexgen_h2o.argument_types import typed
 from flexgen_h2o.cache.budget import cached
 from flexgen_h2o.cache.seats import Seats
 from flexgen_h2o.cache.shape import CacheSize, slots_of
+from flexgen_h2o.calls import Calls, one_at_a_time
 from flexgen_h2o.config import check_bool, check_int
 from flexgen_h2o.engine.batching import Request, next_turn
 from flexgen_h2o.engine.executor import Sink
@@ -30,6 +32,7 @@ CHUNK = 256
 _ENDLESS = 2**31 - 2  # positions are 32-bit
 
 
+@runtime_checkable
 class Streamer(Protocol):
     """Gets tokens as they come: transformers' interface, which its `TextStreamer` has."""
 
@@ -45,7 +48,7 @@ class Stream:
 
     An evicting cache keeps its size whatever comes, and so does the time of a token; a turn is read
     in chunks, each of which is evicted from before the next. Make one with `LLM.stream`. While
-    it is open the LLM can do other work; streams and calls take turns.
+    it is open the LLM can do other work; streams and calls take turns, from other threads too.
 
     Parameters
     ----------
@@ -87,13 +90,24 @@ class Stream:
         self._room: Room | None = room
 
     def __enter__(self) -> Stream:
+        self._check_open()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def calls(self) -> Calls:
+        """What the LLM and its streams share, to take turns."""
+        return self._runtime.calls
+
+    @one_at_a_time
     def close(self) -> None:
         """Let go of the cache; a second call does nothing."""
+        self.end()
+
+    def end(self) -> None:
+        """As `close`, from within a call."""
         room, self._room = self._room, None
         if room is not None:
             room.close()
@@ -108,6 +122,8 @@ class Stream:
         """Tokens that are cached now, in the layer that holds most."""
         return max(cached(self._h2o, layer, self._past, 0) for layer in range(self._layers))
 
+    @one_at_a_time
+    @typed
     def generate(self, turn: str | Sequence[int], *, streamer: Streamer | None = None,
                  **sampling: Any) -> Output:
         """Put a turn onto the text and continue it.
@@ -150,6 +166,7 @@ class Stream:
         return Output(turn if isinstance(turn, str) else None, ids, request.generated,
                       self._prompts.decode(request.generated), request.finish_reason)
 
+    @one_at_a_time
     def loglikelihood(self, text: str | Sequence[int]) -> list[float]:
         """Put a given text on, token by token as if it had been generated.
 
@@ -166,10 +183,16 @@ class Stream:
         self._run(request, len(tail) - 1, sink)
         return sink.log_probs[0]
 
-    def _encode(self, text: str | Sequence[int]) -> list[int]:
+    def _check_open(self) -> None:
         if self._room is None:
             raise UserError("this stream has ended: open a new one")
-        return self._prompts.encode(text, self._turns, goes_on=self.tokens > 0)
+
+    def _encode(self, text: str | Sequence[int]) -> list[int]:
+        self._check_open()
+        most, why = self._limit
+        left = None if most is None else most - self.tokens
+        return self._prompts.encode(text, self._turns, goes_on=self.tokens > 0,
+                                    limit=(left, f"the {left} that are left of {why}"))
 
     def _check_room(self, new: int) -> None:
         most, why = self._limit
@@ -183,7 +206,7 @@ class Stream:
         try:
             self.stats = self._runtime.run(self._room, [[batch]], sink, keeps=True)
         except BaseException:
-            self.close()  # what the cache holds is anybody's guess
+            self.end()  # what the cache holds is anybody's guess
             raise
         self._past += len(request.prompt) + len(request.generated) - 1
         self._pending = request.generated[-1:]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from flexgen_h2o.config import check_text
 from flexgen_h2o.errors import UserError
 
 
@@ -76,10 +77,21 @@ def json_texts(flag: str, path: str, key: str, *, if_empty: str,
 def json_records(flag: str, path: str, *, if_empty: str) -> Iterator[tuple[int, object]]:
     """What each line of a .jsonl file holds, with its number from 1. Raises `UserError`."""
     for number, line in read_lines(flag, path, if_empty=if_empty):
-        try:
-            yield number, json.loads(line)
-        except (ValueError, RecursionError):
-            raise UserError(f"{flag} {path} line {number} is not JSON: mend it") from None
+        yield number, json_value(f"{flag} {path} line {number}", line)
+
+
+def json_value(where: str, line: str) -> object:
+    """What a line of JSON holds.
+
+    Raises `UserError`, which begins with `where`, also for an escape of half a surrogate pair.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError(f"{where} is not JSON: mend it") from None
+    if "\\u" in line:  # as no file in UTF-8 has one otherwise
+        check_text(where, json.dumps(value, ensure_ascii=False))
+    return value
 
 
 def read_yaml(flag: str, path: str | os.PathLike) -> object:

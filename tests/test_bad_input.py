@@ -17,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from word_models import with_words
 
 from flexgen_h2o import LLM, flex_opt, runtime
 from flexgen_h2o.config import parse_percent
@@ -35,6 +37,9 @@ from flexgen_h2o.planning.free_memory import MemoryLimits
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.rows import CacheOptions, Workload
 from flexgen_h2o.results import CSV_COLUMNS
+from flexgen_h2o.tasks.shared import articles
+from flexgen_h2o.tasks.streams import conversations
+from flexgen_h2o.tasks.summaries import articles as summaries
 
 RESULTS = ("--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json", "--log-file", "l.log")
 SHORT = ("--prompt-len", "6", "--gen-len", "4", "--gpu-batch-size", "2", "--dtype", "float32",
@@ -356,6 +361,35 @@ def test_prompt_longer_than_the_positions(model, here, capfd, percent):
     assert "generate at most 7" in message
 
 
+def test_a_line_far_too_long_is_refused_for_its_tokens(model, here, capfd, monkeypatch):
+    """And not for the memory that so many would take, which is not there either."""
+    monkeypatch.setattr(runtime, "free_memory", lambda *_: MemoryLimits(None, 10**9, 10**9))
+    words = with_words(model, here / "words")
+    (here / "p.txt").write_text("w1\n" + "w23 " * 2_500_000)
+    message = refused(capfd, here, "--model", words, "--prompts", "p.txt")
+    assert re.search(r"prompt 1 has about \d{7} tokens, more than the model's 256 pos", message)
+    (here / "p.txt").write_text("w1\n" + "w23 " * 300)
+    message = refused(capfd, here, "--model", words, "--prompts", "p.txt")
+    assert "prompt 1 has 300 tokens, more than the model's 256 positions" in message
+
+
+@pytest.mark.parametrize(("read", "keys"), [
+    (flex_opt.read_prompts, "prompt"), (articles.read_articles, "article"),
+    (summaries.read_articles, "article summary_gt stop"),
+    (conversations.read_conversations, "turns")])
+def test_half_a_surrogate_pair_in_a_file_is_named_by_its_line(here, read, keys):
+    """In each text that is read, and a whole pair is none."""
+    for key in keys.split():
+        lines = [{name: ["w1 " + text] if name in ("stop", "turns") else "w1 " + text
+                  for name in keys.split() if (text := "\ud800" if name == bad else "\U0001f600")}
+                 for bad in ("none", key)]
+        (here / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        with pytest.raises(UserError, match=r"p.jsonl line 2 is not text in UTF-8.*'\\ud800'"):
+            read("p.jsonl")
+        (here / "p.jsonl").write_text(json.dumps(lines[0]))
+        assert len(read("p.jsonl")) == 1
+
+
 def test_text_for_a_model_without_a_tokenizer(model, here, capfd):
     (here / "p.txt").write_text("some text\n")
     message = refused(capfd, here, "--model", "model", "--prompts", "p.txt")
@@ -512,13 +546,13 @@ def test_nothing_would_fit(model, here, capfd, monkeypatch):
 
 def test_the_plan_counts_the_cgroup_limit(model, here, capfd, monkeypatch):
     monkeypatch.setattr("flexgen_h2o.planning.free_memory.cgroup_free", lambda: 3_000_000)
-    assert "0.0 GB free" in refused(capfd, here, "--model", "model")
+    assert "3.0 MB free" in refused(capfd, here, "--model", "model")
 
 
 # A process of its own
 
 
-def command(*argv: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess:
+def command(*argv: str | bytes, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess:
     root = str(Path(flex_opt.__file__).parents[1])
     return subprocess.run([sys.executable, "-m", "flexgen_h2o.flex_opt", *argv], text=True,
                           stdout=stdout, stderr=subprocess.PIPE,
@@ -529,6 +563,7 @@ def command(*argv: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedPr
     (["--model", "model", *DISK], "missing shard"),
     (["--model", "model", "--gen-len", "0"], "--gen-len must be at least 1"),
     (["--model", "nobody/nothing"], "nobody/nothing"),
+    (["--model", "model", "--prompt", b"caf\xe9"], "--prompt is not text in UTF-8: character 3"),
 ])
 def test_a_process_ends_the_same_way(model, here, monkeypatch, argv, words):
     shard(model)[0].unlink()
@@ -541,6 +576,23 @@ def test_a_process_ends_the_same_way(model, here, monkeypatch, argv, words):
     assert words in done.stderr
     assert tree(here) == before and tree(here.parent / "tmp") == {}
     assert not (here / "offload").exists()
+
+
+def test_any_number_of_signals_leaves_nothing(model, here):
+    root = str(Path(flex_opt.__file__).parents[1])
+    work = subprocess.Popen(
+        [sys.executable, "-m", "flexgen_h2o.flex_opt", *SHORT, *RESULTS, *DISK, "--model", "model",
+         "--gen-len", "240", "--offload-dir", "offload"], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": root})
+    while work.poll() is None and not list(here.glob("offload/*")):
+        time.sleep(0.001)
+    while work.poll() is None:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            work.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            work.wait(0.005)
+    assert (work.returncode, work.stderr.read()) == (128 + signal.SIGHUP, "interrupted\n")
+    assert list((here / "offload").iterdir()) == [] and not (here / "o.jsonl").exists()
 
 
 # And what works

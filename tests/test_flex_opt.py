@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -139,8 +140,16 @@ def test_flags(argv, expected):
 @pytest.mark.parametrize(("argv", "match"), [
     (["--gen-len", "0"], "--gen-len must be at least 1"),
     (["--gen-len", "ten"], "invalid int value"),
-    (["--gen-lem", "3"], "unrecognized arguments"),
-    (["--gen", "3"], "unrecognized arguments"),
+    (["--gen-lem", "3"], r"unknown flag --gen-lem: did you mean --gen-len\?"),
+    (["--gen_len=3"], r"unknown flag --gen_len: did you mean --gen-len\?"),
+    (["--gen", "3"], r"unknown flag --gen: did you mean --gen-len\?"),
+    (["--percnt", "0", "100"], r"unknown flag --percnt: did you mean --percent\?"),
+    (["--xyzzy"], "unknown flag --xyzzy: see --help for the names"),
+    (["stray"], "'stray' belongs to no flag"),
+    (["--prompt", "a\udcff"], r"--prompt is not text in UTF-8: character 1 is '\\udcff'"),
+    (["--prompt", "a", "--prompt", "\ud800"], "--prompt 2 is not text in UTF-8"),
+    (["--model", "\udce9"], "--model is not text in UTF-8"),
+    (["--output", "caf\udce9.jsonl"], "--output is not text in UTF-8"),
     (["--overlap", "maybe"], "expected true or false"),
     (["--percent", "50", "60", "0", "0"], "weights 50 \\+ 60"),
     (["--percent", "-5", "0", "0", "0"], "at least 0"),
@@ -198,8 +207,19 @@ def test_ratios_of_layers_from_files(tmp_path):
 
 
 def test_unknown_key_of_a_config_file(capsys, tmp_path):
-    (tmp_path / "c.yaml").write_text("gen_lenn: 7\n")
-    assert "did you mean gen_len?" in refused(capsys, "--config", "c.yaml")
+    for key, hint in (("gen_lenn", "did you mean gen_len?"), ("xyzzy", "see --help")):
+        (tmp_path / "c.yaml").write_text(f"{key}: 7\n")
+        assert hint in refused(capsys, "--config", "c.yaml")
+
+
+@pytest.mark.parametrize(("task", "flag", "near"), [
+    ("quality", "--budgts", "--budgets"), ("summarize", "--input_pth", "--input_path"),
+    ("stream", "--sample-nun", "--sample-num"), ("stream_quality", "--polcy", "--policies"),
+    ("analyze", "--input-pat", "--input-path")])
+def test_tasks_tell_the_nearest_flag_too(capsys, task, flag, near):
+    main = importlib.import_module(f"flexgen_h2o.tasks.{task}").main
+    assert main([flag, "5"]) == 2
+    assert capsys.readouterr().err == f"error: unknown flag {flag}: did you mean {near}?\n"
 
 
 # Prompts
@@ -216,6 +236,8 @@ def test_unknown_key_of_a_config_file(capsys, tmp_path):
     ("p.jsonl", b'{"prompt": 5}\n', "line 1 has no text"),
     ("p.jsonl", b'{"prompt": " "}\n', "line 1 has no text"),
     ("p.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+    ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "\\ud800 hi"}\n', r"line 2 is not text .*'\\ud800'"),
+    ("p.txt", b"a\n\xed\xa0\x80\n", "not UTF-8"),
     ("p.csv", b"a\n", ".txt or .jsonl"),
 ])
 def test_bad_prompt_files(capsys, tmp_path, name, content, match):
@@ -359,15 +381,15 @@ def test_without_debug_mode_nothing_is_traced(capsys, llm):
 
 
 def test_all_results_are_written_with_their_config(capsys, tmp_path):
-    argv = ["--prompt", "é\ud800", "--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json",
+    argv = ["--prompt", "é", "--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json",
             "--log-file", "l.log"]
     assert flex_opt.main(argv) == 0
     assert {p.name for p in tmp_path.iterdir()} == {
         "o.jsonl", "o.jsonl.config.yaml", "r.csv", "r.csv.config.yaml", "t.json", "l.log",
         "l.log.config.yaml"}
     record = json.loads((tmp_path / "o.jsonl").read_text(encoding="utf-8"))
-    assert record == {"prompt": "é\ud800", "prompt_tokens": 3, "token_ids": [4, 5],
-                      "text": "continuation of é\ud800", "finish_reason": "length"}
+    assert record == {"prompt": "é", "prompt_tokens": 3, "token_ids": [4, 5],
+                      "text": "continuation of é", "finish_reason": "length"}
     assert (tmp_path / "r.csv").read_text().splitlines()[0] == ",".join(CSV_COLUMNS)
     trace = Trace.read_chrome(tmp_path / "t.json")
     assert trace.spans()[0][0] == "layer 0"

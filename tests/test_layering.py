@@ -23,8 +23,8 @@ PACKAGE = ROOT.name
 ORDER = """
     flexgen_h2o
     errors  output
-    config  report  text_files
-    trace
+    config  report  calls
+    trace  text_files  argument_types
     breakdown  memory_samples
 
     storage  storage.extent  storage.quantization
@@ -133,7 +133,7 @@ TORCH_FREE = (
     "planning.hardware_file", "planning.cost", "planning.placing", "planning.search",
     "planning.plan_text", "plan_flags", "planner",
     "flag_values", "cache_flags", "run_flags", "run_config", "results", "flex_opt", "cli",
-    "text_files",
+    "text_files", "calls", "argument_types",
     "models", "models.model_config", "models.shapes", "models.positions", "models.spec",
     "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",
     "integrations.lm_eval.__main__",

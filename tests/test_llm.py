@@ -2,14 +2,19 @@
 
 import itertools
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from fakes import LazyDevice, PoisonedDevice
+from word_models import with_words
 
 import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, Placement, Policy, runtime
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.trace import Trace
 
 NEW = 20  # more than the tail of a cache on disk
@@ -232,6 +237,11 @@ def test_stats_count_what_was_done(tiny_model):
     ([5, 6], {}, "prompt 0 must be text or a sequence"),
     ([[1.5]], {}, "prompt 0 must be text or a sequence"),
     ([[5]], {"cut_gen_len": 0}, "at least 1"),
+    (None, {}, "prompts must be a list, got None"),
+    ({"a": [5]}, {}, "prompts must be a list"),
+    (torch.tensor(5), {}, r"prompts must be a list, got tensor\(5\)"),
+    ([b"ab"], {}, "prompt 0 must be text or a sequence"),
+    ([[5]], {"stop_strings": "a\ud800"}, r"stop_strings is not text in UTF-8.*'\\ud800'"),
 ])
 def test_bad_requests_are_one_line(tiny_model, prompts, options, words):
     with LLM(str(tiny_model("opt").folder), dtype="float32") as llm, \
@@ -245,10 +255,168 @@ def test_bad_pairs_and_a_closed_llm_are_one_line(tiny_model):
     for pair in ("ab", ([5],), ([5], [6.5]), ([5], [])):
         with pytest.raises(UserError, match="pair 0"):
             llm.loglikelihood([pair])
+    with pytest.raises(UserError, match="pairs must be a list, got 7"):
+        llm.loglikelihood(7)
+    with pytest.raises(UserError, match="attend must be a function, got 7"):
+        llm.probe([([5], [6])], 7)
+    with llm.stream(max_tokens=9) as stream, pytest.raises(UserError, match="must be a Streamer"):
+        stream.generate([5], streamer=7)
     llm.close()
-    with pytest.raises(UserError, match="closed"):
+    for closed, work in (("LLM", lambda: llm.generate([[5]])), ("LLM", llm.__enter__),
+                         ("stream", lambda: stream.generate([5])), ("stream", stream.__enter__)):
+        with pytest.raises(UserError, match=f"this {closed} has (been closed|ended)"):
+            work()
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"model": 5}, "model must be text or a path, got 5"),
+    ({"model": "a\ud800"}, "model is not text in UTF-8"),
+    ({"path": 5}, "path must be text or a path"),
+    ({"offload_dir": 5}, "offload_dir must be text or a path"),
+    ({"weight_cache": True}, "weight_cache must be text or a path"),
+    ({"policy": 5}, "policy must be a Policy, got 5"),
+    ({"policy": Policy}, "policy must be a Policy, got <class"),
+    ({"h2o": {"heavy_ratio": 0.1}},
+     r"h2o must be an H2OConfig, got {'heavy_ratio': 0.1}: write H2OConfig\(heavy_ratio=0.1\)"),
+    ({"workload": (1, 2)}, "workload must be a Workload"),
+    ({"trace": "x"}, "trace must be a Trace, got 'x'"),
+    ({"trace": torch.zeros(2, 2)}, "trace must be a Trace, got tensor"),
+    ({"seed": "a"}, "seed must be a whole number, got 'a'"),
+    ({"seed": -1}, "seed must be at least 0"),
+    ({"memory_limit": "6GB"}, "memory_limit must be a whole number"),
+    ({"attn_sparsity": "all"}, "attn_sparsity must be a finite number"),
+    ({"verbose": 1}, "verbose must be true or false"),
+    ({"progress": "no"}, "progress must be true or false"),
+    ({"device": torch.device("cpu")}, "device must be text"),
+    ({"dtype": torch.float32}, "dtype must be text"),
+    ({"texts": "one"}, "texts must be a list"),
+])
+def test_arguments_of_wrong_types_are_one_line(tiny_model, options, words):
+    with pytest.raises(UserError, match=words) as caught:
+        LLM(**{"model": str(tiny_model("opt").folder), "dtype": "float32"} | options)
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_need_not_be_text(tiny_model, tmp_path):
+    policy = Policy(weights=Placement(0, 0, 100), cache=Placement(0, 0, 100))
+    with LLM(Path(tiny_model("opt").folder), dtype="float32", offload_dir=tmp_path,
+             weight_cache=tmp_path / "weights", weight_bits=4, policy=policy) as llm:
+        assert len(llm.generate([[5]], max_new_tokens=2, eos_token_id=-1)[0].token_ids) == 2
+        assert list((tmp_path / "weights").iterdir())
+
+
+# Threads
+
+
+@pytest.mark.parametrize("place", [Placement(100, 0, 0), Placement(0, 0, 100)])
+def test_calls_of_several_threads_take_turns(tiny_model, tmp_path, place):
+    tiny = tiny_model("opt")
+    prompts = make_prompts(96, [5, 3, 9, 7])
+    expected = transformers_tokens(tiny, prompts)
+    policy = Policy(gpu_batch_size=1, weights=place, cache=place)
+    begin = threading.Barrier(4)
+
+    def work(number):
+        begin.wait()
+        prompt = prompts[number]
+        if number % 2:
+            with llm.stream(max_tokens=60) as stream:
+                return stream.generate(prompt, max_new_tokens=NEW, eos_token_id=-1).token_ids
+        found = [llm.generate([prompt], max_new_tokens=NEW, eos_token_id=-1) for _ in range(3)]
+        assert found[0] == found[1] == found[2]
+        return found[0][0].token_ids
+
+    with LLM(str(tiny.folder), dtype="float32", policy=policy, offload_dir=str(tmp_path)) as llm, \
+            ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_within_a_call_is_refused_and_close_waits(tiny_model):
+    """Whatever is called from within: by the streamer of a stream, or by `attend`."""
+    tiny, pair = tiny_model("opt"), ([5, 6], [7, 8])
+    refused, threads = [], []
+
+    class Meddling:
+        def put(self, value):
+            for call in (lambda: llm.generate([[5]]), lambda: llm.score([pair]), stream.close,
+                         lambda: stream.generate([5]), llm.stream, llm.close):
+                with pytest.raises(UserError, match="within another call on the same LLM"):
+                    call()
+                refused.append(call)
+
+        def end(self):
+            pass
+
+    def attend(layer, pair, q, k, v):
+        with pytest.raises(UserError, match="score is called from within another call"):
+            llm.loglikelihood([pair])
+        if not threads:
+            threads.append(threading.Thread(target=llm.close))
+            threads[0].start()
+        return ops.prefill_attention(q, k, v, [len(q)])
+
+    llm = LLM(str(tiny.folder), dtype="float32")
+    with llm.stream(max_tokens=20) as stream:
+        out = stream.generate([5, 6], streamer=Meddling(), max_new_tokens=3, eos_token_id=-1)
+    assert [out.token_ids] == transformers_tokens(tiny, [[5, 6]], new=3) and len(refused) == 4 * 6
+    usual = llm.loglikelihood([pair])
+    assert llm.probe([pair], attend)[0] == pytest.approx(usual[0])
+    threads[0].join()
+    with pytest.raises(UserError, match="has been closed"):
         llm.generate([[5]])
 
+
+# Texts
+
+
+def test_text_that_utf8_cannot_hold(tiny_model, tmp_path):
+    model = with_words(tiny_model("llama").folder, tmp_path / "model")
+    bad = "w1 \udcff"
+    with LLM(model, dtype="float32") as llm, llm.stream(max_tokens=9) as stream:
+        for work, words in (
+                (lambda: llm.generate(["w1", bad]), "prompt 1"),
+                (lambda: llm.loglikelihood([("w1", " w2"), (bad, " w2")]), "pair 1"),
+                (lambda: llm.loglikelihood([("w1", bad)]), "pair 0"),
+                (lambda: stream.generate(bad), "prompt 0"),
+                (lambda: stream.loglikelihood(bad), "prompt 0")):
+            with pytest.raises(UserError, match=rf"{words} is not text .*'\\udcff'") as caught:
+                work()
+            assert "\n" not in str(caught.value)
+            str(caught.value).encode()
+        assert stream.generate("w1", max_new_tokens=2, eos_token_id=-1).text is not None
+
+
+def test_a_text_far_too_long_is_refused_by_its_beginning(tiny_model, tmp_path, monkeypatch):
+    """Before anything is planned or loaded, and without the minute that 10 MB of it take."""
+    from transformers import PreTrainedTokenizerFast
+
+    call, seen = PreTrainedTokenizerFast.__call__, []
+
+    def counting(self, text, **options):
+        seen.append(len(text))
+        return call(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counting)
+    model = with_words(tiny_model("llama").folder, tmp_path / "model")
+    text = "w12 " * 2_500_000
+    about = r"prompt 1 has about 2\d{6} tokens, more than the model's 256 positions: shorten it"
+    with pytest.raises(UserError, match=about):
+        LLM(model, dtype="float32", texts=["w1", text], workload=llm_module.Workload(
+            prompt_len=3_000_000, gen_len=1, gpu_batch_size=1, num_gpu_batches=1))
+    with LLM(model, dtype="float32", texts=["w1"]) as llm:
+        with pytest.raises(UserError, match=about):
+            llm.generate(["w1", text])
+        with pytest.raises(UserError, match=about.replace("prompt", "pair")):
+            llm.loglikelihood([("w1", " w2"), (text, "w2")])
+        with llm.stream(max_tokens=20) as stream:
+            stream.loglikelihood("w1 w2")
+            with pytest.raises(UserError, match="about 2.* more than the 18 that are left of max_"):
+                stream.generate(text)
+        assert 1000 < max(seen) < 10_000
+        # Blanks are no words, and a word without end is one token.
+        for one in (" " * 50_000 + "w1 w2", "w3" * 50_000):
+            llm.generate([one], max_new_tokens=1)
 
 @pytest.mark.parametrize("name, text", [
     ("tokenizer.json", "{}"), ("generation_config.json", "{"), ("generation_config.json", "[]"),

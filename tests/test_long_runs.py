@@ -383,6 +383,10 @@ def test_a_fault_of_the_disk_ends_the_run_in_one_line(faults, bits, overlap, fau
 READ, WRITE = "storage.disk:Disk._read_piece", "storage.disk:Disk._write_piece"
 QUANTIZE, PREFILL, DECODE = (f"kernels.ops:{name}" for name in (
     "quantize_matrix", "prefill_attention", "decode_attention"))
+REMOVE = "storage.disk:shutil.rmtree"
+CLEANING = ("llm:LLM.close", "engine.room:Room.close", "storage.transfer:Transfers.close",
+            "storage.disk:_remove_folder", REMOVE)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DISK = ["--percent", "0", "0", "0", "0"]
 ANEW = ["--weight-bits", "4", "--no-weight-cache"]
 KEPT = ["--weight-bits", "4", "--weight-cache", "cache"]
@@ -394,14 +398,22 @@ PHASES = {
     "prefill": ([PREFILL] * 2, DISK),
     "prefill, at a write": ([PREFILL, WRITE], KEPT + DISK),
     "decode": ([DECODE] * 9, DISK),
+    "decode, by SIGTERM": ([DECODE] * 9, DISK, signal.SIGTERM),
+    "decode, by SIGHUP": ([DECODE] * 9, DISK, signal.SIGHUP),
+    "making the run folder": (["storage.disk:fcntl.flock"] * 2, DISK),
+    "removing the run folder": ([REMOVE], DISK, signal.SIGTERM),
     "decode, at a read": ([DECODE] * 9 + [READ], KEPT + DISK),
 }
-"""What is called, one after the other, before Ctrl-C comes in the last; and flags that lead there.
+"""What is called, one after the other, before Ctrl-C comes in the last; flags that lead there; and
+another signal in place of Ctrl-C. While all is cleaned up more signals come than could be typed.
 Pieces are read and written in threads, matrices quantized in them: there the main one waits."""
 
 
-def interrupt_at(spots: list[str]) -> None:
-    """Patch the package so that the last of `spots` sends SIGINT, once the others were called."""
+def interrupt_at(spots: list[str], number: int = signal.SIGINT) -> None:
+    """Patch the package so that the last of `spots` sends a signal, once the others were called.
+
+    From then on each of `CLEANING` sends all that end a program.
+    """
     waiting, lock = list(spots), threading.Lock()
 
     def patched(spot: str, work):
@@ -410,15 +422,17 @@ def interrupt_at(spots: list[str]) -> None:
                 mine = waiting[:1] == [spot]
                 if mine:
                     waiting.pop(0)
-                last = mine and not waiting
+                last, later = mine and not waiting, not (mine or waiting) and spot in CLEANING
             if last:
                 note_time()
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
+            for other in ENDING if later else ():
+                os.kill(os.getpid(), other)
             return work(*args, **options)
 
         return call
 
-    for spot in set(spots):
+    for spot in {*spots, *CLEANING}:
         module, _, path = spot.partition(":")
         owner = importlib.import_module(f"flexgen_h2o.{module}")
         *holders, name = path.split(".")
@@ -427,11 +441,12 @@ def interrupt_at(spots: list[str]) -> None:
         setattr(owner, name, patched(spot, getattr(owner, name)))
 
 
-def in_child_interrupt(folder: str, model: str, spots: list[str], flags: list[str]) -> None:
+def in_child_interrupt(folder: str, model: str, spots: list[str], flags: list[str],
+                       number: int = signal.SIGINT) -> None:
     """Run the command line, which ends this process with its status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
-    interrupt_at(spots)
+    interrupt_at(spots, number)
     sys.argv = ["flex_opt", "--model", model, "--prompt-len", "60", "--gen-len", "60",
                 "--gpu-batch-size", "2", "--offload-dir", "offload", "--device", "cpu", "--no-log",
                 *flags]
@@ -443,9 +458,9 @@ def in_child_interrupt(folder: str, model: str, spots: list[str], flags: list[st
 def interrupts(tmp_path_factory, model):
     """What came of Ctrl-C, by phase; with the folder that the run worked in."""
     root, cases = tmp_path_factory.mktemp("interrupts"), {}
-    for phase, (spots, flags) in PHASES.items():
+    for phase, (spots, flags, *number) in PHASES.items():
         (root / phase).mkdir()
-        cases[phase] = [str(root / phase), str(model), spots, flags]
+        cases[phase] = [str(root / phase), str(model), spots, flags, *number]
     found = forked("in_child_interrupt", cases)
     return {phase: (found[phase], root / phase) for phase in PHASES}
 
@@ -453,7 +468,7 @@ def interrupts(tmp_path_factory, model):
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_interrupt_ends_the_command_at_once(interrupts, phase):
     found, folder = interrupts[phase]
-    assert found["status"] == 130, found
+    assert found["status"] == 128 + (PHASES[phase][2:] or (signal.SIGINT,))[0], found
     assert found["err"] == "interrupted\n" and found["out"] == "", found
     assert found["seconds"] < 2, found
     offload, cache = folder / "offload", folder / "cache"

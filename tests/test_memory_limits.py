@@ -72,7 +72,7 @@ def test_a_run_over_its_limit_is_refused_before_loading(options, monkeypatch):
         pytest.fail("it began to load")
 
     monkeypatch.setattr(Runtime, "load", load)
-    with pytest.raises(UserError, match="host memory: needs .* 0.1 GB free"):
+    with pytest.raises(UserError, match="host memory: needs .* 100.0 MB free"):
         LLM(**options, workload=LOAD, memory_limit=10**8)
 
 

@@ -130,6 +130,16 @@ def test_nothing_fits_and_says_so(writes, limits):
         make_plan(0, 100, 100, 0, writes_weights=writes).check(limits)
 
 
+@pytest.mark.parametrize("model", [OPT_30B, published("facebook/opt-125m")])
+def test_what_is_needed_reads_as_more_than_what_is_free(model):
+    """One byte more, in GB or in MB; and no two of its parts that differ read the same."""
+    plan = memory_plan(model, make_policy(*ALL_GPU), Workload(1, 1, 1, 1), itemsize=2)
+    with pytest.raises(UserError) as caught:
+        plan.check(MemoryLimits(None, plan.total("cpu") - 1, 0))
+    needs, *parts, free = re.findall(r"([\d.]+) (?:GB|MB|KB|bytes)", str(caught.value))
+    assert float(needs) > float(free) and len({needs, free, *parts}) == 5
+
+
 def test_what_fits_passes():
     make_plan(0, 100, 100, 0).check(MemoryLimits(None, 80 * 10**9, 0))
     make_plan(100, 0, 100, 0, has_gpu=True).check(MemoryLimits(80 * 10**9, 10**6, 0))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o import report, results
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.report import LinkStats, RunStats
+from flexgen_h2o.report import LinkStats, RunStats, sizes
 from flexgen_h2o.results import CSV_COLUMNS, append_csv, check_csv
 from flexgen_h2o.run_config import RunConfig
 
@@ -303,3 +303,24 @@ def test_two_writers_of_one_file_leave_each_others_alone(tmp_path, monkeypatch):
         file.write("whole")
     assert path.read_text() == "whole"
     assert list(tmp_path.iterdir()) == [path]
+
+
+# Sizes in messages
+
+
+def test_sizes_have_the_unit_that_suits():
+    given = [0, 999, 1000, 1_500_000, 99_940_000, 24 * 10**9, 63_549_999_999]
+    assert sizes(*given) == [
+        "0 bytes", "999 bytes", "1.0 KB", "1.5 MB", "99.9 MB", "24.0 GB", "63.5 GB"]
+    assert sizes(10**8, 10**8 - 1, 10**8) == ["100.000000 MB", "99.999999 MB", "100.000000 MB"]
+    assert sizes(63_520_000_000, 63_480_000_000) == ["63.52 GB", "63.48 GB"]
+
+
+@given(st.lists(st.integers(0, 2**41), min_size=2, max_size=5), st.integers(0, 3))
+def test_sizes_that_differ_read_differently_and_in_their_order(given, near):
+    given.append(given[0] + near)
+    scale = {"bytes": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+    found = [float(number) * scale[unit] for number, unit in map(str.split, sizes(*given))]
+    assert len(set(sizes(*given))) == len(set(given))
+    order = sorted(range(len(given)), key=given.__getitem__)
+    assert [found[i] for i in order] == sorted(found)

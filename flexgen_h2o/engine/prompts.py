@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
-from flexgen_h2o.config import H2OConfig, SamplingParams
+from flexgen_h2o.config import H2OConfig, SamplingParams, check_text, shown
 from flexgen_h2o.engine.batching import Request
 from flexgen_h2o.engine.loader import Source, load_tokenizer
 from flexgen_h2o.engine.stop_strings import StopStrings
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.positions import check_length
+from flexgen_h2o.models.positions import check_length, longest_prompt
+
+_Each = TypeVar("_Each")
+
+_CHARACTERS = 8  # of a token, at the most that is usual
+_CUT = 128  # tokens that the cut at the end of a text's beginning may have made
 
 
 class Prompts:
@@ -25,6 +31,8 @@ class Prompts:
         self._config = source.config
         self._name = name
         self._tokenizer = None
+        longest = longest_prompt(source.config, h2o)
+        self._limit = longest, f"the model's {longest} positions: shorten it"
 
     @property
     def tokenizer(self):
@@ -33,14 +41,20 @@ class Prompts:
             self._tokenizer = load_tokenizer(self._source.folder)
         return self._tokenizer
 
-    def encode(self, prompt: str | Sequence[int], key: int, *, goes_on: bool = False
-               ) -> list[int]:
+    def encode(self, prompt: str | Sequence[int], key: int, *, goes_on: bool = False,
+               limit: tuple[int | None, str] | None = None) -> list[int]:
         """Token ids of prompt number `key`, of which there is at least one.
 
-        `goes_on`: it comes after other text, and gets no special tokens in front.
+        Parameters
+        ----------
+        goes_on : bool
+            It comes after other text, and gets no special tokens in front.
+        limit : (int or None, str), optional
+            The most tokens that a text may have, if there is a limit, and what sets it. Default:
+            the model's positions. Only what is far above it is refused here, and soon.
         """
         if isinstance(prompt, str):
-            ids = self._tokenize(prompt, special=not goes_on)
+            ids = self._tokenize(prompt, f"prompt {key}", special=not goes_on, limit=limit)
         else:
             ids = _token_ids(prompt, f"prompt {key}")
         # A tokenizer, too, may know more tokens than the model that it lies beside.
@@ -52,15 +66,40 @@ class Prompts:
             raise UserError(f"prompt {key} is empty: give it at least one token")
         return ids
 
-    def _tokenize(self, text: str, *, special: bool = True) -> list[int]:
+    def _tokenize(self, text: str, what: str, *, special: bool = True,
+                  limit: tuple[int | None, str] | None = None) -> list[int]:
+        check_text(what, text)
         if self.tokenizer is None:
             raise UserError(f"{self._name} has no tokenizer here: give prompts as token ids")
+        self._check_beginning(text, what, *(limit or self._limit))
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _check_beginning(self, text: str, what: str, most: int | None, why: str) -> None:
+        """Refuse a text whose beginning alone has too many tokens: all takes seconds a megabyte."""
+        if most is None:
+            return
+        length = _CHARACTERS * (most + _CUT)
+        while length < len(text):
+            tokens = len(self.tokenizer(text[:length], add_special_tokens=False)["input_ids"])
+            if tokens > most + _CUT:
+                raise UserError(f"{what} has about {tokens * len(text) // length} tokens, more "
+                                f"than {why}")
+            length *= 4  # such as blanks, of which some tokenizers keep none
+
+    def check_longest(self, texts: Sequence[str]) -> None:
+        """Refuse the longest of these prompts if it is too long, and all that are no text."""
+        texts = several("text", texts)
+        for key, text in enumerate(texts):
+            check_text(f"prompt {key}", text)
+        if texts:
+            key = max(range(len(texts)), key=lambda key: len(texts[key]))
+            ids = self._tokenize(texts[key], f"prompt {key}")
+            self.check_lengths([Request(key, ids)], 1)
 
     def encode_pairs(self, pairs: Sequence[tuple]) -> tuple[list[Request], dict[int, list[int]]]:
         """A request for each pair's context, and its continuation by key."""
         requests, continuations = [], {}
-        for key, pair in enumerate(pairs):
+        for key, pair in enumerate(several("pair", pairs)):
             if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
                 raise UserError(f"pair {key} is not (context, continuation): {pair!r:.80}")
             head, continuations[key] = self._encode_pair(*pair, key)
@@ -73,8 +112,9 @@ class Prompts:
             raise UserError(f"pair {key}: give context and continuation both as text or as tokens")
         if isinstance(context, str):
             # Tokenized together: the join may not fall on a token's edge.
-            head = self._tokenize(context) if context else []
-            tail = self._tokenize(context + continuation)[len(head):]
+            what = f"pair {key}"
+            head = self._tokenize(context, what) if context else []
+            tail = self._tokenize(context + continuation, what)[len(head):]
         else:
             head, tail = (_token_ids(part, f"pair {key}") for part in (context, continuation))
         if not head:
@@ -116,10 +156,27 @@ class Prompts:
                      length=len(longest.prompt), new_tokens=new_tokens)
 
 
+def several(what: str, values: Iterable[_Each]) -> list[_Each]:
+    """The prompts, pairs or texts that are given, as a list. `what` names one of them.
+
+    Raises `UserError` for what is no such thing, such as a text or None.
+    """
+    advice = f": put the one {what} in a list" if isinstance(values, str) else ""
+    try:
+        found = None if isinstance(values, (str, bytes, Mapping)) else iter(values)
+    except TypeError:
+        found = None
+    if found is None:
+        raise UserError(f"{what}s must be a list, got {shown(values)}{advice}")
+    return list(found)
+
+
 def _token_ids(tokens, what: str) -> list[int]:
     """Token ids as plain ints, from any iterable of whole numbers (a tensor, an array)."""
     try:
+        if isinstance(tokens, bytes):
+            raise TypeError("text that is not decoded")
         return [operator.index(token) for token in tokens]
     except TypeError:
         raise UserError(f"{what} must be text or a sequence of whole token ids, "
-                        f"got {tokens!r:.80}") from None
+                        f"got {shown(tokens)}") from None

@@ -22,6 +22,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.models.spec import read_config
+from flexgen_h2o.report import sizes
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -173,10 +174,9 @@ def write_weights(
     need = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values())
     free = shutil.disk_usage(folder).free
     if need + _SPARE_BYTES > free:
-        raise UserError(
-            f"a converted copy takes {need / 1e9:.1f} GB, but {keep.root} has "
-            f"{free / 1e9:.1f} GB free; free some or {keep.advice}"
-        )
+        needed, left = sizes(need + _SPARE_BYTES, free)
+        raise UserError(f"a converted copy takes {needed}, but {keep.root} has {left} free; free "
+                        f"some or {keep.advice}")
     write_safetensors(folder / "model.safetensors", layout, pieces, progress=progress)
 
 

@@ -75,6 +75,15 @@ def check_halves(config: ModelConfig, policy: Policy) -> None:
                         "layers; leave --sep-layer off")
 
 
+def longest_prompt(config: ModelConfig, h2o: H2OConfig | None) -> int | None:
+    """The most tokens that a prompt may have; None where there is no bound."""
+    if h2o is not None and h2o.drop_positions:
+        return None
+    if h2o is not None and h2o.prompt_chunk and h2o.positions == "rolling":
+        return None
+    return min(config.max_positions, config.sliding_window or config.max_positions)
+
+
 def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, length: int,
                  new_tokens: int) -> None:
     """Raise `UserError` for what would run past the model's positions.
@@ -88,11 +97,10 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
     """
     if h2o is not None and h2o.drop_positions:
         return
-    limit = config.max_positions
-    if config.sliding_window is not None:
-        limit = min(limit, config.sliding_window)
+    limit = min(config.max_positions, config.sliding_window or config.max_positions)
     rolls = h2o is not None and not h2o.is_full and h2o.positions == "rolling"
-    if length > limit and not (rolls and h2o.prompt_chunk):
+    longest = longest_prompt(config, h2o)
+    if longest is not None and length > longest:
         raise UserError(f"{prompt} has {length} tokens, more than the model's {limit} positions: "
                         "shorten it")
     # The last new token is never computed, and so needs no position.

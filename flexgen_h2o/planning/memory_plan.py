@@ -22,7 +22,7 @@ from flexgen_h2o.planning.rows import (
     Workload,
     plan_rows,
 )
-from flexgen_h2o.report import GB
+from flexgen_h2o.report import GB, sizes
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.spec import ModelConfig
@@ -60,11 +60,7 @@ class MemoryPlan:
         short = self.shortfalls(limits)
         if not short:
             return
-        sums = "; ".join(
-            f"{_NAMES[tier]}: needs {_gb(self.total(tier))} ({self._parts(tier)}), "
-            f"{_gb(limits.free(tier))} free"
-            for tier in short
-        )
+        sums = "; ".join(f"{_NAMES[tier]}: {self._excess(tier, limits)}" for tier in short)
         fitting = self.suggest(limits)
         if fitting is None:
             advice = ("no --percent would fit: lower --gpu-batch-size, --num-gpu-batches or "
@@ -84,11 +80,15 @@ class MemoryPlan:
         return MemoryLimits(None if limits.gpu_bytes is None else limits.gpu_bytes + gpu,
                             limits.cpu_bytes + cpu + kept, limits.disk_bytes + disk)
 
-    def _parts(self, tier: str) -> str:
-        """The rows of a tier in words, the largest three."""
-        rows = sorted(self.rows, key=lambda row: -getattr(row, tier))
-        return ", ".join(f"{row.name} {_gb(getattr(row, tier))}" for row in rows[:3]
-                         if getattr(row, tier))
+    def _excess(self, tier: str, limits: MemoryLimits) -> str:
+        """What a tier needs, with its largest three rows, and what it has."""
+        rows = sorted(((row.name, getattr(row, tier)) for row in self.rows),
+                      key=lambda row: -row[1])
+        rows = [row for row in rows[:3] if row[1]]
+        needs, free, *parts = sizes(self.total(tier), limits.free(tier),
+                                    *(nbytes for _, nbytes in rows))
+        named = (f"{name} {part}" for (name, _), part in zip(rows, parts, strict=True))
+        return f"needs {needs} ({', '.join(named)}), {free} free"
 
     def suggest(self, limits: MemoryLimits) -> Policy | None:
         """A policy that fits: weights go to slower tiers first, then the cache, then activations.
@@ -110,8 +110,9 @@ class MemoryPlan:
     def summary(self, limits: MemoryLimits) -> str:
         """The sums and what is free, in a line."""
         tiers = TIERS if self.run.has_gpu else TIERS[1:]
-        return ", ".join(f"{_NAMES[tier]} {self.total(tier) / GB:.1f} of {_gb(limits.free(tier))}"
-                         for tier in tiers)
+        return ", ".join(
+            f"{_NAMES[tier]} {self.total(tier) / GB:.1f} of {limits.free(tier) / GB:.1f} GB"
+            for tier in tiers)
 
     def table(self, limits: MemoryLimits | None = None) -> str:
         """The plan as text: GB of each row on each tier, the sums, and what is free."""
@@ -185,7 +186,3 @@ def percent_text(policy: Policy) -> str:
     """The six numbers of ``--percent`` for a policy's placements."""
     placements = [getattr(policy, kind) for kind in PLACED]
     return " ".join(f"{share:g}" for p in placements for share in (p.gpu, p.cpu))
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / GB:.1f} GB"

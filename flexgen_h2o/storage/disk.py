@@ -12,9 +12,9 @@ import fcntl
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -212,9 +212,15 @@ def _offload_error(error: OSError, path: Path) -> UserError:
     return UserError(f"writing {path} failed: {error.strerror}; check --offload-dir")
 
 
-def _remove_folder(path: Path, owner: int) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(owner)
+def _remove_folder(path: Path, owner: int | None = None) -> None:
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    except BaseException:  # an interrupt, which must not leave the rest behind
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    finally:
+        if owner is not None:
+            os.close(owner)
 
 
 class RunFolder:
@@ -244,16 +250,25 @@ class RunFolder:
             try:
                 fcntl.flock(guard, fcntl.LOCK_EX)
                 self._remove_stale()
-                self.path = Path(tempfile.mkdtemp(prefix=RUN_PREFIX, dir=self._parent))
-                self._owner = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                fcntl.flock(self._owner, fcntl.LOCK_EX)
+                self._make()
             finally:
                 os.close(guard)
         except OSError as error:
             raise UserError(f"offload folder {self._parent} can't be used: {error.strerror}; "
                             "choose a writable folder with --offload-dir") from error
-        # Also when the interpreter exits and nobody has closed it.
-        self._remove = weakref.finalize(self, _remove_folder, self.path, self._owner)
+
+    def _make(self) -> None:
+        # The name is known before the folder is there: an interrupt finds what it has to remove.
+        self.path = self._parent / f"{RUN_PREFIX}{uuid.uuid4().hex}"
+        try:
+            self.path.mkdir(mode=0o700)
+            self._owner = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._owner, fcntl.LOCK_EX)
+            # Also when the interpreter exits and nobody has closed it.
+            self._remove = weakref.finalize(self, _remove_folder, self.path, self._owner)
+        except BaseException:
+            _remove_folder(self.path)
+            raise
 
     def file(self, name: str, nbytes: int) -> Path:
         """Create the file `name` with `nbytes` reserved on disk (so that a full disk shows now)."""

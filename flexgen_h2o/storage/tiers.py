@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.report import sizes
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
@@ -220,7 +221,7 @@ class CudaDevice(Device):
             runtime, address = torch.cuda.cudart(), tensor.data_ptr()
             status = runtime.cudaHostRegister(address, tensor.nbytes, 0)
             if int(status) != 0:
-                raise UserError(f"{tensor.nbytes / 1e9:.1f} GB of host memory can't be page-locked "
+                raise UserError(f"{sizes(tensor.nbytes)[0]} of host memory can't be page-locked "
                                 f"(CUDA error {int(status)}): use less, or --pin-weight false")
             pages.on_free = partial(runtime.cudaHostUnregister, address)
 

@@ -142,7 +142,7 @@ def _pairs(llm, texts: Sequence[str], options: Options):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    return exit_status(lambda: run(parse_args(argv)))
+    return exit_status(lambda: run(parse_args(argv)), last=argv is None)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     What the harness itself refuses it refuses in its own way.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return exit_status(lambda: _run(arguments))
+    return exit_status(lambda: _run(arguments), last=argv is None)
 
 
 def _run(arguments: list[str]) -> None:

@@ -5,11 +5,10 @@ A line is a JSON object with the user's turns under `turns`, and `question_id` (
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.text_files import read_lines
+from flexgen_h2o.text_files import json_value, read_lines
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,7 @@ def read_conversations(path: str) -> list[list[Turn]]:
 
 
 def _turns(where: str, number: int, line: str) -> list[Turn]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError(f"{where} is not JSON: mend it") from None
+    record = json_value(where, line)
     texts = record.get("turns") if isinstance(record, dict) else None
     if (not isinstance(texts, list) or not texts
             or not all(isinstance(text, str) and text.strip() for text in texts)):
