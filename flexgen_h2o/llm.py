@@ -154,10 +154,8 @@ class LLM:
             self._prompts.check_longest(texts)
             self._runtime = Runtime(source, opened_device, settings)
             if workload is not None:
-                # Lengths of texts are estimates, and may be of more than has just been let pass.
-                longest = longest_prompt(self.model_config, h2o) if texts else None
-                if longest is not None and longest < workload.prompt_len:
-                    workload = replace(workload, prompt_len=longest)
+                if texts:  # whose length is an estimate, and may be of more than was let pass
+                    workload = workload.cut(longest_prompt(self.model_config, h2o))
                 self._runtime.plan(workload, loaded=False, show=verbose)
             with self._runtime.sampled_memory():
                 self._runtime.load(opened, seed=seed)

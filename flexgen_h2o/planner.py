@@ -16,7 +16,7 @@ from flexgen_h2o.config import DUMMY
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.models.positions import check_cache, check_length
+from flexgen_h2o.models.positions import check_cache, check_length, longest_prompt
 from flexgen_h2o.models.spec import from_transformers, published, read_config
 from flexgen_h2o.plan_flags import AUTO, GOALS
 from flexgen_h2o.planning.free_memory import MemoryLimits, free_memory
@@ -87,6 +87,8 @@ def plan(config: RunConfig, load: Workload, prompts: int | None) -> Plan:
         The model or the machine can't be had, or nothing fits.
     """
     subject = _here(config) if config.hardware is None else _elsewhere(config, config.hardware)
+    if not config.synthetic:  # their length is an estimate; a run refuses those that are too long
+        load = load.cut(longest_prompt(subject.model, config.h2o()))
     if config.percent == AUTO:
         request = _request(config, subject, load, prompts)
         choices = search(subject.hardware, request, subject.limits)

@@ -317,6 +317,8 @@ def test_chat_templates_and_special_tokens(folder, opened, tiny_model):
     assert lm.prefix_token_id == tiny_model("llama").config.bos_token_id
     with pytest.raises(UserError, match="no EOS token"):
         _ = lm.eot_token_id
+    with pytest.raises(UserError, match="a text of the task is not text in UTF-8"):
+        lm.tok_encode("w5 \ud800")
     assert lm.tok_encode("w5 w7") == [5, 7] == opened(
         folder, add_bos_token=False).tok_encode("w5 w7")
     lm.tokenizer.chat_template = None

@@ -513,6 +513,10 @@ def test_another_machine_is_planned_for_without_torch(tmp_path):
     sizes = re.search(r"device memory ([\d.]+) of 16.0 GB, host memory ([\d.]+) of 64.0 GB",
                       done.stdout)
     assert 8 < float(sizes[1]) <= 16 and 8 < float(sizes[2]) <= 64
+    texts = tmp_path / "p.txt"
+    texts.write_text("word " * 100_000)  # 500 KB, of which no run takes more than the positions
+    done = elsewhere(*plan, "--model", "opt-30b", "--prompts", str(texts))
+    assert "opt-30b on a GPU, 2048 + 32 tokens" in done.stdout
     done = elsewhere(*plan, "--model", "opt-30b", "--device-memory-limit", "5GB")
     assert "of 5.0 GB, host memory" in done.stdout
     (tmp_path / "config.json").write_text('{"model_type": "opt", "hidden_size": 64, '

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,11 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"):
             check_int(name, getattr(self, name), low=1)
+
+    def cut(self, longest: int | None) -> Workload:
+        """With prompts of at most `longest` tokens; None: as it is."""
+        return self if longest is None else replace(
+            self, prompt_len=min(self.prompt_len, longest))
 
 
 @dataclass(frozen=True)

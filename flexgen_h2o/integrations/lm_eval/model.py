@@ -22,6 +22,7 @@ from lm_eval.utils import (
 )
 from tqdm import tqdm
 
+from flexgen_h2o.config import check_text
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.lm_eval.arguments import parse
 
@@ -131,6 +132,7 @@ class FlexGenLM(TemplateLM):
             start = self.tokenizer.bos_token
             if start and string.startswith(start):
                 add_special_tokens = False
+        check_text("a text of the task", string)
         special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer(string, **special)["input_ids"])
 
