@@ -43,10 +43,6 @@ def test_only_a_tail_is_decoded():
     assert max(seen) == 3 + 4
 
 
-def test_a_lone_surrogate_is_a_text_like_another():
-    assert StopStrings(["\ud800"], lambda tokens: "a\ud800")([1])
-
-
 @pytest.mark.parametrize("bad", ["", [], ["a", ""], [1], 7, {"a"}, b"a"])
 def test_bad_stop_strings(bad):
     with pytest.raises(UserError, match="stop_strings must be a text, or several, none empty"):

@@ -24,7 +24,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]):
         self._strings = tuple(strings)
         self._decode = decode
-        longest = max(len(text.encode("utf-8", "surrogatepass")) for text in self._strings)
+        longest = max(len(text.encode("utf-8")) for text in self._strings)
         self._tail = longest + _SLACK
 
     def __call__(self, tokens: Sequence[int]) -> bool:

@@ -75,7 +75,7 @@ class _Growing:
         self.count = 0
 
     def _add(self, text: str) -> None:
-        data = text.encode("utf-8", "backslashreplace")  # a lone surrogate as the escape it was
+        data = text.encode("utf-8")
         # Unbuffered: what does not fit on the disk would be tried again when the file is closed.
         with open(self.partial, "ab" if self.count else "wb", buffering=0) as file:
             start = file.seek(0, os.SEEK_END)
