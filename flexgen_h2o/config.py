@@ -107,13 +107,16 @@ class Placement:
         return self.gpu / 100, self.cpu / 100, self.disk / 100
 
 
-def parse_percent(values: Sequence[object]) -> tuple[Placement, Placement, Placement]:
+def parse_percent(values: Sequence[object], name: str = "--percent"
+                  ) -> tuple[Placement, Placement, Placement]:
     """Read FlexGen's ``--percent``: the shares of the device and the host; the rest is disk.
 
     Parameters
     ----------
     values : sequence of 4 or 6 numbers (or their text)
         Weights gpu, cpu; cache gpu, cpu; activations gpu, cpu (default 100 0), in percent.
+    name : str
+        What errors call it.
 
     Returns
     -------
@@ -127,17 +130,17 @@ def parse_percent(values: Sequence[object]) -> tuple[Placement, Placement, Place
     """
     if len(values) not in (4, 6):
         raise UserError(
-            "--percent takes 4 or 6 numbers (weights gpu cpu, cache gpu cpu, "
+            f"{name} takes 4 or 6 numbers (weights gpu cpu, cache gpu cpu, "
             f"activations gpu cpu; the rest is disk), got {len(values)}"
         )
-    shares = [_percentage(value) for value in values]
+    shares = [_percentage(name, value) for value in values]
     shares += [100.0, 0.0][: 6 - len(shares)]
     placements = []
     for index, kind in enumerate(PLACED):
         gpu, cpu = shares[2 * index : 2 * index + 2]
         if gpu + cpu > 100 + _PERCENT_SLACK:
             raise UserError(
-                f"--percent gives the {kind} {gpu:g} + {cpu:g} = {gpu + cpu:g} %: "
+                f"{name} gives the {kind} {gpu:g} + {cpu:g} = {gpu + cpu:g} %: "
                 "make each pair sum to at most 100"
             )
         placements.append(Placement(gpu, cpu, max(0.0, 100 - gpu - cpu)))
@@ -145,14 +148,14 @@ def parse_percent(values: Sequence[object]) -> tuple[Placement, Placement, Place
     return weights, cache, activations
 
 
-def _percentage(value: object) -> float:
+def _percentage(name: str, value: object) -> float:
     """One number of ``--percent``, from a number or its text."""
     if isinstance(value, str):
         try:
             value = float(value)
         except ValueError:
-            raise UserError(f"--percent takes numbers from 0 to 100, got {value!r}") from None
-    return check_number("each number of --percent", value, low=0, high=100)
+            raise UserError(f"{name} takes numbers from 0 to 100, got {value!r}") from None
+    return check_number(f"each number of {name}", value, low=0, high=100)
 
 
 @dataclass(frozen=True)

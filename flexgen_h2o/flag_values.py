@@ -10,7 +10,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, field
 from typing import Any
 
@@ -49,13 +49,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f": did you mean {names[near[0]]}?" if near else ": see --help for the names"
 
 
-def checked(spec: Field, value: object) -> object:
+def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name) -> object:
     """The value of a field, checked by the metadata of its flag.
 
     Several values become a tuple, a file of ratios what it holds, and a path's ``~`` the home
-    folder. Raises `UserError`.
+    folder. Raises `UserError`, in which the field is what `called` makes of its name.
     """
-    name, rules = flag_name(spec.name), spec.metadata
+    name, rules = called(spec.name), spec.metadata
     if value is None and spec.default is None:
         return None
     match rules["kind"]:
@@ -66,7 +66,7 @@ def checked(spec: Field, value: object) -> object:
         case "float":
             check_number(name, value, above=rules.get("above"), high=rules.get("high"))
         case "percent":
-            value = _percentages(value)
+            value = _percentages(name, value)
         case "size":
             value = parse_size(name, value)
         case "ratios":
@@ -122,17 +122,17 @@ def parse_size(flag: str, value: object) -> int:
     return math.floor(check_number(flag, value, low=1))
 
 
-def _percentages(value: object) -> tuple[float, ...] | str:
+def _percentages(flag: str, value: object) -> tuple[float, ...] | str:
     """Both forms of ``--percent`` as six numbers, or ``auto`` as it is.
 
     YAML may give a list or ``0 100 100 0``.
     """
     numbers = value.split() if isinstance(value, str) else value
     if not isinstance(numbers, (list, tuple)):
-        raise UserError(f"--percent takes 4 or 6 numbers, got {value!r}")
+        raise UserError(f"{flag} takes 4 or 6 numbers, got {value!r}")
     if list(numbers) == ["auto"]:
         return "auto"
-    shares = [s for p in parse_percent(numbers) for s in (p.gpu, p.cpu)]
+    shares = [s for p in parse_percent(numbers, flag) for s in (p.gpu, p.cpu)]
     return tuple(int(share) if share == int(share) else share for share in shares)
 
 

@@ -6,7 +6,7 @@ plans for another machine. `planner` does the work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from flexgen_h2o.errors import UserError
@@ -20,7 +20,8 @@ GOALS = ("throughput", "latency")
 class PlanFlags:
     """Values of the flags of `RunConfig` that say what is planned and for which machine.
 
-    Raises `UserError` for flags that contradict each other and for one that would do nothing.
+    Raises `UserError` for flags that contradict each other and for one that would do nothing;
+    `called` says what it calls a flag.
     """
 
     percent: tuple[float, ...] | str
@@ -39,6 +40,7 @@ class PlanFlags:
     csv: str | None
     trace: str | None
     debug_mode: str | None
+    called: Callable[[str], str] = flag_name
 
     def __post_init__(self) -> None:
         for flag, given, reason in self._idle():
@@ -64,9 +66,9 @@ class PlanFlags:
                "with --hardware: that file says how fast the machine is")
         yield ("--device", elsewhere and self.device != "auto",
                "with --hardware: that file says what computes")
-        yield ("--device-memory-limit",
+        yield (self.called("device_memory_limit"),
                self.device_memory_limit is not None and self.device == "cpu",
-               "on --device cpu: give --memory-limit")
+               f"on {self.called('device')} cpu: give {self.called('memory_limit')}")
         for name in ("output", "csv", "trace", "debug_mode"):
             yield (flag_name(name), self.plan_only and getattr(self, name) is not None,
                    "with --plan-only, which runs nothing")

@@ -38,20 +38,27 @@ class RunConfig(RunFlags):
         ratio_files = {spec.name: ratio_file(getattr(self, spec.name)) for spec in fields(self)
                        if spec.metadata["kind"] == "ratios"}
         for spec in fields(self):
-            object.__setattr__(self, spec.name, checked(spec, getattr(self, spec.name)))
+            value = checked(spec, getattr(self, spec.name), self.called)
+            object.__setattr__(self, spec.name, value)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise UserError(f"--device must be auto, cpu, cuda or cuda:n, got {self.device!r}")
+            raise UserError(f"{self.called('device')} must be auto, cpu, cuda or cuda:n, "
+                            f"got {self.device!r}")
         self._check_lengths()
         self._check_files(ratio_files)
         self._check_bits()
         # These check what they are made of.
-        self._make(PlanFlags)
+        self._make(PlanFlags, called=self.called)
         self.policy()
         self.h2o()
         for name in _ONLY_WHEN_SAMPLING:
             if not self.do_sample and getattr(self, name) != getattr(RunConfig, name):
                 raise UserError(f"{flag_name(name)} has no effect: add --do-sample")
         self.sampling()
+
+    @staticmethod
+    def called(name: str) -> str:
+        """What errors call a flag; a front end whose users type other names overrides it."""
+        return flag_name(name)
 
     def _check_lengths(self) -> None:
         cut = self.cut_gen_len
@@ -65,15 +72,18 @@ class RunConfig(RunFlags):
     def _check_bits(self) -> None:
         """Refuse bits that contradict each other, and to keep weights that are not quantized."""
         for kind in ("weight", "cache"):
-            if getattr(self, f"compress_{kind}") and getattr(self, f"{kind}_bits") == 16:
-                raise UserError(f"--compress-{kind} and --{kind}-bits 16 contradict: leave one out")
+            compress, bits = f"compress_{kind}", f"{kind}_bits"
+            if getattr(self, compress) and getattr(self, bits) == 16:
+                raise UserError(f"{self.called(compress)} and {self.called(bits)} 16 contradict: "
+                                "leave one out")
         if self.weight_cache != "auto" and self.no_weight_cache:
-            raise UserError("give --weight-cache or --no-weight-cache, not both")
+            raise UserError(f"give {self.called('weight_cache')} or "
+                            f"{self.called('no_weight_cache')}, not both")
         for name in ("weight_cache", "no_weight_cache"):
             given = getattr(self, name) != getattr(RunConfig, name)
             if given and self.resolved_weight_bits == 16:
-                raise UserError(f"{flag_name(name)} has no effect on weights of 16 bits: add "
-                                "--weight-bits 4")
+                raise UserError(f"{self.called(name)} has no effect on weights of 16 bits: add "
+                                f"{self.called('weight_bits')} 4")
 
     def _check_files(self, ratio_files: Mapping[str, str | None]) -> None:
         if self.prompt and self.prompts:
@@ -137,7 +147,7 @@ class RunConfig(RunFlags):
 
     def h2o(self) -> H2OConfig | None:
         """What stays cached; None for everything, with nothing else asked for."""
-        return self._make(CacheFlags).h2o()
+        return self._make(CacheFlags, called=self.called).h2o()
 
     def sampling(self) -> SamplingParams:
         """How tokens are chosen. Synthetic prompts never stop at EOS, as in FlexGen's benchmark."""

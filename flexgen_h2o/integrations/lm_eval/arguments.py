@@ -6,9 +6,7 @@ Most are flags of `flex_opt`, with underscores, and are checked as it checks the
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from flexgen_h2o.config import H2OConfig, check_bool, check_int
@@ -32,8 +30,16 @@ PROMPT_CHUNK = 64
 MOST = 64
 """Sequences together with ``--batch_size auto``, unless ``--max_batch_size`` says."""
 
-_OTHER_NAMES = {"pretrained": "model", "evict_prompt": "evict_while_prefilling",
-                "prompt_chunk": "prefill_chunk"}
+_OTHER_NAMES = {"model": "pretrained", "evict_while_prefilling": "evict_prompt"}
+
+
+class _Flags(RunConfig):
+    """Flags of `flex_opt` as model arguments give them, which is what errors call them."""
+
+    @staticmethod
+    def called(name: str) -> str:
+        """The name of the model argument."""
+        return _OTHER_NAMES.get(name, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +87,18 @@ class Arguments:
     max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        with _in_their_words():
-            for name in ("evict_prompt", "simulate"):
-                check_bool(name, getattr(self, name))
-            if self.add_bos_token is not None:
-                check_bool("add_bos_token", self.add_bos_token)
-            for name in ("prompt_chunk", "max_length", "max_gen_toks", "max_batch_size"):
-                if name == "max_gen_toks" or getattr(self, name) is not None:
-                    check_int(name, getattr(self, name), low=1)
-            self._check_batch_size()
-            self._check_eviction()
-            config = self.run_config()  # which checks the flags
-            if self.simulate and config.resolved_cache_bits != 16:
-                raise UserError("simulate masks an exact cache: leave cache_bits out")
+        for name in ("evict_prompt", "simulate"):
+            check_bool(name, getattr(self, name))
+        if self.add_bos_token is not None:
+            check_bool("add_bos_token", self.add_bos_token)
+        for name in ("prompt_chunk", "max_length", "max_gen_toks", "max_batch_size"):
+            if name == "max_gen_toks" or getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low=1)
+        self._check_batch_size()
+        self._check_eviction()
+        config = self.run_config()  # which checks the flags
+        if self.simulate and config.resolved_cache_bits != 16:
+            raise UserError("simulate masks an exact cache: leave cache_bits out")
 
     def _check_batch_size(self) -> None:
         if self.batch_size != "auto":
@@ -117,7 +122,7 @@ class Arguments:
 
     @property
     def _evicts(self) -> bool:
-        h2o = RunConfig(**self.flags).h2o()
+        h2o = _Flags(**self.flags).h2o()
         return h2o is not None and not h2o.is_full
 
     def run_config(self) -> RunConfig:
@@ -128,7 +133,7 @@ class Arguments:
                       "prefill_chunk": self.prompt_chunk or PROMPT_CHUNK}
         if isinstance(self.batch_size, int) and "gpu_batch_size" not in given:
             given["gpu_batch_size"] = self.batch_size
-        return RunConfig(**given)
+        return _Flags(**given)
 
     def h2o(self) -> H2OConfig | None:
         """What stays cached; None for everything."""
@@ -176,8 +181,7 @@ def parse(given: Mapping[str, object]) -> Arguments:
     rest = {name: value for name, value in given.items() if name in own}
     if "batch_size" in rest:
         rest["batch_size"] = _batch_size(rest["batch_size"])
-    with _in_their_words():
-        return Arguments(flags=flags, **rest)
+    return Arguments(flags=flags, **rest)
 
 
 def _percent(value: object) -> object:
@@ -190,20 +194,3 @@ def _percent(value: object) -> object:
 def _batch_size(value: object) -> object:
     """The harness hands a number over as text."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
-
-
-@contextmanager
-def _in_their_words() -> Iterator[None]:
-    """Let a `UserError` call a flag by the name of its model argument."""
-    try:
-        yield
-    except UserError as error:
-        ours = {theirs: name for name, theirs in _OTHER_NAMES.items()}
-
-        def name(found: re.Match) -> str:
-            flag = found[1].replace("-", "_")
-            return ours.get(flag, flag)
-
-        # Those of the harness itself are flags indeed.
-        raise UserError(re.sub(r"--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)\b(?!_)", name, str(error))
-                        ) from None
