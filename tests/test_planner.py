@@ -57,6 +57,31 @@ def batches(choice) -> tuple[int, int]:
     return choice.run.workload.gpu_batch_size, choice.run.workload.num_gpu_batches
 
 
+REASONS = {
+    "keeps more bits": lambda run: -(run.weights.bits + run.cache.bits),
+    "attends where all else is computed": lambda run: run.policy.cpu_cache_compute,
+    "has a smaller block": lambda run: run.workload.gpu_batch_size * run.workload.num_gpu_batches,
+}
+
+
+def said_why(hardware: Hardware, choices) -> set[str]:
+    """Hold each printed alternative that is faster than the choice to a reason that is true.
+
+    Returns the reasons.
+    """
+    text = plan_text(hardware, choices, limits_of(hardware))
+    alternatives = [line for line in text.splitlines() if line.startswith("or ")]
+    reasons = set()
+    for line, other in zip(alternatives, choices[1:], strict=False):
+        said = re.search(r" \(within 2%, and the policy above (.*)\): --percent", line)
+        assert (said is not None) == (other.tokens_per_second > choices[0].tokens_per_second)
+        if said:
+            of = REASONS[said[1]]
+            assert of(choices[0].run) < of(other.run)
+            reasons.add(said[1])
+    return reasons
+
+
 # The search
 
 machines = st.builds(
@@ -110,6 +135,7 @@ def test_what_is_proposed_fits_and_keeps_what_was_given(hardware, request, given
             assert max(load.gpu_batch_size, last + 1) <= request["prompts"], "an empty batch"
     rates = [choice.tokens_per_second for choice in choices]
     assert rates[0] >= ALIKE * max(rates) and rates[1:] == sorted(rates[1:], reverse=True)
+    said_why(hardware, choices)
     assert len({(flags(choice.run), batches(choice)) for choice in choices}) == len(choices)
 
 
@@ -195,7 +221,9 @@ def test_two_that_attend_are_faster_than_one():
     assert both.run.policy.cpu_cache_compute and 20 <= both.run.policy.cache.cpu <= 80
     alone = find(replace(even, host_attention=None), prompt_len=1000, gen_len=1000)[0]
     assert both.tokens_per_second > 1.2 * alone.tokens_per_second
-    assert not find(even, prompt_len=1000, gen_len=2)[0].run.policy.cpu_cache_compute
+    choices = find(even, prompt_len=1000, gen_len=2)
+    assert not choices[0].run.policy.cpu_cache_compute
+    assert said_why(even, choices) == {"attends where all else is computed"}
 
 
 def test_a_model_larger_than_the_gpu_shares_each_load_among_many():
@@ -210,8 +238,9 @@ def test_a_model_larger_than_the_gpu_shares_each_load_among_many():
 
 def test_among_equals_the_smallest_block_wins():
     """Compute in proportion to rows: larger batches gain next to nothing."""
-    slow = replace(FREE, linear={16: {1: 1.0}})
-    assert batches(find(machine(slow, gpu=False))[0]) == (1, 1)
+    slow = machine(replace(FREE, linear={16: {1: 1.0}}, layer_seconds=1e-5), gpu=False)
+    choices = find(slow)
+    assert batches(choices[0]) == (1, 1) and said_why(slow, choices) == {"has a smaller block"}
     fixed = replace(FREE, layer_seconds=1e-3)
     best = find(machine(fixed, gpu=False))[0]
     assert batches(best)[0] > 100 and batches(best)[1] == 1
@@ -247,8 +276,9 @@ def test_compression_is_chosen_where_it_gains_and_only_there():
     same = roofline(1, 100)
     same = replace(same, linear=dict.fromkeys(BITS, same.linear[16]),
                    decode_attention=dict.fromkeys(BITS, same.decode_attention[16] * 100))
-    roomy = find(replace(CPU, compute=same), **ANYTHING)[0]
-    assert (roomy.run.weights.bits, roomy.run.cache.bits) == (16, 16)
+    choices = find(replace(CPU, compute=same), **ANYTHING)
+    assert (choices[0].run.weights.bits, choices[0].run.cache.bits) == (16, 16)
+    assert said_why(CPU, choices) == {"keeps more bits"}
 
 
 def test_nothing_fits_and_says_what_is_missing():
@@ -293,7 +323,7 @@ def test_the_plan_says_what_binds_and_what_is_next_best():
         assert f"{found.seconds:.4g} s a block, bound by {found.binding} (" in line
     for tier in ("device memory", "host memory", "disk space"):
         assert re.search(rf"{tier} [\d.]+ of [\d.]+ GB", lines[5])
-    assert len(lines) == 9 and all("tokens/s: --percent" in line for line in lines[6:])
+    assert len(lines) == 9 and all(re.match(r"or +[\d.]+ tokens/s", line) for line in lines[6:])
     short = plan_text(CPU, find(CPU, gen_len=1), limits_of(CPU))
     assert "decode" not in short and "device" not in short
 

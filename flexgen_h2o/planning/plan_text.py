@@ -12,7 +12,7 @@ from flexgen_h2o.planning.free_memory import MemoryLimits
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan, percent_text
 from flexgen_h2o.planning.rows import PlannedRun
-from flexgen_h2o.planning.search import Choice
+from flexgen_h2o.planning.search import ALIKE, Choice, advantage
 
 ALTERNATIVES = 3
 
@@ -44,10 +44,17 @@ def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimit
         ("prefill", _phase(found.prefill)),
         *([("decode step", _phase(found.step))] if found.steps else []),
         ("memory", MemoryPlan(run).summary(limits)),
-        *(("or", f"{other.tokens_per_second:.4g} tokens/s: {flags(other.run)}")
-          for other in others[:ALTERNATIVES]),
+        *(("or", f"{other.tokens_per_second:.4g} tokens/s{_not_taken(best, other)}: "
+                 f"{flags(other.run)}") for other in others[:ALTERNATIVES]),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def _not_taken(best: Choice, other: Choice) -> str:
+    """Why another that is predicted faster is not the choice, if it is."""
+    reason = advantage(best, other)
+    return "" if reason is None else (
+        f" (within {1 - ALIKE:.0%}, and the policy above {reason})")
 
 
 def _phase(phase: Phase) -> str:

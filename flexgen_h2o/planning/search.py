@@ -8,7 +8,7 @@ and sequences, and held to the exact memory plan; nothing that does not fit is e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -26,9 +26,7 @@ GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 5
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 ALIKE = 0.98
-"""A rate within this of the best is as good: then most bits win, after them attention where all
-else is computed, then the smallest block.
-"""
+"""A rate within this of the best is as good, for no prediction is more exact: `_TIES` decide."""
 
 _PATIENCE = 2  # a size that helps no more, twice in a row, ends the search in its direction
 _WORTH = 1.003
@@ -241,20 +239,29 @@ def _stripped(run: PlannedRun | None, request: Request) -> PlannedRun | None:
         run.policy, cpu_cache_compute=request.policy.cpu_cache_compute))
 
 
+_TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (
+    ("keeps more bits", lambda run: -(run.weights.bits + run.cache.bits)),
+    ("attends where all else is computed", lambda run: run.policy.cpu_cache_compute),
+    ("has a smaller block",
+     lambda run: run.workload.gpu_batch_size * run.workload.num_gpu_batches),
+)
+"""What is preferred among rates that are `ALIKE`, the most important first; less is better."""
+
+
 def _ranked(choices: list[Choice]) -> list[Choice]:
-    """The best first: of those as good as the fastest the one that `ALIKE` tells of."""
+    """The best first: of those as good as the fastest the one that `_TIES` prefer."""
     choices.sort(key=lambda choice: -choice.tokens_per_second)
     alike = [c for c in choices
              if c.tokens_per_second >= ALIKE * choices[0].tokens_per_second]
-
-    def preferred(choice: Choice) -> tuple:
-        run = choice.run
-        block = run.workload.gpu_batch_size * run.workload.num_gpu_batches
-        bits = run.weights.bits + run.cache.bits
-        return -bits, run.policy.cpu_cache_compute, block, choice.seconds
-
-    best = min(alike, key=preferred)
+    best = min(alike, key=lambda choice: [of(choice.run) for _, of in _TIES])
     return [best, *(choice for choice in choices if choice is not best)]
+
+
+def advantage(choice: Choice, other: Choice) -> str | None:
+    """Why a choice is preferred to one that is faster and `ALIKE`; None if it is not faster."""
+    if other.tokens_per_second <= choice.tokens_per_second:
+        return None
+    return next(words for words, of in _TIES if of(choice.run) < of(other.run))
 
 
 def _refuse(hardware: Hardware, request: Request, limits: MemoryLimits) -> NoReturn:
