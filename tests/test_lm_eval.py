@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import huggingface_hub
+import lm_eval
 import pytest
 import torch
+from huggingface_hub import errors as hub_errors
 from hypothesis import given
 from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 from word_models import WORDS, with_words
 
 from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.lm_eval.__main__ import main
 from flexgen_h2o.integrations.lm_eval.arguments import FLAGS, MOST, PROMPT_CHUNK, parse
-
-lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is missing: pip install lm_eval")
-
-from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
-
-from flexgen_h2o.integrations.lm_eval.model import FlexGenLM, sampling_of  # noqa: E402
+from flexgen_h2o.integrations.lm_eval.model import FlexGenLM, sampling_of
 
 H2O = {"hh_ratio": 0.1}
 YAML = """\
@@ -72,11 +74,13 @@ def folder(tiny_model, tmp_path_factory) -> str:
 @pytest.fixture
 def task(tmp_path, monkeypatch):
     """A function that makes a task of a kind: a TaskManager and the task's name."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    datasets = pytest.importorskip("datasets")
-    # `datasets` has read its environment long ago.
+    # Its own tasks, thousands, take seconds to list.
+    monkeypatch.setattr(TaskManager, "__init__", functools.partialmethod(
+        TaskManager.__init__, include_defaults=False))
+    # The environment was read long ago.
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    for config in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
 
     def make(kind: str, answers=None) -> tuple[TaskManager, str]:
         file = tmp_path / "docs.jsonl"
@@ -87,7 +91,7 @@ def task(tmp_path, monkeypatch):
         (tmp_path / f"{kind}.yaml").write_text(
             YAML.format(name=f"tiny_{kind}", kind=kind, file=json.dumps(str(file)),
                         more=KINDS[kind]), encoding="utf-8")
-        return TaskManager(include_path=str(tmp_path), include_defaults=False), f"tiny_{kind}"
+        return TaskManager(include_path=str(tmp_path)), f"tiny_{kind}"
 
     return make
 
@@ -189,18 +193,91 @@ def test_answers_are_generated_up_to_the_stop_string(folder, task):
     assert {s["filtered_resps"][0] for s in found["samples"]["tiny_generate_until"]} == {*answers}
 
 
-def test_the_command_line_is_the_harness_with_our_model(folder, task, tmp_path, capsys):
+@pytest.fixture
+def git(tmp_path, monkeypatch):
+    """A function that puts another `git` before the machine's: what it prints, and its status."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    (tmp_path / "bin").mkdir()
+
+    def put(status: int, printed: str) -> None:
+        program = tmp_path / "bin" / "git"
+        program.write_text(f"#!/bin/sh\necho {printed}\nexit {status}\n", encoding="utf-8")
+        program.chmod(0o755)
+
+    return put
+
+
+def test_the_command_line_is_the_harness_with_our_model(folder, task, git, tmp_path, capfd):
     task("multiple_choice")
+    git(128, "fatal: not a git repository >&2")
     output = tmp_path / "found.json"
     status = main(["--model_args", f"pretrained={folder},dtype=float32,hh_ratio=0.1,"
                    "recent_ratio=0.1,evict_prompt=true,percent=0/100/100/0",
                    "--tasks", "tiny_multiple_choice", "--include_path", str(tmp_path),
                    "--batch_size", "auto", "--output_path", str(output)])
-    text = capsys.readouterr().out
-    assert status == 0, text
+    text, errors = capfd.readouterr()
+    assert status == 0 and "fatal" not in errors, text + errors
     assert "flexgen_h2o" in text and "tiny_multiple_choice" in text and "acc" in text
     (written,) = tmp_path.glob("found*.json")
     assert json.loads(written.read_text())["config"]["model"] == "flexgen_h2o"
+
+
+@pytest.fixture
+def instead(monkeypatch):
+    """A function that puts another in the place of the harness's command."""
+    return lambda command: monkeypatch.setattr("lm_eval.__main__.cli_evaluate", command)
+
+
+def test_the_commit_is_what_git_calls_it(git, instead):
+    git(0, "v7-1-gabc")
+    found = []
+    instead(lambda: found.append(lm_eval.evaluator.get_git_commit_hash()))
+    assert main([]) == 0 and found == ["v7-1-gabc"]
+
+
+def test_data_that_cannot_be_fetched_is_told_in_a_line(folder, task, tmp_path, capsys):
+    task("generate_until")
+    found = (tmp_path / "generate_until.yaml").read_text(encoding="utf-8")
+    (tmp_path / "absent.yaml").write_text(
+        found.replace("task: tiny_generate_until", "task: absent").replace(
+            "dataset_path: json", "dataset_path: someone/none"), encoding="utf-8")
+    assert main(["--model_args", f"pretrained={folder}", "--tasks", "absent",
+                 "--include_path", str(tmp_path)]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.match("error: the data or metrics of a task can't be had .*'someone/none'.*: run it "
+                    "once with a network", last)
+
+
+def raised_from(cause: Exception) -> Exception:
+    """A dataset's error, as it is when the network fails in the middle."""
+    error = datasets.exceptions.DatasetGenerationError("no data")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("error", [
+    ConnectionError("the cause"), FileNotFoundError("the cause"), TimeoutError(110, "the cause"),
+    hub_errors.HTTPError("the cause"), raised_from(hub_errors.HTTPError("the cause"))])
+def test_whatever_says_so(instead, capsys, error):
+    def command():
+        raise error
+
+    instead(command)
+    assert main([]) == 2
+    text = capsys.readouterr().err
+    assert "the cause): run it once" in text and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [OSError(28, "no space"), ValueError("a defect"),
+                                   raised_from(ValueError("a defect"))])
+def test_what_is_not_of_fetching_stays_as_it_is(instead, error):
+    def command():
+        raise error
+
+    instead(command)
+    with pytest.raises(type(error)) as caught:
+        main([])
+    assert caught.value is error
 
 
 def test_the_command_line_tells_a_users_error_in_a_line(folder, task, tmp_path, capsys):

@@ -125,7 +125,7 @@ def _from_hub(repo_id: str) -> Path:
     """Download a repository's model files, or find them in the hub's local cache."""
     import huggingface_hub as hub
 
-    failures = _hub_failures()
+    failures = hub_failures()
     try:
         info = hub.HfApi().model_info(repo_id, timeout=_HUB_TIMEOUT)
         files = [sibling.rfilename for sibling in info.siblings or []]
@@ -168,7 +168,7 @@ def _any_match(files: list[str], patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(file, pattern) for file in files for pattern in patterns)
 
 
-def _hub_failures() -> tuple[type[Exception], ...]:
+def hub_failures() -> tuple[type[Exception], ...]:
     """Every exception by which huggingface_hub says that it cannot deliver.
 
     They have no common base. Its module of errors also imports the base error of the HTTP

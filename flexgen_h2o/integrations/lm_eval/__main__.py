@@ -6,8 +6,11 @@ All arguments are the harness's own; ``--model flexgen_h2o`` need not be given.
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from flexgen_h2o.cli import exit_status
 from flexgen_h2o.errors import UserError
@@ -19,7 +22,7 @@ _FLAGS_WITH_MODELS = ("--config", "-C")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C.
 
-    What the harness itself refuses it refuses in its own way.
+    What the harness itself refuses it refuses in its own way, but for data that it can't fetch.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_status(lambda: _run(arguments), last=argv is None)
@@ -35,9 +38,62 @@ def _run(arguments: list[str]) -> None:
     before = sys.argv
     sys.argv = [before[0], *_with_model(arguments, NAME)]  # which the harness reads, and changes
     try:
-        cli_evaluate()
+        with _fetching(), _git_unheard():
+            cli_evaluate()
     finally:
         sys.argv = before
+
+
+@contextmanager
+def _fetching() -> Iterator[None]:
+    """Tell in one line what the data or metrics of a task are missing, as without a network."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not _not_fetched(cause):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        reason = " ".join(str(cause).split())[:300] or type(cause).__name__
+        raise UserError(
+            f"the data or metrics of a task can't be had ({reason}): run it once with a network "
+            "and without HF_HUB_OFFLINE, which keeps them for later, or give a task over local "
+            "files with --include_path") from error
+
+
+def _not_fetched(error: BaseException) -> bool:
+    """Whether something that isn't on this machine could not be brought here."""
+    from flexgen_h2o.models.sources import hub_failures
+
+    if isinstance(error, OSError):
+        # The libraries' own have no number; a disk that is full, say, has.
+        return error.errno is None or isinstance(error, (ConnectionError, TimeoutError))
+    return isinstance(error, hub_failures())
+
+
+@contextmanager
+def _git_unheard() -> Iterator[None]:
+    """Let the harness ask for the commit of this folder without what git says if there is none."""
+    from lm_eval import evaluator
+    from lm_eval.loggers.utils import get_commit_from_path
+
+    def commit() -> str | None:
+        try:
+            done = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True,
+                                  check=True)
+        except (subprocess.CalledProcessError, OSError):
+            return get_commit_from_path(os.getcwd())
+        return done.stdout.strip()
+
+    before = evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = commit
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = before
 
 
 def _with_model(arguments: list[str], name: str) -> list[str]:
