@@ -6,6 +6,7 @@ They are made and saved when first asked for. Nothing is downloaded, and no toke
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from refusals import command_refused
 
 # The GPU kernels run under Triton's interpreter. Triton looks once, when it is first imported, and
 # torch.compile imports it.
@@ -134,6 +136,18 @@ def isa(request):
 def _few_threads():
     """Tiny products gain nothing from a second thread, and wait for it when the core is taken."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def refuses_flags(tmp_path, monkeypatch, capsys) -> Callable[..., None]:
+    """A function that holds a command to refusing flags in a line, without engine and files."""
+    def hold(main, flags: list[str], *words: str) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", None)  # importing the engine fails
+        command_refused(main, capsys, flags, *words)
+        assert list(tmp_path.iterdir()) == []
+
+    return hold
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -198,16 +197,8 @@ GIVEN = ["--input-path", "in.txt", "--output-dir", "out"]
     (["--input-path", "./out/misses.csv", *GIVEN[2:]], "would be overwritten"),
     ([*GIVEN, "--output-dir", "/dev/null"], "cannot be a folder: /dev/null is a file"),
 ])
-def test_bad_flags_answer_in_one_line_and_leave_nothing(flags, message, tmp_path, monkeypatch,
-                                                        capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", None)  # importing the engine fails
-    assert analyze.main(flags) == 2
-    text = capsys.readouterr()
-    assert text.out == "" and text.err.count("\n") == 1
-    assert text.err.startswith("error: ") and message in text.err
-    assert list(tmp_path.iterdir()) == []
+def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
+    refuses_flags(analyze.main, flags, message)
 
 
 @pytest.mark.parametrize(("flags", "message"), [

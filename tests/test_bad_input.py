@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from refusals import command_refused, error_line
 from safetensors.torch import load_file, save_file
 from word_models import with_words
 
@@ -80,21 +81,13 @@ def tree(folder: Path) -> dict[str, bytes]:
 def refused(capfd, here, *argv: str) -> str:
     """The message of a command that ends with status 2, one line, and nothing left of it."""
     before, threads = tree(here.parent), set(threading.enumerate())
-    capfd.readouterr()
-    status = flex_opt.main([*SHORT, *RESULTS, "--offload-dir", "offload", *argv])
-    out, err = capfd.readouterr()
-    assert (status, out) == (2, ""), err
-    check_line(err)
+    message = command_refused(flex_opt.main, capfd,
+                              [*SHORT, *RESULTS, "--offload-dir", "offload", *argv])
     assert tree(here.parent) == before
     offload = Path("offload")
     assert not offload.is_dir() or list(offload.iterdir()) == []
     assert not {t.name for t in set(threading.enumerate()) - threads if "tqdm" not in repr(t)}
-    return err
-
-
-def check_line(err: str) -> None:
-    assert re.fullmatch(r"error: [^\n]+\n", err), err
-    assert "Traceback" not in err
+    return message
 
 
 def shard(model: Path) -> list[Path]:
@@ -572,7 +565,7 @@ def test_a_process_ends_the_same_way(model, here, monkeypatch, argv, words):
     before = tree(here)
     done = command(*SHORT, *RESULTS, "--offload-dir", "offload", *argv)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    check_line(done.stderr)
+    error_line(done.stderr)
     assert words in done.stderr
     assert tree(here) == before and tree(here.parent / "tmp") == {}
     assert not (here / "offload").exists()

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import checkpoint as checkpoint_module
 from flexgen_h2o.models import dummy
 from flexgen_h2o.models.checkpoint import (
@@ -42,17 +42,6 @@ def read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None = None) ->
     out = torch.full(info.shape, float("nan"), dtype=dtype or info.dtype)
     checkpoint.read(name, out)
     return out
-
-
-def refused(action, *words: str) -> str:
-    """The one-line message of the UserError that `action` raises; it holds all of `words`."""
-    with pytest.raises(UserError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-    return message
 
 
 def save_sharded(folder: Path, kind: str = "model.safetensors") -> dict[str, torch.Tensor]:

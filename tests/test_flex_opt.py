@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from refusals import command_refused
 
 from flexgen_h2o import flex_opt
 from flexgen_h2o.config import H2OConfig
@@ -77,12 +78,9 @@ def llm(monkeypatch, tmp_path):
 
 def refused(capsys, *argv: str) -> str:
     """The one line on stderr of a command that exits with 2 and loads no model."""
-    assert flex_opt.main(argv) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert re.fullmatch(r"error: [^\n]+\n", captured.err)
+    message = command_refused(flex_opt.main, capsys, argv)
     assert not FakeLLM.made
-    return captured.err
+    return message
 
 
 # Flags

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import error_line
 
 from flexgen_h2o.cli import exit_status
 from flexgen_h2o.errors import UserError
@@ -396,6 +397,5 @@ def test_bad_input_is_one_line_and_no_figure(bench, compared, tmp_path, monkeypa
     (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
     before = set(tmp_path.iterdir())
     assert main(bench, *argv) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.startswith("error: ") and told.count("\n") == 1
+    error_line(capsys.readouterr().err, message)
     assert set(tmp_path.iterdir()) == before

@@ -11,6 +11,7 @@ import sys
 import types
 
 import pytest
+from refusals import command_refused
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.config import OFFLOAD_DIR, H2OConfig
@@ -378,15 +379,8 @@ def test_a_run_that_stops_keeps_its_rows(fake, articles, tmp_path, monkeypatch, 
     (["--from-csv", "a", "--articles", "3"], "--articles has no effect with --from-csv"),
     (["--from-csv", "nope.csv"], "cannot read --from-csv nope.csv"),
 ])
-def test_bad_flags_answer_in_one_line_and_leave_nothing(flags, message, tmp_path, monkeypatch,
-                                                        capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", None)  # importing the engine fails
-    assert quality.main(flags) == 2
-    text = capsys.readouterr()
-    assert text.out == "" and text.err.count("\n") == 1
-    assert text.err.startswith("error: ") and message in text.err
-    assert list(tmp_path.iterdir()) == []
+def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
+    refuses_flags(quality.main, flags, message)
 
 
 def test_too_few_articles_leave_nothing(fake, articles, tmp_path, capsys):
@@ -420,10 +414,7 @@ def test_a_bad_csv_is_told_in_one_line(fake, articles, tmp_path, change, message
     out = tmp_path / "out.csv"
     assert run(articles, "--only", "h2o", "--budgets", 50, "--csv", out) == 0
     out.write_text(change(out.read_text(encoding="utf-8")), encoding="utf-8")
-    capsys.readouterr()
-    assert quality.main(["--from-csv", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    command_refused(quality.main, capsys, ["--from-csv", str(out)], message)
 
 
 # --- the plot

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import convert, from_gguf, sources
 from flexgen_h2o.models.checkpoint import SafetensorsCheckpoint
 from flexgen_h2o.models.sources import (
@@ -40,17 +40,6 @@ needs_smollm2 = pytest.mark.skipif(
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "converted"
-
-
-def refused(action, *words: str) -> str:
-    """The one-line message of the UserError that `action` raises; it holds all of `words`."""
-    with pytest.raises(UserError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-    return message
 
 
 def folders(cache: Path) -> list[str]:

@@ -7,12 +7,12 @@ import csv
 import json
 import math
 import statistics
-import sys
 import types
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import command_refused
 
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
@@ -261,15 +261,8 @@ def test_a_run_that_stops_keeps_its_rows(fake, articles, tmp_path, monkeypatch, 
     (["--input-path", "a", "--csv", "./a"], "name the same file"),
     (["--input-path", "a", "--csv", "no/such/folder.csv"], "cannot write --csv into the folder"),
 ])
-def test_bad_flags_answer_in_one_line_and_leave_nothing(flags, message, tmp_path, monkeypatch,
-                                                        capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", None)  # importing the engine fails
-    assert stream_quality.main(flags) == 2
-    text = capsys.readouterr()
-    assert text.out == "" and text.err.count("\n") == 1
-    assert text.err.startswith("error: ") and message in text.err
-    assert list(tmp_path.iterdir()) == []
+def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
+    refuses_flags(stream_quality.main, flags, message)
 
 
 def test_a_text_that_is_too_short_is_refused(fake, articles, tmp_path, capsys):
@@ -289,10 +282,7 @@ def test_a_bad_csv_is_told_in_one_line(fake, articles, tmp_path, change, message
     out = tmp_path / "out.csv"
     assert run(articles, *SMALL, "--policies", "h2o", "--csv", out) == 0
     out.write_text(change(out.read_text(encoding="utf-8")), encoding="utf-8")
-    capsys.readouterr()
-    assert stream_quality.main(["--from-csv", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    command_refused(stream_quality.main, capsys, ["--from-csv", str(out)], message)
 
 
 # --- the plot

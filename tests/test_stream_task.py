@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import error_line
 
 from flexgen_h2o.config import H2OConfig
 from flexgen_h2o.errors import UserError
@@ -160,8 +161,7 @@ def test_a_bad_file_of_conversations_is_told_in_one_line(tmp_path, content, mess
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     assert run(path) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    error_line(capsys.readouterr().err, message)
 
 
 @pytest.mark.skipif(not MT_BENCH.exists(), reason="mt_bench_questions.jsonl is missing")
@@ -267,15 +267,8 @@ def test_the_room_of_the_stream(fake, questions, flags, expected):
     (["--input-path", "a", "--csv", "no/such/folder.csv"], "cannot write --csv into the folder"),
     (["--input-path", "a", "--output-path", "."], "--output-path . is not a regular file"),
 ])
-def test_bad_flags_answer_in_one_line_and_leave_nothing(flags, message, tmp_path, monkeypatch,
-                                                        capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", None)  # importing the engine fails
-    assert stream.main(flags) == 2
-    text = capsys.readouterr()
-    assert text.out == "" and text.err.count("\n") == 1
-    assert text.err.startswith("error: ") and message in text.err
-    assert list(tmp_path.iterdir()) == []
+def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
+    refuses_flags(stream.main, flags, message)
 
 
 # --- what is printed and written
