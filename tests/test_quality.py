@@ -430,7 +430,6 @@ def test_a_plot_without_matplotlib_is_refused_at_once(articles, tmp_path, monkey
 
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_the_plot_is_drawn(fake, articles, tmp_path, suffix, start):
-    pytest.importorskip("matplotlib")
     plot, out = tmp_path / f"out.{suffix}", tmp_path / "out.csv"
     assert run(articles, "--csv", out, "--plot", plot) == 0
     first = plot.read_bytes()
@@ -444,7 +443,6 @@ def test_the_plot_is_drawn(fake, articles, tmp_path, suffix, start):
 
 def test_a_plot_of_little_is_a_plot_too(fake, articles, tmp_path):
     """The full cache alone; an infinite perplexity; a variant that is not known."""
-    pytest.importorskip("matplotlib")
     out, plot = tmp_path / "out.csv", tmp_path / "out.png"
     assert run(articles, "--csv", out, "--only", "full", "--plot", plot) == 0
     full = measures.read_rows(str(out))[0]
@@ -455,7 +453,6 @@ def test_a_plot_of_little_is_a_plot_too(fake, articles, tmp_path):
 
 def test_the_plot_leaves_quantized_weights_out(fake, articles, tmp_path):
     """With such rows, even before the full cache's, it is the one without them."""
-    pytest.importorskip("matplotlib")
     out, plain, more = (tmp_path / name for name in ("out.csv", "plain.png", "more.png"))
     assert run(articles, "--only", "h2o", "weights", "--csv", out) == 0
     rows = measures.read_rows(str(out))

