@@ -17,10 +17,11 @@ from flexgen_h2o.engine.executor import Executor, Sink, Timing
 from flexgen_h2o.engine.loader import Source
 from flexgen_h2o.engine.progress import byte_bar, run_bars
 from flexgen_h2o.engine.room import Cache, Room, Size
-from flexgen_h2o.engine.schedule import num_stops
+from flexgen_h2o.engine.schedule import Step, num_stops
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.kernels.spinning import Spinning
 from flexgen_h2o.memory_samples import sampled_memory
 from flexgen_h2o.planning.free_memory import (
     MemoryLimits,
@@ -75,6 +76,7 @@ class Runtime:
         self.calls = Calls()  # of all that runs on these weights
         self._device = device
         self._links = LinkStats()
+        self._spinning = Spinning()
         self._transfers: Transfers | None = None
         self._loaded_bytes = 0
         self.load_seconds = 0.0  # until everything was ready: whoever opened it knows
@@ -177,7 +179,8 @@ class Runtime:
             executor = Executor(self.config, self.weights, room, transfers=self._transfers,
                                 dtype=self.source.dtype, policy=self.settings.policy)
             run = partial(executor.run, sink=sink, keeps=keeps)
-            with self.sampled_memory(), dispatch.measured(self.settings.implementations):
+            with (self.sampled_memory(), self._spinning.watched(),
+                  dispatch.measured(self.settings.implementations)):
                 self._run_blocks(run, room, blocks, stats)
                 self._transfers.drain()
         self._transfers.settle()
@@ -192,8 +195,12 @@ class Runtime:
         per_token = self.config.kv_bytes_per_token(self.source.dtype.itemsize)
         stops = num_stops(self.config.num_layers, self.settings.policy.sep_layer)
         with run_bars(blocks, stops, off=self.settings.no_bars) as progress:
+            def computed(block: Block, step: Step) -> None:
+                progress(block, step)
+                self._spinning.look()
+
             for block in blocks:
-                timing = run(block, on_compute=partial(progress, block))
+                timing = run(block, on_compute=partial(computed, block))
                 self._trace_phases(timing)
                 stats.kv_cache_bytes = max(stats.kv_cache_bytes, room.cache.nbytes())
                 full = sum(len(batch) * (max(batch.seats.lengths) + batch.seats.new)

@@ -43,7 +43,7 @@ ORDER = """
     kernels.dispatch
     kernels.triton_groups  kernels.triton_decode  kernels.triton_prefill  kernels.triton_select
     kernels.triton_matrix
-    kernels.library
+    kernels.library  kernels.spinning
     kernels.ops
     cache  cache.budget  cache.seats  cache.parts  cache.attending  cache.appending
     cache.fetched

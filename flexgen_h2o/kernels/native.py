@@ -62,6 +62,7 @@ def _library() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(path))
         for text in (library.h2o_abi, library.h2o_build):
             text.restype = ctypes.c_char_p
+        library.h2o_idle_team.restype = None
     except (OSError, AttributeError) as error:
         return f"the C++ kernels cannot be loaded: {error}"
     if library.h2o_abi() != abi.FINGERPRINT.encode():
@@ -117,6 +118,11 @@ def _call(name: str, struct: str, **fields: object) -> None:
         raise NotImplementedError(f"{name}: not with {instruction_set()}")
     if status:
         raise ValueError(f"{name}: a tensor of indices points outside of what it indexes")
+
+
+def idle_team(threads: int) -> None:
+    """Give the calling thread a team of OpenMP threads that do nothing. It ends with the thread."""
+    _library().h2o_idle_team(ctypes.c_int64(threads))
 
 
 def _rows(x: Tensor) -> Tensor:

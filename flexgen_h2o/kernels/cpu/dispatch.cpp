@@ -78,4 +78,10 @@ EXPORT int h2o_linear_few_rows(int isa, const Linear* a) { CALL(linear_few_rows,
 EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL(linear_quantized, a) }
 EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, a) }
 EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, a) }
+
+// A team of threads that do nothing. It stays with the thread that calls, and ends with it.
+EXPORT void h2o_idle_team(int64_t threads) {
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    asm volatile("");  // an empty region would be left out
+}
 }

@@ -1,0 +1,140 @@
+"""How idle OpenMP threads wait: asleep while other processes want the CPUs, and only then."""
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_h2o import LLM
+from flexgen_h2o.kernels import native, spinning
+from flexgen_h2o.kernels.spinning import IdleTeam, Spinning, busy_seconds
+
+pytestmark = pytest.mark.skipif(
+    native.missing() is not None or not Path("/proc/stat").exists(),
+    reason="threads are left alone without the C++ kernels or Linux's /proc")
+
+
+@contextmanager
+def threads(count: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Machine:
+    """A machine of 4 CPUs, of which others use `others` while time goes on by `pass_time`."""
+
+    def __init__(self, patch):
+        self.clock = self.busy = self.others = 0.0
+        patch.setattr(spinning, "busy_seconds", lambda: self.busy)
+        patch.setattr(spinning.time, "monotonic", lambda: self.clock)
+        patch.setattr(spinning.time, "process_time", lambda: 3 * self.clock)
+        patch.setattr(spinning.os, "sched_getaffinity", lambda pid: set(range(4)))
+
+    def pass_time(self, seconds: float, others: float) -> None:
+        self.clock += seconds
+        self.busy += (3 + others) * seconds
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch):
+    for name in spinning.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
+@pytest.mark.parametrize(("count", "others", "asleep"), [
+    (4, 0.2, False), (4, 0.3, True),
+    (3, 1.2, False), (3, 1.3, True),  # one CPU is left to others
+    (1, 4.0, False),
+    (9, 0.2, False), (9, 0.3, True),
+])
+def test_threads_sleep_while_others_want_more_than_is_left(machine, count, others, asleep):
+    waiting = Spinning()
+    with threads(count):
+        machine.pass_time(9, others)
+        with waiting.watched():
+            assert (waiting._team is not None) == asleep
+            machine.pass_time(spinning.WINDOW / 2, 4.2 - others)
+            waiting.look()
+            assert (waiting._team is not None) == asleep, "too soon to tell"
+            machine.pass_time(spinning.WINDOW, 0)
+            machine.busy = machine.clock * 3  # nobody else since the start
+            waiting.look()
+            assert waiting._team is None
+            machine.pass_time(1, 4)
+            waiting.look()
+            assert (waiting._team is not None) == (count > 1)
+        assert waiting._team is None, "it ends with the run"
+
+
+@pytest.mark.parametrize("name", spinning.SETTINGS)
+def test_what_the_environment_says_stays(machine, monkeypatch, name):
+    monkeypatch.setenv(name, "ACTIVE")
+    waiting = Spinning()
+    machine.pass_time(9, 4)
+    with threads(4), waiting.watched():
+        assert waiting._team is None
+    assert os.environ[name] == "ACTIVE"
+
+
+def test_a_system_that_does_not_say_who_uses_the_cpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(spinning, "busy_seconds", lambda: busy_seconds(tmp_path / "stat"))
+    with threads(4), Spinning().watched():
+        pass
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2})
+    stat = tmp_path / "stat"
+    stat.write_text("cpu 9 9 9 9 9 9 9 9 9 9\ncpu0 1 2 4 900 900 8 16 32 64 128\n"
+                    "cpu1 9 9 9 9 9 9 9 9 9 9\nintr 1 2 3\n")
+    assert busy_seconds(stat) is None, "a CPU is missing"
+    stat.write_text(stat.read_text() + "cpu2 100 0 0 900 900 0 0 0 0 0\n")
+    assert busy_seconds(stat) == 163 / os.sysconf("SC_CLK_TCK")
+    stat.write_text("cpu0 a b\n")
+    assert busy_seconds(stat) is None
+    assert busy_seconds() is None or busy_seconds() > 0
+
+
+def test_the_team_has_more_threads_than_there_are_cpus_and_ends():
+    def count() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = count()
+    team = IdleTeam()
+    assert count() - before == len(os.sched_getaffinity(0)) + 1
+    team.close()
+    end = time.monotonic() + 30
+    while count() > before:  # they end by themselves, a moment later
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_run_beside_others_writes_the_same_tokens(tiny_model, monkeypatch):
+    made: list[IdleTeam] = []
+
+    class Counted(IdleTeam):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(spinning, "IdleTeam", Counted)
+    prompts = [[5, 6, 7], [8, 9]]
+    with threads(2), LLM(str(tiny_model("llama").folder), dtype="float32", progress=False) as llm:
+        monkeypatch.setattr(spinning, "busy_seconds", lambda: None)
+        alone = [out.token_ids for out in llm.generate(prompts, max_new_tokens=4)]
+        assert not made
+        monkeypatch.setattr(spinning, "WINDOW", 0)
+        monkeypatch.setattr(spinning, "busy_seconds", lambda: 1e3 * time.monotonic())
+        assert [out.token_ids for out in llm.generate(prompts, max_new_tokens=4)] == alone
+        assert made and not any(team._thread.is_alive() for team in made)
+    assert all(thread.name != "idle-team" for thread in threading.enumerate())
