@@ -4,7 +4,7 @@
 // A task is a part of the slots of one KV head of one sequence; all query heads of the group share
 // its one read of the keys and of the values. The number of parts depends on shapes alone, so that
 // results do not depend on the number of threads.
-#include <cmath>
+#include <math.h>
 #include <type_traits>
 
 #include "memory.h"
@@ -62,7 +62,7 @@ void unpack(const Head& h, const T* from, float* to, bool rolls) {
 
 template <class T>
 void queries(const Head& h, float* q) {
-    const float scale = 1.0f / std::sqrt(static_cast<float>(h.a.head_dim));
+    const float scale = 1.0f / sqrtf(static_cast<float>(h.a.head_dim));
     const T* from = static_cast<const T*>(h.a.q) + h.sequence * h.a.q_row +
                     h.kv_head * h.group * h.a.q_head;
     for (int64_t g = 0; g < h.group; g++) {
@@ -263,18 +263,18 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
         const float own = sum(products);
         float top = own;
         for (int64_t p = 0; p < space.parts; p++)
-            top = std::fmax(top, partial(h, space, index, p, g).top);
-        const float own_weight = std::exp(own - top);
+            top = fmaxf(top, partial(h, space, index, p, g).top);
+        const float own_weight = expf(own - top);
         float total = own_weight;
         for (int64_t p = 0; p < space.parts; p++) {
             const Partial some = partial(h, space, index, p, g);
-            total += some.total * std::exp(some.top - top);
+            total += some.total * expf(some.top - top);
         }
         own_received += own_weight / total;
         for (int64_t i = 0; i < h.width; i++) sums[i] = value[i] * own_weight;
         for (int64_t p = 0; p < space.parts; p++) {
             const Partial some = partial(h, space, index, p, g);
-            const float factor = std::exp(some.top - top);
+            const float factor = expf(some.top - top);
             for (int64_t i = 0; i < h.width; i++) sums[i] += some.out[i] * factor;
         }
         T* out = static_cast<T*>(a.out) +
@@ -285,7 +285,7 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
             span(h, space, p, begin, end);
             add_received(a.mass + h.first(), logits + g * space.stride, begin, end,
                          g == 0 ? static_cast<float>(a.decay) : 1.0f,
-                         std::exp(partial(h, space, index, p, g).top - top) / total);
+                         expf(partial(h, space, index, p, g).top - top) / total);
         }
     }
     const int64_t slot = a.mass ? take_slot(h, own_received) : h.cached;

@@ -2,7 +2,7 @@
 // for the arithmetic, which the bytes here follow to the bit.
 #pragma once
 
-#include <cmath>
+#include <math.h>
 
 #include "kernels.h"
 #include "simd.h"
@@ -25,7 +25,7 @@ INLINE Floats clamped(Floats x) {
 
 template <class T>
 INLINE float clamped_one(const T* x) {
-    return std::fmin(std::fmax(one(x), -HALF_MAX), HALF_MAX);
+    return fminf(fmaxf(one(x), -HALF_MAX), HALF_MAX);
 }
 
 template <class T>
@@ -41,9 +41,11 @@ inline void bounds(const T* x, int64_t count, float& low, float& high) {
         }
         low = -widest(-lows), high = widest(highs);
     }
+    // Not fminf and fmaxf: GCC 12 fails on vectors of them for aarch64.
     for (; i < count; i++) {
-        low = std::fmin(low, clamped_one(x + i));
-        high = std::fmax(high, clamped_one(x + i));
+        const float some = clamped_one(x + i);
+        low = some < low ? some : low;
+        high = some > high ? some : high;
     }
 }
 
@@ -70,7 +72,7 @@ inline void quantize_row(const T* x, uint8_t* record, const Layout& layout, uint
             narrow(out + i, __builtin_convertvector(code, Ints));
         }
         for (; i < layout.group; i++)
-            out[i] = static_cast<uint8_t>(std::nearbyint((clamped_one(mine + i) - zero) / step));
+            out[i] = static_cast<uint8_t>(nearbyintf((clamped_one(mine + i) - zero) / step));
     }
     int64_t used = length;
     if (layout.bits == 4) {

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <cstdlib>
-#include <memory>
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -14,11 +13,28 @@ namespace ISA {
 // So many are worth making out of few heads, whatever the number of threads.
 constexpr int FEWEST_TASKS = 64;
 
-struct Freed {
-    void operator()(void* p) const { std::free(p); }
-};
+// An array that is freed with its owner. Not std::unique_ptr: the linker would keep one instruction
+// set's copy of its functions for all.
 template <class T>
-using Memory = std::unique_ptr<T[], Freed>;
+class Memory {
+public:
+    Memory() = default;
+    explicit Memory(T* first) : first(first) {}
+    Memory(Memory&& other) noexcept : first(other.first) { other.first = nullptr; }
+    Memory& operator=(Memory&& other) noexcept {
+        T* const mine = first;
+        first = other.first;
+        other.first = mine;
+        return *this;
+    }
+    ~Memory() { std::free(first); }
+    T* get() const { return first; }
+    T& operator[](int64_t index) const { return first[index]; }
+    explicit operator bool() const { return first != nullptr; }
+
+private:
+    T* first = nullptr;
+};
 
 // Uninitialised; null if there is none.
 template <class T>

@@ -6,7 +6,7 @@
 // they lie. Where the CPU multiplies pairs of bfloat16 (AVX512_BF16), bfloat16 inputs use that;
 // everything else is float32. A task is a share of the blocks of one KV head of one sequence; the
 // shares depend on shapes alone, so that results do not depend on the number of threads.
-#include <cmath>
+#include <math.h>
 
 #include "kernels.h"
 #include "lanes.h"
@@ -109,7 +109,7 @@ struct Block {
 
     // Logits become weights, exp(logit - top); their sums, and the values by them.
     void value_products(const Floats* top, Floats* total) const {
-        const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
+        const float scale = 1.0f / sqrtf(static_cast<float>(a.head_dim));
         const int64_t dim = a.head_dim, seen = this->seen();
         std::memset(space.sums.get(), 0, static_cast<size_t>(dim) * LANES * sizeof(float));
         for (int n = 0; n < VECTORS; n++) total[n] = Floats{};
@@ -151,7 +151,7 @@ struct Block {
             const double age = static_cast<double>(sequence.rows - 1 - row(lane));
             factors[lane / WIDTH][lane % WIDTH] =
                 lane >= count ? 0.0f
-                : a.decay == 1.0 ? 1.0f : static_cast<float>(std::pow(a.decay, age));
+                : a.decay == 1.0 ? 1.0f : static_cast<float>(pow(a.decay, age));
         }
         for (int n = 0; n < VECTORS; n++) factors[n] *= inverse[n];
         const int64_t seen = this->seen();
@@ -206,7 +206,7 @@ void gather_mass(const Prefill& a, const Work& work, const float* shares) {
     for (int64_t index = 0; index < a.sequences * a.kv_heads; index++) {
         const Sequence& sequence = work.sequences[index / a.kv_heads];
         const int64_t head = index % a.kv_heads;
-        const double kept = std::pow(a.decay, static_cast<double>(sequence.rows));
+        const double kept = pow(a.decay, static_cast<double>(sequence.rows));
         float* mass = a.mass + head * a.mass_head + sequence.key_row;
         for (int64_t t = 0; t < sequence.tokens; t++) {
             float received = 0;
