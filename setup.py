@@ -3,8 +3,8 @@
 import ast
 import hashlib
 import os
-import platform
 import runpy
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -97,7 +97,7 @@ FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 INSTRUCTION_SETS = {"portable": []}
-if platform.machine() in ("x86_64", "AMD64"):
+if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for, if not here
     INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512,
                          "avx512bf16": [*AVX512, "-mavx512bf16"]}
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-g", "-O1"]
