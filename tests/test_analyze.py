@@ -171,7 +171,7 @@ GIVEN = ["--input-path", "in.txt", "--output-dir", "out"]
     ([], "give --input-path: a .jsonl file of articles"),
     (GIVEN[:2], "give --output-dir: a folder"),
     ([*GIVEN, "--output-dir", " "], "--output-dir must be text that is not empty"),
-    ([*GIVEN, "--nonsense"], "unrecognized arguments"),
+    ([*GIVEN, "--nonsense"], "unknown flag"),
     (GIVEN, "cannot read --input-path in.txt"),
     ([*GIVEN, "--articles", "3"], "--articles has no effect on a plain text"),
     (["--input-path", "a.jsonl", *GIVEN[2:], "--articles", "0"], "--articles must be at least 1"),

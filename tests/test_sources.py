@@ -297,7 +297,7 @@ def test_conversion_that_fails_leaves_nothing(tmp_path, cache, monkeypatch):
             "FLEXGEN_H2O_CACHE",
         )
         patch.setattr(convert.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-        refused(lambda: converted_folder(tmp_path / "mine", "bfloat16"), "GB free")
+        refused(lambda: converted_folder(tmp_path / "mine", "bfloat16"), "has 10 bytes free")
     assert folders(cache) == []
     raw = (tmp_path / "mine" / "model.safetensors").read_bytes()
     (tmp_path / "mine" / "model.safetensors").write_bytes(raw[:-1])

@@ -261,7 +261,7 @@ def test_the_room_of_the_stream(fake, questions, flags, expected):
     (["--input-path", "a", "--percent", "1"], "--percent takes 4 or 6 numbers"),
     (["--input-path", "a", "--verbose", "3"], "--verbose must be one of 0, 1, 2"),
     (["--input-path", "a", "--chat-template", "perhaps"], "expected true or false"),
-    (["--input-path", "a", "--hh-ratio", "0.1"], "unrecognized arguments"),
+    (["--input-path", "a", "--hh-ratio", "0.1"], "unknown flag"),
     (["--input-path", "a", "--output-path", "./a"], "name the same file"),
     (["--input-path", "a", "--csv", "b", "--output-path", "b"], "name the same file"),
     (["--input-path", "a", "--csv", "no/such/folder.csv"], "cannot write --csv into the folder"),

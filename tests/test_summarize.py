@@ -504,7 +504,7 @@ GIVEN = ["--input-path", "a", "--output-path", "b"]
     ([*GIVEN, "--csv", "b"], "name the same file"),
     ([*GIVEN, "--csv", "b.config.yaml"], "name the same file"),
     ([*GIVEN, "--sweep", "8", "--csv", "b.h2o-8"], "name the same file"),
-    ([*GIVEN, "--nonsense"], "unrecognized arguments"),
+    ([*GIVEN, "--nonsense"], "unknown flag"),
     ([*GIVEN, "--model-name", " "], "--model must be text that is not empty"),
     ([*GIVEN, "--sample-num", "0"], "--sample-num must be at least 1"),
     ([*GIVEN, "--sample-num", "x"], "invalid int value"),
