@@ -295,14 +295,11 @@ SAYS = {
 }
 
 
-def in_child_fault(folder: str, model: str, kept: str, *form) -> dict:
+def in_child_fault(folder: str, model: str, *form) -> dict:
     """What a run says to a fault in its fifth sweep, what it leaves, and how the next one does."""
     bits, overlap, fault = form
     armed, offload = threading.Event(), Path(folder) / "offload"
     model = shutil.copytree(model, f"{folder}/tiny")
-    if bits != 16:
-        shutil.copytree(kept, f"{folder}/weights")
-    [file] = Path(folder).glob(f"weights/*/{FILE}" if bits != 16 else f"tiny/{FILE}")
 
     def look(sweep: int) -> None:
         if sweep == 5 and not armed.is_set():
@@ -316,6 +313,7 @@ def in_child_fault(folder: str, model: str, kept: str, *form) -> dict:
     found = {"error": None, "tokens": None, "again": None}
     llm = LLM(model, policy=policy, weight_bits=bits, weight_cache=f"{folder}/weights",
               device="cpu", dtype="bfloat16", offload_dir=str(offload), progress=False)
+    [file] = Path(folder).glob(f"weights/*/{FILE}" if bits != 16 else f"tiny/{FILE}")
 
     def tokens(new: int) -> list[list[int]]:
         outputs = llm.generate([[7] * 9, [8, 9]], max_new_tokens=new, eos_token_id=-1)
@@ -347,14 +345,12 @@ FAULTS = ["none", *ERRORS, *CHANGES]
 def faults(tmp_path_factory, model):
     """What came of each fault, by (bits, overlap, fault)."""
     cases, root = {}, tmp_path_factory.mktemp("faults")
-    LLM(str(model), weight_bits=4, weight_cache=str(root / "weights"), dtype="bfloat16",
-        device="cpu", progress=False).close()
     for (bits, overlap), fault in itertools.product(FORMS, FAULTS):
         case = f"{bits} {overlap} {fault}"
         (root / case).mkdir()
-        cases[case] = [str(root / case), str(model), str(root / "weights"), bits, overlap, fault]
+        cases[case] = [str(root / case), str(model), bits, overlap, fault]
     found = forked("in_child_fault", cases)
-    return {tuple(argv[3:]): found[case] for case, argv in cases.items()}
+    return {tuple(argv[2:]): found[case] for case, argv in cases.items()}
 
 
 @pytest.mark.parametrize(("bits", "overlap"), FORMS)
