@@ -164,6 +164,7 @@ def in_child_decode(folder: str, model: str, disk: int, heavy: float | None) -> 
     return {key: seen[300][key] - before for key, before in seen[100].items()}
 
 
+@pytest.mark.slow
 def test_a_long_decode_takes_no_more_and_more(tmp_path, model):
     """300 steps of the full cache and of H2O, with weights and cache in memory and on disk."""
     kinds = itertools.product((0, 100), (None, 0.25))
@@ -175,10 +176,12 @@ def test_a_long_decode_takes_no_more_and_more(tmp_path, model):
     assert all(each["status"] == 0 for each in found.values()), found
     for case, each in found.items():
         grown = each["result"]
-        # One object a step would be 200, and a layer's weights a step 20 MB.
-        assert grown["objects"] < 100 and grown["bytes"] < 3_000_000, (case, found)
+        # Half of what it would be if each of the 200 steps kept one: 200 objects or mappings, or
+        # 20 MB of a layer's weights. The rest is for what Python and the allocator do on their own.
+        assert grown["objects"] < 100 and grown["mappings"] < 100, (case, found)
+        assert grown["bytes"] < 10_000_000, (case, found)
         assert grown["descriptors"] <= 0 and grown["threads"] <= 0, (case, found)
-        assert grown["buffers"] <= 0 and grown["mappings"] < 8, (case, found)
+        assert grown["buffers"] <= 0, (case, found)
 
 
 def in_child_calls(folder: str, model: str) -> dict:
@@ -208,6 +211,7 @@ def in_child_calls(folder: str, model: str) -> dict:
     return {"bare": bare, "after": after, "closed": held(), "left": os.listdir(f"{folder}/offload")}
 
 
+@pytest.mark.slow
 def test_calls_with_weights_in_4_bits_leave_nothing_behind(tmp_path, model):
     """Not of mappings, buffers and objects either, nor when some of the calls fail."""
     [found] = forked("in_child_calls", {"calls": [str(tmp_path), str(model)]}).values()
@@ -216,8 +220,10 @@ def test_calls_with_weights_in_4_bits_leave_nothing_behind(tmp_path, model):
     for early, late in zip(result["after"][5:10], result["after"][15:], strict=True):
         for key in ("descriptors", "threads", "buffers"):
             assert late[key] == early[key], (key, result)
+        # A call that kept anything of a sequence or a layer would keep ten objects, and one that
+        # kept a buffer a mapping: ten times as many after ten calls. A few may be Python's own.
         assert late["objects"] - early["objects"] < 100, result
-        assert late["mappings"] - early["mappings"] < 8, result
+        assert late["mappings"] - early["mappings"] < 10, result
     for key in ("descriptors", "threads", "buffers"):
         assert result["closed"][key] == result["bare"][key], (key, result)
     assert result["left"] == []

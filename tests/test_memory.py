@@ -1,4 +1,8 @@
-"""Resident memory: weights on disk stay there, and call after call takes no more."""
+"""Resident memory: weights on disk stay there, and call after call takes no more.
+
+How much Python, torch and the allocator take differs from build to build. So a bound is on what
+comes on top of a run of a tiny model, or is a part of what the fault that it looks for would take.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,9 @@ from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.models.spec import from_transformers
 
 MB = 10**6
-SLACK = 600 * MB  # issue 2, point 3: Python, the libraries, and whatever else a run takes
 BATCH, PROMPT, NEW = 4, 48, 6
 LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-pytestmark = LINUX
+pytestmark = [LINUX, pytest.mark.slow]
 
 
 def llama(**sizes) -> dict:
@@ -71,7 +74,7 @@ def large(tmp_path_factory):
 COMMON = """
 import json, os, sys, threading
 import torch
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # beside other tests a second one waits for its core
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.storage.disk import WORKERS
 from flexgen_h2o.storage.transfer import LANES
@@ -108,7 +111,7 @@ policy = Policy(weights=Placement(gpu, 0, disk), gpu_batch_size=batch)
 with LLM(folder, policy=policy, device="cpu", dtype="bfloat16", offload_dir=offload,
          progress=False) as llm:
     before = status("VmHWM")
-    prompts = [[(7 * i + j) % 8000 for j in range(prompt)] for i in range(batch)]
+    prompts = [[(7 * i + j) % 4000 for j in range(prompt)] for i in range(batch)]
     llm.generate(prompts, max_new_tokens=new, eos_token_id=-1)
     links = llm.stats.links
     cache = llm.stats.kv_cache_bytes
@@ -123,11 +126,15 @@ def test_weights_on_disk_are_never_all_in_memory(large, tmp_path):
     tables = 2 * (cfg.embed_parameters() + cfg.head_parameters())
     model = 2 * cfg.num_parameters()
     arguments = (BATCH, PROMPT, NEW)
+    write_model(tmp_path / "tiny", TINY)
+    bare = measure(RUN, tmp_path / "tiny", tmp_path, 100, 0, *arguments)
     away = measure(RUN, large, tmp_path, 0, 100, *arguments)
     here = measure(RUN, large, tmp_path, 100, 0, *arguments)
-    bound = 3 * layer + tables + away["cache"] + SLACK
+    # A layer that computes, one that is read and one of workspace; and as much again and a layer
+    # for what the allocator keeps of what was freed. That is seven layers of 26.
+    bound = bare["peak"] + 7 * layer + tables + away["cache"]
     figures = {"bound": bound, "layer": layer, "tables": tables, "model": model,
-               "on disk": away, "in memory": here}
+               "bare": bare, "on disk": away, "in memory": here}
     shown = json.dumps(figures, indent=1)
     assert model > 600 * MB and away["read"] > NEW * 0.95 * (model - tables), shown
     assert away["peak"] < bound, shown
@@ -147,7 +154,9 @@ def test_weights_are_quantized_a_few_tensors_at_a_time(large, tmp_path):
     layer, model = 2 * cfg.layer_parameters(), 2 * cfg.num_parameters()
     first, again = (measure(QUANTIZE, large, tmp_path / "cache") for _ in range(2))
     assert first["weights"] > 3 * layer, "as much as that would be seen"
-    assert first["peak"] - again["peak"] < 2 * layer, (first, again, layer, model)
+    # The tensors at work, with their codes, are less than two layers; and as much for what the
+    # allocator keeps of those before them. The whole model has 28.
+    assert first["peak"] - again["peak"] < 4 * layer, (first, again, layer, model)
 
 
 CALLS = """
@@ -161,7 +170,7 @@ def engine(disk):
 
 def call(llm, requests, length):
     llm.generate([[1 + i] * length for i in range(requests)], max_new_tokens=18, eos_token_id=-1)
-    return status("VmRSS"), held()
+    return status("VmRSS"), held(), llm.stats.kv_cache_bytes
 
 engine(50).close()
 bare = held()  # with tqdm's one thread, which stays
@@ -173,7 +182,8 @@ with engine(50) as llm:
 fresh = []
 for _ in range(10):
     with engine(50) as llm:
-        fresh.append(call(llm, 9, 100))
+        rss, each, cache = call(llm, 9, 100)
+        fresh.append((rss, each, cache + llm.stats.weight_bytes))
 print(json.dumps({"same": same, "rooms": rooms, "fresh": fresh, "bare": bare,
                   "closed": held(), "offload": os.listdir(offload)}))
 """
@@ -185,9 +195,11 @@ def test_calls_and_engines_leave_nothing_behind(tmp_path):
     found = measure(CALLS, tmp_path / "tiny", tmp_path / "offload")
     shown = json.dumps(found, indent=1)
     for name in ("same", "rooms", "fresh"):
-        rss, held = zip(*found[name], strict=True)
-        # Of two neighbours the smaller, as every other call may be of another kind.
-        assert min(rss[-2:]) - min(rss[1:3]) < 4 * MB, (name, shown)
+        rss, held, sizes = zip(*found[name], strict=True)
+        # Of two neighbours the smaller, as every other call may be of another kind. Half of what
+        # the calls between would take if each kept its cache, or each engine its weights too: the
+        # allocator may keep some of what was freed.
+        assert min(rss[-2:]) - min(rss[1:3]) < sum(sizes[2:-1]) / 2, (name, shown)
         assert all(each == held[1] for each in held[2:]), (name, shown)
     assert found["closed"] == found["bare"], shown
     assert found["offload"] == []
@@ -210,9 +222,12 @@ with LLM(folder, policy=policy, h2o=H2OConfig(heavy_ratio=0.1), device="cpu", dt
 
 @pytest.mark.parametrize("chunk", [0, 500])
 def test_a_long_prompt_takes_linear_memory(tmp_path, chunk):
-    """6,000 tokens: a matrix of scores would be 576 MB for the four heads of one layer."""
+    """6,000 tokens, whose caches are far less than one matrix of scores."""
     write_model(tmp_path / "long", TINY | {"max_position_embeddings": 8192})
     found = measure(LONG, tmp_path / "long", chunk)
     whole = 6000 * 3 * 2 * 2 * 32 * 2  # layers, keys and values, KV heads, head_dim, bfloat16
     assert found["cache"] == whole // 5
-    assert found["above"] < 3 * whole + 40 * MB, found
+    scores = 4 * 6000 * 6000 * 4  # of the four heads of one layer, in float32
+    # The keys and values twice and activations as large as they; a tenth of the matrix for threads'
+    # buffers and the allocator.
+    assert found["above"] < 3 * whole + scores // 10, found

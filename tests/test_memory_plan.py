@@ -110,7 +110,7 @@ def test_cache_is_split_by_whole_sequences():
     assert [size // found["cache"][1] for size in found["cache"]] == [1, 1, 2]
 
 
-def test_the_issues_example_is_refused_in_one_line():
+def test_what_needs_more_than_there_is_is_refused_with_what_would_fit():
     """opt-30b with random weights and --percent 0 100 100 0 on 24 GB."""
     plan = make_plan(0, 100, 100, 0, load=replace(LOAD, num_gpu_batches=1), writes_weights=True)
     with pytest.raises(UserError) as caught:
