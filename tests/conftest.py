@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from fakes import LazyDevice, PoisonedDevice
 from refusals import command_refused
 
 # The GPU kernels run under Triton's interpreter. Triton looks once, when it is first imported, and
@@ -148,6 +149,16 @@ def refuses_flags(tmp_path, monkeypatch, capsys) -> Callable[..., None]:
         assert list(tmp_path.iterdir()) == []
 
     return hold
+
+
+@pytest.fixture(params=["poisoned", "lazy"])
+def device(request, monkeypatch) -> str:
+    """Each of two devices in place of the machine's, whose fresh memory is full of NaN."""
+    import flexgen_h2o.llm
+
+    kind = {"poisoned": PoisonedDevice, "lazy": LazyDevice}[request.param]
+    monkeypatch.setattr(flexgen_h2o.llm, "open_device", lambda name: kind())
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inside import save_analysis
 
 from flexgen_h2o import LLM
 from flexgen_h2o.errors import UserError
@@ -287,7 +288,7 @@ def test_a_file_that_cannot_be_written_is_one_line(command, tmp_path, monkeypatc
     options = analyze.parse_args(command)
     (tmp_path / "out").write_text("in the way")
     with pytest.raises(UserError, match="cannot write --output-dir"):
-        analyze._save(options, "sparsity", [])
+        save_analysis(options, "sparsity", [])
 
 
 # --- the real model

@@ -23,13 +23,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from inside import before_logits
 from refusals import command_refused, error_line
 from safetensors.torch import load_file, save_file
 from word_models import with_words
 
 from flexgen_h2o import LLM, flex_opt, runtime
 from flexgen_h2o.config import parse_percent
-from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.checkpoint_base import Checkpoint
 from flexgen_h2o.models.spec import from_transformers, published
@@ -695,15 +695,13 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 def test_ctrl_c(model, here, capfd, monkeypatch, percent):
     seen = []
 
-    def interrupt(self, step, *_):
+    def interrupt(step):
         # In the middle: files are on disk and transfers under way.
         seen.extend(path.stat().st_mode & 0o777 for path in Path("offload").glob("*"))
         if step.sweep == 2:
             raise KeyboardInterrupt
-        return head(self, step, *_)
 
-    head = Executor._head
-    monkeypatch.setattr(Executor, "_head", interrupt)
+    before_logits(monkeypatch, interrupt)
     before, threads = tree(here.parent), set(threading.enumerate())
     argv = [*SHORT, *RESULTS, "--model", "model", "--offload-dir", "offload", *percent]
     assert flex_opt.main(argv) == 130

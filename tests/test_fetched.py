@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_h2o import device, prompts_of, run, tokens  # noqa: F401 (device is a fixture)
+from test_h2o import prompts_of, run, tokens
 from test_llm import PLACES
 from test_sparse_attention import run as run_sparsely
 from test_streaming import answers, open_llm, turns_of
@@ -37,7 +37,7 @@ def test_records_move_apart_in_place(lines, few, more, width, itemsize, seed):
 
 
 @pytest.mark.parametrize("growth, bits", [(TAIL, 16), (5, 16), (5, 4)])
-def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth, bits):  # noqa: F811
+def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth, bits):
     """In step with the tail of what is on disk, and out of step."""
     monkeypatch.setattr(fetched, "GROWTH", growth)
     tiny = tiny_model("llama")
@@ -49,7 +49,7 @@ def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growt
             assert got == expected, (place, options)
 
 
-def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatch):  # noqa: F811
+def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatch):
     monkeypatch.setattr(fetched, "GROWTH", 5)
     tiny = tiny_model("opt")
     prompts = prompts_of(tiny)
@@ -59,7 +59,7 @@ def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatc
         assert run_sparsely(tiny.folder, prompts, cache=place, **policy)[0] == expected, place
 
 
-def test_layers_that_evict_stay_as_they_are_beside_those_that_grow(tiny_model, device,  # noqa: F811
+def test_layers_that_evict_stay_as_they_are_beside_those_that_grow(tiny_model, device,
                                                                    monkeypatch):
     monkeypatch.setattr(fetched, "GROWTH", 5)
     tiny = tiny_model("llama")
@@ -70,7 +70,7 @@ def test_layers_that_evict_stay_as_they_are_beside_those_that_grow(tiny_model, d
         assert tokens(tiny, prompts, h2o, cache=place) == expected, place
 
 
-def test_equal_prompts_on_two_tiers(tiny_model, device, monkeypatch):  # noqa: F811
+def test_equal_prompts_on_two_tiers(tiny_model, device, monkeypatch):
     """What is cached of one prompt is copied to others, into parts that have other slots."""
     monkeypatch.setattr(fetched, "GROWTH", 5)
     tiny = tiny_model("llama")
@@ -80,7 +80,7 @@ def test_equal_prompts_on_two_tiers(tiny_model, device, monkeypatch):  # noqa: F
                   num_gpu_batches=1) == expected
 
 
-def test_turns_grow_a_stream(tiny_model, device, monkeypatch):  # noqa: F811
+def test_turns_grow_a_stream(tiny_model, device, monkeypatch):
     tiny = tiny_model("llama")
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, chunk=8) as llm:

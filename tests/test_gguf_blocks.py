@@ -15,10 +15,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
+from inside import before_conversions
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import reference_matrix
-from flexgen_h2o.models import from_gguf, gguf_blocks
+from flexgen_h2o.models import gguf_blocks
 from flexgen_h2o.models.gguf_blocks import GgufBlocks
 from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
 from flexgen_h2o.storage.quantization import MatrixLayout
@@ -204,10 +205,10 @@ def test_refusals(tmp_path):
 
 
 def test_the_file_behind_a_name(tmp_path, monkeypatch):
-    def never(*options):
+    def never():
         raise AssertionError("converted")
 
-    monkeypatch.setattr(from_gguf, "_open", never)
+    before_conversions(monkeypatch, never)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for name in ("a.gguf", "b.GGUF", "model.safetensors"):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fakes import LazyDevice, PoisonedDevice
+from fakes import LazyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import buffer_bytes, cache_of
 from test_llm import PLACES, make_prompts, transformers_tokens
 
 import flexgen_h2o.llm as llm_module
@@ -22,13 +23,6 @@ HOST = Placement(0, 100, 0)
 MODES = [("opt", "original"), ("opt_350m_style", "original"), ("llama", "original"),
          ("llama", "rolling"), ("llama3_rope", "rolling"), ("llama_linear_rope", "rolling"),
          ("neox", "original"), ("neox", "rolling"), ("neox_linear_rope", "rolling")]
-
-
-@pytest.fixture(params=["poisoned", "lazy"])
-def device(request, monkeypatch):
-    kind = {"poisoned": PoisonedDevice, "lazy": LazyDevice}[request.param]
-    monkeypatch.setattr(llm_module, "open_device", lambda name: kind())
-    return request.param
 
 
 def run(tiny, prompts, h2o, *, new=NEW, cache_bits=16, **policy):
@@ -263,12 +257,12 @@ def test_the_cache_takes_the_budget_and_no_more(tiny_model):
     with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=4), h2o=H2OConfig(heavy_ratio=0.1),
              dtype="float32") as llm:
         llm.generate(prompts, max_new_tokens=40, eos_token_id=-1)
-        stats, (part,) = llm.stats, llm._room.cache.parts
+        stats, (part,) = llm.stats, cache_of(llm).parts
         token = llm.model_config.kv_bytes_per_token(4)
         assert stats.kv_bytes_per_token == token
         assert stats.kv_cache_bytes == 4 * 40 * token  # 20 + 20 of 200
         pages = 3 * 4096
-        assert stats.kv_cache_bytes <= part._buffer.nbytes <= stats.kv_cache_bytes + pages
+        assert stats.kv_cache_bytes <= buffer_bytes(part) <= stats.kv_cache_bytes + pages
     assert stats.full_kv_cache_bytes == full.kv_cache_bytes == 4 * 239 * token
 
 

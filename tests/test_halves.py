@@ -10,12 +10,12 @@ import pytest
 from fakes import LazyDevice, PoisonedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import before_early_attention, before_token_layers, staging_bytes, weights_of
 from test_llm import make_prompts, transformers_tokens
 
 import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import attending, kv_cache
-from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import family
 from flexgen_h2o.models.spec import from_transformers
@@ -164,18 +164,17 @@ def test_an_interrupt_with_attention_under_way_leaves_an_engine_that_works(tiny_
                                                                            monkeypatch):
     tiny = tiny_model("opt")
     prompts = prompts_of(tiny, [9, 5, 4, 2])
-    token_layer, calls = Executor._token_layer, itertools.count()
+    calls = itertools.count()
 
-    def interrupted(self, step):
+    def interrupted(attentions):
         if next(calls) == 7:
-            assert len(self._started) == 2, "this batch's attention and the next one's"
+            assert attentions == 2, "this batch's attention and the next one's"
             raise KeyboardInterrupt
-        token_layer(self, step)
 
     policy = Policy(gpu_batch_size=2, num_gpu_batches=2, cache=MIXED, cpu_cache_compute=True)
     with LLM(str(tiny.folder), policy=policy, dtype="float32") as llm:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Executor, "_token_layer", interrupted)
+            before_token_layers(patch, interrupted)
             llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
     assert [out.token_ids for out in got] == transformers_tokens(tiny, prompts, NEW)
@@ -194,13 +193,12 @@ def test_a_trace_shows_the_cpus_attention(tiny_model, gpu):
 
 
 def test_with_one_batch_or_no_gpu_attention_does_not_start_early(tiny_model, monkeypatch):
-    def refuse(*_):
+    def refuse():
         raise AssertionError("started early")
 
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny, [9, 5, 4, 2])
-    monkeypatch.setitem(Executor._ACTIONS, next(k for k in Executor._ACTIONS
-                                                if k.name == "ATTEND"), refuse)
+    before_early_attention(monkeypatch, refuse)
     for device, options in ((PoisonedDevice, {}), (LazyDevice, {"num_gpu_batches": 1}),
                             (LazyDevice, {"overlap": False}),
                             (LazyDevice, {"cache": Placement(50, 0, 50)})):
@@ -253,10 +251,9 @@ def test_two_layers_take_smaller_buffers_and_move_the_same_bytes(tiny_model, gpu
         with LLM(str(tiny.folder), policy=policy, dtype="bfloat16") as llm:
             llm.generate([[5, 6]], max_new_tokens=3, eos_token_id=-1)
             moved.append(llm.stats.links["cpu->gpu"][0])
-            units, slots = llm._runtime.weights.units, llm._runtime.weights._slots
-            largest.append(max(unit.fetched_bytes for unit in units[1:-1]))
-            assert [slot.device.nbytes for slot in slots] == 2 * [
-                max(unit.fetched_bytes for unit in units)]
+            fetched = [unit.fetched_bytes for unit in weights_of(llm).units]
+            largest.append(max(fetched[1:-1]))
+            assert staging_bytes(llm) == 2 * [max(fetched)]
     assert moved[0] == moved[1]
     assert largest[1] == round_up(larger, PAGE) < 0.7 * largest[0]
 

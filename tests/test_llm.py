@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import LazyDevice, PoisonedDevice
+from inside import before_logits, before_reads
 from word_models import with_words
 
 import flexgen_h2o.llm as llm_module
@@ -46,13 +46,6 @@ def tokens_of(folder, prompts, *, new=NEW, offload_dir=None, sampling=None, **po
 PLACES = [Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100),
           Placement(40, 30, 30)]
 FAMILIES = ["opt", "llama", "neox"]
-
-
-@pytest.fixture(params=["poisoned", "lazy"])
-def device(request, monkeypatch):
-    kind = {"poisoned": PoisonedDevice, "lazy": LazyDevice}[request.param]
-    monkeypatch.setattr(llm_module, "open_device", lambda name: kind())
-    return request.param
 
 
 @pytest.mark.parametrize("key", FAMILIES)
@@ -458,16 +451,14 @@ def test_a_disk_error_ends_the_run_and_leaves_nothing(tiny_model, tmp_path, monk
 
 
 def test_a_read_error_ends_one_run_and_not_the_next(tiny_model, tmp_path, monkeypatch):
-    from flexgen_h2o.storage.disk import Disk
-
-    def fail(*_):
+    def fail():
         raise UserError("reading failed")
 
     tiny = tiny_model("opt")
     prompts = make_prompts(96, [5])
     with LLM(str(tiny.folder), policy=Policy(weights=Placement(0, 0, 100)), dtype="float32",
              offload_dir=str(tmp_path)) as llm:
-        monkeypatch.setattr(Disk, "_read_piece", fail)
+        before_reads(monkeypatch, fail)
         with pytest.raises(UserError, match="reading failed"):
             llm.generate(prompts, max_new_tokens=NEW)
         monkeypatch.undo()
@@ -476,13 +467,11 @@ def test_a_read_error_ends_one_run_and_not_the_next(tiny_model, tmp_path, monkey
 
 
 def test_an_interrupt_leaves_nothing(tiny_model, tmp_path, monkeypatch):
-    from flexgen_h2o.engine.executor import Executor
-
-    def interrupt(*_):
+    def interrupt(step):
         raise KeyboardInterrupt
 
     policy = Policy(cache=Placement(0, 0, 100), weights=Placement(0, 0, 100))
-    monkeypatch.setattr(Executor, "_head", interrupt)
+    before_logits(monkeypatch, interrupt)
     with pytest.raises(KeyboardInterrupt), LLM(
             str(tiny_model("opt").folder), policy=policy, dtype="float32",
             offload_dir=str(tmp_path)) as llm:

@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import errors as hub_errors
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import plan_with
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from word_models import WORDS, with_words
@@ -421,15 +422,13 @@ def test_auto_takes_what_memory_allows(folder, opened):
 
 def test_fit_batch_halves_until_the_plan_fits(folder):
     with LLM(folder, dtype="float32", progress=False) as llm:
-        plan = llm._runtime._planned
         asked = []
 
-        def poor(workload, *, loaded):
-            found, limits = plan(workload, loaded=loaded)
+        def poor(workload, limits):
             asked.append(workload.gpu_batch_size)
-            return found, limits.within(cpu=0, gpu=None) if asked[-1] > 4 else limits
+            return limits.within(cpu=0, gpu=None) if asked[-1] > 4 else limits
 
-        llm._runtime._planned = poor
+        plan_with(llm, poor)
         assert llm.fit_batch(prompt_len=10, gen_len=2, most=12) == 4 and asked == [12, 8, 4]
         assert llm.policy.gpu_batch_size == 4
         llm.generate([[5, 6]], max_new_tokens=1)

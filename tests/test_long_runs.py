@@ -29,6 +29,7 @@ from unittest import mock
 import pytest
 import torch
 from fakes import LazyDevice
+from inside import READ, WRITE
 from test_memory import LINUX, TINY, write_model
 
 import flexgen_h2o
@@ -382,7 +383,6 @@ def test_a_fault_of_the_disk_ends_the_run_in_one_line(faults, bits, overlap, fau
 # Ctrl-C
 
 
-READ, WRITE = "storage.disk:Disk._read_piece", "storage.disk:Disk._write_piece"
 QUANTIZE, PREFILL, DECODE = (f"kernels.ops:{name}" for name in (
     "quantize_matrix", "prefill_attention", "decode_attention"))
 REMOVE = "storage.disk:shutil.rmtree"

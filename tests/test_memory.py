@@ -145,7 +145,9 @@ QUANTIZE = """
 folder, cache = sys.argv[1:]
 with LLM(folder, policy=Policy(weights=Placement(0, 0, 100)), device="cpu", dtype="bfloat16",
          weight_bits=4, weight_cache=cache, progress=False) as llm:
-    print(json.dumps({"peak": status("VmHWM"), "weights": llm._runtime.weights.nbytes}))
+    peak = status("VmHWM")
+    llm.generate([[1]], max_new_tokens=1)
+    print(json.dumps({"peak": peak, "weights": llm.stats.weight_bytes}))
 """
 
 

@@ -12,6 +12,7 @@ import torch
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import own_attention
 
 from flexgen_h2o import kernels
 from flexgen_h2o.cache import fetched
@@ -403,7 +404,7 @@ def test_workspace_of_attention(monkeypatch, has_gpu, cache):
     prefill = 4 * (by_thread + (64 + 4 * 32) * 100_000) + copies
     slots = 20_000 if cache.evicts else 100_031
     decode = 4 * (64 + 4 * 32) * (slots + 64 + 2 * 128)
-    assert plan_rows._own_attention(run) == max(prefill, decode)
+    assert own_attention(run) == max(prefill, decode)
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -411,7 +412,7 @@ def test_workspace_of_decoding_is_the_weights_of_all_heads(bits):
     load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=64, num_gpu_batches=1)
     run = plan_rows.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, True, False,
                                CacheOptions(bits=bits))
-    assert plan_rows._own_attention(run) == 4 * (64 + 64 * 32) * (4000 + 64 + 2 * 128)
+    assert own_attention(run) == 4 * (64 + 64 * 32) * (4000 + 64 + 2 * 128)
 
 
 sizes_of_h2o = st.one_of(

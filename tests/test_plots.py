@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import count_from
 from refusals import error_line
 
 from flexgen_h2o.cli import exit_status
@@ -99,7 +100,7 @@ def test_bars_floors_and_reasons_of_systems(bench, compared):
     for words in ("0.5, batch 4", "2, batch 4", "5 (2.5x), batch 4", "8 (4x), batch 4",
                   "✕ out of memory", "✕ needs CUDA", "✕ not installed", "generated tokens/s"):
         assert words in shown
-    caption = " ".join(figure._supxlabel.get_text().split())
+    caption = " ".join(figure.get_supxlabel().split())
     assert "Measured on box, a CPU, threads 2, 2026-11-21, flexgen_h2o 0.1.0" in caption
     assert caption.endswith("commit abc1234, other 1.0, torch 2.13.0.")
     assert any("2.5\xa0GB" in each for each in shown)
@@ -214,7 +215,7 @@ def test_batches_that_failed_are_crosses_on_their_lines(bench):
     assert [line.get_xdata()[0] for line in crosses] == [8]
     assert {"does not fit", "full cache", "hh_ratio 0.1", "seconds of prefill and decode"} <= set(
         texts(figure))
-    assert "Left out: 1 run without figures (does not fit)." in figure._supxlabel.get_text()
+    assert "Left out: 1 run without figures (does not fit)." in figure.get_supxlabel()
 
 
 def test_lines_of_budgets_end_at_the_full_cache(bench):
@@ -261,7 +262,7 @@ def test_too_many_lines_are_refused(bench):
 def write_trace(path: Path, **about) -> str:
     """Of two blocks of a second of prefill, two of decode; compute, a link beside half of it."""
     trace = Trace()
-    trace._origin = 0.0
+    count_from(trace, 0.0)
     trace.about = about
     for start in (1.0, 5.0):
         trace.add("prefill", PHASES, start, start + 1)
@@ -321,7 +322,7 @@ def test_memory_over_time(bench, tmp_path):
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["prefill", "decode", "process, resident, at most 4 GB",
                       "device, allocated, at most 0.4 GB", "limit, 2.5 GB"]
-    assert "Measured on box, threads 2." in figure._supxlabel.get_text()
+    assert "Measured on box, threads 2." in figure.get_supxlabel()
     assert not any("limit" in each for each in texts(bench.memory.draw(path))
                    if "cgroup" not in each)
 

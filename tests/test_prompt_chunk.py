@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_h2o import MODES, VARIANTS, device, prompts_of, run, tokens  # noqa: F401 (a fixture)
+from inside import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
+from test_h2o import MODES, VARIANTS, prompts_of, run, tokens
 from test_llm import PLACES
 
 from flexgen_h2o import LLM, H2OConfig, Policy
@@ -142,7 +143,7 @@ def test_a_chunk_that_holds_the_prompt_is_the_usual_cut(tiny_model, score):
 
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("key, positions", [("opt", "original"), ("llama", "rolling")])
-def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions, bits):  # noqa: F811
+def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions, bits):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=0.1, positions=positions, prompt_chunk=7)
@@ -168,12 +169,12 @@ def test_a_prompt_far_longer_than_cache_and_context_takes_the_budget(tiny_model)
     h2o = H2OConfig(heavy_tokens=16, recent_tokens=16, positions="rolling", prompt_chunk=32)
     with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=1), h2o=h2o, dtype="float32") as llm:
         (out,) = llm.generate(prompts, max_new_tokens=8, eos_token_id=-1)
-        stats, room = llm.stats, llm._room
+        stats, cache = llm.stats, cache_of(llm)
         token = llm.model_config.kv_bytes_per_token(4)
         assert stats.kv_cache_bytes == 32 * token
-        (part,) = room.cache.parts
-        assert room.cache._prompts is room.cache.parts and part._buffer.nbytes <= 33 * token + 12288
-        assert room.size.rows == 32
+        (part,) = cache.parts
+        assert gathers_prompts_in_place(cache) and buffer_bytes(part) <= 33 * token + 12288
+        assert rows_of(llm) == 32
     assert [out.token_ids] == tokens(tiny, prompts, replace(h2o, simulate=True), new=8)
     with pytest.raises(UserError, match="has 1500 tokens"):
         run(tiny, prompts, replace(h2o, prompt_chunk=None))

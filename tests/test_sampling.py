@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import draw_at
 
 from flexgen_h2o.config import SamplingParams
 from flexgen_h2o.engine.batching import Request, make_blocks
@@ -93,7 +94,7 @@ def test_a_removed_token_is_never_drawn(data):
 def test_a_token_of_probability_0_is_never_drawn(monkeypatch, point, impossible):
     """At both ends of the vocabulary too, whatever the draw: 0, or as close to 1 as they get."""
     choose = sampler()
-    monkeypatch.setattr(choose, "_draw", lambda key: point)
+    draw_at(monkeypatch, choose, point)
     logits = LOGITS.clone()
     logits[list(impossible)] = NONE
     assert choose(logits[None], [request()], 0)[0] not in impossible

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from inside import LLAMA3_ROPE, before_conversions
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
@@ -24,6 +25,7 @@ from flexgen_h2o.models.sources import (
     cache_dir,
     checkpoint_folder,
     converted_folder,
+    gguf_of,
     read_config,
 )
 
@@ -473,7 +475,7 @@ def llama3_factors(factor: float, head_dim: int, theta: float) -> np.ndarray:
         hidden_size=head_dim,
         num_attention_heads=1,
         max_position_embeddings=16384,
-        rope_parameters={**scaling, **from_gguf._LLAMA3_ROPE},
+        rope_parameters={**scaling, **LLAMA3_ROPE},
     )
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
@@ -481,17 +483,8 @@ def llama3_factors(factor: float, head_dim: int, theta: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("factor", [1.0, 8.0, 32.0])
-def test_llama3_rope_scaling_is_recovered(factor):
-    factors = torch.from_numpy(llama3_factors(factor, 128, 5e5)).double()
-    found = from_gguf._llama3_scaling(factors, 5e5)
-    assert found["factor"] == pytest.approx(factor, rel=1e-5)
-    assert found["rope_type"] == "llama3"
-    assert found["original_max_position_embeddings"] == 8192
-    assert from_gguf._llama3_scaling(factors.flip(0) * 3, 5e5) is None
-
-
-def test_gguf_with_rope_factors_and_biases(tmp_path):
-    extra = {"rope_freqs.weight": llama3_factors(8.0, HEAD_DIM, 5e5)}
+def test_gguf_with_rope_factors_and_biases(tmp_path, factor):
+    extra = {"rope_freqs.weight": llama3_factors(factor, HEAD_DIM, 5e5)}
     bias = np.arange(HEADS * HEAD_DIM, dtype=np.float32)
     extra["blk.0.attn_q.bias"] = bias
     folder = checkpoint_folder(str(write_gguf(tmp_path / "tiny.gguf", extra=extra)))
@@ -502,7 +495,8 @@ def test_gguf_with_rope_factors_and_biases(tmp_path):
     assert config["attention_bias"] is True and config["mlp_bias"] is False
     rope = config["rope_parameters"]
     assert rope["rope_type"] == "llama3" and rope["rope_theta"] == 5e5
-    assert rope["factor"] == pytest.approx(8.0)
+    assert rope["factor"] == pytest.approx(factor, rel=1e-5)
+    assert rope["original_max_position_embeddings"] == 8192
 
 
 def test_gguf_refusals(tmp_path, cache):
@@ -513,8 +507,9 @@ def test_gguf_refusals(tmp_path, cache):
     refused(converting(architecture="qwen2"), "qwen2", "llama")
     refused(converting(experts=8), "mixture of experts")
     refused(converting(extra={"blk.0.odd.weight": np.ones(3, np.float32)}), "blk.0.odd.weight")
-    factors = np.array([1, 2, 1, 2], np.float32)
-    refused(converting(extra={"rope_freqs.weight": factors}), "rope factors")
+    turned = 3 * llama3_factors(8.0, HEAD_DIM, 5e5)[::-1].copy()
+    for factors in (np.array([1, 2, 1, 2], np.float32), turned):
+        refused(converting(extra={"rope_freqs.weight": factors}), "rope factors")
     raw = write_gguf(tmp_path / "cut.gguf").read_bytes()
     for length in (0, 3, 40, 3000, len(raw) - 40_000):
         (tmp_path / "cut.gguf").write_bytes(raw[:length])
@@ -528,7 +523,7 @@ def test_smollm2_equals_transformers(monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = checkpoint_folder("smollm2-135m")
-    source = sources._packaged_gguf()
+    source = gguf_of("smollm2-135m")
     expected = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32
     ).state_dict()
@@ -537,10 +532,10 @@ def test_smollm2_equals_transformers(monkeypatch):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in made.items())
     assert "<|im_start|>" in AutoTokenizer.from_pretrained(folder).chat_template
 
-    def no_work(source):
+    def no_work():
         raise AssertionError("a second call converts again")
 
-    monkeypatch.setattr(from_gguf, "_open", no_work)
+    before_conversions(monkeypatch, no_work)
     started = time.monotonic()
     assert checkpoint_folder("smollm2-135m") == folder
     assert time.monotonic() - started < 0.5

@@ -7,9 +7,10 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from fakes import LazyDevice, PoisonedDevice
+from fakes import LazyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import own_attention, sparse_attention
 from kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
 from torch.profiler import ProfilerActivity, profile
 
@@ -160,9 +161,9 @@ def test_the_memory_plan_covers_the_temporaries(form, sparsity):
     load = Workload(prompt_len=270, gen_len=32, gpu_batch_size=2, num_gpu_batches=1)
     run = rows.PlannedRun(published("meta-llama/Meta-Llama-3-8B"), Policy(), load, itemsize, True,
                           False, CacheOptions(bits=bits, attn_sparsity=sparsity))
-    assert held <= rows._sparse_attention(run) <= rows._own_attention(run)
+    assert held <= sparse_attention(run) <= own_attention(run)
     # Float32 needs no other copy of the keys.
-    assert form == torch.float32 or rows._sparse_attention(run) < 1.5 * held
+    assert form == torch.float32 or sparse_attention(run) < 1.5 * held
 
 
 # End to end
@@ -183,13 +184,6 @@ def run(folder, prompts, *, attn_sparsity, cache_bits=16, offload_dir=None, **po
 
 PLACES = [Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100), Placement(40, 30, 30)]
 LENGTHS = [19, 4, 1, 37, 12]
-
-
-@pytest.fixture(params=["poisoned", "lazy"])
-def device(request, monkeypatch):
-    kind = {"poisoned": PoisonedDevice, "lazy": LazyDevice}[request.param]
-    monkeypatch.setattr(llm_module, "open_device", lambda name: kind())
-    return request.param
 
 
 @pytest.mark.parametrize("key", ["opt", "llama"])

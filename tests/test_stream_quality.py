@@ -12,6 +12,7 @@ import types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import stream_failure
 from refusals import command_refused
 
 from flexgen_h2o.config import H2OConfig
@@ -164,7 +165,7 @@ def test_failure_by_its_definition(nats, blow_up):
         start = math.exp(statistics.fmean(nats[:3]))
         failed = not any(math.isfinite(value) and math.exp(value) <= blow_up * start
                          for value in nats[-3:])
-    assert bool(stream_pieces._failure(found, blow_up)) == failed
+    assert bool(stream_failure(found, blow_up)) == failed
 
 
 # --- the command

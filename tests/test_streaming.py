@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_h2o import MODES, device  # noqa: F401 (a fixture)
+from inside import buffer_bytes, cache_of, scratch_bytes
+from test_h2o import MODES
 from test_llm import PLACES, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -104,7 +105,7 @@ def test_any_turns_and_any_budget(tiny_model, data):
 
 @pytest.mark.parametrize("h2o", [None, SMALL, replace(SMALL, positions="rolling")])
 @pytest.mark.parametrize("bits", [16, 4])
-def test_the_same_answers_on_every_tier(tiny_model, device, h2o, bits):  # noqa: F811
+def test_the_same_answers_on_every_tier(tiny_model, device, h2o, bits):
     tiny = tiny_model("llama")
     turns, most = turns_of(tiny, [30, 3, 21, 1]), 140 if h2o is None else None
     with open_llm(tiny, h2o, chunk=8, cache_bits=bits) as llm:
@@ -135,14 +136,14 @@ def test_memory_is_the_budget_however_long_the_text(tiny_model):
     tiny = tiny_model("llama")  # 256 positions
     h2o = replace(SMALL, positions="rolling")
     with open_llm(tiny, h2o, chunk=16) as llm, llm.stream() as stream:
-        (part,) = stream._room.cache.parts
+        (part,) = cache_of(stream).parts
         token = llm.model_config.kv_bytes_per_token(4)
-        assert part._buffer.nbytes <= 17 * token + 3 * 4096
+        assert buffer_bytes(part) <= 17 * token + 3 * 4096
         buffers = []
         for turn in turns_of(tiny, [200] * 6):
             stream.generate(turn, max_new_tokens=30, eos_token_id=-1)
             assert stream.stats.kv_cache_bytes == 17 * token
-            buffers.append(stream._room.scratch.nbytes)
+            buffers.append(scratch_bytes(stream))
         assert len(set(buffers)) == 1
         assert stream.tokens == 6 * 230 and stream.cached_tokens == 17
 

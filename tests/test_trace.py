@@ -8,11 +8,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from inside import before_blocks, origin_of
 
 from flexgen_h2o import LLM
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.memory_samples import sampled_memory
-from flexgen_h2o.runtime import Runtime
 from flexgen_h2o.trace import DEVICE_MEMORY, PROCESS_MEMORY, Trace
 
 
@@ -50,7 +50,7 @@ def test_disabled_trace_records_nothing():
 def test_a_trace_comes_back_from_its_file(tmp_path):
     trace = Trace()
     trace.about = {"model": "opt", "decode_steps": 3, "predicted_prefill_seconds": None}
-    base = trace._origin
+    base = origin_of(trace)
     trace.add("decode", "phases", base + 1, base + 3)
     trace.add("piece", "disk->cpu", base + 1.5, base + 2, 4096)
     trace.sample(PROCESS_MEMORY, base + 0.5, 10**9)
@@ -126,13 +126,7 @@ def test_a_model_is_sampled_while_it_is_loaded_and_runs(tiny_model, monkeypatch)
     with LLM(folder, dtype="float32", trace=trace) as llm:
         loaded = len(trace.samples())
         assert loaded >= 2 and not samplers()
-        run_blocks = Runtime._run_blocks
-
-        def run(self, *args):
-            seen.append(len(samplers()))
-            run_blocks(self, *args)
-
-        monkeypatch.setattr(Runtime, "_run_blocks", run)
+        before_blocks(monkeypatch, lambda: seen.append(len(samplers())))
         llm.generate([[5, 6, 7]], max_new_tokens=2, eos_token_id=-1)
         assert seen == [1] and not samplers()
         assert len(trace.samples()) >= loaded + 2
@@ -140,10 +134,10 @@ def test_a_model_is_sampled_while_it_is_loaded_and_runs(tiny_model, monkeypatch)
         assert trace.samples()[loaded][1] <= min(span[2] for span in phases)
         assert trace.samples()[-1][1] >= max(span[3] for span in phases)
 
-        def fail(self, *args):
+        def fail():
             raise RuntimeError("boom")
 
-        monkeypatch.setattr(Runtime, "_run_blocks", fail)
+        before_blocks(monkeypatch, fail)
         with pytest.raises(RuntimeError, match="boom"):
             llm.generate([[5, 6, 7]], max_new_tokens=2)
         assert not samplers()

@@ -17,6 +17,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import slots_of
 from test_llm import make_prompts, transformers_tokens
 from transformers import AutoModelForCausalLM, DynamicCache, TextStreamer
 
@@ -413,7 +414,8 @@ def test_nothing_of_a_prompt_stays_alive(tiny_model):
         tiny.model(**batch_of(prompts), past_key_values=cache, logits_to_keep=1)
         assert {key: size for key, size in of_that_size().items() if key not in others} == {}
         for layer in cache.layers:
-            assert layer._slots.untyped_storage().nbytes() == layer.nbytes() == 2 * 2 * 34 * 8 * 4
+            held = slots_of(layer).untyped_storage().nbytes()
+            assert held == layer.nbytes() == 2 * 2 * 34 * 8 * 4
 
 
 def test_reset_and_selection_of_sequences(tiny_model):

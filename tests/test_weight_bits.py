@@ -14,10 +14,9 @@ import sys
 import pytest
 import torch
 from conftest import TINY
-from fakes import LazyDevice, PoisonedDevice
+from inside import quantize_in_a_new_way, weight_sizes, weights_of
 from test_llm import PLACES, make_prompts, transformers_tokens
 
-import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops, reference_matrix
@@ -27,13 +26,6 @@ from flexgen_h2o.storage.quantization import MatrixLayout
 
 NEW = 20
 LENGTHS = [9, 4, 1, 7, 30]
-
-
-@pytest.fixture(params=["poisoned", "lazy"])
-def device(request, monkeypatch):
-    kind = {"poisoned": PoisonedDevice, "lazy": LazyDevice}[request.param]
-    monkeypatch.setattr(llm_module, "open_device", lambda name: kind())
-    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -116,8 +108,7 @@ def test_dummy_weights_are_quantized_and_not_kept(cache, tmp_path):
 def test_percentages_are_of_quantized_bytes(tiny_model):
     with LLM(str(tiny_model("opt_untied").folder), weight_bits=4, dtype="float32",
              policy=Policy(weights=Placement(50, 50, 0))) as llm:
-        store = llm._runtime.weights
-        sizes = {s.name: store._bytes(s) for u in store.units for s in u.specs.values()}
+        store, sizes = weights_of(llm), weight_sizes(llm)
         here = sum(n for name, n in sizes.items() if store.tiers[name] == "gpu")
     assert abs(here - sum(sizes.values()) / 2) <= max(sizes.values())
     assert sum(n for name, n in sizes.items() if "norm" not in name and "bias" not in name) == sum(
@@ -149,7 +140,7 @@ def test_weights_are_quantized_once(tiny_model, cache, tmp_path, monkeypatch):
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     tokens(folder, prompts)
     assert len(names(cache)) == 3
-    monkeypatch.setattr(quantized, "_VERSION", quantized._VERSION + 1)
+    quantize_in_a_new_way(monkeypatch)
     tokens(folder, prompts)
     assert len(names(cache)) == 4
 

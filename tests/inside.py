@@ -1,0 +1,167 @@
+"""What tests reach inside the package for, where nothing that is public shows or does it.
+
+All of it stands here: a test that needs more of the inside adds it here, so that what a change of
+the package breaks is found in one place.
+"""
+
+from __future__ import annotations
+
+from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.schedule import Kind
+from flexgen_h2o.models import from_gguf, quantized
+from flexgen_h2o.planning import rows
+from flexgen_h2o.report import LinkStats
+from flexgen_h2o.runtime import Runtime
+from flexgen_h2o.storage.disk import Disk
+from flexgen_h2o.tasks import analyze
+from flexgen_h2o.tasks.streams import pieces
+
+# Functions that are tested by themselves.
+own_attention, sparse_attention = rows._own_attention, rows._sparse_attention
+stream_failure, save_analysis = pieces._failure, analyze._save
+MOST_OPEN_INTERVALS = LinkStats._MOST_OPEN
+LLAMA3_ROPE = from_gguf._LLAMA3_ROPE
+
+# Where a run can be made to fail, as "module:path" below the package.
+READ, WRITE = "storage.disk:Disk._read_piece", "storage.disk:Disk._write_piece"
+
+
+# What is held
+
+
+def cache_of(session):
+    """The cache in which an `LLM` or a `Stream` has generated."""
+    return session._room.cache
+
+
+def rows_of(session) -> int:
+    """Rows of hidden states that there is room for."""
+    return session._room.size.rows
+
+
+def scratch_bytes(session) -> int:
+    """Bytes of the workspace."""
+    return session._room.scratch.nbytes
+
+
+def buffer_bytes(part) -> int:
+    """Bytes that a part of a cache has taken, with what is lost to alignment."""
+    return part._buffer.nbytes
+
+
+def gathers_prompts_in_place(cache) -> bool:
+    """Whether prompts have no buffers beside the cache's own."""
+    return cache._prompts is cache.parts
+
+
+def slots_of(layer):
+    """Keys and values of a layer of transformers' cache."""
+    return layer._slots
+
+
+def weights_of(llm):
+    """Where the weights are kept: `units`, and the tier of each by name."""
+    return llm._runtime.weights
+
+
+def weight_sizes(llm) -> dict[str, int]:
+    """Bytes of each weight, by name."""
+    store = weights_of(llm)
+    return {spec.name: store._bytes(spec) for unit in store.units for spec in unit.specs.values()}
+
+
+def staging_bytes(llm) -> list[int]:
+    """Bytes on the device of each buffer for fetched weights."""
+    return [slot.device.nbytes for slot in weights_of(llm)._slots]
+
+
+def open_intervals(links, link: str) -> int:
+    """Intervals of a link that are not added up yet."""
+    return len(links._open[link])
+
+
+def origin_of(trace) -> float:
+    """The moment that a trace counts from."""
+    return trace._origin
+
+
+def count_from(trace, origin: float) -> None:
+    """Let a trace count from another moment."""
+    trace._origin = origin
+
+
+# What is done in another way
+
+
+def before(monkeypatch, owner: type, name: str, look) -> None:
+    """Call ``look(self, *arguments)`` before a method does its work; what it raises ends it."""
+    work = getattr(owner, name)
+
+    def watched(self, *arguments):
+        look(self, *arguments)
+        return work(self, *arguments)
+
+    monkeypatch.setattr(owner, name, watched)
+
+
+def before_logits(monkeypatch, look) -> None:
+    """Call ``look(step)`` before each step of a model's head."""
+    before(monkeypatch, Executor, "_head", lambda self, step, *_: look(step))
+
+
+def before_token_layers(monkeypatch, look) -> None:
+    """Call ``look(attentions)`` before each layer of a decode step, with how many have started."""
+    before(monkeypatch, Executor, "_token_layer", lambda self, *_: look(len(self._started)))
+
+
+def before_early_attention(monkeypatch, look) -> None:
+    """Call ``look()`` before attention starts ahead of its layer, on the CPU beside a GPU."""
+    attend = Executor._ACTIONS[Kind.ATTEND]
+
+    def watched(*arguments):
+        look()
+        attend(*arguments)
+
+    monkeypatch.setitem(Executor._ACTIONS, Kind.ATTEND, watched)
+
+
+def before_blocks(monkeypatch, look) -> None:
+    """Call ``look()`` when a run begins."""
+    before(monkeypatch, Runtime, "_run_blocks", lambda *_: look())
+
+
+def before_reads(monkeypatch, look) -> None:
+    """Call ``look()`` before each read of the disk, in the thread that does it."""
+    before(monkeypatch, Disk, "_read_piece", lambda *_: look())
+
+
+def before_conversions(monkeypatch, look) -> None:
+    """Call ``look()`` before a GGUF file is opened to be converted."""
+    convert = from_gguf._open
+
+    def watched(source):
+        look()
+        return convert(source)
+
+    monkeypatch.setattr(from_gguf, "_open", watched)
+
+
+def quantize_in_a_new_way(monkeypatch) -> None:
+    """Let quantized weights be another version than those that are kept."""
+    monkeypatch.setattr(quantized, "_VERSION", quantized._VERSION + 1)
+
+
+def draw_at(monkeypatch, choose, point: float) -> None:
+    """Let a sampler draw this number, from 0 to 1, for each request."""
+    monkeypatch.setattr(choose, "_draw", lambda key: point)
+
+
+def plan_with(llm, change) -> None:
+    """Let an `LLM` plan with the limits that ``change(workload, limits)`` makes of what is free."""
+    plan = llm._runtime._planned
+
+    def planned(workload, *, loaded):
+        found, limits = plan(workload, loaded=loaded)
+        return found, change(workload, limits)
+
+    llm._runtime._planned = planned

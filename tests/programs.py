@@ -1,0 +1,32 @@
+"""Programs beside the package, as modules: benchmarks, examples and tools."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def program(path: str) -> ModuleType:
+    """A program by its path in the repository, such as ``examples/chat.py``."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def benchmark_modules(*names: str, called: Callable[[str], str] = lambda name: name.split(".")[-1]
+                      ) -> Iterator[SimpleNamespace]:
+    """Modules of benchmarks/, each under the last part of its name or what `called` makes of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield SimpleNamespace(**{called(name): importlib.import_module(name) for name in names})
