@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import random
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from inside import save_analysis
+from read_back import read_csv
 
 from flexgen_h2o import LLM
 from flexgen_h2o.errors import UserError
@@ -58,11 +58,6 @@ def command(articles, tiny_model, tmp_path) -> list[str]:
             "--output-dir", str(tmp_path / "out")]
 
 
-def read(path) -> list[dict]:
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 # --- the command
 
 
@@ -72,7 +67,7 @@ def test_one_call_writes_every_file_and_prints_a_summary(numbers, command, tmp_p
     assert {path.name for path in out.iterdir()} == {
         f"{name}.{suffix}" for name in NAMES for suffix in ("csv", "png")}
     assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in NAMES)
-    rows = {name: read(out / f"{name}.csv") for name in NAMES}
+    rows = {name: read_csv(out / f"{name}.csv") for name in NAMES}
     for name, found in rows.items():
         assert tuple(found[0]) == (*RUN, *PARTS.get(name, EVICTED))
         assert found[0]["articles"] == "2" and found[0]["tokens_mean"] == "35.5"
@@ -95,7 +90,7 @@ def test_one_call_writes_every_file_and_prints_a_summary(numbers, command, tmp_p
 def test_without_eviction_the_perplexity_is_that_of_loglikelihood(numbers, command, tmp_path):
     assert analyze.main([*command, "--only", "evicted", "--evict", "20"]) == 0
     assert {path.stem for path in (tmp_path / "out").iterdir()} == {"evicted"}
-    rows = read(tmp_path / "out/evicted.csv")
+    rows = read_csv(tmp_path / "out/evicted.csv")
     with LLM(command[3], device="cpu", dtype="float32", progress=False) as llm:
         ids = [list(map(int, number_text(length, length).split())) for length in (30, 41)]
         found = llm.loglikelihood([(one[: len(one) // 2], one[len(one) // 2 :]) for one in ids])
@@ -128,7 +123,7 @@ def test_sparsity_is_that_of_transformers_own_attention(numbers, command, tiny_m
     expected = torch.stack(shares).mean(0)
     assert expected.max() > 0
     found = {(int(row["layer"]), int(row["head"])): float(row["sparsity"])
-             for row in read(tmp_path / "out/sparsity.csv")}
+             for row in read_csv(tmp_path / "out/sparsity.csv")}
     assert found == {(layer, head): pytest.approx(expected[layer, head].item(), abs=2e-3)
                      for layer in range(len(expected)) for head in range(expected.shape[1])}
 
@@ -141,7 +136,7 @@ def test_a_plain_text_is_one_text_and_flags_may_have_underscores(numbers, comman
                          "--max_tokens", "200", "--output_dir", str(out), "--only", "misses",
                          "local"]) == 0
     assert {path.stem for path in out.iterdir()} == {"misses", "local"}
-    row = read(out / "misses.csv")[0]
+    row = read_csv(out / "misses.csv")[0]
     assert (row["articles"], row["tokens_mean"]) == ("1", "200")
     assert "heavy hitters known" in capsys.readouterr().out
 
@@ -160,7 +155,7 @@ def test_a_run_that_stops_keeps_what_it_has(numbers, command, tmp_path, monkeypa
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {"frequency.csv", "frequency.png",
                                                      "evicted.csv.partial"}
-    assert [row["evicted"] for row in read(out / "evicted.csv.partial")] == ["none", "heavy"]
+    assert [row["evicted"] for row in read_csv(out / "evicted.csv.partial")] == ["none", "heavy"]
     assert capsys.readouterr().err == (
         f"interrupted (rows measured before that: {out / 'evicted.csv.partial'})\n")
 
@@ -298,9 +293,9 @@ def test_a_real_model_is_as_the_paper_says(tmp_path):
     """Sparse but for the first layer, heavy hitters known early, and it breaks without them."""
     assert analyze.main(["--input-path", str(ARTICLES), "--articles", "1", "--max-tokens", "96",
                          "--evict", "10", "--budgets", "20", "--output-dir", str(tmp_path)]) == 0
-    rows = {name: [{key: float(row[key]) if key in ("sparsity", "overlap", "miss_rate",
-                                                    "perplexity", "slope", "chance") else row[key]
-                    for key in row} for row in read(tmp_path / f"{name}.csv")] for name in NAMES}
+    figures = ("sparsity", "overlap", "miss_rate", "perplexity", "slope", "chance")
+    rows = {name: [{key: float(value) if key in figures else value for key, value in row.items()}
+                   for row in read_csv(tmp_path / f"{name}.csv")] for name in NAMES}
     by_layer = mean_by(rows["sparsity"], "layer", "sparsity")
     assert by_layer.pop("0") < min(by_layer.values()) and min(by_layer.values()) > 0.3
     assert all(row["slope"] < -0.2 for row in rows["scores"])

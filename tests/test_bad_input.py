@@ -6,7 +6,6 @@ What the flags and prompt files alone refuse, before any model is looked for, is
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
 import json
 import os
@@ -24,6 +23,7 @@ import pytest
 import torch
 import yaml
 from inside import before_logits
+from read_back import read_csv
 from refusals import command_refused, error_line
 from safetensors.torch import load_file, save_file
 from word_models import with_words
@@ -684,11 +684,6 @@ def test_results_are_written_though_stdout_is_closed(model, here, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert flex_opt.main([*SHORT, *RESULTS, "--model", "model", "--offload-dir", "offload"]) == 0
     assert len(read_csv(here / "r.csv")) == 1
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with open(path, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("percent", [MEMORY, DISK], ids=["memory", "disk"])

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import csv
-import importlib
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import ROOT, benchmark_modules
 
 from flexgen_h2o.cli import exit_status
 from flexgen_h2o.errors import UserError
 
-ROOT = Path(__file__).parent.parent
-BENCHMARKS = ROOT / "benchmarks"
 MODULES = ("compare", "comparison.batches", "comparison.cells", "comparison.config",
            "comparison.processes", "comparison.prompts", "comparison.rows", "comparison.subject",
            "peers")
@@ -28,10 +25,8 @@ RATES = {"status": "ok", "page_cache": "as it was", "cpu": "a CPU", "device": "c
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules by the last part of their names."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name)
-                                 for name in MODULES})
+    with benchmark_modules(*MODULES) as found:
+        yield found
 
 
 def config_of(bench, folder: Path, values: dict, **chosen):

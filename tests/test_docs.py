@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_packaging import ROOT, tool
+from programs import ROOT, program
 
 import flexgen_h2o
 from flexgen_h2o import flex_opt
@@ -48,7 +48,7 @@ OURS = [(page, words[2:]) for page, words in COMMANDS if words[:2] == ["python",
 
 @pytest.fixture(scope="module")
 def flag_page():
-    return tool("command_line_page")
+    return program("tools/command_line_page.py")
 
 
 def test_the_page_of_flags_is_what_the_tables_say(flag_page, capsys):

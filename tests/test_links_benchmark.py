@@ -2,13 +2,12 @@
 
 import csv
 import ctypes
-import importlib
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import benchmark_modules
 from refusals import command_refused
 
 from flexgen_h2o.cli import exit_status
@@ -19,13 +18,11 @@ from flexgen_h2o.storage.tiers import PAGE, Device
 from flexgen_h2o.storage.transfer import Transfers
 from flexgen_h2o.trace import Trace
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
 
 @pytest.fixture
-def links(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("links")
+def links():
+    with benchmark_modules("links") as found:
+        yield found.links
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import random
@@ -23,6 +22,7 @@ from hypothesis import strategies as st
 from inside import plan_with
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
+from programs import program
 from word_models import WORDS, with_words
 
 from flexgen_h2o import LLM, H2OConfig
@@ -540,11 +540,7 @@ def test_the_harness_flags_beside_model_args(folder):
 @pytest.fixture
 def benchmark():
     """benchmarks/lm_eval_budgets.py, which is no part of the package."""
-    path = Path(__file__).parents[1] / "benchmarks" / "lm_eval_budgets.py"
-    spec = importlib.util.spec_from_file_location("lm_eval_budgets", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program("benchmarks/lm_eval_budgets.py")
 
 
 def test_the_budgets_on_a_task_of_articles(benchmark, folder, task, tmp_path, monkeypatch):

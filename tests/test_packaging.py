@@ -6,31 +6,20 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs import ROOT, program
 
 import flexgen_h2o
 from flexgen_h2o import flex_opt
 
-ROOT = Path(__file__).parent.parent
-
-
-def tool(name: str) -> ModuleType:
-    """A program of tools/, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture
 def wheel() -> ModuleType:
-    return tool("check_wheel")
+    return program("tools/check_wheel.py")
 
 
 def test_the_changelog_knows_this_version():

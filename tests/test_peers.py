@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -14,11 +13,11 @@ import planning_cases
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import ROOT, benchmark_modules
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 
-ROOT = Path(__file__).parent.parent
 MODULES = ("compare_worker", "comparison.floors", "comparison.processes", "peers",
            "peers.accelerate_offload", "peers.base", "peers.deepspeed_zero", "peers.flexgen",
            "peers.h2o_fork", "peers.hf_generate", "peers.ours")
@@ -27,10 +26,8 @@ MODULES = ("compare_worker", "comparison.floors", "comparison.processes", "peers
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules by the last part of their names."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name)
-                                 for name in MODULES})
+    with benchmark_modules(*MODULES) as found:
+        yield found
 
 
 MODEL = ModelConfig(name="m", family="opt", vocab_size=1000, hidden_size=64, num_layers=4,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import count_from
+from programs import benchmark_modules
 from refusals import error_line
 
 from flexgen_h2o.cli import exit_status
@@ -19,7 +18,6 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.results import CSV_COLUMNS
 from flexgen_h2o.trace import COMPUTE, DEVICE_MEMORY, PHASES, PROCESS_MEMORY, Trace
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MODULES = ("plots", "comparison.rows", "plotting.rows", "plotting.systems", "plotting.sweeps",
            "plotting.batch", "plotting.budget", "plotting.breakdown", "plotting.memory")
 
@@ -27,11 +25,9 @@ MODULES = ("plots", "comparison.rows", "plotting.rows", "plotting.systems", "plo
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules by their names, those of plotting by the last part."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield SimpleNamespace(**{
-            name.removeprefix("plotting.").replace(".", "_"): importlib.import_module(name)
-            for name in MODULES})
+    with benchmark_modules(*MODULES, called=lambda name: name.removeprefix("plotting.").replace(
+            ".", "_")) as found:
+        yield found
 
 
 def texts(figure) -> list[str]:

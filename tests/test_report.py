@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import threading
 
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import MOST_OPEN_INTERVALS, open_intervals
+from read_back import read_csv
 
 from flexgen_h2o import report, results
 from flexgen_h2o.errors import UserError
@@ -150,11 +150,6 @@ def test_links_add_up_from_many_threads():
 
 
 # CSV
-
-
-def read_csv(path) -> list[dict[str, str]]:
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def test_csv_schema():

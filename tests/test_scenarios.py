@@ -1,29 +1,26 @@
 """benchmarks/scenarios.py: floors from few layers, what a trace says, limits of memory."""
 
-import importlib
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from programs import ROOT, benchmark_modules
 
 from flexgen_h2o.errors import UserError
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+@pytest.fixture
+def scenarios():
+    with benchmark_modules("scenarios") as found:
+        yield found.scenarios
 
 
 @pytest.fixture
-def scenarios(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("scenarios")
-
-
-@pytest.fixture
-def memory_group(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("memory_group")
+def memory_group():
+    with benchmark_modules("memory_group") as found:
+        yield found.memory_group
 
 
 def test_the_time_of_all_layers_follows_from_few(scenarios):
@@ -77,8 +74,8 @@ def test_a_group_limits_a_child_and_goes(memory_group):
             done = subprocess.run(
                 [sys.executable, "-c", "from flexgen_h2o.planning.free_memory import cgroup_free;"
                  "print(cgroup_free())"], preexec_fn=group.enter, capture_output=True, text=True,
-                cwd=BENCHMARKS.parent, check=True, env=os.environ | {
-                    "PYTHONPATH": str(BENCHMARKS.parent)})
+                cwd=ROOT, check=True, env=os.environ | {
+                    "PYTHONPATH": str(ROOT)})
             peak, folder, kills = group.peak(), group._folder, group.kills()
     except UserError as error:
         assert "no memory cgroup can be made" in str(error)

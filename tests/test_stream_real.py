@@ -8,6 +8,7 @@ import math
 import shutil
 
 import pytest
+from read_back import read_jsonl
 
 from flexgen_h2o import LLM
 from flexgen_h2o.streaming import CHUNK
@@ -59,10 +60,6 @@ def talk(folder, questions, out, *flags) -> int:
                         *map(str, flags)])
 
 
-def records(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 EVICT = ("--enable-h2o-generation", "--enable-position-rolling", "--num-window-length", 24,
          "--prefill-chunk", 8)
 
@@ -74,7 +71,7 @@ EVICT = ("--enable-h2o-generation", "--enable-position-rolling", "--num-window-l
 def test_a_conversation_of_any_length(model, questions, tmp_path, capsys, flags):
     out = tmp_path / "out.jsonl"
     assert talk(model("llama"), questions, out, *EVICT, *flags) == 0
-    found = records(out)
+    found = read_jsonl(out)
     assert len(found) == 12
     # Each turn with its frame, and ten new tokens.
     lengths = [len("USER: Say a word.\n\nASSISTANT: "), len("USER: Why?\n\nASSISTANT: ")] * 6
@@ -96,7 +93,7 @@ def test_a_chunk_decides_and_its_text_is_the_same_again(model, questions, tmp_pa
     texts = []
     for chunk in (8, 8, 3):
         assert talk(folder, questions, out, *EVICT, "--prefill-chunk", chunk, "--verbose", 0) == 0
-        texts.append([each["text"] for each in records(out)])
+        texts.append([each["text"] for each in read_jsonl(out)])
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -107,7 +104,7 @@ def test_the_full_cache_stops_where_the_positions_end(model, questions, tmp_path
     text = capsys.readouterr()
     assert text.err.startswith("error: the stream has ") and text.err.count("\n") == 1
     assert "256" in text.err and f"(turns answered before that: {out}.partial)" in text.err
-    found = records(tmp_path / "out.jsonl.partial")
+    found = read_jsonl(tmp_path / "out.jsonl.partial")
     assert 0 < len(found) < 12 and text.out.startswith(f"{len(found)} turns of ")
     last = found[-1]
     assert last["cached_tokens"] == (last["position"] + last["prompt_tokens"]
@@ -115,13 +112,13 @@ def test_the_full_cache_stops_where_the_positions_end(model, questions, tmp_path
     assert not out.exists()
     assert talk(folder, questions, out, "--past-context", "--max-tokens", 1000,
                 "--verbose", 0) == 0
-    assert len(records(out)) == 12
+    assert len(read_jsonl(out)) == 12
 
 
 def test_a_chat_template(model, questions, tmp_path):
     out = tmp_path / "out.jsonl"
     assert talk(model("llama"), questions, out, *EVICT, "--chat-template", "--verbose", 0) == 0
-    assert records(out)[0]["prompt_tokens"] == len("<user>Say a word.<assistant>")
+    assert read_jsonl(out)[0]["prompt_tokens"] == len("<user>Say a word.<assistant>")
 
 
 def test_sampled_turns_differ_and_repeat_with_their_seed(model, questions, tmp_path):
@@ -129,7 +126,7 @@ def test_sampled_turns_differ_and_repeat_with_their_seed(model, questions, tmp_p
     for seed in (1, 1, 2):
         assert talk(folder, questions, out, *EVICT, "--do-sample", "--seed", seed, "--sample-num",
                     2, "--verbose", 0) == 0
-        found.append([each["text"] for each in records(out)])
+        found.append([each["text"] for each in read_jsonl(out)])
     assert found[0] == found[1] != found[2] and len(set(found[0])) == 4
 
 
@@ -145,7 +142,7 @@ def test_a_real_model_answers_by_its_template(questions, tmp_path):
     assert talk("smollm2-135m", questions, out, "--enable-h2o-generation",
                 "--num-window-length", 32, "--enable-position-rolling", "--chat-template",
                 "--sample-num", 1, "--verbose", 0) == 0
-    found = records(out)
+    found = read_jsonl(out)
     assert [each["cached_tokens"] for each in found] == [32, 32]
     assert all(any(letter.isalpha() for letter in each["text"]) for each in found)
 
@@ -160,7 +157,7 @@ def test_other_families(model, questions, tmp_path, capsys, key):
         assert "they can't roll" in capsys.readouterr().err
         assert talk(model(key), questions, out, "--enable-h2o-generation", "--num-window-length",
                     24, "--sample-num", 2, "--verbose", 0) == 0
-        assert len(records(out)) == 4
+        assert len(read_jsonl(out)) == 4
 
 
 # --- by position

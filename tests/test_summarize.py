@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from read_back import read_jsonl
 from refusals import command_refused
 from word_models import WORDS, with_words
 
@@ -288,14 +289,10 @@ def run(articles, out, *extra) -> int:
                            *map(str, extra)])
 
 
-def rows_of(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_a_whole_run(fake, articles, tmp_path, capsys):
     out = tmp_path / "o.jsonl"
     assert run(articles, out, "--batch_size", 1, "--csv", tmp_path / "r.csv") == 0
-    rows = rows_of(out)
+    rows = read_jsonl(out)
     assert [row["index"] for row in rows] == list(range(11))
     length = len(article(0)["article"].split())
     assert rows[0] == {
@@ -335,8 +332,8 @@ def test_lines_with_other_limits_run_apart_and_come_out_in_order(fake, tmp_path)
     assert run(write(tmp_path / "in.jsonl", records), out) == 0
     assert [(len(c["lengths"]), c["max_new_tokens"], c["stop_strings"]) for c in fake.calls] == [
         (2, 8, (STOP,)), (1, 3, (STOP,)), (1, 8, None)]
-    assert [row["index"] for row in rows_of(out)] == [0, 1, 2, 3]
-    assert rows_of(out)[2]["summary"] == "Text has words ### more"
+    assert [row["index"] for row in read_jsonl(out)] == [0, 1, 2, 3]
+    assert read_jsonl(out)[2]["summary"] == "Text has words ### more"
 
 
 @pytest.mark.parametrize("failure", [UserError("too small"), KeyboardInterrupt()])
@@ -350,7 +347,7 @@ def test_a_run_that_stops_is_gone_on_with(fake, articles, tmp_path, capsys, fail
     assert run(articles, out, "--batch-size", 1) == status
     error = capsys.readouterr().err
     assert f"(8 of 11 lines are in {out}; the same command goes on)" in error
-    assert error.count("\n") == 1 and len(rows_of(out)) == 8
+    assert error.count("\n") == 1 and len(read_jsonl(out)) == 8
     with open(out, "ab") as file:
         file.write(b'{"index": 8, "summ')
     fake.fail = None
@@ -361,7 +358,7 @@ def test_a_run_that_stops_is_gone_on_with(fake, articles, tmp_path, capsys, fail
     assert capsys.readouterr().out == text
     opened = len(fake.opened)
     assert run(articles, out, "--sample-num", 5) == 0  # all there: no model is loaded
-    assert len(fake.opened) == opened and len(rows_of(out)) == 11
+    assert len(fake.opened) == opened and len(read_jsonl(out)) == 11
     assert "articles: 4; too long" in capsys.readouterr().out
 
 
@@ -615,7 +612,7 @@ def test_the_real_engine_whatever_the_batches(tiny_model, tmp_path, capsys):
     texts = {}
     for name in ("h2o-16", "window-16", "sink-window-16", "full"):
         rows, others = ([{**row, "seconds": None}
-                         for row in rows_of(tmp_path / f"{one}.{name}.jsonl")] for one in "op")
+                         for row in read_jsonl(tmp_path / f"{one}.{name}.jsonl")] for one in "op")
         assert rows == others
         texts[name] = [row["summary"] for row in rows]
         for row in rows:
@@ -627,10 +624,10 @@ def test_the_real_engine_whatever_the_batches(tiny_model, tmp_path, capsys):
 
     assert run(path, tmp_path / "chat.jsonl", "--model-name", folder, "--device", "cpu", "--dtype",
                "float32", "--chat-template", "--sample-num", 2) == 0
-    plain = rows_of(tmp_path / "o.full.jsonl")
-    chat = rows_of(tmp_path / "chat.jsonl")
+    plain = read_jsonl(tmp_path / "o.full.jsonl")
+    chat = read_jsonl(tmp_path / "chat.jsonl")
     assert [row["prompt_tokens"] for row in chat] == [row["prompt_tokens"] + 3 for row in plain[:2]]
-    record = rows_of(path)[0]
+    record = read_jsonl(path)[0]
     with LLM(folder, device="cpu", dtype="float32") as llm:
         [out] = llm.generate([f"w1 w2 {record['article']} w3"], max_new_tokens=6,
                              stop_strings=STOP)
@@ -646,8 +643,8 @@ def test_past_the_context_with_rolling_positions_only(tiny_model, tmp_path):
             "--enable-h2o-generation", "--num-window-length", 16]
     assert run(path, tmp_path / "o.jsonl", *base) == 0
     assert run(path, tmp_path / "r.jsonl", *base, "--enable-position-rolling") == 0
-    assert [row["finish_reason"] for row in rows_of(tmp_path / "o.jsonl")] == ["length", "too_long"]
-    assert [row["finish_reason"] for row in rows_of(tmp_path / "r.jsonl")] == ["length", "length"]
+    for name, ends in (("o", ["length", "too_long"]), ("r", ["length", "length"])):
+        assert [row["finish_reason"] for row in read_jsonl(tmp_path / f"{name}.jsonl")] == ends
 
 
 def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_path, capsys):
@@ -662,9 +659,9 @@ def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_
     csv = tmp_path / "r.csv"
     assert run(path, within, *base, "--evict-while-prefilling", "--csv", csv) == 0
     assert run(path, usual, *base) == 0
-    assert [row["finish_reason"] for row in rows_of(usual)] == ["length", "too_long"]
-    assert [row["finish_reason"] for row in rows_of(within)] == ["length", "length"]
-    assert rows_of(within)[0]["summary"] != rows_of(usual)[0]["summary"]
+    assert [row["finish_reason"] for row in read_jsonl(usual)] == ["length", "too_long"]
+    assert [row["finish_reason"] for row in read_jsonl(within)] == ["length", "length"]
+    assert read_jsonl(within)[0]["summary"] != read_jsonl(usual)[0]["summary"]
     assert summary_rows.read_rows(str(csv))[0]["prompt_chunk"] == 8
     # It decides what is made: the other's file is not gone on with.
     capsys.readouterr()
@@ -681,7 +678,7 @@ def test_smollm2_in_its_chat_template(tmp_path, capsys):
     path = write(tmp_path / "in.jsonl", [record])
     assert run(path, tmp_path / "o.jsonl", "--chat-template", "--device", "cpu", "--dtype",
                "float32") == 0
-    [row] = rows_of(tmp_path / "o.jsonl")
+    [row] = read_jsonl(tmp_path / "o.jsonl")
     assert "bridge" in row["summary"] and "." not in row["summary"]
     assert row["finish_reason"] == "stop" and row["rouge1"] > 0.2
     assert math.isclose(row["kv_cache_bytes"],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import importlib
 import os
 import shlex
 import signal
@@ -18,6 +16,8 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import ROOT, benchmark_modules
+from read_back import read_csv
 
 from flexgen_h2o.cli import exit_status
 from flexgen_h2o.errors import UserError
@@ -25,7 +25,6 @@ from flexgen_h2o.flex_opt import parse_args
 from flexgen_h2o.results import CSV_COLUMNS
 from flexgen_h2o.run_config import RunConfig
 
-ROOT = Path(__file__).parent.parent
 MODULES = ("sweep", "sweep_grid", "engine_run", "row_table", "plan_sweep")
 FIGURES = ("prefill_seconds", "decode_seconds", "total_tokens_per_second", "peak_process_bytes",
            "kv_cache_bytes", "generated_tokens", "load_seconds", "weight_bytes")
@@ -34,9 +33,8 @@ FIGURES = ("prefill_seconds", "decode_seconds", "total_tokens_per_second", "peak
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules by their names."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    with benchmark_modules(*MODULES) as found:
+        yield found
 
 
 def written(folder: Path, values: dict, name: str = "s") -> Path:
@@ -176,12 +174,7 @@ def swept(bench, tmp_path, monkeypatch, fake: Fake, *flags: str, **change) -> li
     monkeypatch.setattr(bench.sweep, "run_engine", fake)
     path = written(tmp_path, {"base": BASE, "grid": GRID, "repeats": 2} | change)
     bench.sweep.main(["--config", str(path), "--out", str(tmp_path / "o.csv"), *flags])
-    return rows_of(tmp_path / "o.csv")
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return read_csv(tmp_path / "o.csv")
 
 
 ALL = [(100, 0.5), (100, 1), (0, 0.5), (0, 1)]
@@ -224,7 +217,7 @@ def test_a_stopped_sweep_is_gone_on_with(bench, tmp_path, monkeypatch, capsys, t
     assert exit_status(partial(bench.sweep.main, argv)) == 130
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == f"interrupted (rows measured before that: {tmp_path / 'o.csv.partial'})"
-    assert len(rows_of(tmp_path / "o.csv.partial")) == 5
+    assert len(read_csv(tmp_path / "o.csv.partial")) == 5
     with open(tmp_path / "o.csv.partial", "a", encoding="utf-8") as file:
         file.write(torn)
     fake = Fake(bench)
@@ -249,7 +242,7 @@ def test_sigterm_ends_a_sweep_as_ctrl_c_does(bench, tmp_path, monkeypatch, capsy
         bench.sweep.main, ["--config", str(path), "--out", str(tmp_path / "o.csv")]))
     assert status == 143 and "rows measured before that" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
-    assert len(rows_of(tmp_path / "o.csv.partial")) == 1
+    assert len(read_csv(tmp_path / "o.csv.partial")) == 1
 
 
 def test_what_failed_is_run_again_when_asked(bench, tmp_path, monkeypatch):
@@ -287,7 +280,7 @@ def test_several_sweeps_share_a_file(bench, tmp_path, monkeypatch, capsys):
     two = written(tmp_path, {"base": BASE, "grid": {"hh_ratio": [1], "place": {"a": {}}}}, "two")
     out = tmp_path / "o.csv"
     bench.sweep.main(["--config", str(one), str(two), "--out", str(out)])
-    assert [(row["sweep"], row["place"]) for row in rows_of(out)] == [("one", ""), ("two", "a")]
+    assert [(row["sweep"], row["place"]) for row in read_csv(out)] == [("one", ""), ("two", "a")]
     assert [text.splitlines()[0] for text in capsys.readouterr().out.split("\n\n")] == [
         "one", "two"]
     with pytest.raises(UserError, match="two files are called one"):
@@ -298,7 +291,7 @@ def test_a_sweep_without_any_figures_fails(bench, tmp_path, monkeypatch, capsys)
     failing = dict.fromkeys((0.5, 1), ("failed", "no model m"))
     with pytest.raises(UserError, match=r"no run came to figures, the first by this: no model m"):
         swept(bench, tmp_path, monkeypatch, Fake(bench, failing))
-    assert len(rows_of(tmp_path / "o.csv")) == 4, "the rows are there"
+    assert len(read_csv(tmp_path / "o.csv")) == 4, "the rows are there"
 
 
 def test_the_command_line_answers_in_one_line(bench, tmp_path, capsys):
@@ -332,7 +325,7 @@ def test_a_sweep_runs_the_engine(bench, tiny_model, tmp_path):
                               "grid": {"memory_limit": [None, "10KB"]}})
     bench.sweep.main(["--config", str(path), "--out", str(tmp_path / "o.csv"), "--models",
                       str(tmp_path)])
-    good, bad = rows_of(tmp_path / "o.csv")
+    good, bad = read_csv(tmp_path / "o.csv")
     assert (good["status"], good["memory_limit"], good["model"]) == ("ok", "", "tiny")
     assert (good["generated_tokens"], good["prompt_len"], good["hh_ratio"]) == ("12", "6", "0.5")
     assert float(good["total_tokens_per_second"]) > 0

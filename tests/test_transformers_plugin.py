@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import slots_of
+from programs import program
 from test_llm import make_prompts, transformers_tokens
 from transformers import AutoModelForCausalLM, DynamicCache, TextStreamer
 
@@ -616,11 +615,7 @@ def test_a_text_past_the_sliding_window_is_refused(tiny_model):
 
 @pytest.fixture(scope="module")
 def example():
-    path = Path(__file__).parent.parent / "examples" / "transformers_h2o.py"
-    spec = importlib.util.spec_from_file_location("example", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program("examples/transformers_h2o.py")
 
 
 @pytest.mark.skipif(transformers.__version__ < "5",

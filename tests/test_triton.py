@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -416,16 +417,21 @@ def _compile_prefill(dtype, dim, decay):
     triton_prefill.prefill_attention(q, k, k, [600], [600], torch.empty(2, 600), decay)
 
 
+def compiled(script: str, architecture: int, cache: Path) -> set[str]:
+    """Names of the kernels that a file of tests, as a script, compiles for an architecture."""
+    done = subprocess.run(
+        [sys.executable, script, str(architecture)], capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)})
+    assert done.returncode == 0, done.stderr
+    return {line.split()[0] for line in done.stdout.splitlines()}
+
+
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_kernels_compile_without_a_gpu(architecture, tmp_path):
     """What the interpreter lets pass, the compiler may not."""
-    done = subprocess.run(
-        [sys.executable, __file__, str(architecture)], capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})
-    assert done.returncode == 0, done.stderr
-    names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"_read", "_finish", "_choose", "_gather", "_forward", "_sum_columns",
-                     "_quantize", "_dequantize"}
+    assert compiled(__file__, architecture, tmp_path) == {
+        "_read", "_finish", "_choose", "_gather", "_forward", "_sum_columns", "_quantize",
+        "_dequantize"}
 
 
 if __name__ == "__main__":

@@ -5,13 +5,16 @@ As a script, ``python tests/test_triton_matrix.py 90``, it compiles kernels for 
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from test_triton import SHARED, _AbsentGPU, _mended_interpreter  # noqa: F401 (a fixture)
+from test_triton import (  # noqa: F401 (_mended_interpreter is a fixture)
+    SHARED,
+    _AbsentGPU,
+    _mended_interpreter,
+    compiled,
+)
 
 from flexgen_h2o.kernels import reference_matrix, triton_matrix
 from flexgen_h2o.storage.quantization import TILE, MatrixLayout
@@ -187,12 +190,8 @@ def compile_kernels(architecture: int) -> None:
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_kernels_compile_without_a_gpu(architecture, tmp_path):
     """What the interpreter lets pass, the compiler may not."""
-    done = subprocess.run(
-        [sys.executable, __file__, str(architecture)], capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})
-    assert done.returncode == 0, done.stderr
-    names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"_few", "_several", "_add_parts", "_unpack"}
+    assert compiled(__file__, architecture, tmp_path) == {"_few", "_several", "_add_parts",
+                                                          "_unpack"}
 
 
 if __name__ == "__main__":
