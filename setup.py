@@ -10,7 +10,7 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError
+from setuptools.errors import BaseError, CCompilerError
 
 ROOT = Path(__file__).parent
 KERNELS = Path("flexgen_h2o", "kernels", "cpu")
@@ -134,7 +134,7 @@ class BuildKernels(build_ext):
             self.compiler.link_shared_object(
                 objects, self.get_ext_fullpath(ext.name), target_lang="c++",
                 extra_postargs=[flag for flag in flags if flag.startswith(("-fopenmp", "-fsan"))])
-        except (BaseError, OSError) as error:
+        except (BaseError, CCompilerError, OSError) as error:
             self.warn(f"the CPU kernels were not built, plain PyTorch will be used: {error}")
 
 
@@ -173,7 +173,7 @@ setup(
     packages=find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]),
     package_data={"flexgen_h2o": ["py.typed"]},  # type checkers may trust the annotations
     entry_points={"console_scripts": ["flexgen-h2o=flexgen_h2o.flex_opt:main"]},
-    ext_modules=[Extension("flexgen_h2o.kernels._cpu",
+    ext_modules=[Extension("flexgen_h2o.kernels._cpu", optional=True,
                            sources=sorted(map(str, KERNELS.glob("*.cpp"))),
                            depends=[*sorted(map(str, KERNELS.glob("*.h"))),
                                     str(KERNELS.parent / "abi.py")])],

@@ -36,6 +36,23 @@ def run(*command: object, **more) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("way", ["build_wheel", "build_editable"])
+def test_without_a_compiler_the_package_is_installed_without_kernels(way, tmp_path):
+    gone, copy = str(tmp_path / "no-compiler"), tmp_path / "copy"
+    copy.mkdir()
+    shutil.copytree(ROOT / "flexgen_h2o", copy / "flexgen_h2o",
+                    ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    done = subprocess.run(
+        [sys.executable, "-c", f"from setuptools import build_meta as b; b.{way}('dist')"],
+        cwd=copy, capture_output=True, text=True, env=os.environ | {"CC": gone, "CXX": gone})
+    assert done.returncode == 0, done.stderr
+    assert "the CPU kernels were not built, plain PyTorch will be used: " in (
+        done.stdout + done.stderr)
+    assert list(copy.glob("dist/*.whl")) and not list(copy.rglob("*.so"))
+
+
 # One library, several instruction sets
 
 
