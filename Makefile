@@ -45,9 +45,9 @@ test-asan: $(VENV)/.have-test
 	FLEXGEN_H2O_NATIVE="$$(ls build/asan/flexgen_h2o/kernels/_cpu*.so)" \
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	    $(BIN)/python -m pytest -q tests/test_ops.py tests/test_native.py \
-	    tests/test_few_rows.py tests/test_sequences.py tests/test_quantization.py \
-	    tests/test_matrices.py
+	    $(BIN)/python -m pytest -q tests/kernels/test_ops.py tests/kernels/test_native.py \
+	    tests/kernels/test_skinny_matmul.py tests/h2o/test_sequences.py tests/kernels/test_quantization.py \
+	    tests/kernels/test_matrices.py
 
 # What plugs into transformers once more, with the last release before 5. It stands in front of what
 # .venv has; the kernels are those of the folder.
@@ -55,7 +55,7 @@ VENV4 := .venv-transformers-4
 TRANSFORMERS4 := "transformers==4.57.*" "huggingface_hub>=0.34,<1.0" "tokenizers>=0.22,<=0.23.0"
 
 test-transformers-4: $(VENV4)/.have-transformers $(VENV)/.have-model
-	$(VENV4)/bin/python -m pytest -q tests/test_transformers_plugin.py
+	$(VENV4)/bin/python -m pytest -q tests/integrations/test_transformers_plugin.py
 
 $(VENV4)/.have-transformers: Makefile $(VENV)/.have-test
 	$(BIN)/python -m venv --clear $(VENV4)

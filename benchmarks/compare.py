@@ -26,13 +26,14 @@ from comparison.cells import Cells
 from comparison.config import Comparison, load
 from comparison.processes import run_job
 from comparison.rows import OK, SEARCH, Table
-from memory_group import MemoryGroup
+from shared.memory_group import MemoryGroup
 
-from flexgen_h2o.cli import Parser, exit_status
-from flexgen_h2o.config import OFFLOAD_DIR
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.tasks.shared.files import keeping
-from flexgen_h2o.tasks.shared.tables import aligned
+from flexgen_h2o.files.rows import keeping
+from flexgen_h2o.metrics.tables import aligned
 
 
 def check_limits(config: Comparison) -> None:

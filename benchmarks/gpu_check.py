@@ -24,12 +24,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gpu_check_matrix import MATRICES, check_matrix, check_rows, time_matrices
+from kernel_timing.gpu_matrices import MATRICES, check_matrix, check_rows, time_matrices
 
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.h2o.eviction import EMPTY, Book, Cut, Eviction
 from flexgen_h2o.kernels import ops, reference
-from flexgen_h2o.kernels.eviction import EMPTY, Book, Cut, Eviction
-from flexgen_h2o.results import source_commit
-from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.metrics.provenance import source_commit
 
 COLUMNS = ("date", "commit", "host", "device", "torch", "triton", "kind", "operation", "shape",
            "dtype", "measured", "unit", "limit", "floor_ms", "passed")

@@ -22,10 +22,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import kernel_peers
 import torch
 import torch.nn.functional as F
-from kernel_rows import (
+from kernel_timing import baselines as kernel_peers
+from kernel_timing.rows import (
     DTYPE,
     INDEXED,
     OURS,
@@ -42,11 +42,11 @@ from kernel_rows import (
     error,
 )
 
+from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.h2o.eviction import Book, Cut, Eviction
 from flexgen_h2o.kernels import native, ops, reference, reference_matrix
-from flexgen_h2o.kernels.eviction import Book, Cut, Eviction
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import layers
-from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 
 HEADS, DIM = 32, 128
 DECODES = [(16, 32, 205), (16, 32, 1024), (16, 8, 205), (16, 8, 1024), (1, 8, 32768)]

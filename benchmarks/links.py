@@ -26,27 +26,29 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from link_works import RawFile, Row, Work, beside, rates, spans
+from shared.raw_file import RawFile, Row, Work, beside, rates, spans
 
 from flexgen_h2o.cache.fetched import STAGING, FetchedPart
 from flexgen_h2o.cache.parts import Grid, Records
-from flexgen_h2o.cli import Parser, exit_status, writing
-from flexgen_h2o.config import OFFLOAD_DIR, Placement
+from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.links import GB, LinkStats
+from flexgen_h2o.metrics.provenance import source_commit
+from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import open_checkpoint, resolve
 from flexgen_h2o.models.sources import read_config
 from flexgen_h2o.models.spec import ModelConfig, ModelWeights, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
-from flexgen_h2o.report import GB, LinkStats
-from flexgen_h2o.results import source_commit
 from flexgen_h2o.storage.disk import PIECE, READ, WRITE, RunFolder
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.links import memory_read_rate
 from flexgen_h2o.storage.tiers import PAGE, open_device
 from flexgen_h2o.storage.transfer import DOWN, UP, Transfers
-from flexgen_h2o.trace import Trace
 
 COLUMNS = ("date", "commit", "host", "link", "what", "raw_gb_per_s", "engine_gb_per_s",
            "engine_over_raw", "request_mb", "threads", "nbytes", "repeats")

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engine_run import NO_ROOM, OK, run_engine
+from shared.engine_run import NO_ROOM, OK, run_engine
 
-from flexgen_h2o.cli import Parser, exit_status
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.parser import Parser, parse_args
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flex_opt import parse_args
-from flexgen_h2o.results import source_commit
+from flexgen_h2o.metrics.provenance import source_commit
 
 BATCHES = ((4, 1), (8, 4), (16, 2), (32, 1), (64, 1))
 WEIGHTS = (100, 50, 0)

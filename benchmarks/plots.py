@@ -22,10 +22,11 @@ from plotting import batch, breakdown, budget, memory, sweeps, systems
 from plotting.looks import slide_style
 from plotting.rows import chosen, read_rows
 
-from flexgen_h2o.cli import Parser, exit_status, writing
-from flexgen_h2o.flag_values import parse_size
-from flexgen_h2o.tasks.shared.figures import check_plot, save
-from flexgen_h2o.tasks.shared.files import check_writable
+from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.cli.values import parse_size
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.metrics.figures import check_plot, save
 
 
 def of_systems(args: argparse.Namespace):

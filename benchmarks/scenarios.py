@@ -29,19 +29,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from link_works import RawFile
-from memory_group import MemoryGroup, drop_page_cache
+from shared.memory_group import MemoryGroup, drop_page_cache
+from shared.raw_file import RawFile
 
-from flexgen_h2o import breakdown
-from flexgen_h2o.cli import Parser, exit_status
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.cli.values import parse_size
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import parse_size
-from flexgen_h2o.planning.calibrate import cpu_model
-from flexgen_h2o.report import GB
-from flexgen_h2o.results import source_commit
+from flexgen_h2o.metrics import breakdown
+from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.metrics.provenance import cpu_model, source_commit
+from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.storage.disk import READ
 from flexgen_h2o.storage.tiers import PAGE, Device
-from flexgen_h2o.trace import Trace
 
 MB = 1 << 20
 RAW = ((16 * MB, 2), (16 * MB, 4), (4 * MB, 4))

@@ -20,19 +20,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from engine_run import OK, Outcome, run_engine
-from row_table import RowTable
-from sweep_grid import ENDING, PLACE, Cell, Sweep, load
+from shared.engine_run import OK, Outcome, run_engine
+from sweeping.grid import ENDING, PLACE, Cell, Sweep, load
 from tqdm import tqdm
 
-from flexgen_h2o.cli import Parser, exit_status
-from flexgen_h2o.config import check_int
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.cli.result_rows import CSV_COLUMNS
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.report import GB
-from flexgen_h2o.results import CSV_COLUMNS, csv_cell
-from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks.shared.files import keeping, origin
-from flexgen_h2o.tasks.shared.tables import aligned
+from flexgen_h2o.files.row_table import RowTable
+from flexgen_h2o.files.rows import csv_cell, keeping
+from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.metrics.provenance import origin
+from flexgen_h2o.metrics.tables import aligned
 
 Run = Callable[[RunConfig], Outcome]
 FIGURES = ("total_tokens_per_second", "decode_tokens_per_second", "prefill_seconds",

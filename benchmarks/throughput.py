@@ -25,9 +25,9 @@ import sys
 import time
 from pathlib import Path
 
-from comparison.floors import ITEMSIZES, Load, Work, measure_rates, work
 from comparison.processes import TUNED
 from comparison.prompts import random_prompts
+from comparison.rooflines import ITEMSIZES, Load, Work, measure_rates, work
 
 SYSTEMS = ("engine", "engine h2o", "engine disk", "engine 8-bit", "engine 4-bit",
            "engine 4-bit h2o", "transformers", "transformers tuned")
@@ -82,10 +82,10 @@ def weight_bits(system: str) -> int:
 def run_transformers(args) -> list[dict]:
     """transformers' generate with its default (sdpa) attention and cache."""
     import torch
-    from peers.hf_generate import timed_generate
+    from baselines.hf_generate import timed_generate
     from transformers import AutoModelForCausalLM
 
-    from flexgen_h2o.report import peak_process_bytes
+    from flexgen_h2o.metrics.memory import peak_process_bytes
 
     began = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
@@ -150,8 +150,7 @@ def describe(args) -> dict[str, object]:
     """What is the same for every row."""
     from importlib.metadata import version
 
-    from flexgen_h2o.planning.calibrate import cpu_model
-    from flexgen_h2o.results import source_commit
+    from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 
     return {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "commit": source_commit(), "host": platform.node(), "cpu": cpu_model(),

@@ -10,8 +10,9 @@ import sys
 from argparse import Namespace
 
 from flexgen_h2o import H2OConfig
-from flexgen_h2o.cli import Parser, exit_status
-from flexgen_h2o.config import check_int
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.models import checkpoint_folder
 
 PROMPT = (

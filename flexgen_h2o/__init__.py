@@ -9,7 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexgen_h2o.config import H2OConfig, Placement, Policy
+    from flexgen_h2o.config.h2o import H2OConfig
+    from flexgen_h2o.config.placement import Placement
+    from flexgen_h2o.config.policy import Policy
     from flexgen_h2o.llm import LLM
 
 __version__ = "0.1.0"

@@ -1,8 +1,37 @@
 """The one exception that a user's input causes."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """A problem that the user can mend, in one line: what is wrong and what to do.
 
     `flex_opt` prints it as ``error: ...`` on stderr and exits with status 2.
     """
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise `UserError` unless `value` is text that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise UserError(f"{name} must be text, got {shown(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} is not text in UTF-8: character {error.start} is "
+                        f"{value[error.start]!a}, half of a surrogate pair or a byte that stands "
+                        "for none; mend it") from None
+
+
+def shown(value: object) -> str:
+    """A wrong value for a message: in one line, not too long."""
+    return f"{' '.join(repr(value).split()):.80}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to say after an unknown name: the known one that is most like it, or where they are."""
+    names = {each.lstrip("-"): each for each in known}
+    near = difflib.get_close_matches(name.lstrip("-"), names, n=1)
+    return f": did you mean {names[near[0]]}?" if near else ": see --help for the names"

@@ -12,28 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexgen_h2o.argument_types import typed
 from flexgen_h2o.cache.probing import ProbedCache
-from flexgen_h2o.calls import Calls, one_at_a_time
-from flexgen_h2o.config import OFFLOAD_DIR, H2OConfig, Policy, check_int, shown
-from flexgen_h2o.engine.batching import Request, make_blocks
+from flexgen_h2o.config.argument_types import typed
+from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
+from flexgen_h2o.config.sampling import sampling_params
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.conversation import CHUNK, Stream
+from flexgen_h2o.engine.batch import Request, make_blocks
+from flexgen_h2o.engine.calls import Calls, one_at_a_time
 from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.loader import find
 from flexgen_h2o.engine.progress import byte_bar
-from flexgen_h2o.engine.prompts import Prompts, several
-from flexgen_h2o.engine.room import Room, Size
-from flexgen_h2o.engine.sampling import Sampler, sampling_params
-from flexgen_h2o.engine.scoring import Forcing, Generation, Scoring
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.engine.runner import Block, Runtime, Settings
+from flexgen_h2o.engine.sampling import Sampler
+from flexgen_h2o.engine.sinks import Forcing, Generation, Scoring
+from flexgen_h2o.engine.tokenization import Prompts, several
+from flexgen_h2o.engine.workspace import Room, Size
+from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models.positions import check_cache, check_halves, longest_prompt
-from flexgen_h2o.output import Output, Scored
-from flexgen_h2o.planning.rows import CacheOptions, Workload
-from flexgen_h2o.report import RunStats
-from flexgen_h2o.runtime import Block, Runtime, Settings
+from flexgen_h2o.outputs import Output, Scored
 from flexgen_h2o.storage.tiers import open_device
-from flexgen_h2o.streaming import CHUNK, Stream
-from flexgen_h2o.trace import Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from flexgen_h2o.cache.budget import Budget
-from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.h2o.budget import Budget
 
 
 @dataclass

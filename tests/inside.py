@@ -7,18 +7,18 @@ the package breaks is found in one place.
 from __future__ import annotations
 
 from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.runner import Runtime
 from flexgen_h2o.engine.schedule import Kind
+from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.models import from_gguf, quantized
 from flexgen_h2o.planning import rows
-from flexgen_h2o.report import LinkStats
-from flexgen_h2o.runtime import Runtime
 from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.tasks import analyze
-from flexgen_h2o.tasks.streams import pieces
+from flexgen_h2o.tasks.streams import segments
 
 # Functions that are tested by themselves.
 own_attention, sparse_attention = rows._own_attention, rows._sparse_attention
-stream_failure, save_analysis = pieces._failure, analyze._save
+stream_failure, save_analysis = segments._failure, analyze._save
 MOST_OPEN_INTERVALS = LinkStats._MOST_OPEN
 LLAMA3_ROPE = from_gguf._LLAMA3_ROPE
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.h2o.eviction import EMPTY, Book, Cut, Eviction
 from flexgen_h2o.kernels import native, reference
-from flexgen_h2o.kernels.eviction import EMPTY, Book, Cut, Eviction
-from flexgen_h2o.storage.quantization import GroupLayout
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of prefill's outputs: weights may be rounded before they meet the values. Decode's are not."""

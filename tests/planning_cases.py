@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexgen_h2o.config import PLACED, Policy, parse_percent
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.placement import PLACED, parse_percent
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttention
-from flexgen_h2o.planning.rows import CacheOptions, PlannedRun, WeightOptions, Workload
-from flexgen_h2o.report import LINKS
+from flexgen_h2o.planning.rows import PlannedRun
 
 OPT = published("opt-125m")  # 12 layers of 12 heads of 64, hidden size 768
 ALL_HERE, ON_HOST, ON_DISK = (100, 0), (0, 100), (0, 0)

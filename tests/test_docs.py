@@ -13,7 +13,7 @@ import pytest
 from programs import ROOT, program
 
 import flexgen_h2o
-from flexgen_h2o import flex_opt
+from flexgen_h2o.cli import parser
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
@@ -63,7 +63,7 @@ def test_each_flag_is_explained_on_a_page_that_somebody_wrote(flag_page):
     named = set(re.findall(r"--[a-z0-9-]*[a-z0-9]", written))
     known = {command: set(flag_page.flags(command)) for command in flag_page.COMMANDS}
     assert known["flex_opt"] == {
-        each for each in flex_opt.build_parser()._option_string_actions
+        each for each in parser.build_parser()._option_string_actions
         if each.startswith("--")} - {"--help"}
     assert not {command: missing for command, flags in known.items()
                 if (missing := sorted(flags - named))}

@@ -14,7 +14,7 @@ import pytest
 from programs import ROOT, program
 
 import flexgen_h2o
-from flexgen_h2o import flex_opt
+from flexgen_h2o.cli import parser
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def test_usage_names_the_command_as_it_was_called(monkeypatch):
     for called, shown in (("/usr/bin/flexgen-h2o", "flexgen-h2o"),
                           ("/src/flexgen_h2o/flex_opt.py", "python -m flexgen_h2o.flex_opt")):
         monkeypatch.setattr(sys, "argv", [called])
-        assert flex_opt.build_parser().format_usage().startswith(f"usage: {shown} [--model")
+        assert parser.build_parser().format_usage().startswith(f"usage: {shown} [--model")
 
 
 def test_the_installed_command_is_the_command_line(wheel):
-    script = f"{flex_opt.SCRIPT}=flexgen_h2o.flex_opt:main"
+    script = f"{parser.SCRIPT}=flexgen_h2o.flex_opt:main"
     assert script in (ROOT / "setup.py").read_text(encoding="utf-8")
-    assert wheel.SCRIPT == flex_opt.SCRIPT
+    assert wheel.SCRIPT == parser.SCRIPT
 
 
 def test_the_manifest_covers_what_the_sdist_has_to_have(wheel):

@@ -79,7 +79,7 @@ def modules() -> set[str]:
 def sources() -> set[str]:
     """Paths that the sdist has to have: all that builds, documents and tests the package."""
     patterns = (f"{PACKAGE}/kernels/cpu/*.cpp", f"{PACKAGE}/kernels/cpu/*.h", "configs/**/*.*",
-                "docs/**/*.*", "examples/*.py", "examples/data/*.*", "tests/*.py", "tools/*.py")
+                "docs/**/*.*", "examples/*.py", "examples/data/*.*", "tests/**/*.py", "tools/*.py")
     found = {path.relative_to(ROOT).as_posix() for pattern in patterns
              for path in ROOT.glob(pattern)}
     return found | modules() | set(BESIDE)

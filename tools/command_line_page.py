@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from flexgen_h2o.cli import Parser
+from flexgen_h2o.cli.parser import Parser
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "command-line.md"
 COMMANDS = ("flex_opt", "tasks.summarize", "tasks.stream", "tasks.stream_quality", "tasks.quality",

@@ -12,17 +12,17 @@ from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
 
-from peers import peer_class
-from peers.base import Peer
+from baselines import peer_class
+from baselines.base import Peer
 
 from comparison.batches import best_batch
 from comparison.config import Comparison, Scenario, System
-from comparison.floors import ITEMSIZES, Load, floors, work
+from comparison.rooflines import ITEMSIZES, Load, floors, work
 from comparison.rows import BEST, COLUMNS, EQUAL, MEMORY, OK, SEARCH, Table, runs_never
 from comparison.subject import Subject, subject_of
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.report import GB
-from flexgen_h2o.tasks.shared.files import origin
+from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.metrics.provenance import origin
 
 Do = Callable[[dict, "int | None"], dict]
 """Runs a job with so many bytes of memory: `processes.run_job` with the rest of its parameters."""
@@ -222,7 +222,7 @@ class _Group:
         return left // 2 if grows else 0
 
     def job(self, system: System, *, later: bool = False) -> dict:
-        """As `compare_worker` reads it; or that of the run which measures steps from the middle."""
+        """As `comparison.worker` reads it; or that of the run which measures steps from the middle."""
         prompts = self.subject.prompts[: self.batches[system.name]]
         before = self.left_out(system) if later else 0
         prompts = [[*islice(cycle(prompt), len(prompt) + before)] for prompt in prompts]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from peers import peer_class
-from yaml_keys import check_keys
+from baselines import peer_class
 
-from flexgen_h2o.config import check_bool, check_choice, check_int
+from flexgen_h2o.cli.values import load_yaml, parse_size
+from flexgen_h2o.config.checks import check_bool, check_choice, check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import load_yaml, parse_size
+from flexgen_h2o.files.keys import check_keys
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -11,12 +11,13 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
-from memory_group import MemoryGroup, drop_page_cache
+from shared.memory_group import MemoryGroup, drop_page_cache
 
 from comparison.rows import FAILED, LOADING, MEMORY, OK, TIME
-from flexgen_h2o.report import GB
+from flexgen_h2o.metrics.links import GB
 
-WORKER = Path(__file__).parent.parent / "compare_worker.py"
+BENCHMARKS = Path(__file__).parents[1]
+WORKER = ("-m", "comparison.worker")
 TUNED = ("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:"
          "glibc.malloc.trim_threshold=17179869184")
 """glibc's allocator at its best for large temporaries: huge pages, nothing returned to the system.
@@ -25,12 +26,12 @@ _TAIL = 400  # characters of an error
 
 
 def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratch: Path) -> dict:
-    """Run a job of `compare_worker` and say how it went.
+    """Run a job of `comparison.worker` and say how it went.
 
     Parameters
     ----------
     job : dict
-        As `compare_worker` reads it; it gets `scratch`, a folder that is gone afterwards. If it
+        As `comparison.worker` reads it; it gets `scratch`, a folder that is gone afterwards. If it
         `loads_beyond` the limit, it gets the group's `door`, and goes in when it has loaded. If it
         `loads_alike` at every batch, memory or time that ends before that has ended in `LOADING`.
     threads : int
@@ -86,9 +87,10 @@ def _spawn(job: dict, group: MemoryGroup | None, *, threads: int, timeout: int
     # Beside this Python are the programs of packages, such as the ninja that DeepSpeed builds with.
     programs = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLIBC_TUNABLES": TUNED,
-                                "PATH": programs}
+                                "PATH": programs, "PYTHONPATH": os.pathsep.join(filter(
+                                    None, (str(BENCHMARKS), os.environ.get("PYTHONPATH"))))}
     worker = subprocess.Popen(
-        [sys.executable, str(WORKER)], env=environment, stdin=subprocess.PIPE,
+        [sys.executable, *WORKER], env=environment, stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=None if group is None else group.enter)
     try:

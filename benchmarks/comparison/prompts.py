@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.text_files import json_texts
+from flexgen_h2o.files.readers import json_texts
 
 
 def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:

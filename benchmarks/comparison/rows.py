@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from row_table import RowTable
-
-from flexgen_h2o.tasks.shared.files import ORIGIN, cell
+from flexgen_h2o.files.row_table import RowTable
+from flexgen_h2o.files.rows import cell
+from flexgen_h2o.metrics.provenance import ORIGIN
 
 _OF_A_BATCH = ("prompt_len", "cut_gen_len", "at", "batch")
 KEY = ("host", "threads", "scenario", "model", "dtype", "prompts", "prompt_len", "gen_len",

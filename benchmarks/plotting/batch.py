@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flexgen_h2o.tasks.shared.figures import new_figure
+from flexgen_h2o.metrics.figures import new_figure
 from plotting.looks import GREY, LINES, beside, entitle, log_numbers
 from plotting.rows import Row, distinct, measured_where, positive
 from plotting.sweeps import (

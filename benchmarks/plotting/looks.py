@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from flexgen_h2o.tasks.shared.figures import COLOURS
+from flexgen_h2o.metrics.figures import COLOURS
 
 LINES = (
     {"color": COLOURS["blue"], "linestyle": "-", "marker": "o"},

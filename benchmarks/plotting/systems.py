@@ -8,11 +8,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baselines.ours import Ours
 from comparison.rows import BEST, EQUAL, OK, REFUSED
-from peers.ours import Ours
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.tasks.shared.figures import COLOURS, new_figure
+from flexgen_h2o.metrics.figures import COLOURS, new_figure
 from plotting.looks import GREY, beside, entitle
 from plotting.rows import Row, distinct, measured_where, positive
 

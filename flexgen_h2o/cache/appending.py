@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.h2o.eviction import Book, Cut
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.eviction import Book, Cut
 from flexgen_h2o.kernels.rotary import rotated
-from flexgen_h2o.storage.quantization import GroupLayout
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,18 @@ from functools import partial
 
 import torch
 
-from flexgen_h2o.cache import budget as budgets
 from flexgen_h2o.cache.appending import Standing, append
 from flexgen_h2o.cache.attending import Attending, HostAttention
-from flexgen_h2o.cache.bookkeeping import eviction_of, narrowed, new_book, turn_of
 from flexgen_h2o.cache.fetched import make_parts
 from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, picked
-from flexgen_h2o.cache.seats import Seats, Span
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, fates
-from flexgen_h2o.config import H2OConfig, Policy
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.h2o import budget as budgets
+from flexgen_h2o.h2o.batch_layout import Seats, Span
+from flexgen_h2o.h2o.decode_metadata import turn_of
+from flexgen_h2o.h2o.eviction import Book, Cut, eviction_of, narrowed, new_book
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.eviction import Book, Cut
 from flexgen_h2o.kernels.rotary import apply_rope_, rotated
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flexgen_h2o.cache.seats import Seats, Span
+from flexgen_h2o.h2o.batch_layout import Seats, Span
 from flexgen_h2o.kernels.rotary import apply_rope_
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.cache.budget import budget, slots
 from flexgen_h2o.cache.parts import Records
-from flexgen_h2o.cache.seats import Seats
-from flexgen_h2o.config import H2OConfig
-from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.h2o.batch_layout import Seats
+from flexgen_h2o.h2o.budget import budget, slots
 
 
 @dataclass(frozen=True)

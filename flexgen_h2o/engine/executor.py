@@ -11,12 +11,12 @@ from typing import Protocol
 import torch
 
 from flexgen_h2o.cache.attending import Attending
-from flexgen_h2o.cache.seats import Span
-from flexgen_h2o.config import Policy
-from flexgen_h2o.engine.batching import Batch
-from flexgen_h2o.engine.room import Room
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.schedule import Kind, Step, num_stops, schedule
 from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.engine.workspace import Room
+from flexgen_h2o.h2o.batch_layout import Span
 from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Halves, finish
 from flexgen_h2o.models.spec import ROW_BLOCK, ModelConfig

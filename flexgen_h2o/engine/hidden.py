@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flexgen_h2o.config import Placement
+from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.storage.disk import AlignedRead, RunFolder
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import split

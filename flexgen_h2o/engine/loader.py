@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.config import DUMMY, Placement
+from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import regular_file
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
 from flexgen_h2o.models.convert import Keep, cache_dir, weight_files
@@ -31,7 +33,6 @@ from flexgen_h2o.models.spec import (
 )
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.tiers import Device
-from flexgen_h2o.text_files import regular_file
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from flexgen_h2o.engine.batching import Batch
+from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.schedule import Step
 
 

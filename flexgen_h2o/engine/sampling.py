@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 
 import torch
 
-from flexgen_h2o.config import SamplingParams
-from flexgen_h2o.engine.batching import Request
+from flexgen_h2o.config.sampling import SamplingParams
+from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.errors import UserError
-
-
-def sampling_params(options: Mapping[str, object]) -> SamplingParams:
-    """Keywords of a call as checked `SamplingParams`. An unknown one raises `UserError`."""
-    known = [spec.name for spec in fields(SamplingParams)]
-    for name in options:
-        if name not in known:
-            raise UserError(f"generate has no option {name!r}; it has {', '.join(known)}")
-    return SamplingParams(**options)
 
 
 class Sampler:

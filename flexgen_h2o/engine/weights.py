@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from flexgen_h2o.config import Placement
+from flexgen_h2o.config.formats import TILE
+from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.packs import ALIGN, Pack, Slot, Unit, Weight
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
@@ -24,7 +25,6 @@ from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.disk import RunFolder, plan_reads
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import assign
-from flexgen_h2o.storage.quantization import TILE
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.transfer import KINDS, UP, Lane, Transfers
 

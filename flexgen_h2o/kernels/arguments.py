@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexgen_h2o.storage.quantization import GroupLayout
+from flexgen_h2o.config.formats import GroupLayout
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Of floating-point inputs, and their numbers in the C ABI (DType of cpu/kernels.h)."""

@@ -13,8 +13,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels import native
-from flexgen_h2o.storage.quantization import GroupLayout
 
 NAMESPACE = "flexgen_h2o"
 

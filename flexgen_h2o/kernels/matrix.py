@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexgen_h2o.storage.quantization import MatrixLayout
+from flexgen_h2o.config.formats import MatrixLayout
 
 
 @dataclass(frozen=True)

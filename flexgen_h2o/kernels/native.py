@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (
     DTYPES,
@@ -30,7 +31,6 @@ from flexgen_h2o.kernels.arguments import (
     need,
     product_shapes,
 )
-from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 
 SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 """Instruction sets, each with what the one before it has. The kernels of amx are avx512bf16's: it

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.h2o.eviction import Book, Cut
 from flexgen_h2o.kernels import (
     dispatch,
     library,
@@ -27,9 +29,7 @@ from flexgen_h2o.kernels import (
     reference_sparse,
     sdpa,
 )
-from flexgen_h2o.kernels.eviction import Book, Cut
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.storage.quantization import GroupLayout, MatrixLayout
 
 __all__ = ["attend_chosen", "choose_values", "decode_attention", "dequantize_groups", "few_rows",
            "linear_few_rows", "linear_quantized", "prefill_attention", "quantize_groups",

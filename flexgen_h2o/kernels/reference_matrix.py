@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flexgen_h2o.config.formats import TILE
 from flexgen_h2o.kernels.reference import FLOAT16_MAX, half_below
-from flexgen_h2o.storage.quantization import TILE
 
 STEPS = 20
 """Scales that `quantize_matrix` tries where it searches."""

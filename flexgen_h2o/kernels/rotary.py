@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels.pieces import piece_rows
+from flexgen_h2o.kernels.chunks import piece_rows
 
 
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels.triton_common import (
     FEWEST,
     configs,
@@ -28,7 +29,6 @@ from flexgen_h2o.kernels.triton_common import (
     store_records,
     unit_stride,
 )
-from flexgen_h2o.storage.quantization import GroupLayout
 
 LOWEST = tl.constexpr(-3.0e38)
 """Below every logit, and finite: the difference of two is never NaN."""

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels.triton_common import in_units, load_halves, store_records, unit_stride
-from flexgen_h2o.storage.quantization import GroupLayout
 
 TILE = 4096
 """Elements that one program handles."""

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen_h2o.config.formats import TILE, MatrixLayout
 from flexgen_h2o.kernels.triton_common import (
     FEWEST,
     configs,
@@ -24,7 +25,6 @@ from flexgen_h2o.kernels.triton_common import (
     multiprocessors,
     unit_stride,
 )
-from flexgen_h2o.storage.quantization import TILE, MatrixLayout
 
 LANES = tl.constexpr(TILE)
 

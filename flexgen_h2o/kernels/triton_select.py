@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels.triton_common import (
     device_ints,
     in_units,
@@ -24,7 +25,6 @@ from flexgen_h2o.kernels.triton_common import (
     store_records,
     unit_stride,
 )
-from flexgen_h2o.storage.quantization import GroupLayout
 
 EMPTY = tl.constexpr(2**31 - 1)
 """`eviction.EMPTY`"""

@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import regular_file
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
 from flexgen_h2o.storage.extent import Extent
-from flexgen_h2o.text_files import regular_file
 
 __all__ = [
     "BinCheckpoint",

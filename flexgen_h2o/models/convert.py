@@ -19,10 +19,10 @@ from types import MappingProxyType
 import torch
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.sizes import sizes
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.models.spec import read_config
-from flexgen_h2o.report import sizes
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -10,10 +10,10 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from flexgen_h2o.config.formats import TILE, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference_matrix import assembled
 from flexgen_h2o.models.from_gguf import GgufTensor, read_gguf
-from flexgen_h2o.storage.quantization import TILE, MatrixLayout
 
 KINDS: Mapping[int, frozenset[str]] = MappingProxyType(
     {4: frozenset({"Q4_0", "Q4_1"}), 8: frozenset({"Q8_0"})})

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.chunks import piece_rows
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.kernels.pieces import piece_rows
 from flexgen_h2o.models.spec import ROW_BLOCK, RopeConfig
 
 

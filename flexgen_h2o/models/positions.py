@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from flexgen_h2o.cache.budget import budget, cached
-from flexgen_h2o.config import H2OConfig, Policy
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.budget import budget, cached
 from flexgen_h2o.models.model_config import ModelConfig
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import regular_file
 from flexgen_h2o.models.convert import Progress, cache_dir, converted_folder
 from flexgen_h2o.models.from_gguf import convert_gguf
 from flexgen_h2o.models.spec import read_config
-from flexgen_h2o.text_files import regular_file
 
 __all__ = ["cache_dir", "checkpoint_folder", "converted_folder", "gguf_of", "read_config"]
 

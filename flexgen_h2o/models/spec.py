@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import regular_file
 from flexgen_h2o.models.model_config import (
     ACTIVATIONS,
     ROPE_KINDS,
@@ -23,7 +24,6 @@ from flexgen_h2o.models.model_config import (
     renamed,
 )
 from flexgen_h2o.models.shapes import DEFAULTS, PUBLISHED, SAME_AS
-from flexgen_h2o.text_files import regular_file
 
 __all__ = ["ACTIVATIONS", "ROPE_KINDS", "ROW_BLOCK", "ModelConfig", "ModelWeights", "RopeConfig",
            "TensorSpec", "from_transformers", "published", "read_config", "renamed"]

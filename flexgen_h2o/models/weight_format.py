@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.formats import GROUP, MatrixLayout
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.storage.quantization import GROUP, MatrixLayout
 from flexgen_h2o.storage.tiers import typed
 
 

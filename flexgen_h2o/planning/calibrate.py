@@ -23,13 +23,14 @@ import torch
 from flexgen_h2o import __version__
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import native
+from flexgen_h2o.metrics.links import LINKS
+from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.models.convert import cache_dir
-from flexgen_h2o.planning.free_memory import nearest_folder, whole_memory
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttention
 from flexgen_h2o.planning.hardware_file import BITS, load_hardware, save_hardware
 from flexgen_h2o.planning.rates import Rates, Sizes
-from flexgen_h2o.report import LINKS
 from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.free_memory import nearest_folder, whole_memory
 from flexgen_h2o.storage.links import copy_rates, disk_read_rate, disk_write_rate
 from flexgen_h2o.storage.tiers import Device
 
@@ -169,12 +170,3 @@ def _kept(device: Device, offload_dir: str | os.PathLike) -> Path:
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     host = re.sub(r"[^A-Za-z0-9._-]", "_", platform.node())[:60]
     return cache_dir() / "hardware" / f"{host}-{key}.yaml"
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexgen_h2o.cache.budget import cached
-from flexgen_h2o.config import PLACED, TIERS
+from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.budget import cached
+from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.models.model_config import ROW_BLOCK
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.rows import CHUNK_ROWS, GROWTH_SLOTS, TAIL_TOKENS, PlannedRun
-from flexgen_h2o.report import LINKS
 from flexgen_h2o.storage.placement import split
 
 COMPUTE, HOST = "compute", "cpu attention"

@@ -14,13 +14,14 @@ from typing import Any
 
 import yaml
 
-from flexgen_h2o.config import check_int, check_number
+from flexgen_h2o.config.checks import check_int, check_number
+from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.atomic import open_atomic
+from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
+from flexgen_h2o.metrics.links import GB, LINKS
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttention
-from flexgen_h2o.report import GB, LINKS, open_atomic
-from flexgen_h2o.storage.quantization import MatrixLayout
-from flexgen_h2o.text_files import read_yaml
 
 BITS = (16, 8, 4)
 ROWS = (1, 4, 16, 64, 256, 2048)

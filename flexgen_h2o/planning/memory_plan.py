@@ -10,19 +10,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config import PLACED, TIERS, Placement, Policy
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.placement import PLACED, TIERS, Placement
+from flexgen_h2o.config.policy import Policy, percent_text
+from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.planning.free_memory import MemoryLimits
-from flexgen_h2o.planning.rows import (
-    WEIGHT_ROWS,
-    CacheOptions,
-    PlannedRun,
-    PlanRow,
-    WeightOptions,
-    Workload,
-    plan_rows,
-)
-from flexgen_h2o.report import GB, sizes
+from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.metrics.sizes import sizes
+from flexgen_h2o.planning.rows import WEIGHT_ROWS, PlannedRun, PlanRow, plan_rows
+from flexgen_h2o.storage.free_memory import MemoryLimits
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.spec import ModelConfig
@@ -180,9 +176,3 @@ def _move(policy: Policy, tier: str, has_gpu: bool) -> Policy | None:
                 changed = {source: share - step, target: getattr(placement, target) + step}
                 return replace(policy, **{kind: replace(placement, **changed)})
     return None
-
-
-def percent_text(policy: Policy) -> str:
-    """The six numbers of ``--percent`` for a policy's placements."""
-    placements = [getattr(policy, kind) for kind in PLACED]
-    return " ".join(f"{share:g}" for p in placements for share in (p.gpu, p.cpu))

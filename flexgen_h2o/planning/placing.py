@@ -14,12 +14,13 @@ from functools import cached_property
 import numpy as np
 from scipy.optimize import linprog
 
-from flexgen_h2o.config import PLACED, TIERS, Placement, Policy
+from flexgen_h2o.config.placement import PLACED, TIERS, Placement
+from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.planning.cost import TERMS, shares_of, stops_of
-from flexgen_h2o.planning.free_memory import MemoryLimits
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.storage.placement import split
 
 _SHARES = TERMS[1:]

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config import SamplingParams
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.sampling import Sampler
+from flexgen_h2o.h2o.eviction import Book, Eviction
 from flexgen_h2o.kernels import dispatch, ops
-from flexgen_h2o.kernels.eviction import Book, Eviction
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import opt
 from flexgen_h2o.models.layers import Scratch, add_linear_, finish, linear
@@ -29,7 +30,6 @@ from flexgen_h2o.models.spec import ModelConfig, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.planning.hardware_file import BILLION, BITS, ROWS
 from flexgen_h2o.storage.links import disk_beside
-from flexgen_h2o.storage.quantization import GroupLayout
 from flexgen_h2o.storage.tiers import Device
 
 LEAST_SECONDS = 1e-9

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cache.budget import budget, slots
-from flexgen_h2o.config import H2OConfig, Policy, check_int, check_number
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.h2o.budget import budget
 from flexgen_h2o.models.model_config import ROW_BLOCK
 from flexgen_h2o.storage.placement import split
-from flexgen_h2o.storage.quantization import GROUP, GroupLayout, MatrixLayout
 
 if TYPE_CHECKING:
-    from flexgen_h2o.models.model_config import ModelConfig, PartShapes
+    from flexgen_h2o.models.model_config import ModelConfig
 
 WEIGHT_ROWS = ("weights", "embeddings", "weight buffers")
 """The rows that are in place once the model is loaded."""
@@ -55,99 +55,6 @@ UNPACKED_BYTES = 64 << 20
 
 RESERVE = 128 << 20
 """Bytes for thread stacks, the libraries' own workspaces and the allocators' slack."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The largest block of a run: lengths in tokens, batches in sequences."""
-
-    prompt_len: int
-    gen_len: int
-    gpu_batch_size: int
-    num_gpu_batches: int
-
-    def __post_init__(self) -> None:
-        for name in ("prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"):
-            check_int(name, getattr(self, name), low=1)
-
-    def cut(self, longest: int | None) -> Workload:
-        """With prompts of at most `longest` tokens; None: as it is."""
-        return self if longest is None else replace(
-            self, prompt_len=min(self.prompt_len, longest))
-
-
-@dataclass(frozen=True)
-class WeightOptions:
-    """How matrices lie at rest: in 16 (the run's dtype), 8 or 4 bits, the latter two in groups.
-
-    Vectors (norms and biases) stay in the run's dtype.
-    """
-
-    bits: int = 16
-    group: int = GROUP
-
-    def matrix_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
-        """Bytes at rest of a matrix (outputs, inputs)."""
-        if self.bits != 16:
-            return MatrixLayout(*shape, bits=self.bits, group=self.group).nbytes
-        return shape[0] * shape[1] * itemsize
-
-    def part_bytes(self, part: PartShapes, itemsize: int) -> int:
-        """Bytes at rest of a part of a model."""
-        matrices = sum(self.matrix_bytes(shape, itemsize) for shape in part.matrices)
-        return matrices + part.vectors * itemsize
-
-
-@dataclass(frozen=True)
-class CacheOptions:
-    """What stays cached (`h2o` None: all) and in how many bits: 16 (the run's dtype), 8 or 4.
-
-    `attn_sparsity` is the share of the values that a new token reads. Raises `UserError` for values
-    out of range, and for what cannot go together.
-    """
-
-    h2o: H2OConfig | None = None
-    bits: int = 16
-    attn_sparsity: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8, 16):
-            raise UserError(f"cache_bits must be 16, 8 or 4, got {self.bits!r}")
-        if self.bits != 16 and self.h2o is not None and self.h2o.simulate:
-            raise UserError("simulate masks an exact cache: leave cache_bits at 16")
-        check_number("attn_sparsity", self.attn_sparsity, above=0, high=1)
-        if self.attn_sparsity < 1 and (self.evicts or self.h2o is not None and self.h2o.simulate):
-            raise UserError("attn_sparsity chooses among all that came before, and so nothing may "
-                            "be evicted: leave it or h2o out")
-
-    @property
-    def evicts(self) -> bool:
-        """Whether any token ever goes, if only behind the mask of a simulation."""
-        return self.h2o is not None and not self.h2o.is_full
-
-    @property
-    def simulated(self) -> bool:
-        """Whether eviction masks a full cache."""
-        return self.evicts and self.h2o.simulate
-
-    @property
-    def plain(self) -> bool:
-        """Whether it holds every token just as attention computed it."""
-        return not self.evicts and self.bits == 16
-
-    def record_bytes(self, model: ModelConfig, itemsize: int) -> int:
-        """Bytes at rest of one token's key and value in one layer, all KV heads together."""
-        # A simulation is exact: it keeps float32.
-        vector = model.head_dim * (4 if self.simulated else itemsize)
-        if self.bits != 16:
-            vector = GroupLayout(length=model.head_dim, bits=self.bits).nbytes
-        return 2 * model.num_kv_heads * vector
-
-    def layer_slots(self, model: ModelConfig, workload: Workload) -> list[int]:
-        """The most slots that a sequence uses in each decoder layer."""
-        # The last token that is generated is never cached.
-        return [slots(self.h2o, layer, workload.prompt_len, workload.gen_len - 1)
-                for layer in range(model.num_layers)]
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from flexgen_h2o.config import Placement, Policy
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.planning.cost import Estimate, estimate
-from flexgen_h2o.planning.free_memory import MemoryLimits
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.placing import Placing
-from flexgen_h2o.planning.rows import CacheOptions, PlannedRun, WeightOptions, Workload
+from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.storage.free_memory import MemoryLimits
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)

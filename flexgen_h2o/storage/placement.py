@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flexgen_h2o.config import TIERS, Placement
+from flexgen_h2o.config.placement import TIERS, Placement
 
 
 def assign(sizes: Iterable[tuple[str, int]], placement: Placement) -> dict[str, str]:

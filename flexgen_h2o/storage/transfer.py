@@ -19,10 +19,10 @@ from itertools import chain, cycle
 
 import torch
 
-from flexgen_h2o.report import LinkStats
+from flexgen_h2o.metrics.links import LinkStats
+from flexgen_h2o.metrics.trace import COMPUTE, WAITING, Trace
 from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.storage.tiers import Device, Event
-from flexgen_h2o.trace import COMPUTE, WAITING, Trace
 
 UP, DOWN = "cpu->gpu", "gpu->cpu"
 ATTENTION = "attention"

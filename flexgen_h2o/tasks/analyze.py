@@ -14,19 +14,21 @@ from statistics import fmean
 
 from tqdm import tqdm
 
-from flexgen_h2o.cli import exit_status, writing
+from flexgen_h2o.cli import task_flags
+from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag, flag_name
-from flexgen_h2o.run_config import RunConfig
+from flexgen_h2o.files.articles import Pair, choose, halves, read_articles
+from flexgen_h2o.files.checks import check_folder
+from flexgen_h2o.files.readers import read_text
+from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.metrics.figures import check_plot
+from flexgen_h2o.metrics.provenance import origin
+from flexgen_h2o.metrics.statistics import against
 from flexgen_h2o.tasks.analysis import plots as analysis_plots
 from flexgen_h2o.tasks.analysis.columns import EVICTED, NAMES, PARTS, RUN
 from flexgen_h2o.tasks.analysis.table import summary
-from flexgen_h2o.tasks.shared import flags as task_flags
-from flexgen_h2o.tasks.shared.articles import Pair, choose, halves, read_articles
-from flexgen_h2o.tasks.shared.figures import check_plot
-from flexgen_h2o.tasks.shared.files import RowsFile, check_folder, keeping, origin
-from flexgen_h2o.tasks.shared.statistics import against
-from flexgen_h2o.text_files import read_text
 
 _SHARED = ("path", "device", "dtype")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32"}

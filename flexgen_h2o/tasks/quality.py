@@ -14,17 +14,19 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from flexgen_h2o.cli import exit_status, writing
+from flexgen_h2o.cli import task_flags
+from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag, flag_name
-from flexgen_h2o.run_config import RunConfig
+from flexgen_h2o.files.articles import choose, halves, read_articles
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.metrics.figures import check_plot
+from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.tasks.budgets import measures
 from flexgen_h2o.tasks.budgets import plot as quality_plot
 from flexgen_h2o.tasks.budgets.configurations import GROUPS, Configuration, configurations
-from flexgen_h2o.tasks.shared import flags as task_flags
-from flexgen_h2o.tasks.shared.articles import choose, halves, read_articles
-from flexgen_h2o.tasks.shared.figures import check_plot
-from flexgen_h2o.tasks.shared.files import RowsFile, check_writable, keeping, origin
 
 _SHARED = ("path", "device", "dtype", "gpu_batch_size", "gen_len")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "gpu_batch_size": 30, "gen_len": 64}

@@ -11,15 +11,17 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from flexgen_h2o.cli import exit_status, show, writing
+from flexgen_h2o.cli import task_flags
+from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag, flag_name
-from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks.shared import flags as task_flags
-from flexgen_h2o.tasks.shared.files import LinesFile, RowsFile, check_writable, keeping
-from flexgen_h2o.tasks.streams import figures as stream_figures
-from flexgen_h2o.tasks.streams.conversations import read_conversations
-from flexgen_h2o.tasks.streams.figures import Answer
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.conversations import read_conversations
+from flexgen_h2o.files.rows import LinesFile, RowsFile, keeping
+from flexgen_h2o.files.terminal import show
+from flexgen_h2o.tasks.streams import answers as stream_figures
+from flexgen_h2o.tasks.streams.answers import Answer
 
 _CACHE = ("eviction", "num_heavy_hitter_tokens", "num_window_length", "score", "score_decay",
           "sink_tokens", "enable_position_rolling")

@@ -13,17 +13,19 @@ from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
-from flexgen_h2o.cli import exit_status, show, writing
+from flexgen_h2o.cli import task_flags
+from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag, flag_name
-from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks.shared import flags as task_flags
-from flexgen_h2o.tasks.shared.articles import read_articles
-from flexgen_h2o.tasks.shared.figures import check_plot
-from flexgen_h2o.tasks.shared.files import RowsFile, check_writable, keeping
-from flexgen_h2o.tasks.streams import pieces as stream_pieces
+from flexgen_h2o.files.articles import read_articles
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.terminal import show
+from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.tasks.streams import plot as stream_plot
-from flexgen_h2o.tasks.streams.pieces import Streamed
+from flexgen_h2o.tasks.streams import segments as stream_pieces
+from flexgen_h2o.tasks.streams.segments import Streamed
 
 _SCORES = {"h2o": "sum", "h2o-mean": "mean", "h2o-decay": "decay"}
 _POLICIES = (*_SCORES, "sink-window", "window", "full")

@@ -14,22 +14,18 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from flexgen_h2o.cli import exit_status, writing
+from flexgen_h2o.cli import task_flags
+from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag_name
-from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks.shared import flags as task_flags
-from flexgen_h2o.tasks.shared.files import RowsFile, check_writable
-from flexgen_h2o.tasks.shared.line_file import LineFile
+from flexgen_h2o.files.articles import Article, read_article_prompts
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.line_file import LineFile
+from flexgen_h2o.files.rows import RowsFile
 from flexgen_h2o.tasks.summaries import plot as summary_plot
 from flexgen_h2o.tasks.summaries import rows as summary_rows
-from flexgen_h2o.tasks.summaries.articles import (
-    Article,
-    Score,
-    check_rows,
-    read_articles,
-    summarize,
-)
+from flexgen_h2o.tasks.summaries.articles import Score, check_rows, summarize
 from flexgen_h2o.tasks.summaries.flags import Options, parse_args
 from flexgen_h2o.tasks.summaries.rouge import Rouge
 
@@ -61,7 +57,7 @@ def run(options: Options) -> None:
 
 def measure(options: Options) -> list[dict[str, object]]:
     """A row for each cache, whose summaries are gone on with where an earlier run stopped."""
-    articles = read_articles(options.input_path, most=options.sample_num,
+    articles = read_article_prompts(options.input_path, most=options.sample_num,
                              max_tokens=options.gen_len)
     caches, files, made = options.caches(), {}, {}
     for name, path in options.outputs().items():

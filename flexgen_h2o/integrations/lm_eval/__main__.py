@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from flexgen_h2o.cli import exit_status
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError
 
 _MODEL = ("--model", "-M")

@@ -9,10 +9,11 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from flexgen_h2o.config import H2OConfig, check_bool, check_int
+from flexgen_h2o.cli.plan_flags import AUTO
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.config.checks import check_bool, check_int
+from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.plan_flags import AUTO
-from flexgen_h2o.run_config import RunConfig
 
 FLAGS = (
     "path", "device", "dtype", "compress_weight", "weight_bits", "weight_cache", "no_weight_cache",

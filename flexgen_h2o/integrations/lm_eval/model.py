@@ -22,8 +22,7 @@ from lm_eval.utils import (
 )
 from tqdm import tqdm
 
-from flexgen_h2o.config import check_text
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import UserError, check_text
 from flexgen_h2o.integrations.lm_eval.arguments import parse
 
 NAME = "flexgen_h2o"

@@ -12,13 +12,13 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import sdpa_mask
 
-from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers.layer import H2OLayer
 from flexgen_h2o.integrations.transformers.layers import SimulatedLayer, SlotLayer
-from flexgen_h2o.integrations.transformers.progress import Progress
+from flexgen_h2o.integrations.transformers.passes import Progress
 from flexgen_h2o.integrations.transformers.rotations import Rotations
-from flexgen_h2o.storage.quantization import GroupLayout
 
 NAME = "flexgen_h2o"
 """Of the attention implementation."""

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers.cache import NAME, H2OCache, register
 

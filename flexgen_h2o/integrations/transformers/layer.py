@@ -11,11 +11,11 @@ from abc import abstractmethod
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from flexgen_h2o.cache import budget as budgets
-from flexgen_h2o.cache.budget import Budget
-from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.integrations.transformers.progress import Progress, Step
+from flexgen_h2o.h2o import budget as budgets
+from flexgen_h2o.h2o.budget import Budget
+from flexgen_h2o.integrations.transformers.passes import Progress, Step
 from flexgen_h2o.integrations.transformers.rotations import Rotations
 
 

@@ -10,18 +10,17 @@ from dataclasses import replace
 
 import torch
 
-from flexgen_h2o.cache import budget as budgets
 from flexgen_h2o.cache.appending import Standing, append
-from flexgen_h2o.cache.bookkeeping import eviction_of, narrowed, new_book
-from flexgen_h2o.cache.seats import Seats, Span
-from flexgen_h2o.cache.simulation import SimulatedCache
-from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.h2o import budget as budgets
+from flexgen_h2o.h2o.batch_layout import Seats, Span
+from flexgen_h2o.h2o.eviction import Book, Cut, eviction_of, narrowed, new_book
+from flexgen_h2o.h2o.simulation import SimulatedCache
 from flexgen_h2o.integrations.transformers.layer import H2OLayer
-from flexgen_h2o.integrations.transformers.progress import Progress, Step
+from flexgen_h2o.integrations.transformers.passes import Progress, Step
 from flexgen_h2o.integrations.transformers.rotations import Rotations
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.eviction import Book, Cut
-from flexgen_h2o.storage.quantization import GroupLayout
 
 GROWTH = 64
 """Slots by which a layer grows that is not at its budget yet."""

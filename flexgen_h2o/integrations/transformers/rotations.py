@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.integrations.transformers.progress import Step
+from flexgen_h2o.integrations.transformers.passes import Step
 from flexgen_h2o.kernels.rotary import turn_
 
 GROWING = ("dynamic", "longrope")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexgen_h2o.tasks.shared.files import ORIGIN
+from flexgen_h2o.metrics.provenance import ORIGIN
 
 RUN = (*ORIGIN, "device", "model", "dtype", "articles", "tokens_mean")
 """What every row begins with."""

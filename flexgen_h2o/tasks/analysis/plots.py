@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
 from flexgen_h2o.tasks.analysis.columns import FIT
 from flexgen_h2o.tasks.analysis.table import mean_by
-from flexgen_h2o.tasks.shared.figures import LINES, log_scale, new_figure, save
 
 # The policies' own looks, then more of Okabe and Ito's colours, for what has no policy.
 _POLICIES = {**LINES, "best": LINES["full"]}

@@ -16,7 +16,7 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from flexgen_h2o.kernels.eviction import Cut, Eviction
+from flexgen_h2o.h2o.eviction import Cut, Eviction
 
 ROWS = 128
 """Queries that are treated together: memory stays linear in the tokens."""

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from flexgen_h2o.cache import budget as cache_budget
-from flexgen_h2o.cache_flags import SINK_WINDOW_SINKS
-from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.config.h2o import SINK_WINDOW_SINKS, H2OConfig
+from flexgen_h2o.h2o import budget as cache_budget
 
 POLICIES = ("full", "h2o", "window", "sink-window")  # in the words of --eviction
 # What --only picks from: the policies, the variants of h2o by what they vary, quantized weights.

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.report import RunStats
+from flexgen_h2o.files.articles import Pair
+from flexgen_h2o.files.rows import read_csv
+from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.metrics.statistics import against
+from flexgen_h2o.metrics.tables import aligned
 from flexgen_h2o.tasks.budgets.configurations import Configuration
-from flexgen_h2o.tasks.shared.articles import Pair
-from flexgen_h2o.tasks.shared.statistics import against
-from flexgen_h2o.tasks.shared.tables import aligned, read_csv
 
 _TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",
           "policy", "variant", "score", "positions")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
 from flexgen_h2o.tasks.budgets.configurations import USUAL
-from flexgen_h2o.tasks.shared.figures import LINES, log_scale, new_figure, save
 
 _POLICIES = ("h2o", "window", "sink-window")
 _MARKERS = {"8-bit": "D", "4-bit": "v", "mean": "P", "decay": "X", "rolling": "*",

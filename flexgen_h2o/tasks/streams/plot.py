@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flexgen_h2o.tasks.shared.figures import LINES, log_scale, new_figure, save
-from flexgen_h2o.tasks.streams.pieces import by_policy
+from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
+from flexgen_h2o.tasks.streams.segments import by_policy
 
 _MARKS = 12  # markers on the longest line, however many pieces it has
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import TextStreamer
 
-from flexgen_h2o.cli import show
+from flexgen_h2o.files.terminal import show
 
 
 class Printer(TextStreamer):

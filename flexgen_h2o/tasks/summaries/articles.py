@@ -7,77 +7,18 @@ with its `generate`, `tokenizer`, `h2o` and `stats`, is handed in.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
-from flexgen_h2o.cache.budget import cached
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.articles import Article
+from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.models.positions import check_length
-from flexgen_h2o.tasks.shared.articles import unwrap
-from flexgen_h2o.tasks.summaries.rouge import ROUGES, first_sentence
-from flexgen_h2o.text_files import json_records
+from flexgen_h2o.tasks.summaries.rouge import ROUGES
 
-MAX_TOKENS = 64
-"""New tokens of a line that does not say; XSum's summaries are of about 25."""
 TOO_LONG = "too_long"
 """The finish_reason of a prompt that does not fit into the model's positions."""
 _BLOCKS = 4  # in a group: sorted by length, it has less padding; at its end it is written
 
 Score = Callable[[str, str], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Article:
-    """A line of the input: `prompt` is sent as it is, and the article stands within it.
-
-    A summary ends before the first of the texts in `stop`, or after `max_tokens` tokens.
-    """
-
-    prompt: str
-    reference: str
-    stop: tuple[str, ...] = ()
-    max_tokens: int = MAX_TOKENS
-
-    @property
-    def lead(self) -> str:
-        """The article's first sentence."""
-        return first_sentence(unwrap(self.prompt))
-
-
-def read_articles(path: str, *, most: int | None = None, max_tokens: int | None = None
-                  ) -> list[Article]:
-    """The first `most` lines of a .jsonl file; `max_tokens` overrides the lines' own.
-
-    A line has `article` and `summary_gt`, and may have `stop` (a text or several) and `max_tokens`.
-    Temperature and top_p are not looked at, as decoding is greedy. Raises `UserError`, with the
-    line's number, when the file is missing or a line is no such line.
-    """
-    records = json_records("--input-path", path,
-                           if_empty="holds no articles: write one JSON object a line")
-    found = []
-    for number, record in records:
-        where = f"--input-path {path} line {number}"
-        record = record if isinstance(record, dict) else {}
-        for key in ("article", "summary_gt"):
-            if not isinstance(record.get(key), str) or not record[key].strip():
-                raise UserError(f"{where} has no text under the key `{key}`")
-        own = record.get("max_tokens", MAX_TOKENS)
-        if isinstance(own, bool) or not isinstance(own, int) or own < 1:
-            raise UserError(f"{where}: `max_tokens` must be a whole number above 0, got {own!r}")
-        found.append(Article(record["article"], record["summary_gt"], _stops(where, record),
-                             max_tokens or own))
-        if len(found) == most:
-            break
-    return found
-
-
-def _stops(where: str, record: dict) -> tuple[str, ...]:
-    stops = record.get("stop") or ()
-    stops = (stops,) if isinstance(stops, str) else stops
-    if not isinstance(stops, (list, tuple)) or not all(
-            isinstance(text, str) and text for text in stops):
-        raise UserError(f"{where}: `stop` must be a text or a list of them, none empty, "
-                        f"got {stops!r:.80}")
-    return tuple(stops)
 
 
 def summarize(llm, articles: Sequence[Article], *, begin: int, chat: bool, score: Score

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexgen_h2o.cache_flags import EVICTIONS
+from flexgen_h2o.cli import task_flags
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag
+from flexgen_h2o.config.h2o import EVICTIONS
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.flag_values import flag
-from flexgen_h2o.run_config import RunConfig
-from flexgen_h2o.tasks.shared import flags as task_flags
-from flexgen_h2o.tasks.shared.figures import check_plot
+from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.tasks.summaries.rouge import check_rouge
 from flexgen_h2o.tasks.summaries.rows import Cache
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flexgen_h2o.tasks.shared.figures import LINES, new_figure, save
+from flexgen_h2o.metrics.figures import LINES, new_figure, save
 
 _POLICIES = ("h2o", "window", "sink-window")
 _LEAD = {"color": "#999999", "linestyle": (0, (5, 1, 1, 1, 1, 1))}

@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from flexgen_h2o.config import H2OConfig
+from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.report import over
-from flexgen_h2o.tasks.shared.files import ORIGIN, origin
-from flexgen_h2o.tasks.shared.statistics import bootstrap
-from flexgen_h2o.tasks.shared.tables import aligned, read_csv
-from flexgen_h2o.tasks.summaries.articles import Article, Score
+from flexgen_h2o.files.articles import Article
+from flexgen_h2o.files.rows import read_csv
+from flexgen_h2o.metrics.provenance import ORIGIN, origin
+from flexgen_h2o.metrics.run_stats import over
+from flexgen_h2o.metrics.statistics import bootstrap
+from flexgen_h2o.metrics.tables import aligned
+from flexgen_h2o.tasks.summaries.articles import Score
 from flexgen_h2o.tasks.summaries.rouge import ROUGES
 
 LEAD = "lead-1"

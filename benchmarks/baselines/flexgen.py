@@ -1,0 +1,100 @@
+"""FlexGen 0.1.8 by its own command line, whose log says what a run took. CUDA only.
+
+It knows OPT shapes by name and takes prompts of its own, so that it runs on random weights of the
+shape (``--path _DUMMY_``) and no tokens can be compared. Each call is a process of its own, with
+FlexGen's own warm-up in it. A run that is cut short keeps the whole cache, and needs four tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from baselines.base import Peer, Timings, installed, missing, no_cuda
+from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.errors import UserError
+
+WITHIN = Path(__file__).parent / "within.py"
+_FIGURES = re.compile(r"prefill latency: ([\d.]+) s.*?decode latency: ([\d.]+) s", re.DOTALL)
+
+
+def latencies(log: str) -> tuple[float, float]:
+    """Seconds of prefill and decode in what FlexGen has logged. `UserError` if it has not."""
+    found = _FIGURES.search(log)
+    if found is None:
+        raise UserError(f"FlexGen logged no latencies: {log.strip()[-200:]!r}")
+    return float(found[1]), float(found[2])
+
+
+class FlexGen(Peer):
+    """See `peers.base.Peer`.
+
+    The option `flags` is given to its command line as it is, such as ``--percent 20 80 0 100 0
+    100``: its placement is chosen by hand. `num_gpu_batches` divides the batch.
+    """
+
+    documented = "https://github.com/FMInference/FlexLLMGen#readme"
+    options: Mapping[str, Any] = {"flags": "--percent 0 100 100 0 100 0", "num_gpu_batches": 1}
+    warms = False
+    _model = ""
+
+    @classmethod
+    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().check(name, options)
+        check_int(f"system {name}: num_gpu_batches", found["num_gpu_batches"], low=1)
+        if not isinstance(found["flags"], str):
+            raise UserError(f"system {name}: flags must be text, got {found['flags']!r}")
+        return found
+
+    def refusal(self) -> str | None:
+        return no_cuda() or missing("flexgen", "bench-flexgen")
+
+    def version(self) -> str:
+        return installed("flexgen", "torch")
+
+    def prepare(self, model: Path) -> str:
+        settings = self.settings
+        if not model.name.startswith("opt-"):
+            raise UserError(f"FlexGen knows OPT shapes by name, and {model.name} is no such name")
+        batches = settings.options["num_gpu_batches"]
+        if settings.batch % batches:
+            raise UserError(f"num_gpu_batches {batches} does not divide a batch of "
+                            f"{settings.batch}")
+        self._model = f"facebook/{model.name}"
+        return f"random weights, {settings.options['flags']} --num-gpu-batches {batches}"
+
+    def command(self, gen_len: int, log: Path) -> list[str]:
+        """Its command line."""
+        settings, batches = self.settings, self.settings.options["num_gpu_batches"]
+        within = ["-m"] if settings.device_memory is None else [
+            str(WITHIN), str(settings.device_memory)]
+        return [sys.executable, *within, "flexgen.flex_opt", "--model", self._model,
+                "--path", "_DUMMY_", "--offload-dir", settings.scratch,
+                "--prompt-len", str(settings.prompt_len), "--gen-len", str(settings.gen_len),
+                *(["--cut-gen-len", str(gen_len)] if gen_len < settings.gen_len else []),
+                "--gpu-batch-size", str(settings.batch // batches),
+                "--num-gpu-batches", str(batches), "--log-file", str(log), "--verbose", "1",
+                *settings.options["flags"].split()]
+
+    def folder(self) -> str | None:
+        """Where its module is found; None: where packages are installed."""
+        return None
+
+    def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
+        if len({len(prompt) for prompt in prompts}) > 1:
+            raise UserError("FlexGen's command line takes prompts of one length only")
+        if gen_len < min(4, self.settings.gen_len):
+            raise UserError(f"FlexGen projects from four tokens on, not from {gen_len}")
+        log = Path(self.settings.scratch) / "flexgen.log"
+        done = subprocess.run(self.command(gen_len, log), cwd=self.folder(), capture_output=True,
+                              text=True)
+        if done.returncode:
+            raise UserError(f"FlexGen failed: {done.stderr.strip()[-400:]}")
+        prefill, decode = latencies(log.read_text(encoding="utf-8"))
+        log.unlink()  # it appends
+        step = decode / (self.settings.gen_len - 1)  # a cut run is projected by itself
+        return Timings(prefill, (step,) * (gen_len - 1), None)

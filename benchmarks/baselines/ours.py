@@ -1,0 +1,124 @@
+"""This engine: full cache or heavy hitters, weights and cache in 16 bits or fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from baselines.base import Peer, Settings, Timings, installed
+from flexgen_h2o.cli.plan_flags import AUTO
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.config.checks import check_number
+from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.policy import Policy, percent_text
+from flexgen_h2o.errors import UserError
+
+
+def ratio_of_text(settings: Settings) -> float | None:
+    """``--hh-ratio`` that keeps the option `cache_share` of prompt and generated tokens.
+
+    A ratio is of the prompt, and heavy hitters and recent tokens take it each; the paper counts
+    both, of the whole text. Prompts of several lengths get it for their mean. None: the full cache.
+    """
+    share = settings.options["cache_share"]
+    if share is None or share >= 1:
+        return None
+    text = settings.mean_prompt_len + settings.gen_len
+    return min(1.0, share * text / 2 / settings.mean_prompt_len)
+
+
+def by_step(seconds: Sequence[float], steps: int) -> tuple[float, ...]:
+    """Seconds of each step of all sequences, from those of one block after the other."""
+    return tuple(sum(seconds[step::steps]) for step in range(steps))
+
+
+class Ours(Peer):
+    """See `peers.base.Peer`.
+
+    Options are `cache_share`, that of prompt and generated tokens which stays cached; `weight_bits`
+    and `cache_bits`; and how it is run, as `flex_opt` takes it: `percent` (default: auto, planned
+    for the batch), `gpu_batch_size`, `num_gpu_batches` and `hh_long_seq`.
+    """
+
+    documented = "README.md, --percent auto"
+    options: Mapping[str, Any] = {
+        "cache_share": None, "weight_bits": 16, "cache_bits": 16, "percent": AUTO,
+        "gpu_batch_size": None, "num_gpu_batches": None, "hh_long_seq": False}
+    loads_alike = False  # it plans for the batch
+    _llm = None
+
+    @classmethod
+    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().check(name, options)
+        if found["cache_share"] is not None:
+            check_number(f"system {name}: cache_share", found["cache_share"], above=0, high=1)
+        try:
+            cls.config(Path("model"), Settings(
+                dtype="bfloat16", batch=1, prompt_len=512, mean_prompt_len=512, gen_len=32,
+                scratch="scratch", options=found))
+        except UserError as error:
+            raise UserError(f"system {name}: {error}") from None
+        return found
+
+    def refusal(self) -> str | None:
+        return None
+
+    def version(self) -> str:
+        return installed("flexgen_h2o", "torch")
+
+    def ready(self, model: Path) -> None:
+        from flexgen_h2o.llm import LLM
+        from flexgen_h2o.planning.calibrate import machine
+        from flexgen_h2o.storage.tiers import open_device
+
+        config = self.config(model, self.settings)
+        if config.percent == AUTO:
+            machine(open_device(config.device), config.offload_dir, progress=lambda words: None)
+        if config.resolved_weight_bits != 16:  # quantized, into the cache of such weights
+            LLM(config.model, dtype=config.dtype, weight_bits=config.resolved_weight_bits,
+                policy=Policy(weights=Placement(0, 0, 100)), offload_dir=config.offload_dir,
+                progress=False).close()
+
+    def prepare(self, model: Path) -> str:
+        from flexgen_h2o.cli import planner
+        from flexgen_h2o.cli.input_files import workload
+        from flexgen_h2o.llm import LLM
+
+        config = self.config(model, self.settings)
+        if config.percent == AUTO:
+            config = planner.plan(config, workload(config, ()), self.settings.batch).config
+        policy = config.policy()
+        self._llm = LLM(config.model, policy=policy, h2o=config.h2o(), dtype=config.dtype,
+                        weight_bits=config.resolved_weight_bits,
+                        cache_bits=config.resolved_cache_bits, offload_dir=config.offload_dir,
+                        device_memory_limit=config.device_memory_limit,
+                        workload=workload(config, ()), progress=False)
+        return (f"--percent {percent_text(policy)} --gpu-batch-size {policy.gpu_batch_size} "
+                f"--num-gpu-batches {policy.num_gpu_batches}")
+
+    @staticmethod
+    def config(model: Path, settings: Settings) -> RunConfig:
+        """As `flex_opt` would be told. Raises `UserError`."""
+        options = dict(settings.options)
+        del options["cache_share"]  # in the form of a ratio
+        ratio = ratio_of_text(settings)
+        if ratio is not None:
+            options["hh_ratio"] = ratio
+        if options["percent"] != AUTO and options["gpu_batch_size"] is None:
+            options["gpu_batch_size"] = settings.batch
+        return RunConfig(model=str(model), dtype=settings.dtype, num_prompts=settings.batch,
+                         prompt_len=settings.prompt_len, gen_len=settings.gen_len,
+                         offload_dir=settings.scratch,
+                         device_memory_limit=settings.device_memory, **options)
+
+    def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
+        outputs = self._llm.generate(list(map(list, prompts)), eos_token_id=-1,
+                                     max_new_tokens=self.settings.gen_len, cut_gen_len=gen_len)
+        stats = self._llm.stats
+        return Timings(stats.prefill_seconds, by_step(stats.step_seconds, gen_len - 1),
+                       tuple(tuple(output.token_ids) for output in outputs))
+
+    def close(self) -> None:
+        if self._llm is not None:
+            self._llm.close()

@@ -1,0 +1,114 @@
+"""What no system can be faster than: bytes over measured bandwidth, FLOPs over measured rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.models.model_config import ModelConfig
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of a system: sequences, mean lengths in tokens, and how it keeps things.
+
+    `cached` is tokens of each sequence that a decode step attends to, on average.
+    """
+
+    batch: int
+    prompt_len: float
+    gen_len: int
+    cached: float
+    itemsize: int = 2
+    weight_bits: int = 16
+    cache_bits: int = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a load comes to.
+
+    Attributes
+    ----------
+    all_bytes, weight_bytes : int
+        Of all weights at rest, and of those that a decode step reads: layers and head.
+    cache_bytes : float
+        That a decode step reads.
+    step_flops, prefill_flops : float
+        Of a decode step and of the prefill, attention included.
+    """
+
+    all_bytes: int
+    weight_bytes: int
+    cache_bytes: float
+    step_flops: float
+    prefill_flops: float
+
+
+def work(model: ModelConfig, load: Load) -> Work:
+    """Bytes and FLOPs of a load."""
+    matrices = model.num_layers * model.layer_parameters()
+    head = model.vocab_size * model.embed_dim
+    options, attention = WeightOptions(load.weight_bits), 4 * model.num_layers * model.q_size
+    layers = model.num_layers * options.part_bytes(model.layer_shapes(), load.itemsize)
+    ends = sum(options.part_bytes(part, load.itemsize)
+               for part in (model.embed_shapes(), model.head_shapes()))
+    record = model.num_layers * CacheOptions(bits=load.cache_bits).record_bytes(
+        model, load.itemsize)
+    return Work(
+        all_bytes=layers + ends,
+        weight_bytes=layers + options.matrix_bytes((model.vocab_size, model.embed_dim),
+                                                   load.itemsize),
+        cache_bytes=load.batch * load.cached * record,
+        step_flops=load.batch * (2 * (matrices + head) + attention * load.cached),
+        prefill_flops=load.batch * load.prompt_len * (
+            2 * matrices + attention * load.prompt_len / 2) + 2 * load.batch * head,
+    )
+
+
+def floors(work: Work, rates: Mapping[str, float], memory: int | None,
+           device_memory: int | None = None) -> tuple[float, float]:
+    """Seconds of the prefill and of a decode step.
+
+    Parameters
+    ----------
+    work : Work
+    rates : dict
+        Bytes per second of `disk` and of the `memory` of what computes, FLOP per second of
+        `gemm`; of a GPU also bytes per second of `link`, from host memory.
+    memory, device_memory : int or None
+        Bytes of host memory and of a GPU's that the system may use; None: all there is. Of weights
+        that exceed both, the rest is read from disk again for every sweep over the layers; and
+        then so is what the cache takes from their place. Those that exceed a GPU's memory go over
+        the link. The cache need not: host memory can be where its attention is computed.
+    """
+    far = 0 if device_memory is None else max(0, work.weight_bytes - device_memory)
+    beyond = 0 if memory is None else max(0, work.weight_bytes - memory - (device_memory or 0))
+    swept = beyond + work.cache_bytes if beyond else 0
+    linked = far / rates["link"] if far else 0
+    prefill = max(work.prefill_flops / rates["gemm"], beyond / rates["disk"], linked)
+    step = max(work.step_flops / rates["gemm"], swept / rates["disk"], linked,
+               (work.weight_bytes + work.cache_bytes) / rates["memory"])
+    return prefill, step
+
+
+def measure_rates(file: str, dtype: str) -> dict[str, float]:
+    """This machine's rates, measured now, in `floors`' units. Loads torch.
+
+    `file` is a large one on the disk that counts; `dtype` is that of products. A GPU computes where
+    there is one.
+    """
+    from pathlib import Path
+
+    import torch
+
+    from flexgen_h2o.storage.links import copy_rates, disk_read_rate, gemm_rate, memory_read_rate
+    from flexgen_h2o.storage.tiers import open_device
+
+    device, number = open_device(), getattr(torch, dtype)
+    link = {"link": copy_rates(device)[0]} if device.separate else {}
+    return {"disk": disk_read_rate(Path(file)), "memory": memory_read_rate(device=device),
+            "gemm": max(gemm_rate(rows, number, device=device) for rows in (256, 2048)), **link}

@@ -1,0 +1,147 @@
+"""What the benchmark of kernels collects: timed rows, their file and their plot."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import functools
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o.kernels import native
+from flexgen_h2o.metrics.provenance import source_commit
+from flexgen_h2o.storage.links import gemm_rate, memory_read_rate
+
+DTYPE = torch.bfloat16
+ROTATED = 1 << 30
+"""Bytes of all the copies that contestants go through in turn."""
+COLUMNS = (
+    "date", "commit", "host", "threads", "torch", "isa", "dtype", "repeats", "operation", "shape",
+    "contestant", "ms", "fastest_ms", "floor_ms", "share_of_floor", "limit", "gb_per_s",
+    "over_sdpa", "speedup_over_plain", "speedup_over_16_bits", "extra_mb", "error",
+    "expected_error",
+)
+RATIOS = ("over_sdpa", "speedup_over_plain", "speedup_over_16_bits")
+OURS, OURS_8, OURS_4, SCORELESS = "ours", "ours, 8 bits", "ours, 4 bits", "ours, no scores"
+SDPA, PLAIN, INDEXED = "torch SDPA", "plain PyTorch", "plain, indexed"
+RANGE = "ours, no search"
+LOOKS = {OURS: ("#0072B2", ""), OURS_8: ("#56B4E9", "//"), OURS_4: ("#CC79A7", ".."),
+         SCORELESS: ("#009E73", "--"), SDPA: ("#E69F00", "\\\\"), PLAIN: ("#999999", "xx"),
+         INDEXED: ("#666666", "++"), RANGE: ("#D55E00", "oo")}
+
+
+class Rows:
+    """Times cases and collects the rows of the file."""
+
+    def __init__(self, repeats: int):
+        self.repeats, self.rows = repeats, []
+
+    def measure(self, operation: str, shape: str, functions: dict[str, Callable],
+                inputs: dict[str, Iterator[dict]], *, nbytes: dict[str, int] | None = None,
+                flops: float = 0) -> None:
+        """A row for each function, called with the next of its inputs, and its floor.
+
+        The floor is of FLOPs where they are given, else of bytes.
+        """
+        measured = functools.partial(gemm_rate, 2048, DTYPE) if flops else memory_read_rate
+        rate = measured()
+        seconds: dict[str, list[float]] = {name: [] for name in functions}
+        awake = torch.randn(1 << 20)
+        for repeat in range(self.repeats + 1):  # the first one warms up
+            for name, function in functions.items():
+                arguments = next(inputs[name])
+                awake.mul_(1.0)  # in a run, too, one operation follows another at once
+                began = time.perf_counter()
+                function(**arguments)
+                took = time.perf_counter() - began
+                if repeat:
+                    seconds[name].append(took)
+        rate = max(rate, measured())
+        limit = f"{rate / 1e12:.2f} TFLOP/s" if flops else f"{rate / 1e9:.1f} GB/s"
+        middle = {name: statistics.median(times) for name, times in seconds.items()}
+        sixteen = middle.get(OURS, middle.get(PLAIN))
+        for name, took in middle.items():
+            floor = (flops or nbytes[name]) / rate
+            self.rows.append({
+                "operation": operation, "shape": shape, "contestant": name, "ms": took * 1e3,
+                "fastest_ms": min(seconds[name]) * 1e3, "floor_ms": floor * 1e3,
+                "share_of_floor": floor / took, "limit": limit,
+                "gb_per_s": nbytes[name] / took / 1e9 if nbytes else "",
+                "over_sdpa": took / middle[SDPA] if SDPA in middle else "",
+                "speedup_over_plain": middle[PLAIN] / took if PLAIN in middle else "",
+                "speedup_over_16_bits": sixteen / took if name in (OURS_8, OURS_4) else "",
+                "extra_mb": "", "error": "", "expected_error": ""})
+            row = self.rows[-1]
+            print(f"{operation:10}  {shape:33}  {name:15} {row['ms']:9.2f} ms, floor "
+                  f"{row['floor_ms']:7.2f} ({row['share_of_floor']:.2f} of {limit})" + "".join(
+                      f", {key} {row[key]:.2f}" for key in RATIOS if row[key] != ""),
+                  flush=True)
+
+    def write(self, path: Path) -> None:
+        common = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "commit": source_commit(), "host": platform.node(),
+            "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "isa": native.instruction_set(), "dtype": str(DTYPE).removeprefix("torch."),
+            "repeats": self.repeats}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            writer.writerows([f"{row[c]:.4g}" if isinstance(row[c], float) else row[c]
+                              for c in COLUMNS] for row in (common | row for row in self.rows))
+
+
+def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:
+    """Equal tensors, enough of them for `ROTATED` bytes."""
+    count = 2 if quick else max(2, math.ceil(ROTATED / block.nbytes))
+    return [block.clone() for _ in range(count)]
+
+
+def error(x: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The relative error in the 2-norm."""
+    return ((x.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def check(what: str, *errors: float, same: bool = True, bound: float = 1e-2) -> None:
+    """Print the largest error; RuntimeError if it is too large, or not the same what must be."""
+    print(f"check  {what:50} error {max(errors):.2g}", flush=True)
+    if not (same and max(errors) <= bound):
+        raise RuntimeError(f"{what}: wrong by {max(errors):.2g} (at most {bound:g}), {same=}")
+
+
+def draw(rows: list[dict], path: Path, title: str) -> None:
+    """Bars: the share of its floor that each contestant reaches, its time beside it."""
+    from matplotlib.figure import Figure  # no pyplot: it holds state, and wants a screen
+
+    figure = Figure(figsize=(9, 2 + 0.24 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    ticks: dict[str, list[float]] = {}
+    labels = dict.fromkeys(row["contestant"] for row in rows)
+    place = 0.0
+    for row in rows:
+        case, share = f"{row['operation']}\n{row['shape']}", 100 * row["share_of_floor"]
+        place += 1.0 if case in ticks else 1.8  # a gap before the next case
+        ticks.setdefault(case, []).append(place)
+        name = row["contestant"]
+        color, hatch = LOOKS[name]
+        axes.barh(place, share, 0.9, color=color, hatch=hatch, edgecolor="white",
+                  label=name if name in labels else None)
+        labels.pop(name, None)
+        axes.annotate(f"{row['ms']:.3g} ms", (share, place), (3, 0), textcoords="offset points",
+                      va="center", fontsize=7)
+    axes.set_yticks([statistics.mean(places) for places in ticks.values()], list(ticks), fontsize=8)
+    axes.axvline(100, color="black", linewidth=1, linestyle=":")
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlabel("floor over time, %: longer is better; dotted: memory or matrix products at "
+                    "this machine's own rate")
+    axes.set_title(title, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,139 @@
+"""What a smaller cache saves: memory, decode time and traffic, beside the full cache, in one run.
+
+    python benchmarks/studies/cache.py
+
+OPT-125M's shape with random weights. The caches go in turn, `--repeats` times, each after a short
+warm-up; medians. The floor of a decode step is the bytes that it has to read: weights, and the
+cache at rest, over the memory rate measured in the same run; with the cache on disk, its bytes over
+the raw O_DIRECT rate of the same run (page cache bypassed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import random
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.cache import fetched
+from flexgen_h2o.cache.fetched import GROWTH
+from flexgen_h2o.config.policy import OFFLOAD_DIR
+from flexgen_h2o.metrics.provenance import source_commit
+from flexgen_h2o.storage.links import disk_read_rate, memory_read_rate
+
+DISK = Placement(0, 0, 100)
+CACHES = {
+    "full": {},
+    "h2o 20 %": {"h2o": H2OConfig(heavy_ratio=0.1)},
+    "window 20 %": {"h2o": H2OConfig(recent_ratio=0.2)},
+    "h2o 20 %, 8 bits": {"h2o": H2OConfig(heavy_ratio=0.1), "cache_bits": 8},
+    "h2o 20 %, 4 bits": {"h2o": H2OConfig(heavy_ratio=0.1), "cache_bits": 4},
+    "full, 4 bits": {"cache_bits": 4},
+    "full, on disk": {"place": DISK},
+    "full, on disk, empty slots too": {"place": DISK, "growth": 1 << 20},
+    "h2o 20 %, on disk": {"place": DISK, "h2o": H2OConfig(heavy_ratio=0.1)},
+}
+COLUMNS = (
+    "date", "commit", "host", "threads", "torch", "model", "dtype", "prompt_len", "gen_len",
+    "batch", "cache", "repeats", "kv_cache_mb", "of_full", "prefill_s", "decode_step_s",
+    "floor_step_s", "step_over_floor", "decode_speedup_over_full", "disk_read_mb_per_step",
+    "disk_written_mb_per_step",
+)
+
+
+def measure(args, name: str) -> dict[str, float]:
+    """One run of one cache."""
+    options = dict(CACHES[name])
+    fetched.GROWTH = options.pop("growth", GROWTH)
+    policy = Policy(gpu_batch_size=args.batch,
+                    cache=options.pop("place", Placement(100, 0, 0)))
+    draw = random.Random(0)
+    with LLM(args.model, path="_DUMMY_", policy=policy, progress=False,
+             offload_dir=args.offload_dir, **options) as llm:
+        prompts = [[draw.randrange(5, llm.vocab_size) for _ in range(args.prompt_len)]
+                   for _ in range(args.batch)]
+        llm.generate([prompt[:16] for prompt in prompts], max_new_tokens=2, eos_token_id=-1)
+        llm.generate(prompts, max_new_tokens=args.gen_len, eos_token_id=-1)
+        stats, steps = llm.stats, args.gen_len - 1
+        return {
+            "kv_cache_mb": stats.kv_cache_bytes / 1e6,
+            "prefill_s": stats.prefill_seconds,
+            "decode_step_s": statistics.median(stats.step_seconds),
+            "weights": stats.num_parameters * 2,
+            "disk_read_mb_per_step": stats.links.get("disk->cpu", (0,))[0] / 1e6 / steps,
+            "disk_written_mb_per_step": stats.links.get("cpu->disk", (0,))[0] / 1e6 / steps,
+            "dtype": stats.dtype,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="facebook/opt-125m")
+    parser.add_argument("--prompt-len", type=int, default=512)
+    parser.add_argument("--gen-len", type=int, default=33)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=list(CACHES))
+    parser.add_argument("--offload-dir", default=None)
+    parser.add_argument("--csv", default="benchmarks/results/cache.csv")
+    args = parser.parse_args()
+    found: dict[str, list[dict]] = {name: [] for name in args.caches}
+    for _ in range(args.repeats):
+        for name in args.caches:
+            row = measure(args, name)
+            found[name].append(row)
+            print(name, {k: round(v, 4) for k, v in row.items() if k != "dtype"}, flush=True)
+    place = Path(args.offload_dir or OFFLOAD_DIR).expanduser()
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=place) as file:
+        file.write(os.urandom(1 << 28))
+        file.flush()
+        os.fsync(file.fileno())
+        disk_rate = disk_read_rate(Path(file.name))
+    write(args, found, memory_read_rate(), disk_rate)
+
+
+def write(args, found, memory_rate: float, disk_rate: float) -> None:
+    """Medians, floors and ratios as CSV and as a table."""
+    middle = {name: {key: statistics.median(row[key] for row in rows) for key in rows[0]
+                     if key != "dtype"} for name, rows in found.items()}
+    rows = []
+    for name, row in middle.items():
+        here = 0 if "disk" in name else row["kv_cache_mb"]
+        floor = max((row["weights"] + here * 1e6) / memory_rate,
+                    row["kv_cache_mb"] * 1e6 / disk_rate if "disk" in name else 0)
+        rows.append(row | {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "commit": source_commit(), "host": platform.node(),
+            "threads": torch.get_num_threads(), "torch": torch.__version__, "model": args.model,
+            "dtype": found[name][0]["dtype"], "prompt_len": args.prompt_len,
+            "gen_len": args.gen_len, "batch": args.batch, "cache": name, "repeats": args.repeats,
+            "of_full": row["kv_cache_mb"] / middle["full"]["kv_cache_mb"],
+            "floor_step_s": floor, "step_over_floor": row["decode_step_s"] / floor,
+            "decode_speedup_over_full": (
+                middle["full, on disk" if "disk" in name else "full"]["decode_step_s"]
+                / row["decode_step_s"]),
+        })
+    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
+    with open(args.csv, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows([f"{row[c]:.4g}" if isinstance(row[c], float) else row[c]
+                          for c in COLUMNS] for row in rows)
+    shown = ("cache", "kv_cache_mb", "of_full", "prefill_s", "decode_step_s", "step_over_floor",
+             "decode_speedup_over_full")
+    for row in [dict(zip(shown, shown, strict=True)), *rows]:
+        print("  ".join(f"{row[c]:>18.4g}" if isinstance(row[c], float) else f"{row[c]:>18}"
+                        for c in shown))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Accuracy by cache budget, measured by lm-evaluation-harness: the H2O paper's Figure 4 in small.
+
+    python benchmarks/studies/lm_eval_budgets.py --input-path xsum_0shot.jsonl
+
+The paper's tasks come from hubs; this one is made of the articles alone. Each item is the beginning
+of an article and four summaries, its own and those of three others; the likeliest is the answer, so
+that chance is 25 %. Examples of few-shot prompts are of other articles. It is a task of the harness
+like any other, a .jsonl file and a YAML file, and runs through its `simple_evaluate`.
+
+With evict_prompt (as in arXiv 2306.14048) eviction acts inside the prompt too, after every
+`--prompt-chunk` tokens; without, the prompt is read whole and cut at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.articles import Article, read_article_prompts, unwrap
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.rows import RowsFile, keeping, read_csv
+from flexgen_h2o.metrics.figures import LINES, check_plot, new_figure, save
+from flexgen_h2o.metrics.provenance import ORIGIN, origin
+
+TASK, OPTIONS, CHANCE = "xsum_choice", 4, 25
+POLICIES = ("h2o", "window")
+COLUMNS = (*ORIGIN, "model", "dtype", "policy", "budget_percent", "shots", "evict_prompt",
+           "prompt_chunk", "items", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "seconds",
+           "gpu_batch_size", "kv_cache_bytes")
+TEXT = (*ORIGIN, "model", "dtype", "policy", "evict_prompt")
+YAML = """\
+task: {task}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {test}
+    fewshot: {fewshot}
+output_type: multiple_choice
+test_split: test
+fewshot_split: fewshot
+fewshot_config:
+  sampler: first_n
+doc_to_text: "Article: {{{{article}}}}\\nSummary:"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: gold
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+
+
+def items(articles: Sequence[Article], *, words: int, rng: random.Random
+          ) -> Iterator[dict[str, object]]:
+    """An item of each article: its first `words` words, summaries in any order, and which is its.
+
+    The wrong ones belong to others of `articles`.
+    """
+    for article in articles:
+        others = [other.reference for other in articles if other.reference != article.reference]
+        choices = rng.sample(others, OPTIONS - 1)
+        gold = rng.randrange(OPTIONS)
+        choices.insert(gold, article.reference)
+        text = " ".join(unwrap(article.prompt).split()[:words])
+        yield {"article": text, "choices": choices, "gold": gold}
+
+
+def write_task(args: argparse.Namespace, folder: Path) -> None:
+    """The task as the harness reads it: two .jsonl files and a YAML file in `folder`."""
+    shots = max(args.shots)
+    spare = max(shots, OPTIONS) if shots else 0  # wrong summaries of examples are of examples
+    articles = read_article_prompts(args.input_path, most=args.items + spare)
+    if len(articles) < args.items + spare:
+        raise UserError(f"--input-path has {len(articles)} articles and {args.items + spare} are "
+                        "needed: lower --items or --shots")
+    rng = random.Random(args.seed)
+    parts = {"test": (articles[: args.items], args.words),
+             "fewshot": (articles[args.items :] or articles[:OPTIONS], args.shot_words)}
+    for name, (some, words) in parts.items():
+        lines = (json.dumps(item, ensure_ascii=False) + "\n"
+                 for item in items(some, words=words, rng=rng))
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    paths = {name: json.dumps(str(folder / f"{name}.jsonl")) for name in parts}
+    (folder / f"{TASK}.yaml").write_text(YAML.format(task=TASK, **paths), encoding="utf-8")
+
+
+def model_arguments(args: argparse.Namespace, policy: str, budget: float, evict_prompt: bool
+                    ) -> dict[str, object]:
+    """``--model_args`` of a cache that keeps `budget` percent of each prompt."""
+    found: dict[str, object] = {"pretrained": args.model, "dtype": args.dtype,
+                                "batch_size": args.batch_size}
+    if policy == "full":
+        return found
+    if evict_prompt:
+        found |= {"evict_prompt": True, "prompt_chunk": args.prompt_chunk}
+    if policy == "window":
+        return found | {"eviction": "window", "recent_ratio": budget / 100}
+    return found | {"hh_ratio": budget / 200, "recent_ratio": budget / 200}
+
+
+def runs(args: argparse.Namespace) -> Iterator[tuple[int, bool, str, float]]:
+    """(shots, evict_prompt, policy, budget) of each row; the full cache once for each shots."""
+    for shots in args.shots:
+        yield shots, False, "full", 100
+        for evict_prompt in args.evict_prompt:
+            for policy in args.policies:
+                for budget in args.budgets:
+                    if budget < 100:
+                        yield shots, evict_prompt == "true", policy, budget
+
+
+def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
+    """Run the harness on the task with every cache; rows are on disk as they come."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from flexgen_h2o.integrations.lm_eval.model import FlexGenLM
+
+    tasks = TaskManager(include_path=str(folder), include_defaults=False)
+    file, rows = RowsFile(args.csv, COLUMNS), []
+    with keeping(file):
+        for shots, evict_prompt, policy, budget in runs(args):
+            lm = FlexGenLM(**model_arguments(args, policy, budget, evict_prompt))
+            try:
+                began = time.perf_counter()
+                found = lm_eval.simple_evaluate(lm, tasks=[TASK], num_fewshot=shots,
+                                                task_manager=tasks, limit=args.limit,
+                                                log_samples=False)
+                seconds = time.perf_counter() - began
+                info = lm.get_model_info()
+            finally:
+                lm.close()
+            result = found["results"][TASK]
+            rows.append({
+                **origin(), "model": args.model, "dtype": info["model_dtype"], "policy": policy,
+                "budget_percent": budget, "shots": shots, "evict_prompt": evict_prompt,
+                "prompt_chunk": args.prompt_chunk if evict_prompt else None,
+                "items": found["n-samples"][TASK]["effective"],
+                **{name: result[f"{name},none"]
+                   for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")},
+                "seconds": seconds, "gpu_batch_size": lm.llm.policy.gpu_batch_size,
+                "kv_cache_bytes": info["kv_cache_bytes"]})
+            file.write(rows[-1])
+            print(f"{shots} shots, {policy} {budget:g} %, evict_prompt {evict_prompt}: accuracy "
+                  f"{rows[-1]['acc']:.3f}, {seconds:.0f} s", flush=True)
+        file.finish()
+    return rows
+
+
+def read_rows(path: str) -> list[dict[str, object]]:
+    """Rows that `measure` wrote, numbers as numbers. `UserError` if they are not such."""
+    rows = read_csv(path, (COLUMNS,), texts=TEXT, may_lack=("prompt_chunk",))
+    if not rows:
+        raise UserError(f"--from-csv {path} has no rows")
+    return rows
+
+
+def draw(rows: Sequence[dict], path: str) -> None:
+    """Accuracy by budget: a line for each policy and the full cache's level; a panel for each
+    number of shots, and a row of panels for each evict_prompt."""
+    shots = sorted({int(row["shots"]) for row in rows})
+    modes = sorted({str(row["evict_prompt"]) for row in rows if row["policy"] != "full"})
+    figure = new_figure(5 * len(shots), 3.8 * len(modes) + 0.8)
+    grid = figure.subplots(len(modes), len(shots), sharey=True, squeeze=False)
+    for mode, panels in zip(modes, grid, strict=True):
+        for count, axes in zip(shots, panels, strict=True):
+            _panel(axes, [row for row in rows if row["shots"] == count], mode)
+            where = "inside prompts too" if mode == "True" else "at the prompt's end"
+            axes.set(title=f"{count} shots, evicted {where}", xlabel="KV cache budget, % of prompt")
+        panels[0].set_ylabel("accuracy, %")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    first = rows[0]
+    figure.suptitle(f"{first['model']}, {first['dtype']}: which of {OPTIONS} summaries is the "
+                    f"article's, {int(first['items'])} items; bars: standard error", fontsize=10)
+    save(figure, path)
+
+
+def _panel(axes, rows: Sequence[dict], mode: str) -> None:
+    full = [row for row in rows if row["policy"] == "full"]
+    for policy in POLICIES:
+        mine = [row for row in rows if row["policy"] == policy and str(row["evict_prompt"]) == mode]
+        if not mine:
+            continue
+        points = sorted(mine + full, key=lambda row: row["budget_percent"])
+        axes.errorbar([row["budget_percent"] for row in points],
+                      [100 * row["acc"] for row in points],
+                      yerr=[100 * row["acc_stderr"] for row in points], capsize=2, label=policy,
+                      **LINES[policy])
+    for row in full:
+        axes.axhline(100 * row["acc"], color="black", linewidth=1, linestyle=":",
+                     label="full cache")
+    axes.axhline(CHANCE, color="0.6", linewidth=1, label="chance")
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--input-path", help="articles with `article` and `summary_gt`")
+    parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--words", type=int, default=100, help="of each article")
+    parser.add_argument("--shot-words", type=int, default=50, help="of each example's article")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[4, 10, 20, 60],
+                        help="percent of the prompt; 100, the full cache, is always measured")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--shots", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--evict-prompt", nargs="+", choices=("true", "false"), default=["true"])
+    parser.add_argument("--prompt-chunk", type=int, default=32)
+    parser.add_argument("--batch-size", default="64")
+    parser.add_argument("--limit", type=int, help="measure on the first so many items only")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--csv", default="benchmarks/results/lm_eval_budgets.csv")
+    parser.add_argument("--plot", default="benchmarks/results/lm_eval_budgets.png")
+    parser.add_argument("--from-csv", help="run nothing: draw the plot of these rows")
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, or read what was measured, and draw."""
+    check_plot("--plot", args.plot)
+    if args.from_csv is not None:
+        draw(read_rows(args.from_csv), args.plot)
+        return
+    if args.input_path is None:
+        raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
+    for name in ("csv", "plot"):
+        check_writable(f"--{name}", getattr(args, name))
+    with tempfile.TemporaryDirectory() as folder:
+        # The harness reads files through `datasets`, which keeps copies, and asks a hub if it may.
+        os.environ |= {"HF_DATASETS_CACHE": f"{folder}/cache", "HF_DATASETS_OFFLINE": "1",
+                       "HF_HUB_OFFLINE": "1"}
+        write_task(args, Path(folder))
+        measure(args, Path(folder))
+    draw(read_rows(args.csv), args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: run(parse_args())))

@@ -1,0 +1,91 @@
+"""Memory of a long prefill: what a prompt takes above the loaded weights, by cache and chunk.
+
+    python benchmarks/studies/prefill_memory.py --lengths 4096 16384
+
+Each row is a process of its own, with the real smollm2-135m and its context stretched on paper
+(the config's limit raised: memory and time do not depend on what the model makes of it). The floor
+is what must be held whatever the engine does: keys and values that stay, and those of the prompt
+where chunks have to find them again, or the hidden states where the prompt is one chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+COLUMNS = ("prompt_len", "cache", "prefill_chunk", "peak_above_weights_mb", "floor_mb",
+           "kv_cache_mb", "scores_matrix_mb", "prefill_seconds", "prefill_tokens_per_second")
+
+
+def measure(length: int, cache: str, chunk: int | None) -> dict:
+    """One row, in this process."""
+    from flexgen_h2o import LLM, H2OConfig, Policy
+    from flexgen_h2o.models import checkpoint_folder
+
+    h2o = H2OConfig(heavy_ratio=0.1) if cache == "h2o 20 %" else None
+    with tempfile.TemporaryDirectory() as folder:
+        for file in Path(checkpoint_folder("smollm2-135m")).iterdir():
+            (Path(folder) / file.name).symlink_to(file)
+        config = json.loads((Path(folder) / "config.json").read_text())
+        (Path(folder) / "config.json").unlink()
+        (Path(folder) / "config.json").write_text(
+            json.dumps(config | {"max_position_embeddings": 1 << 20}))
+        with LLM(folder, policy=Policy(prefill_chunk=chunk), h2o=h2o, progress=False) as llm:
+            rng = random.Random(0)
+            llm.generate([[rng.randrange(3, 40000) for _ in range(64)]], max_new_tokens=3)
+            loaded = _status("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+            prompt = [rng.randrange(3, 40000) for _ in range(length)]
+            llm.generate([prompt], max_new_tokens=4, eos_token_id=-1)
+            shape, stats = llm.model_config, llm.stats
+    itemsize = stats.kv_bytes_per_token // shape.kv_bytes_per_token(1)
+    held = stats.kv_cache_bytes
+    if chunk is None:
+        held += length * shape.hidden_size * itemsize
+    elif h2o is not None:
+        held += length * stats.kv_bytes_per_token
+    return dict(zip(COLUMNS, (
+        length, cache, chunk or "", (_status("VmHWM") - loaded) / 1e6, held / 1e6,
+        stats.kv_cache_bytes / 1e6, shape.num_heads * length**2 * 4 / 1e6, stats.prefill_seconds,
+        length / stats.prefill_seconds), strict=True))
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--csv", default="benchmarks/results/prefill_memory.csv")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(*json.loads(args.one))))
+        return
+    rows = []
+    for length in args.lengths:
+        for cache, chunk in (("full", None), ("full", 512), ("h2o 20 %", None), ("h2o 20 %", 512)):
+            done = subprocess.run(
+                [sys.executable, __file__, "--one", json.dumps([length, cache, chunk])],
+                check=True, capture_output=True, text=True)
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            print({key: round(value, 1) if isinstance(value, float) else value
+                   for key, value in rows[-1].items()}, flush=True)
+    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
+    with open(args.csv, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: f"{value:.5g}" if isinstance(value, float) else value
+                          for key, value in row.items()} for row in rows)
+
+
+if __name__ == "__main__":
+    main()

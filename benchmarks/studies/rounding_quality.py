@@ -1,0 +1,101 @@
+"""What rounding a model's matrices costs in perplexity, with and without a search for scales.
+
+    python benchmarks/studies/rounding_quality.py --input-path xsum_0shot.jsonl
+
+Copies of the model are written whose matrices are what quantization makes of them, and measured in
+float32, so that nothing but the rounding differs: perplexity of each article after its first token,
+teacher-forced. The model itself is measured in bfloat16 too, to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import math
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o import LLM, Policy
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.files.articles import choose, read_articles
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.metrics.provenance import source_commit
+from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.safetensors_io import write_safetensors
+from flexgen_h2o.models.sources import checkpoint_folder
+
+ROUNDINGS = [(8, 64, False), (8, 64, True), (4, 64, False), (4, 64, True), (4, 32, False),
+             (4, 32, True)]
+"""Bits, groups of so many inputs, and whether scales are searched."""
+COLUMNS = ("date", "commit", "host", "model", "articles", "tokens", "bits", "group", "search",
+           "dtype", "perplexity", "over_float32")
+
+
+def write_rounded(source: Path, made: Path, bits: int, group: int, search: bool) -> None:
+    """A copy of a Hugging Face folder in float32, its matrices quantized and taken back."""
+    shutil.copytree(source, made, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
+    with open_checkpoint(source) as checkpoint:
+
+        def pieces(name: str):
+            tensor = torch.empty(checkpoint.info(name).shape)
+            checkpoint.read(name, tensor)
+            if tensor.dim() == 2:
+                layout = MatrixLayout(*tensor.shape, bits, group)
+                data = ops.quantize_matrix(tensor, layout, search=search)
+                tensor = ops.unpack_rows(QuantizedMatrix(data, layout),
+                                         torch.arange(len(tensor)), torch.float32)
+            yield tensor
+
+        layout = {name: (torch.float32, checkpoint.info(name).shape)
+                  for name in checkpoint.names()}
+        write_safetensors(made / "model.safetensors", layout, pieces)
+
+
+def perplexity(folder: Path, texts: list[str], args, dtype: str = "float32") -> tuple[float, int]:
+    """Of all tokens but the first of each article, and how many these are."""
+    with LLM(str(folder), dtype=dtype, policy=Policy(gpu_batch_size=8), progress=False) as llm:
+        chosen = choose(texts, lambda text: llm.tokenizer(text)["input_ids"],
+                        articles=args.articles, min_tokens=args.min_tokens,
+                        max_tokens=args.max_tokens)
+        found = llm.loglikelihood([(ids[:1], ids[1:]) for ids in chosen])
+    count = sum(map(len, found))
+    return math.exp(-sum(map(sum, found)) / count), count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--input-path", required=True)
+    parser.add_argument("--articles", type=int, default=30)
+    parser.add_argument("--min-tokens", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--csv", default="benchmarks/results/rounding_quality.csv")
+    args = parser.parse_args()
+    source, texts = checkpoint_folder(args.model), read_articles(args.input_path)
+    plain, count = perplexity(source, texts, args)
+    rows = [(16, "", "", "float32", plain),
+            (16, "", "", "bfloat16", perplexity(source, texts, args, "bfloat16")[0])]
+    for bits, group, search in ROUNDINGS:
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "rounded"
+            write_rounded(source, made, bits, group, search)
+            rows.append((bits, group, search, "float32", perplexity(made, texts, args)[0]))
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
+    with open(args.csv, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for *row, value in rows:
+            print(*row, f"perplexity {value:.3f}, {value / plain:.4f} of float32", flush=True)
+            writer.writerow((now, source_commit(), platform.node(), args.model, args.articles,
+                             count, *row, f"{value:.4f}", f"{value / plain:.4f}"))
+
+
+if __name__ == "__main__":
+    main()

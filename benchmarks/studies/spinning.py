@@ -1,0 +1,143 @@
+"""A decode step alone and beside busy processes, by how idle OpenMP threads wait.
+
+    python benchmarks/studies/spinning.py
+
+Each way of waiting is a process of its own that stays loaded, since OpenMP reads its settings once.
+They take turns, `--repeats` times, beside 0 to 3 processes that do nothing but compute. A sample is
+the median step of a short generation: what it took to find out who else is there is left out. A
+sample during which other processes than these used more than `--quiet` CPUs is taken again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+import psutil
+
+from flexgen_h2o.kernels.spinning import busy_seconds
+
+WAYS: dict[str, dict[str, str]] = {
+    "as it comes": {},  # what kernels/spinning.py does
+    "spinning": {"GOMP_SPINCOUNT": "300000"},  # libgomp's own default
+    "asleep": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "one thread": {"OMP_NUM_THREADS": "1"},
+}
+COLUMNS = ("date", "commit", "host", "cpu", "cpus", "torch", "model", "batch", "gen_len", "busy",
+           "waiting", "repeats", "step_ms", "least_ms", "most_ms", "over_alone")
+
+
+def serve(model: str, batch: int) -> None:
+    """The process of one way: for each length that stdin says, the median step in seconds."""
+    from flexgen_h2o import LLM, H2OConfig, Policy
+
+    with LLM(model, h2o=H2OConfig(heavy_ratio=0.2), policy=Policy(gpu_batch_size=batch),
+             progress=False) as llm:
+        prompts = [[5 + row] * 20 for row in range(batch)]
+        llm.generate(prompts, max_new_tokens=4, eos_token_id=-1)
+        print("ready", flush=True)
+        for length in sys.stdin:
+            llm.generate(prompts, max_new_tokens=int(length), eos_token_id=-1)
+            print(statistics.median(llm.stats.step_seconds), flush=True)
+
+
+def measure(args) -> dict[tuple[int, str], list[float]]:
+    """Seconds of a step by (busy processes, way of waiting): a sample of each repeat."""
+    with ExitStack() as opened:
+        def start(*command: str, **more) -> subprocess.Popen:
+            process = subprocess.Popen([sys.executable, *command], **more)
+            opened.callback(process.wait)
+            opened.callback(process.kill)
+            return process
+
+        workers = {way: start(__file__, "--serve", "--model", args.model, "--batch",
+                              str(args.batch), env=os.environ | more, text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                   for way, more in WAYS.items()}
+        for worker in workers.values():
+            if worker.stdout.readline() != "ready\n":
+                raise SystemExit("a process of the benchmark did not start; see above")
+        load = [start("-c", "while True: pass") for _ in range(max(args.busy))]
+        for process in load:
+            process.send_signal(signal.SIGSTOP)
+        found: dict[tuple[int, str], list[float]] = {}
+        mine = [psutil.Process(process.pid) for process in (*workers.values(), *load)]
+        for _ in range(args.repeats):
+            for busy in args.busy:
+                for process in load[:busy]:
+                    process.send_signal(signal.SIGCONT)
+                for way, worker in workers.items():
+                    step = sample(worker, mine, args)
+                    found.setdefault((busy, way), []).append(step)
+                    print(f"{busy} busy, {way}: {step * 1e3:.1f} ms", flush=True)
+                for process in load:
+                    process.send_signal(signal.SIGSTOP)
+        return found
+
+
+def sample(worker: subprocess.Popen, mine: list[psutil.Process], args) -> float:
+    """Seconds of a step while hardly anybody uses the CPUs but the processes `mine`."""
+    def others() -> float:
+        used = [process.cpu_times() for process in mine]
+        return busy_seconds() - sum(times.user + times.system for times in used)
+
+    while True:
+        before, began = others(), time.monotonic()
+        time.sleep(0.6)  # the last way's threads are asleep, and this one's last look is old
+        print(args.gen_len, file=worker.stdin, flush=True)
+        step = float(worker.stdout.readline())
+        if (others() - before) / (time.monotonic() - began) <= args.quiet:
+            return step
+
+
+def write(args, found: dict[tuple[int, str], list[float]]) -> None:
+    """The medians as CSV and as a table; `over_alone` is over spinning threads with no load."""
+    import torch
+
+    from flexgen_h2o.metrics.provenance import cpu_model, source_commit
+
+    alone = statistics.median(found[min(args.busy), "spinning"])
+    with open(args.csv, "w", newline="", encoding="utf-8") as file:
+        rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        rows.writeheader()
+        for (busy, way), seconds in found.items():
+            step = statistics.median(seconds)
+            rows.writerow({
+                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "commit": source_commit(), "host": platform.node(), "cpu": cpu_model(),
+                "cpus": len(os.sched_getaffinity(0)), "torch": torch.__version__,
+                "model": args.model, "batch": args.batch, "gen_len": args.gen_len, "busy": busy,
+                "waiting": way, "repeats": len(seconds), "step_ms": f"{step * 1e3:.1f}",
+                "least_ms": f"{min(seconds) * 1e3:.1f}", "most_ms": f"{max(seconds) * 1e3:.1f}",
+                "over_alone": f"{step / alone:.2f}"})
+            print(f"{busy} busy, {way:12} {step * 1e3:7.1f} ms  {step / alone:5.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--gen-len", type=int, default=65)
+    parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quiet", type=float, default=0.2)
+    parser.add_argument("--csv", default="benchmarks/results/spinning.csv")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.model, args.batch)
+    else:
+        write(args, measure(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The command line: one table of flags, what they make, and the files in and out."""

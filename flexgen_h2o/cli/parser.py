@@ -1,0 +1,110 @@
+"""argparse parsers made of the table of flags."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flexgen_h2o.cli.flags import GROUPS
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag_name, load_yaml
+from flexgen_h2o.errors import UserError, did_you_mean
+
+_KINDS = {"int": int, "float": float}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are `UserError`, one line like all others, with no usage before."""
+
+    def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
+                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        """As argparse's, but of an unknown flag it tells the nearest one."""
+        found, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                name = word.partition("=")[0]
+                raise UserError(f"unknown flag {name}"
+                                f"{did_you_mean(name, self._option_string_actions)}")
+        if unknown:
+            raise UserError(f"{unknown[0]!r} belongs to no flag: see --help")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def _parse_bool(text: str) -> bool:
+    """A flag's optional value, with the words that FlexGen takes."""
+    words = {"true": True, "yes": True, "t": True, "y": True, "1": True,
+             "false": False, "no": False, "f": False, "n": False, "0": False}
+    try:
+        return words[text.lower()]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}") from None
+
+
+def arguments(spec: Field[Any]) -> dict[str, Any]:
+    """argparse's keywords for one field."""
+    rules, kind = spec.metadata, spec.metadata["kind"]
+    default: Any = spec.default
+    shown = rules.get("shown", " ".join(map(str, default)) if isinstance(default, tuple)
+                      else str(default).lower() if kind == "bool" else default)
+    text = f"{rules['help']} (default: {shown})"
+    options: dict[str, Any] = {"help": text.replace("%", "%%"), "dest": spec.name}
+    if kind == "bool":
+        options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}
+    elif kind == "texts":
+        options |= {"action": "append"}
+    elif kind in ("percent", "ratios", "words"):
+        options |= {"nargs": "+"}
+    elif kind == "numbers":
+        options |= {"nargs": "+", "type": float}
+    elif kind in _KINDS:
+        options |= {"type": _KINDS[kind], "metavar": "N" if kind == "int" else "X"}
+    if "const" in rules:
+        options |= {"nargs": "?", "const": rules["const"]}
+    if "choices" in rules:
+        # Shown, not given to argparse: `checked` checks it, in its own words.
+        options["metavar"] = "|".join(map(str, rules["choices"]))
+    if "metavar" in rules:
+        options["metavar"] = rules["metavar"]
+    return options
+
+
+SCRIPT = "flexgen-h2o"
+"""The command that setup.py installs."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all flags, from the fields of `RunConfig`. A flag not given stays unset."""
+    parser = Parser(
+        # As it was called: by the script that pip installs, or by module.
+        prog=SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m flexgen_h2o.flex_opt",
+        usage="%(prog)s [--model NAME] [--prompts FILE] [--percent P P P P] [flags]",
+        description="Generate text with a model larger than memory: weights, KV cache and "
+        "activations spread over device, host memory and disk.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(
+            prog, max_help_position=32, width=min(100, shutil.get_terminal_size().columns)
+        ),
+    )
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    for spec in fields(RunConfig):
+        groups[spec.metadata["group"]].add_argument(flag_name(spec.name), **arguments(spec))
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
+    """Flags, over those of ``--config``, as a checked `RunConfig`. Raises `UserError`."""
+    given = vars(build_parser().parse_args(argv))
+    values = load_yaml(given["config"]) if "config" in given else {}
+    # Prompts of the command line replace the file's, whichever of the two ways each uses.
+    if "prompt" in given or "prompts" in given:
+        values = {k: v for k, v in values.items() if k not in ("prompt", "prompts")}
+    return RunConfig.from_mapping(values | given)

@@ -1,0 +1,65 @@
+"""A plan as text: the policy as flags to paste, what it is predicted to do, and the next best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.config.placement import PLACED
+from flexgen_h2o.config.policy import Policy, percent_text
+from flexgen_h2o.planning.cost import Phase
+from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.search import ALIKE, Choice, advantage
+from flexgen_h2o.storage.free_memory import MemoryLimits
+
+ALTERNATIVES = 3
+
+
+def flags(run: PlannedRun) -> str:
+    """The policy and the bits of a run, as flags of `flex_opt`."""
+    policy = run.policy
+    batches = ("gpu_batch_size", "num_gpu_batches")
+    values = {spec.name: getattr(policy, spec.name) for spec in fields(Policy)
+              if spec.name not in PLACED
+              and (spec.name in batches or getattr(policy, spec.name) != spec.default)}
+    values |= {f"{name}_bits": options.bits
+               for name, options in (("weight", run.weights), ("cache", run.cache))
+               if options.bits != 16}
+    words = [f"{flag_name(name)} {str(value).lower()}" for name, value in values.items()]
+    return f"--percent {percent_text(policy)} {' '.join(words)}".replace(" true", "")
+
+
+def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimits) -> str:
+    """The first of `choices` in full, and a line for each of the next."""
+    best, *others = choices
+    run, found = best.run, best.estimate
+    load = run.workload
+    rows = [
+        ("plan", f"{run.model.name} on {hardware.name}, {load.prompt_len} + {load.gen_len} tokens"),
+        ("policy", flags(run)),
+        ("predicted", f"{best.tokens_per_second:.4g} tokens/s, {best.seconds:.4g} s for "
+                      f"{best.sequences} sequences"),
+        ("prefill", _phase(found.prefill)),
+        *([("decode step", _phase(found.step))] if found.steps else []),
+        ("memory", MemoryPlan(run).summary(limits)),
+        *(("or", f"{other.tokens_per_second:.4g} tokens/s{_not_taken(best, other)}: "
+                 f"{flags(other.run)}") for other in others[:ALTERNATIVES]),
+    ]
+    return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def _not_taken(best: Choice, other: Choice) -> str:
+    """Why another that is predicted faster is not the choice, if it is."""
+    reason = advantage(best, other)
+    return "" if reason is None else (
+        f" (within {1 - ALIKE:.0%}, and the policy above {reason})")
+
+
+def _phase(phase: Phase) -> str:
+    """Seconds of a block's phase, and of each resource in it, the busiest first."""
+    parts = sorted(phase.resources.items(), key=lambda part: -part[1])
+    busy = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in parts if seconds)
+    return f"{phase.seconds:.4g} s a block, bound by {phase.binding} ({busy})"

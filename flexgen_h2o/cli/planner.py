@@ -1,0 +1,210 @@
+"""From flags to a plan: the machine and the model that it is for, and the flags that it chooses.
+
+For this machine it measures, which loads torch; for the one of `--hardware` it does not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.cli.plan_flags import AUTO, GOALS
+from flexgen_h2o.cli.plan_text import plan_text
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.policy import DUMMY
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.positions import check_cache, check_length, longest_prompt
+from flexgen_h2o.models.spec import from_transformers, published, read_config
+from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.hardware_file import BITS, load_hardware
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.search import Choice, Request, judge, search
+from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
+
+HEADROOM = 0.97
+"""Of what is free, what a plan for this machine takes: a little comes and goes until the run."""
+LIBRARIES = 256 << 20
+"""Bytes of host memory that it leaves at least, for what PyTorch and oneDNN take to compute."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned for: a machine, what may be taken of it, and a model as it will be loaded.
+
+    `itemsize` is bytes of an element; `weights` gives how weights of so many bits are held.
+    """
+
+    hardware: Hardware
+    limits: MemoryLimits
+    model: ModelConfig
+    itemsize: int
+    weights: Callable[[int], WeightOptions]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What came of planning.
+
+    Attributes
+    ----------
+    config : RunConfig
+        With the chosen numbers in place of `auto`, and no flags of the search.
+    best : Choice
+        The run that it describes, and what is predicted of it.
+    implementations : mapping
+        The fastest on the machine that is planned for, where there is a choice: see `Compute`.
+    text : str
+        To print.
+    """
+
+    config: RunConfig
+    best: Choice
+    implementations: Winners
+    text: str
+
+
+def plan(config: RunConfig, load: Workload, prompts: int | None) -> Plan:
+    """Plan a run: choose its policy if it is `--percent auto`, else predict the one it has.
+
+    Parameters
+    ----------
+    config : RunConfig
+    load : Workload
+        Lengths, and the batch sizes that a fixed policy comes to.
+    prompts : int or None
+        How many there are; None: synthetic ones, a block.
+
+    Raises
+    ------
+    UserError
+        The model or the machine can't be had, or nothing fits.
+    """
+    subject = _here(config) if config.hardware is None else _elsewhere(config, config.hardware)
+    if not config.synthetic:  # their length is an estimate; a run refuses those that are too long
+        load = load.cut(longest_prompt(subject.model, config.h2o()))
+    if config.percent == AUTO:
+        request = _request(config, subject, load, prompts)
+        choices = search(subject.hardware, request, subject.limits)
+        config = _chosen(config, choices[0].run)
+    else:
+        choices = [_predicted(config, subject, load, prompts)]
+    return Plan(config, choices[0], subject.hardware.compute.implementations,
+                plan_text(subject.hardware, choices, subject.limits))
+
+
+def _here(config: RunConfig) -> Subject:
+    """This machine, with what is free on it, and the model as a run would find it."""
+    from flexgen_h2o.engine.loader import find
+    from flexgen_h2o.engine.progress import byte_bar
+    from flexgen_h2o.planning.calibrate import machine
+    from flexgen_h2o.storage.tiers import open_device
+
+    def tell(words: str) -> None:
+        if config.verbose:
+            print(f"measuring {words}", file=sys.stderr, flush=True)
+
+    device = open_device(config.device)
+    device.limit(config.device_memory_limit)
+    with byte_bar("converting", off=None if config.verbose else True) as bar:
+        source = find(config.model, path=config.path, dtype=config.dtype,
+                      bits=config.resolved_weight_bits, device=device, progress=bar)
+    _check(config, source.config)
+    hardware = machine(device, config.offload_dir, recalibrate=config.recalibrate, progress=tell)
+    free = free_memory(config.offload_dir, device.free_bytes())
+    limits = MemoryLimits(None if free.gpu_bytes is None else int(HEADROOM * free.gpu_bytes),
+                          max(0, min(int(HEADROOM * free.cpu_bytes), free.cpu_bytes - LIBRARIES)),
+                          int(HEADROOM * free.disk_bytes))
+
+    def weights(bits: int) -> WeightOptions:
+        return WeightOptions(bits, replace(source, bits=bits).form.group)
+
+    return Subject(hardware, _within(limits, config), source.config, source.dtype.itemsize, weights)
+
+
+def _elsewhere(config: RunConfig, path: str) -> Subject:
+    """The machine in a file, all of its memory, and a model whose shape is known here."""
+    hardware = load_hardware(path)
+    if config.device_memory_limit is not None and not hardware.has_gpu:
+        raise UserError(f"--device-memory-limit has no effect: {hardware.name} has no GPU")
+    limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
+    name = config.model if config.path in (None, DUMMY) else config.path
+    folder = Path(os.path.expanduser(name))
+    model = (from_transformers(read_config(folder), config.model) if folder.is_dir()
+             else published(name))
+    if model is None:
+        raise UserError(f"--hardware plans for folders and published shapes: {name!r} is neither")
+    _check(config, model)
+    return Subject(hardware, _within(limits, config), model, 4 if config.dtype == "float32" else 2,
+                   WeightOptions)
+
+
+def _check(config: RunConfig, model: ModelConfig) -> None:
+    """Refuse what the model can't do. How long a text is in tokens is not known yet."""
+    check_cache(model, config.h2o())
+    if config.synthetic:
+        check_length(model, config.h2o(), prompt="--prompt-len", length=config.prompt_len,
+                     new_tokens=config.gen_len)
+
+
+def _within(limits: MemoryLimits, config: RunConfig) -> MemoryLimits:
+    return limits.within(cpu=config.memory_limit, gpu=config.device_memory_limit)
+
+
+def _written_bits(config: RunConfig) -> frozenset[int]:
+    """Bits of weights that no file keeps: on the disk tier they take space of their own."""
+    if config.path == DUMMY:
+        return frozenset(BITS)
+    return frozenset(BITS[1:] if config.no_weight_cache else ())
+
+
+def _request(config: RunConfig, subject: Subject, load: Workload, prompts: int | None) -> Request:
+    """What is asked of the search."""
+    def bits(kind: str) -> tuple[int, ...]:
+        given = getattr(config, f"{kind}_bits") or getattr(config, f"compress_{kind}")
+        if config.allow_compression and not given:
+            return BITS
+        return (getattr(config, f"resolved_{kind}_bits"),)
+
+    return Request(
+        model=subject.model, prompt_len=load.prompt_len, gen_len=load.gen_len,
+        itemsize=subject.itemsize, prompts=prompts, policy=config.policy(),
+        gpu_batch_size=config.gpu_batch_size, num_gpu_batches=config.num_gpu_batches,
+        weights=tuple(map(subject.weights, bits("weight"))),
+        caches=tuple(CacheOptions(config.h2o(), each, config.attn_sparsity)
+                     for each in bits("cache")),
+        written_bits=_written_bits(config), goal=config.goal)
+
+
+def _predicted(config: RunConfig, subject: Subject, load: Workload, prompts: int | None) -> Choice:
+    """The policy as it is given, if it fits."""
+    bits = config.resolved_weight_bits
+    run = PlannedRun(subject.model, config.policy(), load, subject.itemsize,
+                     subject.hardware.has_gpu, bits in _written_bits(config),
+                     CacheOptions(config.h2o(), config.resolved_cache_bits, config.attn_sparsity),
+                     subject.weights(bits))
+    MemoryPlan(run).check(subject.limits)
+    return judge(subject.hardware, run, prompts)
+
+
+def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
+    """The config with a run's policy and bits."""
+    policy = run.policy
+    bits: dict[str, Any] = {
+        f"{kind}_bits": options.bits
+        for kind, options in (("weight", run.weights), ("cache", run.cache))
+        if options.bits != getattr(config, f"resolved_{kind}_bits")}
+    percent = [share for placement in (policy.weights, policy.cache, policy.activations)
+               for share in (placement.gpu, placement.cpu)]
+    return replace(config, percent=tuple(percent), gpu_batch_size=policy.gpu_batch_size,
+                   num_gpu_batches=policy.num_gpu_batches,
+                   cpu_cache_compute=policy.cpu_cache_compute, goal=GOALS[0],
+                   allow_compression=False, recalibrate=False, **bits)

@@ -1,0 +1,123 @@
+"""The files that a run writes: their names, checks and contents."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexgen_h2o.cli import result_rows
+from flexgen_h2o.cli.command import writing
+from flexgen_h2o.cli.plan_flags import AUTO
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files import atomic
+from flexgen_h2o.metrics import run_stats
+from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.outputs import Output
+
+
+def result_files(config: RunConfig) -> dict[str, str]:
+    """The files that the run will write, by flag; an automatic log is named after the run."""
+    files = {name: getattr(config, name) for name in ("output", "csv", "trace")}
+    if not config.no_log:
+        files["log_file"] = config.log_file
+        if config.log_file == "auto":
+            policy = config.policy()
+            percent = AUTO if config.percent == AUTO else "-".join(
+                f"{share:g}" for share in config.percent)
+            model = Path(config.model).name or "model"
+            files["log_file"] = (
+                f"flexgen_h2o-{model}-gbs{policy.gpu_batch_size}-ngbs{policy.num_gpu_batches}"
+                f"-prompt{config.prompt_len}-gen{config.gen_len}-percent-{percent}"
+                f"{_weight_suffix(config)}{_cache_suffix(config)}.log"
+            )
+    return {name: path for name, path in files.items() if path is not None}
+
+
+def _weight_suffix(config: RunConfig) -> str:
+    """How weights are quantized, for a file name: ``-w4``; empty if they are not."""
+    bits = config.resolved_weight_bits
+    return "" if bits == 16 else f"-w{bits}"
+
+
+def _cache_suffix(config: RunConfig) -> str:
+    """What is special about the cache, for a file name: ``-h2o-hh0.1-kv4``; empty if nothing is."""
+    parts: list[str] = []
+    h2o = config.h2o()
+    if h2o is not None and not h2o.is_full:
+        sizes = {"hh": config.hh_ratio if config.hh_ratio != 1 else None,
+                 "recent": config.recent_ratio,
+                 "heavy": config.num_heavy_hitter_tokens,
+                 "window": config.num_window_length,
+                 "sinks": h2o.sink_tokens or None}
+        # Ratios of every layer would be too long for a file's name.
+        parts += [config.eviction, *(
+            f"{name}-by-layer" if isinstance(size, tuple) else f"{name}{size:g}"
+            for name, size in sizes.items() if size is not None)]
+        scores = {"sum": [], "mean": ["mean"], "decay": [f"decay{h2o.decay:g}"]}
+        parts += scores[h2o.score]
+        parts += ["rolling"] if h2o.positions == "rolling" else []
+        parts += [] if h2o.evict_generated else ["prompt-only"]
+        parts += [] if h2o.prompt_chunk is None else [f"chunk{h2o.prompt_chunk}"]
+    parts += [] if config.attn_sparsity == 1 else [f"sparse{config.attn_sparsity:g}"]
+    parts += [] if config.resolved_cache_bits == 16 else [f"kv{config.resolved_cache_bits}"]
+    return "".join(f"-{part}" for part in parts)
+
+
+def check_results(files: dict[str, str]) -> None:
+    """Raise `UserError` for a result that could not be written, before anything is computed."""
+    for name, path in files.items():
+        hint = ": give --log-file or --no-log" if name == "log_file" else ""
+        for target in (path, f"{path}.config.yaml"):
+            if os.path.lexists(target) and not os.path.isfile(target):
+                raise UserError(f"{flag_name(name)} {target} is not a regular file{hint}")
+            if os.path.exists(target) and not os.access(target, os.W_OK):
+                raise UserError(f"{flag_name(name)} {target} is not writable{hint}")
+        folder = os.path.dirname(path) or "."
+        try:
+            # Only trying tells: root passes os.access on a read-only file system.
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise UserError(f"cannot write {flag_name(name)} into the folder {folder}: "
+                            f"{error.strerror}{hint}") from None
+    if "csv" in files:
+        result_rows.check_csv(files["csv"])
+
+
+def _write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,
+                   stats: run_stats.RunStats, summary: str, trace: Trace) -> None:
+    """Write every file that was asked for, and the resolved config beside the results."""
+    for name, path in files.items():
+        with writing(name, path):
+            if name == "output":
+                write_outputs(path, outputs)
+            elif name == "csv":
+                result_rows.append_csv(path, stats, config)
+            elif name == "trace":
+                trace.about = result_rows.about_run(stats, config)
+                trace.write_chrome(path)
+            else:
+                now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+                with open(path, "a", encoding="utf-8") as log:
+                    log.write(f"{now}\n{summary}\n\n")
+            if name != "trace":
+                config.save(f"{path}.config.yaml")
+
+
+def write_outputs(path: str, outputs: Sequence[Output]) -> None:
+    """Write a JSON line for each prompt, in order. OSError if it cannot."""
+    with atomic.open_atomic(path) as file:
+        for out in outputs:
+            record = {
+                "prompt": out.prompt,
+                "prompt_tokens": len(out.prompt_token_ids),
+                "token_ids": list(out.token_ids),
+                "text": out.text,
+                "finish_reason": out.finish_reason,
+            }
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")

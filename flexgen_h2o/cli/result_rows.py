@@ -1,0 +1,127 @@
+"""A run as a row of a CSV file that many runs and machines share."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import io
+import os
+import platform
+from typing import TYPE_CHECKING
+
+import flexgen_h2o
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.rows import _csv_line, csv_cell
+from flexgen_h2o.metrics.links import GB, LINKS
+from flexgen_h2o.metrics.provenance import _installed, source_commit
+from flexgen_h2o.metrics.run_stats import RATES, RunStats, over
+
+if TYPE_CHECKING:
+    from flexgen_h2o.cli.run_config import RunConfig
+
+_TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
+                for tier in ("gpu", "cpu", "disk"))
+EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
+            "num_window_length", "hh_all", "evict_while_prefilling", "score", "score_decay",
+            "sink_tokens", "enable_position_rolling")
+"""Columns of what stays cached."""
+_SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "prefill_chunk", "sep_layer",
+             "compress_weight", "compress_cache", "weight_bits", "cache_bits", *EVICTION,
+             "attn_sparsity")
+SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
+"""Columns of what is run, but for lengths and batches."""
+CSV_COLUMNS = (
+    "date", "version", "commit", "host", "device", "torch", "model", "parameters", "dtype",
+    *_TIERED, *_SWITCHES,
+    "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "num_prompts",
+    "prompt_tokens", "generated_tokens", "load_seconds", "prefill_seconds", "decode_seconds",
+    *RATES, "predicted_prefill_seconds", "predicted_decode_seconds",
+    "peak_device_bytes", "peak_process_bytes", "weight_bytes",
+    "kv_cache_bytes", "full_kv_cache_bytes", "kv_bytes_per_token",
+    *(f"{link.replace('->', '_to_')}_{unit}" for link in LINKS for unit in ("gb", "gb_per_s")),
+    "projected",
+)
+
+
+def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
+    """One row of results by column name: where and when, the whole policy, the figures."""
+    policy = config.policy()
+    row: dict[str, object] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "version": flexgen_h2o.__version__,
+        "commit": source_commit(),
+        "host": platform.node(),
+        "torch": _installed("torch"),
+        "parameters": stats.num_parameters,
+        # With real prompts config.prompt_len is not used; the mean holds for both.
+        "prompt_len": stats.prompt_tokens / max(stats.num_prompts, 1),
+        "gen_len": config.gen_len,
+    }
+    for column in _TIERED:
+        kind, tier = column.split("_")
+        row[column] = getattr(getattr(policy, kind), tier)
+    row |= {name: getattr(config, name) for name in _SWITCHES} | _resolved(config)
+    for link in LINKS:
+        nbytes, seconds = stats.links.get(link, (0, 0.0))
+        name = link.replace("->", "_to_")
+        row[f"{name}_gb"] = nbytes / GB
+        row[f"{name}_gb_per_s"] = over(nbytes / GB, seconds)
+    return {name: row[name] if name in row else getattr(stats, name) for name in CSV_COLUMNS}
+
+
+def about_run(stats: RunStats, config: RunConfig) -> dict[str, object]:
+    """What a trace says of its run: as `csv_row`, the processor and threads, and how many decode
+    steps were measured.
+    """
+    import torch  # a run has loaded it by now
+
+    from flexgen_h2o.metrics.provenance import cpu_model
+
+    return csv_row(stats, config) | {"cpu": cpu_model(), "threads": torch.get_num_threads(),
+                                     "decode_steps": len(stats.step_seconds)}
+
+
+def _resolved(config: RunConfig) -> dict[str, object]:
+    """What the flags of weights and cache come to where that is not what was typed."""
+    h2o = config.h2o()
+    full = h2o is None or h2o.is_full
+    return {
+        "weight_bits": config.resolved_weight_bits,
+        "cache_bits": config.resolved_cache_bits,
+        "eviction": "full" if full else config.eviction,
+        "sink_tokens": 0 if h2o is None or full else h2o.sink_tokens,
+        "score_decay": config.score_decay if config.score == "decay" else None,
+    }
+
+
+def append_csv(path: str | os.PathLike, stats: RunStats, config: RunConfig) -> None:
+    """Append a row under the header `CSV_COLUMNS`, which a new or empty file gets first.
+
+    A row is one write, and writers take turns, so that parallel runs share a file. Raises
+    `UserError`, with nothing changed, when the file has another header; OSError if it cannot write.
+    """
+    row = _csv_line([csv_cell(value) for value in csv_row(stats, config).values()])
+    with open(path, "a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        _check_header(file, path)
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            row = _csv_line(CSV_COLUMNS) + row
+        else:
+            file.seek(size - 1)
+            row = row if file.read(1) == b"\n" else "\n" + row
+        file.write(row.encode("utf-8"))
+
+
+def check_csv(path: str | os.PathLike) -> None:
+    """Raise `UserError` when `path` has another header, so that it shows before a long run."""
+    if os.path.exists(path):
+        with open(path, "rb") as file:
+            _check_header(file, path)
+
+
+def _check_header(file: io.IOBase, path: str | os.PathLike) -> None:
+    found = file.readline(1 << 16)
+    if found and found.rstrip(b"\r\n") != _csv_line(CSV_COLUMNS).strip().encode():
+        raise UserError(f"{path} has other columns than this version writes: choose a new --csv")

@@ -1,0 +1,178 @@
+"""The flags of a run together: what they contradict, and what the engine takes of them.
+
+`flex_opt` builds argparse from the table in `run_flags`, YAML keys are checked against its names,
+and the resolved values are what is saved beside results. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from flexgen_h2o.cli.cache_flags import CacheFlags
+from flexgen_h2o.cli.flags import RunFlags
+from flexgen_h2o.cli.plan_flags import AUTO, PlanFlags
+from flexgen_h2o.cli.values import checked, flag_name, ratio_file
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.placement import PLACED, parse_percent
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.sampling import SamplingParams
+from flexgen_h2o.errors import UserError, did_you_mean
+
+_ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_Made = TypeVar("_Made", CacheFlags, PlanFlags, Policy, SamplingParams)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RunFlags):
+    """One value for each flag of `flex_opt`, checked. Lengths are tokens, sizes are sequences.
+
+    Raises `UserError` for a value of a wrong type or range, and for values that contradict each
+    other.
+    """
+
+    def __post_init__(self) -> None:
+        ratio_files = {spec.name: ratio_file(getattr(self, spec.name)) for spec in fields(self)
+                       if spec.metadata["kind"] == "ratios"}
+        for spec in fields(self):
+            value = checked(spec, getattr(self, spec.name), self.called)
+            object.__setattr__(self, spec.name, value)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UserError(f"{self.called('device')} must be auto, cpu, cuda or cuda:n, "
+                            f"got {self.device!r}")
+        self._check_lengths()
+        self._check_files(ratio_files)
+        self._check_bits()
+        # These check what they are made of.
+        self._make(PlanFlags, called=self.called)
+        self.policy()
+        self.h2o()
+        for name in _ONLY_WHEN_SAMPLING:
+            if not self.do_sample and getattr(self, name) != getattr(RunConfig, name):
+                raise UserError(f"{flag_name(name)} has no effect: add --do-sample")
+        self.sampling()
+
+    @staticmethod
+    def called(name: str) -> str:
+        """What errors call a flag; a front end whose users type other names overrides it."""
+        return flag_name(name)
+
+    def _check_lengths(self) -> None:
+        cut = self.cut_gen_len
+        if cut is None:
+            return
+        if cut > self.gen_len:
+            raise UserError(f"--cut-gen-len must be at most --gen-len {self.gen_len}, got {cut}")
+        if cut == 1 and self.gen_len > 1:
+            raise UserError("--cut-gen-len 1 measures no decode step to project from: give 2 up")
+
+    def _check_bits(self) -> None:
+        """Refuse bits that contradict each other, and to keep weights that are not quantized."""
+        for kind in ("weight", "cache"):
+            compress, bits = f"compress_{kind}", f"{kind}_bits"
+            if getattr(self, compress) and getattr(self, bits) == 16:
+                raise UserError(f"{self.called(compress)} and {self.called(bits)} 16 contradict: "
+                                "leave one out")
+        if self.weight_cache != "auto" and self.no_weight_cache:
+            raise UserError(f"give {self.called('weight_cache')} or "
+                            f"{self.called('no_weight_cache')}, not both")
+        for name in ("weight_cache", "no_weight_cache"):
+            given = getattr(self, name) != getattr(RunConfig, name)
+            if given and self.resolved_weight_bits == 16:
+                raise UserError(f"{self.called(name)} has no effect on weights of 16 bits: add "
+                                f"{self.called('weight_bits')} 4")
+
+    def _check_files(self, ratio_files: Mapping[str, str | None]) -> None:
+        if self.prompt and self.prompts:
+            raise UserError("give --prompt or --prompts, not both")
+        if self.num_prompts is not None and not self.synthetic:
+            raise UserError("--num-prompts counts synthetic prompts: leave it out, or the texts")
+        if self.prompts and not self.prompts.endswith((".txt", ".jsonl")):
+            raise UserError(f"--prompts must name a .txt or .jsonl file, got {self.prompts!r}")
+        named = ("prompts", "config", "hardware", "output", "csv", "trace", "log_file")
+        files = {**ratio_files, **{name: getattr(self, name) for name in named}}
+        seen: dict[str, str] = {}
+        for name, path in files.items():
+            if path is None or path == "auto":
+                continue
+            other = seen.setdefault(os.path.realpath(path), name)
+            if other != name and not {other, name} <= set(ratio_files):
+                raise UserError(f"{flag_name(other)} and {flag_name(name)} name the same file")
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether prompts are random token ids, as no text is given."""
+        return not self.prompt and self.prompts is None
+
+    @property
+    def resolved_gpu_batch_size(self) -> int:
+        """Sequences computed together."""
+        return self.gpu_batch_size or Policy.gpu_batch_size
+
+    @property
+    def resolved_num_gpu_batches(self) -> int:
+        """GPU batches of a block."""
+        return self.num_gpu_batches or Policy.num_gpu_batches
+
+    @property
+    def resolved_cache_bits(self) -> int:
+        """Bits of a cached number: 16 (as `dtype` says), 8 or 4."""
+        return self.cache_bits or (4 if self.compress_cache else 16)
+
+    @property
+    def resolved_weight_bits(self) -> int:
+        """Bits of a number in a matrix of weights: 16 (as `dtype` says), 8 or 4."""
+        return self.weight_bits or (4 if self.compress_weight else 16)
+
+    @property
+    def resolved_weight_cache(self) -> str | None:
+        """The folder that keeps quantized weights; "auto" for the usual one, None for none."""
+        return None if self.no_weight_cache else self.weight_cache
+
+    def _make(self, cls: type[_Made], **others: object) -> _Made:
+        """A `cls` of `others`; its other fields are the flags of the same names, or left alone."""
+        names = {spec.name for spec in fields(cls)} & {spec.name for spec in fields(self)}
+        return cls(**{name: getattr(self, name) for name in names} | others)
+
+    def policy(self) -> Policy:
+        """The placements, batch sizes and overlap of the run; defaults for what is yet to plan."""
+        percent = RunConfig.percent if self.percent == AUTO else self.percent
+        return self._make(
+            Policy, gpu_batch_size=self.resolved_gpu_batch_size,
+            num_gpu_batches=self.resolved_num_gpu_batches,
+            **dict(zip(PLACED, parse_percent(percent), strict=True)))
+
+    def h2o(self) -> H2OConfig | None:
+        """What stays cached; None for everything, with nothing else asked for."""
+        return self._make(CacheFlags, called=self.called).h2o()
+
+    def sampling(self) -> SamplingParams:
+        """How tokens are chosen. Synthetic prompts never stop at EOS, as in FlexGen's benchmark."""
+        return self._make(SamplingParams, max_new_tokens=self.gen_len,
+                          eos_token_id=-1 if self.ignore_eos or self.synthetic else None)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Make a config from names and values. An unknown name raises `UserError`."""
+        known = [spec.name for spec in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UserError(f"unknown key {name!r}{did_you_mean(str(name), known)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, object]:
+        """The resolved values as plain YAML types, without `config`: they include that file."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        del values["config"]
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the resolved config as YAML that ``--config`` reads. OSError if it cannot."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        Path(path).write_text(text, encoding="utf-8")

@@ -1,0 +1,172 @@
+"""Flags as fields of dataclasses: how they are described, and the check of a value. No torch.
+
+A value comes from the command line, Python or YAML, and is put into one form. What flags say
+together is for `run_config` and `cache_flags` to check.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import Field, field
+from typing import Any
+
+from flexgen_h2o.config.checks import check_bool, check_choice, check_int, check_number
+from flexgen_h2o.config.placement import parse_percent
+from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.files.readers import read_yaml
+
+
+def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
+    """A field and the metadata of its flag.
+
+    `kind` is text, path, texts, words, percent, ratios, numbers, size, int, float or bool. Rules:
+    `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the bare flag),
+    and `shown` (the default in words).
+    """
+    return field(default=default, metadata={"kind": kind, "help": help, **rules})
+
+
+def flag_name(name: str) -> str:
+    """The flag of a field: ``gen_len`` is ``--gen-len``."""
+    return "--" + name.replace("_", "-")
+
+
+def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name) -> object:
+    """The value of a field, checked by the metadata of its flag.
+
+    Several values become a tuple, a file of ratios what it holds, and a path's ``~`` the home
+    folder. Raises `UserError`, in which the field is what `called` makes of its name.
+    """
+    name, rules = called(spec.name), spec.metadata
+    if value is None and spec.default is None:
+        return None
+    match rules["kind"]:
+        case "bool":
+            check_bool(name, value)
+        case "int":
+            check_int(name, value, low=rules.get("low"))
+        case "float":
+            check_number(name, value, above=rules.get("above"), high=rules.get("high"))
+        case "percent":
+            value = _percentages(name, value)
+        case "size":
+            value = parse_size(name, value)
+        case "ratios":
+            value = _ratios(name, value)
+        case "path":
+            value = os.path.expanduser(_text(name, value))
+        case "texts" | "words":
+            value = _texts(name, value)
+        case "numbers":
+            value = _several(value)
+            for number in value:
+                check_number(f"each of {name}", number, above=rules.get("above"),
+                             high=rules.get("high"))
+        case "text":
+            value = _text(name, value)
+    if "choices" in rules:
+        each = f"each of {name}" if isinstance(value, tuple) else name
+        for one in _several(value):
+            check_choice(each, one, rules["choices"])
+    return value
+
+
+def _text(flag: str, value: object) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{flag} must be text that is not empty, got {shown(value)}")
+    check_text(flag, value)
+    return value
+
+
+def _texts(flag: str, value: object) -> tuple[str, ...]:
+    """One or several texts, none of them empty."""
+    texts = _several(value)
+    names = [flag] if len(texts) == 1 else [f"{flag} {place}" for place in range(1, len(texts) + 1)]
+    return tuple(map(_text, names, texts))
+
+
+def _several(value: object) -> tuple:
+    """The values of a list or tuple, or the one."""
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def parse_size(flag: str, value: object) -> int:
+    """Bytes, from a number of them or a text such as ``6GB``, ``500 MB`` or ``1.5GiB``."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B|B)?", value.strip().upper())
+        if found is None:
+            raise UserError(f"{flag} takes bytes, or a size such as 6GB, 500MB or 1.5GiB, "
+                            f"got {value!r}")
+        number, prefix, binary = found.groups()
+        scale = (1024 if binary else 1000) ** (" KMGT".index(prefix) if prefix else 0)
+        value = float(number) * scale
+    return math.floor(check_number(flag, value, low=1))
+
+
+def _percentages(flag: str, value: object) -> tuple[float, ...] | str:
+    """Both forms of ``--percent`` as six numbers, or ``auto`` as it is.
+
+    YAML may give a list or ``0 100 100 0``.
+    """
+    numbers = value.split() if isinstance(value, str) else value
+    if not isinstance(numbers, (list, tuple)):
+        raise UserError(f"{flag} takes 4 or 6 numbers, got {value!r}")
+    if list(numbers) == ["auto"]:
+        return "auto"
+    shares = [s for p in parse_percent(numbers, flag) for s in (p.gpu, p.cpu)]
+    return tuple(int(share) if share == int(share) else share for share in shares)
+
+
+def _ratios(flag: str, value: object) -> float | tuple[float, ...]:
+    """A fraction, or several: as numbers, as their text, or in a YAML file that lists them."""
+    path = ratio_file(value)
+    if path is not None:
+        value = read_yaml(flag, path)
+        if not isinstance(value, list):
+            raise UserError(f"{flag} {path} must hold a list of numbers, such as [0.1, 0.2]")
+    elif isinstance(value, str):
+        value = value.split()
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    if not numbers:
+        raise UserError(f"{flag} is empty: give a number, or one for each decoder layer")
+    ratios = tuple(_ratio(flag, number) for number in numbers)
+    return ratios if len(ratios) > 1 else ratios[0]
+
+
+def ratio_file(value: object) -> str | None:
+    """The YAML file that a flag of ratios names in place of numbers, if it does."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, str) and value.endswith((".yaml", ".yml")):
+        return os.path.expanduser(value)
+    return None
+
+
+def _ratio(flag: str, value: object) -> float:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise UserError(f"{flag} takes numbers above 0, at most 1, or a .yaml file of them, "
+                            f"got {value!r}") from None
+    return check_number(flag, value, above=0, high=1)
+
+
+def load_yaml(path: str | os.PathLike) -> dict[str, object]:
+    """Read a mapping of flags from a YAML file; `RunConfig.from_mapping` checks its keys.
+
+    Raises
+    ------
+    UserError
+        The file is missing, unreadable, not UTF-8, not YAML, not a mapping, or names `config`.
+    """
+    values = read_yaml("--config", path)
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path} must hold lines of `name: value`")
+    if "config" in values:
+        raise UserError(f"--config {path} names another config: put its lines into one file")
+    return values

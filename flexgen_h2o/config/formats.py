@@ -1,0 +1,245 @@
+"""How quantized vectors lie at rest: one record each, codes and scales together. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.config.checks import check_number
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.budget import slots
+
+if TYPE_CHECKING:
+    from flexgen_h2o.models.model_config import ModelConfig, PartShapes
+
+GROUP = 64
+"""The most elements that share a scale and a zero point."""
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """The record of one vector: its codes, then a scale and a zero point for each group.
+
+    A record is contiguous, so that storage may move, write and overwrite vectors without
+    knowing that they are quantized. Byte by byte:
+
+    ===================================  ===================================================
+    ``code_bytes``                       uint8 codes; with 4 bits, element i is the low half
+                                         of byte i and element i + length / 2 its high half
+    ``2 * groups``                       float16 scales
+    ``2 * groups``                       float16 zero points
+    ===================================  ===================================================
+
+    An element is ``zero + scale * code``.
+
+    Parameters
+    ----------
+    length : int
+        Elements of a vector; even.
+    bits : int
+        4 or 8.
+
+    Raises
+    ------
+    UserError
+        For any other length or number of bits.
+    """
+
+    length: int
+    bits: int
+
+    def __post_init__(self):
+        if self.bits not in (4, 8):
+            raise UserError(f"cannot quantize to {self.bits} bits: use 4 or 8")
+        if self.length < 2 or self.length % 2:
+            raise UserError(f"cannot quantize vectors of {self.length} elements: an even number "
+                            "is needed")
+
+    @property
+    def levels(self) -> int:
+        """The highest code."""
+        return 2**self.bits - 1
+
+    @property
+    def groups(self) -> int:
+        """The fewest equal groups of an even number of elements, at most `GROUP` each."""
+        groups = -(-self.length // GROUP)
+        while self.length % (2 * groups):
+            groups += 1
+        return groups
+
+    @property
+    def group(self) -> int:
+        """Elements of a group."""
+        return self.length // self.groups
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes, rounded up so that the float16 part is aligned."""
+        used = self.length * self.bits // 8
+        return used + used % 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a record."""
+        return self.code_bytes + 4 * self.groups
+
+
+TILE = 16
+"""Outputs of a quantized matrix that lie together: the lanes of a vector."""
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """How a quantized matrix [outputs, inputs] lies at rest: block by block, as products read it.
+
+    A block holds `TILE` outputs by one group of inputs, and blocks lie by tile, then by group. Both
+    the outputs and the last group are filled up. Of a block, byte by byte:
+
+    =======================  ====================================================================
+    ``32``                   float16 scales, one for each output
+    ``32``                   float16 zero points
+    ``64 * words``           uint32 codes [words, TILE]
+    =======================  ====================================================================
+
+    Each word holds the codes of 32 / bits consecutive inputs of one output: input 2 * t + side of
+    these in the bits from 16 * side + bits * t on. So a shift and a mask make pairs of neighbours
+    out of it. An element is ``zero + scale * code``; every block starts at a multiple of 64 bytes.
+
+    Parameters
+    ----------
+    outputs, inputs : int
+    bits : int
+        4 or 8.
+    group : int
+        Inputs that share a scale and a zero point; a multiple of 8.
+
+    Raises
+    ------
+    UserError
+        For other bits or groups, and for a matrix without elements.
+    """
+
+    outputs: int
+    inputs: int
+    bits: int
+    group: int = GROUP
+
+    def __post_init__(self):
+        if self.bits not in (4, 8):
+            raise UserError(f"cannot quantize to {self.bits} bits: use 4 or 8")
+        if self.group < 8 or self.group % 8:
+            raise UserError(f"cannot quantize groups of {self.group}: use a multiple of 8")
+        if self.outputs < 1 or self.inputs < 1:
+            raise UserError(f"cannot quantize a matrix of {self.outputs} x {self.inputs}")
+
+    @property
+    def levels(self) -> int:
+        """The highest code."""
+        return 2**self.bits - 1
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of outputs, the last one filled up."""
+        return -(-self.outputs // TILE)
+
+    @property
+    def groups(self) -> int:
+        """Groups of inputs, the last one filled up."""
+        return -(-self.inputs // self.group)
+
+    @property
+    def words(self) -> int:
+        """Words of a group of one output."""
+        return self.group * self.bits // 32
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return 4 * TILE + 4 * TILE * self.words
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile: `TILE` whole rows."""
+        return self.groups * self.block_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix."""
+        return self.tiles * self.tile_bytes
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """How matrices lie at rest: in 16 (the run's dtype), 8 or 4 bits, the latter two in groups.
+
+    Vectors (norms and biases) stay in the run's dtype.
+    """
+
+    bits: int = 16
+    group: int = GROUP
+
+    def matrix_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
+        """Bytes at rest of a matrix (outputs, inputs)."""
+        if self.bits != 16:
+            return MatrixLayout(*shape, bits=self.bits, group=self.group).nbytes
+        return shape[0] * shape[1] * itemsize
+
+    def part_bytes(self, part: PartShapes, itemsize: int) -> int:
+        """Bytes at rest of a part of a model."""
+        matrices = sum(self.matrix_bytes(shape, itemsize) for shape in part.matrices)
+        return matrices + part.vectors * itemsize
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What stays cached (`h2o` None: all) and in how many bits: 16 (the run's dtype), 8 or 4.
+
+    `attn_sparsity` is the share of the values that a new token reads. Raises `UserError` for values
+    out of range, and for what cannot go together.
+    """
+
+    h2o: H2OConfig | None = None
+    bits: int = 16
+    attn_sparsity: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8, 16):
+            raise UserError(f"cache_bits must be 16, 8 or 4, got {self.bits!r}")
+        if self.bits != 16 and self.h2o is not None and self.h2o.simulate:
+            raise UserError("simulate masks an exact cache: leave cache_bits at 16")
+        check_number("attn_sparsity", self.attn_sparsity, above=0, high=1)
+        if self.attn_sparsity < 1 and (self.evicts or self.h2o is not None and self.h2o.simulate):
+            raise UserError("attn_sparsity chooses among all that came before, and so nothing may "
+                            "be evicted: leave it or h2o out")
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any token ever goes, if only behind the mask of a simulation."""
+        return self.h2o is not None and not self.h2o.is_full
+
+    @property
+    def simulated(self) -> bool:
+        """Whether eviction masks a full cache."""
+        return self.evicts and self.h2o.simulate
+
+    @property
+    def plain(self) -> bool:
+        """Whether it holds every token just as attention computed it."""
+        return not self.evicts and self.bits == 16
+
+    def record_bytes(self, model: ModelConfig, itemsize: int) -> int:
+        """Bytes at rest of one token's key and value in one layer, all KV heads together."""
+        # A simulation is exact: it keeps float32.
+        vector = model.head_dim * (4 if self.simulated else itemsize)
+        if self.bits != 16:
+            vector = GroupLayout(length=model.head_dim, bits=self.bits).nbytes
+        return 2 * model.num_kv_heads * vector
+
+    def layer_slots(self, model: ModelConfig, workload: Workload) -> list[int]:
+        """The most slots that a sequence uses in each decoder layer."""
+        # The last token that is generated is never cached.
+        return [slots(self.h2o, layer, workload.prompt_len, workload.gen_len - 1)
+                for layer in range(model.num_layers)]

@@ -1,0 +1,161 @@
+"""How much of the KV cache stays, and by which score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexgen_h2o.config.checks import check_bool, check_choice, check_int, check_number
+from flexgen_h2o.errors import UserError
+
+EVICTIONS = ("h2o", "window", "sink-window", "full")
+SINK_WINDOW_SINKS = 4
+"""Sinks of ``--eviction sink-window``, as in StreamingLLM (arXiv 2309.17453)."""
+SCORES = ("sum", "mean", "decay")
+POSITIONS = ("original", "rolling")
+
+
+@dataclass(frozen=True)
+class H2OConfig:
+    """How much of the KV cache the heavy-hitter oracle keeps (arXiv 2306.14048).
+
+    With no size given the cache is full; with only a recent one it is a window. A layer whose
+    heavy ratio is 1, and the recent one too or left out, is full as well.
+
+    Parameters
+    ----------
+    heavy_ratio, recent_ratio : float or sequence of float, optional
+        Shares of each sequence's own prompt length, over 0 and at most 1; a sequence gives one per
+        decoder layer. `recent_ratio` defaults to `heavy_ratio`.
+    heavy_tokens, recent_tokens : int, optional
+        Counts in place of ratios: tokens per sequence, layer and KV head. `recent_tokens` defaults
+        to `heavy_tokens`, which may be 0.
+    sink_tokens : int
+        The first tokens of a sequence, kept beside the others.
+    score : str
+        How attention becomes a score: ``"sum"`` (the paper's), ``"mean"`` over the queries that
+        could see the key, ``"decay"``.
+    decay : float
+        The factor per query of the score ``"decay"``.
+    positions : str
+        ``"original"``: a key keeps its position; ``"rolling"``: its rank among the cached ones.
+    evict_generated : bool
+        Whether generated tokens count too; if not, only the prompt is cut.
+    prompt_chunk : int, optional
+        Evict inside prompts too, after every so many tokens of them (counted from the prompt's
+        end), so that one of any length goes through a cache of the budget and a chunk. It changes
+        what is kept. None: prompts attend to all of themselves and are cut at their end.
+    simulate : bool
+        Mask a full cache instead of dropping from it.
+    drop_positions : bool
+        OPT: drop positions past the learned table. For speed measurements only.
+
+    Raises
+    ------
+    UserError
+        A value of a wrong type or range, a ratio and a count of the same part, or an option
+        without effect.
+    """
+
+    heavy_ratio: float | Sequence[float] | None = None
+    recent_ratio: float | Sequence[float] | None = None
+    heavy_tokens: int | None = None
+    recent_tokens: int | None = None
+    sink_tokens: int = 0
+    score: str = "sum"
+    decay: float = 0.98
+    positions: str = "original"
+    evict_generated: bool = True
+    prompt_chunk: int | None = None
+    simulate: bool = False
+    drop_positions: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("sink_tokens", self.sink_tokens, low=0)
+        self._check_sizes()
+        check_choice("score", self.score, SCORES)
+        check_number("decay", self.decay, above=0, high=1)
+        check_choice("positions", self.positions, POSITIONS)
+        for name in ("evict_generated", "simulate", "drop_positions"):
+            check_bool(name, getattr(self, name))
+        if self.prompt_chunk is not None:
+            check_int("prompt_chunk", self.prompt_chunk, low=1)
+            if self.is_full:
+                raise UserError("prompt_chunk has no effect on the full cache: leave it out")
+
+    def _check_sizes(self) -> None:
+        # The newest token is always kept, so a window of 0 cannot be; no heavy hitters can.
+        for part, fewest in (("heavy", 0), ("recent", 1)):
+            ratio, count = getattr(self, f"{part}_ratio"), getattr(self, f"{part}_tokens")
+            if ratio is not None:
+                object.__setattr__(self, f"{part}_ratio", _ratios(f"{part}_ratio", ratio))
+            if count is not None:
+                check_int(f"{part}_tokens", count, low=fewest)
+            if ratio is not None and count is not None:
+                raise UserError(f"give {part}_ratio or {part}_tokens, not both")
+        counts = [len(ratios) for ratios in self._per_layer().values()]
+        if len(set(counts)) > 1:
+            raise UserError(
+                f"heavy_ratio has {counts[0]} numbers and recent_ratio {counts[1]}: give each one "
+                "per decoder layer"
+            )
+        if self.heavy_tokens == 0 and self.recent_ratio is None and self.recent_tokens is None:
+            raise UserError("heavy_tokens is 0: give recent_tokens or recent_ratio as well")
+        if self.sink_tokens > 0 and not self._sized:
+            raise UserError(
+                "sink_tokens has no effect on the full cache: give heavy_ratio, heavy_tokens, "
+                "recent_ratio or recent_tokens"
+            )
+
+    def _per_layer(self) -> dict[str, tuple[float, ...]]:
+        """The ratios that are given per layer."""
+        names = ("heavy_ratio", "recent_ratio")
+        return {n: getattr(self, n) for n in names if isinstance(getattr(self, n), tuple)}
+
+    @property
+    def _sized(self) -> bool:
+        sizes = (self.heavy_ratio, self.recent_ratio, self.heavy_tokens, self.recent_tokens)
+        return any(size is not None for size in sizes)
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise `UserError` unless every ratio per layer has one number for each decoder layer."""
+        for name, ratios in self._per_layer().items():
+            if len(ratios) != num_layers:
+                raise UserError(
+                    f"{name} has {len(ratios)} numbers but the model has {num_layers} decoder "
+                    "layers: give one number per layer, or a single one"
+                )
+
+    def ratios(self, layer: int) -> tuple[float | None, float | None]:
+        """The heavy and the recent ratio of one decoder layer; None where none sets the size."""
+        heavy, recent = (
+            ratio[layer] if isinstance(ratio, Sequence) else ratio
+            for ratio in (self.heavy_ratio, self.recent_ratio)
+        )
+        return heavy, heavy if recent is None and self.recent_tokens is None else recent
+
+    def is_full_at(self, layer: int) -> bool:
+        """Whether nothing is ever evicted in one decoder layer."""
+        return not self._sized or self.ratios(layer) == (1, 1)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is ever evicted in any layer: no size is given, or only ratios of 1."""
+        layers = min(map(len, self._per_layer().values()), default=1)
+        return all(self.is_full_at(layer) for layer in range(layers))
+
+    @property
+    def scored(self) -> bool:
+        """Whether some layer has heavy hitters to choose, and so needs scores."""
+        return not self.is_full and (self.heavy_ratio is not None or bool(self.heavy_tokens))
+
+
+def _ratios(name: str, value: object) -> float | tuple[float, ...]:
+    """Check one ratio, or one per decoder layer, which becomes a tuple to be hashable."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return check_number(name, value, above=0, high=1)
+    if len(value) == 0:
+        raise UserError(f"{name} must be a number, or one per decoder layer, got {value!r}")
+    for layer, ratio in enumerate(value):
+        check_number(f"{name} of layer {layer}", ratio, above=0, high=1)
+    return tuple(value)

@@ -1,0 +1,89 @@
+"""Shares of the three tiers, and FlexGen's ``--percent``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexgen_h2o.config.checks import check_number
+from flexgen_h2o.errors import UserError
+
+TIERS = ("gpu", "cpu", "disk")
+PLACED = ("weights", "cache", "activations")
+
+# Percentages are typed by people and summed in binary: 33.3 + 66.7 must count as 100.
+_PERCENT_SLACK = 1e-6
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one kind of data lives: percentages of the three tiers, which sum to 100.
+
+    Raises `UserError` for a share that is negative or not a number, or another sum.
+    """
+
+    gpu: float
+    cpu: float
+    disk: float
+
+    def __post_init__(self) -> None:
+        for tier in TIERS:
+            check_number(f"the {tier} percentage", getattr(self, tier), low=0, high=100)
+        total = self.gpu + self.cpu + self.disk
+        if abs(total - 100) > _PERCENT_SLACK:
+            raise UserError(f"percentages of gpu, cpu and disk must sum to 100, got {total:g}")
+
+    def fractions(self) -> tuple[float, float, float]:
+        """The shares of (gpu, cpu, disk) as fractions of 1."""
+        return self.gpu / 100, self.cpu / 100, self.disk / 100
+
+
+def parse_percent(values: Sequence[object], name: str = "--percent"
+                  ) -> tuple[Placement, Placement, Placement]:
+    """Read FlexGen's ``--percent``: the shares of the device and the host; the rest is disk.
+
+    Parameters
+    ----------
+    values : sequence of 4 or 6 numbers (or their text)
+        Weights gpu, cpu; cache gpu, cpu; activations gpu, cpu (default 100 0), in percent.
+    name : str
+        What errors call it.
+
+    Returns
+    -------
+    tuple of Placement
+        For weights, cache, activations.
+
+    Raises
+    ------
+    UserError
+        Wrong count, not a number, out of 0..100, or two shares that sum to over 100.
+    """
+    if len(values) not in (4, 6):
+        raise UserError(
+            f"{name} takes 4 or 6 numbers (weights gpu cpu, cache gpu cpu, "
+            f"activations gpu cpu; the rest is disk), got {len(values)}"
+        )
+    shares = [_percentage(name, value) for value in values]
+    shares += [100.0, 0.0][: 6 - len(shares)]
+    placements = []
+    for index, kind in enumerate(PLACED):
+        gpu, cpu = shares[2 * index : 2 * index + 2]
+        if gpu + cpu > 100 + _PERCENT_SLACK:
+            raise UserError(
+                f"{name} gives the {kind} {gpu:g} + {cpu:g} = {gpu + cpu:g} %: "
+                "make each pair sum to at most 100"
+            )
+        placements.append(Placement(gpu, cpu, max(0.0, 100 - gpu - cpu)))
+    weights, cache, activations = placements
+    return weights, cache, activations
+
+
+def _percentage(name: str, value: object) -> float:
+    """One number of ``--percent``, from a number or its text."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise UserError(f"{name} takes numbers from 0 to 100, got {value!r}") from None
+    return check_number(f"each number of {name}", value, low=0, high=100)

@@ -1,0 +1,54 @@
+"""All that decides speed and never results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexgen_h2o.config.checks import check_bool, check_int
+from flexgen_h2o.config.placement import PLACED, Placement
+from flexgen_h2o.errors import UserError
+
+OFFLOAD_DIR = "~/.cache/flexgen_h2o/offload"
+DUMMY = "_DUMMY_"  # in place of a path: random weights
+
+
+@dataclass(frozen=True)
+class Policy:
+    """All that decides speed and never results.
+
+    `gpu_batch_size` sequences are computed together; a block is `num_gpu_batches` of them, which
+    share every load of a layer's weights. `overlap` lets transfers run beside compute;
+    `cpu_cache_compute` attends on the CPU where the cache lives there; `pin_weight` page-locks
+    host weights when there is a GPU. `prefill_chunk` tokens of a prompt go through the whole
+    network at once (None: all): fewer need less memory. `sep_layer` schedules attention and MLP as
+    two layers, so that only half a layer's weights are fetched at a time. Raises `UserError` for a
+    value of a wrong type or range.
+    """
+
+    gpu_batch_size: int = 4
+    num_gpu_batches: int = 1
+    weights: Placement = Placement(100, 0, 0)
+    cache: Placement = Placement(100, 0, 0)
+    activations: Placement = Placement(100, 0, 0)
+    overlap: bool = True
+    cpu_cache_compute: bool = False
+    pin_weight: bool = True
+    prefill_chunk: int | None = None
+    sep_layer: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("gpu_batch_size", self.gpu_batch_size, low=1)
+        check_int("num_gpu_batches", self.num_gpu_batches, low=1)
+        if self.prefill_chunk is not None:
+            check_int("prefill_chunk", self.prefill_chunk, low=1)
+        for kind in PLACED:
+            if not isinstance(getattr(self, kind), Placement):
+                raise UserError(f"{kind} must be a Placement, got {getattr(self, kind)!r}")
+        for name in ("overlap", "cpu_cache_compute", "pin_weight", "sep_layer"):
+            check_bool(name, getattr(self, name))
+
+
+def percent_text(policy: Policy) -> str:
+    """The six numbers of ``--percent`` for a policy's placements."""
+    placements = [getattr(policy, kind) for kind in PLACED]
+    return " ".join(f"{share:g}" for p in placements for share in (p.gpu, p.cpu))

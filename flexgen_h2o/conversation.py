@@ -1,0 +1,213 @@
+"""Stream: one text without end through one cache, turn after turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from flexgen_h2o.cache.shape import CacheSize, slots_of
+from flexgen_h2o.config.argument_types import typed
+from flexgen_h2o.config.checks import check_bool, check_int
+from flexgen_h2o.config.sampling import sampling_params
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.engine.batch import Request, next_turn
+from flexgen_h2o.engine.calls import Calls, one_at_a_time
+from flexgen_h2o.engine.executor import Sink
+from flexgen_h2o.engine.runner import Runtime
+from flexgen_h2o.engine.sampling import Sampler
+from flexgen_h2o.engine.sinks import Forcing, Generation
+from flexgen_h2o.engine.tokenization import Prompts
+from flexgen_h2o.engine.workspace import Room, Size
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.batch_layout import Seats
+from flexgen_h2o.h2o.budget import cached
+from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.models.positions import check_stream
+from flexgen_h2o.outputs import Output
+
+CHUNK = 256
+"""Tokens of a turn that are read together, unless the LLM says another number."""
+
+_ENDLESS = 2**31 - 2  # positions are 32-bit
+
+
+@runtime_checkable
+class Streamer(Protocol):
+    """Gets tokens as they come: transformers' interface, which its `TextStreamer` has."""
+
+    def put(self, value: torch.Tensor, /) -> None:
+        """Take a turn's token ids, int64 [1, tokens], and then each new token, int64 [1]."""
+
+    def end(self) -> None:
+        """Know that the last token has come."""
+
+
+class Stream:
+    """A text that goes on: what comes next is put onto what the cache holds of it.
+
+    An evicting cache keeps its size whatever comes, and so does the time of a token; a turn is read
+    in chunks, each of which is evicted from before the next. Make one with `LLM.stream`. While
+    it is open the LLM can do other work; streams and calls take turns, from other threads too.
+
+    Parameters
+    ----------
+    runtime : Runtime
+        With chunks as this stream has them.
+    prompts : Prompts
+    max_tokens : int or None
+        Of the whole text; None: no end.
+    past_context : bool
+        Go on where the model's trained positions end.
+
+    Attributes
+    ----------
+    stats : RunStats or None
+        Of the last call.
+    """
+
+    def __init__(self, runtime: Runtime, prompts: Prompts, *, max_tokens: int | None,
+                 past_context: bool):
+        if max_tokens is not None:
+            check_int("max_tokens", max_tokens, low=1)
+        check_bool("past_context", past_context)
+        self._h2o = runtime.settings.cache.h2o
+        self._chunk = runtime.settings.policy.prefill_chunk or CHUNK
+        self._limit = check_stream(runtime.config, self._h2o, chunk=self._chunk,
+                                   max_tokens=max_tokens, past_context=past_context)
+        self._layers = runtime.config.num_layers
+        self._runtime, self._prompts = runtime, prompts
+        self._past = 0  # tokens that the model has computed
+        self._pending: list[int] = []  # the newest one, which it has not
+        self._turns = 0
+        self.stats: RunStats | None = None
+        most = Seats((max_tokens or _ENDLESS,), 0)
+        slots = slots_of(most, self._h2o, self._layers)
+        runtime.plan(Workload(prompt_len=self._chunk, gen_len=max(1, max(slots) - self._chunk + 1),
+                              gpu_batch_size=1, num_gpu_batches=1), loaded=True)
+        room = runtime.room(Size(CacheSize(1, 1, slots), self._chunk))
+        room.cache.begin([most])
+        self._room: Room | None = room
+
+    def __enter__(self) -> Stream:
+        self._check_open()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def calls(self) -> Calls:
+        """What the LLM and its streams share, to take turns."""
+        return self._runtime.calls
+
+    @one_at_a_time
+    def close(self) -> None:
+        """Let go of the cache; a second call does nothing."""
+        self.end()
+
+    def end(self) -> None:
+        """As `close`, from within a call."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.close()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text so far, given and generated."""
+        return self._past + len(self._pending)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that are cached now, in the layer that holds most."""
+        return max(cached(self._h2o, layer, self._past, 0) for layer in range(self._layers))
+
+    @one_at_a_time
+    @typed
+    def generate(self, turn: str | Sequence[int], *, streamer: Streamer | None = None,
+                 **sampling: Any) -> Output:
+        """Put a turn onto the text and continue it.
+
+        Parameters
+        ----------
+        turn : str or sequence of int
+            Text or token ids. Special tokens that a tokenizer puts in front of texts come in front
+            of the first turn alone.
+        streamer : Streamer, optional
+            Such as transformers' `TextStreamer`: gets tokens as they come.
+        **sampling
+            As of `LLM.generate`. Penalties look at this turn and its answer.
+
+        Returns
+        -------
+        Output
+
+        Raises
+        ------
+        UserError
+            The turn is empty, an option is unknown, the text would get longer than it may be.
+        """
+        params = sampling_params(sampling)
+        ids = self._encode(turn)
+        self._check_room(len(ids) + params.max_new_tokens)
+        request = Request(self._turns, [*self._pending, *ids])
+        eos = self._prompts.end_tokens(params)
+        stops = self._prompts.stops(params.stop_strings)
+        on_token: Callable[[int], None] | None = None
+        if streamer is not None:
+            streamer.put(torch.tensor([ids]))
+            on_token = lambda token: streamer.put(torch.tensor([token]))  # noqa: E731
+        sink = Generation(Sampler(params, eos), eos, params.max_new_tokens, stops=stops,
+                          on_token=on_token)
+        self._run(request, params.max_new_tokens - 1, sink)
+        if streamer is not None:
+            streamer.end()
+        self._turns += 1
+        return Output(turn if isinstance(turn, str) else None, ids, request.generated,
+                      self._prompts.decode(request.generated), request.finish_reason)
+
+    @one_at_a_time
+    def loglikelihood(self, text: str | Sequence[int]) -> list[float]:
+        """Put a given text on, token by token as if it had been generated.
+
+        Returns the natural log-probability of each token after all that came before. The first
+        token of a stream has none: then there is one fewer.
+        """
+        ids = self._encode(text)
+        self._check_room(len(ids))
+        (head, *tail) = [*self._pending, *ids]
+        if not tail:
+            self._pending = [head]
+            return []
+        request, sink = Request(0, [head]), Forcing({0: tail})
+        self._run(request, len(tail) - 1, sink)
+        return sink.log_probs[0]
+
+    def _check_open(self) -> None:
+        if self._room is None:
+            raise UserError("this stream has ended: open a new one")
+
+    def _encode(self, text: str | Sequence[int]) -> list[int]:
+        self._check_open()
+        most, why = self._limit
+        left = None if most is None else most - self.tokens
+        return self._prompts.encode(text, self._turns, goes_on=self.tokens > 0,
+                                    limit=(left, f"the {left} that are left of {why}"))
+
+    def _check_room(self, new: int) -> None:
+        most, why = self._limit
+        if most is not None and self.tokens + new > most:
+            raise UserError(f"the stream has {self.tokens} tokens, and {new} more would exceed "
+                            f"{why}")
+
+    def _run(self, request: Request, new: int, sink: Sink) -> None:
+        """Compute the request's tokens and up to `new` that the sink appends to it."""
+        batch = next_turn(request, new, past=self._past, chunk=self._chunk)
+        try:
+            self.stats = self._runtime.run(self._room, [[batch]], sink, keeps=True)
+        except BaseException:
+            self.end()  # what the cache holds is anybody's guess
+            raise
+        self._past += len(request.prompt) + len(request.generated) - 1
+        self._pending = request.generated[-1:]

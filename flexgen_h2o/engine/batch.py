@@ -1,0 +1,153 @@
+"""Requests, GPU batches and blocks: who is computed together, and which rows are whose. No torch.
+
+In the prefill the sequences of a batch lie packed, one after the other, with no pads between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from flexgen_h2o.h2o.batch_layout import Seats, Span, prefill_sweeps
+
+
+@dataclass
+class Request:
+    """One prompt on its way: `key` is its place among the prompts of the call.
+
+    `finish_reason` is empty until it has ended.
+    """
+
+    key: int
+    prompt: list[int]
+    generated: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+
+    @property
+    def history(self) -> list[int]:
+        """All tokens so far."""
+        return self.prompt + self.generated
+
+
+class Batch:
+    """The sequences computed together; `index` is the batch's place in its block.
+
+    `seats` says how their prompts are cut into sweeps and how many tokens may follow. With
+    `shares`, a prompt that several sequences have goes through the network once, for the first
+    of them, and is cached for each.
+    """
+
+    def __init__(self, index: int, requests: Sequence[Request], seats: Seats, *,
+                 shares: bool = False):
+        self.index = index
+        self.requests = list(requests)
+        self.seats = seats
+        self.alike: dict[int, list[int]] = {}  # of each prompt: its first sequence to all of them
+        first: dict[object, int] = {}
+        for place, request in enumerate(requests):
+            lead = first.setdefault(tuple(request.prompt) if shares else place, place)
+            self.alike.setdefault(lead, []).append(place)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence of the batch has ended."""
+        return all(request.finish_reason for request in self.requests)
+
+    def rows(self, sweep: int) -> int:
+        """Rows of hidden states in a sweep."""
+        if not self.seats.in_prefill(sweep):
+            return len(self)
+        return sum(map(len, self.spans(sweep)))
+
+    @property
+    def shares(self) -> bool:
+        """Whether some prompt stands for several sequences."""
+        return len(self.alike) < len(self)
+
+    def spans(self, sweep: int) -> Iterator[Span]:
+        """What of the prompts goes through the network in a sweep of the prefill, in its order."""
+        return (span for span in self.seats.spans(sweep) if span.sequence in self.alike)
+
+    def inputs(self, sweep: int) -> tuple[list[int], list[int]]:
+        """Token ids and positions of the rows: of the prompts, or each sequence's newest token."""
+        if not self.seats.in_prefill(sweep):
+            token = self.seats.token(sweep)
+            # A sequence that has ended repeats its last token; nobody looks at what comes of it.
+            ids = [request.generated[-1] for request in self.requests]
+            return ids, [length + token - 1 for length in self.seats.lengths]
+        ids, positions = [], []
+        for span in self.spans(sweep):
+            prompt, past = self.requests[span.sequence].prompt, self.seats.past
+            ids += prompt[span.start - past : span.end - past]
+            positions += range(span.start, span.end)
+        return ids, positions
+
+    def chunks(self, sweep: int, most_rows: int) -> Iterator[Chunk]:
+        """Cut the rows of a prefill between sequences so that a chunk has at most `most_rows`.
+
+        A span longer than that is a chunk of its own.
+        """
+        spans: list[Span] = []
+        row = rows = 0
+        for span in self.spans(sweep):
+            if not len(span):
+                continue
+            if spans and rows + len(span) > most_rows:
+                yield Chunk(tuple(spans), row, row + rows)
+                spans, row, rows = [], row + rows, 0
+            spans.append(span)
+            rows += len(span)
+        if spans:
+            yield Chunk(tuple(spans), row, row + rows)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Spans of prompts that go through a layer together; their rows are row:end."""
+
+    spans: tuple[Span, ...]
+    row: int
+    end: int
+
+
+def next_turn(request: Request, new: int, *, past: int, chunk: int) -> Batch:
+    """A batch of one sequence that goes on: `past` of its tokens came in earlier runs.
+
+    The request's prompt comes next, in chunks of `chunk` tokens, and then up to `new` tokens.
+    """
+    tokens = len(request.prompt)
+    sweeps = prefill_sweeps(tokens, chunk)
+    return Batch(0, [request], Seats((past + tokens,), new, chunk if sweeps > 1 else None, sweeps,
+                                     past))
+
+
+def make_blocks(requests: Sequence[Request], new: int, *, gpu_batch_size: int,
+                num_gpu_batches: int, prefill_chunk: int | None = None, shares: bool = False
+                ) -> list[list[Batch]]:
+    """Sort requests by length, so that a batch's are alike, and cut them into blocks of batches.
+
+    The longest come first: what does not fit shows at once. The last block may be partial. Up to
+    `new` tokens will be appended to each; prompts come in chunks of `prefill_chunk` tokens. With
+    `shares`, equal prompts come next to each other, and a batch computes them once.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    if shares:
+        for request in requests:
+            first.setdefault(tuple(request.prompt), request.key)
+    ordered = sorted(requests, key=lambda request: (
+        -len(request.prompt), first[tuple(request.prompt)] if shares else 0, request.key))
+    groups = [ordered[i : i + gpu_batch_size] for i in range(0, len(ordered), gpu_batch_size)]
+    blocks = []
+    for start in range(0, len(groups), num_gpu_batches):
+        block = groups[start : start + num_gpu_batches]
+        sweeps = prefill_sweeps(len(block[0][0].prompt), prefill_chunk)
+        seats = Seats((), new, prefill_chunk if sweeps > 1 else None, sweeps)
+        blocks.append([
+            Batch(index, group,
+                  replace(seats, lengths=tuple(len(request.prompt) for request in group)),
+                  shares=shares)
+            for index, group in enumerate(block)])
+    return blocks

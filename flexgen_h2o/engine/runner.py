@@ -1,0 +1,230 @@
+"""A loaded model, ready to run blocks in rooms: what is loaded, planned, run and measured."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flexgen_h2o.cache.shape import CacheShape
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.engine.batch import Batch, Request
+from flexgen_h2o.engine.calls import Calls
+from flexgen_h2o.engine.executor import Executor, Sink, Timing
+from flexgen_h2o.engine.loader import Source
+from flexgen_h2o.engine.progress import byte_bar, run_bars
+from flexgen_h2o.engine.schedule import Step, num_stops
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.engine.workspace import Cache, Room, Size
+from flexgen_h2o.kernels import dispatch
+from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.kernels.spinning import Spinning
+from flexgen_h2o.metrics.links import LinkStats
+from flexgen_h2o.metrics.memory import peak_process_bytes, sampled_memory
+from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.metrics.trace import PHASES, Trace
+from flexgen_h2o.planning.memory_plan import MemoryPlan, memory_plan
+from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory, kept_heap, resident_bytes
+from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.transfer import Transfers
+
+Block = Sequence[Batch]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Those of an `LLM`'s options that every run needs; see there for what they mean.
+
+    `no_bars` is tqdm's `disable`; `most` are the bytes to count as free at most, by tier.
+    """
+
+    name: str
+    policy: Policy
+    cache: CacheOptions
+    weight_cache: str | None
+    offload_dir: str
+    implementations: Winners | None
+    no_bars: bool | None
+    trace: Trace
+    most: dict[str, int | None]
+
+
+class Runtime:
+    """A model's weights over the tiers, and what runs blocks of batches through it.
+
+    Parameters
+    ----------
+    source : Source
+        The model; its weights are read by `load`.
+    device : Device
+    settings : Settings
+    """
+
+    def __init__(self, source: Source, device: Device, settings: Settings):
+        self.source = source
+        self.config = source.config
+        self.settings = settings
+        self.calls = Calls()  # of all that runs on these weights
+        self._device = device
+        self._links = LinkStats()
+        self._spinning = Spinning()
+        self._transfers: Transfers | None = None
+        self._loaded_bytes = 0
+        self.load_seconds = 0.0  # until everything was ready: whoever opened it knows
+
+    def in_chunks(self, chunk: int) -> Runtime:
+        """The same model and weights, for runs that read prompts in chunks and evict after each."""
+        settings, cache = self.settings, self.settings.cache
+        if cache.evicts:
+            cache = replace(cache, h2o=replace(cache.h2o, prompt_chunk=chunk))
+        policy = replace(settings.policy, prefill_chunk=chunk)
+        return self._with(replace(settings, cache=cache, policy=policy))
+
+    def in_batches(self, size: int) -> Runtime:
+        """The same model and weights, for runs of `size` sequences together."""
+        settings = self.settings
+        return self._with(replace(settings, policy=replace(settings.policy, gpu_batch_size=size)))
+
+    def _with(self, settings: Settings) -> Runtime:
+        other = copy.copy(self)
+        other.settings = settings
+        return other
+
+    def load(self, opened: contextlib.ExitStack, *, seed: int) -> None:
+        """Read the weights to where they live; `opened` gets what has to be closed.
+
+        `seed` is that of random weights.
+        """
+        settings, source = self.settings, self.source
+        self._transfers = Transfers(self._device, links=self._links, trace=settings.trace)
+        opened.callback(self._transfers.close)
+        placement = settings.policy.weights
+        doing = "converting" if source.bits == 16 else "quantizing"
+        with byte_bar(doing, off=settings.no_bars) as bar:
+            checkpoint, names = source.open(
+                placement, seed=seed, weight_cache=settings.weight_cache, progress=bar)
+        opened.callback(checkpoint.close)
+        weights = source.weights
+        if settings.policy.sep_layer:
+            weights = weights.separated()
+        self.weights = WeightStore(
+            weights, checkpoint, names, placement=placement, form=source.form,
+            transfers=self._transfers, pin=settings.policy.pin_weight)
+
+        def run_folder() -> RunFolder:
+            folder = RunFolder(settings.offload_dir)
+            opened.callback(folder.close)
+            return folder
+
+        with byte_bar("loading", off=settings.no_bars) as bar:
+            self.weights.load(run_folder, bar)
+        self._loaded_bytes = resident_bytes()
+
+    def sampled_memory(self) -> AbstractContextManager[None]:
+        """Sample memory into the trace, if there is one, during a ``with`` statement."""
+        return sampled_memory(self.settings.trace, self._device.used_bytes)
+
+    def plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
+        """Refuse what does not fit, before it is allocated."""
+        plan, limits = self._planned(workload, loaded=loaded)
+        if show:
+            print(plan.table(limits), flush=True)
+        plan.check(limits)
+
+    def fits(self, workload: Workload) -> bool:
+        """Whether there is memory for it, the weights being there."""
+        plan, limits = self._planned(workload, loaded=True)
+        return not plan.shortfalls(limits)
+
+    def _planned(self, workload: Workload, *, loaded: bool) -> tuple[MemoryPlan, MemoryLimits]:
+        """What a run will take, and what is free for it."""
+        form, settings = self.source.form, self.settings
+        not_kept = form.bits != 16 and settings.weight_cache is None
+        plan = memory_plan(self.config, settings.policy, workload,
+                           itemsize=form.dtype.itemsize, has_gpu=self._device.separate,
+                           writes_weights=self.source.dummy or not_kept, cache=settings.cache,
+                           weights=WeightOptions(form.bits, form.group))
+        limits = free_memory(settings.offload_dir, self._device.free_bytes())
+        if loaded:
+            limits = plan.before_loading(limits, kept=kept_heap(self._loaded_bytes))
+        return plan, limits.within(**settings.most)
+
+    def room(self, size: Size, cache: Cache | None = None) -> Room:
+        """A room for blocks up to `size`, with a cache as set or the given one."""
+        settings = self.settings
+        return Room(self.config, self._cache_shape(), size, policy=settings.policy,
+                    h2o=settings.cache.h2o, transfers=self._transfers,
+                    offload_dir=settings.offload_dir, cache=cache)
+
+    def run(self, room: Room | None, blocks: Sequence[Block], sink: Sink, *,
+            keeps: bool = False) -> RunStats:
+        """Run blocks in a room (None: there are no blocks), and say how it went.
+
+        keeps: the one block goes on with what the room's cache holds, and leaves it there.
+        """
+        self._links.reset()
+        self._device.begin_run()
+        requests = [request for block in blocks for batch in block for request in batch.requests]
+        stats = self._new_stats(requests)
+        if blocks:
+            executor = Executor(self.config, self.weights, room, transfers=self._transfers,
+                                dtype=self.source.dtype, policy=self.settings.policy)
+            run = partial(executor.run, sink=sink, keeps=keeps)
+            with (self.sampled_memory(), self._spinning.watched(),
+                  dispatch.measured(self.settings.implementations)):
+                self._run_blocks(run, room, blocks, stats)
+                self._transfers.drain()
+        self._transfers.settle()
+        stats.generated_tokens = sum(len(request.generated) for request in requests)
+        stats.links = self._links.totals()
+        stats.peak_device_bytes = self._device.peak_bytes()
+        stats.peak_process_bytes = peak_process_bytes()
+        return stats
+
+    def _run_blocks(self, run: Callable[..., Timing], room: Room, blocks: Sequence[Block],
+                    stats: RunStats) -> None:
+        per_token = self.config.kv_bytes_per_token(self.source.dtype.itemsize)
+        stops = num_stops(self.config.num_layers, self.settings.policy.sep_layer)
+        with run_bars(blocks, stops, off=self.settings.no_bars) as progress:
+            def computed(block: Block, step: Step) -> None:
+                progress(block, step)
+                self._spinning.look()
+
+            for block in blocks:
+                timing = run(block, on_compute=partial(computed, block))
+                self._trace_phases(timing)
+                stats.kv_cache_bytes = max(stats.kv_cache_bytes, room.cache.nbytes())
+                full = sum(len(batch) * (max(batch.seats.lengths) + batch.seats.new)
+                           for batch in block)
+                stats.full_kv_cache_bytes = max(stats.full_kv_cache_bytes, per_token * full)
+                stats.prefill_seconds += timing.prefill
+                stats.decode_seconds += sum(timing.steps)
+                stats.step_seconds += timing.steps
+
+    def _trace_phases(self, timing: Timing) -> None:
+        start = timing.began
+        for name, seconds in (("prefill", timing.prefill), ("decode", sum(timing.steps))):
+            self.settings.trace.add(name, PHASES, start, start + seconds)
+            start += seconds
+
+    def _new_stats(self, requests: Sequence[Request]) -> RunStats:
+        return RunStats(
+            model=self.settings.name, num_parameters=self.config.num_parameters(),
+            dtype=str(self.source.dtype).removeprefix("torch."),
+            device=self._device.description(), num_prompts=len(requests),
+            prompt_tokens=sum(len(request.prompt) for request in requests), generated_tokens=0,
+            gpu_batch_size=self.settings.policy.gpu_batch_size,
+            num_gpu_batches=self.settings.policy.num_gpu_batches, load_seconds=self.load_seconds,
+            kv_bytes_per_token=self._cache_shape().token_bytes(),
+            weight_bytes=self.weights.nbytes, weight_bits=self.source.bits)
+
+    def _cache_shape(self) -> CacheShape:
+        config, cache = self.config, self.settings.cache
+        return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
+                          self.source.dtype, cache.bits, cache.attn_sparsity)

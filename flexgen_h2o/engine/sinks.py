@@ -1,0 +1,168 @@
+"""Where logits go: the next token of each sequence, or the log-probability of a given one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from flexgen_h2o.engine.batch import Batch, Request
+from flexgen_h2o.engine.sampling import Sampler, not_finite
+
+
+class Generation:
+    """A sink that extends each request by a token, until EOS, a stop string or the length.
+
+    Parameters
+    ----------
+    sampler : Sampler
+    eos_token_ids : tuple of int
+        A sequence ends with any of them.
+    max_new_tokens : int
+    stops : callable, optional
+        Whether a sequence ends with what it has generated; asked after each token.
+    on_token : callable, optional
+        Called with each new token as it comes.
+    """
+
+    def __init__(self, sampler: Sampler, eos_token_ids: tuple[int, ...], max_new_tokens: int, *,
+                 stops: Callable[[Sequence[int]], bool] | None = None,
+                 on_token: Callable[[int], None] | None = None):
+        self._on_token = on_token
+        self._sampler = sampler
+        self._stops = stops or (lambda tokens: False)
+        self._eos = frozenset(eos_token_ids)
+        self._max_new_tokens = max_new_tokens
+
+    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
+        """Rows that get logits: the newest token of each sequence, once its prompt has ended."""
+        return newest_rows(batch, sweep)
+
+    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
+        requests = batch.requests[row : row + len(logits)]
+        chosen = self._sampler(logits, requests, batch.seats.token(sweep))
+        for request, choice in zip(requests, chosen, strict=True):
+            if request.finish_reason:
+                continue
+            request.generated.append(choice)
+            if self._on_token is not None:
+                self._on_token(choice)
+            if choice in self._eos or self._stops(request.generated):
+                request.finish_reason = "stop"
+            elif len(request.generated) == self._max_new_tokens:
+                request.finish_reason = "length"
+
+
+class _Continuations:
+    """A sink that collects the log-probabilities of given continuations.
+
+    `greedy` says by key whether each token so far has been the likeliest.
+
+    Parameters
+    ----------
+    continuations : mapping
+        Request key to token ids, at least one each.
+    """
+
+    def __init__(self, continuations: Mapping[int, Sequence[int]]):
+        self._continuations = continuations
+        self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
+        self.greedy = dict.fromkeys(continuations, True)
+
+    def _note(self, key: int, log_prob: float, likeliest: bool) -> None:
+        """Add what was found of the next token of a continuation.
+
+        Raises `UserError` for NaN, which one NaN or infinity among the logits makes of them all; a
+        token of which the probability is 0 is all right.
+        """
+        if math.isnan(log_prob):
+            raise not_finite(key, log_prob)
+        self.log_probs[key].append(log_prob)
+        self.greedy[key] &= likeliest
+
+
+class Scoring(_Continuations):
+    """Scores continuations in one prefill.
+
+    A request's prompt is context and continuation without its last token; the logits of the last
+    ``len(continuation)`` rows of each prompt predict the continuation.
+    """
+
+    def joined(self, contexts: Sequence[Request]) -> list[Request]:
+        """These requests with such prompts."""
+        return [Request(context.key, context.prompt + [*self._continuations[context.key][:-1]])
+                for context in contexts]
+
+    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
+        """Rows of a sweep that predict a continuation: int64 [rows]."""
+        return torch.tensor([row for row, _, _ in self._owners(batch, sweep)], dtype=torch.int64)
+
+    def _owners(self, batch: Batch, sweep: int) -> list[tuple[int, int, int]]:
+        """(row, request key, token to predict) of the rows that predict."""
+        owners, row = [], 0
+        for span in batch.seats.spans(sweep):
+            request = batch.requests[span.sequence]
+            tail = self._continuations[request.key]
+            begin = len(request.prompt) - len(tail)
+            owners += [(row + position - span.start, request.key, tail[position - begin])
+                       for position in range(max(span.start, begin), span.end)]
+            row += len(span)
+        return owners
+
+    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
+        owners = self._owners(batch, sweep)[row : row + len(logits)]
+        found = _log_probs(logits, [target for _, _, target in owners])
+        for (_, key, _), each in zip(owners, found, strict=True):
+            self._note(key, *each)
+        if batch.seats.token(sweep) == 0:
+            for request in batch.requests:
+                request.finish_reason = "length"
+
+
+class Forcing(_Continuations):
+    """Scores continuations by feeding them token by token.
+
+    What an evicting cache predicts depends on how tokens came: only the context is a prompt.
+    """
+
+    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
+        """Rows that get logits: as in generation."""
+        return newest_rows(batch, sweep)
+
+    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
+        requests = batch.requests[row : row + len(logits)]
+        # One that has ended goes on with its last token, whose probability nobody wants.
+        tails = [self._continuations[request.key] for request in requests]
+        targets = [tail[min(len(request.generated), len(tail) - 1)]
+                   for request, tail in zip(requests, tails, strict=True)]
+        found = _log_probs(logits, targets)
+        for request, tail, target, each in zip(requests, tails, targets, found, strict=True):
+            if request.finish_reason:
+                continue
+            self._note(request.key, *each)
+            request.generated.append(target)
+            if len(request.generated) == len(tail):
+                request.finish_reason = "length"
+
+
+def newest_rows(batch: Batch, sweep: int) -> torch.Tensor:
+    """The row of each sequence's newest token, int64 [rows]; none while prompts have not ended."""
+    if batch.seats.token(sweep) < 0:
+        return torch.empty(0, dtype=torch.int64)
+    if not batch.seats.in_prefill(sweep):
+        return torch.arange(len(batch))
+    newest, row = {}, -1
+    for span in batch.spans(sweep):
+        row += len(span)
+        newest.update(dict.fromkeys(batch.alike[span.sequence], row))
+    return torch.tensor([newest[sequence] for sequence in range(len(batch))])
+
+
+def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> list[tuple[float, bool]]:
+    """Of one token per row of logits [rows, vocab]: natural log-probability, and if it is the top.
+    """
+    index = torch.tensor(targets, device=logits.device)
+    values = logits.float().log_softmax(-1).gather(1, index[:, None])[:, 0]
+    # max() and not argmax(), which takes ten times as long on a CPU.
+    return list(zip(values.tolist(), (logits.max(-1).indices == index).tolist(), strict=True))

@@ -1,0 +1,183 @@
+"""Prompts in and texts out: what users give becomes checked token ids, and back. No weights."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.sampling import SamplingParams
+from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.loader import Source, load_tokenizer
+from flexgen_h2o.engine.stop_strings import StopStrings
+from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.models.positions import check_length, longest_prompt
+
+_Each = TypeVar("_Each")
+
+_CHARACTERS = 8  # of a token, at the most that is usual
+_CUT = 128  # tokens that the cut at the end of a text's beginning may have made
+
+
+class Prompts:
+    """The tokenizer of a model, loaded when it is first needed, and the checks of what it makes.
+
+    All methods raise `UserError`, in one line that names the prompt or pair by its number.
+    """
+
+    def __init__(self, source: Source, name: str, h2o: H2OConfig | None):
+        self._source = source
+        self._h2o = h2o
+        self._config = source.config
+        self._name = name
+        self._tokenizer = None
+        longest = longest_prompt(source.config, h2o)
+        self._limit = longest, f"the model's {longest} positions: shorten it"
+
+    @property
+    def tokenizer(self):
+        """The transformers tokenizer, or None where the model has none."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._source.folder)
+        return self._tokenizer
+
+    def encode(self, prompt: str | Sequence[int], key: int, *, goes_on: bool = False,
+               limit: tuple[int | None, str] | None = None) -> list[int]:
+        """Token ids of prompt number `key`, of which there is at least one.
+
+        Parameters
+        ----------
+        goes_on : bool
+            It comes after other text, and gets no special tokens in front.
+        limit : (int or None, str), optional
+            The most tokens that a text may have, if there is a limit, and what sets it. Default:
+            the model's positions. Only what is far above it is refused here, and soon.
+        """
+        if isinstance(prompt, str):
+            ids = self._tokenize(prompt, f"prompt {key}", special=not goes_on, limit=limit)
+        else:
+            ids = _token_ids(prompt, f"prompt {key}")
+        # A tokenizer, too, may know more tokens than the model that it lies beside.
+        wrong = next((token for token in ids if not 0 <= token < self._config.vocab_size), None)
+        if wrong is not None:
+            raise UserError(f"prompt {key}: token id {wrong} is not below the vocabulary's "
+                            f"{self._config.vocab_size}")
+        if not ids:
+            raise UserError(f"prompt {key} is empty: give it at least one token")
+        return ids
+
+    def _tokenize(self, text: str, what: str, *, special: bool = True,
+                  limit: tuple[int | None, str] | None = None) -> list[int]:
+        check_text(what, text)
+        if self.tokenizer is None:
+            raise UserError(f"{self._name} has no tokenizer here: give prompts as token ids")
+        self._check_beginning(text, what, *(limit or self._limit))
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _check_beginning(self, text: str, what: str, most: int | None, why: str) -> None:
+        """Refuse a text whose beginning alone has too many tokens: all takes seconds a megabyte."""
+        if most is None:
+            return
+        length = _CHARACTERS * (most + _CUT)
+        while length < len(text):
+            tokens = len(self.tokenizer(text[:length], add_special_tokens=False)["input_ids"])
+            if tokens > most + _CUT:
+                raise UserError(f"{what} has about {tokens * len(text) // length} tokens, more "
+                                f"than {why}")
+            length *= 4  # such as blanks, of which some tokenizers keep none
+
+    def check_longest(self, texts: Sequence[str]) -> None:
+        """Refuse the longest of these prompts if it is too long, and all that are no text."""
+        texts = several("text", texts)
+        for key, text in enumerate(texts):
+            check_text(f"prompt {key}", text)
+        if texts:
+            key = max(range(len(texts)), key=lambda key: len(texts[key]))
+            ids = self._tokenize(texts[key], f"prompt {key}")
+            self.check_lengths([Request(key, ids)], 1)
+
+    def encode_pairs(self, pairs: Sequence[tuple]) -> tuple[list[Request], dict[int, list[int]]]:
+        """A request for each pair's context, and its continuation by key."""
+        requests, continuations = [], {}
+        for key, pair in enumerate(several("pair", pairs)):
+            if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+                raise UserError(f"pair {key} is not (context, continuation): {pair!r:.80}")
+            head, continuations[key] = self._encode_pair(*pair, key)
+            requests.append(Request(key, head))
+        return requests, continuations
+
+    def _encode_pair(self, context, continuation, key: int) -> tuple[list[int], list[int]]:
+        """Token ids of context and continuation of pair number `key`, at least one each."""
+        if isinstance(context, str) != isinstance(continuation, str):
+            raise UserError(f"pair {key}: give context and continuation both as text or as tokens")
+        if isinstance(context, str):
+            # Tokenized together: the join may not fall on a token's edge.
+            what = f"pair {key}"
+            head = self._tokenize(context, what) if context else []
+            tail = self._tokenize(context + continuation, what)[len(head):]
+        else:
+            head, tail = (_token_ids(part, f"pair {key}") for part in (context, continuation))
+        if not head:
+            start = self._config.bos_token_id
+            if start is None:
+                raise UserError(f"pair {key}: the context is empty and the model has no BOS token")
+            # Many tokenizers put it in front themselves.
+            head, tail = [start], tail[1:] if tail[:1] == [start] else tail
+        if not tail:
+            raise UserError(f"pair {key}: the continuation is empty")
+        self.encode(head + tail, key)
+        return head, tail
+
+    def end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
+        """The tokens that end a text: those of `params`, or the model's."""
+        if params.eos_token_id is None:
+            return self._source.end_tokens
+        return params.end_tokens
+
+    def decode(self, tokens: list[int]) -> str | None:
+        """The text of generated tokens, or None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def stops(self, strings: Sequence[str] | None) -> StopStrings | None:
+        """What finds these stop strings in generated tokens; None for none."""
+        if strings is None:
+            return None
+        if self.tokenizer is None:
+            raise UserError(f"{self._name} has no tokenizer here, and stop_strings are text: leave "
+                            "them out")
+        return StopStrings(strings, self.tokenizer.decode)
+
+    def check_lengths(self, requests: list[Request], new_tokens: int) -> None:
+        """Refuse what would run past the model's positions."""
+        longest = max(requests, key=lambda request: len(request.prompt))
+        check_length(self._config, self._h2o, prompt=f"prompt {longest.key}",
+                     length=len(longest.prompt), new_tokens=new_tokens)
+
+
+def several(what: str, values: Iterable[_Each]) -> list[_Each]:
+    """The prompts, pairs or texts that are given, as a list. `what` names one of them.
+
+    Raises `UserError` for what is no such thing, such as a text or None.
+    """
+    advice = f": put the one {what} in a list" if isinstance(values, str) else ""
+    try:
+        found = None if isinstance(values, (str, bytes, Mapping)) else iter(values)
+    except TypeError:
+        found = None
+    if found is None:
+        raise UserError(f"{what}s must be a list, got {shown(values)}{advice}")
+    return list(found)
+
+
+def _token_ids(tokens, what: str) -> list[int]:
+    """Token ids as plain ints, from any iterable of whole numbers (a tensor, an array)."""
+    try:
+        if isinstance(tokens, bytes):
+            raise TypeError("text that is not decoded")
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise UserError(f"{what} must be text or a sequence of whole token ids, "
+                        f"got {shown(tokens)}") from None

@@ -1,0 +1,140 @@
+"""The room that a run takes: KV cache, hidden states, scratch, and the run folder under them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from flexgen_h2o.cache.attending import Attending
+from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.cache.shape import CacheShape, CacheSize, slots_of
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.engine.batch import Batch
+from flexgen_h2o.engine.hidden import HiddenStates
+from flexgen_h2o.h2o.batch_layout import Seats, Span
+from flexgen_h2o.h2o.simulation import SimulatedCache
+from flexgen_h2o.models import family
+from flexgen_h2o.models.layers import Scratch
+from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.transfer import Transfers
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the largest block takes: in the cache, and rows of hidden states of a batch."""
+
+    cache: CacheSize
+    rows: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[Sequence[Batch]], h2o: H2OConfig | None, num_layers: int) -> Size:
+        """The size that holds each of `blocks`."""
+        batches = [batch for block in blocks for batch in block]
+        slots = zip(*(slots_of(batch.seats, h2o, num_layers) for batch in batches), strict=True)
+        chunked = [max(batch.seats.lengths) for batch in batches if batch.seats.chunk is not None]
+        cache = CacheSize(max(map(len, batches)), max(map(len, blocks)),
+                          tuple(max(layer) for layer in slots), max(chunked, default=0))
+        # Of new tokens there is a row for each sequence; of prompts they may have fewer together.
+        rows = max(max(len(batch), batch.rows(sweep)) for batch in batches
+                   for sweep in range(batch.seats.prefill_sweeps))
+        return cls(cache, rows)
+
+    def covers(self, other: Size) -> bool:
+        """Whether a block of size `other` fits in."""
+        return self.rows >= other.rows and self.cache.covers(other.cache)
+
+
+class Cache(Protocol):
+    """What attends for a block and remembers: see `KVCache`, which caches for real."""
+
+    attends_on_host: bool
+
+    def begin(self, batches: Sequence[Seats]) -> None:
+        """Start a new block with nothing cached."""
+
+    def resume(self, batches: Sequence[Seats]) -> None:
+        """Go on with the sequences of `begin`."""
+
+    def load(self, layer: int, batch: int, sweep: int) -> None:
+        """Bring what compute of (layer, batch) needs."""
+
+    def store(self, layer: int, batch: int, sweep: int) -> None:
+        """Write back what it changed."""
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span],
+                      rope) -> torch.Tensor:
+        """Attend within prompts, and cache them."""
+
+    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
+        """Cache the prompt of one sequence, which has ended, for others that have the same."""
+
+    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
+        """Attend from a new token of each sequence, and cache it."""
+
+    def nbytes(self) -> int:
+        """Bytes of what is cached."""
+
+
+class Room:
+    """Cache and hidden states for blocks up to `size`; one call after the other can use them.
+
+    Fresh memory is slow the first time that it is touched, so a run does better in a room that
+    is there already than in one of its own.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    shape : CacheShape
+    size : Size
+    policy : Policy
+    h2o : H2OConfig or None
+    transfers : Transfers
+    offload_dir : str
+    cache : Cache, optional
+        Stands in for the one of `policy` and `h2o`.
+    """
+
+    def __init__(self, config: ModelConfig, shape: CacheShape, size: Size, *, policy: Policy,
+                 h2o: H2OConfig | None, transfers: Transfers, offload_dir: str,
+                 cache: Cache | None = None):
+        self.size = size
+        self.scratch = Scratch(transfers.device.torch)
+        self._offload_dir = offload_dir
+        self._transfers = transfers
+        self._folder: RunFolder | None = None
+
+        def rope(positions: torch.Tensor):
+            return family(config).rope(config, positions, torch.float32)
+
+        with ExitStack() as opened:
+            self._opened = opened
+            if cache is not None:
+                self.cache = cache
+            elif h2o is not None and h2o.simulate:
+                self.cache = SimulatedCache(h2o, rope)
+            else:
+                self.cache = KVCache(shape, size.cache, policy, h2o=h2o, rope=rope,
+                                     transfers=transfers, run_folder=self._run_folder)
+            self.hidden = HiddenStates(
+                size.rows, config.hidden_size, shape.dtype, batches=size.cache.batches,
+                placement=policy.activations, transfers=transfers, run_folder=self._run_folder)
+            # Last in, first out: nothing may be under way when files and buffers go.
+            opened.callback(transfers.abandon)
+            self._opened = opened.pop_all()
+
+    def _run_folder(self) -> RunFolder:
+        if self._folder is None:
+            self._folder = RunFolder(self._offload_dir)
+            self._opened.callback(self._folder.close)
+            self._opened.callback(self._transfers.disk.forget, self._folder.path)
+        return self._folder
+
+    def close(self) -> None:
+        """Wait for what is under way and remove the files; a second call does nothing."""
+        self._opened.close()

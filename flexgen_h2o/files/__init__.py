@@ -1,0 +1,1 @@
+"""Every writer and reader of text files, one module each. Torch-free."""

@@ -1,0 +1,131 @@
+"""Articles to measure with: their text out of a .jsonl file, their tokens in two halves. No torch.
+
+The file is the H2O fork's ``xsum_0shot.jsonl`` or one like it: a JSON object a line, the text under
+the key `article`. There it stands within a prompt for a summary, which is taken off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import json_records, json_texts
+
+_HEAD = "###\nArticle: "
+_TAIL = "\n\nSummarize the above article in 1 sentence."
+
+Pair = tuple[list[int], list[int]]
+
+
+def read_articles(path: str) -> list[str]:
+    """Read the text of each article, in the order of the file; blank lines are skipped.
+
+    Raises `UserError`, with the line's number where there is one, when the file is missing, empty
+    or not UTF-8, or a line is not JSON or has no text under `article`.
+    """
+    return json_texts("--input-path", path, "article", clean=unwrap,
+                      if_empty="holds no articles: write one JSON object a line")
+
+
+def unwrap(text: str) -> str:
+    """The article alone, without the prompt for a summary around it."""
+    return text.strip().removeprefix(_HEAD).removesuffix(_TAIL).strip()
+
+
+def choose(texts: Iterable[str], encode: Callable[[str], Sequence[int]], *, articles: int,
+           min_tokens: int, max_tokens: int) -> list[list[int]]:
+    """Token ids of the first `articles` texts of at least `min_tokens`, cut to `max_tokens` each.
+
+    `encode` makes token ids of a text. Raises `UserError` when there are too few such texts.
+    """
+    chosen: list[list[int]] = []
+    for text in texts:
+        ids = list(encode(text))
+        if len(ids) >= min_tokens:
+            chosen.append(ids[:max_tokens])
+            if len(chosen) == articles:
+                return chosen
+    raise UserError(f"--input-path has {len(chosen)} articles of at least {min_tokens} tokens and "
+                    f"{articles} are asked for: lower --articles or --min-tokens")
+
+
+def halves(articles: Iterable[Sequence[int]]) -> list[Pair]:
+    """Each article's tokens (at least 2) as the first half and the rest, one longer if odd."""
+    return [(list(ids[: len(ids) // 2]), list(ids[len(ids) // 2 :])) for ids in articles]
+
+
+MAX_TOKENS = 64
+"""New tokens of a line that does not say; XSum's summaries are of about 25."""
+
+
+@dataclass(frozen=True)
+class Article:
+    """A line of the input: `prompt` is sent as it is, and the article stands within it.
+
+    A summary ends before the first of the texts in `stop`, or after `max_tokens` tokens.
+    """
+
+    prompt: str
+    reference: str
+    stop: tuple[str, ...] = ()
+    max_tokens: int = MAX_TOKENS
+
+    @property
+    def lead(self) -> str:
+        """The article's first sentence."""
+        return first_sentence(unwrap(self.prompt))
+
+
+def read_article_prompts(path: str, *, most: int | None = None, max_tokens: int | None = None
+                  ) -> list[Article]:
+    """The first `most` lines of a .jsonl file; `max_tokens` overrides the lines' own.
+
+    A line has `article` and `summary_gt`, and may have `stop` (a text or several) and `max_tokens`.
+    Temperature and top_p are not looked at, as decoding is greedy. Raises `UserError`, with the
+    line's number, when the file is missing or a line is no such line.
+    """
+    records = json_records("--input-path", path,
+                           if_empty="holds no articles: write one JSON object a line")
+    found = []
+    for number, record in records:
+        where = f"--input-path {path} line {number}"
+        record = record if isinstance(record, dict) else {}
+        for key in ("article", "summary_gt"):
+            if not isinstance(record.get(key), str) or not record[key].strip():
+                raise UserError(f"{where} has no text under the key `{key}`")
+        own = record.get("max_tokens", MAX_TOKENS)
+        if isinstance(own, bool) or not isinstance(own, int) or own < 1:
+            raise UserError(f"{where}: `max_tokens` must be a whole number above 0, got {own!r}")
+        found.append(Article(record["article"], record["summary_gt"], _stops(where, record),
+                             max_tokens or own))
+        if len(found) == most:
+            break
+    return found
+
+
+def _stops(where: str, record: dict) -> tuple[str, ...]:
+    stops = record.get("stop") or ()
+    stops = (stops,) if isinstance(stops, str) else stops
+    if not isinstance(stops, (list, tuple)) or not all(
+            isinstance(text, str) and text for text in stops):
+        raise UserError(f"{where}: `stop` must be a text or a list of them, none empty, "
+                        f"got {stops!r:.80}")
+    return tuple(stops)
+
+
+# A stop, quotes or brackets that close, and then what may begin a sentence.
+_END = re.compile(r"[.!?][\"'”’)\]]*(?=\s+[\"'“‘(\[]?[A-Z0-9£$€])")
+# A stop after one of these, or after a capital alone (an initial, U.S.), ends no sentence.
+_SHORT = re.compile(r"\b(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Sir|Rev|Gen|Col|Lt|Capt|Sgt|Gov|Sen|Rep|Hon|"
+                    r"Jr|Sr|No|vs|etc|Inc|Ltd|Co|Corp)\.$")
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a text, or all of it where none ends: the baseline *lead-1*."""
+    text = text.strip()
+    for found in _END.finditer(text):
+        if not _SHORT.search(text[: found.start() + 1]):
+            return text[: found.end()]
+    return text

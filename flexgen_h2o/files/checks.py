@@ -1,0 +1,35 @@
+"""Whether results can be written, tried before anything is computed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+
+from flexgen_h2o.errors import UserError
+
+
+def check_writable(flag: str, path: str) -> None:
+    """Raise `UserError` for a result that could not be written, before anything is computed."""
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise UserError(f"{flag} {path} is not a regular file")
+    folder = os.path.dirname(path) or "."
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # only trying tells
+    except OSError as error:
+        raise UserError(f"cannot write {flag} into the folder {folder}: {error.strerror}") from None
+
+
+def check_folder(flag: str, folder: str, paths: Iterable[str]) -> None:
+    """Raise `UserError` for a folder in which these files could not be written; it may be absent.
+    """
+    if os.path.isdir(folder):
+        for path in paths:
+            check_writable(flag, path)
+        return
+    above = folder
+    while not os.path.lexists(above):  # the first that is there will hold the new ones
+        above = os.path.dirname(above.rstrip(os.sep)) or "."
+    if not os.path.isdir(above):
+        raise UserError(f"{flag} {folder} cannot be a folder: {above} is a file")
+    check_writable(flag, os.path.join(above, "file"))

@@ -1,0 +1,171 @@
+"""Which tokens stay cached: the policy of H2O alone, no storage (arXiv 2306.14048, algorithm 1).
+
+Whoever attends accumulates the *mass* of every cached key, the attention that it received: a new
+key starts at 0, and each query does ``mass = mass * decay + row``, its own key included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from flexgen_h2o.config.h2o import H2OConfig
+
+EMPTY = 2**31 - 1
+"""The position of a slot that holds no token: later than all, so it is never a victim."""
+
+
+class Cut(NamedTuple):
+    """A prompt of `length` tokens, of which `heavy` and the newest `recent` stay beside sinks."""
+
+    length: int
+    heavy: int
+    recent: int
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Picks what stays of a prompt and whose slot a new token takes.
+
+    All of it is exact on every device: no choice depends on the order in which ties are seen.
+
+    Attributes
+    ----------
+    mean : bool
+        The score is the mass over the number of queries that could see the key, not the mass.
+    decay : float
+        The factor per query on the accumulated mass.
+    sinks : int
+        The first tokens of a sequence that always stay.
+    """
+
+    mean: bool = False
+    decay: float = 1.0
+    sinks: int = 0
+
+    def kept(self, cut: Cut) -> int:
+        """How many tokens of a prompt stay."""
+        return min(cut.length, cut.heavy + cut.recent + self.sinks)
+
+    def select(self, mass: torch.Tensor, cut: Cut, positions: torch.Tensor | None = None
+               ) -> torch.Tensor:
+        """The tokens of a prompt that stay: sinks, the last recent, the heaviest of the rest.
+
+        Of equal scores the newer stays.
+
+        Parameters
+        ----------
+        mass : float32 [kv_heads, cut.length]
+            Of every key of the prompt, all queries done; any finite values if ``heavy`` is 0.
+        cut : Cut
+        positions : int [kv_heads, cut.length], optional
+            Of the tokens, ascending, where some between them have gone before, but no sink. None:
+            from 0 on, without a gap.
+
+        Returns
+        -------
+        int64 [kv_heads, kept]
+            Indices of tokens, ascending.
+        """
+        heads, tokens = mass.shape
+        index = torch.arange(tokens, device=mass.device)
+        if self.kept(cut) == tokens:
+            return index.repeat(heads, 1)
+        first, last = self.sinks, tokens - cut.recent
+        positions = index if positions is None else positions
+        score = self._score(mass, positions, positions[..., -1:] + 1)[:, first:last]
+        # Sorted from new to old: a stable sort then leaves the newer of equals in front.
+        order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
+        heavy = (last - 1 - order[:, : cut.heavy]).sort(dim=-1).values
+        sinks, recent = (part.expand(heads, -1) for part in (index[:first], index[last:]))
+        return torch.cat([sinks, heavy, recent], dim=-1)
+
+    def victims(self, mass: torch.Tensor, positions: torch.Tensor, *, tokens: torch.Tensor,
+                recent: torch.Tensor) -> torch.Tensor:
+        """The slot with the lowest score outside the sinks and the recent tokens.
+
+        Of equal scores the oldest goes. Where nothing can go, the index means nothing.
+
+        Parameters
+        ----------
+        mass : float32 [sequences, kv_heads, slots]
+            The new token's query included.
+        positions : int32 [sequences, kv_heads, slots]
+            Of the token in each slot, or `EMPTY`. The new token may be among them or not: it is
+            recent.
+        tokens : int [sequences]
+            Tokens so far, the new one included.
+        recent : int [sequences]
+            The budget's, at least 1.
+
+        Returns
+        -------
+        int64 [sequences, kv_heads]
+        """
+        tokens, recent = tokens[:, None, None], recent[:, None, None]
+        evictable = (positions >= self.sinks) & (positions < tokens - recent)
+        score = self._score(mass, positions, tokens).masked_fill(~evictable, torch.inf)
+        lowest = score.amin(dim=-1, keepdim=True)
+        # Positions differ, so the oldest of equals is one slot on every device.
+        return positions.masked_fill(~evictable | (score > lowest), EMPTY).argmin(dim=-1)
+
+    def _score(self, mass: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor | int
+               ) -> torch.Tensor:
+        """Reduce the mass to the score. A key at p was seen by queries p to ``tokens - 1``."""
+        if self.mean:
+            return mass / (tokens - positions).clamp(min=1)  # an empty slot has no queries
+        return mass
+
+
+@dataclass(frozen=True)
+class Book:
+    """What eviction knows of the slots of some sequences; the operations keep it up in place.
+
+    Attributes
+    ----------
+    eviction : Eviction
+    mass : float32 Tensor [sequences, kv_heads, slots]
+        Attention that each cached key has received; 0 in empty slots.
+    positions : int32 Tensor, the same shape
+        Of the token in each slot; `EMPTY` where there is none.
+    ranks : int32 Tensor, the same shape, or None
+        With rolling positions, each token's place among the cached ones: keys are then cached
+        unrotated, and a key's position is its rank. None: keys are cached rotated.
+    rope : two float32 Tensors [positions, rotary_dim / 2], or None
+        Cosines and sines by rank, the new token's included. With `ranks`.
+    """
+
+    eviction: Eviction
+    mass: torch.Tensor
+    positions: torch.Tensor
+    ranks: torch.Tensor | None = None
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def eviction_of(h2o: H2OConfig | None) -> Eviction:
+    """The policy of a configuration; its sizes come with each sequence."""
+    if h2o is None:
+        return Eviction()
+    return Eviction(mean=h2o.score == "mean", sinks=h2o.sink_tokens,
+                    decay=float(h2o.decay) if h2o.score == "decay" else 1.0)
+
+
+def new_book(shape: tuple[int, int, int], eviction: Eviction, *,
+             rope: tuple[torch.Tensor, torch.Tensor] | None, device: torch.device) -> Book:
+    """A book of [sequences, kv_heads, slots], all empty.
+
+    It is exact whatever the cache's dtype, and small beside keys and values, so it stays where
+    attention runs on every tier. With rotations by rank, positions roll.
+    """
+    mass = torch.zeros(shape, dtype=torch.float32, device=device)
+    positions = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
+    ranks = None if rope is None else torch.zeros_like(positions)
+    return Book(eviction, mass, positions, ranks, rope)
+
+
+def narrowed(book: Book, sequences: slice) -> Book:
+    """The same book for some of its sequences."""
+    return replace(book, mass=book.mass[sequences], positions=book.positions[sequences],
+                   ranks=None if book.ranks is None else book.ranks[sequences])

@@ -1,0 +1,159 @@
+"""The definition of H2O in running code: a mask over a full cache, and nothing clever.
+
+Every key and value stays; what eviction took is masked out. `KVCache`, which really drops tokens,
+has to give the same tokens in float32. See arXiv 2306.14048, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flexgen_h2o.cache.attending import Attending
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.h2o.batch_layout import Seats, Span
+from flexgen_h2o.h2o.budget import Budget, budget
+from flexgen_h2o.kernels.rotary import rotated
+
+
+class Memory:
+    """What is known of one sequence in one layer; tokens stand in order of their positions.
+
+    keys and values are [kv_heads, tokens, head_dim]; alive (bool) and mass (float32), the attention
+    that each key has received, are [kv_heads, tokens].
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        """Of the first tokens: keys and values [tokens, kv_heads, head_dim]."""
+        # Copies: what is given lies in scratch memory.
+        self.keys, self.values = (x.transpose(0, 1).to(torch.float32, copy=True)
+                                  for x in (keys, values))
+        self.alive = torch.ones(self.keys.shape[:2], dtype=torch.bool, device=keys.device)
+        self.mass = torch.zeros(self.keys.shape[:2], device=keys.device)
+
+    def append(self, other: Memory) -> None:
+        """Add the tokens of `other` at the end."""
+        for name in ("keys", "values", "alive", "mass"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)], dim=1))
+
+
+class SimulatedCache:
+    """Stands in for `KVCache`, in compute memory alone.
+
+    Parameters
+    ----------
+    h2o : H2OConfig
+    rope : callable (positions) -> cosines and sines, or None
+        float32, [positions, rotary_dim / 2] each.
+    """
+
+    attends_on_host = False
+
+    def __init__(self, h2o: H2OConfig, rope: Callable):
+        self._h2o = h2o
+        self._rope = rope
+        self._decay = h2o.decay if h2o.score == "decay" else 1.0
+
+    def begin(self, batches: Sequence[Seats]) -> None:
+        """Start a new block: forget what is cached."""
+        self._seats = list(batches)
+        self._memories: dict[tuple[int, int, int], Memory] = {}
+
+    def resume(self, batches: Sequence[Seats]) -> None:
+        """Go on with the same sequences, in another run."""
+        self._seats = list(batches)
+
+    def load(self, layer: int, batch: int, sweep: int) -> None:
+        """Nothing is anywhere else."""
+
+    store = load
+
+    def nbytes(self) -> int:
+        """Bytes of the keys and values that are held: all of them, in float32."""
+        return sum(memory.keys.nbytes + memory.values.nbytes for memory in self._memories.values())
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span], rope):
+        """As `KVCache.attend_prompt`."""
+        outputs, row = [], 0
+        for span in spans:
+            rows = slice(row, row + len(span))
+            row = rows.stop
+            key = (layer, batch, span.sequence)
+            outputs.append(self._attend(key, q[rows], k[rows], v[rows]))
+            # Of a chunk that is not the last only if chunks are to be evicted as they come.
+            if span.end == self._seats[batch].lengths[span.sequence] or self._h2o.prompt_chunk:
+                self._evict(key)
+        return torch.cat(outputs)
+
+    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
+        """As `KVCache.repeat`."""
+        for target in targets:
+            self._memories[layer, batch, target] = copy.deepcopy(
+                self._memories[layer, batch, source])
+
+    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
+        """As `KVCache.attend_token`, done at once."""
+        outputs = []
+        for sequence in range(len(q)):
+            row, key = slice(sequence, sequence + 1), (layer, batch, sequence)
+            outputs.append(self._attend(key, q[row], k[row], v[row]))
+            if self._h2o.evict_generated:
+                self._evict(key)
+        return Attending({0: torch.cat(outputs)})
+
+    def _attend(self, key: tuple[int, int, int], q, k, v) -> torch.Tensor:
+        """Append new tokens, attend from each over what is alive up to itself, add to the mass.
+
+        q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], all before rotation.
+        """
+        if key in self._memories:
+            self._memories[key].append(Memory(k, v))
+        else:
+            self._memories[key] = Memory(k, v)
+        memory = self._memories[key]
+        rows, tokens = len(q), memory.keys.shape[1]
+        position = torch.arange(tokens, device=q.device)
+        newest = position[tokens - rows :]
+        places = position.expand(len(memory.keys), -1)
+        if self._h2o.positions == "rolling":
+            places = memory.alive.cumsum(1) - 1
+        # All heads have as many tokens alive, so that a query's place is the same in each.
+        keys, queries = self._turned(memory.keys, places), self._turned(
+            q.float().transpose(0, 1), places[:1, newest])
+        queries = queries.unflatten(0, (len(keys), -1))  # [kv_heads, group, rows, head_dim]
+        logits = torch.einsum("hgrd,htd->hgrt", queries, keys) * q.shape[-1] ** -0.5
+        seen = memory.alive[:, None] & (position <= newest[:, None])  # [kv_heads, rows, tokens]
+        probabilities = logits.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+        for row in probabilities.sum(1).unbind(1):
+            memory.mass = memory.mass * self._decay + row
+        out = torch.einsum("hgrt,htd->rhgd", probabilities, memory.values)
+        return out.flatten(1, 2).to(q.dtype)
+
+    def _turned(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """x [heads, tokens, head_dim] rotated to `places` [heads or 1, tokens]."""
+        tables = self._rope(places.flatten())
+        if tables is None:
+            return x
+        return rotated(x, *(table.unflatten(0, places.shape) for table in tables))
+
+    def _evict(self, key: tuple[int, int, int]) -> None:
+        """Down to the budget: lowest score first, of equals the oldest; never sinks and recent."""
+        memory, limit = self._memories[key], self._budget(key)
+        tokens = memory.keys.shape[1]
+        if limit is None or memory.alive[0].sum() <= limit.total:
+            return
+        excess = int(memory.alive[0].sum()) - limit.total
+        score = memory.mass
+        if self._h2o.score == "mean":  # over the queries that could see the key
+            score = score / (tokens - torch.arange(tokens, device=score.device))
+        for head, (alive, scores) in enumerate(zip(memory.alive.tolist(), score.tolist(),
+                                                   strict=True)):
+            candidates = [i for i in range(limit.sinks, tokens - limit.recent) if alive[i]]
+            for victim in sorted(candidates, key=lambda i, s=scores: (s[i], i))[:excess]:
+                memory.alive[head, victim] = False
+
+    def _budget(self, key: tuple[int, int, int]) -> Budget | None:
+        layer, batch, sequence = key
+        return budget(self._h2o, layer, self._seats[batch].lengths[sequence])

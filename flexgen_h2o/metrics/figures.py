@@ -1,0 +1,63 @@
+"""What the tasks' plots have in common: how lines look, axes, and a file that is whole or absent.
+
+matplotlib, an extra, is loaded when a plot is drawn. Lines differ in dash and marker as well as in
+colour, so that a grey print can be read.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.atomic import replacing
+
+_FORMATS = (".png", ".svg", ".pdf")
+COLOURS = {"blue": "#0072B2", "vermillion": "#D55E00", "green": "#009E73", "orange": "#E69F00",
+           "purple": "#CC79A7", "sky": "#56B4E9", "yellow": "#F0E442", "black": "#000000"}
+"""Okabe and Ito's, which colour-blind eyes tell apart."""
+LINES = {
+    "h2o": {"color": COLOURS["blue"], "linestyle": "-", "marker": "o"},
+    "h2o-mean": {"color": COLOURS["purple"], "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
+    "h2o-decay": {"color": COLOURS["orange"], "linestyle": (0, (3, 1)), "marker": "P"},
+    "window": {"color": COLOURS["vermillion"], "linestyle": "--", "marker": "s"},
+    "sink-window": {"color": COLOURS["green"], "linestyle": "-.", "marker": "^"},
+    "full": {"color": COLOURS["black"], "linestyle": ":", "marker": "D"},
+}
+"""Policy to matplotlib's words for its line."""
+
+
+def check_plot(flag: str, path: str) -> None:
+    """Raise `UserError` unless the name ends in a format that can be drawn, and matplotlib is here.
+    """
+    if Path(path).suffix.lower() not in _FORMATS:
+        raise UserError(f"{flag} must name a {', '.join(_FORMATS)} file, got {path!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"{flag} needs matplotlib: pip install 'flexgen_h2o[plot]'")
+
+
+def new_figure(width: float, height: float):
+    """An empty matplotlib Figure of so many inches."""
+    from matplotlib.figure import Figure  # no pyplot: it holds state, and wants a screen
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def log_scale(axes, values: Sequence[float]) -> None:
+    """A logarithmic axis with plain numbers at 1, 2 and 5, or closer where the values are close."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    finite = [value for value in values if math.isfinite(value)]
+    close = not finite or max(finite) < 4 * min(finite)
+    axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if close else (1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def save(figure, path: str) -> None:
+    """Write a figure into a file, which is there whole or not at all. OSError if it cannot."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=Path(path).suffix[1:].lower(), dpi=150)

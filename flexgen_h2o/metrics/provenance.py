@@ -1,0 +1,52 @@
+"""When, with which code and on which machine a figure was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import flexgen_h2o
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def source_commit() -> str:
+    """Short hash of the checkout that runs, ``-dirty`` when it is changed; empty outside of one."""
+    root = Path(flexgen_h2o.__file__).parent.parent
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+ORIGIN = ("date", "version", "commit", "host")
+"""Columns of `origin`."""
+
+
+def origin() -> dict[str, str]:
+    """When, with which code and on which machine a row was measured."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"date": now, "version": flexgen_h2o.__version__, "commit": source_commit(),
+            "host": platform.node()}

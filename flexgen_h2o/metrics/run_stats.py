@@ -1,0 +1,124 @@
+"""The figures of one run: tokens, seconds, bytes. GB is 1e9 bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.links import GB
+
+RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
+          "latency_p50_seconds", "latency_p95_seconds")
+
+
+@dataclass(kw_only=True)
+class RunStats:
+    """The figures of one call of generate, warm-up excluded.
+
+    Sizes are bytes, times seconds. `prompt_tokens` and `generated_tokens` count real tokens (no
+    pads, nothing past EOS) of all prompts. `step_seconds` holds each decode step of each block:
+    the time that a sequence waits for one token. `kv_cache_bytes` is the cache of the largest
+    block at rest, `full_kv_cache_bytes` what it would be with nothing evicted or compressed, and
+    `kv_bytes_per_token` a cached token at rest, all layers together. `weight_bytes` are all weights
+    at rest, their matrices in `weight_bits` (16: as `dtype` says). `links` is
+    `LinkStats.totals`. `projected` says that decode was extrapolated. `predicted_prefill_seconds`
+    and `predicted_decode_seconds` are what a plan said, if one was made. A rate is None where its
+    time was not measured.
+    """
+
+    model: str
+    num_parameters: int
+    dtype: str
+    device: str
+    num_prompts: int
+    prompt_tokens: int
+    generated_tokens: int
+    gpu_batch_size: int
+    num_gpu_batches: int
+    load_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+    peak_device_bytes: int = 0
+    peak_process_bytes: int = 0
+    kv_cache_bytes: int = 0
+    full_kv_cache_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    weight_bytes: int = 0
+    weight_bits: int = 16
+    links: dict[str, tuple[int, float]] = field(default_factory=dict)
+    projected: bool = False
+    predicted_prefill_seconds: float | None = None
+    predicted_decode_seconds: float | None = None
+
+    @property
+    def prefill_tokens_per_second(self) -> float | None:
+        """Prompt tokens / prefill seconds."""
+        return over(self.prompt_tokens, self.prefill_seconds)
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Generated tokens but each prompt's first (prefill makes it) / decode seconds."""
+        return over(self.generated_tokens - self.num_prompts, self.decode_seconds)
+
+    @property
+    def total_tokens_per_second(self) -> float | None:
+        """Generated tokens / (prefill + decode) seconds."""
+        return over(self.generated_tokens, self.prefill_seconds + self.decode_seconds)
+
+    @property
+    def latency_p50_seconds(self) -> float | None:
+        """Median seconds of a decode step."""
+        return percentile(self.step_seconds, 50)
+
+    @property
+    def latency_p95_seconds(self) -> float | None:
+        """95th percentile of the seconds of a decode step."""
+        return percentile(self.step_seconds, 95)
+
+    def project(self, *, cut: int, gen_len: int) -> RunStats:
+        """What `gen_len` tokens would have taken, from a run that was cut at `cut` tokens each.
+
+        Decode seconds become the mean measured step times ``gen_len - 1`` for every block, and
+        the tokens after the first grow alike. Steps, links and peaks stay as measured. Raises
+        `UserError` when there is decode time to project and no step was measured.
+        """
+        if gen_len > 1 and (cut < 2 or not self.step_seconds):
+            raise UserError("no decode step was measured to project from: cut at 2 tokens or more")
+        growth = (gen_len - 1) / (cut - 1) if gen_len > 1 else 1.0
+        mean = sum(self.step_seconds) / max(len(self.step_seconds), 1)
+        decoded = self.generated_tokens - self.num_prompts
+        return replace(
+            self,
+            decode_seconds=mean * len(self.step_seconds) * growth,
+            generated_tokens=self.num_prompts + round(decoded * growth),
+            projected=True,
+        )
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The percentile by linear interpolation, as numpy's default; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def over(amount: float, seconds: float) -> float | None:
+    """A rate; None where no time was measured."""
+    return amount / seconds if seconds > 0 else None
+
+
+def to_json(stats: RunStats) -> str:
+    """All fields and rates as one JSON object; each link as bytes, seconds and gb_per_s."""
+    values = asdict(stats) | {name: getattr(stats, name) for name in RATES}
+    values["links"] = {
+        link: {"bytes": nbytes, "seconds": seconds, "gb_per_s": over(nbytes / GB, seconds)}
+        for link, (nbytes, seconds) in stats.links.items()
+    }
+    return json.dumps(values)

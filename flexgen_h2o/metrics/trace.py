@@ -1,0 +1,132 @@
+"""What a run did when, and the memory that it had then: recorded, written, read back. No torch.
+
+The file is Chrome trace JSON, which ui.perfetto.dev shows: spans in lanes, memory as graphs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.atomic import open_atomic
+from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.metrics.run_stats import over
+
+COMPUTE, WAITING, PHASES = "compute", "waiting", "phases"
+"""Lanes of a trace beside the links: WAITING is where compute stands still for a transfer, within
+its own spans; PHASES holds each block's ``prefill`` and ``decode``.
+"""
+PROCESS_MEMORY, DEVICE_MEMORY = "process memory", "device memory"
+"""What is sampled, in bytes: resident memory of the process, memory that is allocated on a GPU."""
+
+
+class Trace:
+    """A thread-safe recorder of memory, and of spans in lanes such as ``compute``, ``disk->cpu``.
+
+    Times are `time.perf_counter` seconds. A disabled trace records nothing and costs a test.
+
+    Attributes
+    ----------
+    about : dict of str to object
+        What whoever reads the file should know of the run: written with it.
+    """
+
+    def __init__(self, enabled: bool = True):
+        self.enabled = enabled
+        self.about: dict[str, object] = {}
+        self._origin = time.perf_counter()
+        self._lock = threading.Lock()
+        self._spans: list[tuple[str, str, float, float, int]] = []
+        self._samples: list[tuple[str, float, int]] = []
+
+    def span(self, name: str, lane: str) -> AbstractContextManager[None]:
+        """Record the body of a ``with`` statement, also when it raises."""
+        return self._timed(name, lane) if self.enabled else nullcontext()
+
+    @contextmanager
+    def _timed(self, name: str, lane: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, lane, start, time.perf_counter())
+
+    def add(self, name: str, lane: str, start: float, end: float, nbytes: int = 0) -> None:
+        """Record a span that has been timed elsewhere, and the bytes that it moved."""
+        if self.enabled:
+            with self._lock:
+                self._spans.append((name, lane, start, end, nbytes))
+
+    def sample(self, what: str, at: float, nbytes: int) -> None:
+        """Record how many bytes of a memory were in use at a time."""
+        if self.enabled:
+            with self._lock:
+                self._samples.append((what, at, nbytes))
+
+    def spans(self) -> list[tuple[str, str, float, float, int]]:
+        """All spans so far: (name, lane, start, end, bytes), in order of recording."""
+        with self._lock:
+            return list(self._spans)
+
+    def samples(self) -> list[tuple[str, float, int]]:
+        """All samples so far: (what, time, bytes), in order of recording."""
+        with self._lock:
+            return list(self._samples)
+
+    def write_chrome(self, path: str | os.PathLike) -> None:
+        """Write Chrome trace JSON (microseconds), for ui.perfetto.dev. OSError if it cannot."""
+        spans = self.spans()
+        lanes = {lane: number for number, lane in enumerate(dict.fromkeys(s[1] for s in spans))}
+        events: list[dict] = [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": lane}}
+            for lane, number in lanes.items()
+        ]
+        for name, lane, start, end, nbytes in spans:
+            event = {"ph": "X", "name": name, "cat": lane, "pid": 1, "tid": lanes[lane],
+                     "ts": (start - self._origin) * 1e6, "dur": max(end - start, 0.0) * 1e6}
+            if nbytes:
+                event["args"] = {"bytes": nbytes, "GB/s": over(nbytes / GB, end - start)}
+            events.append(event)
+        for what, at, nbytes in self.samples():
+            events.append({"ph": "C", "name": what, "pid": 1, "ts": (at - self._origin) * 1e6,
+                           "args": {"bytes": nbytes}})
+        with open_atomic(path) as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": self.about},
+                      file)
+
+    @classmethod
+    def read_chrome(cls, path: str | os.PathLike) -> Trace:
+        """Read what `write_chrome` wrote; times are seconds since the trace was begun.
+
+        Raises `UserError` when the file can't be read, or is no such file.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                found = json.load(file)
+        except OSError as error:
+            raise UserError(f"cannot read the trace {path}: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"{path} is not JSON: give a file that --trace wrote") from None
+        trace = cls()
+        try:
+            for event in found["traceEvents"]:
+                trace._take(event)
+            trace.about = dict(found.get("otherData", {}))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise UserError(f"{path} is no trace of this engine: give a file that --trace wrote"
+                            ) from None
+        return trace
+
+    def _take(self, event: Mapping) -> None:
+        """Record what an event of a file says; names of lanes are in the spans too."""
+        if event["ph"] == "X":
+            start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+            self.add(event["name"], event["cat"], start, start + seconds,
+                     event.get("args", {}).get("bytes", 0))
+        elif event["ph"] == "C":
+            self.sample(event["name"], event["ts"] / 1e6, event["args"]["bytes"])

@@ -1,0 +1,110 @@
+"""Generate text: ``flexgen-h2o generate``, and ``python -m flexgen_h2o.flex_opt``."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.input_files import read_prompts, synthetic_prompts, workload
+from flexgen_h2o.cli.parser import parse_args
+from flexgen_h2o.cli.plan_flags import AUTO
+from flexgen_h2o.cli.result_files import _write_results, check_results, result_files
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.files.terminal import show
+from flexgen_h2o.metrics import breakdown, run_table
+from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.outputs import Output
+
+if TYPE_CHECKING:
+    from flexgen_h2o.llm import LLM
+
+
+def run(config: RunConfig) -> None:
+    """Carry out a checked config: prompts in, texts, figures and files out."""
+    texts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
+    files = {} if config.plan_only else result_files(config)
+    check_results(files)
+    best, implementations = None, None  # what a plan predicts, and what it goes by
+    if config.percent == AUTO or config.plan_only:
+        from flexgen_h2o.cli import planner  # only now: it loads scipy
+
+        plan = planner.plan(config, workload(config, texts), len(texts) or config.num_prompts)
+        if config.plan_only or config.verbose >= 1:
+            show(plan.text)
+        if config.plan_only:
+            return
+        config, best, implementations = plan.config, plan.best, plan.implementations
+        files = result_files(config)
+        check_results(files)
+    trace = Trace(enabled=config.trace is not None or config.debug_mode is not None)
+    from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
+
+    with LLM(
+        config.model,
+        path=config.path,
+        policy=config.policy(),
+        h2o=config.h2o(),
+        weight_bits=config.resolved_weight_bits,
+        weight_cache=config.resolved_weight_cache,
+        cache_bits=config.resolved_cache_bits,
+        attn_sparsity=config.attn_sparsity,
+        device=config.device,
+        dtype=config.dtype,
+        offload_dir=config.offload_dir,
+        seed=config.seed,
+        memory_limit=config.memory_limit,
+        device_memory_limit=config.device_memory_limit,
+        progress=None if config.verbose else False,
+        trace=trace,
+        verbose=config.verbose >= 3,
+        workload=workload(config, texts),
+        implementations=implementations,
+        texts=texts,
+    ) as llm:
+        prompts = texts or synthetic_prompts(config, llm.vocab_size)
+        if config.warm_up:
+            _warm_up(llm, prompts, config, trace)
+        outputs = llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
+        stats = llm.stats
+        assert stats is not None  # generate has set it
+        if best is not None:
+            stats = replace(stats, predicted_prefill_seconds=best.prefill,
+                            predicted_decode_seconds=best.decode)
+    summary = run_table.table(stats)
+    if config.debug_mode == "breakdown":
+        summary += f"\n\n{breakdown.table(trace.spans())}"
+    try:
+        if config.verbose >= 2:
+            _show_outputs(outputs, everything=not config.synthetic)
+        if config.verbose >= 1:
+            show(summary)
+    finally:  # a full disk behind stdout must not lose the files too
+        _write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
+
+
+def _warm_up(llm: LLM, prompts: Sequence[str | Sequence[int]], config: RunConfig,
+             trace: Trace) -> None:
+    """Two tokens of the first GPU batch, of which no trace is kept."""
+    traced, trace.enabled = trace.enabled, False
+    llm.generate(prompts[: config.policy().gpu_batch_size],
+                 max_new_tokens=min(2, config.gen_len), eos_token_id=-1)
+    trace.enabled = traced
+
+
+def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
+    """Print each prompt, shortened, and its completion; of random prompts the first and last."""
+    for index, out in enumerate(outputs):
+        if not everything and 0 < index < len(outputs) - 1:
+            continue
+        prompt = out.prompt if out.prompt is not None else str(out.prompt_token_ids[:16])
+        text = out.text if out.text is not None else str(out.token_ids)
+        show(f"[{index}] {textwrap.shorten(prompt, 90, placeholder=' ...')}")
+        show(f"{text.strip()}\n{'-' * 70}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
+    return exit_status(lambda: run(parse_args(argv)), last=argv is None)

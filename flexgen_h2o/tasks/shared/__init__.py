@@ -1,1 +1,0 @@
-"""What the jobs have in common."""

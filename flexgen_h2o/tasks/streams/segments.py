@@ -1,0 +1,182 @@
+"""Perplexity and time against position: one long text through a stream, in pieces. No torch.
+
+An `LLM`, or anything with its `stream`, is handed in. Every token is predicted from
+what is cached by then, as if it had been generated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from statistics import fmean
+
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.rows import read_csv
+from flexgen_h2o.metrics.provenance import ORIGIN, origin
+from flexgen_h2o.metrics.run_stats import RunStats, percentile
+from flexgen_h2o.metrics.statistics import perplexity
+from flexgen_h2o.storage.free_memory import resident_bytes
+
+_ENDS = 3
+"""Pieces that tell the perplexity at the start; as many far above it, in a row, are a failure."""
+# The full cache has no sizes, and one that was refused no figures.
+_SIZES = ("budget_tokens", "heavy_tokens", "recent_tokens", "sink_tokens")
+_MEASURED = ("nll_mean", "perplexity", "ms_per_token_median", "ms_per_token_p95", "cached_tokens",
+             "kv_cache_bytes")
+COLUMNS = (*ORIGIN, "device", "model", "dtype", "policy", *_SIZES, "positions",
+           "trained_positions", "position", "tokens", *_MEASURED, "process_bytes", "reason")
+_TEXTS = (*ORIGIN, "device", "model", "dtype", "policy", "positions", "reason")
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """One cache to measure. `h2o` is None for the full one, which has room for `most` tokens.
+
+    `blow_up` times the perplexity of the first pieces, several pieces in a row, is a failure.
+    """
+
+    policy: str
+    h2o: H2OConfig | None
+    most: int
+    blow_up: float
+
+    def open_stream(self, llm) -> AbstractContextManager:
+        """The stream; past the model's positions too, for that is what is to be seen."""
+        if self.h2o is None:
+            return llm.stream(max_tokens=self.most, past_context=True)
+        return llm.stream()
+
+    def cells(self) -> dict[str, object]:
+        """What a row says of the cache."""
+        if self.h2o is None:
+            return {"policy": self.policy, **dict.fromkeys(_SIZES), "positions": "original"}
+        heavy, recent, sinks = (getattr(self.h2o, f"{part}_tokens")
+                                for part in ("heavy", "recent", "sink"))
+        sizes = (heavy + recent + sinks, heavy, recent, sinks)
+        return {"policy": self.policy, **dict(zip(_SIZES, sizes, strict=True)),
+                "positions": self.h2o.positions}
+
+
+def measure(llm, one: Streamed, tokens: Sequence[int], *, piece: int,
+            on_piece: Callable[[int], None] = lambda _: None) -> Iterator[dict[str, object]]:
+    """Stream the tokens, and yield a row of each piece by `COLUMNS`.
+
+    A cache that fails stops early, and the last row says why. One that keeps all may also be
+    refused, when it does not fit into memory: then a row without figures says so. Others are not
+    meant to fail so, and their `UserError` is raised.
+
+    Parameters
+    ----------
+    tokens : sequence of int
+    piece : int
+        Tokens of a row.
+    on_piece : callable
+        Called with the tokens of each piece when it is done.
+    """
+    for row in _pieces(llm, one, tokens, piece, on_piece):
+        yield {**origin(), **one.cells(), "trained_positions": llm.model_config.max_positions,
+               **row}
+
+
+def _pieces(llm, one: Streamed, tokens: Sequence[int], piece: int,
+            on_piece: Callable[[int], None]) -> Iterator[dict[str, object]]:
+    """The cells of each row that differ from row to row."""
+    found: list[list[float]] = []
+    position, refused = 0, None
+    try:
+        with one.open_stream(llm) as stream:
+            for start in range(0, min(len(tokens), one.most), piece):
+                part = tokens[start : min(start + piece, one.most)]
+                found.append(stream.loglikelihood(part))
+                position = start + len(part)
+                reason = _failure(found, one.blow_up)
+                if not reason and one.most == position < len(tokens):
+                    reason = f"stopped at {position} tokens, as asked"
+                on_piece(len(part))
+                yield {**_figures(found[-1], stream), "position": position, "reason": reason}
+                if reason:
+                    return
+    except UserError as error:
+        if one.h2o is not None:
+            raise
+        refused = " ".join(str(error).split())
+    if refused is not None:
+        yield {**dict.fromkeys(("device", "model", "dtype"), ""), **dict.fromkeys(_MEASURED),
+               "tokens": 0, "process_bytes": resident_bytes(), "position": position,
+               "reason": refused}
+
+
+def _failure(found: Sequence[Sequence[float]], blow_up: float) -> str:
+    """Why a cache with these log-probabilities, by piece, has failed; empty if it has not."""
+    if len(found) < 2 * _ENDS:
+        return ""
+    limit = blow_up * perplexity(found[:_ENDS])
+    last = [perplexity([each]) for each in found[-_ENDS:]]
+    # Not greater: what is infinite or no number has failed, whatever the first pieces were.
+    if any(math.isfinite(value) and value <= limit for value in last):
+        return ""
+    return f"perplexity over {blow_up:g} x the first {_ENDS} pieces', {_ENDS} pieces in a row"
+
+
+def _figures(log_probs: Sequence[float], stream) -> dict[str, object]:
+    stats: RunStats = stream.stats
+    median, p95 = (percentile(stats.step_seconds, percent) for percent in (50, 95))
+    return {
+        **{name: getattr(stats, name) for name in ("device", "model", "dtype")},
+        "tokens": len(log_probs), "nll_mean": -fmean(log_probs),
+        "perplexity": perplexity([log_probs]),
+        "ms_per_token_median": median and 1000 * median, "ms_per_token_p95": p95 and 1000 * p95,
+        "cached_tokens": stream.cached_tokens, "process_bytes": resident_bytes(),
+        "kv_cache_bytes": stats.kv_cache_bytes,
+    }
+
+
+def read_rows(path: str) -> list[dict[str, object]]:
+    """Rows of a CSV file that was written before. Raises `UserError`."""
+    rows = read_csv(path, (COLUMNS,), texts=_TEXTS, may_lack=(*_SIZES, *_MEASURED))
+    if not rows:
+        raise UserError(f"--from-csv {path} has no rows")
+    return rows
+
+
+def by_policy(rows: Sequence[dict]) -> dict[str, list[dict]]:
+    """Policy to its rows, each in the order that they have."""
+    found: dict[str, list[dict]] = {}
+    for row in rows:
+        found.setdefault(row["policy"], []).append(row)
+    return found
+
+
+def table(rows: Sequence[dict]) -> str:
+    """A line for each cache, in aligned columns: how it began, how it ended, and why."""
+    head = ("cache", "cached", "position", "perplexity first", "last", "ms/token first", "last",
+            "process MB first", "last", "stopped early")
+    body = []
+    for policy, its in by_policy(rows).items():
+        measured = [row for row in its if row["tokens"]]
+        ends = (measured[:_ENDS], measured[-_ENDS:])
+        cached = f"{measured[-1]['cached_tokens']:.0f}" if measured else "-"
+        body.append((policy, cached, f"{its[-1]['position']:.0f}",
+                     *map(_perplexity, ends),
+                     *(_mean(some, "ms_per_token_median", 1) for some in ends),
+                     *(_mean(some, "process_bytes", 1e-6) for some in ends), its[-1]["reason"]))
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    return "\n".join("  ".join([line[0].ljust(widths[0]),
+                                *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]]).rstrip()
+                     for line in (head, *body))
+
+
+def _perplexity(rows: Sequence[dict]) -> str:
+    """Over all tokens of the pieces."""
+    if not rows:
+        return "-"
+    nats = math.fsum(row["nll_mean"] * row["tokens"] for row in rows)
+    return f"{perplexity([[-nats / sum(row['tokens'] for row in rows)]]):.4g}"
+
+
+def _mean(rows: Sequence[dict], column: str, scale: float) -> str:
+    values = [row[column] for row in rows if row[column] is not None]
+    return f"{scale * fmean(values):.4g}" if values else "-"

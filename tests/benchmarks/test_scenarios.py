@@ -1,0 +1,95 @@
+"""benchmarks/scenarios.py: floors from few layers, what a trace says, limits of memory."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from programs import ROOT, benchmark_modules
+
+from flexgen_h2o.errors import UserError
+
+
+@pytest.fixture
+def scenarios():
+    with benchmark_modules("scenarios") as found:
+        yield found.scenarios
+
+
+@pytest.fixture
+def memory_group():
+    with benchmark_modules("shared.memory_group") as found:
+        yield found.memory_group
+
+
+def test_the_time_of_all_layers_follows_from_few(scenarios):
+    assert scenarios.extended((2, 6), (5.0, 13.0), 48) == 5 + 46 * 2
+    assert scenarios.extended((1, 4), (3.0, 3.0), 32) == 3, "no time a layer, only the rest"
+
+
+def test_raw_reads_are_of_parts_that_were_not_read(scenarios, tmp_path, monkeypatch):
+    ranges = []
+
+    class Raw:
+        def __init__(self, path, start, nbytes, buffer, *, write):
+            assert not write
+            ranges.append((start, start + nbytes))
+
+        def sweep(self, request, threads):
+            assert (request, threads) in scenarios.RAW
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(scenarios, "RawFile", Raw)
+    path = tmp_path / "file"
+    with open(path, "wb") as file:
+        file.truncate(1 << 20)
+    assert scenarios.raw_rate(path) > 0
+    assert len(ranges) == scenarios.RAW_RUNS * len(scenarios.RAW)
+    ranges.sort()
+    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert ranges[-1][1] <= 1 << 20
+
+
+def test_rows_of_scenarios_share_a_file(scenarios, tmp_path):
+    path = tmp_path / "s.csv"
+    for name in ("a", "b"):
+        scenarios.add_row(path, {"scenario": name, "step_s": 1.23456})
+    lines = path.read_text().splitlines()
+    assert lines[0].split(",") == list(scenarios.COLUMNS) and len(lines) == 3
+    assert lines[2].count("1.235") == 1 and ",b," in lines[2]
+
+
+def test_a_folder_without_weights_is_refused(scenarios, tmp_path):
+    with pytest.raises(UserError, match="no safetensors file"):
+        scenarios.Scenario(tmp_path / "c.yaml", tmp_path, scratch=tmp_path, memory=None)
+
+
+def test_a_group_limits_a_child_and_goes(memory_group):
+    """Where cgroups may be made, a child in one sees its limit; elsewhere that is one line."""
+    try:
+        with memory_group.MemoryGroup(256 << 20) as group:
+            done = subprocess.run(
+                [sys.executable, "-c", "from flexgen_h2o.storage.free_memory import cgroup_free;"
+                 "print(cgroup_free())"], preexec_fn=group.enter, capture_output=True, text=True,
+                cwd=ROOT, check=True, env=os.environ | {
+                    "PYTHONPATH": str(ROOT)})
+            peak, folder, kills = group.peak(), group._folder, group.kills()
+    except UserError as error:
+        assert "no memory cgroup can be made" in str(error)
+        pytest.skip(str(error))
+    assert 0 < int(done.stdout) < 256 << 20 and 0 < peak <= 256 << 20
+    assert not folder.exists() and kills == 0
+
+
+def test_a_group_counts_what_was_killed_for_want_of_memory(memory_group):
+    try:
+        with memory_group.MemoryGroup(64 << 20) as group:
+            done = subprocess.run([sys.executable, "-c", "bytearray(256 << 20)"],
+                                  preexec_fn=group.enter)
+            kills = group.kills()
+    except UserError as error:
+        pytest.skip(str(error))
+    assert (done.returncode, kills) == (-signal.SIGKILL, 1)

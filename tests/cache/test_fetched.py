@@ -1,0 +1,111 @@
+"""Caches that grow where they rest: on disk, and in host memory beside a pretend GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from h2o.test_h2o import prompts_of, run, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.test_sparse_attention import run as run_sparsely
+from llm.test_conversation import answers, open_llm, turns_of
+from llm.test_llm import PLACES
+
+from flexgen_h2o import H2OConfig, Placement
+from flexgen_h2o.cache import fetched
+from flexgen_h2o.cache.fetched import GROWTH, TAIL, spread
+
+DISK = Placement(0, 0, 100)
+
+
+@settings(max_examples=200)
+@given(lines=st.tuples(st.just(2), st.integers(1, 5), st.integers(1, 5)), few=st.integers(1, 9),
+       more=st.integers(0, 30), width=st.integers(1, 5), itemsize=st.sampled_from([1, 2, 4]),
+       seed=st.integers(0, 2**32))
+def test_records_move_apart_in_place(lines, few, more, width, itemsize, seed):
+    before, after = (*lines, few, width), (*lines, few + more, width)
+    size = math.prod(after) * itemsize
+    buffer = torch.randint(256, (size + 7,), dtype=torch.uint8,
+                           generator=torch.Generator().manual_seed(seed))
+    old = buffer[: math.prod(before) * itemsize].view(*before[:-1], -1).clone()
+    rest = buffer[size:].clone()
+    spread(buffer, before, after, itemsize)
+    assert torch.equal(buffer[:size].view(*after[:-1], -1)[:, :, :, :few], old)
+    assert torch.equal(buffer[size:], rest), "nothing beyond"
+
+
+@pytest.mark.parametrize("growth, bits", [(TAIL, 16), (5, 16), (5, 4)])
+def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth, bits):
+    """In step with the tail of what is on disk, and out of step."""
+    monkeypatch.setattr(fetched, "GROWTH", growth)
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    expected = tokens(tiny, prompts, None, cache_bits=bits)
+    for options in ({}, {"overlap": False}, {"prefill_chunk": 16}):
+        for place in PLACES[-1:] if options else PLACES[1:]:
+            got = tokens(tiny, prompts, None, cache_bits=bits, cache=place, **options)
+            assert got == expected, (place, options)
+
+
+def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatch):
+    monkeypatch.setattr(fetched, "GROWTH", 5)
+    tiny = tiny_model("opt")
+    prompts = prompts_of(tiny)
+    policy = {"attn_sparsity": 0.5, "gpu_batch_size": 3, "num_gpu_batches": 2}
+    expected, _ = run_sparsely(tiny.folder, prompts, **policy)
+    for place in PLACES:
+        assert run_sparsely(tiny.folder, prompts, cache=place, **policy)[0] == expected, place
+
+
+def test_layers_that_evict_stay_as_they_are_beside_those_that_grow(tiny_model, device,
+                                                                   monkeypatch):
+    monkeypatch.setattr(fetched, "GROWTH", 5)
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    h2o = H2OConfig(heavy_ratio=(0.1, 1.0, 0.1))
+    expected = tokens(tiny, prompts, h2o)
+    for place in PLACES:
+        assert tokens(tiny, prompts, h2o, cache=place) == expected, place
+
+
+def test_equal_prompts_on_two_tiers(tiny_model, device, monkeypatch):
+    """What is cached of one prompt is copied to others, into parts that have other slots."""
+    monkeypatch.setattr(fetched, "GROWTH", 5)
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny, [20]) * 6
+    expected = tokens(tiny, prompts, None)
+    assert tokens(tiny, prompts, None, cache=Placement(40, 30, 30), gpu_batch_size=6,
+                  num_gpu_batches=1) == expected
+
+
+def test_turns_grow_a_stream(tiny_model, device, monkeypatch):
+    tiny = tiny_model("llama")
+    turns = turns_of(tiny, [30, 3, 21, 1])
+    with open_llm(tiny, chunk=8) as llm:
+        expected = answers(llm, turns, 20, max_tokens=140)
+    for growth in (TAIL, 5):
+        monkeypatch.setattr(fetched, "GROWTH", growth)
+        for place in (Placement(0, 100, 0), DISK):
+            with open_llm(tiny, chunk=8, cache=place) as llm:
+                assert answers(llm, turns, 20, max_tokens=140) == expected, (growth, place)
+
+
+def test_empty_slots_do_not_travel(tiny_model):
+    tiny = tiny_model("llama")
+    prompt, new, page = 20, 200, 4096
+    _, stats = run(tiny, prompts_of(tiny, [prompt] * 4), None, new=new, cache=DISK,
+                   gpu_batch_size=4, num_gpu_batches=1)
+
+    def nbytes(slots):
+        size = 4 * 2 * 2 * 8 * 4 * min(slots, prompt + new - 1)  # of a layer
+        return 3 * -(-size // page) * page
+
+    # A home is read as it was left, and grows when its slots are full.
+    reads = [nbytes(prompt + GROWTH * (1 + max(0, token - 2) // GROWTH)) for token in range(1, new)]
+    assert stats.links["disk->cpu"][0] == sum(reads)
+    assert sum(reads) < 0.8 * (new - 1) * nbytes(prompt + new)
+    writes = [nbytes(prompt + GROWTH * (1 + token // GROWTH))
+              for token in range(TAIL, new - 1, TAIL)]
+    assert stats.links["cpu->disk"][0] == nbytes(prompt + GROWTH) + sum(writes)

@@ -1,0 +1,191 @@
+"""Eviction inside prompts (`H2OConfig.prompt_chunk`): the operation, and end to end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from h2o.test_h2o import MODES, VARIANTS, prompts_of, run, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
+from llm.test_llm import PLACES
+
+from flexgen_h2o import LLM, H2OConfig, Policy
+from flexgen_h2o.cache.appending import Standing, append
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.eviction import Eviction, new_book
+from flexgen_h2o.kernels.reference import dequantize_groups, quantize_groups
+
+# The operation
+
+
+def draw(rows, heads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, heads, 16, generator=generator)
+
+
+def naive(q, keys, values, alive):
+    """Attention of the last rows over the living of all tokens [tokens, kv_heads, head_dim]."""
+    tokens, heads = keys.shape[:2]
+    rows, group = len(q), q.shape[1] // heads
+    newest = torch.arange(tokens - rows, tokens)
+    seen = alive.T[:, None] & (torch.arange(tokens) <= newest[:, None])  # [kv_heads, rows, tokens]
+    out, mass = torch.empty_like(q), torch.zeros(heads, tokens)
+    for head in range(q.shape[1]):
+        logits = q[:, head] @ keys[:, head // group].T / 4
+        row = logits.masked_fill(~seen[head // group], float("-inf")).softmax(-1)
+        out[:, head] = row @ values[:, head // group]
+        mass[head // group] += row.sum(0)
+    return out, mass
+
+
+@settings(max_examples=60)
+@given(chunks=st.lists(st.integers(1, 9), min_size=1, max_size=5), heavy=st.integers(0, 6),
+       recent=st.integers(1, 6), sinks=st.integers(0, 2), mean=st.booleans(),
+       bits=st.sampled_from([16, 8]), shuffle=st.booleans())
+def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits, shuffle):
+    """Attention, what stays, its scores and its records, whatever order the slots are in."""
+    kv_heads, budget = 2, heavy + recent + sinks
+    layout = None if bits == 16 else GroupLayout(16, bits)
+    width = 16 if layout is None else layout.nbytes
+    held = torch.full((2, kv_heads, budget, width), float("nan")) if layout is None else (
+        torch.full((2, kv_heads, budget, width), 255, dtype=torch.uint8))
+    book = new_book((1, kv_heads, budget), Eviction(mean=mean, sinks=sinks), rope=None,
+                    device=torch.device("cpu"))
+    k, v = draw(0, kv_heads, 0), draw(0, kv_heads, 0)
+    alive, mass = torch.ones(0, kv_heads, dtype=torch.bool), torch.zeros(kv_heads, 0)
+    for number, rows in enumerate(chunks):
+        before = len(k)
+        q, new_k, new_v = draw(rows, 4, 3 * number), draw(rows, kv_heads, 3 * number + 1), draw(
+            rows, kv_heads, 3 * number + 2)
+        standing = Standing(min(before, budget), before, heavy, recent, scored=heavy > 0)
+        if shuffle:  # as decode leaves the slots
+            order = torch.randperm(standing.cached, generator=torch.Generator().manual_seed(number))
+            for x, dim in ((held, 2), (book.mass, 2), (book.positions, 2)):
+                x.narrow(dim, 0, standing.cached).copy_(x.index_select(dim, order))
+        out = append(q, new_k, new_v, held=held, standing=standing, book=book, layout=layout)
+        # What came before is read as it lies at rest.
+        keys, values = torch.cat((k, new_k)), torch.cat((v, new_v))
+        alive = torch.cat((alive, torch.ones(rows, kv_heads, dtype=torch.bool)))
+        expected, received = naive(q, keys, values, alive)
+        assert torch.allclose(out, expected, atol=1e-5)
+        mass = torch.cat((mass, torch.zeros(kv_heads, rows)), dim=1) + received
+        if heavy == 0:
+            mass.zero_()
+        if layout is not None:
+            new_k, new_v = (dequantize_groups(quantize_groups(x, layout), layout)
+                            for x in (new_k, new_v))
+        k, v = torch.cat((k, new_k)), torch.cat((v, new_v))
+        total = len(k)
+        for head in range(kv_heads):
+            left = [p for p in range(total) if alive[p, head]]
+            others = [p for p in left if sinks <= p < total - recent]
+            score = {p: mass[head, p].item() / (total - p if mean else 1) for p in others}
+            for victim in sorted(others, key=lambda p, s=score: (s[p], p))[
+                    : max(0, len(left) - budget)]:
+                alive[victim, head] = False
+            stay = [p for p in range(total) if alive[p, head]]
+            assert book.positions[0, head, : len(stay)].tolist() == stay
+            assert torch.allclose(book.mass[0, head, : len(stay)], mass[head, stay], atol=1e-5)
+            found = held if layout is None else dequantize_groups(held, layout)
+            assert torch.equal(found[0, head, : len(stay)], k[stay, head])
+            assert torch.equal(found[1, head, : len(stay)], v[stay, head])
+
+
+def test_without_a_book_a_chunk_takes_the_next_slots():
+    held = torch.full((2, 2, 9, 16), float("nan"))
+    k, v = draw(7, 2, 1), draw(7, 2, 2)
+    for start, end in ((0, 3), (3, 4), (4, 7)):
+        q = draw(end - start, 4, end)
+        out = append(q, k[start:end], v[start:end], held=held, book=None, layout=None,
+                     standing=Standing(start, start))
+        expected, _ = naive(q, k[:end], v[:end], torch.ones(end, 2, dtype=torch.bool))
+        assert torch.allclose(out, expected, atol=1e-5)
+    assert torch.equal(held[:, :, :7].transpose(1, 2), torch.stack((k, v)))
+    assert held[:, :, 7:].isnan().all()
+
+
+# End to end
+
+
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "prompt only"])
+@pytest.mark.parametrize("chunk", [1, 6])
+def test_every_variant_equals_its_simulation(tiny_model, name, positions, chunk):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    h2o = H2OConfig(**VARIANTS[name], positions=positions, prompt_chunk=chunk)
+    expected = tokens(tiny, prompts, replace(h2o, simulate=True), new=24)
+    assert tokens(tiny, prompts, h2o, new=24) == expected
+
+
+@pytest.mark.parametrize("key, positions", MODES)
+def test_every_family_equals_its_simulation_and_not_the_usual(tiny_model, key, positions):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    h2o = H2OConfig(heavy_ratio=0.1, positions=positions, prompt_chunk=5)
+    expected = tokens(tiny, prompts, replace(h2o, simulate=True))
+    assert tokens(tiny, prompts, h2o) == expected
+    assert tokens(tiny, prompts, replace(h2o, prompt_chunk=None)) != expected
+
+
+@pytest.mark.parametrize("score", ["sum", "mean", "decay"])
+def test_a_chunk_that_holds_the_prompt_is_the_usual_cut(tiny_model, score):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    h2o = H2OConfig(heavy_ratio=0.1, score=score)
+    assert tokens(tiny, prompts, replace(h2o, prompt_chunk=60)) == tokens(tiny, prompts, h2o)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("key, positions", [("opt", "original"), ("llama", "rolling")])
+def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions, bits):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    h2o = H2OConfig(heavy_ratio=0.1, positions=positions, prompt_chunk=7)
+    expected = tokens(tiny, prompts, h2o, cache_bits=bits, new=40)
+    for place in PLACES:
+        for options in ({}, {"overlap": False}, {"cpu_cache_compute": True}):
+            got = tokens(tiny, prompts, h2o, cache_bits=bits, new=40, cache=place,
+                         activations=place, **options)
+            assert got == expected, (place, options)
+
+
+def test_tokens_do_not_depend_on_the_batch(tiny_model):
+    tiny = tiny_model("llama")
+    prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1, prompt_chunk=8)
+    together = tokens(tiny, prompts, h2o, gpu_batch_size=5, num_gpu_batches=1)
+    for index, prompt in enumerate(prompts):
+        assert tokens(tiny, [prompt], h2o) == [together[index]]
+
+
+def test_a_prompt_far_longer_than_cache_and_context_takes_the_budget(tiny_model):
+    tiny = tiny_model("llama")  # 256 positions
+    prompts = prompts_of(tiny, [1500])
+    h2o = H2OConfig(heavy_tokens=16, recent_tokens=16, positions="rolling", prompt_chunk=32)
+    with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=1), h2o=h2o, dtype="float32") as llm:
+        (out,) = llm.generate(prompts, max_new_tokens=8, eos_token_id=-1)
+        stats, cache = llm.stats, cache_of(llm)
+        token = llm.model_config.kv_bytes_per_token(4)
+        assert stats.kv_cache_bytes == 32 * token
+        (part,) = cache.parts
+        assert gathers_prompts_in_place(cache) and buffer_bytes(part) <= 33 * token + 12288
+        assert rows_of(llm) == 32
+    assert [out.token_ids] == tokens(tiny, prompts, replace(h2o, simulate=True), new=8)
+    with pytest.raises(UserError, match="has 1500 tokens"):
+        run(tiny, prompts, replace(h2o, prompt_chunk=None))
+    with pytest.raises(UserError, match="lower the budget"):
+        run(tiny, prompts, replace(h2o, prompt_chunk=250))
+
+
+def test_what_contradicts_is_refused(tiny_model):
+    with pytest.raises(UserError, match="no effect on the full cache"):
+        H2OConfig(prompt_chunk=4)
+    with pytest.raises(UserError, match="at least 1"):
+        H2OConfig(heavy_ratio=0.1, prompt_chunk=0)
+    with pytest.raises(UserError, match="give one of them"):
+        LLM(str(tiny_model("llama").folder), policy=Policy(prefill_chunk=3),
+            h2o=H2OConfig(heavy_ratio=0.1, prompt_chunk=4))

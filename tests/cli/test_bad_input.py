@@ -1,0 +1,710 @@
+"""Bad input through the real command line: one line, status 2, nothing left; and one good run.
+
+What the flags and prompt files alone refuse, before any model is looked for, is in test_flex_opt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from inside import before_logits
+from read_back import read_csv
+from refusals import command_refused, error_line
+from safetensors.torch import load_file, save_file
+from word_models import with_words
+
+from flexgen_h2o import LLM, flex_opt
+from flexgen_h2o.cli import input_files, parser
+from flexgen_h2o.cli.result_rows import CSV_COLUMNS
+from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.placement import parse_percent
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.engine import runner
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files import articles, conversations
+from flexgen_h2o.models.checkpoint_base import Checkpoint
+from flexgen_h2o.models.spec import from_transformers, published
+from flexgen_h2o.planning import rows
+from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.storage.free_memory import MemoryLimits
+from flexgen_h2o.tasks import generate
+
+RESULTS = ("--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json", "--log-file", "l.log")
+SHORT = ("--prompt-len", "6", "--gen-len", "4", "--gpu-batch-size", "2", "--dtype", "float32",
+         "--device", "cpu")
+DISK = ("--percent", "0", "0", "0", "0", "0", "0")
+MEMORY = ("--percent", "100", "0", "100", "0")
+PLACES = pytest.mark.parametrize("percent", [MEMORY, DISK], ids=["memory", "disk"])
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """An empty current folder; home, caches and temporary files go below tmp_path too."""
+    for name in ("here", "home", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "home" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # or it would stay what it was found to be
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def model(tiny_model, here) -> Path:
+    """A copy of a tiny model that a test may damage."""
+    return Path(shutil.copytree(tiny_model("llama_untied_bias").folder, here / "model"))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content; folders count only by what is in them.
+
+    The lock of a conversion is an empty file that stays, so that no two processes hold two of it.
+    """
+    files = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {path: held for path, held in files.items() if held or not path.endswith(".lock")}
+
+
+def refused(capfd, here, *argv: str) -> str:
+    """The message of a command that ends with status 2, one line, and nothing left of it."""
+    before, threads = tree(here.parent), set(threading.enumerate())
+    message = command_refused(generate.main, capfd,
+                              [*SHORT, *RESULTS, "--offload-dir", "offload", *argv])
+    assert tree(here.parent) == before
+    offload = Path("offload")
+    assert not offload.is_dir() or list(offload.iterdir()) == []
+    assert not {t.name for t in set(threading.enumerate()) - threads if "tqdm" not in repr(t)}
+    return message
+
+
+def shard(model: Path) -> list[Path]:
+    """Cut a model's one file into two shards with an index."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts, homes = (names[: len(names) // 2], names[len(names) // 2 :]), {}
+    for number, part in enumerate(parts, 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, model / file)
+        homes |= dict.fromkeys(part, file)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    return sorted(model.glob("*.safetensors"))
+
+
+def change_config(model: Path, **values) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | values))
+
+
+# The checkpoint
+
+
+def test_the_sharded_model_is_good_before_it_is_damaged(model, capfd):
+    shard(model)
+    assert generate.main([*SHORT, "--model", "model", "--no-log", "--offload-dir", "o"]) == 0
+    assert capfd.readouterr().err == ""
+
+
+@PLACES
+def test_missing_shard(model, here, capfd, percent):
+    shard(model)[1].unlink()
+    message = refused(capfd, here, "--model", "model", *percent)
+    assert "missing shard model-00002-of-00002.safetensors" in message
+
+
+@PLACES
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("keep", [-1, 1000, 5, 0])
+def test_truncated_shard(model, here, capfd, percent, sharded, keep):
+    file = shard(model)[1] if sharded else model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    message = refused(capfd, here, "--model", "model", *percent)
+    assert f"{file.name} is truncated" in message and "bytes are missing" in message
+
+
+@pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/passwd", "a/../../stolen"])
+def test_index_that_names_a_shard_outside_the_folder(model, here, capfd, name):
+    files = shard(model)
+    shutil.copy(files[0], here / "stolen.safetensors")  # it is there: not its absence is refused
+    index = model / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(files[0].name, name))
+    assert "outside its folder" in refused(capfd, here, "--model", "model")
+
+
+@PLACES
+@pytest.mark.parametrize("damage", ["shape", "missing", "renamed"])
+def test_tensor_of_a_wrong_shape_or_missing(model, here, capfd, percent, damage):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(model / "model.safetensors")
+    tensor = tensors.pop(name)
+    if damage == "shape":
+        tensors[name] = tensor.T.contiguous()
+    elif damage == "renamed":
+        tensors[name.upper()] = tensor
+    save_file(tensors, model / "model.safetensors")
+    message = refused(capfd, here, "--model", "model", *percent)
+    assert name in message
+    words = ("[48, 80]", "[80, 48]") if damage == "shape" else ("has no tensor",)
+    assert all(word in message for word in words)
+
+
+def test_quantized_tensor(model, here, capfd):
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, model / "model.safetensors")
+    assert f"{name} is stored as int8" in refused(capfd, here, "--model", "model")
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    (None, "config.json"), ("{", "not JSON"), ("[]", "not a JSON object"), ("{}", "model type")])
+def test_config_that_is_not_one(model, here, capfd, text, words):
+    (model / "config.json").unlink()
+    if text is not None:
+        (model / "config.json").write_text(text)
+    assert words in refused(capfd, here, "--model", "model")
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("num_hidden_layers", 10**9, "at most 4096"),
+    ("num_hidden_layers", 10**400, "at most 4096"),
+    ("num_hidden_layers", 4096, "calls for 4096 layers"),
+    ("num_hidden_layers", 4, "has no tensor model.layers.3."),
+    ("num_hidden_layers", 2, "has a tensor model.layers.2."),
+    ("hidden_size", 48 * 2**10, "has shape [120, 48], but config.json calls for [120, 49152]"),
+    ("vocab_size", 10**7, "has shape [120, 48], but config.json calls for [10000000, 48]"),
+    ("intermediate_size", 10**6, "calls for [1000000, 48]"),
+    ("num_key_value_heads", 3, "calls for [24, 48]"),
+    ("max_position_embeddings", 10**15, "at most 1073741824"),
+])
+def test_config_of_other_sizes_than_the_checkpoint(model, here, capfd, monkeypatch, key, value,
+                                                   words):
+    """It shows before the memory plan, which would give advice on batches, and without work."""
+    monkeypatch.setattr(runner.Runtime, "plan", lambda *_, **__: pytest.fail("planned"))
+    change_config(model, **{key: value})
+    assert words in refused(capfd, here, "--model", "model")
+
+
+@pytest.mark.parametrize("name", [
+    "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    "pytorch_model.bin.index.json", "tokenizer.json", "merges.txt", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_what_is_no_file_is_not_waited_for(model, here, capfd, name, kind):
+    path = model / name
+    if "model" in name:
+        (model / "model.safetensors").unlink()
+    path.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    (model / "vocab.json").write_text("{}")  # so that there is a tokenizer to read
+    with time_limit(20):
+        message = refused(capfd, here, "--model", "model", "--prompt", "some text")
+    assert f"{name} is {kind}" in message
+
+
+def test_prompts_may_come_through_a_pipe(model, here, capfd):
+    os.mkfifo(here / "prompts.jsonl")
+    writer = threading.Thread(
+        target=lambda: (here / "prompts.jsonl").write_text('{"prompt": ""}'))
+    writer.start()
+    with time_limit(20):
+        message = refused(capfd, here, "--model", "model", "--prompts", "prompts.jsonl")
+    writer.join()
+    assert "prompts.jsonl line 1 has no text" in message
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float):
+    """Turns what would wait without end into a failure."""
+    def fail(*_):
+        raise AssertionError(f"no end in {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_folder_without_weights(model, here, capfd):
+    (model / "model.safetensors").unlink()
+    assert "no checkpoint in model" in refused(capfd, here, "--model", "model")
+
+
+@pytest.mark.parametrize("argv", [
+    (), ("--hh-ratio", "0.5", *DISK), ("--prompt-len", "40", "--num-window-length", "8")])
+@pytest.mark.parametrize(("value", "name"), [
+    (float("nan"), "model.layers.0.mlp.gate_proj.weight"), (3e38, "lm_head.weight")])
+def test_weights_that_are_not_finite(model, here, capfd, value, name, argv):
+    tensors = load_file(model / "model.safetensors")
+    tensors[name].fill_(value)
+    save_file(tensors, model / "model.safetensors")
+    message = refused(capfd, here, "--model", "model", *argv)
+    assert "logits of prompt" in message and "not finite" in message
+    with LLM("model", dtype="float32", device="cpu") as llm, \
+            pytest.raises(UserError, match="not finite"):
+        llm.loglikelihood([([3, 4], [5, 6])])
+
+
+# The model
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"model_type": "bloom"}, "'bloom' is not supported"),
+    ({"model_type": "qwen2_moe", "num_experts": 60}, "mixture of experts"),
+    ({"alibi": True}, "ALiBi"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+    ({"quantization_config": {"bits": 4}}, "quantized"),
+    ({"hidden_act": "relu2"}, "'relu2' is not supported"),
+])
+def test_unsupported_architecture_is_named(model, here, capfd, values, words):
+    change_config(model, **values)
+    assert words in refused(capfd, here, "--model", "model")
+
+
+def test_sliding_window_shorter_than_the_run(model, here, capfd):
+    change_config(model, model_type="mistral", sliding_window=8, attention_bias=False)
+    # Its biases are not read: only the length is in the way.
+    ran = ["--model", "model", *SHORT, "--no-log"]
+    assert generate.main([*ran, "--gen-len", "3"]) == 0
+    message = refused(capfd, here, "--model", "model", "--gen-len", "4")
+    assert "8 positions" in message and "at most 3" in message
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_unknown_model_without_network(here, capfd, monkeypatch, local):
+    import huggingface_hub as hub
+
+    def no_network(*_, **__):
+        raise ConnectionError("[Errno -2] Name or service not known")
+
+    def not_local(*_, **options):
+        assert options.get("local_files_only"), "nothing may be downloaded"
+        raise hub.errors.LocalEntryNotFoundError("not\nhere")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", no_network)
+    monkeypatch.setattr(hub, "snapshot_download", not_local)
+    if local:
+        assert "no such folder" in refused(capfd, here, "--model", "./nobody/nothing")
+    else:
+        message = refused(capfd, here, "--model", "nobody/nothing")
+        assert "nobody/nothing" in message and "check the network" in message
+
+
+# What stays cached
+
+
+@PLACES
+@pytest.mark.parametrize("flag", ["--hh-ratio", "--recent-ratio"])
+def test_ratios_for_another_number_of_layers(model, here, capfd, percent, flag):
+    (here / "ratios.yaml").write_text("[0.1, 0.2]")
+    for given in (("0.1", "0.2"), ("ratios.yaml",)):
+        message = refused(capfd, here, "--model", "model", "--hh-ratio", "0.5", flag, *given,
+                          *percent)
+        assert "2 numbers" in message and "3 decoder layers" in message
+
+
+def test_positions_that_the_model_does_not_have(tiny_model, model, here, capfd):
+    message = refused(capfd, here, "--model", "model", "--hh-ratio", "0.5", "--hh-long-seq")
+    assert "rotary positions" in message and "--hh-long-seq" in message
+    message = refused(capfd, here, "--model", str(tiny_model("opt").folder), "--hh-ratio", "0.5",
+                      "--enable-position-rolling")
+    assert "learned positions" in message
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (("--hh-ratio", "0.2", "--num-window-length", "8"), "not both"),
+    (("--num-window-length", "4", "--sink-tokens", "2"), "no recent tokens"),
+    (("--compress-cache", "--cache-bits", "16"), "contradict"),
+    (("--eviction", "window"), "no effect on the full cache"),
+    (("--compress-weight", "--weight-bits", "16"), "contradict"),
+    (("--weight-bits", "4", "--weight-cache", "w", "--no-weight-cache"), "not both"),
+    (("--weight-cache", "w"), "no effect on weights of 16 bits"),
+])
+def test_contradictions_show_before_the_model_is_looked_for(here, capfd, argv, words):
+    assert words in refused(capfd, here, "--model", "nowhere", *argv)
+
+
+# The prompts
+
+
+@PLACES
+def test_prompt_longer_than_the_positions(model, here, capfd, percent):
+    message = refused(capfd, here, "--model", "model", "--prompt-len", "5000", *percent)
+    assert "5000 tokens, more than the model's 256 positions" in message
+    message = refused(capfd, here, "--model", "model", "--prompt-len", "250", "--gen-len", "8",
+                      *percent)
+    assert "generate at most 7" in message
+
+
+def test_a_line_far_too_long_is_refused_for_its_tokens(model, here, capfd, monkeypatch):
+    """And not for the memory that so many would take, which is not there either."""
+    monkeypatch.setattr(runner, "free_memory", lambda *_: MemoryLimits(None, 10**9, 10**9))
+    words = with_words(model, here / "words")
+    (here / "p.txt").write_text("w1\n" + "w23 " * 2_500_000)
+    message = refused(capfd, here, "--model", words, "--prompts", "p.txt")
+    assert re.search(r"prompt 1 has about \d{7} tokens, more than the model's 256 pos", message)
+    (here / "p.txt").write_text("w1\n" + "w23 " * 300)
+    message = refused(capfd, here, "--model", words, "--prompts", "p.txt")
+    assert "prompt 1 has 300 tokens, more than the model's 256 positions" in message
+
+
+@pytest.mark.parametrize(("read", "keys"), [
+    (input_files.read_prompts, "prompt"), (articles.read_articles, "article"),
+    (articles.read_article_prompts, "article summary_gt stop"),
+    (conversations.read_conversations, "turns")])
+def test_half_a_surrogate_pair_in_a_file_is_named_by_its_line(here, read, keys):
+    """In each text that is read, and a whole pair is none."""
+    for key in keys.split():
+        lines = [{name: ["w1 " + text] if name in ("stop", "turns") else "w1 " + text
+                  for name in keys.split() if (text := "\ud800" if name == bad else "\U0001f600")}
+                 for bad in ("none", key)]
+        (here / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        with pytest.raises(UserError, match=r"p.jsonl line 2 is not text in UTF-8.*'\\ud800'"):
+            read("p.jsonl")
+        (here / "p.jsonl").write_text(json.dumps(lines[0]))
+        assert len(read("p.jsonl")) == 1
+
+
+def test_text_for_a_model_without_a_tokenizer(model, here, capfd):
+    (here / "p.txt").write_text("some text\n")
+    message = refused(capfd, here, "--model", "model", "--prompts", "p.txt")
+    assert "no tokenizer" in message
+
+
+def test_damaged_tokenizer(model, here, capfd):
+    (model / "tokenizer.json").write_text("{")
+    message = refused(capfd, here, "--model", "model", "--prompt", "some text")
+    assert "tokenizer" in message
+
+
+@pytest.mark.parametrize(("name", "content", "match"), [
+    ("p.txt", None, "No such file"),
+    ("p.txt", b"\n\n", "no prompts"),
+    ("p.txt", b"\xff\xfe\x00", "not UTF-8"),
+    ("p.jsonl", b'{"text": "a"}\n', "no text under the key `prompt`"),
+    ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "line 2 is not JSON"),
+])
+def test_bad_prompt_file_beside_a_good_model(model, here, capfd, name, content, match):
+    if content is not None:
+        (here / name).write_bytes(content)
+    assert match in refused(capfd, here, "--model", "model", "--prompts", name)
+
+
+@pytest.mark.parametrize("flag", ["--output", "--csv", "--trace", "--log-file"])
+def test_a_result_that_would_replace_an_input(model, here, capfd, flag):
+    (here / "p.txt").write_text("a prompt\n")
+    (here / "c.yaml").write_text("gen_len: 3\n")
+    message = refused(capfd, here, "--model", "model", "--prompts", "p.txt", flag, "../here/p.txt")
+    assert f"--prompts and {flag} name the same file" in message
+    message = refused(capfd, here, "--model", "model", "--config", "c.yaml", flag, "c.yaml")
+    assert f"--config and {flag} name the same file" in message
+
+
+# The disk
+
+
+@pytest.mark.parametrize("place", ["taken", "taken/below"])
+def test_offload_folder_that_cannot_be(model, here, capfd, place):
+    (here / "taken").write_text("a file")
+    message = refused(capfd, here, "--model", "model", "--offload-dir", place, *DISK)
+    assert "--offload-dir" in message and "taken" in message
+
+
+def failing(number: int, after: int = 0):
+    """A system call that fails; the first `after` calls of it do what they should."""
+    left = [after]
+
+    def wrap(real):
+        def call(*arguments):
+            if left[0] > 0:
+                left[0] -= 1
+                return real(*arguments)
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    return wrap
+
+
+@pytest.mark.parametrize(("call", "after"), [
+    ("posix_fallocate", 0), ("posix_fallocate", 1), ("pwritev", 0), ("pwritev", 4),
+    ("pwritev", 25)])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_disk_full_while_offloading(model, here, capfd, monkeypatch, call, after, number):
+    monkeypatch.setattr(os, call, failing(number, after)(getattr(os, call)))
+    message = refused(capfd, here, "--model", "model", *DISK, "--gen-len", "40")
+    assert re.search("the disk of .* is full: free some space.*--offload-dir", message)
+
+
+def test_disk_full_while_writing_dummy_weights(model, here, capfd, monkeypatch):
+    (model / "model.safetensors").unlink()
+    monkeypatch.setattr(os, "pwritev", failing(errno.ENOSPC, 5)(os.pwritev))
+    message = refused(capfd, here, "--model", "model", "--path", "_DUMMY_", *DISK)
+    assert "is full" in message
+
+
+def test_disk_full_while_converting_for_the_disk(model, here, capfd, monkeypatch):
+    """Weights on disk in another dtype need a copy of the checkpoint, and it has no room."""
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC)(os.fsync))
+    message = refused(capfd, here, "--model", "model", "--dtype", "bfloat16", *DISK)
+    assert "No space left" in message and "FLEXGEN_H2O_CACHE" in message
+
+
+@pytest.mark.parametrize("after", [0, 30])
+def test_disk_that_cannot_be_read(model, here, capfd, monkeypatch, after):
+    monkeypatch.setattr(os, "preadv", failing(errno.EIO, after)(os.preadv))
+    message = refused(capfd, here, "--model", "model", *DISK)
+    assert "Input/output error" in message
+
+
+def test_disk_too_small_by_the_plan(model, here, capfd, monkeypatch):
+    limits = MemoryLimits(None, 8 * 10**9, 10_000)
+    monkeypatch.setattr(runner, "free_memory", lambda *_: limits)
+    message = refused(capfd, here, "--model", "model", *DISK)
+    assert "disk space: needs" in message and "--percent 100 0 100 0 100 0 would fit" in message
+
+
+# The memory
+
+
+def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatch):
+    def read(*_, **__):
+        raise AssertionError("a weight was built")
+
+    limits = MemoryLimits(None, 24 * 10**9, 500 * 10**9)
+    monkeypatch.setattr(Checkpoint, "read", read)
+    monkeypatch.setattr(runner.Runtime, "load", read)
+    monkeypatch.setattr(runner, "free_memory", lambda *_: limits)
+    command = ("--model", "facebook/opt-30b", "--path", "_DUMMY_", "--prompt-len", "512",
+               "--gen-len", "32", "--gpu-batch-size", "4", "--dtype", "auto")
+    message = refused(capfd, here, *command, "--percent", "0", "100", "100", "0")
+    found = re.search(r"host memory: needs (\S+) GB \(weights (\S+) GB, .*\), 24\.0 GB free\. "
+                      r"--percent ([\d. ]+) would fit", message)
+    assert found, message
+    needs, weights = map(float, found.groups()[:2])
+    assert 59 < weights < needs < 70, "29.97e9 parameters of two bytes, and the rest"
+    # What it proposes fits in what is free, and is no other run than the one that was asked for.
+    numbers = found[3].split()
+    config = parser.parse_args([*command, "--percent", *numbers])
+    plan = memory_plan(published("facebook/opt-30b"), config.policy(), Workload(512, 32, 4, 1),
+                       itemsize=2, writes_weights=True)
+    assert plan.shortfalls(limits) == ()
+    weights_at, cache_at, _ = parse_percent(numbers)
+    assert weights_at.disk < 80 and cache_at.gpu == 100, "and no more is moved than has to be"
+    with pytest.raises(AssertionError, match="a weight was built"):
+        generate.main([*command, "--percent", *numbers, "--no-log"])
+
+
+def test_less_cache_fits_where_the_full_one_does_not(model, here, capfd, monkeypatch):
+    """The plan knows of eviction and compression, and never proposes them: they change results."""
+    monkeypatch.setattr(rows, "RESERVE", 0)
+    argv = ("--model", "model", "--prompt-len", "240", "--gpu-batch-size", "8",
+            "--num-gpu-batches", "8", "--gen-len", "2", "--prefill-chunk", "240")
+    config = parser.parse_args([*SHORT, *argv, "--hh-ratio", "0.05"])
+    sizes = from_transformers(json.loads((model / "config.json").read_text()), "model")
+    small, full = (
+        memory_plan(sizes, config.policy(), Workload(240, 2, 8, 8), itemsize=4,
+                    cache=CacheOptions(h2o)).total("cpu") for h2o in (config.h2o(), None))
+    assert small < full
+    limits = MemoryLimits(None, (small + full) // 2, 0)
+    monkeypatch.setattr(runner, "free_memory", lambda *_: limits)
+    message = refused(capfd, here, *argv)
+    assert "host memory: needs" in message and "hh-ratio" not in message
+    assert generate.main([*SHORT, *argv, "--no-log", "--hh-ratio", "0.05"]) == 0
+
+
+def test_nothing_would_fit(model, here, capfd, monkeypatch):
+    monkeypatch.setattr(runner, "free_memory", lambda *_: MemoryLimits(None, 1000, 1000))
+    message = refused(capfd, here, "--model", "model")
+    assert "no --percent would fit: lower --gpu-batch-size" in message
+
+
+def test_the_plan_counts_the_cgroup_limit(model, here, capfd, monkeypatch):
+    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_free", lambda: 3_000_000)
+    assert "3.0 MB free" in refused(capfd, here, "--model", "model")
+
+
+# A process of its own
+
+
+def command(*argv: str | bytes, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess:
+    root = str(Path(flex_opt.__file__).parents[1])
+    return subprocess.run([sys.executable, "-m", "flexgen_h2o.flex_opt", *argv], text=True,
+                          stdout=stdout, stderr=subprocess.PIPE,
+                          env={**os.environ, "PYTHONPATH": root})
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--model", "model", *DISK], "missing shard"),
+    (["--model", "model", "--gen-len", "0"], "--gen-len must be at least 1"),
+    (["--model", "nobody/nothing"], "nobody/nothing"),
+    (["--model", "model", "--prompt", b"caf\xe9"], "--prompt is not text in UTF-8: character 3"),
+])
+def test_a_process_ends_the_same_way(model, here, monkeypatch, argv, words):
+    shard(model)[0].unlink()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there: no network
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    before = tree(here)
+    done = command(*SHORT, *RESULTS, "--offload-dir", "offload", *argv)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    error_line(done.stderr)
+    assert words in done.stderr
+    assert tree(here) == before and tree(here.parent / "tmp") == {}
+    assert not (here / "offload").exists()
+
+
+def test_any_number_of_signals_leaves_nothing(model, here):
+    root = str(Path(flex_opt.__file__).parents[1])
+    work = subprocess.Popen(
+        [sys.executable, "-m", "flexgen_h2o.flex_opt", *SHORT, *RESULTS, *DISK, "--model", "model",
+         "--gen-len", "240", "--offload-dir", "offload"], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": root})
+    while work.poll() is None and not list(here.glob("offload/*")):
+        time.sleep(0.001)
+    while work.poll() is None:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            work.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            work.wait(0.005)
+    assert (work.returncode, work.stderr.read()) == (128 + signal.SIGHUP, "interrupted\n")
+    assert list((here / "offload").iterdir()) == [] and not (here / "o.jsonl").exists()
+
+
+# And what works
+
+
+SPREAD = ("--model", "model", "--percent", "30", "30", "50", "0", "50", "0", "--gen-len", "5",
+          "--num-gpu-batches", "2", "--seed", "4")
+
+
+def test_a_good_run_writes_all_results(model, here, capfd):
+    assert generate.main([*SHORT, *RESULTS, "--offload-dir", "offload", *SPREAD]) == 0
+    out, err = capfd.readouterr()
+    assert err == "" and "total throughput" in out
+    assert list((here / "offload").iterdir()) == []
+    files = {path.name for path in here.iterdir() if path.is_file()}
+    assert files == {"o.jsonl", "r.csv", "t.json", "l.log", "o.jsonl.config.yaml",
+                     "r.csv.config.yaml", "l.log.config.yaml"}
+
+    config = parser.parse_args([*SHORT, *RESULTS, "--offload-dir", "offload", *SPREAD])
+    with LLM("model", dtype="float32", device="cpu") as llm:
+        prompts = input_files.synthetic_prompts(config, llm.vocab_size)
+        expected = llm.generate(prompts, max_new_tokens=5, eos_token_id=-1)
+    lines = (here / "o.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"prompt": None, "prompt_tokens": 6, "token_ids": o.token_ids, "text": None,
+         "finish_reason": "length"} for o in expected]
+    assert len(lines) == 4 and "total throughput" in (here / "l.log").read_text()
+
+    (row,) = read_csv(here / "r.csv")
+    assert tuple(row) == CSV_COLUMNS
+    wanted = {"model": "model", "weights_gpu": "30", "weights_disk": "40", "cache_disk": "50",
+              "activations_disk": "50", "gpu_batch_size": "2", "num_gpu_batches": "2",
+              "num_prompts": "4", "prompt_tokens": "24", "generated_tokens": "20",
+              "gen_len": "5", "dtype": "float32", "device": "cpu", "projected": "false"}
+    assert {name: row[name] for name in wanted} == wanted
+    for name in ("total_tokens_per_second", "disk_to_cpu_gb", "cpu_to_disk_gb", "prefill_seconds",
+                 "kv_cache_bytes", "peak_process_bytes"):
+        assert float(row[name]) > 0, name
+
+    events = json.loads((here / "t.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"compute", "disk->cpu", "cpu->disk"} <= lanes
+    computed = [event["name"] for event in events if event.get("cat") == "compute"]
+    assert len(computed) == 5 * (3 + 2) * 2  # tokens, layers with embedding and head, batches
+    saved = yaml.safe_load((here / "o.jsonl.config.yaml").read_text(encoding="utf-8"))
+    assert saved["percent"] == [30, 30, 50, 0, 50, 0] and saved["seed"] == 4
+
+
+def test_the_saved_config_repeats_the_run_in_another_process(model, here, capfd):
+    assert generate.main([*SHORT, *RESULTS, "--offload-dir", "offload", *SPREAD]) == 0
+    first = (here / "o.jsonl").read_text()
+    done = command("--config", "o.jsonl.config.yaml", "--output", "again.jsonl", "--verbose", "0")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (here / "again.jsonl").read_text() == first
+    assert len(read_csv(here / "r.csv")) == 2
+
+
+@pytest.mark.parametrize("argv", [
+    (), ("--hh-ratio", "0.1", "0.2", "1", "--prefill-chunk", "16"),
+    ("--num-window-length", "16", "--eviction", "sink-window", "--compress-cache"),
+    ("--hh-ratio", "0.1", "--hh-all", "false", "--score", "mean", "--cache-bits", "8"),
+])
+def test_the_plan_counts_what_is_cached(model, here, argv):
+    argv = [*SHORT, "--model", "model", "--prompt-len", "40", "--gen-len", "9", "--csv", "r.csv",
+            "--no-log", "--verbose", "0", *argv]
+    assert generate.main(argv) == 0
+    (row,) = read_csv(here / "r.csv")
+    config = parser.parse_args(argv)
+    sizes = from_transformers(json.loads((model / "config.json").read_text()), "model")
+    cache = CacheOptions(config.h2o(), config.resolved_cache_bits)
+    plan = memory_plan(sizes, config.policy(), Workload(40, 9, 2, 1), itemsize=4, cache=cache)
+    (planned,) = (row.cpu for row in plan.rows if row.name == "cache")
+    assert int(row["kv_cache_bytes"]) == planned
+    assert int(row["full_kv_cache_bytes"]) == 2 * 48 * sizes.kv_bytes_per_token(4)
+    assert int(row["kv_bytes_per_token"]) == 3 * cache.record_bytes(sizes, 4)
+
+
+@pytest.mark.parametrize(("stdout", "status", "err"), [
+    ("head", 0, ""), ("full", 2, "error: cannot print to stdout: No space left on device\n")])
+def test_results_are_written_though_nothing_can_be_printed(model, here, stdout, status, err):
+    if stdout == "full":
+        target = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, target = os.pipe()
+        os.close(reader)
+    try:
+        done = command(*SHORT, *RESULTS, "--model", "model", stdout=target)
+    finally:
+        os.close(target)
+    assert (done.returncode, done.stderr) == (status, err)
+    assert len((here / "o.jsonl").read_text().splitlines()) == 2
+    assert len(read_csv(here / "r.csv")) == 1 and (here / "l.log").exists()
+
+
+def test_results_are_written_though_stdout_is_closed(model, here, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert generate.main([*SHORT, *RESULTS, "--model", "model", "--offload-dir", "offload"]) == 0
+    assert len(read_csv(here / "r.csv")) == 1
+
+
+@pytest.mark.parametrize("percent", [MEMORY, DISK], ids=["memory", "disk"])
+def test_ctrl_c(model, here, capfd, monkeypatch, percent):
+    seen = []
+
+    def interrupt(step):
+        # In the middle: files are on disk and transfers under way.
+        seen.extend(path.stat().st_mode & 0o777 for path in Path("offload").glob("*"))
+        if step.sweep == 2:
+            raise KeyboardInterrupt
+
+    before_logits(monkeypatch, interrupt)
+    before, threads = tree(here.parent), set(threading.enumerate())
+    argv = [*SHORT, *RESULTS, "--model", "model", "--offload-dir", "offload", *percent]
+    assert generate.main(argv) == 130
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "interrupted\n")
+    assert bool(seen) == (percent == DISK) and set(seen) <= {0o700}
+    assert tree(here.parent) == before
+    assert not Path("offload").exists() or list(Path("offload").iterdir()) == []
+    assert not {t.name for t in set(threading.enumerate()) - threads if "tqdm" not in repr(t)}

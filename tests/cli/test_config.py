@@ -1,0 +1,609 @@
+"""Every value of the configuration is checked, and every refusal is one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from refusals import refused
+
+from flexgen_h2o.cli.flags import GROUPS
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import load_yaml
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.placement import Placement, parse_percent
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.sampling import SamplingParams
+from flexgen_h2o.errors import UserError
+
+
+def test_light_imports():
+    code = (
+        "import sys, flexgen_h2o, flexgen_h2o.flex_opt, flexgen_h2o.results\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names():
+    import flexgen_h2o
+
+    assert {"LLM", "Policy", "Placement", "H2OConfig", "__version__"} <= set(dir(flexgen_h2o))
+    assert flexgen_h2o.H2OConfig is H2OConfig
+    with pytest.raises(AttributeError, match="Nonsense"):
+        _ = flexgen_h2o.Nonsense
+
+
+# Placement and --percent
+
+
+@given(st.floats(0, 100), st.floats(0, 1))
+def test_placement_takes_what_sums_to_100(gpu, part):
+    cpu = (100 - gpu) * part
+    placement = Placement(gpu, cpu, 100 - gpu - cpu if gpu + cpu < 100 else 0)
+    assert math.isclose(sum(placement.fractions()), 1)
+    assert all(0 <= fraction <= 1 for fraction in placement.fractions())
+
+
+@given(st.tuples(*[st.floats(-50, 150)] * 3).filter(lambda p: abs(sum(p) - 100) > 1e-3))
+def test_placement_refuses_other_sums(shares):
+    refused(lambda: Placement(*shares))
+
+
+@pytest.mark.parametrize("shares", [
+    (-1, 101, 0), (math.nan, 0, 100), (math.inf, 0, 0), ("100", 0, 0), (True, 99, 0),
+    (None, 0, 100),
+])
+def test_placement_refuses_odd_shares(shares):
+    refused(lambda: Placement(*shares))
+
+
+pair = st.tuples(st.integers(0, 1000), st.integers(0, 1000)).filter(lambda p: sum(p) <= 1000).map(
+    lambda p: (p[0] / 10, p[1] / 10))
+
+
+@given(st.lists(pair, min_size=2, max_size=3), st.booleans())
+def test_percent_reads_shares_and_gives_the_rest_to_disk(pairs, as_text):
+    values = [share for p in pairs for share in p]
+    placements = parse_percent([str(v) for v in values] if as_text else values)
+    for placement, (gpu, cpu) in zip(placements, [*pairs, (100, 0)], strict=False):
+        assert (placement.gpu, placement.cpu) == (gpu, cpu)
+        assert placement.disk == pytest.approx(100 - gpu - cpu, abs=1e-6)
+        assert placement.disk >= 0
+    assert len(placements) == 3
+
+
+@given(st.lists(st.one_of(st.floats(), st.integers(), st.text(max_size=5)), max_size=8))
+def test_percent_takes_or_refuses_anything_in_one_line(values):
+    try:
+        for placement in parse_percent(values):
+            assert placement.gpu + placement.cpu + placement.disk == pytest.approx(100)
+    except UserError as error:
+        assert "--percent" in str(error)
+
+
+@pytest.mark.parametrize(("values", "match"), [
+    ([100, 0, 100], "4 or 6 numbers"),
+    ([100, 0, 100, 0, 100], "4 or 6 numbers"),
+    ([], "4 or 6 numbers"),
+    (["half", 0, 100, 0], "half"),
+    (["nan", 0, 100, 0], "finite"),
+    ([-1, 0, 100, 0], "at least 0"),
+    ([101, 0, 100, 0], "at most 100"),
+    ([60, 50, 100, 0], "weights 60 \\+ 50"),
+    ([100, 0, 60, 50], "cache 60 \\+ 50"),
+    ([100, 0, 100, 0, 99, 2], "activations 99 \\+ 2"),
+    ([True, 0, 100, 0], "finite number"),
+])
+def test_percent_refusals(values, match):
+    assert "--percent" in refused(lambda: parse_percent(values), match=match)
+
+
+# Policy, H2OConfig, SamplingParams
+
+
+@pytest.mark.parametrize(("values", "match"), [
+    ({"gpu_batch_size": 0}, "gpu_batch_size must be at least 1"),
+    ({"num_gpu_batches": 1.5}, "whole number"),
+    ({"gpu_batch_size": True}, "whole number"),
+    ({"overlap": 1}, "true or false"),
+    ({"weights": (100, 0, 0)}, "Placement"),
+    ({"pin_weight": "yes"}, "true or false"),
+    ({"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
+    ({"prefill_chunk": 0.5}, "whole number"),
+])
+def test_policy_refusals(values, match):
+    refused(lambda: Policy(**values), match=match)
+
+
+def test_prefill_chunk_is_off_by_default():
+    assert Policy().prefill_chunk is None
+    assert Policy(prefill_chunk=1).prefill_chunk == 1
+
+
+@pytest.mark.parametrize(("values", "match"), [
+    ({"heavy_ratio": 0}, "greater than 0"),
+    ({"recent_ratio": 1.01}, "at most 1"),
+    ({"heavy_ratio": math.nan}, "finite"),
+    ({"heavy_ratio": 0.1, "heavy_tokens": 4}, "not both"),
+    ({"recent_ratio": 0.1, "recent_tokens": 4}, "not both"),
+    ({"heavy_tokens": -1}, "at least 0"),
+    ({"recent_tokens": 0}, "at least 1"),
+    ({"sink_tokens": -1}, "at least 0"),
+    ({"sink_tokens": 4}, "no effect on the full cache: give heavy_ratio"),
+    ({"heavy_tokens": 0}, "give recent_tokens or recent_ratio"),
+    ({"heavy_ratio": "0.1"}, "heavy_ratio must be a finite number"),
+    ({"heavy_ratio": []}, "one per decoder layer"),
+    ({"heavy_ratio": [0.1, 0]}, "heavy_ratio of layer 1 must be greater than 0"),
+    ({"recent_ratio": (2, 0.1)}, "recent_ratio of layer 0 must be at most 1"),
+    ({"heavy_ratio": (0.1, None)}, "layer 1 must be a finite number"),
+    ({"heavy_ratio": [0.1] * 3, "recent_ratio": [0.1] * 2}, "3 numbers and recent_ratio 2"),
+    ({"heavy_ratio": [0.1], "heavy_tokens": 4}, "not both"),
+    ({"score": "max"}, "sum, mean, decay"),
+    ({"decay": 0}, "greater than 0"),
+    ({"positions": "absolute"}, "original, rolling"),
+    ({"simulate": "no"}, "true or false"),
+    ({"evict_generated": 0}, "true or false"),
+    ({"drop_positions": 1}, "true or false"),
+])
+def test_h2o_refusals(values, match):
+    refused(lambda: H2OConfig(**values), match=match)
+
+
+@pytest.mark.parametrize(("values", "full", "scored"), [
+    ({}, True, False),
+    ({"simulate": True}, True, False),
+    ({"heavy_ratio": 1}, True, False),
+    ({"heavy_ratio": 1, "sink_tokens": 4}, True, False),
+    ({"heavy_ratio": 1.0, "recent_ratio": 1.0}, True, False),
+    ({"heavy_ratio": [1, 1.0]}, True, False),
+    ({"heavy_ratio": [1, 1], "recent_ratio": 1}, True, False),
+    ({"heavy_ratio": [1, 0.5]}, False, True),
+    ({"heavy_ratio": 1, "recent_ratio": [1, 0.5]}, False, True),
+    ({"heavy_ratio": 0.5}, False, True),
+    ({"recent_ratio": 1.0}, False, False),
+    ({"recent_tokens": 4, "sink_tokens": 2}, False, False),
+    ({"heavy_ratio": 1, "recent_tokens": 4}, False, True),
+    ({"heavy_tokens": 3}, False, True),
+    ({"heavy_tokens": 3, "recent_ratio": 1}, False, True),
+    ({"heavy_tokens": 0, "recent_tokens": 8}, False, False),
+])
+def test_h2o_is_full_and_scored(values, full, scored):
+    h2o = H2OConfig(**values)
+    assert (h2o.is_full, h2o.scored) == (full, scored)
+
+
+def test_h2o_is_full_layer_by_layer():
+    h2o = H2OConfig(heavy_ratio=[1, 1, 0.5, 1], recent_ratio=[1, 0.5, 1, 1])
+    assert [h2o.is_full_at(layer) for layer in range(4)] == [True, False, False, True]
+
+
+def test_h2o_ratios_per_layer():
+    h2o = H2OConfig(heavy_ratio=[0.1, 0.2], recent_ratio=0.5)
+    assert hash(h2o) == hash(H2OConfig(heavy_ratio=(0.1, 0.2), recent_ratio=0.5))
+    assert [h2o.ratios(layer) for layer in range(2)] == [(0.1, 0.5), (0.2, 0.5)]
+    assert H2OConfig(heavy_ratio=[0.1, 0.2]).ratios(1) == (0.2, 0.2)
+    assert H2OConfig(heavy_ratio=[0.1, 0.2], recent_tokens=3).ratios(1) == (0.2, None)
+    assert H2OConfig(heavy_tokens=3).ratios(1) == (None, None)
+
+
+def test_h2o_layers_of_the_model():
+    H2OConfig().check_layers(3)
+    H2OConfig(heavy_ratio=0.1, recent_ratio=0.2).check_layers(3)
+    H2OConfig(heavy_ratio=[0.1] * 3).check_layers(3)
+    for part in ("heavy_ratio", "recent_ratio"):
+        h2o = H2OConfig(**{part: [0.1] * 3})
+        refused(lambda h2o=h2o: h2o.check_layers(12),
+                f"{part} has 3 numbers but the model has 12 decoder")
+
+
+@pytest.mark.parametrize(("values", "match"), [
+    ({"max_new_tokens": 0}, "at least 1"),
+    ({"min_new_tokens": 33}, "at most the 32"),
+    ({"temperature": 0}, "greater than 0"),
+    ({"top_k": -1}, "at least 0"),
+    ({"top_p": 1.5}, "at most 1"),
+    ({"min_p": -0.1}, "at least 0"),
+    ({"repetition_penalty": 0.0}, "greater than 0"),
+    ({"no_repeat_ngram_size": -1}, "at least 0"),
+    ({"eos_token_id": -2}, "at least -1"),
+    ({"eos_token_id": [1, -1]}, "at least 0"),
+    ({"eos_token_id": []}, "whole number"),
+    ({"eos_token_id": "2"}, "whole number"),
+    ({"seed": -1}, "at least 0"),
+    ({"seed": 1.0}, "whole number"),
+    ({"do_sample": 1}, "true or false"),
+])
+def test_sampling_refusals(values, match):
+    refused(lambda: SamplingParams(**values), match=match)
+
+
+def test_sampling_takes_several_ends():
+    params = SamplingParams(eos_token_id=[1, 2])
+    assert params.eos_token_id == (1, 2)
+    assert hash(params) == hash(SamplingParams(eos_token_id=(1, 2)))
+
+
+# RunConfig
+
+
+def test_every_flag_is_described():
+    for spec in dataclasses.fields(RunConfig):
+        assert spec.metadata["group"] in GROUPS
+        assert spec.metadata["help"] and "\n" not in spec.metadata["help"]
+
+
+@pytest.mark.parametrize(("values", "match"), [
+    ({"gen_len": 0}, "--gen-len must be at least 1"),
+    ({"prompt_len": 0}, "--prompt-len must be at least 1"),
+    ({"gpu_batch_size": 0}, "--gpu-batch-size must be at least 1"),
+    ({"num_gpu_batches": -1}, "--num-gpu-batches must be at least 1"),
+    ({"cut_gen_len": 0}, "--cut-gen-len must be at least 1"),
+    ({"cut_gen_len": 33}, "at most --gen-len 32"),
+    ({"cut_gen_len": 1}, "no decode step"),
+    ({"gen_len": "many"}, "whole number"),
+    ({"gen_len": None}, "whole number"),
+    ({"gen_len": 3.0}, "whole number"),
+    ({"temperature": math.inf}, "finite"),
+    ({"overlap": "on"}, "true or false"),
+    ({"model": ""}, "--model must be text"),
+    ({"model": 3}, "--model must be text"),
+    ({"prompt": [""]}, "--prompt must be text"),
+    ({"prompt": 5}, "--prompt must be text"),
+    ({"device": "tpu"}, "auto, cpu, cuda"),
+    ({"device": "cuda:x"}, "auto, cpu, cuda"),
+    ({"dtype": "int8"}, "float16, bfloat16, float32"),
+    ({"percent": [50, 60, 0, 0]}, "weights 50 \\+ 60"),
+    ({"percent": 100}, "4 or 6 numbers"),
+    ({"prompt": ["a"], "prompts": "b.txt"}, "not both"),
+    ({"prompts": "b.csv"}, ".txt or .jsonl"),
+    ({"output": "x", "csv": "./x"}, "--output and --csv name the same file"),
+    ({"temperature": 0.5}, "--temperature has no effect: add --do-sample"),
+    ({"top_k": 3}, "--top-k has no effect"),
+    ({"min_p": 0.1}, "--min-p has no effect"),
+    ({"do_sample": True, "top_p": 2.0}, "top_p must be at most 1"),
+    ({"min_new_tokens": 64}, "min_new_tokens"),
+    ({"seed": -1}, "seed"),
+    ({"verbose": -1}, "--verbose"),
+    ({"attn_sparsity": 0}, "--attn-sparsity must be greater than 0"),
+    ({"attn_sparsity": 1.5}, "--attn-sparsity must be at most 1"),
+    ({"attn_sparsity": True}, "--attn-sparsity must be a finite number"),
+    ({"attn_sparsity": 0.5, "hh_ratio": 0.1}, "leave it or --hh-ratio out"),
+    ({"attn_sparsity": 0.5, "num_window_length": 9, "eviction": "sink-window"},
+     "--attn-sparsity chooses among all .* leave it or --num-window-length out"),
+    ({"debug_mode": "fewer_batch"}, "--debug-mode must be one of breakdown, got 'fewer_batch'"),
+])
+def test_run_config_refusals(values, match):
+    refused(lambda: RunConfig.from_mapping(values), match=match)
+
+
+# RunConfig: quantized weights
+
+
+@pytest.mark.parametrize(("values", "bits"), [
+    ({}, 16), ({"compress_weight": True}, 4), ({"weight_bits": 8}, 8), ({"weight_bits": 4}, 4),
+    ({"compress_weight": True, "weight_bits": 8}, 8), ({"weight_bits": 16}, 16),
+    ({"compress_weight": True, "weight_bits": 4}, 4), ({"compress_weight": False}, 16),
+    ({"compress_cache": True}, 16), ({"cache_bits": 4}, 16),
+])
+def test_weight_bits(values, bits):
+    assert RunConfig(**values).resolved_weight_bits == bits
+
+
+@pytest.mark.parametrize("quantized", [{"compress_weight": True}, {"weight_bits": 8}])
+@pytest.mark.parametrize(("values", "folder"), [
+    ({}, "auto"), ({"weight_cache": "auto"}, "auto"), ({"no_weight_cache": False}, "auto"),
+    ({"weight_cache": "some/folder"}, "some/folder"),
+    ({"weight_cache": "~/folder", "no_weight_cache": False}, "/somewhere/folder"),
+    ({"no_weight_cache": True}, None), ({"weight_cache": "auto", "no_weight_cache": True}, None),
+])
+def test_weight_cache(monkeypatch, tmp_path, quantized, values, folder):
+    monkeypatch.setenv("HOME", "/somewhere")
+    config = RunConfig(**quantized, **values)
+    assert config.resolved_weight_cache == folder
+    config.save(tmp_path / "c.yaml")
+    assert RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml")) == config
+
+
+@pytest.mark.parametrize(("values", "match"), [
+    ({"weight_bits": 5}, "--weight-bits must be one of 16, 8, 4, got 5"),
+    ({"weight_bits": "4"}, "--weight-bits must be a whole number"),
+    ({"weight_bits": True}, "--weight-bits must be a whole number"),
+    ({"compress_weight": "yes"}, "--compress-weight must be true or false"),
+    ({"compress_weight": True, "weight_bits": 16},
+     "--compress-weight and --weight-bits 16 contradict: leave one out"),
+    ({"weight_bits": 4, "weight_cache": ""}, "--weight-cache must be text"),
+    ({"weight_bits": 4, "weight_cache": None}, "--weight-cache must be text"),
+    ({"weight_bits": 4, "no_weight_cache": "dir"}, "--no-weight-cache must be true or false"),
+    ({"weight_bits": 4, "weight_cache": "dir", "no_weight_cache": True},
+     "give --weight-cache or --no-weight-cache, not both"),
+])
+def test_weight_refusals(values, match):
+    refused(lambda: RunConfig.from_mapping(values), match=match)
+
+
+@pytest.mark.parametrize("plain", [{}, {"weight_bits": 16}, {"compress_cache": True}])
+@pytest.mark.parametrize("values", [{"weight_cache": "dir"}, {"no_weight_cache": True}])
+def test_a_cache_of_weights_that_are_not_quantized_is_refused(plain, values):
+    flag = "--" + next(iter(values)).replace("_", "-")
+    refused(lambda: RunConfig(**plain, **values),
+            match=f"^{flag} has no effect on weights of 16 bits: add --weight-bits 4$")
+
+
+# RunConfig: what stays cached
+
+
+@pytest.mark.parametrize("values", [
+    {}, {"hh_ratio": 1}, {"hh_ratio": [1, 1.0]}, {"eviction": "full"}, {"hh_all": True},
+    {"sink_tokens": 0}, {"score": "sum"}, {"cache_bits": 4}, {"compress_cache": True},
+])
+def test_the_cache_is_full_unless_asked_for_less(values):
+    assert RunConfig(**values).h2o() is None
+
+
+SIZES = [
+    # Ratios
+    ({"hh_ratio": 0.1}, H2OConfig(heavy_ratio=0.1)),
+    ({"hh_ratio": 0.1, "recent_ratio": 0.3}, H2OConfig(heavy_ratio=0.1, recent_ratio=0.3)),
+    ({"hh_ratio": [0.1, 1]}, H2OConfig(heavy_ratio=(0.1, 1.0))),
+    ({"hh_ratio": "0.1 0.2", "recent_ratio": 1},
+     H2OConfig(heavy_ratio=(0.1, 0.2), recent_ratio=1.0)),
+    ({"hh_ratio": 0.1, "sink_tokens": 2}, H2OConfig(heavy_ratio=0.1, sink_tokens=2)),
+    ({"hh_ratio": 0.1, "eviction": "window"}, H2OConfig(recent_ratio=0.2)),
+    ({"hh_ratio": 0.7, "recent_ratio": 0.1, "eviction": "window"}, H2OConfig(recent_ratio=0.8)),
+    ({"hh_ratio": 0.6, "eviction": "window"}, H2OConfig(recent_ratio=1.0)),
+    ({"hh_ratio": [0.1, 0.3], "recent_ratio": 0.2, "eviction": "window"},
+     H2OConfig(recent_ratio=(0.3, 0.5))),
+    ({"recent_ratio": 0.2, "eviction": "window"}, H2OConfig(recent_ratio=0.2)),
+    ({"hh_ratio": 0.1, "eviction": "sink-window"}, H2OConfig(recent_ratio=0.2, sink_tokens=4)),
+    ({"hh_ratio": 0.1, "eviction": "sink-window", "sink_tokens": 1},
+     H2OConfig(recent_ratio=0.2, sink_tokens=1)),
+    # Counts
+    ({"num_window_length": 9}, H2OConfig(heavy_tokens=4, recent_tokens=5)),
+    ({"num_window_length": 1}, H2OConfig(heavy_tokens=0, recent_tokens=1)),
+    ({"num_window_length": 9, "sink_tokens": 2},
+     H2OConfig(heavy_tokens=4, recent_tokens=3, sink_tokens=2)),
+    ({"num_window_length": 9, "num_heavy_hitter_tokens": 6},
+     H2OConfig(heavy_tokens=6, recent_tokens=3)),
+    ({"num_window_length": 9, "num_heavy_hitter_tokens": 0, "sink_tokens": 3},
+     H2OConfig(heavy_tokens=0, recent_tokens=6, sink_tokens=3)),
+    ({"num_heavy_hitter_tokens": 6}, H2OConfig(heavy_tokens=6, recent_tokens=6)),
+    ({"num_heavy_hitter_tokens": 6, "sink_tokens": 3},
+     H2OConfig(heavy_tokens=6, recent_tokens=6, sink_tokens=3)),
+    ({"num_window_length": 9, "eviction": "window"}, H2OConfig(heavy_tokens=0, recent_tokens=9)),
+    ({"num_heavy_hitter_tokens": 6, "eviction": "window"},
+     H2OConfig(heavy_tokens=0, recent_tokens=12)),
+    ({"num_window_length": 9, "eviction": "sink-window"},
+     H2OConfig(heavy_tokens=0, recent_tokens=5, sink_tokens=4)),
+    ({"num_heavy_hitter_tokens": 6, "eviction": "sink-window", "sink_tokens": 2},
+     H2OConfig(heavy_tokens=0, recent_tokens=10, sink_tokens=2)),
+    # The rest
+    ({"hh_ratio": 0.1, "hh_all": False}, H2OConfig(heavy_ratio=0.1, evict_generated=False)),
+    ({"hh_ratio": 0.1, "prefill_chunk": 64}, H2OConfig(heavy_ratio=0.1)),
+    ({"hh_ratio": 0.1, "prefill_chunk": 64, "evict_while_prefilling": True},
+     H2OConfig(heavy_ratio=0.1, prompt_chunk=64)),
+    ({"hh_ratio": 0.1, "score": "decay", "score_decay": 0.5},
+     H2OConfig(heavy_ratio=0.1, score="decay", decay=0.5)),
+    ({"hh_ratio": 0.1, "score": "mean"}, H2OConfig(heavy_ratio=0.1, score="mean")),
+    ({"hh_ratio": 0.1, "enable_position_rolling": True},
+     H2OConfig(heavy_ratio=0.1, positions="rolling")),
+    ({"hh_ratio": 0.1, "hh_long_seq": True}, H2OConfig(heavy_ratio=0.1, drop_positions=True)),
+    ({"hh_long_seq": True}, H2OConfig(drop_positions=True)),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), SIZES)
+def test_what_stays_cached(values, expected):
+    assert RunConfig.from_mapping(values).h2o() == expected
+
+
+@pytest.mark.parametrize(("values", "match"), [
+    ({"hh_ratio": 0}, "--hh-ratio must be greater than 0"),
+    ({"hh_ratio": 1.1}, "--hh-ratio must be at most 1"),
+    ({"hh_ratio": [0.1, math.nan]}, "--hh-ratio must be a finite number"),
+    ({"hh_ratio": True}, "--hh-ratio must be a finite number"),
+    ({"hh_ratio": None}, "--hh-ratio must be a finite number"),
+    ({"hh_ratio": []}, "--hh-ratio is empty"),
+    ({"hh_ratio": "  "}, "--hh-ratio is empty"),
+    ({"hh_ratio": {"a": 1}}, "--hh-ratio must be a finite number"),
+    ({"hh_ratio": [[0.1, 0.2]]}, "--hh-ratio must be a finite number"),
+    ({"hh_ratio": "a tenth"}, "--hh-ratio takes numbers .* got 'a'"),
+    ({"recent_ratio": ["0.1", "x.yaml"]}, "--recent-ratio takes numbers .* got 'x.yaml'"),
+    ({"hh_ratio": [0.1, 0.2], "recent_ratio": [0.1] * 3}, "different counts .* decoder layer"),
+    ({"recent_ratio": 0.2}, "give --hh-ratio below 1 too, or --eviction window"),
+    ({"hh_ratio": 0.1, "num_window_length": 8}, "--hh-ratio or --num-window-length, not both"),
+    ({"hh_ratio": 0.1, "num_heavy_hitter_tokens": 8},
+     "--hh-ratio or --num-heavy-hitter-tokens, not both"),
+    ({"recent_ratio": 0.1, "num_window_length": 8}, "--recent-ratio or --num-window-length"),
+    ({"num_window_length": 0}, "--num-window-length must be at least 1"),
+    ({"num_heavy_hitter_tokens": -1}, "--num-heavy-hitter-tokens must be at least 0"),
+    ({"num_heavy_hitter_tokens": 0}, "--num-heavy-hitter-tokens 0 leaves no recent tokens"),
+    ({"num_window_length": 8, "num_heavy_hitter_tokens": 8},
+     "--num-window-length 8 leaves no recent tokens beside 8 heavy hitters and 0 sinks: raise it"),
+    ({"num_window_length": 8, "sink_tokens": 4}, "no recent tokens beside 4 heavy .* 4 sinks"),
+    ({"num_window_length": 4, "eviction": "sink-window"}, "no recent tokens beside 0 heavy"),
+    ({"num_window_length": 8, "num_heavy_hitter_tokens": 2, "eviction": "window"},
+     "--num-heavy-hitter-tokens has no effect with --eviction window"),
+    ({"hh_ratio": 0.1, "eviction": "window", "sink_tokens": 4}, "give --eviction sink-window"),
+    ({"hh_ratio": 0.1, "eviction": "full"}, "--eviction full keeps all: leave --hh-ratio out"),
+    ({"num_window_length": 8, "eviction": "full"}, "leave --num-window-length out"),
+    ({"eviction": "lru"}, "--eviction must be one of h2o, window, sink-window, full, got 'lru'"),
+    ({"score": "max"}, "--score must be one of sum, mean, decay"),
+    ({"hh_ratio": 0.1, "score_decay": 0.5}, "--score-decay has no effect: add --score decay"),
+    ({"hh_ratio": 0.1, "score": "decay", "score_decay": 0}, "decay must be greater than 0"),
+    ({"hh_ratio": 0.1, "eviction": "window", "score": "mean"}, "--score has no effect without"),
+    ({"num_window_length": 8, "num_heavy_hitter_tokens": 0, "score": "mean"},
+     "--score has no effect without heavy hitters"),
+    ({"sink_tokens": -1}, "--sink-tokens must be at least 0"),
+    ({"cache_bits": 5}, "--cache-bits must be one of 16, 8, 4, got 5"),
+    ({"cache_bits": "4"}, "--cache-bits must be a whole number"),
+    ({"compress_cache": True, "cache_bits": 16}, "--compress-cache and --cache-bits 16"),
+    ({"prefill_chunk": 0}, "--prefill-chunk must be at least 1"),
+    ({"hh_ratio": 0.1, "evict_while_prefilling": True}, "such as --prefill-chunk 256"),
+])
+def test_cache_refusals(values, match):
+    refused(lambda: RunConfig.from_mapping(values), match=match)
+
+
+@pytest.mark.parametrize(("values", "flag"), [
+    ({"eviction": "window"}, "--eviction window"),
+    ({"eviction": "sink-window"}, "--eviction sink-window"),
+    ({"score": "mean"}, "--score"),
+    ({"score": "decay", "score_decay": 0.5}, "--score"),
+    ({"sink_tokens": 4}, "--sink-tokens"),
+    ({"enable_position_rolling": True}, "--enable-position-rolling"),
+    ({"hh_all": False}, "--hh-all false"),
+    ({"evict_while_prefilling": True, "prefill_chunk": 64}, "--evict-while-prefilling"),
+])
+def test_what_would_be_ignored_by_the_full_cache_is_refused(values, flag):
+    message = refused(lambda: RunConfig(**values), "no effect on the full cache")
+    assert message.startswith(flag) and "give --hh-ratio or --num-window-length" in message
+    if "eviction" not in values:
+        assert "leave it out" in refused(lambda: RunConfig(**values, eviction="full"))
+
+
+layers = st.lists(st.integers(1, 20).map(lambda n: n / 20), min_size=1, max_size=6)
+
+
+@given(layers, st.none() | layers, st.sampled_from(["h2o", "window", "sink-window"]))
+def test_ratios_of_layers_map_or_are_refused_in_one_line(heavy, recent, eviction):
+    try:
+        config = RunConfig(hh_ratio=heavy, recent_ratio=recent, eviction=eviction)
+    except UserError as error:
+        counts = {len(heavy), len(recent or [1])} - {1}
+        full = set(heavy) == {1}
+        assert "\n" not in str(error) and (full or len(counts) == 2), error
+        return
+    h2o = config.h2o()
+    assert h2o is None or (h2o.heavy_ratio is None) == (eviction != "h2o")
+    assert RunConfig.from_mapping(config.to_dict()).h2o() == h2o
+
+
+@given(st.none() | st.integers(1, 40), st.none() | st.integers(0, 40), st.integers(0, 9),
+       st.sampled_from(["h2o", "window", "sink-window"]))
+def test_counts_keep_the_total_or_are_refused_in_one_line(total, heavy, sinks, eviction):
+    values = {"num_window_length": total, "num_heavy_hitter_tokens": heavy, "sink_tokens": sinks,
+              "eviction": eviction}
+    try:
+        h2o = RunConfig(**values).h2o()
+    except UserError as error:
+        assert "\n" not in str(error)
+        return
+    if h2o is not None:
+        kept = h2o.heavy_tokens + h2o.recent_tokens + h2o.sink_tokens
+        assert kept == (total or 2 * heavy + (sinks if eviction == "h2o" else 0))
+
+
+@pytest.mark.parametrize(("content", "match"), [
+    (None, "No such file"),
+    (b"0.2\n", "must hold a list of numbers"),
+    (b"- 0.1\n- [\n", "not valid YAML at line 3"),
+    (b"- 2020-13-45\n", "not valid YAML"),
+    (b"[" * 10_000, "not valid YAML"),
+    (b"- \xff\n", "not UTF-8"),
+    (b"[]", "is empty"),
+    (b"- 0.1\n- many\n", "got 'many'"),
+    (b"- 0.1\n- 7\n", "at most 1"),
+])
+def test_ratio_file_refusals(tmp_path, content, match):
+    path = tmp_path / "ratios.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    assert "--recent-ratio" in refused(lambda: RunConfig(recent_ratio=str(path)), match=match)
+
+
+def test_ratios_of_a_file_are_saved_as_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "r.yaml").write_text("# by layer\n- 0.1\n- 2e-1\n- 1\n")
+    config = RunConfig(hh_ratio="~/r.yaml", recent_ratio=["~/r.yaml"], cache_bits=4)
+    assert config.hh_ratio == config.recent_ratio == (0.1, 0.2, 1.0)
+    config.save(tmp_path / "c.yaml")
+    (tmp_path / "r.yaml").unlink()
+    assert RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml")) == config
+
+
+def test_a_result_does_not_replace_the_ratio_file(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("[0.1, 0.2]")
+    refused(lambda: RunConfig(hh_ratio=str(path), output=str(path)),
+            "--hh-ratio and --output name the same file")
+
+
+@pytest.mark.parametrize(("values", "bits"), [
+    ({}, 16), ({"compress_cache": True}, 4), ({"cache_bits": 8}, 8),
+    ({"compress_cache": True, "cache_bits": 8}, 8), ({"cache_bits": 16}, 16),
+])
+def test_cache_bits(values, bits):
+    assert RunConfig(**values).resolved_cache_bits == bits
+
+
+def test_unknown_keys_get_a_suggestion():
+    assert "did you mean gen_len?" in refused(lambda: RunConfig.from_mapping({"gen_lem": 3}))
+    assert "did you mean gen_len?" in refused(lambda: RunConfig.from_mapping({"gen-len": 3}))
+    assert "--help" in refused(lambda: RunConfig.from_mapping({"zzz": 3}))
+    refused(lambda: RunConfig.from_mapping({7: 3}), "unknown key 7")
+
+
+def test_defaults_are_flexgens():
+    config = RunConfig()
+    assert (config.model, config.prompt_len, config.gen_len) == ("facebook/opt-6.7b", 512, 32)
+    assert (config.resolved_gpu_batch_size, config.resolved_num_gpu_batches) == (4, 1)
+    assert config.policy() == Policy()
+    assert config.synthetic and config.sampling().eos_token_id == -1
+
+
+def test_real_prompts_stop_at_the_models_end():
+    assert RunConfig(prompt=("a",)).sampling().eos_token_id is None
+    assert RunConfig(prompt=("a",), ignore_eos=True).sampling().eos_token_id == -1
+
+
+def test_policy_and_sampling_carry_the_flags():
+    config = RunConfig(percent="0 50 20 30", gpu_batch_size=8, num_gpu_batches=2, overlap=False,
+                       pin_weight=False, prefill_chunk=64, cpu_cache_compute=True, sep_layer=True,
+                       do_sample=True, top_k=7, temperature=0.5, gen_len=9, seed=3)
+    assert config.policy() == Policy(8, 2, Placement(0, 50, 50), Placement(20, 30, 50),
+                                     Placement(100, 0, 0), overlap=False, pin_weight=False,
+                                     prefill_chunk=64, cpu_cache_compute=True, sep_layer=True)
+    expected = SamplingParams(9, do_sample=True, top_k=7, temperature=0.5, eos_token_id=-1, seed=3)
+    assert config.sampling() == expected
+
+
+def test_saved_config_reads_back_as_the_same(tmp_path):
+    config = RunConfig(model="opt-125m", prompt=("é \"quoted\"", "two\nlines"),
+                       percent=(0, 33.3, 50, 0), cut_gen_len=4, do_sample=True, min_p=0.05,
+                       csv=str(tmp_path / "r.csv"))
+    config.save(tmp_path / "c.yaml")
+    assert RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml")) == config
+    assert set(yaml.safe_load((tmp_path / "c.yaml").read_text(encoding="utf-8"))) == {
+        spec.name for spec in dataclasses.fields(RunConfig)} - {"config"}
+
+
+@pytest.mark.parametrize(("content", "match"), [
+    (b"- a\n- b\n", "name: value"),
+    (b"", "name: value"),
+    (b"a: [1\nb: 2\n", "not valid YAML at line 2"),
+    (b"model: \xff\xfe\n", "not UTF-8"),
+    (b"config: other.yaml\n", "another config"),
+    (b"a: !!python/object/apply:os.system [true]\n", "not valid YAML"),
+])
+def test_yaml_refusals(tmp_path, content, match):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(content)
+    assert str(path) in refused(lambda: load_yaml(path), match=match)
+
+
+def test_missing_yaml(tmp_path):
+    refused(lambda: load_yaml(tmp_path / "none.yaml"), "No such file")
+    refused(lambda: load_yaml(tmp_path), "cannot read")
+
+
+def test_home_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert RunConfig(offload_dir="~/x").offload_dir == "/somewhere/x"

@@ -1,0 +1,486 @@
+"""The command line, with a pretend engine: flags, prompts, files, exit statuses."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import types
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from refusals import command_refused
+
+from flexgen_h2o import flex_opt
+from flexgen_h2o.cli import input_files, parser, result_files
+from flexgen_h2o.cli.result_rows import CSV_COLUMNS
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.tasks import generate
+
+
+class FakeLLM:
+    """Continues each prompt with its own first words; remembers what it was asked."""
+
+    made: list[FakeLLM] = []
+    fail: BaseException | None = None
+    vocab_size = 50
+
+    def __init__(self, model, **options):
+        self.model, self.options, self.closed = model, options, False
+        FakeLLM.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.closed = True
+
+    def generate(self, prompts, **options):
+        self.prompts, self.sampling = prompts, options
+        if FakeLLM.fail is not None:
+            raise FakeLLM.fail
+        self.options["trace"].add("layer 0", "compute", 1.0, 2.0)
+        self.options["trace"].add("prefill", "phases", 1.0, 2.25)
+        return [self._output(prompt) for prompt in prompts]
+
+    def _output(self, prompt):
+        text = isinstance(prompt, str)
+        return types.SimpleNamespace(
+            prompt=prompt if text else None, prompt_token_ids=[1, 2, 3], token_ids=[4, 5],
+            text=f"continuation of {prompt[:9]}" if text else None, finish_reason="length")
+
+    @property
+    def stats(self):
+        return RunStats(
+            model=self.model, num_parameters=10, dtype="float32", device="cpu",
+            num_prompts=len(self.prompts), prompt_tokens=3 * len(self.prompts),
+            generated_tokens=2 * len(self.prompts), gpu_batch_size=4, num_gpu_batches=1,
+            prefill_seconds=1.0, decode_seconds=1.0, step_seconds=[1.0])
+
+
+@pytest.fixture(autouse=True)
+def llm(monkeypatch, tmp_path):
+    """Replace the engine, and run in an empty folder."""
+    monkeypatch.setattr(FakeLLM, "made", [])
+    monkeypatch.setattr(FakeLLM, "fail", None)
+    module = types.ModuleType("flexgen_h2o.llm")
+    module.LLM = FakeLLM
+    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", module)
+    monkeypatch.chdir(tmp_path)
+    return FakeLLM
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line on stderr of a command that exits with 2 and loads no model."""
+    message = command_refused(generate.main, capsys, argv)
+    assert not FakeLLM.made
+    return message
+
+
+# Flags
+
+
+def test_help_groups_every_flag_with_its_default(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        generate.main(["--help"])
+    assert exit_.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for spec in fields(RunConfig):
+        rest = text[text.index(f" {flag_name(spec.name)} "):]
+        assert re.match(r"[^(]*(\([^)]*\)[^(]*)*\(default: ", rest)
+        assert "not yet" not in spec.metadata["help"]
+    for group in ("model:", "batch and lengths:", "policy:", "cache:", "sampling:", "results:"):
+        assert group in text
+
+
+@pytest.mark.parametrize(("argv", "expected"), [
+    (["--overlap", "false"], {"overlap": False}),
+    (["--overlap"], {"overlap": True}),
+    (["--pin-weight", "0", "--no-log"], {"pin_weight": False, "no_log": True}),
+    (["--compress-cache", "false"], {"compress_cache": False}),
+    (["--percent", "0", "12.5", "100", "0"], {"percent": (0, 12.5, 100, 0, 100, 0)}),
+    (["--prompt", "a", "--prompt", "b c"], {"prompt": ("a", "b c")}),
+    (["--verbose"], {"verbose": 3}),
+    (["--verbose", "0"], {"verbose": 0}),
+    (["--do-sample", "--top-p", "0.9", "--min-p", "0.1"],
+     {"do_sample": True, "top_p": 0.9, "min_p": 0.1}),
+    (["--hh-ratio", "1", "--attn-sparsity", "0.1"], {"hh_ratio": 1.0, "attn_sparsity": 0.1}),
+    (["--debug-mode", "breakdown"], {"debug_mode": "breakdown"}),
+    (["--hh-ratio", ".1", "0.25", "1", "--recent-ratio", "0.5", "--hh-all", "false"],
+     {"hh_ratio": (0.1, 0.25, 1.0), "recent_ratio": 0.5, "hh_all": False}),
+    (["--num-window-length", "64", "--num-heavy-hitter-tokens", "16", "--sink-tokens", "2"],
+     {"num_window_length": 64, "num_heavy_hitter_tokens": 16, "sink_tokens": 2}),
+    (["--hh-ratio", "0.1", "--eviction", "sink-window", "--enable-position-rolling"],
+     {"eviction": "sink-window", "enable_position_rolling": True, "sink_tokens": None}),
+    (["--hh-ratio", "0.1", "--score", "decay", "--score-decay", "0.9", "--hh-long-seq"],
+     {"score": "decay", "score_decay": 0.9, "hh_long_seq": True}),
+    (["--compress-cache", "--cache-bits", "8", "--cpu-cache-compute", "--prefill-chunk", "128"],
+     {"compress_cache": True, "cache_bits": 8, "cpu_cache_compute": True, "prefill_chunk": 128}),
+    (["--compress-weight"], {"compress_weight": True, "weight_bits": None,
+                             "weight_cache": "auto", "no_weight_cache": False}),
+    (["--weight-bits", "8", "--weight-cache", "some/folder"],
+     {"compress_weight": False, "weight_bits": 8, "weight_cache": "some/folder"}),
+    (["--weight-bits", "4", "--no-weight-cache"], {"weight_bits": 4, "no_weight_cache": True}),
+    (["--model", "opt-125m", "--path", "_DUMMY_", "--device", "cuda:1", "--dtype", "float16"],
+     {"model": "opt-125m", "path": "_DUMMY_", "device": "cuda:1", "dtype": "float16"}),
+])
+def test_flags(argv, expected):
+    config = parser.parse_args(argv)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("argv", "match"), [
+    (["--gen-len", "0"], "--gen-len must be at least 1"),
+    (["--gen-len", "ten"], "invalid int value"),
+    (["--gen-lem", "3"], r"unknown flag --gen-lem: did you mean --gen-len\?"),
+    (["--gen_len=3"], r"unknown flag --gen_len: did you mean --gen-len\?"),
+    (["--gen", "3"], r"unknown flag --gen: did you mean --gen-len\?"),
+    (["--percnt", "0", "100"], r"unknown flag --percnt: did you mean --percent\?"),
+    (["--xyzzy"], "unknown flag --xyzzy: see --help for the names"),
+    (["stray"], "'stray' belongs to no flag"),
+    (["--prompt", "a\udcff"], r"--prompt is not text in UTF-8: character 1 is '\\udcff'"),
+    (["--prompt", "a", "--prompt", "\ud800"], "--prompt 2 is not text in UTF-8"),
+    (["--model", "\udce9"], "--model is not text in UTF-8"),
+    (["--output", "caf\udce9.jsonl"], "--output is not text in UTF-8"),
+    (["--overlap", "maybe"], "expected true or false"),
+    (["--percent", "50", "60", "0", "0"], "weights 50 \\+ 60"),
+    (["--percent", "-5", "0", "0", "0"], "at least 0"),
+    (["--percent", "all", "0", "0", "0"], "'all'"),
+    (["--percent"], "expected at least one argument"),
+    (["--weight-bits", "2"], "--weight-bits must be one of 16, 8, 4"),
+    (["--weight-bits", "four"], "invalid int value"),
+    (["--compress-weight", "--weight-bits", "16"], "contradict"),
+    (["--weight-cache"], "expected one argument"),
+    (["--weight-cache", "x"], "--weight-cache has no effect on weights of 16 bits"),
+    (["--no-weight-cache"], "--no-weight-cache has no effect .* add --weight-bits 4"),
+    (["--weight-bits", "4", "--weight-cache", "x", "--no-weight-cache"], "not both"),
+    (["--sep-layer", "maybe"], "expected true or false"),
+    (["--hh-ratio"], "expected at least one argument"),
+    (["--hh-ratio", "0"], "--hh-ratio must be greater than 0"),
+    (["--hh-ratio", "-0.1"], "--hh-ratio must be greater than 0"),
+    (["--hh-ratio", "0.1", "many"], "--hh-ratio takes numbers .* got 'many'"),
+    (["--hh-ratio", "none.yaml"], "cannot read --hh-ratio none.yaml: No such file"),
+    (["--hh-ratio", "0.2", "--num-window-length", "9"], "not both"),
+    (["--num-window-length", "9.5"], "invalid int value"),
+    (["--hh-all", "false"], "--hh-all false has no effect on the full cache"),
+    (["--eviction", "oldest"], "--eviction must be one of h2o, window, sink-window, full"),
+    (["--cache-bits", "2"], "--cache-bits must be one of 16, 8, 4"),
+    (["--compress-cache", "--cache-bits", "16"], "contradict"),
+    (["--attn-sparsity", "0"], "--attn-sparsity must be greater than 0"),
+    (["--attn-sparsity", "0.1", "--recent-ratio", "0.1", "--eviction", "window"],
+     "--attn-sparsity .* leave it or --recent-ratio out"),
+    (["--num-prompts", "3", "--prompt", "a"], "--num-prompts counts synthetic prompts"),
+    (["--num-prompts", "0"], "--num-prompts must be at least 1"),
+    (["--debug-mode", "fewer_batch"], "--debug-mode must be one of breakdown"),
+    (["--temperature", "nan"], "finite"),
+    (["--dtype", "int4"], "--dtype must be one of"),
+    (["--config", "missing.yaml"], "No such file"),
+])
+def test_bad_flags(capsys, argv, match):
+    assert re.search(match, refused(capsys, *argv))
+
+
+def test_flags_override_the_config_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: opt-125m\ngen_len: 7\npercent: 0 100 100 0\nprompts: a.txt\n")
+    config = parser.parse_args(["--config", str(path), "--gen-len", "9", "--prompt", "x"])
+    assert (config.model, config.gen_len, config.prompts) == ("opt-125m", 9, None)
+    assert config.percent == (0, 100, 100, 0, 100, 0)
+
+
+def test_ratios_of_layers_from_files(tmp_path):
+    (tmp_path / "ratios.yaml").write_text("[0.1, 0.2, 0.3]")
+    (tmp_path / "c.yaml").write_text("hh_ratio: ratios.yaml\nrecent_ratio: [0.3, 0.2, 0.1]\n")
+    config = parser.parse_args(["--config", "c.yaml"])
+    assert config.hh_ratio == (0.1, 0.2, 0.3)
+    assert parser.parse_args(["--hh-ratio", "ratios.yaml"]).hh_ratio == config.hh_ratio
+    config = parser.parse_args(["--config", "c.yaml", "--recent-ratio", "0.5"])
+    assert config.h2o() == H2OConfig(heavy_ratio=(0.1, 0.2, 0.3), recent_ratio=0.5)
+
+
+def test_unknown_key_of_a_config_file(capsys, tmp_path):
+    for key, hint in (("gen_lenn", "did you mean gen_len?"), ("xyzzy", "see --help")):
+        (tmp_path / "c.yaml").write_text(f"{key}: 7\n")
+        assert hint in refused(capsys, "--config", "c.yaml")
+
+
+@pytest.mark.parametrize(("task", "flag", "near"), [
+    ("quality", "--budgts", "--budgets"), ("summarize", "--input_pth", "--input_path"),
+    ("stream", "--sample-nun", "--sample-num"), ("stream_quality", "--polcy", "--policies"),
+    ("analyze", "--input-pat", "--input-path")])
+def test_tasks_tell_the_nearest_flag_too(capsys, task, flag, near):
+    main = importlib.import_module(f"flexgen_h2o.tasks.{task}").main
+    assert main([flag, "5"]) == 2
+    assert capsys.readouterr().err == f"error: unknown flag {flag}: did you mean {near}?\n"
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(("name", "content", "match"), [
+    ("p.txt", None, "No such file"),
+    ("p.txt", b"", "no prompts"),
+    ("p.txt", b"\n  \n", "no prompts"),
+    ("p.txt", b"caf\xe9\n", "not UTF-8"),
+    ("p.jsonl", b'{"prompt": "a"}\nnot json\n', "line 2 is not JSON"),
+    ("p.jsonl", b'{"prompt": "a"}\n\n{"text": "b"}\n', "line 3 has no text"),
+    ("p.jsonl", b'["prompt"]\n', "line 1 has no text"),
+    ("p.jsonl", b'{"prompt": 5}\n', "line 1 has no text"),
+    ("p.jsonl", b'{"prompt": " "}\n', "line 1 has no text"),
+    ("p.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+    ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "\\ud800 hi"}\n', r"line 2 is not text .*'\\ud800'"),
+    ("p.txt", b"a\n\xed\xa0\x80\n", "not UTF-8"),
+    ("p.csv", b"a\n", ".txt or .jsonl"),
+])
+def test_bad_prompt_files(capsys, tmp_path, name, content, match):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert re.search(match, refused(capsys, "--prompts", name))
+
+
+def test_prompt_files(tmp_path):
+    (tmp_path / "p.txt").write_bytes("\ufefffirst\r\n\n  second \x85 still\n".encode())
+    assert input_files.read_prompts("p.txt") == ["first", "  second \x85 still"]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a\\nb", "id": 1}\n\n{"prompt": "é\u2028"}\n')
+    assert input_files.read_prompts("p.jsonl") == ["a\nb", "é\u2028"]
+
+
+def test_synthetic_prompts_are_seeded_and_in_range(llm):
+    config = RunConfig(prompt_len=5, gpu_batch_size=3, num_gpu_batches=2, seed=1)
+    prompts = input_files.synthetic_prompts(config, 11)
+    assert len(prompts) == 6 and all(len(ids) == 5 for ids in prompts)
+    assert all(0 <= token < 11 for ids in prompts for token in ids)
+    assert prompts == input_files.synthetic_prompts(config, 11)
+    assert prompts != input_files.synthetic_prompts(RunConfig(
+        prompt_len=5, gpu_batch_size=3, num_gpu_batches=2, seed=2), 11)
+
+
+def test_so_many_synthetic_prompts_as_are_asked_for(llm):
+    config = RunConfig(prompt_len=5, gpu_batch_size=4, num_gpu_batches=2, num_prompts=6)
+    assert len(input_files.synthetic_prompts(config, 11)) == 6
+    load = input_files.workload(config, ())
+    assert (load.gpu_batch_size, load.num_gpu_batches) == (4, 2)
+    load = input_files.workload(replace(config, num_prompts=3), ())
+    assert (load.gpu_batch_size, load.num_gpu_batches) == (3, 1)
+
+
+def test_workload_estimates_text():
+    config = RunConfig(prompt=("a" * 30, "bb"), gen_len=7, gpu_batch_size=4, num_gpu_batches=3)
+    load = input_files.workload(config, config.prompt)
+    assert (load.prompt_len, load.gen_len) == (11, 7)
+    assert (load.gpu_batch_size, load.num_gpu_batches) == (2, 1)
+    assert input_files.workload(RunConfig(), ()) == Workload(512, 32, 4, 1)
+
+
+# A run
+
+
+def test_a_run_prints_texts_and_the_table(capsys, llm):
+    argv = ["--model", "m", "--prompt", "one  two\nthree", "--prompt", "four", "--no-log",
+            "--percent", "0", "100", "100", "0", "--gen-len", "2", "--offload-dir", "/tmp/x"]
+    assert generate.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "[0] one two three" in out and "continuation of four" in out
+    assert "total throughput" in out and out.index("continuation") < out.index("total throughput")
+    made = llm.made[0]
+    assert made.closed and made.options["policy"].weights.cpu == 100
+    assert made.options["offload_dir"] == "/tmp/x" and not made.options["trace"].enabled
+    assert made.options["workload"].gpu_batch_size == 2
+    assert made.prompts == ["one  two\nthree", "four"]
+    assert made.sampling["max_new_tokens"] == 2 and made.sampling["eos_token_id"] is None
+    assert made.sampling["cut_gen_len"] is None
+    assert list(Path().iterdir()) == []
+
+
+def test_the_engine_gets_the_cache_policy(llm):
+    quiet = ["--no-log", "--verbose", "0"]
+    assert generate.main([*quiet, "--hh-ratio", "0.1", "--compress-cache", "--cpu-cache-compute",
+                          "--prefill-chunk", "64"]) == 0
+    assert generate.main(quiet) == 0
+    assert generate.main([*quiet, "--attn-sparsity", "0.25"]) == 0
+    options, full, sparse = (made.options for made in llm.made)
+    assert (full["attn_sparsity"], sparse["attn_sparsity"]) == (1, 0.25)
+    assert options["h2o"] == H2OConfig(heavy_ratio=0.1) and options["cache_bits"] == 4
+    assert options["policy"].prefill_chunk == 64 and options["policy"].cpu_cache_compute
+    assert full["h2o"] is None and full["cache_bits"] == 16
+    assert full["policy"].prefill_chunk is None
+
+
+@pytest.mark.parametrize(("argv", "bits", "folder"), [
+    ([], 16, "auto"),
+    (["--compress-weight"], 4, "auto"),
+    (["--weight-bits", "8", "--weight-cache", "kept"], 8, "kept"),
+    (["--weight-bits", "4", "--no-weight-cache"], 4, None),
+])
+def test_the_engine_gets_the_bits_of_weights_and_where_to_keep_them(llm, argv, bits, folder):
+    assert generate.main(["--no-log", "--verbose", "0", *argv]) == 0
+    options = llm.made[0].options
+    assert (options["weight_bits"], options["weight_cache"]) == (bits, folder)
+    assert list(Path().iterdir()) == [], "the folder is for the engine to make"
+
+
+def test_without_prompts_it_measures_random_ones(capsys, llm):
+    assert generate.main(["--prompt-len", "6", "--no-log", "--gen-len", "4", "--cut-gen-len",
+                          "2"]) == 0
+    out = capsys.readouterr().out
+    assert "[0]" in out and "[3]" in out and "[1]" not in out
+    made = llm.made[0]
+    assert len(made.prompts) == 4 and len(made.prompts[0]) == 6
+    assert made.sampling["eos_token_id"] == -1 and made.sampling["cut_gen_len"] == 2
+
+
+def test_a_warm_up_comes_first_and_leaves_nothing(llm, monkeypatch):
+    asked, generate = [], llm.generate
+
+    def told(self, prompts, **options):
+        asked.append((len(prompts), options.get("max_new_tokens")))
+        return generate(self, prompts, **options)
+
+    monkeypatch.setattr(llm, "generate", told)
+    assert generate.main(["--warm-up", "--num-prompts", "5", "--gpu-batch-size", "2", "--no-log",
+                          "--trace", "t.json", "--verbose", "0"]) == 0
+    assert asked == [(2, 2), (5, 32)]
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "prefill" for event in events) == 1, "of the second call alone"
+
+
+@pytest.mark.parametrize(("verbose", "texts", "figures"), [
+    ("0", False, False), ("1", False, True), ("2", True, True), ("3", True, True),
+])
+def test_verbose(capsys, llm, verbose, texts, figures):
+    assert generate.main(["--prompt", "a", "--no-log", "--verbose", verbose]) == 0
+    out = capsys.readouterr().out
+    assert ("continuation" in out, "throughput" in out) == (texts, figures)
+    assert llm.made[0].options["verbose"] == (verbose == "3")
+    assert llm.made[0].options["progress"] == (False if verbose == "0" else None)
+
+
+@pytest.mark.parametrize(("verbose", "shown"), [("0", False), ("1", True)])
+def test_the_breakdown_follows_the_table_and_goes_into_the_log(capsys, llm, verbose, shown):
+    argv = ["--prompt", "a", "--log-file", "l.log", "--debug-mode", "breakdown"]
+    assert generate.main([*argv, "--verbose", verbose]) == 0
+    assert llm.made[0].options["trace"].enabled
+    out, log = capsys.readouterr().out, Path("l.log").read_text()
+    assert ("bound by: prefill compute (80.0 %)" in out) == shown
+    assert log.index("total throughput") < log.index("prefill, s") < log.index("bound by")
+    assert out in ("", "".join(log.splitlines(keepends=True)[1:-1]))
+
+
+def test_without_debug_mode_nothing_is_traced(capsys, llm):
+    assert generate.main(["--prompt", "a", "--no-log"]) == 0
+    assert "bound by" not in capsys.readouterr().out
+    assert not llm.made[0].options["trace"].enabled
+
+
+def test_all_results_are_written_with_their_config(capsys, tmp_path):
+    argv = ["--prompt", "é", "--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json",
+            "--log-file", "l.log"]
+    assert generate.main(argv) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "o.jsonl", "o.jsonl.config.yaml", "r.csv", "r.csv.config.yaml", "t.json", "l.log",
+        "l.log.config.yaml"}
+    record = json.loads((tmp_path / "o.jsonl").read_text(encoding="utf-8"))
+    assert record == {"prompt": "é", "prompt_tokens": 3, "token_ids": [4, 5],
+                      "text": "continuation of é", "finish_reason": "length"}
+    assert (tmp_path / "r.csv").read_text().splitlines()[0] == ",".join(CSV_COLUMNS)
+    trace = Trace.read_chrome(tmp_path / "t.json")
+    assert trace.spans()[0][0] == "layer 0"
+    assert trace.about["decode_steps"] == 1 and trace.about["threads"] >= 1
+    assert set(CSV_COLUMNS) < set(trace.about) and trace.about["cpu"]
+    assert "total throughput" in (tmp_path / "l.log").read_text()
+    saved = yaml.safe_load((tmp_path / "o.jsonl.config.yaml").read_text(encoding="utf-8"))
+    assert saved["csv"] == "r.csv" and "config" not in saved
+
+
+def test_the_log_is_named_after_the_configuration(tmp_path):
+    assert generate.main(["--model", "facebook/opt-125m", "--percent", "0", "50", "100", "0"]) == 0
+    name = "flexgen_h2o-opt-125m-gbs4-ngbs1-prompt512-gen32-percent-0-50-100-0-100-0.log"
+    assert {p.name for p in tmp_path.iterdir()} == {name, f"{name}.config.yaml"}
+
+
+@pytest.mark.parametrize(("argv", "suffix"), [
+    (["--hh-ratio", "1"], ""),
+    (["--hh-ratio", "0.1"], "-h2o-hh0.1"),
+    (["--hh-ratio", "0.1", "--recent-ratio", "0.25", "--eviction", "window", "--cache-bits", "8"],
+     "-window-hh0.1-recent0.25-kv8"),
+    (["--hh-ratio", "0.1", "0.2", "--score", "mean"], "-h2o-hh-by-layer-mean"),
+    (["--num-window-length", "64", "--num-heavy-hitter-tokens", "0", "--sink-tokens", "4"],
+     "-h2o-heavy0-window64-sinks4"),
+    (["--num-window-length", "64", "--eviction", "sink-window", "--hh-all", "false",
+      "--enable-position-rolling"], "-sink-window-window64-sinks4-rolling-prompt-only"),
+    (["--hh-ratio", "0.1", "--score", "decay", "--score-decay", "0.9"], "-h2o-hh0.1-decay0.9"),
+    (["--compress-cache"], "-kv4"),
+    (["--attn-sparsity", "0.1", "--cache-bits", "8"], "-sparse0.1-kv8"),
+    (["--attn-sparsity", "1"], ""),
+    (["--weight-bits", "16"], ""),
+    (["--compress-weight", "--weight-cache", "kept"], "-w4"),
+    (["--weight-bits", "8", "--hh-ratio", "0.1", "--cache-bits", "4"], "-w8-h2o-hh0.1-kv4"),
+    (["--hh-long-seq"], ""),
+    (["--hh-ratio", "0.1", "--prefill-chunk", "64"], "-h2o-hh0.1"),
+    (["--hh-ratio", "0.1", "--prefill-chunk", "64", "--evict-while-prefilling"],
+     "-h2o-hh0.1-chunk64"),
+])
+def test_the_log_is_named_after_weights_and_cache(argv, suffix):
+    files = result_files.result_files(parser.parse_args(argv))
+    assert set(files) == {"log_file"}
+    assert files["log_file"].endswith(f"-percent-100-0-100-0-100-0{suffix}.log")
+
+
+@pytest.mark.parametrize("flag", ["--output", "--csv", "--trace", "--log-file"])
+def test_results_that_cannot_be_written_show_before_loading(capsys, tmp_path, flag):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert flag in refused(capsys, flag, "none/x")
+    assert "not a regular file" in refused(capsys, flag, "folder")
+    assert "not a regular file" in refused(capsys, flag, "/dev/null")
+    assert flag in refused(capsys, flag, "file/x")
+    assert {p.name for p in tmp_path.iterdir()} == {"folder", "file"}
+
+
+def test_a_csv_of_another_version_shows_before_loading(capsys, tmp_path):
+    (tmp_path / "r.csv").write_text("date,speed\n")
+    assert "other columns" in refused(capsys, "--csv", "r.csv", "--no-log")
+
+
+def test_user_errors_of_the_engine_are_one_line(capsys, llm, tmp_path):
+    llm.fail = UserError("the disk\nis full")
+    assert generate.main(["--prompt", "a", "--output", "o.jsonl"]) == 2
+    assert capsys.readouterr().err == "error: the disk is full\n"
+    assert llm.made[0].closed and list(tmp_path.iterdir()) == []
+
+
+def test_interrupt(capsys, llm, tmp_path):
+    llm.fail = KeyboardInterrupt()
+    assert generate.main(["--prompt", "a"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert llm.made[0].closed and list(tmp_path.iterdir()) == []
+
+
+def test_a_result_that_fails_late_is_one_line(capsys, monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(result_files.result_rows, "append_csv", full)
+    assert generate.main(["--prompt", "a", "--csv", "r.csv", "--no-log"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "error: cannot write --csv r.csv: No space left on device\n"
+    assert "total throughput" in captured.out, "what was measured is not lost"
+
+
+# The files that ship
+
+
+@pytest.mark.parametrize("name", ["demo", "opt30b_t4"])
+def test_shipped_configs_are_valid(name, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    config = parser.parse_args(["--config", f"configs/{name}.yaml"])
+    if config.prompts:
+        assert len(input_files.read_prompts(config.prompts)) == 3

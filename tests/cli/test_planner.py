@@ -1,0 +1,563 @@
+"""The planner: what it chooses against all there is to choose from, its flags, and a plan printed.
+
+The machine is one made by hand, or a pretend one where a run would measure its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
+
+import flexgen_h2o
+from flexgen_h2o.cli import parser, planner
+from flexgen_h2o.cli.plan_text import flags, plan_text
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import load_yaml, parse_size
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.placement import PLACED, Placement
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.models.spec import published
+from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.hardware_file import save_hardware
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.search import ALIKE, Request, judge, search
+from flexgen_h2o.storage.free_memory import MemoryLimits
+from flexgen_h2o.tasks import generate
+
+GB = 10**9
+ANYTHING = {"weights": tuple(map(WeightOptions, BITS)),
+            "caches": tuple(CacheOptions(None, bits) for bits in BITS)}
+
+
+def limits_of(hardware: Hardware) -> MemoryLimits:
+    return MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
+
+
+def find(hardware: Hardware, **request):
+    request = {"model": OPT, "prompt_len": 64, "gen_len": 16, "itemsize": 2} | request
+    return search(hardware, Request(**request), limits_of(hardware))
+
+
+def batches(choice) -> tuple[int, int]:
+    return choice.run.workload.gpu_batch_size, choice.run.workload.num_gpu_batches
+
+
+REASONS = {
+    "keeps more bits": lambda run: -(run.weights.bits + run.cache.bits),
+    "attends where all else is computed": lambda run: run.policy.cpu_cache_compute,
+    "has a smaller block": lambda run: run.workload.gpu_batch_size * run.workload.num_gpu_batches,
+}
+
+
+def said_why(hardware: Hardware, choices) -> set[str]:
+    """Hold each printed alternative that is faster than the choice to a reason that is true.
+
+    Returns the reasons.
+    """
+    text = plan_text(hardware, choices, limits_of(hardware))
+    alternatives = [line for line in text.splitlines() if line.startswith("or ")]
+    reasons = set()
+    for line, other in zip(alternatives, choices[1:], strict=False):
+        said = re.search(r" \(within 2%, and the policy above (.*)\): --percent", line)
+        assert (said is not None) == (other.tokens_per_second > choices[0].tokens_per_second)
+        if said:
+            of = REASONS[said[1]]
+            assert of(choices[0].run) < of(other.run)
+            reasons.add(said[1])
+    return reasons
+
+
+# The search
+
+machines = st.builds(
+    lambda gpu, small, cpu, rates: Hardware(
+        "drawn", int(small * GB) if gpu else None, int(cpu * GB), 40 * GB,
+        {link: rate * GB for link, rate in zip(GPU.links, rates, strict=True)
+         if gpu or "gpu" not in link},
+        (GPU if gpu else CPU).compute, GPU.host_attention if gpu else None),
+    st.booleans(), st.floats(0.5, 6), st.floats(1, 12), st.tuples(*[st.floats(0.3, 30)] * 4))
+requests = st.fixed_dictionaries({
+    "model": st.sampled_from([published(name) for name in ("opt-1.3b", "pythia-410m",
+                                                           "SmolLM2-135M")]),
+    "prompt_len": st.sampled_from([32, 300, 1024]),
+    "gen_len": st.sampled_from([1, 8, 64]),
+    "prompts": st.none() | st.integers(1, 90),
+    "policy": st.builds(Policy, overlap=st.booleans(), cpu_cache_compute=st.booleans(),
+                        prefill_chunk=st.none() | st.just(100)),
+    "caches": st.sampled_from([
+        (CacheOptions(),), (CacheOptions(H2OConfig(heavy_ratio=0.1)),), (CacheOptions(bits=4),)]),
+    "written_bits": st.sampled_from([frozenset(), frozenset(BITS)]),
+    "goal": st.sampled_from(["throughput", "throughput", "latency"]),
+})
+
+
+@settings(max_examples=40)
+@given(machines, requests, st.tuples(*[st.none() | st.integers(1, 9)] * 2))
+def test_what_is_proposed_fits_and_keeps_what_was_given(hardware, request, given_sizes):
+    size, count = given_sizes
+    limits = limits_of(hardware)
+    try:
+        choices = find(hardware, **request, gpu_batch_size=size, num_gpu_batches=count)
+    except UserError as error:
+        assert re.search("needs .* GB free", str(error))
+        return
+    for choice in choices:
+        run, load = choice.run, choice.run.workload
+        assert MemoryPlan(run).shortfalls(limits) == ()
+        for kind in PLACED:
+            placement = getattr(run.policy, kind)
+            assert all(share == int(share) for share in (placement.gpu, placement.cpu))
+            assert hardware.has_gpu or placement.cpu == 0
+        asked = request["policy"]
+        assert replace(run.policy, weights=asked.weights, cache=asked.cache,
+                       activations=asked.activations, gpu_batch_size=4, num_gpu_batches=1,
+                       cpu_cache_compute=asked.cpu_cache_compute) == asked
+        assert run.policy.gpu_batch_size == (size or load.gpu_batch_size)
+        assert run.policy.num_gpu_batches == (count or load.num_gpu_batches)
+        assert run.policy.cpu_cache_compute or not asked.cpu_cache_compute
+        if request["prompts"] is not None:
+            last = load.gpu_batch_size * (load.num_gpu_batches - 1)
+            assert max(load.gpu_batch_size, last + 1) <= request["prompts"], "an empty batch"
+    rates = [choice.tokens_per_second for choice in choices]
+    assert rates[0] >= ALIKE * max(rates) and rates[1:] == sorted(rates[1:], reverse=True)
+    said_why(hardware, choices)
+    assert len({(flags(choice.run), batches(choice)) for choice in choices}) == len(choices)
+
+
+@settings(max_examples=30)
+@given(machines, requests, st.sampled_from(["gpu", "cpu", "disk", *GPU.links]),
+       st.sampled_from([1.05, 1.5, 4]))
+def test_more_of_anything_never_makes_it_slower(hardware, request, more, factor):
+    try:
+        before = find(hardware, **request)
+    except UserError:
+        assume(False)
+    if more in hardware.links:
+        better = replace(hardware, links=hardware.links | {more: hardware.links[more] * factor})
+    else:
+        held = getattr(hardware, f"{more}_bytes", None)
+        assume(held is not None)
+        better = replace(hardware, **{f"{more}_bytes": int(held * factor)})
+    after = find(better, **request)
+    for rate in (lambda found: found[0].tokens_per_second * (1 + 1 / 100),
+                 lambda found: max(choice.tokens_per_second for choice in found)):
+        assert rate(after) >= 0.98 * rate(before)
+
+
+def brute_force(hardware: Hardware, request: Request) -> float:
+    """Most tokens/s over a coarse grid of placements and the batch sizes of the request."""
+    quarters = [(g, c, 100 - g - c) for g in range(0, 101, 25) for c in range(0, 101 - g, 25)
+                if hardware.has_gpu or c == 0]
+    most = 0.0
+    hosts = (False, True) if hardware.has_gpu else (False,)
+    for size, host in itertools.product(request.sizes(), hosts):
+        for count in request.counts(size):
+            run = planned(batch=(size, count), lengths=(request.prompt_len, request.gen_len),
+                          gpu=hardware.has_gpu, model=request.model, cpu_cache_compute=host,
+                          overlap=request.policy.overlap, h2o=request.caches[0].h2o)
+            for places in itertools.product(quarters, quarters, [(100, 0, 0), (0, 100, 0)]):
+                policy = replace(run.policy, **{
+                    kind: Placement(*place) for kind, place in zip(PLACED, places, strict=True)})
+                one = replace(run, policy=policy)
+                if not MemoryPlan(one).shortfalls(limits_of(hardware)):
+                    most = max(most, judge(hardware, one, request.prompts).tokens_per_second)
+    return most
+
+
+@settings(max_examples=12)
+@given(machines, st.sampled_from([(1, 1), (3, 4), (8, 2), (32, 1)]), st.sampled_from([8, 128]),
+       st.none() | st.just(7), st.booleans(), st.sampled_from([None, H2OConfig(heavy_ratio=0.1)]))
+def test_as_good_as_trying_everything(hardware, batch, gen_len, prompts, overlap, h2o):
+    request = Request(model=published("opt-1.3b"), prompt_len=300, gen_len=gen_len, itemsize=2,
+                      prompts=prompts, policy=Policy(overlap=overlap), gpu_batch_size=batch[0],
+                      num_gpu_batches=batch[1], caches=(CacheOptions(h2o),))
+    most = brute_force(hardware, request)
+    assume(most > 0)
+    found = search(hardware, request, limits_of(hardware))[0].tokens_per_second
+    assert found >= 0.9 * most
+
+
+def test_batch_sizes_are_as_good_as_trying_them_all():
+    small = replace(GPU, gpu_bytes=2 * GB, cpu_bytes=5 * GB)
+    for hardware in (small, replace(CPU, cpu_bytes=3 * GB)):
+        request = {"model": published("opt-1.3b"), "prompt_len": 300, "gen_len": 32}
+        chosen = find(hardware, **request)[0].tokens_per_second
+        most = 0.0
+        for batch in itertools.product((1, 4, 16, 32, 48, 96, 192), (1, 2, 4, 8, 16)):
+            try:
+                each = find(hardware, **request, gpu_batch_size=batch[0], num_gpu_batches=batch[1])
+            except UserError:
+                continue
+            most = max(most, each[0].tokens_per_second)
+        assert chosen >= 0.97 * most > 0
+
+
+def test_a_model_that_fits_stays_where_it_computes():
+    for hardware in (replace(GPU, host_attention=None), CPU):
+        policy = find(hardware)[0].run.policy
+        assert all(getattr(policy, kind) == Placement(100, 0, 0) for kind in PLACED)
+
+
+def test_two_that_attend_are_faster_than_one():
+    """But where it hardly matters, attention is where all else is computed."""
+    even = replace(GPU, host_attention=replace(GPU.host_attention, head_seconds=1e-7,
+                                               decode_attention=dict.fromkeys(BITS, 2e11)))
+    both = find(even, prompt_len=1000, gen_len=1000)[0]
+    assert both.run.policy.cpu_cache_compute and 20 <= both.run.policy.cache.cpu <= 80
+    alone = find(replace(even, host_attention=None), prompt_len=1000, gen_len=1000)[0]
+    assert both.tokens_per_second > 1.2 * alone.tokens_per_second
+    choices = find(even, prompt_len=1000, gen_len=2)
+    assert not choices[0].run.policy.cpu_cache_compute
+    assert said_why(even, choices) == {"attends where all else is computed"}
+
+
+def test_a_model_larger_than_the_gpu_shares_each_load_among_many():
+    choice = find(GPU, model=published("opt-30b"), prompt_len=512, gen_len=32,
+                  written_bits=frozenset(BITS))[0]
+    assert choice.run.policy.weights.cpu + choice.run.policy.weights.disk > 50
+    assert choice.run.workload.num_gpu_batches > 2
+    one, *_ = find(GPU, model=published("opt-30b"), prompt_len=512, gen_len=32, gpu_batch_size=1,
+                   num_gpu_batches=1)
+    assert choice.tokens_per_second > 10 * one.tokens_per_second
+
+
+def test_among_equals_the_smallest_block_wins():
+    """Compute in proportion to rows: larger batches gain next to nothing."""
+    slow = machine(replace(FREE, linear={16: {1: 1.0}}, layer_seconds=1e-5), gpu=False)
+    choices = find(slow)
+    assert batches(choices[0]) == (1, 1) and said_why(slow, choices) == {"has a smaller block"}
+    fixed = replace(FREE, layer_seconds=1e-3)
+    best = find(machine(fixed, gpu=False))[0]
+    assert batches(best)[0] > 100 and batches(best)[1] == 1
+
+
+def test_all_prompts_count_and_not_full_blocks_alone():
+    choice = find(GPU, prompts=10)[0]
+    assert batches(choice) == (10, 1) and choice.sequences == 10
+    # Ten prompts in blocks of four, each as long as another: three times a block.
+    fixed = machine(replace(FREE, layer_seconds=1.0), gpu=False)
+    run = planned(batch=(4, 1), gpu=False)
+    assert judge(fixed, run, 10).seconds == pytest.approx(3 * judge(fixed, run).seconds)
+    assert judge(fixed, run, 10).tokens_per_second == pytest.approx(
+        judge(fixed, run).tokens_per_second * 10 / 12)
+
+
+def test_the_goal_latency_is_a_single_sequence():
+    latency = find(GPU, goal="latency")
+    assert {batches(choice) for choice in latency} == {(1, 1)}
+    throughput = find(GPU)[0]
+    assert latency[0].seconds < throughput.seconds
+    assert latency[0].tokens_per_second < throughput.tokens_per_second
+    given = find(GPU, goal="latency", gpu_batch_size=8, prompts=5)
+    assert batches(given[0]) == (5, 1) and given[0].run.policy.gpu_batch_size == 8
+
+
+def test_compression_is_chosen_where_it_gains_and_only_there():
+    tight = replace(GPU, gpu_bytes=3 * GB, links={link: GB for link in GPU.links})
+    options = {"model": published("opt-6.7b"), "prompt_len": 300}
+    plain, packed = find(tight, **options)[0], find(tight, **options, **ANYTHING)[0]
+    assert packed.run.weights.bits == 4
+    assert packed.tokens_per_second > 2 * plain.tokens_per_second
+    same = roofline(1, 100)
+    same = replace(same, linear=dict.fromkeys(BITS, same.linear[16]),
+                   decode_attention=dict.fromkeys(BITS, same.decode_attention[16] * 100))
+    choices = find(replace(CPU, compute=same), **ANYTHING)
+    assert (choices[0].run.weights.bits, choices[0].run.cache.bits) == (16, 16)
+    assert said_why(CPU, choices) == {"keeps more bits"}
+
+
+def test_nothing_fits_and_says_what_is_missing():
+    tiny = replace(GPU, gpu_bytes=GB // 10, cpu_bytes=GB // 10)
+    with pytest.raises(UserError, match=r"device memory: needs .* 100.0 MB free") as caught:
+        find(tiny)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_little_disk_is_not_used_for_next_to_nothing():
+    """A disk so slow that it could take a thousandth of the load."""
+    slow = replace(GPU, links=GPU.links | {"disk->cpu": GB // 100})
+    choice = find(slow, model=published("opt-30b"), prompt_len=512, gen_len=32)[0]
+    assert all(getattr(choice.run.policy, kind).disk == 0 for kind in PLACED)
+
+
+# The plan as text
+
+
+@settings(max_examples=60)
+@given(st.tuples(*[st.integers(0, 20).flatmap(
+    lambda gpu: st.tuples(st.just(5 * gpu), st.integers(0, 20 - gpu).map(lambda c: 5 * c)))] * 3),
+    st.tuples(*[st.integers(1, 64)] * 2), st.tuples(*[st.sampled_from(BITS)] * 2),
+    st.tuples(*[st.booleans()] * 3), st.none() | st.integers(1, 50))
+def test_flags_are_read_back_as_the_same_policy(percent, batch, bits, switches, chunk):
+    host, overlap, pin = switches
+    run = planned(*percent, batch=batch, bits=bits, cpu_cache_compute=host, overlap=overlap,
+                  pin_weight=pin, prefill_chunk=chunk)
+    config = parser.parse_args(shlex.split(flags(run)))
+    assert config.policy() == run.policy
+    assert (config.resolved_weight_bits, config.resolved_cache_bits) == bits
+
+
+def test_the_plan_says_what_binds_and_what_is_next_best():
+    choices = find(GPU, model=published("opt-30b"), prompt_len=512, gen_len=32)
+    lines = plan_text(GPU, choices, limits_of(GPU)).splitlines()
+    assert "opt-30b on a GPU, 512 + 32 tokens" in lines[0]
+    assert lines[1].endswith(flags(choices[0].run))
+    assert f"{choices[0].tokens_per_second:.4g} tokens/s" in lines[2]
+    for line, phase in zip(lines[3:5], ("prefill", "step"), strict=True):
+        found = getattr(choices[0].estimate, phase)
+        assert f"{found.seconds:.4g} s a block, bound by {found.binding} (" in line
+    for tier in ("device memory", "host memory", "disk space"):
+        assert re.search(rf"{tier} [\d.]+ of [\d.]+ GB", lines[5])
+    assert len(lines) == 9 and all(re.match(r"or +[\d.]+ tokens/s", line) for line in lines[6:])
+    short = plan_text(CPU, find(CPU, gen_len=1), limits_of(CPU))
+    assert "decode" not in short and "device" not in short
+
+
+# Flags
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("6GB", 6 * GB), ("500MB", 500 * 10**6), ("1.5GiB", 3 << 29), ("7", 7), (7, 7), ("2 kb", 2000),
+    ("1TB", 10**12), ("3KiB", 3072), ("9b", 9), (2.5e9, 2_500_000_000), (" 4 GiB ", 4 << 30),
+])
+def test_sizes(text, expected):
+    assert parse_size("--memory-limit", text) == expected
+    assert RunConfig(memory_limit=text).memory_limit == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "6G", "-6GB", "6 XB", "6,5GB", "0", 0, -1, True, None,
+                                  [6], "1e9", "nan", float("inf"), "0.0001KB"])
+def test_bad_sizes(text):
+    with pytest.raises(UserError, match="--device-memory-limit") as caught:
+        parse_size("--device-memory-limit", text)
+    assert "\n" not in str(caught.value)
+
+
+AUTO = ["--percent", "auto"]
+
+
+@pytest.mark.parametrize(("argv", "match"), [
+    (["--goal", "speed", *AUTO], "--goal must be one of throughput, latency"),
+    (["--goal", "latency"], "--goal has no effect .* add --percent auto"),
+    (["--goal", "latency", "--plan-only"], "--goal has no effect"),
+    (["--allow-compression"], "--allow-compression has no effect .* add --percent auto"),
+    (["--allow-compression", *AUTO, "--weight-bits", "8", "--compress-cache"], "leave one of them"),
+    (["--recalibrate"], "--recalibrate has no effect .* --plan-only"),
+    (["--recalibrate", *AUTO, "--plan-only", "--hardware", "x.yaml"], "with --hardware"),
+    (["--hardware", "x.yaml", *AUTO], "add --plan-only"),
+    (["--hardware", "x.yaml", "--plan-only", "--device", "cuda"], "--device has no effect"),
+    (["--device", "cpu", "--device-memory-limit", "6GB"], "give --memory-limit"),
+    (["--memory-limit", "six"], "--memory-limit takes bytes, or a size such as 6GB"),
+    (["--plan-only", "--csv", "r.csv"], "--csv has no effect with --plan-only"),
+    (["--plan-only", "--output", "o.jsonl"], "--output has no effect"),
+    (["--plan-only", "--debug-mode", "breakdown"], "--debug-mode has no effect with --plan-only"),
+    (["--percent", "auto", "100"], "4 or 6 numbers"),
+])
+def test_bad_flags(capsys, argv, match):
+    assert generate.main([*argv, "--no-log"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and re.fullmatch(r"error: [^\n]+\n", captured.err)
+    assert re.search(match, captured.err)
+
+
+@pytest.mark.parametrize("value", ["auto", ["auto"]])
+def test_auto_is_a_value_in_yaml_too(tmp_path, value):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"percent": value, "memory_limit": "6GB"}))
+    config = RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml"))
+    assert config.percent == "auto" and config.policy() == Policy()
+    config.save(tmp_path / "again.yaml")
+    assert RunConfig.from_mapping(load_yaml(tmp_path / "again.yaml")) == config
+
+
+# From end to end
+
+
+class FakeLLM:
+    """Remembers what it was told; generates nothing."""
+
+    made: list[FakeLLM] = []
+    vocab_size = 50
+
+    def __init__(self, model, **options):
+        self.options = options
+        FakeLLM.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def generate(self, prompts, **options):
+        self.prompts = prompts
+        return [types.SimpleNamespace(prompt=None, prompt_token_ids=[1], token_ids=[2], text=None,
+                                      finish_reason="length") for _ in prompts]
+
+    @property
+    def stats(self):
+        return RunStats(model="m", num_parameters=1, dtype="float32", device="cpu", num_prompts=1,
+                        prompt_tokens=1, generated_tokens=1, gpu_batch_size=1, num_gpu_batches=1)
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """An empty folder, a pretend engine, and this machine as a `Hardware` made by hand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(FakeLLM, "made", [])
+    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", types.SimpleNamespace(LLM=FakeLLM))
+    asked = []
+
+    def measured(device, offload_dir, *, recalibrate=False, progress):
+        asked.append((offload_dir, recalibrate))
+        progress("disk")
+        return CPU
+
+    monkeypatch.setitem(sys.modules, "flexgen_h2o.planning.calibrate",
+                        types.SimpleNamespace(machine=measured))
+    monkeypatch.setattr(planner, "free_memory", lambda folder, device: limits_of(CPU))
+    return asked
+
+
+RUN = ["--model", "opt-1.3b", "--path", "_DUMMY_", "--device", "cpu", *AUTO, "--prompt-len", "64",
+       "--gen-len", "16"]
+
+
+def test_what_was_predicted_stands_in_the_results(here, capsys):
+    assert generate.main([*RUN, "--csv", "c.csv", "--no-log", "--num-prompts", "5"]) == 0
+    (llm,) = FakeLLM.made
+    load = llm.options["workload"]
+    assert len(llm.prompts) == 5 and load.gpu_batch_size * load.num_gpu_batches <= 6
+    with open("c.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    prefill, decode = (float(row[f"predicted_{phase}_seconds"]) for phase in ("prefill", "decode"))
+    out = capsys.readouterr().out
+    planned_for = re.search(r"^predicted .*tokens/s, (\S+) s for 5 sequences", out, re.MULTILINE)[1]
+    assert float(planned_for) == pytest.approx(prefill + decode, rel=1e-3)
+    shown = re.search(r"^predicted +(\S+) \+ (\S+) s", out, re.MULTILINE)
+    assert [float(each) for each in shown.groups()] == pytest.approx([prefill, decode], abs=1e-3)
+
+
+def test_a_run_plans_first_and_saves_what_it_chose(here, capsys, tmp_path):
+    assert generate.main([*RUN, "--output", "o.jsonl", "--recalibrate", "--memory-limit", "2GB",
+                          "--offload-dir", "there", "--goal", "latency"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "measuring disk\n" and here == [("there", True)]
+    line = re.search(r"^policy +(--percent .*)$", captured.out, re.MULTILINE)[1]
+    (llm,) = FakeLLM.made
+    assert llm.options["policy"] == parser.parse_args(line.split()).policy()
+    policy, load = llm.options["policy"], llm.options["workload"]
+    assert policy.weights.disk > 0, "2 GB are too little for 2.6 GB of weights"
+    assert (load.gpu_batch_size, load.num_gpu_batches) == (1, 1) and len(llm.prompts) == 1
+    assert llm.options["memory_limit"] == 2 * GB and llm.options["device_memory_limit"] is None
+    saved = RunConfig.from_mapping(load_yaml(tmp_path / "o.jsonl.config.yaml"))
+    assert saved.policy() == policy and saved.goal == "throughput" and not saved.recalibrate
+    assert (saved.gpu_batch_size, saved.num_gpu_batches) == (1, 1)
+    names = [path.name for path in tmp_path.iterdir()]
+    log = next(name for name in names if name.endswith(".log"))
+    assert f"-gbs1-ngbs1-prompt64-gen16-percent-{policy.weights.gpu:g}-0-" in log
+    assert not any("auto" in name for name in names)
+
+
+def test_prompts_bound_the_block(here, capsys):
+    (Path() / "p.txt").write_text("a prompt\n" * 5 + "the longest prompt of them\n")
+    assert generate.main([*RUN, "--prompts", "p.txt", "--no-log", "--verbose", "0"]) == 0
+    (llm,) = FakeLLM.made
+    load = llm.options["workload"]
+    assert load.prompt_len == 26 // 3 + 1
+    assert load.gpu_batch_size * load.num_gpu_batches == 6 and len(llm.prompts) == 6
+    assert capsys.readouterr() == ("", "")
+
+
+def test_given_batch_sizes_and_bits_are_kept(here):
+    argv = ["--gpu-batch-size", "5", "--num-gpu-batches", "3", "--no-log", "--cache-bits", "8",
+            "--allow-compression", "--memory-limit", "2GB"]
+    assert generate.main([*RUN, *argv]) == 0
+    (llm,) = FakeLLM.made
+    policy = llm.options["policy"]
+    assert (policy.gpu_batch_size, policy.num_gpu_batches) == (5, 3)
+    assert llm.options["cache_bits"] == 8 and llm.options["weight_bits"] in BITS
+    assert len(llm.prompts) == 15
+
+
+def test_what_can_be_refused_is_refused_before_measuring(here, capsys):
+    for argv in (["--output", "none/x"], ["--log-file", "none/x"], ["--prompts", "none.txt"],
+                 ["--hh-ratio", "0.1", "0.2"], ["--path", "none"], ["--prompt-len", "3000"],
+                 ["--device-memory-limit", "6GB"]):
+        assert generate.main([*RUN, *argv]) == 2
+        captured = capsys.readouterr()
+        assert (here, captured.out) == ([], "") and captured.err.count("\n") == 1, argv
+    assert not FakeLLM.made
+
+
+def test_a_fixed_policy_is_predicted(here, capsys):
+    argv = [word for word in RUN if word not in AUTO] + ["--percent", "0", "100", "100", "0"]
+    assert generate.main([*argv, "--plan-only", "--gpu-batch-size", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "--percent 0 100 100 0 100 0 --gpu-batch-size 7 --num-gpu-batches 1" in out
+    run = planned(weights=(0, 100), batch=(7, 1), lengths=(64, 16), gpu=False,
+                  model=published("opt-1.3b"))
+    assert f"{judge(CPU, run).tokens_per_second:.4g} tokens/s" in out and "\nor " not in out
+    assert list(Path().iterdir()) == [] and not FakeLLM.made
+    assert generate.main([*argv, "--plan-only", "--memory-limit", "1GB"]) == 2
+    assert "would fit" in capsys.readouterr().err
+
+
+ELSEWHERE = """
+import sys
+for name in ("torch", "transformers", "safetensors", "huggingface_hub", "gguf"):
+    sys.modules[name] = None  # importing it fails
+from flexgen_h2o import flex_opt
+sys.exit(flex_opt.main(sys.argv[1:]))
+"""
+
+
+def elsewhere(*argv: str, machine: Hardware = GPU) -> subprocess.CompletedProcess:
+    """A command in a process without torch, where `machine` is in the file x.yaml."""
+    root = Path(flexgen_h2o.__file__).parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        save_hardware(machine, Path(folder) / "x.yaml")
+        return subprocess.run([sys.executable, "-c", ELSEWHERE, *argv], text=True, cwd=folder,
+                              capture_output=True, env={**os.environ, "PYTHONPATH": str(root)})
+
+
+def test_another_machine_is_planned_for_without_torch(tmp_path):
+    plan = ["--plan-only", "--hardware", "x.yaml", *AUTO]
+    done = elsewhere(*plan, "--model", "opt-30b", "--hh-ratio", "0.1")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "opt-30b on a GPU, 512 + 32 tokens" in done.stdout and "bound by" in done.stdout
+    sizes = re.search(r"device memory ([\d.]+) of 16.0 GB, host memory ([\d.]+) of 64.0 GB",
+                      done.stdout)
+    assert 8 < float(sizes[1]) <= 16 and 8 < float(sizes[2]) <= 64
+    texts = tmp_path / "p.txt"
+    texts.write_text("word " * 100_000)  # 500 KB, of which no run takes more than the positions
+    done = elsewhere(*plan, "--model", "opt-30b", "--prompts", str(texts))
+    assert "opt-30b on a GPU, 2048 + 32 tokens" in done.stdout
+    done = elsewhere(*plan, "--model", "opt-30b", "--device-memory-limit", "5GB")
+    assert "of 5.0 GB, host memory" in done.stdout
+    (tmp_path / "config.json").write_text('{"model_type": "opt", "hidden_size": 64, '
+                                          '"num_attention_heads": 4, "ffn_dim": 128}')
+    done = elsewhere(*plan, "--model", str(tmp_path), "--prompt-len", "9")
+    assert f"{tmp_path} on a GPU, 9 + 32 tokens" in done.stdout
+    done = elsewhere(*plan, "--device-memory-limit", "5GB", machine=CPU)
+    assert (done.returncode, done.stdout) == (2, "") and "a CPU has no GPU" in done.stderr
+    done = elsewhere(*plan, "--model", "someone/unknown")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "'someone/unknown' is neither" in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,480 @@
+"""Long runs: flat memory, nothing leaked, disk errors that end a run, Ctrl-C in every phase.
+
+What has to be killed if it hangs runs in a child of its own. The children are forked from a process
+that has only loaded the package, as loading torch would take most of the time; functions named
+`in_child_...` run there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import importlib
+import itertools
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from fakes import LazyDevice
+from inside import READ, WRITE
+from planning.test_memory import LINUX, TINY, write_model
+
+import flexgen_h2o
+import flexgen_h2o.llm as llm_module
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.engine.sinks import Generation
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.storage.disk import RUN_PREFIX, WORKERS
+from flexgen_h2o.storage.tiers import PAGE, Pages
+from flexgen_h2o.storage.transfer import LANES
+
+pytestmark = LINUX
+
+HANG = 20  # seconds that a child may take: a hundred times what it does
+FILE = "model.safetensors"
+NEW = 20  # more than the tail of a cache on disk
+POOLS = {f"{lane}_0" for lane in LANES} | {f"disk_{worker}" for worker in range(WORKERS)}
+"""Threads of an engine, which start when they are first needed together. They are not counted, once
+each; what another engine left behind is.
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a model of a megabyte that takes 512 tokens."""
+    folder = tmp_path_factory.mktemp("long") / "tiny"
+    write_model(folder, TINY | {"max_position_embeddings": 512, "num_hidden_layers": 2,
+                                "vocab_size": 1000})
+    return folder
+
+
+def forked(work: str, cases: dict[str, list]) -> dict[str, dict]:
+    """What the function `work` of this file gives for each case, each in a child of its own.
+
+    Returns
+    -------
+    dict of case to dict
+        status (of the exit; negative for a signal), out, err, seconds (from the moment that the
+        child noted with `note_time`, or None), and result: what the function returned, or None.
+    """
+    here = Path(__file__).parents[1]
+    code = f"import test_long_runs; test_long_runs.fork_each({work!r})"
+    paths = [str(Path(flexgen_h2o.__file__).parents[1]), str(here)]
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(cases), capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        timeout=HANG * (len(cases) + 1))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def fork_each(work: str) -> None:
+    """In the process between: fork for each case of stdin, and print what came of them."""
+    importlib.import_module("transformers.generation.logits_process")
+    torch.set_num_threads(1)
+    gc.freeze()
+    found = {}
+    for case, argv in json.loads(sys.stdin.read()).items():
+        files = {name: Path(argv[0]) / f"{case}.{name}" for name in ("out", "err", "result")}
+        child = os.fork()
+        if child == 0:
+            signal.alarm(HANG)  # ends a hang, wherever it is
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(files[name], os.O_WRONLY | os.O_CREAT), number)
+            result = globals()[work](*argv)
+            files["result"].write_text(json.dumps(result))
+            os._exit(0)  # spares the second that torch takes to leave
+        _, status = os.waitpid(child, 0)
+        ended, noted = time.monotonic(), Path(argv[0]) / "time"
+        texts = {name: file.read_text() if file.exists() else "null"
+                 for name, file in files.items()}
+        found[case] = {"status": os.waitstatus_to_exitcode(status), "out": texts["out"],
+                       "err": texts["err"], "result": json.loads(texts["result"]),
+                       "seconds": ended - float(noted.read_text()) if noted.exists() else None}
+    print(json.dumps(found))
+
+
+def note_time() -> None:
+    """Note the moment in the child's folder, which it works in."""
+    Path("time").write_text(str(time.monotonic()))
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def held() -> dict[str, int]:
+    """What this process holds and could leak."""
+    gc.collect()
+    objects = gc.get_objects()
+    names = [each.name for each in threading.enumerate()]
+    return {"descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(names) - len(POOLS.intersection(names)),
+            "buffers": sum(type(each) is Pages for each in objects), "objects": len(objects),
+            "mappings": len(Path("/proc/self/maps").read_text().splitlines())}
+
+
+def placed(disk: int) -> Policy:
+    """All that can be placed, so much of it on disk."""
+    place = Placement(100 - disk, 0, disk)
+    return Policy(gpu_batch_size=4, weights=place, cache=place)
+
+
+@contextlib.contextmanager
+def at_each_token(look):
+    """Call ``look(sweep)`` whenever a sweep has its logits."""
+    take = Generation.__call__
+
+    def watched(self, batch, sweep, *rest):
+        look(sweep)
+        take(self, batch, sweep, *rest)
+
+    with mock.patch.object(Generation, "__call__", watched):
+        yield
+
+
+# Memory and other things that a process holds
+
+
+def in_child_decode(folder: str, model: str, disk: int, heavy: float | None) -> dict:
+    """What is held after 100 and after 300 tokens of one run."""
+    seen = {}
+
+    def look(sweep: int) -> None:
+        if sweep in (100, 300):
+            seen[sweep] = {**held(), "bytes": resident()}
+
+    h2o = None if heavy is None else H2OConfig(heavy_ratio=heavy)
+    with at_each_token(look), LLM(model, policy=placed(disk), h2o=h2o, device="cpu",
+                                  dtype="bfloat16", offload_dir=folder, progress=False) as llm:
+        llm.generate([[1 + i] * 16 for i in range(4)], max_new_tokens=302, eos_token_id=-1)
+    return {key: seen[300][key] - before for key, before in seen[100].items()}
+
+
+@pytest.mark.slow
+def test_a_long_decode_takes_no_more_and_more(tmp_path, model):
+    """300 steps of the full cache and of H2O, with weights and cache in memory and on disk."""
+    kinds = itertools.product((0, 100), (None, 0.25))
+    cases = {f"disk {disk}, heavy {heavy}": (disk, heavy) for disk, heavy in kinds}
+    for case in cases:
+        (tmp_path / case).mkdir()
+    found = forked("in_child_decode", {case: [str(tmp_path / case), str(model), *options]
+                                       for case, options in cases.items()})
+    assert all(each["status"] == 0 for each in found.values()), found
+    for case, each in found.items():
+        grown = each["result"]
+        # Half of what it would be if each of the 200 steps kept one: 200 objects or mappings, or
+        # 20 MB of a layer's weights. The rest is for what Python and the allocator do on their own.
+        assert grown["objects"] < 100 and grown["mappings"] < 100, (case, found)
+        assert grown["bytes"] < 10_000_000, (case, found)
+        assert grown["descriptors"] <= 0 and grown["threads"] <= 0, (case, found)
+        assert grown["buffers"] <= 0, (case, found)
+
+
+def in_child_calls(folder: str, model: str) -> dict:
+    """What is held after each of 20 calls, every fifth of which fails, and after close."""
+    read = os.preadv
+
+    def fail(descriptor, buffers, offset):
+        if offset > PAGE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, buffers, offset)
+
+    def engine() -> LLM:
+        return LLM(model, policy=placed(50), h2o=H2OConfig(heavy_ratio=0.25), weight_bits=4,
+                   weight_cache=f"{folder}/cache", device="cpu", dtype="bfloat16",
+                   offload_dir=f"{folder}/offload", progress=False)
+
+    engine().close()
+    bare, after = held(), []
+    with engine() as llm:
+        for call in range(20):
+            ends = mock.patch.object(os, "preadv", fail) if call % 5 == 4 else None
+            with ends or contextlib.nullcontext(), \
+                    contextlib.suppress(UserError) if ends else contextlib.nullcontext():
+                llm.generate([[1 + i] * 16 for i in range(6)], max_new_tokens=5, eos_token_id=-1)
+            after.append(held())
+    del llm
+    return {"bare": bare, "after": after, "closed": held(), "left": os.listdir(f"{folder}/offload")}
+
+
+@pytest.mark.slow
+def test_calls_with_weights_in_4_bits_leave_nothing_behind(tmp_path, model):
+    """Not of mappings, buffers and objects either, nor when some of the calls fail."""
+    [found] = forked("in_child_calls", {"calls": [str(tmp_path), str(model)]}).values()
+    assert found["status"] == 0, found
+    result = found["result"]
+    for early, late in zip(result["after"][5:10], result["after"][15:], strict=True):
+        for key in ("descriptors", "threads", "buffers"):
+            assert late[key] == early[key], (key, result)
+        # A call that kept anything of a sequence or a layer would keep ten objects, and one that
+        # kept a buffer a mapping: ten times as many after ten calls. A few may be Python's own.
+        assert late["objects"] - early["objects"] < 100, result
+        assert late["mappings"] - early["mappings"] < 10, result
+    for key in ("descriptors", "threads", "buffers"):
+        assert result["closed"][key] == result["bare"][key], (key, result)
+    assert result["left"] == []
+
+
+def test_what_is_page_locked_is_unlocked(model, tmp_path, monkeypatch):
+    """On a pretend GPU that counts buffers as CUDA would its pinned ones."""
+    locked: list[int] = []
+
+    class Locking(LazyDevice):
+        def empty(self, nbytes):
+            return torch.full((-(-nbytes // PAGE) * PAGE,), 255, dtype=torch.uint8)
+
+        def _pin(self, tensor, pages, pinned):
+            if pinned:
+                locked.append(tensor.nbytes)
+                pages.on_free = partial(locked.remove, tensor.nbytes)
+
+    monkeypatch.setattr(llm_module, "open_device", lambda name: Locking())
+    place = Placement(30, 40, 30)
+    policy = Policy(gpu_batch_size=4, num_gpu_batches=2, weights=place, cache=place,
+                    activations=place)
+    gc.collect()
+    with LLM(str(model), policy=policy, weight_bits=4, weight_cache=str(tmp_path / "cache"),
+             offload_dir=str(tmp_path / "offload"), progress=False) as llm:
+        seen = []
+        for call in range(20):
+            llm.generate([[1 + i] * (8, 40)[call % 2] for i in range(5)], max_new_tokens=2)
+            gc.collect()
+            seen.append(sum(locked))
+        assert min(seen) > 0 and len(set(seen[1::2])) == len(set(seen[2::2])) == 1
+    del llm
+    gc.collect()
+    assert locked == []
+
+
+# Disk errors
+
+
+def file_of(descriptor: int) -> str:
+    """The path of an open file."""
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def failing(name: str, code: int, part: str, armed: threading.Event):
+    """A patch of `os.preadv` or `os.pwritev`: once `armed`, an error for files with `part`."""
+    work = getattr(os, name)
+
+    def fail(descriptor, buffers, offset):
+        if armed.is_set() and part in file_of(descriptor):
+            raise OSError(code, os.strerror(code))
+        return work(descriptor, buffers, offset)
+
+    return mock.patch.object(os, name, fail)
+
+
+ERRORS = {
+    "weights read": ("preadv", errno.EIO, FILE),
+    "cache read": ("preadv", errno.EIO, RUN_PREFIX),
+    "disk full": ("pwritev", errno.ENOSPC, RUN_PREFIX),
+    "write": ("pwritev", errno.EIO, RUN_PREFIX),
+}
+CHANGES = {
+    "removed": os.remove,
+    "halved": lambda path: os.truncate(path, os.path.getsize(path) // 2),
+    "cut": lambda path: os.truncate(path, os.path.getsize(path) - 1),
+}
+SAYS = {
+    "weights read": "reading .*model.safetensors failed: Input/output error; check the disk",
+    "cache read": "reading .*failed: Input/output error; check the disk",
+    "disk full": "the disk of .* is full: free some space, .* choose another --offload-dir",
+    "write": "writing .* failed: Input/output error; check --offload-dir",
+    "halved": "model.safetensors ends at byte [0-9]+: it was cut short during the run",
+    "cut": "model.safetensors ends at byte [0-9]+: it was cut short during the run",
+}
+
+
+def in_child_fault(folder: str, model: str, *form) -> dict:
+    """What a run says to a fault in its fifth sweep, what it leaves, and how the next one does."""
+    bits, overlap, fault = form
+    armed, offload = threading.Event(), Path(folder) / "offload"
+    model = shutil.copytree(model, f"{folder}/tiny")
+
+    def look(sweep: int) -> None:
+        if sweep == 5 and not armed.is_set():
+            armed.set()
+            if fault in CHANGES:
+                CHANGES[fault](file)
+
+    place = Placement(0, 0, 100)
+    policy = Policy(gpu_batch_size=1, num_gpu_batches=2, weights=place, cache=place,
+                    overlap=overlap)
+    found = {"error": None, "tokens": None, "again": None}
+    llm = LLM(model, policy=policy, weight_bits=bits, weight_cache=f"{folder}/weights",
+              device="cpu", dtype="bfloat16", offload_dir=str(offload), progress=False)
+    [file] = Path(folder).glob(f"weights/*/{FILE}" if bits != 16 else f"tiny/{FILE}")
+
+    def tokens(new: int) -> list[list[int]]:
+        outputs = llm.generate([[7] * 9, [8, 9]], max_new_tokens=new, eos_token_id=-1)
+        return [out.token_ids for out in outputs]
+
+    patch = failing(*ERRORS[fault], armed) if fault in ERRORS else contextlib.nullcontext()
+    with patch, at_each_token(look):
+        try:
+            found["tokens"] = tokens(NEW)
+        except UserError as error:
+            found["error"] = str(error)
+    found["armed"] = armed.is_set()
+    found["left"] = os.listdir(offload)
+    try:
+        found["again"] = tokens(4)
+    except UserError as error:
+        found["again"] = str(error)
+    llm.close()
+    found["closed"] = os.listdir(offload)
+    found["threads"] = [each.name for each in threading.enumerate()]
+    return found
+
+
+FORMS = [(bits, overlap) for bits in (16, 4) for overlap in (True, False)]
+FAULTS = ["none", *ERRORS, *CHANGES]
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory, model):
+    """What came of each fault, by (bits, overlap, fault)."""
+    cases, root = {}, tmp_path_factory.mktemp("faults")
+    for (bits, overlap), fault in itertools.product(FORMS, FAULTS):
+        case = f"{bits} {overlap} {fault}"
+        (root / case).mkdir()
+        cases[case] = [str(root / case), str(model), bits, overlap, fault]
+    found = forked("in_child_fault", cases)
+    return {tuple(argv[2:]): found[case] for case, argv in cases.items()}
+
+
+@pytest.mark.parametrize(("bits", "overlap"), FORMS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_disk_ends_the_run_in_one_line(faults, bits, overlap, fault):
+    found, plain = (faults[bits, overlap, each] for each in (fault, "none"))
+    assert found["status"] == 0 and found["err"] == "", "a hang if it is -SIGALRM"
+    result, expected = found["result"], plain["result"]["tokens"]
+    assert result["armed"] and expected is not None
+    if fault in SAYS:
+        assert "\n" not in result["error"] and result["left"] == [], result
+        assert re.search(SAYS[fault], result["error"]), result
+    else:  # a file that is open can be removed: its bytes stay
+        assert result["error"] is None and result["tokens"] == expected
+    if fault in ("halved", "cut"):
+        assert re.search(SAYS[fault], result["again"]), result
+    else:
+        assert result["again"] == [tokens[:4] for tokens in expected], result
+    assert result["closed"] == []
+    assert not [name for name in result["threads"] if name.startswith(("disk", "weights"))]
+
+
+# Ctrl-C
+
+
+QUANTIZE, PREFILL, DECODE = (f"kernels.ops:{name}" for name in (
+    "quantize_matrix", "prefill_attention", "decode_attention"))
+REMOVE = "storage.disk:shutil.rmtree"
+CLEANING = ("llm:LLM.close", "engine.workspace:Room.close", "storage.transfer:Transfers.close",
+            "storage.disk:_remove_folder", REMOVE)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DISK = ["--percent", "0", "0", "0", "0"]
+ANEW = ["--weight-bits", "4", "--no-weight-cache"]
+KEPT = ["--weight-bits", "4", "--weight-cache", "cache"]
+PHASES = {
+    "loading": ([READ], []),
+    "loading and quantizing": ([QUANTIZE], ANEW),
+    "loading to the offload folder": ([WRITE], ANEW + DISK),
+    "quantizing": ([QUANTIZE] * 2, KEPT),
+    "prefill": ([PREFILL] * 2, DISK),
+    "prefill, at a write": ([PREFILL, WRITE], KEPT + DISK),
+    "decode": ([DECODE] * 9, DISK),
+    "decode, by SIGTERM": ([DECODE] * 9, DISK, signal.SIGTERM),
+    "decode, by SIGHUP": ([DECODE] * 9, DISK, signal.SIGHUP),
+    "making the run folder": (["storage.disk:fcntl.flock"] * 2, DISK),
+    "removing the run folder": ([REMOVE], DISK, signal.SIGTERM),
+    "decode, at a read": ([DECODE] * 9 + [READ], KEPT + DISK),
+}
+"""What is called, one after the other, before Ctrl-C comes in the last; flags that lead there; and
+another signal in place of Ctrl-C. While all is cleaned up more signals come than could be typed.
+Pieces are read and written in threads, matrices quantized in them: there the main one waits."""
+
+
+def interrupt_at(spots: list[str], number: int = signal.SIGINT) -> None:
+    """Patch the package so that the last of `spots` sends a signal, once the others were called.
+
+    From then on each of `CLEANING` sends all that end a program.
+    """
+    waiting, lock = list(spots), threading.Lock()
+
+    def patched(spot: str, work):
+        def call(*args, **options):
+            with lock:
+                mine = waiting[:1] == [spot]
+                if mine:
+                    waiting.pop(0)
+                last, later = mine and not waiting, not (mine or waiting) and spot in CLEANING
+            if last:
+                note_time()
+                os.kill(os.getpid(), number)
+            for other in ENDING if later else ():
+                os.kill(os.getpid(), other)
+            return work(*args, **options)
+
+        return call
+
+    for spot in {*spots, *CLEANING}:
+        module, _, path = spot.partition(":")
+        owner = importlib.import_module(f"flexgen_h2o.{module}")
+        *holders, name = path.split(".")
+        for holder in holders:
+            owner = getattr(owner, holder)
+        setattr(owner, name, patched(spot, getattr(owner, name)))
+
+
+def in_child_interrupt(folder: str, model: str, spots: list[str], flags: list[str],
+                       number: int = signal.SIGINT) -> None:
+    """Run the command line, which ends this process with its status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    interrupt_at(spots, number)
+    sys.argv = ["flex_opt", "--model", model, "--prompt-len", "60", "--gen-len", "60",
+                "--gpu-batch-size", "2", "--offload-dir", "offload", "--device", "cpu", "--no-log",
+                *flags]
+    sys.modules.pop("flexgen_h2o.flex_opt", None)  # -m runs a module that is not loaded yet
+    runpy.run_module("flexgen_h2o.flex_opt", run_name="__main__", alter_sys=True)
+
+
+@pytest.fixture(scope="module")
+def interrupts(tmp_path_factory, model):
+    """What came of Ctrl-C, by phase; with the folder that the run worked in."""
+    root, cases = tmp_path_factory.mktemp("interrupts"), {}
+    for phase, (spots, flags, *number) in PHASES.items():
+        (root / phase).mkdir()
+        cases[phase] = [str(root / phase), str(model), spots, flags, *number]
+    found = forked("in_child_interrupt", cases)
+    return {phase: (found[phase], root / phase) for phase in PHASES}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_interrupt_ends_the_command_at_once(interrupts, phase):
+    found, folder = interrupts[phase]
+    assert found["status"] == 128 + (PHASES[phase][2:] or (signal.SIGINT,))[0], found
+    assert found["err"] == "interrupted\n" and found["out"] == "", found
+    assert found["seconds"] < 2, found
+    offload, cache = folder / "offload", folder / "cache"
+    assert not offload.exists() or list(offload.iterdir()) == []
+    kept = list(cache.glob("[!.]*/*")) if cache.exists() else []
+    assert [path.name for path in kept] == [FILE] * (phase.endswith(("write", "read"))), kept
+    assert not list(cache.glob(".*.tmp"))

@@ -1,0 +1,406 @@
+"""Next tokens, log-probabilities, and how requests are cut into batches, blocks and chunks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside import draw_at
+
+from flexgen_h2o.config.sampling import SamplingParams
+from flexgen_h2o.engine.batch import Request, make_blocks
+from flexgen_h2o.engine.sampling import Sampler
+from flexgen_h2o.engine.sinks import Forcing, Generation, Scoring, newest_rows
+from flexgen_h2o.errors import UserError
+
+LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -3.0])
+NONE = float("-inf")
+few = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def request(key=0, prompt=(1,)):
+    return Request(key, list(prompt))
+
+
+def sampler(eos=(), **options):
+    return Sampler(SamplingParams(**{"do_sample": True, "top_k": 0} | options), tuple(eos))
+
+
+def draw(logits, count, **options):
+    """How often each token comes out of `count` draws of one request."""
+    choose, one = sampler(**options), [request()]
+    return Counter(choose(logits[None], one, 0)[0] for _ in range(count))
+
+
+# Sampling
+
+
+@pytest.mark.parametrize(("options", "allowed"), [
+    ({}, {0, 1, 2, 3, 4, 5}),
+    ({"temperature": 2.5}, {0, 1, 2, 3, 4, 5}),
+    ({"top_k": 3}, {0, 2, 3}),
+    ({"top_p": 0.7}, {0, 3}),  # 0.53 alone is not enough, 0.53 + 0.20 is
+    ({"min_p": 0.2}, {0, 2, 3}),  # relative to the likeliest: exp(-1.5) = 0.22, exp(-2) = 0.14
+    ({"temperature": 0.5, "top_k": 4, "top_p": 0.97}, {0, 2, 3}),
+])
+def test_frequencies_are_those_of_the_softmax_over_what_is_left(options, allowed):
+    count = 4000
+    found = draw(LOGITS, count, seed=3, **options)
+    assert set(found) <= allowed
+    left = torch.full_like(LOGITS, NONE)
+    kept = sorted(allowed)
+    left[kept] = LOGITS[kept] / options.get("temperature", 1.0)
+    expected = {token: count * p for token, p in enumerate(left.softmax(-1).tolist()) if p > 0}
+    square = sum((found[token] - n) ** 2 / n for token, n in expected.items())
+    # Chi-square: with 5 degrees of freedom 20.5 is passed once in a thousand seeds.
+    assert square < 20.5, (found, expected)
+
+
+def test_top_p_and_temperature_apply_in_the_order_of_transformers():
+    """The temperature first: at 3 the likeliest two tokens no longer hold 0.7."""
+    assert set(draw(LOGITS, 500, top_p=0.7)) == {0, 3}
+    assert len(set(draw(LOGITS, 500, top_p=0.7, temperature=3.0))) > 2
+
+
+@few
+@given(st.data())
+def test_a_removed_token_is_never_drawn(data):
+    vocab = data.draw(st.integers(2, 40))
+    logits = torch.tensor(data.draw(st.lists(
+        st.floats(-30, 30, width=32), min_size=vocab, max_size=vocab, unique=True)))
+    top_k = data.draw(st.integers(1, vocab))
+    top_p = data.draw(st.floats(0.05, 1.0))
+    min_p = data.draw(st.floats(0.01, 1.0))
+    choose = sampler(top_k=top_k, top_p=top_p, min_p=min_p, seed=data.draw(st.integers(0, 99)))
+    ranks = logits.argsort(descending=True)
+    probabilities = torch.zeros(vocab, dtype=torch.float64)
+    probabilities[ranks[:top_k]] = logits[ranks[:top_k]].double().softmax(-1)
+    before = probabilities[ranks].cumsum(0) - probabilities[ranks]
+    slack = 1e-5  # of float32 sums
+    for token in choose(logits.repeat(20, 1), [request(key) for key in range(20)], 0):
+        rank = ranks.tolist().index(token)
+        assert rank < top_k
+        assert rank == 0 or before[rank] <= top_p + slack
+        assert probabilities[token] >= min_p * probabilities.max() - slack
+
+
+@pytest.mark.parametrize("point", [0.0, 0.5, 1 - 2**-53])
+@pytest.mark.parametrize("impossible", [(0,), (5,), (0, 1, 4, 5), (3, 4, 5), (0, 1, 2, 3, 4)])
+def test_a_token_of_probability_0_is_never_drawn(monkeypatch, point, impossible):
+    """At both ends of the vocabulary too, whatever the draw: 0, or as close to 1 as they get."""
+    choose = sampler()
+    draw_at(monkeypatch, choose, point)
+    logits = LOGITS.clone()
+    logits[list(impossible)] = NONE
+    assert choose(logits[None], [request()], 0)[0] not in impossible
+
+
+@few
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=12, unique=True), st.randoms())
+def test_what_a_request_draws_depends_on_its_key_alone(keys, rng):
+    """Not on its row, nor on who is beside it."""
+    alone = {key: sampler(seed=5) for key in keys}
+    together = sampler(seed=5)
+    for step in range(4):
+        order = rng.sample(keys, len(keys))
+        rows = {key: torch.randn(50, generator=torch.Generator().manual_seed(key + step))
+                for key in keys}
+        got = together(torch.stack([rows[key] for key in order]), list(map(request, order)), step)
+        assert got == [alone[key](rows[key][None], [request(key)], step)[0] for key in order]
+
+
+def test_seeds_and_keys_give_streams_of_their_own():
+    flat = torch.zeros(200, 1000)
+    rows = [sampler(seed=seed)(flat, [request(key) for key in range(200)], 0) for seed in range(3)]
+    rows.append([sampler(seed=seed)(flat[:1], [request()], 0)[0] for seed in range(200)])
+    for row in rows:
+        # Of 200 draws among 1000 tokens about 181 differ.
+        assert 160 < len(set(row)) < 198
+        assert sum(a == b for a, b in zip(row, row[1:], strict=False)) < 5
+    assert rows[0] != rows[1] != rows[2]
+
+
+def test_greedy_takes_the_likeliest_and_of_equals_the_first():
+    choose = Sampler(SamplingParams(), ())
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 2.0]])
+    assert choose(logits, [request(0), request(1)], 0) == [1, 0]
+    assert choose(logits.bfloat16(), [request(0), request(1)], 0) == [1, 0]
+
+
+def test_end_tokens_stay_away_until_min_new_tokens():
+    logits = torch.tensor([[0.0, 9.0, 8.0, 1.0]])
+    choose = Sampler(SamplingParams(min_new_tokens=2), (1, 2))
+    assert [choose(logits, [request()], n)[0] for n in range(4)] == [3, 3, 1, 1]
+    assert logits[0, 1] == 9.0, "the caller's logits are not changed"
+
+
+def test_penalties_look_at_each_request_without_its_neighbours():
+    choose = Sampler(SamplingParams(repetition_penalty=10.0), ())
+    logits = torch.tensor([5.0, 4.0, 3.0]).repeat(3, 1)
+    requests = [request(0, [2]), request(1, [0]), request(2, [2, 2, 2])]
+    requests[2].generated = [0, 1]
+    assert choose(logits, requests, 2) == [0, 1, 0]
+    pairs = Sampler(SamplingParams(no_repeat_ngram_size=2), ())
+    assert pairs(logits[:2], [request(0, [1, 0, 1]), request(1, [1, 2, 1])], 0) == [1, 0]
+
+
+NAN, INF = float("nan"), float("inf")
+WARPED = [{"do_sample": False}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1},
+          {"temperature": 0.3, "repetition_penalty": 2.0}, {"min_new_tokens": 3}]
+
+
+@pytest.mark.parametrize("options", WARPED)
+@pytest.mark.parametrize(("place", "value", "shown"), [
+    (0, NAN, "nan"), (5, NAN, "nan"), (3, INF, "inf"), (slice(None), INF, "inf"),
+    (slice(None), NONE, "-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_that_are_not_finite_choose_nothing(options, place, value, shown, dtype):
+    logits = LOGITS.repeat(3, 1)
+    logits[1, place] = value
+    requests = [request(4), request(7), request(2)]
+    choose = sampler(eos=[4], **options)
+    with pytest.raises(UserError) as caught:
+        choose(logits.to(dtype), requests, 1)
+    assert str(caught.value).startswith(f"the model's logits of prompt 7 are not finite ({shown})")
+    assert "\n" not in str(caught.value)
+    requests[1].finish_reason = "stop"  # what it would go on with is nobody's business
+    assert len(choose(logits.to(dtype), requests, 1)) == 3
+    for sink in (Scoring({7: [1, 2]}), Forcing({7: [1, 2]})):
+        batch = batch_of([request(7, [0, 1])])
+        with pytest.raises(UserError, match="logits of prompt 7 are not finite"):
+            sink(batch, 0, 0, logits[1:2])
+
+
+@pytest.mark.parametrize("options", WARPED)
+def test_tokens_that_are_ruled_out_are_no_harm_until_none_is_left(monkeypatch, options):
+    waits = []
+    for name in ("tolist", "item", "__bool__"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name,
+                            lambda tensor, real=real: (waits.append(1), real(tensor))[1])
+    logits = torch.tensor([[1.0, NONE, 0.5, NONE]])
+    assert sampler(eos=[0], **options)(logits, [request()], 0)[0] in (0, 2)
+    drawn = options.get("do_sample", True)  # which is done on the host
+    assert len(waits) == 1 + drawn, "the device is waited for once, with the token"
+    with pytest.raises(UserError, match="prompt 3: the sampling options leave no token"):
+        sampler(eos=[0, 2], **{**options, "min_new_tokens": 3})(logits, [request(3)], 0)
+
+
+def test_a_continuation_may_be_impossible():
+    sink = Forcing({7: [1]})
+    sink(batch_of([request(7)]), 0, 0, torch.tensor([[0.0, NONE, 2.0]]))
+    assert sink.log_probs[7] == [NONE]
+
+
+# Where the logits go
+
+
+def one_hot(*tokens, vocab=8):
+    return torch.nn.functional.one_hot(torch.tensor(tokens), vocab).float()
+
+
+def batch_of(requests, new=3, chunk=None):
+    """One batch, alone in its block."""
+    [[batch]] = make_blocks(requests, new, gpu_batch_size=len(requests), num_gpu_batches=1,
+                            prefill_chunk=chunk)
+    return batch
+
+
+def test_generation_extends_each_request_until_eos_or_the_length():
+    sink = Generation(Sampler(SamplingParams(), (7,)), (7,), max_new_tokens=3)
+    batch = batch_of([request(key) for key in range(3)])
+    sink(batch, 0, 0, one_hot(1, 7))  # the head may come in pieces
+    sink(batch, 0, 2, one_hot(2))
+    sink(batch, 1, 0, one_hot(3, 4, 7))
+    assert not batch.finished
+    sink(batch, 2, 0, one_hot(7, 5, 6))
+    assert [r.generated for r in batch.requests] == [[1, 3, 7], [7], [2, 7]]
+    assert [r.finish_reason for r in batch.requests] == ["stop"] * 3
+    assert batch.finished
+    assert batch.inputs(2)[0] == [7, 7, 7], "who has ended repeats its last token"
+    batch = batch_of([request()])
+    for token in range(3):
+        sink(batch, token, 0, one_hot(token))
+    assert (batch.requests[0].generated, batch.requests[0].finish_reason) == ([0, 1, 2], "length")
+
+
+def texts_to_score(data):
+    """Requests keyed in another order than they stand in, texts, and where continuations begin."""
+    sizes = data.draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1,
+                               max_size=6))
+    rng = random.Random(data.draw(st.integers(0, 999)))
+    texts = [[rng.randrange(VOCAB) for _ in range(c + t)] for c, t in sizes]
+    return texts, [context for context, _ in sizes]
+
+
+VOCAB = 11
+
+
+@few
+@given(st.data())
+def test_scoring_finds_the_rows_that_predict_each_continuation(data):
+    texts, contexts = texts_to_score(data)
+    continuations = {key: text[contexts[key]:] for key, text in enumerate(texts)}
+    batch = batch_of([Request(key, text[:-1]) for key, text in enumerate(texts)],
+                     chunk=data.draw(st.sampled_from([None, 1, 2, 3, 50])))
+    sink = Scoring(continuations)
+    generator = torch.Generator().manual_seed(1)
+    # As if a model had made them: logits for each position of each text.
+    logits = [torch.randn(len(text), VOCAB, generator=generator) for text in texts]
+    for sweep in range(batch.seats.prefill_sweeps):
+        assert not batch.finished
+        rows = [logits[batch.requests[span.sequence].key][span.start : span.end]
+                for span in batch.seats.spans(sweep)]
+        wanted = torch.cat(rows)[sink.rows(batch, sweep)]
+        piece = data.draw(st.integers(1, 12))
+        for row in range(0, len(wanted), piece):
+            sink(batch, sweep, row, wanted[row : row + piece])
+    for key, (text, context) in enumerate(zip(texts, contexts, strict=True)):
+        expected = [logits[key][context - 1 + i].log_softmax(-1)[target].item()
+                    for i, target in enumerate(text[context:])]
+        assert sink.log_probs[key] == pytest.approx(expected)
+    assert batch.finished
+
+
+@few
+@given(st.data())
+def test_forcing_feeds_the_continuation_whatever_the_model_would_say(data):
+    texts, contexts = texts_to_score(data)
+    continuations = {key: text[contexts[key]:] for key, text in enumerate(texts)}
+    requests = [Request(key, text[: contexts[key]]) for key, text in enumerate(texts)]
+    new = max(map(len, continuations.values())) - 1
+    batch = batch_of(requests, new, chunk=data.draw(st.sampled_from([None, 2])))
+    sink, expected = Forcing(continuations), {key: [] for key in continuations}
+    first = batch.seats.prefill_sweeps - 1
+    assert all(len(sink.rows(batch, sweep)) == 0 for sweep in range(first))
+    for step in range(new + 1):
+        logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(step))
+        for request_, row in zip(batch.requests, logits, strict=True):
+            tail = continuations[request_.key]
+            if step < len(tail):
+                expected[request_.key].append(row.log_softmax(-1)[tail[step]].item())
+        assert len(sink.rows(batch, first + step)) == len(batch)
+        sink(batch, first + step, 0, logits[:2])
+        sink(batch, first + step, 2, logits[2:])
+    assert batch.finished
+    assert {r.key: r.generated for r in requests} == continuations
+    for key, values in expected.items():
+        assert sink.log_probs[key] == pytest.approx(values)
+
+
+# Batches, blocks, sweeps, chunks
+
+lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+chunks = st.sampled_from([None, 1, 7, 16, 100])
+
+
+@few
+@given(lengths, st.integers(1, 9), st.integers(1, 5), chunks)
+def test_blocks_hold_every_request_once(lengths, size, batches, chunk):
+    requests = [request(key, [0] * n) for key, n in enumerate(lengths)]
+    blocks = make_blocks(requests, 5, gpu_batch_size=size, num_gpu_batches=batches,
+                         prefill_chunk=chunk)
+    flat = [batch for block in blocks for batch in block]
+    found = [r for batch in flat for r in batch.requests]
+    assert sorted(r.key for r in found) == list(range(len(lengths)))
+    assert [len(batch) for batch in flat[:-1]] == [size] * (len(flat) - 1)
+    assert 1 <= len(flat[-1]) <= size and len(flat) == math.ceil(len(lengths) / size)
+    assert [len(block) for block in blocks[:-1]] == [batches] * (len(blocks) - 1)
+    assert 1 <= len(blocks[-1]) <= batches
+    assert all(batch.index == i for block in blocks for i, batch in enumerate(block))
+    # The longest first, and equals in their order: as little padding as there can be.
+    assert [(-len(r.prompt), r.key) for r in found] == sorted(
+        (-n, key) for key, n in enumerate(lengths))
+    for block in blocks:
+        assert len({batch.seats.prefill_sweeps for batch in block}) == 1
+
+
+def test_no_requests_are_no_blocks():
+    assert make_blocks([], 3, gpu_batch_size=4, num_gpu_batches=2) == []
+
+
+@few
+@given(lengths, chunks)
+def test_a_batch_packs_its_rows_sweep_by_sweep(lengths, chunk):
+    batch = batch_of([request(k, range(100 * k, 100 * k + n)) for k, n in enumerate(lengths)],
+                     chunk=chunk)
+    sweeps = batch.seats.prefill_sweeps
+    assert sweeps == (1 if chunk is None else math.ceil(max(lengths) / chunk))
+    seen = {r.key: [] for r in batch.requests}
+    for sweep in range(sweeps):
+        ids, positions = batch.inputs(sweep)
+        assert len(ids) == len(positions) == batch.rows(sweep)
+        assert positions == [i % 100 for i in ids]
+        assert chunk is None or len(ids) <= chunk * len(lengths)
+        keys = [i // 100 for i in ids]
+        assert keys == sorted(keys, key=lambda k: (-lengths[k], k))
+        for i in ids:
+            seen[i // 100].append(i % 100)
+        ended = [r.key for r in batch.requests if len(seen[r.key]) == lengths[r.key]]
+        assert (len(ended) == len(lengths)) == (sweep == sweeps - 1), "all end in the last sweep"
+        last = newest_rows(batch, sweep).tolist()
+        assert [ids[row] % 100 for row in last] == (
+            [lengths[r.key] - 1 for r in batch.requests] if sweep == sweeps - 1 else [])
+    assert all(found == list(range(lengths[key])) for key, found in seen.items())
+    for r in batch.requests:
+        r.generated = [r.key, r.key + 7]
+    ids, positions = batch.inputs(sweeps + 1)
+    assert ids == [r.key + 7 for r in batch.requests]
+    assert positions == [lengths[r.key] + 1 for r in batch.requests]
+    assert batch.rows(sweeps + 1) == len(lengths)
+
+
+@few
+@given(lengths, st.integers(1, 80), chunks)
+def test_chunks_cover_all_rows_once_and_cut_between_sequences(lengths, most, chunk):
+    batch = batch_of([request(key, [0] * n) for key, n in enumerate(lengths)], chunk=chunk)
+    for sweep in range(batch.seats.prefill_sweeps):
+        found = list(batch.chunks(sweep, most))
+        spans = [span for each in found for span in each.spans]
+        assert spans == [span for span in batch.seats.spans(sweep) if len(span)]
+        row = 0
+        for each in found:
+            held = sum(map(len, each.spans))
+            assert (each.row, each.end) == (row, row + held)
+            assert 0 < held <= most or len(each.spans) == 1
+            row = each.end
+        assert row == batch.rows(sweep)
+        # As few as can be, in this order: none could have taken in the next one's first span.
+        for each, after in zip(found, found[1:], strict=False):
+            assert each.end - each.row + len(after.spans[0]) > most
+
+
+@settings(max_examples=40)
+@given(kinds=st.lists(st.integers(0, 3), min_size=1, max_size=9), size=st.integers(1, 5),
+       chunk=st.sampled_from([None, 1, 2, 3]))
+def test_equal_prompts_lie_together_and_are_computed_once(kinds, size, chunk):
+    prompts = [[7], [7, 8], [8, 7], [1, 2, 3, 4, 5]]
+    requests = [Request(key, prompts[kind]) for key, kind in enumerate(kinds)]
+    blocks = make_blocks(requests, 2, gpu_batch_size=size, num_gpu_batches=2, prefill_chunk=chunk,
+                         shares=True)
+    ordered = [request for block in blocks for batch in block for request in batch.requests]
+    assert sorted(request.key for request in ordered) == list(range(len(kinds)))
+    seen = [request.prompt for request in ordered]
+    assert sum(a != b for a, b in zip(seen, seen[1:], strict=False)) == len(set(kinds)) - 1
+    for batch in (batch for block in blocks for batch in block):
+        unique = {tuple(request.prompt) for request in batch.requests}
+        fed: dict[int, list[int]] = {lead: [] for lead in batch.alike}
+        for sweep in range(batch.seats.prefill_sweeps):
+            ids, _ = batch.inputs(sweep)
+            spans = list(batch.spans(sweep))
+            assert batch.rows(sweep) == len(ids) == sum(map(len, spans))
+            for span in spans:
+                fed[span.sequence] += ids[: len(span)]
+                ids = ids[len(span):]
+        assert len(fed) == len(unique)
+        assert all(fed[lead] == batch.requests[place].prompt
+                   for lead, places in batch.alike.items() for place in places)
+        sweep = batch.seats.prefill_sweeps - 1
+        ids, _ = batch.inputs(sweep)
+        assert [ids[row] for row in newest_rows(batch, sweep)] == [
+            request.prompt[-1] for request in batch.requests]

@@ -1,0 +1,46 @@
+"""How many tokens stay cached, from what is documented of a configuration."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.h2o.budget import Budget, budget, cached, kept, slots
+
+
+def test_full_cache_counts():
+    for h2o in (None, H2OConfig(), H2OConfig(heavy_ratio=1.0, sink_tokens=3)):
+        assert budget(h2o, 0, 7) is None
+        assert (kept(h2o, 0, 7), cached(h2o, 0, 7, 5), slots(h2o, 0, 7, 5)) == (7, 12, 12)
+
+
+def test_simulation_needs_the_full_cache():
+    h2o = H2OConfig(heavy_tokens=2, simulate=True)
+    assert (kept(h2o, 0, 7), cached(h2o, 0, 7, 5), slots(h2o, 0, 7, 5)) == (4, 4, 12)
+
+
+@given(st.integers(1, 1000), st.integers(1, 10_000))
+def test_a_ratio_is_read_as_typed(thousandths, prompt_len):
+    found = budget(H2OConfig(recent_ratio=thousandths / 1000), 0, prompt_len)
+    assert found == Budget(0, max(1, thousandths * prompt_len // 1000))
+
+
+@pytest.mark.parametrize(("share", "prompt_len", "count"), [
+    (0.1, 30, 3), (0.29, 100, 29), (0.1, 512, 51), (1 / 3, 30, 10), (0.001, 5, 1), (1, 9, 9),
+])
+def test_ratio_examples(share, prompt_len, count):
+    h2o = H2OConfig(heavy_ratio=share, recent_tokens=2, sink_tokens=1)
+    assert budget(h2o, 0, prompt_len) == Budget(count, 2, 1)
+    assert budget(h2o, 0, prompt_len).total == count + 3
+
+
+@pytest.mark.parametrize(("values", "expected"), [
+    ({"heavy_ratio": 0.2}, Budget(2, 2)),
+    ({"heavy_ratio": 0.2, "recent_ratio": 0.5}, Budget(2, 5)),
+    ({"heavy_ratio": 1, "recent_tokens": 4}, Budget(10, 4)),
+    ({"heavy_tokens": 3}, Budget(3, 3)),
+    ({"heavy_tokens": 3, "recent_ratio": 1}, Budget(3, 10)),
+    ({"recent_tokens": 3, "sink_tokens": 4}, Budget(0, 3, 4)),
+])
+def test_sizes_left_out(values, expected):
+    assert budget(H2OConfig(**values), 0, 10) == expected

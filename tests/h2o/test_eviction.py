@@ -1,0 +1,227 @@
+"""Which tokens stay cached, against the definition in plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from definition import Definition, by_hand
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from flexgen_h2o.config.h2o import SCORES, H2OConfig
+from flexgen_h2o.h2o.budget import Budget, budget, cached, kept, slots
+from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, eviction_of
+
+
+def definition(rows: np.ndarray, prompt_len: int, size: Budget | None, h2o: H2OConfig
+               ) -> list[list[int]]:
+    """Positions that one KV head caches: after the cut, and after each new token.
+
+    rows is float32 [tokens, tokens]: the attention of each query to each key.
+    """
+    head, history = Definition(prompt_len, size, h2o), []
+    for row in rows:
+        head.step(row)
+        history.append(head.held)
+    return history[prompt_len - 1 :]
+
+
+@dataclass
+class Cache:
+    """A batch of sequences in one layer, in fixed slots, as a KV cache drives the policy.
+
+    rows is float32 [sequences, kv_heads, tokens, tokens]; those of a sequence begin at 0.
+    """
+
+    h2o: H2OConfig
+    layer: int
+    prompts: Sequence[int]
+    new: int
+    rows: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.eviction = eviction_of(self.h2o)
+        sizes = [budget(self.h2o, self.layer, n) for n in self.prompts]
+        self.cuts = [Cut(n, size.heavy, size.recent) if size else Cut(n, n, 0)
+                     for n, size in zip(self.prompts, sizes, strict=True)]
+        most = max(slots(self.h2o, self.layer, n, self.new) for n in self.prompts)
+        shape = (len(self.prompts), self.rows.shape[1], most)
+        self.mass = torch.zeros(shape)
+        self.positions = torch.full(shape, EMPTY, dtype=torch.int32)
+
+    def prefill(self) -> None:
+        for s, cut in enumerate(self.cuts):
+            mass = torch.zeros(self.rows.shape[1], cut.length)
+            for query in range(cut.length):
+                mass = mass * self.eviction.decay + self.rows[s, :, query, : cut.length]
+            index = self.eviction.select(mass, cut)
+            count = kept(self.h2o, self.layer, cut.length)
+            assert index.dtype == torch.int64 and index.shape == (len(mass), count)
+            assert self.eviction.kept(cut) == count
+            self.mass[s, :, :count] = mass.gather(1, index)
+            self.positions[s, :, :count] = index
+
+    def append(self, number: int) -> None:
+        """Attend with new token `number` (from 1) of every sequence, then give it a slot."""
+        query = torch.tensor(self.prompts) + number - 1
+        filled = self.positions != EMPTY
+        rows = torch.stack([r[:, q] for r, q in zip(self.rows, query, strict=True)])
+        seen = rows.gather(2, self.positions.long().where(filled, 0)).where(filled, 0)
+        self.mass = self.mass * self.eviction.decay + seen
+        recent = torch.tensor([cut.recent or 1 for cut in self.cuts])
+        victims = self.eviction.victims(self.mass, self.positions, tokens=query + 1, recent=recent)
+        assert victims.dtype == torch.int64 and (victims >= 0).all()
+        for s, length in enumerate(self.prompts):
+            before = cached(self.h2o, self.layer, length, number - 1)
+            grows = cached(self.h2o, self.layer, length, number) > before
+            for head in range(len(self.rows[s])):
+                slot = before if grows else victims[s, head]
+                self.positions[s, head, slot] = query[s]
+                self.mass[s, head, slot] = self.rows[s, head, query[s], query[s]]
+
+    def held(self) -> list[list[list[int]]]:
+        """Positions by sequence and KV head, ascending."""
+        return [[sorted(p for p in head if p != EMPTY) for head in heads]
+                for heads in self.positions.tolist()]
+
+
+def hold_to_definition(h2o: H2OConfig, prompts: Sequence[int], new: int, *, layers: int = 1,
+                       heads: int = 2, levels: int | None = 3, seed: int = 0) -> None:
+    """Run whole sequences; attention is one of `levels` small integers, or any float."""
+    rng = np.random.default_rng(seed)
+    shape = (len(prompts), heads, max(prompts) + new, max(prompts) + new)
+    for layer in range(layers):
+        rows = rng.random(shape) if levels is None else rng.integers(levels, size=shape)
+        rows = np.tril(rows).astype(np.float32)  # causal
+        cache = Cache(h2o, layer, prompts, new, torch.from_numpy(rows))
+        expected = []
+        for s, length in enumerate(prompts):
+            size = by_hand(h2o, layer, length)
+            expected.append([definition(rows[s, head, : length + new], length, size, h2o)
+                             for head in range(heads)])
+            hold_counts(h2o, layer, length, list(map(len, expected[s][0])))
+        cache.prefill()
+        for number in range(new + 1):
+            if number > 0:
+                cache.append(number)
+            assert cache.held() == [[history[number] for history in e] for e in expected]
+
+
+def hold_counts(h2o: H2OConfig, layer: int, prompt_len: int, counts: list[int]) -> None:
+    """counts are of the tokens that the definition caches, after the cut and each new token."""
+    assert kept(h2o, layer, prompt_len) == counts[0]
+    assert [cached(h2o, layer, prompt_len, n) for n in range(len(counts))] == counts
+    assert [slots(h2o, layer, prompt_len, n) for n in range(len(counts))] == [
+        max(counts[: n + 1]) for n in range(len(counts))]
+
+
+LAYERS = 2
+ratio = st.integers(1, 20).map(lambda n: n / 20)
+ratios = st.one_of(ratio, st.lists(ratio, min_size=LAYERS, max_size=LAYERS))
+size = st.one_of(
+    st.fixed_dictionaries({"heavy_ratio": ratios}),
+    st.fixed_dictionaries({"recent_ratio": ratios}),
+    st.fixed_dictionaries({"heavy_ratio": ratios, "recent_ratio": ratios}),
+    st.fixed_dictionaries({"heavy_ratio": ratios, "recent_tokens": st.integers(1, 6)}),
+    st.fixed_dictionaries({"heavy_tokens": st.integers(0, 8), "recent_ratio": ratios}),
+    st.fixed_dictionaries({"heavy_tokens": st.integers(0, 8), "recent_tokens": st.integers(1, 8)}),
+    st.fixed_dictionaries({"heavy_tokens": st.integers(1, 8)}),
+    st.fixed_dictionaries({"recent_tokens": st.integers(1, 8)}),
+)
+option = st.fixed_dictionaries({
+    "score": st.sampled_from(SCORES), "decay": st.sampled_from([0.5, 0.98, 1.0]),
+    "sink_tokens": st.integers(0, 5), "evict_generated": st.sampled_from([True, True, False]),
+})
+
+
+@given(sizes=size, options=option, prompts=st.lists(st.integers(1, 24), min_size=1, max_size=3),
+       new=st.integers(0, 16), levels=st.sampled_from([1, 2, 3, None]), seed=st.integers(0, 999))
+@example(sizes={"recent_tokens": 1}, options={}, prompts=[9, 1], new=5, levels=2, seed=0)
+@example(sizes={"heavy_tokens": 3, "recent_tokens": 2}, options={"sink_tokens": 4},
+         prompts=[1, 7, 20], new=14, levels=2, seed=0)
+@example(sizes={"heavy_tokens": 40, "recent_tokens": 2}, options={}, prompts=[12], new=9, levels=2,
+         seed=0)
+@example(sizes={"heavy_ratio": [1, 0.1], "recent_ratio": 1}, options={}, prompts=[10, 3], new=9,
+         levels=2, seed=0)
+def test_whole_sequences(sizes, options, prompts, new, levels, seed):
+    h2o = H2OConfig(**sizes, **options)
+    hold_to_definition(h2o, prompts, new, layers=LAYERS, levels=levels, seed=seed)
+
+
+@pytest.mark.parametrize("evict_generated", [True, False])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("sizes", [
+    {"heavy_ratio": 0.1}, {"heavy_ratio": 0.1, "sink_tokens": 2}, {"recent_ratio": 0.3},
+    {"recent_tokens": 6, "sink_tokens": 4}, {"recent_tokens": 1},
+    {"heavy_tokens": 1, "recent_tokens": 1}, {"heavy_ratio": (0.4, 0.1, 1)},
+], ids=str)
+def test_long_sequences(sizes, score, evict_generated):
+    h2o = H2OConfig(**sizes, score=score, evict_generated=evict_generated)
+    for levels in (2, None):
+        hold_to_definition(h2o, [60, 1, 7, 33], 40, layers=3, levels=levels)
+
+
+def test_select_by_example():
+    mass = torch.tensor([[9.0, 1, 5, 5, 5, 2, 0, 0]])
+    select = Eviction().select
+    assert select(mass, Cut(8, 2, 2)).tolist() == [[0, 4, 6, 7]]  # 4: the newest of the fives
+    assert select(mass, Cut(8, 0, 1)).tolist() == [[7]]
+    assert Eviction(sinks=1).select(mass, Cut(8, 2, 2)).tolist() == [[0, 3, 4, 6, 7]]
+    mean = Eviction(mean=True)
+    assert mean.select(mass, Cut(8, 1, 2)).tolist() == [[4, 6, 7]]  # 5/4 over 9/8
+    for eviction, cut in ((Eviction(), Cut(8, 4, 4)), (Eviction(sinks=9), Cut(8, 1, 1))):
+        assert eviction.select(mass, cut).tolist() == [list(range(8))]
+    signs = torch.tensor([[0.0, -0.0, 0.0, -0.0, -1.0, 0.0]])  # the zeros are equal
+    assert select(signs, Cut(6, 2, 1)).tolist() == [[2, 3, 5]]
+
+
+def test_victims_by_example():
+    mass = torch.tensor([[[3.0, 2, 2, 4, 0]], [[0.0, 2, 1, 0, 0]]])
+    positions = torch.tensor([[[0, 7, 3, 5, 8]], [[0, 1, 2, EMPTY, EMPTY]]], dtype=torch.int32)
+
+    def victims(**options):
+        return Eviction(**options).victims(mass, positions, tokens=torch.tensor([10, 4]),
+                                           recent=torch.tensor([2, 1])).flatten().tolist()
+
+    # Of the twos the older; the free slots of the second sequence hold the lowest score, but none.
+    assert victims() == [2, 0]
+    assert victims(sinks=1) == [2, 2]
+    assert victims(mean=True) == [2, 0]
+    assert victims(mean=True, sinks=4)[0] == 1  # 2/3 under 4/5
+
+
+def test_victims_where_nothing_can_go():
+    positions = torch.tensor([[[0, 1, EMPTY]]], dtype=torch.int32)
+    for mean in (False, True):
+        found = Eviction(mean=mean, sinks=4).victims(
+            torch.zeros(1, 1, 3), positions, tokens=torch.tensor([2]), recent=torch.tensor([5]))
+        assert 0 <= found.item() < 3
+
+
+def test_a_configuration_gives_its_policy():
+    assert eviction_of(None) == Eviction(mean=False, decay=1.0, sinks=0)
+    assert [eviction_of(H2OConfig(heavy_tokens=1, score=score, decay=0.5, sink_tokens=3))
+            for score in ("sum", "mean", "decay")] == [
+        Eviction(sinks=3), Eviction(mean=True, sinks=3), Eviction(decay=0.5, sinks=3)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_gpu_chooses_the_same(mean):
+    generator = torch.Generator().manual_seed(0)
+    eviction = Eviction(mean=mean, sinks=4)
+    for levels in (3, 10_000):
+        mass = torch.randint(levels, (4, 8, 700), generator=generator).float()
+        positions = torch.stack([torch.randperm(900, generator=generator)[:700]
+                                 for _ in range(32)]).view(4, 8, 700).int()
+        ask = {"tokens": torch.full((4,), 901), "recent": torch.tensor([1, 9, 99, 500])}
+        on_gpu = {name: value.cuda() for name, value in ask.items()}
+        cut = Cut(700, 100, 90)
+        assert torch.equal(eviction.select(mass[0].cuda(), cut).cpu(),
+                           eviction.select(mass[0], cut))
+        assert torch.equal(eviction.victims(mass.cuda(), positions.cuda(), **on_gpu).cpu(),
+                           eviction.victims(mass, positions, **ask))

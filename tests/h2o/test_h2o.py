@@ -1,0 +1,327 @@
+"""H2O end to end on tiny random models: real dropping against the simulation, on every tier."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes import LazyDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside import buffer_bytes, cache_of
+from llm.test_llm import PLACES, make_prompts, transformers_tokens
+
+import flexgen_h2o.llm as llm_module
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.cache import kv_cache
+from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.errors import UserError
+
+NEW = 64
+LENGTHS = [60, 41, 7, 23, 1]
+HOST = Placement(0, 100, 0)
+
+MODES = [("opt", "original"), ("opt_350m_style", "original"), ("llama", "original"),
+         ("llama", "rolling"), ("llama3_rope", "rolling"), ("llama_linear_rope", "rolling"),
+         ("neox", "original"), ("neox", "rolling"), ("neox_linear_rope", "rolling")]
+
+
+def run(tiny, prompts, h2o, *, new=NEW, cache_bits=16, **policy):
+    """Tokens of every prompt, and the engine's figures."""
+    policy = Policy(**{"gpu_batch_size": 3, "num_gpu_batches": 2} | policy)
+    with LLM(str(tiny.folder), policy=policy, h2o=h2o, cache_bits=cache_bits, dtype="float32",
+             progress=False) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=new, eos_token_id=-1)
+        return [out.token_ids for out in outputs], llm.stats
+
+
+def tokens(*args, **options):
+    return run(*args, **options)[0]
+
+
+def prompts_of(tiny, lengths=LENGTHS, seed=0):
+    return make_prompts(tiny.model.config.vocab_size, lengths, seed)
+
+
+# (a) The definition
+
+
+@pytest.mark.parametrize("share", [0.04, 0.2, 0.6])
+@pytest.mark.parametrize("key, positions", MODES)
+def test_dropping_equals_the_simulation(tiny_model, key, positions, share):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    options = {"heavy_ratio": share / 2, "positions": positions}
+    expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options))
+    assert tokens(tiny, prompts, H2OConfig(**options)) == expected
+    if share < 0.6:
+        assert expected != transformers_tokens(tiny, prompts, NEW), "nothing was evicted"
+
+
+@pytest.mark.parametrize("key, positions", [("opt", "original"), ("llama", "rolling"),
+                                            ("neox", "original")])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_kernels_give_the_reference_tokens(tiny_model, monkeypatch, key, positions, bits):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    for h2o in (None, H2OConfig(heavy_ratio=0.1, positions=positions)):
+        monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
+        fused = tokens(tiny, prompts, h2o, cache_bits=bits)
+        monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
+        assert tokens(tiny, prompts, h2o, cache_bits=bits) == fused
+
+
+VARIANTS = {
+    "mean": {"heavy_ratio": 0.1, "score": "mean"},
+    "decay": {"heavy_ratio": 0.1, "score": "decay", "decay": 0.8},
+    "window": {"heavy_tokens": 0, "recent_ratio": 0.2},
+    "sinks and window": {"heavy_tokens": 0, "recent_tokens": 5, "sink_tokens": 3},
+    "sinks and heavy": {"heavy_tokens": 4, "recent_ratio": 0.05, "sink_tokens": 2},
+    "prompt only": {"heavy_ratio": 0.1, "evict_generated": False},
+    "counts": {"heavy_tokens": 6, "recent_tokens": 2},
+    "one token": {"heavy_tokens": 0, "recent_tokens": 1},
+    "crossed mid-run": {"heavy_tokens": 20, "recent_tokens": 20},
+    "pyramid": {"heavy_ratio": [0.4, 0.2, 0.05], "recent_ratio": [0.05, 0.2, 0.4]},
+    "one layer full": {"heavy_ratio": [1, 0.1, 0.1]},
+}
+
+
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_equals_its_simulation(tiny_model, name, positions):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    options = {**VARIANTS[name], "positions": positions}
+    expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options), new=48)
+    assert tokens(tiny, prompts, H2OConfig(**options), new=48) == expected
+    for chunk in (1, 16):
+        got = tokens(tiny, prompts, H2OConfig(**options), new=48, prefill_chunk=chunk)
+        assert got == expected, chunk
+
+
+@pytest.mark.parametrize("key, positions", [("opt", "original"), ("llama", "original"),
+                                            ("llama", "rolling"), ("neox", "rolling")])
+def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    h2o = {"heavy_ratio": 0.1, "positions": positions}
+    expected = tokens(tiny, prompts, H2OConfig(simulate=True, **h2o))
+    for place in PLACES:
+        for options in ({}, {"overlap": False}, {"prefill_chunk": 16},
+                        {"cpu_cache_compute": True}):
+            got = tokens(tiny, prompts, H2OConfig(**h2o), cache=place, activations=place, **options)
+            assert got == expected, (place, options)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_budget_any_batch(tiny_model, data):
+    """Budgets, prompts and batches at random, against the simulation."""
+    tiny = tiny_model("llama")
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))
+    heavy, recent = data.draw(st.tuples(st.integers(0, 12), st.integers(1, 12)))
+    options = {"heavy_tokens": heavy, "recent_tokens": recent,
+               "sink_tokens": data.draw(st.integers(0, 3)),
+               "score": data.draw(st.sampled_from(["sum", "mean", "decay"])),
+               "evict_generated": data.draw(st.booleans()),
+               "positions": data.draw(st.sampled_from(["original", "rolling"]))}
+    policy = {"gpu_batch_size": data.draw(st.integers(1, 5)),
+              "num_gpu_batches": data.draw(st.integers(1, 2)),
+              "prefill_chunk": data.draw(st.sampled_from([None, 4])),
+              "cache": data.draw(st.sampled_from(PLACES))}
+    prompts = prompts_of(tiny, lengths, seed=sum(lengths))
+    expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options), new=20)
+    assert tokens(tiny, prompts, H2OConfig(**options), new=20, **policy) == expected
+
+
+# (b) to (d)
+
+
+@pytest.mark.parametrize("key", ["opt", "llama", "neox"])
+def test_tokens_do_not_depend_on_the_batch(tiny_model, key):
+    tiny = tiny_model(key)
+    prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1)
+    together = tokens(tiny, prompts, h2o, gpu_batch_size=5, num_gpu_batches=1)
+    for index, prompt in enumerate(prompts):
+        assert tokens(tiny, [prompt], h2o) == [together[index]]
+    assert tokens(tiny, prompts[::-1], h2o, gpu_batch_size=2) == together[::-1]
+
+
+@pytest.mark.parametrize("key", ["opt", "llama", "neox"])
+@pytest.mark.parametrize("options", [
+    {"heavy_tokens": 100, "recent_tokens": 100}, {"heavy_ratio": 1.0}, {"simulate": True},
+    {"recent_tokens": 123, "heavy_tokens": 0}])
+def test_a_budget_that_holds_everything_is_the_full_cache(tiny_model, key, options):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    assert tokens(tiny, prompts, H2OConfig(**options)) == transformers_tokens(tiny, prompts, NEW)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_loglikelihood_under_eviction(tiny_model, chunk):
+    tiny = tiny_model("llama")
+    texts = prompts_of(tiny, [60, 33, 12, 50])
+    pairs = [(text[:cut], text[cut:]) for text, cut in zip(texts, [30, 32, 1, 20], strict=True)]
+
+    def score(h2o):
+        policy = Policy(gpu_batch_size=3, prefill_chunk=chunk)
+        with LLM(str(tiny.folder), policy=policy, h2o=h2o, dtype="float32") as llm:
+            return llm.loglikelihood(pairs)
+
+    full = score(None)
+    wide, narrow, defined = (score(H2OConfig(heavy_tokens=n, recent_tokens=n, simulate=simulate))
+                             for n, simulate in ((50, False), (4, False), (4, True)))
+    for a, b, c, d in zip(full, wide, narrow, defined, strict=True):
+        assert b == pytest.approx(a, abs=1e-4)
+        assert c == pytest.approx(d, abs=1e-4)
+    assert any(abs(x - y) > 0.01 for a, c in zip(full, narrow, strict=True)
+               for x, y in zip(a, c, strict=True))
+
+
+# Positions
+
+
+def test_rolling_goes_far_past_the_trained_context_in_constant_memory(tiny_model):
+    tiny = tiny_model("llama")  # 256 positions
+    prompts = prompts_of(tiny, [40, 30])
+    h2o = H2OConfig(heavy_tokens=16, recent_tokens=16, positions="rolling")
+    short, few = run(tiny, prompts, h2o, new=50)
+    long, many = run(tiny, prompts, h2o, new=700)
+    assert [one[:50] for one in long] == short
+    assert many.kv_cache_bytes == few.kv_cache_bytes
+    simulated = tokens(tiny, prompts, H2OConfig(heavy_tokens=16, recent_tokens=16, simulate=True,
+                                                positions="rolling"), new=300)
+    assert [one[:300] for one in long] == simulated
+    with pytest.raises(UserError, match="--enable-position-rolling"):
+        run(tiny, prompts, H2OConfig(heavy_tokens=16, recent_tokens=16), new=700)
+    with pytest.raises(UserError, match="lower the budget"):
+        run(tiny, prompts, H2OConfig(heavy_tokens=200, recent_tokens=100, positions="rolling"),
+            new=700)
+
+
+def test_opt_stops_at_its_table_unless_positions_are_dropped(tiny_model):
+    tiny = tiny_model("opt")  # 256 positions
+    prompts = prompts_of(tiny, [40, 30])
+    with pytest.raises(UserError, match="generate at most 217"):
+        run(tiny, prompts, H2OConfig(heavy_tokens=16), new=300)
+    within = tokens(tiny, prompts, H2OConfig(heavy_tokens=16), new=200)
+    dropped = tokens(tiny, prompts, H2OConfig(heavy_tokens=16, drop_positions=True), new=300)
+    assert [one[:200] for one in dropped] == within
+    assert len(tokens(tiny, prompts, H2OConfig(drop_positions=True), new=300)[0]) == 300
+    with pytest.raises(UserError, match="can't roll"):
+        run(tiny, prompts, H2OConfig(heavy_tokens=16, positions="rolling"))
+    with pytest.raises(UserError, match="rotary"):
+        run(tiny_model("llama"), prompts, H2OConfig(heavy_tokens=16, drop_positions=True))
+
+
+# Compression
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("h2o", [
+    None, {"heavy_ratio": 0.1}, {"heavy_ratio": 0.1, "positions": "rolling"},
+    {"heavy_tokens": 0, "recent_ratio": 0.2}, {"heavy_ratio": 0.1, "evict_generated": False}])
+def test_a_compressed_cache_is_the_same_on_every_tier(tiny_model, device, bits, h2o):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    h2o = None if h2o is None else H2OConfig(**h2o)
+    expected, stats = run(tiny, prompts, h2o, cache_bits=bits, new=40)
+    for place in PLACES:
+        for options in ({}, {"prefill_chunk": 16}, {"cpu_cache_compute": True}):
+            got = tokens(tiny, prompts, h2o, cache_bits=bits, new=40, cache=place, **options)
+            assert got == expected, (place, options)
+    assert stats.kv_bytes_per_token == 3 * 2 * 2 * (8 * bits // 8 + 4)  # layers, k and v, kv heads
+
+
+def test_eight_bits_change_little_and_four_more(tiny_model):
+    tiny = tiny_model("llama")
+    texts = prompts_of(tiny, [60, 50])
+    pairs = [(text[:30], text[30:]) for text in texts]
+
+    def score(bits):
+        with LLM(str(tiny.folder), h2o=H2OConfig(heavy_ratio=0.2), cache_bits=bits,
+                 dtype="float32") as llm:
+            return torch.tensor(sum(llm.loglikelihood(pairs), []))
+
+    exact, eight, four = (score(bits) for bits in (16, 8, 4))
+    assert 0 < (eight - exact).abs().mean() < 0.03
+    assert (eight - exact).abs().mean() < (four - exact).abs().mean() < 0.3
+
+
+# Memory and traffic
+
+
+def test_the_cache_takes_the_budget_and_no_more(tiny_model):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny, [200] * 4)
+    _, full = run(tiny, prompts, None, new=40, gpu_batch_size=4)
+    with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=4), h2o=H2OConfig(heavy_ratio=0.1),
+             dtype="float32") as llm:
+        llm.generate(prompts, max_new_tokens=40, eos_token_id=-1)
+        stats, (part,) = llm.stats, cache_of(llm).parts
+        token = llm.model_config.kv_bytes_per_token(4)
+        assert stats.kv_bytes_per_token == token
+        assert stats.kv_cache_bytes == 4 * 40 * token  # 20 + 20 of 200
+        pages = 3 * 4096
+        assert stats.kv_cache_bytes <= buffer_bytes(part) <= stats.kv_cache_bytes + pages
+    assert stats.full_kv_cache_bytes == full.kv_cache_bytes == 4 * 239 * token
+
+
+def moved(tiny, monkeypatch, place, new, **options):
+    monkeypatch.setattr(llm_module, "open_device", lambda name: LazyDevice())
+    prompts = prompts_of(tiny, [200] * 4)
+    _, stats = run(tiny, prompts, H2OConfig(heavy_ratio=0.1), new=new, cache=place,
+                   gpu_batch_size=4, num_gpu_batches=1, **options)
+    return {link: nbytes for link, (nbytes, _) in stats.links.items()}
+
+
+def test_a_step_moves_down_only_what_changed(tiny_model, monkeypatch):
+    tiny = tiny_model("llama")
+    head_bytes, slots = 2 * 8 * 4, 3 * 4 * 2  # key and value of a head; layers, sequences, heads
+    few, many = (moved(tiny, monkeypatch, HOST, new)["gpu->cpu"] for new in (11, 31))
+    # A record and the number of its slot, for each head.
+    assert many - few == 20 * slots * (head_bytes + 8)
+    few, many = (moved(tiny, monkeypatch, HOST, new)["cpu->gpu"] for new in (11, 31))
+    # Beside the cache, weights that live on the device do not move.
+    assert many - few == 20 * slots * 40 * head_bytes
+    few, many = (moved(tiny, monkeypatch, Placement(0, 0, 100), new)["cpu->disk"]
+                 for new in (3, 3 + 32))
+    page = 4096
+    whole = -(-4 * 2 * 40 * head_bytes // page) * page
+    assert many - few == 2 * 3 * whole  # every 16 tokens, in one piece per layer
+
+
+def test_attention_on_the_host_moves_no_cache(tiny_model, monkeypatch):
+    tiny = tiny_model("llama")
+    few, many = (moved(tiny, monkeypatch, HOST, new, cpu_cache_compute=True) for new in (11, 31))
+    rows = 20 * 3 * 4  # steps, layers, sequences
+    assert many["gpu->cpu"] - few["gpu->cpu"] == rows * (6 + 2 + 2) * 8 * 4
+    assert many["cpu->gpu"] - few["cpu->gpu"] == rows * 6 * 8 * 4
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"h2o": H2OConfig(heavy_ratio=[0.1, 0.2])}, "3 decoder layers"),
+    ({"cache_bits": 5}, "16, 8 or 4"),
+    ({"h2o": H2OConfig(heavy_ratio=0.1, simulate=True), "cache_bits": 4}, "exact cache"),
+])
+def test_what_cannot_be_is_refused_in_one_line(tiny_model, options, words):
+    with pytest.raises(UserError, match=words) as caught:
+        LLM(str(tiny_model("llama").folder), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_eviction_knows_is_made_before_the_prompts(tiny_model, monkeypatch):
+    """Small tensors that last, made between large ones that don't, take the heap apart."""
+    began, made = [], []
+    begin, new_book, attend = KVCache.begin, kv_cache.new_book, KVCache.attend_prompt
+    monkeypatch.setattr(KVCache, "begin", lambda *args: (began.append(0), begin(*args)))
+    monkeypatch.setattr(kv_cache, "new_book", lambda *args, **options: (
+        made.append(began[-1]), new_book(*args, **options))[1])
+    monkeypatch.setattr(KVCache, "attend_prompt", lambda *args, **options: (
+        began.append(1), attend(*args, **options))[1])
+    tiny = tiny_model("opt")
+    tokens(tiny, prompts_of(tiny), H2OConfig(heavy_ratio=0.1), new=4,
+           cache=Placement(50, 0, 50))
+    assert made and set(made) == {0} and 1 in began

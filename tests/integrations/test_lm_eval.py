@@ -1,0 +1,607 @@
+"""lm-evaluation-harness itself, on a local task: our model within it, and its arguments."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import lm_eval
+import pytest
+import torch
+from huggingface_hub import errors as hub_errors
+from hypothesis import given
+from hypothesis import strategies as st
+from inside import plan_with
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+from programs import program
+from word_models import WORDS, with_words
+
+from flexgen_h2o import LLM, H2OConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.integrations.lm_eval.__main__ import main
+from flexgen_h2o.integrations.lm_eval.arguments import FLAGS, MOST, PROMPT_CHUNK, parse
+from flexgen_h2o.integrations.lm_eval.model import FlexGenLM, sampling_of
+
+H2O = {"hh_ratio": 0.1}
+YAML = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {file}, train: {file}}}
+output_type: {kind}
+test_split: test
+fewshot_split: train
+doc_to_text: "{{{{text}}}}"
+{more}
+"""
+KINDS = {
+    "multiple_choice": 'doc_to_choice: "{{choices}}"\ndoc_to_target: gold\n'
+                       "metric_list: [{metric: acc}, {metric: acc_norm}]",
+    "loglikelihood_rolling": 'doc_to_target: "{{text}}"\nmetric_list: [{metric: word_perplexity}]',
+    "generate_until": 'doc_to_target: "{{answer}}"\n'
+                      "generation_kwargs: {until: ['###'], max_gen_toks: 6}\n"
+                      "metric_list: [{metric: exact_match}]",
+}
+
+
+def words(*tokens: int) -> str:
+    return " ".join(WORDS[token] for token in tokens)
+
+
+def seeded(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 118, (length,), generator=generator).tolist()
+
+
+TEXTS = [seeded(20 + 7 * seed, seed) for seed in range(4)]
+CHOICES = [[seeded(3 + option, 10 * seed + option) for option in range(3)] for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model, tmp_path_factory) -> str:
+    return with_words(tiny_model("llama").folder, tmp_path_factory.mktemp("words"),
+                      chat_template="{% for m in messages %}{{ m.content }} {% endfor %}w1")
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    """A function that makes a task of a kind: a TaskManager and the task's name."""
+    # Its own tasks, thousands, take seconds to list.
+    monkeypatch.setattr(TaskManager, "__init__", functools.partialmethod(
+        TaskManager.__init__, include_defaults=False))
+    # The environment was read long ago.
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for config in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+
+    def make(kind: str, answers=None) -> tuple[TaskManager, str]:
+        file = tmp_path / "docs.jsonl"
+        lines = [{"text": words(*text), "choices": [words(*some) for some in choices],
+                  "gold": number % 3, "answer": answers[number] if answers else "w1"}
+                 for number, (text, choices) in enumerate(zip(TEXTS, CHOICES, strict=True))]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        (tmp_path / f"{kind}.yaml").write_text(
+            YAML.format(name=f"tiny_{kind}", kind=kind, file=json.dumps(str(file)),
+                        more=KINDS[kind]), encoding="utf-8")
+        return TaskManager(include_path=str(tmp_path)), f"tiny_{kind}"
+
+    return make
+
+
+def evaluate(folder: str, made: tuple[TaskManager, str], *, shots: int = 0, **arguments):
+    manager, name = made
+    found = lm_eval.simple_evaluate(
+        "flexgen_h2o", model_args={"pretrained": folder, "dtype": "float32", **arguments},
+        tasks=[name], task_manager=manager, num_fewshot=shots, bootstrap_iters=0, batch_size=3)
+    return found["results"][name], found
+
+
+def requests(kind: str, *arguments: tuple) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=some, idx=0) for some in arguments]
+
+
+@pytest.fixture
+def opened():
+    """A function that makes a model, closed at the end."""
+    made = []
+
+    def make(folder: str, **arguments) -> FlexGenLM:
+        made.append(FlexGenLM(pretrained=folder, **{"dtype": "float32", "batch_size": 3}
+                              | arguments))
+        return made[-1]
+
+    yield make
+    for lm in made:
+        lm.close()
+
+
+def log_probs(model, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Of transformers' model: the sum over the continuation, and whether it is greedy."""
+    logits = model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
+    rows = torch.arange(len(continuation)), torch.tensor(continuation)
+    return (logits.log_softmax(-1)[rows].sum().item(),
+            bool((logits.argmax(-1) == torch.tensor(continuation)).all()))
+
+
+# Through the harness
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_accuracy_is_that_of_the_likeliest_choice(tiny_model, folder, task, shots):
+    model = tiny_model("llama").model
+    result, found = evaluate(folder, task("multiple_choice"), shots=shots)
+    samples = found["samples"]["tiny_multiple_choice"]
+    right = 0
+    for sample in samples:
+        arguments = sample["arguments"]
+        scores = []
+        for pair, response in zip(arguments, sample["filtered_resps"], strict=True):
+            context, continuation = pair
+            tokens = [[WORDS.index(word) for word in text.split()]
+                      for text in (context, continuation)]
+            assert len(tokens[0]) >= 20 + 20 * shots
+            value, greedy = log_probs(model, *tokens)
+            assert response[0] == pytest.approx(value, abs=1e-3) and response[1] == greedy
+            scores.append(value)
+        right += scores.index(max(scores)) == sample["doc"]["gold"]
+    assert len(samples) == len(TEXTS) and result["acc,none"] == right / len(TEXTS)
+    assert found["config"]["batch_sizes"] == [3]
+    assert found["config"]["model_dtype"] == "float32" and found["config"]["kv_cache_bytes"] > 0
+
+
+@pytest.mark.parametrize("arguments", [
+    {"hh_ratio": 0.1}, {"hh_ratio": 0.1, "evict_prompt": True, "prompt_chunk": 1},
+    {"num_window_length": 6, "eviction": "window", "evict_prompt": True, "prompt_chunk": 5},
+])
+def test_dropping_gives_what_the_masked_simulation_gives(folder, task, arguments):
+    made = task("multiple_choice")
+
+    def responses(**more):
+        _, found = evaluate(folder, made, **arguments, **more)
+        return [response[0] for sample in found["samples"]["tiny_multiple_choice"]
+                for response in sample["filtered_resps"]]
+
+    dropped, masked = responses(), responses(simulate=True)
+    assert dropped == pytest.approx(masked, abs=1e-4)
+    _, full = evaluate(folder, made)
+    assert dropped != pytest.approx([r[0] for s in full["samples"]["tiny_multiple_choice"]
+                                     for r in s["filtered_resps"]], abs=1e-2)
+
+
+def test_rolling_perplexity_is_that_of_the_model(tiny_model, folder, task):
+    model = tiny_model("llama").model
+    result, _ = evaluate(folder, task("loglikelihood_rolling"))
+    total = sum(log_probs(model, [model.config.bos_token_id], text)[0] for text in TEXTS)
+    expected = torch.tensor(-total / sum(map(len, TEXTS))).exp().item()
+    assert result["word_perplexity,none"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_answers_are_generated_up_to_the_stop_string(folder, task):
+    with LLM(folder, dtype="float32", progress=False) as llm:
+        outputs = llm.generate([words(*text) for text in TEXTS], max_new_tokens=6)
+    answers = [out.text.split("###")[0] for out in outputs]
+    result, found = evaluate(folder, task("generate_until", answers))
+    assert result["exact_match,none"] == 1
+    assert {s["filtered_resps"][0] for s in found["samples"]["tiny_generate_until"]} == {*answers}
+
+
+@pytest.fixture
+def git(tmp_path, monkeypatch):
+    """A function that puts another `git` before the machine's: what it prints, and its status."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    (tmp_path / "bin").mkdir()
+
+    def put(status: int, printed: str) -> None:
+        program = tmp_path / "bin" / "git"
+        program.write_text(f"#!/bin/sh\necho {printed}\nexit {status}\n", encoding="utf-8")
+        program.chmod(0o755)
+
+    return put
+
+
+def test_the_command_line_is_the_harness_with_our_model(folder, task, git, tmp_path, capfd):
+    task("multiple_choice")
+    git(128, "fatal: not a git repository >&2")
+    output = tmp_path / "found.json"
+    status = main(["--model_args", f"pretrained={folder},dtype=float32,hh_ratio=0.1,"
+                   "recent_ratio=0.1,evict_prompt=true,percent=0/100/100/0",
+                   "--tasks", "tiny_multiple_choice", "--include_path", str(tmp_path),
+                   "--batch_size", "auto", "--output_path", str(output)])
+    text, errors = capfd.readouterr()
+    assert status == 0 and "fatal" not in errors, text + errors
+    assert "flexgen_h2o" in text and "tiny_multiple_choice" in text and "acc" in text
+    (written,) = tmp_path.glob("found*.json")
+    assert json.loads(written.read_text())["config"]["model"] == "flexgen_h2o"
+
+
+@pytest.fixture
+def instead(monkeypatch):
+    """A function that puts another in the place of the harness's command."""
+    return lambda command: monkeypatch.setattr("lm_eval.__main__.cli_evaluate", command)
+
+
+def test_the_commit_is_what_git_calls_it(git, instead):
+    git(0, "v7-1-gabc")
+    found = []
+    instead(lambda: found.append(lm_eval.evaluator.get_git_commit_hash()))
+    assert main([]) == 0 and found == ["v7-1-gabc"]
+
+
+def test_data_that_cannot_be_fetched_is_told_in_a_line(folder, task, tmp_path, capsys):
+    task("generate_until")
+    found = (tmp_path / "generate_until.yaml").read_text(encoding="utf-8")
+    (tmp_path / "absent.yaml").write_text(
+        found.replace("task: tiny_generate_until", "task: absent").replace(
+            "dataset_path: json", "dataset_path: someone/none"), encoding="utf-8")
+    assert main(["--model_args", f"pretrained={folder}", "--tasks", "absent",
+                 "--include_path", str(tmp_path)]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.match("error: the data or metrics of a task can't be had .*'someone/none'.*: run it "
+                    "once with a network", last)
+
+
+def raised_from(cause: Exception) -> Exception:
+    """A dataset's error, as it is when the network fails in the middle."""
+    error = datasets.exceptions.DatasetGenerationError("no data")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("error", [
+    ConnectionError("the cause"), FileNotFoundError("the cause"), TimeoutError(110, "the cause"),
+    hub_errors.HTTPError("the cause"), raised_from(hub_errors.HTTPError("the cause"))])
+def test_whatever_says_so(instead, capsys, error):
+    def command():
+        raise error
+
+    instead(command)
+    assert main([]) == 2
+    text = capsys.readouterr().err
+    assert "the cause): run it once" in text and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [OSError(28, "no space"), ValueError("a defect"),
+                                   raised_from(ValueError("a defect"))])
+def test_what_is_not_of_fetching_stays_as_it_is(instead, error):
+    def command():
+        raise error
+
+    instead(command)
+    with pytest.raises(type(error)) as caught:
+        main([])
+    assert caught.value is error
+
+
+def test_the_command_line_tells_a_users_error_in_a_line(folder, task, tmp_path, capsys):
+    task("multiple_choice")
+    argv = ["--model", "flexgen_h2o", "--tasks", "tiny_multiple_choice", "--include_path",
+            str(tmp_path), "--model_args"]
+    for arguments, said in ((f"pretrained={folder},hh_ration=0.1", "did you mean hh_ratio?"),
+                            (f"pretrained={tmp_path}/none", "none"),
+                            ("hh_ratio=0.1", "give pretrained=NAME")):
+        before = list(sys.argv)
+        assert main([*argv, arguments]) == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith("error: ") and said in last
+        assert sys.argv == before
+
+
+def test_without_the_harness_it_says_what_to_install():
+    code = ("import sys; sys.modules['lm_eval'] = None\n"
+            "from flexgen_h2o.integrations.lm_eval.__main__ import main\n"
+            "sys.exit(main(['--tasks', 'x']))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          cwd=Path(__file__).parents[2])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "flexgen_h2o[eval]" in done.stderr
+
+
+# The model alone
+
+
+def test_scores_do_not_depend_on_batches_or_order(folder, opened):
+    pairs = [(words(*text), " " + words(*choice))
+             for text, choices in zip(TEXTS, CHOICES, strict=True) for choice in choices]
+    found = [opened(folder, **H2O, batch_size=size).loglikelihood(
+        requests("loglikelihood", *some))
+        for size, some in ((1, pairs), (5, pairs[::-1]), ("auto", pairs))]
+    found[1].reverse()
+    for other in found[1:]:
+        assert [value for value, _ in other] == pytest.approx([v for v, _ in found[0]], abs=1e-4)
+        assert [greedy for _, greedy in other] == [greedy for _, greedy in found[0]]
+
+
+def test_its_own_greedy_text_is_greedy(folder, opened):
+    for arguments in ({}, H2O, {**H2O, "evict_prompt": True}):
+        lm = opened(folder, **arguments)
+        (out,) = lm.llm.generate([TEXTS[0]], max_new_tokens=5, eos_token_id=-1)
+        other = [*out.token_ids[:-1], (out.token_ids[-1] + 1) % 118]
+        pairs = [((None, None), TEXTS[0], tokens) for tokens in (out.token_ids, other)]
+        assert [greedy for _, greedy in lm._loglikelihood_tokens(pairs)] == [True, False]
+
+
+def test_a_long_context_loses_its_beginning(tiny_model, folder, opened, caplog):
+    lm = opened(folder, max_length=24)
+    text, tail = seeded(40, 1), seeded(5, 2)
+    (found,) = lm._loglikelihood_tokens([(None, text, tail)])
+    assert found[0] == pytest.approx(log_probs(tiny_model("llama").model, text[-20:], tail)[0],
+                                     abs=1e-3)
+    assert "cut on the left to 20" in caplog.text
+    with pytest.raises(UserError, match="raise max_length"):
+        lm._loglikelihood_tokens([(None, text, seeded(30, 3))])
+    (answer,) = lm.generate_until(requests("generate_until", (words(*text), {"max_gen_toks": 4})))
+    (out,) = lm.llm.generate([text[-21:]], max_new_tokens=4)
+    assert answer == out.text
+    with pytest.raises(UserError, match="lower max_gen_toks"):
+        lm.generate_until(requests("generate_until", ("w3", {"max_gen_toks": 25})))
+
+
+def test_rolling_windows_cover_a_text_longer_than_the_model(tiny_model, folder, opened):
+    model, text = tiny_model("llama").model, seeded(50, 4)
+    lm = opened(folder, max_length=20)
+    expected = sum(log_probs(model, [([1] + text)[start]] if start == 0 else context, tail)[0]
+                   for start, context, tail in ((0, None, text[:20]), (20, [text[19]], text[20:40]),
+                                                (40, text[29:40], text[40:])))
+    (found,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (words(*text),)))
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_rolling_needs_a_budget_in_tokens(folder, opened):
+    asked = requests("loglikelihood_rolling", (words(*TEXTS[0]),))
+    with pytest.raises(UserError, match="give num_window_length"):
+        opened(folder, **H2O).loglikelihood_rolling(asked)
+    found = [opened(folder, num_window_length=8, **more).loglikelihood_rolling(asked)[0]
+             for more in ({}, {"simulate": True})]
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_requests_with_options_of_their_own(folder, opened):
+    lm = opened(folder)
+    text = words(*TEXTS[1])
+    (out,) = lm.llm.generate([text], max_new_tokens=6)
+    third = out.text.split()[2]
+    asked = [(text, {"max_gen_toks": 6}), (text, {"until": third, "max_gen_toks": 6}),
+             (text, {"until": [third, ""], "max_new_tokens": 6, "temperature": 0}),
+             (text, {"do_sample": True, "temperature": 2.0, "max_gen_toks": 6})]
+    found = lm.generate_until(requests("generate_until", *asked))
+    cut = out.text.split(third)[0]
+    assert found[:3] == [out.text, cut, cut] and found[3] != out.text
+    with pytest.raises(UserError, match="no option 'beams'"):
+        lm.generate_until(requests("generate_until", (text, {"beams": 3})))
+
+
+def test_what_a_task_asks_of_sampling():
+    greedy = {"max_new_tokens": 9, "stop_strings": None, "do_sample": False}
+    assert sampling_of({}, 9) == greedy
+    assert sampling_of({"do_sample": True, "temperature": 0.0}, 9) == greedy
+    assert sampling_of({"temperature": 1, "top_p": 0.5, "max_tokens": "3", "until": "x"}, 9) == {
+        "max_new_tokens": 3, "stop_strings": ["x"], "do_sample": True, "temperature": 1.0,
+        "top_p": 0.5}
+
+
+def test_chat_templates_and_special_tokens(folder, opened, tiny_model):
+    lm = opened(folder)
+    history = [{"role": "user", "content": "w5"}]
+    assert lm.apply_chat_template(history) == "w5 w1"
+    assert "messages" in lm.chat_template(True) and "/" not in lm.tokenizer_name
+    assert lm.prefix_token_id == tiny_model("llama").config.bos_token_id
+    with pytest.raises(UserError, match="no EOS token"):
+        _ = lm.eot_token_id
+    with pytest.raises(UserError, match="a text of the task is not text in UTF-8"):
+        lm.tok_encode("w5 \ud800")
+    assert lm.tok_encode("w5 w7") == [5, 7] == opened(
+        folder, add_bos_token=False).tok_encode("w5 w7")
+    lm.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        lm.apply_chat_template(history)
+
+
+def test_text_needs_a_tokenizer(tiny_model):
+    with pytest.raises(UserError, match="no tokenizer"):
+        FlexGenLM(pretrained=str(tiny_model("opt").folder), dtype="float32")
+
+
+def test_auto_takes_what_memory_allows(folder, opened):
+    pairs = requests("loglikelihood", *((words(*text), " w3 w4") for text in TEXTS))
+    lm = opened(folder, batch_size="auto", **H2O)
+    expected = lm.loglikelihood(pairs)
+    assert lm.batch_sizes == {"loglikelihood": 4}, "all that there are"
+    lm = opened(folder, batch_size="auto", max_batch_size=2, **H2O)
+    assert [v for v, _ in lm.loglikelihood(pairs)] == pytest.approx([v for v, _ in expected])
+    assert lm.batch_sizes == {"loglikelihood": 2}
+
+
+def test_fit_batch_halves_until_the_plan_fits(folder):
+    with LLM(folder, dtype="float32", progress=False) as llm:
+        asked = []
+
+        def poor(workload, limits):
+            asked.append(workload.gpu_batch_size)
+            return limits.within(cpu=0, gpu=None) if asked[-1] > 4 else limits
+
+        plan_with(llm, poor)
+        assert llm.fit_batch(prompt_len=10, gen_len=2, most=12) == 4 and asked == [12, 8, 4]
+        assert llm.policy.gpu_batch_size == 4
+        llm.generate([[5, 6]], max_new_tokens=1)
+        assert llm.stats.gpu_batch_size == 4
+        with pytest.raises(UserError, match="most must be at least 1"):
+            llm.fit_batch(prompt_len=10, gen_len=2, most=0)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"hh_ratio": 2}, "hh_ratio must be at most 1"),
+    ({"hh_ratio": 0.1, "num_window_length": 9}, "give hh_ratio or num_window_length, not both"),
+    ({"prompt_chunk": 4, **H2O}, "add evict_prompt=true"),
+    ({"evict_prompt": True}, "evict_prompt has no effect on the full cache"),
+    ({"evict_prompt": "yes", **H2O}, "evict_prompt must be"),
+    ({"evict_prompt": True, "prefill_chunk": 4, **H2O}, "give prompt_chunk alone"),
+    ({"evict_prompt": True, "prompt_chunk": 0, **H2O}, "prompt_chunk must be at least 1"),
+    ({"simulate": True}, "simulate has no effect"),
+    ({"simulate": True, "cache_bits": 4, **H2O}, "leave cache_bits out"),
+    ({"batch_size": "auto:4"}, "batch_size must be a whole number"),
+    ({"batch_size": 0}, "batch_size must be at least 1"),
+    ({"batch_size": 2, "max_batch_size": 4}, "no effect without --batch_size auto"),
+    ({"batch_size": 2, "gpu_batch_size": 4}, "give --batch_size or gpu_batch_size"),
+    ({"batch_size": "auto", "gpu_batch_size": 4}, "give --batch_size or gpu_batch_size"),
+    ({"max_length": 0}, "max_length must be at least 1"),
+    ({"max_gen_toks": "x"}, "max_gen_toks must be a whole number"),
+    ({"add_bos_token": 1}, "add_bos_token must be"),
+    ({"percent": "auto"}, "give numbers here"),
+    ({"percent": "0/100/100"}, "percent takes 4 or 6 numbers"),
+    ({"eviction": "full", **H2O}, "eviction full keeps all: leave hh_ratio out"),
+    ({"device": "tpu"}, "device must be auto"),
+    ({"pretrained": " "}, "pretrained must be text"),
+    ({"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
+    ({"weight_cache": "w"}, "weight_cache has no effect on weights of 16 bits: add weight_bits 4"),
+    ({"compress_cache": True, "cache_bits": 16}, "compress_cache and cache_bits 16 contradict"),
+    ({"score_decay": 0.5}, "score_decay has no effect: add score decay"),
+    ({"sink_tokens": 2}, "sink_tokens has no effect on the full cache: give hh_ratio or num_"),
+    ({"attn_sparsity": 0.5, **H2O}, "attn_sparsity chooses among all that came before, and so "),
+    ({"hh_ratio": (0.1, 0.2), "recent_ratio": (0.1, 0.2, 0.3), "eviction": "window"},
+     "hh_ratio and recent_ratio list different counts"),
+    ({"num_window_length": 2, "sink_tokens": 2}, "num_window_length 2 leaves no recent tokens"),
+    ({"device": "cpu", "device_memory_limit": "1GB"},
+     "device_memory_limit has no effect on device cpu: give memory_limit"),
+    ({"evict_prmpt": True}, "did you mean evict_prompt?"),
+    ({"qqq": 1}, "unknown model argument 'qqq'"),
+])
+def test_bad_arguments_answer_in_their_own_words(given, said):
+    with pytest.raises(UserError) as error:
+        parse({"pretrained": "smollm2-135m", **given})
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+# A value of each flag that is not its default, and what else it takes.
+VALUES = {
+    "path": "x", "device": "cpu", "dtype": "float16", "compress_weight": True, "weight_bits": 8,
+    "weight_cache": ("w", {"weight_bits": 4}), "no_weight_cache": (True, {"weight_bits": 4}),
+    "gpu_batch_size": 7, "num_gpu_batches": 3, "percent": "0/100/50/50", "overlap": False,
+    "pin_weight": False, "cpu_cache_compute": True, "sep_layer": True, "offload_dir": "o",
+    "memory_limit": "6GB", "device_memory_limit": "1GiB",
+    "eviction": ("window", H2O), "hh_ratio": 0.2, "recent_ratio": (0.3, H2O),
+    "num_heavy_hitter_tokens": 5, "num_window_length": 12, "hh_all": (False, H2O),
+    "score": ("mean", H2O), "score_decay": (0.5, {"score": "decay", **H2O}),
+    "sink_tokens": (2, H2O), "enable_position_rolling": (True, H2O), "attn_sparsity": 0.5,
+    "compress_cache": True, "cache_bits": 8, "prefill_chunk": 5, "seed": 3,
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_flag_reaches_the_engine(name):
+    """What `LLM` gets is another thing than without the flag."""
+    value, more = VALUES[name] if isinstance(VALUES[name], tuple) else (VALUES[name], {})
+    with_it, without = (parse({"pretrained": "m", **more, **given}).for_llm()
+                        for given in ({name: value}, {}))
+    assert with_it != without
+
+
+def test_each_argument_of_its_own():
+    made = parse({"pretrained": "m", **H2O, "evict_prompt": True})
+    assert made.h2o() == H2OConfig(heavy_ratio=0.1, prompt_chunk=PROMPT_CHUNK)
+    assert made.for_llm()["policy"].prefill_chunk == PROMPT_CHUNK
+    assert parse({"pretrained": "m", **H2O, "evict_prompt": True, "prompt_chunk": 1,
+                  "simulate": True}).h2o() == H2OConfig(heavy_ratio=0.1, prompt_chunk=1,
+                                                        simulate=True)
+    assert parse({"pretrained": "m", "batch_size": "6"}).for_llm()["policy"].gpu_batch_size == 6
+    assert parse({"pretrained": "m", "batch_size": "auto"}).most == MOST
+    assert parse({"pretrained": "m", "gpu_batch_size": 6}).most is None
+    assert parse({"pretrained": "m"}).h2o() is None
+
+
+def test_the_harness_flags_beside_model_args(folder):
+    make = FlexGenLM.create_from_arg_obj
+    with pytest.raises(UserError, match="give --device or device"):
+        make({"pretrained": folder, "device": "cpu"}, {"device": "cuda:1"})
+    # What the command line says unasked.
+    lm = make({"pretrained": folder, "device": "cpu", "gpu_batch_size": 2},
+              {"device": "cuda:0", "batch_size": 1})
+    assert lm.llm.policy.gpu_batch_size == 2
+    lm.close()
+    lm = FlexGenLM.create_from_arg_string(f"pretrained={folder},hh_ratio=0.1", {"device": "cpu"})
+    assert lm.llm.h2o == H2OConfig(heavy_ratio=0.1)
+    lm.close()
+
+
+# The benchmark
+
+
+@pytest.fixture
+def benchmark():
+    """benchmarks/studies/lm_eval_budgets.py, which is no part of the package."""
+    return program("benchmarks/studies/lm_eval_budgets.py")
+
+
+def test_the_budgets_on_a_task_of_articles(benchmark, folder, task, tmp_path, monkeypatch):
+    for name in ("HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "")  # so that what the benchmark sets goes again
+    articles, csv, plot = (tmp_path / name for name in ("in.jsonl", "out.csv", "out.png"))
+    lines = ({"article": words(*seeded(30, n)), "summary_gt": words(*seeded(6, 50 + n))}
+             for n in range(10))
+    articles.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    args = benchmark.parse_args([
+        "--model", folder, "--dtype", "float32", "--input-path", str(articles), "--items", "6",
+        "--words", "20", "--budgets", "20", "--shots", "0", "1", "--evict-prompt", "true", "false",
+        "--prompt-chunk", "5", "--batch-size", "8", "--csv", str(csv), "--plot", str(plot)])
+    benchmark.run(args)
+    rows = benchmark.read_rows(str(csv))
+    assert [(row["shots"], row["evict_prompt"], row["policy"], row["budget_percent"])
+            for row in rows] == [
+        (shots, mode, policy, budget) for shots in (0, 1) for mode, policy, budget in (
+            ("False", "full", 100), ("True", "h2o", 20), ("True", "window", 20),
+            ("False", "h2o", 20), ("False", "window", 20))]
+    assert all(row["items"] == 6 and 0 <= row["acc"] <= 1 and row["acc_stderr"] >= 0
+               and row["gpu_batch_size"] == 8 for row in rows)
+    full, evicting = rows[0]["kv_cache_bytes"], rows[1]["kv_cache_bytes"]
+    assert 0 < evicting < full
+    assert plot.stat().st_size > 10_000
+    plot.unlink()
+    benchmark.run(benchmark.parse_args(["--from-csv", str(csv), "--plot", str(plot)]))
+    assert plot.exists() and not list(tmp_path.glob("*.partial"))
+
+
+def test_the_items_of_the_task(benchmark):
+    articles = [benchmark.Article(words(*seeded(30, n)), words(*seeded(6, 50 + n)))
+                for n in range(7)]
+    found = list(benchmark.items(articles, words=12, rng=random.Random(3)))
+    assert found == list(benchmark.items(articles, words=12, rng=random.Random(3)))
+    for item, article in zip(found, articles, strict=True):
+        assert item["choices"][item["gold"]] == article.reference
+        assert len(set(item["choices"])) == 4
+        assert set(item["choices"]) <= {other.reference for other in articles}
+        assert item["article"] == " ".join(article.prompt.split()[:12])
+    assert len({item["gold"] for item in found}) > 1
+
+
+def test_what_the_benchmark_refuses(benchmark, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"article": "w5", "summary_gt": "w6"}\n', encoding="utf-8")
+    out = ["--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")]
+    for argv, said in (([], "give --input-path"),
+                       (["--input-path", str(few)], "1 articles and 204 are needed")):
+        with pytest.raises(UserError, match=said):
+            benchmark.run(benchmark.parse_args([*argv, *out]))
+
+
+@given(st.dictionaries(st.sampled_from([*FLAGS, "evict_prompt", "prompt_chunk", "simulate",
+                                        "batch_size", "max_batch_size", "max_length", "other"]),
+                       st.one_of(st.booleans(), st.integers(-2, 9), st.floats(), st.text("a1. /"),
+                                 st.sampled_from(["auto", "h2o", "window", 0.1])), max_size=5))
+def test_any_arguments_are_taken_or_refused_in_a_line(given):
+    try:
+        parse({"pretrained": "m", **given}).for_llm()
+    except UserError as error:
+        assert "\n" not in str(error)
+        flags = re.findall(r"--[\w-]+", str(error))
+        assert {*flags} <= {"--batch_size", "--max_batch_size"}, "those of the harness alone"

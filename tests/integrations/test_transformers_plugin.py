@@ -1,0 +1,637 @@
+"""H2O inside transformers' generate, against LLM, against its simulation, and against nothing.
+
+Runs on transformers 4.57 too (`make test-transformers-4`).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside import slots_of
+from llm.test_llm import make_prompts, transformers_tokens
+from programs import program
+from transformers import AutoModelForCausalLM, DynamicCache, TextStreamer
+
+from flexgen_h2o import LLM, H2OConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.integrations.transformers import H2OCache, enable_h2o
+from flexgen_h2o.integrations.transformers.cache import NAME
+from flexgen_h2o.integrations.transformers.passes import Progress
+from flexgen_h2o.integrations.transformers.rotations import Rotations
+
+NEW = 40
+LENGTHS = [60, 41, 7, 23, 1]
+FAMILIES = ["opt", "opt_350m_style", "llama", "mistral", "neox", "neox_partial"]
+
+VARIANTS = {
+    "ratio": {"heavy_ratio": 0.1},
+    "mean": {"heavy_ratio": 0.1, "score": "mean"},
+    "decay": {"heavy_ratio": 0.1, "score": "decay", "decay": 0.8},
+    "sinks and window": {"heavy_tokens": 0, "recent_tokens": 5, "sink_tokens": 3},
+    "sinks and heavy": {"heavy_tokens": 4, "recent_ratio": 0.05, "sink_tokens": 2},
+    "prompt only": {"heavy_ratio": 0.1, "evict_generated": False},
+    "crossed mid-run": {"heavy_tokens": 20, "recent_tokens": 20},
+    "one layer full": {"heavy_ratio": [1, 0.1, 0.1]},
+    "in chunks": {"heavy_ratio": 0.1, "prompt_chunk": 7},
+    "prompt only, in chunks": {"heavy_ratio": 0.1, "prompt_chunk": 7, "evict_generated": False},
+}
+
+
+def batch_of(prompts, side="left"):
+    """Padded `input_ids` and `attention_mask`."""
+    most = max(map(len, prompts))
+    ids, mask = (torch.zeros(len(prompts), most, dtype=torch.long) for _ in range(2))
+    for row, prompt in enumerate(prompts):
+        here = slice(most - len(prompt), most) if side == "left" else slice(0, len(prompt))
+        ids[row, here], mask[row, here] = torch.tensor(prompt), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def plain(model, prompts, *, new=NEW, **options):
+    """Tokens of `generate` of a padded batch, whatever is enabled."""
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
+    batch = batch_of(prompts)
+    out = model.generate(**batch, max_new_tokens=new, **options)
+    return out[:, batch["input_ids"].shape[1]:].tolist()
+
+
+def tokens(model, prompts, h2o, *, cache_bits=16, **options):
+    with enable_h2o(model, h2o, cache_bits=cache_bits):
+        return plain(model, prompts, **options)
+
+
+def llm_tokens(tiny, prompts, h2o, *, cache_bits=16):
+    with LLM(str(tiny.folder), h2o=h2o, cache_bits=cache_bits, dtype="float32",
+             progress=False) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        return [out.token_ids for out in outputs]
+
+
+def prompts_of(tiny, lengths=LENGTHS, seed=0):
+    return make_prompts(tiny.model.config.vocab_size, lengths, seed)
+
+
+@pytest.fixture(scope="session", params=["qwen2", "qwen3"])
+def qwen(request):
+    """Families that LLM does not know, with random weights."""
+    from transformers import Qwen2Config, Qwen3Config
+
+    config = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}[request.param](
+        vocab_size=120, hidden_size=48, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, intermediate_size=80, max_position_embeddings=256, head_dim=8,
+        eos_token_id=None)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return model
+
+
+# The same tokens as LLM, and as the definition
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_the_tokens_of_llm(tiny_model, key):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    h2o = H2OConfig(heavy_ratio=0.1)
+    expected = llm_tokens(tiny, prompts, h2o)
+    assert tokens(tiny.model, prompts, h2o) == expected
+    assert expected != transformers_tokens(tiny, prompts, NEW), "nothing was evicted"
+
+
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_gives_the_tokens_of_llm_and_of_its_simulation(tiny_model, name, positions):
+    tiny = tiny_model("llama")
+    prompts, h2o = prompts_of(tiny), H2OConfig(**VARIANTS[name], positions=positions)
+    expected = llm_tokens(tiny, prompts, h2o)
+    assert tokens(tiny.model, prompts, h2o) == expected
+    assert tokens(tiny.model, prompts, replace(h2o, simulate=True)) == expected
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("key", ["opt", "llama"])
+def test_quantized_caches_give_the_tokens_of_llm(tiny_model, key, bits):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    rolling = "original" if key == "opt" else "rolling"
+    for h2o in (H2OConfig(heavy_ratio=0.1), H2OConfig(heavy_ratio=0.1, prompt_chunk=7),
+                H2OConfig(heavy_ratio=[1, 0.1, 0.1]),
+                H2OConfig(heavy_ratio=0.1, positions=rolling)):
+        expected = llm_tokens(tiny, prompts, h2o, cache_bits=bits)
+        assert tokens(tiny.model, prompts, h2o, cache_bits=bits) == expected
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_budget_any_batch(tiny_model, data):
+    model = tiny_model(data.draw(st.sampled_from(["llama", "neox"]))).model
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+    h2o = H2OConfig(heavy_tokens=data.draw(st.integers(0, 12)),
+                    recent_tokens=data.draw(st.integers(1, 12)),
+                    sink_tokens=data.draw(st.integers(0, 3)),
+                    score=data.draw(st.sampled_from(["sum", "mean", "decay"])),
+                    evict_generated=data.draw(st.booleans()),
+                    positions=data.draw(st.sampled_from(["original", "rolling"])),
+                    prompt_chunk=data.draw(st.sampled_from([None, 1, 6])))
+    prompts = make_prompts(112, lengths, seed=sum(lengths))
+    expected = tokens(model, prompts, replace(h2o, simulate=True), new=15)
+    assert tokens(model, prompts, h2o, new=15) == expected
+
+
+def test_qwen_models_give_the_tokens_of_the_simulation(qwen):
+    prompts = make_prompts(120, LENGTHS)
+    for options in ({"heavy_ratio": 0.1}, {"heavy_tokens": 6, "recent_tokens": 2}):
+        expected = tokens(qwen, prompts, H2OConfig(simulate=True, **options))
+        assert tokens(qwen, prompts, H2OConfig(**options)) == expected
+        assert expected != plain(qwen, prompts)
+    assert tokens(qwen, prompts, H2OConfig(heavy_tokens=60)) == plain(qwen, prompts)
+
+
+@pytest.mark.parametrize("key", ["opt", "llama", "neox"])
+@pytest.mark.parametrize("options", [{}, {"heavy_tokens": 60}, {"heavy_ratio": 1.0}])
+def test_a_budget_that_holds_everything_is_the_full_cache(tiny_model, key, options):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    assert tokens(tiny.model, prompts, H2OConfig(**options)) == plain(tiny.model, prompts)
+
+
+@pytest.mark.parametrize("key", ["opt", "llama", "neox"])
+def test_tokens_do_not_depend_on_pads_and_the_batch(tiny_model, key):
+    tiny = tiny_model(key)
+    prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1)
+    together = tokens(tiny.model, prompts, h2o)
+    for prompt, expected in zip(prompts, together, strict=True):
+        assert tokens(tiny.model, [prompt], h2o) == [expected]
+
+
+@pytest.mark.parametrize("key", ["opt", "llama", "neox"])
+@pytest.mark.parametrize("simulate", [False, True])
+def test_pads_on_the_right_and_rows_that_pause(tiny_model, key, simulate):
+    """Forward passes by hand: a prompt padded on the right, then turns of different lengths."""
+    tiny = tiny_model(key)
+    h2o = H2OConfig(heavy_tokens=4, recent_tokens=4, simulate=simulate)
+    turns = [prompts_of(tiny, lengths, seed=7) for lengths in ([30, 11], [1, 1], [0, 5], [1, 0])]
+
+    def logits(rows):
+        """Of every token of some of the texts, computed turn by turn."""
+        cache, found, seen = H2OCache(tiny.model.config, h2o), [[] for _ in rows], None
+        before = [0] * len(rows)
+        for turn in turns:
+            new = [turn[row] for row in rows]
+            if not any(new):
+                continue
+            batch = batch_of(new, side="right")
+            mask = batch["attention_mask"]
+            seen = mask if seen is None else torch.cat((seen, mask), dim=1)
+            places = torch.tensor(before)[:, None] + torch.arange(mask.shape[1])
+            out = tiny.model(batch["input_ids"], attention_mask=seen, past_key_values=cache,
+                             position_ids=places).logits
+            for row, (one, tokens) in enumerate(zip(out, new, strict=True)):
+                found[row].append(one[: len(tokens)])
+                before[row] += len(tokens)
+        return [torch.cat(one) for one in found]
+
+    with torch.no_grad(), enable_h2o(tiny.model, h2o):
+        for row, expected in enumerate(logits([0, 1])):
+            assert torch.allclose(logits([row])[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("key", ["llama", "mistral", "neox", "neox_partial"])
+def test_rolling_positions_give_the_tokens_of_llm(tiny_model, key):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny)
+    h2o = H2OConfig(heavy_ratio=0.1, positions="rolling")
+    expected = llm_tokens(tiny, prompts, h2o)
+    assert tokens(tiny.model, prompts, h2o) == expected
+    assert expected != llm_tokens(tiny, prompts, H2OConfig(heavy_ratio=0.1))
+
+
+def test_rolling_goes_far_past_the_trained_context(tiny_model):
+    tiny = tiny_model("llama")  # 256 positions
+    prompts = prompts_of(tiny, [40])
+    h2o = H2OConfig(heavy_tokens=16, recent_tokens=16, positions="rolling")
+    with LLM(str(tiny.folder), h2o=h2o, dtype="float32", progress=False) as llm:
+        (expected,) = llm.generate(prompts, max_new_tokens=400, eos_token_id=-1)
+    assert tokens(tiny.model, prompts, h2o, new=400) == [expected.token_ids]
+
+
+@settings(max_examples=40)
+@given(positions=st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
+       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+       key=st.sampled_from(["llama", "neox"]))
+def test_rotations_are_undone(tiny_model, positions, dtype, key):
+    from transformers.models.llama.modeling_llama import rotate_half
+
+    rotary = tiny_model(key).model.base_model.rotary_emb
+    x = torch.randn(len(positions), 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    places = torch.tensor(positions)[None]
+    cos, sin = (table[0, :, None] for table in rotary(x, places))
+    width = cos.shape[-1]
+    turned = torch.cat((x[..., :width] * cos + rotate_half(x[..., :width]) * sin, x[..., width:]),
+                       dim=-1)
+    step = Progress().begin(0, 1, len(positions), None)
+    (found,) = Rotations(rotary).undone(step, places, turned)
+    assert found.dtype == dtype and torch.equal(found[..., width:], x[..., width:])
+    assert torch.allclose(found.float(), x.float(), rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+def test_rolling_is_refused_where_positions_cannot_roll(tiny_model):
+    h2o = H2OConfig(heavy_ratio=0.1, positions="rolling")
+    for make in (lambda: enable_h2o(tiny_model("opt").model, h2o),
+                 lambda: H2OCache(tiny_model("llama").model.config, h2o)):
+        with pytest.raises(UserError, match="a model with rotary embeddings, and a cache"):
+            make()
+    model = copy.deepcopy(tiny_model("llama").model)
+    model.base_model.rotary_emb.rope_type = "dynamic"
+    with pytest.raises(UserError, match="of type dynamic: their angles change"):
+        enable_h2o(model, h2o)
+
+
+# What generate can do
+
+
+def test_sampling_draws_the_same_as_the_definition(tiny_model):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+
+    def drawn(h2o, seed=3):
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": 0.9, "top_k": 20, "num_return_sequences": 2}
+        if h2o is None:
+            return plain(tiny.model, prompts, **sampling)
+        return tokens(tiny.model, prompts, h2o, **sampling)
+
+    some = drawn(H2OConfig(heavy_ratio=0.1))
+    assert some == drawn(H2OConfig(heavy_ratio=0.1, simulate=True)) != drawn(None)
+    assert some != drawn(H2OConfig(heavy_ratio=0.1), seed=4)
+    assert some[0] != some[1], "two of one prompt"
+    assert drawn(H2OConfig(heavy_tokens=60)) == drawn(None)
+
+
+@pytest.mark.parametrize("key", ["opt", "llama"])
+def test_beams_take_their_slots_along(tiny_model, key):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny, [40, 12])
+    beams = {"num_beams": 3, "new": 10}
+    for options in ({"heavy_ratio": 0.1}, {"heavy_ratio": [1, 0.1, 0.1]},
+                    {"heavy_ratio": 0.1, "evict_generated": False},
+                    {"heavy_ratio": 0.1, "positions": "original" if key == "opt" else "rolling"}):
+        expected = tokens(tiny.model, prompts, H2OConfig(simulate=True, **options), **beams)
+        assert tokens(tiny.model, prompts, H2OConfig(**options), **beams) == expected
+    assert expected != plain(tiny.model, prompts, **beams)
+    assert tokens(tiny.model, prompts, H2OConfig(heavy_tokens=60), **beams) == plain(
+        tiny.model, prompts, **beams)
+
+
+def test_a_streamer_gets_every_token(tiny_model):
+    class Words:
+        """As much of a tokenizer as a TextStreamer needs."""
+
+        def decode(self, ids, **options):
+            return "".join(f"<{token}> " for token in ids)
+
+    class Kept(TextStreamer):
+        text = ""
+
+        def on_finalized_text(self, text, stream_end=False):
+            self.text += text
+
+    tiny = tiny_model("llama")
+    prompts, streamer = prompts_of(tiny, [30]), Kept(Words(), skip_prompt=True)
+    (found,) = tokens(tiny.model, prompts, H2OConfig(heavy_ratio=0.1), streamer=streamer)
+    assert streamer.text.split() == [f"<{token}>" for token in found]
+
+
+@pytest.mark.parametrize("key", ["neox", "llama"])
+@pytest.mark.parametrize("options", [{"heavy_tokens": 6, "recent_tokens": 6},
+                                     {"heavy_ratio": 0.2},
+                                     {"heavy_ratio": 0.2, "evict_generated": False},
+                                     {"heavy_tokens": 5, "prompt_chunk": 4},
+                                     {"heavy_tokens": 5, "prompt_chunk": 4, "positions": "rolling"},
+                                     {"heavy_ratio": 0.2, "positions": "rolling",
+                                      "evict_generated": False}, {}])
+def test_a_cache_that_is_passed_again_goes_on(tiny_model, key, options):
+    tiny = tiny_model(key)
+    text, second, third = prompts_of(tiny, [30, 13, 1])
+
+    def turns(h2o):
+        with enable_h2o(tiny.model, h2o) as enabled:
+            cache, ids, sizes = enabled.new_cache(), [], []
+            for turn in (text, second, third):
+                ids += turn
+                ids += plain(tiny.model, [ids], new=12, past_key_values=cache)[0]
+                sizes.append(cache.nbytes())
+        return ids, sizes
+
+    found, sizes = turns(H2OConfig(**options))
+    assert found == turns(H2OConfig(simulate=True, **options))[0]
+    if options and options.get("evict_generated", True):
+        assert len(set(sizes)) == 1
+    with LLM(str(tiny.folder), h2o=H2OConfig(**options), dtype="float32") as llm:
+        if "heavy_tokens" not in options or "prompt_chunk" not in options:
+            return  # LLM.stream takes budgets in tokens, and always reads in chunks
+        stream, expected = llm.stream(), []
+        for turn in (text, second, third):
+            expected += turn + stream.generate(turn, max_new_tokens=12, eos_token_id=-1).token_ids
+        stream.close()
+    assert found == expected
+
+
+def test_dtypes(tiny_model):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny, [50, 33])
+    for dtype in (torch.bfloat16, torch.float16):
+        model = copy.deepcopy(tiny.model).to(dtype)
+        with enable_h2o(model, H2OConfig(heavy_ratio=0.1)) as enabled:
+            cache = enabled.new_cache()
+            assert [len(one) for one in plain(model, prompts, past_key_values=cache)] == [NEW, NEW]
+            assert cache.nbytes() == 2 * 3 * 2 * 2 * 10 * 8 * 2  # 10 tokens, 2 bytes each number
+        batch = batch_of(prompts)
+        with torch.no_grad(), enable_h2o(model, H2OConfig(heavy_tokens=50)) as enabled:
+            found = model(**batch, past_key_values=enabled.new_cache()).logits
+            expected = model(**batch).logits
+            real = batch["attention_mask"].bool()
+            assert found.dtype == dtype
+            assert torch.allclose(found[real], expected[real], rtol=0.05, atol=0.05 * float(
+                expected[real].abs().max()))
+
+
+def test_under_offloading_by_accelerate(tiny_model, tmp_path):
+    tiny = tiny_model("llama")
+    prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1)
+    places = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu",
+              "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+              "model.layers.2": "disk"}
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny.folder, dtype=torch.float32, device_map=places, offload_folder=str(tmp_path))
+    assert any(parameter.is_meta for parameter in model.parameters()), "nothing is offloaded"
+    assert tokens(model, prompts, h2o) == tokens(tiny.model, prompts, h2o)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_the_cache_takes_its_budget_and_not_the_text(tiny_model, simulate):
+    tiny = tiny_model("llama")  # 3 layers, 2 KV heads of 8
+    h2o = H2OConfig(heavy_tokens=6, recent_tokens=5, sink_tokens=2, simulate=simulate)
+    token = 3 * 2 * 2 * 8 * 4
+    for length, new in ((40, 10), (173, 30)):
+        prompts = prompts_of(tiny, [length, 20])
+        with enable_h2o(tiny.model, h2o) as enabled:
+            cache = enabled.new_cache()
+            assert cache.nbytes() == 0
+            plain(tiny.model, prompts, new=new, past_key_values=cache)
+        held = 2 * 13 if not simulate else length + 20 + 2 * (new - 1)
+        assert cache.nbytes() == held * token
+        assert cache.get_seq_length() == length + new - 1
+
+
+def test_nothing_of_a_prompt_stays_alive(tiny_model):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny, [173])  # a size that nothing else here has, but for other tests
+
+    def of_that_size():
+        gc.collect()
+        return {id(x): tuple(x.shape) for x in gc.get_objects()
+                if issubclass(type(x), torch.Tensor) and x.dim() > 1 and 173 in x.shape}
+
+    others = of_that_size()
+    with torch.no_grad(), enable_h2o(tiny.model, H2OConfig(heavy_ratio=0.1)) as enabled:
+        cache = enabled.new_cache()
+        tiny.model(**batch_of(prompts), past_key_values=cache, logits_to_keep=1)
+        assert {key: size for key, size in of_that_size().items() if key not in others} == {}
+        for layer in cache.layers:
+            held = slots_of(layer).untyped_storage().nbytes()
+            assert held == layer.nbytes() == 2 * 2 * 34 * 8 * 4
+
+
+def test_reset_and_selection_of_sequences(tiny_model):
+    tiny = tiny_model("llama")
+    prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1)
+    expected = tokens(tiny.model, prompts, h2o)
+    with enable_h2o(tiny.model, h2o) as enabled:
+        cache = enabled.new_cache()
+        plain(tiny.model, prompts[1:], past_key_values=cache)
+        cache.reset()
+        assert (cache.nbytes(), cache.get_seq_length()) == (0, 0)
+        assert plain(tiny.model, prompts, past_key_values=cache, new=20) == [
+            one[:20] for one in expected]
+        # Two of them go on, in another order, from where they stand.
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        whole = [(prompts[row], expected[row][:20]) for row in (2, 0)]
+        batch = batch_of([prompt for prompt, _ in whole])
+        batch = {"input_ids": torch.cat((batch["input_ids"], torch.tensor(
+            [new for _, new in whole])), dim=1), "attention_mask": torch.cat(
+                (batch["attention_mask"], torch.ones(2, 20, dtype=torch.long)), dim=1)}
+        out = tiny.model.generate(**batch, past_key_values=cache, max_new_tokens=20,
+                                  do_sample=False, pad_token_id=0)
+    assert out[:, -20:].tolist() == [expected[row][20:] for row in (2, 0)]
+
+
+# A model stays what it was
+
+
+def test_disabling_leaves_the_model_as_it_was(tiny_model):
+    tiny = tiny_model("llama")
+    model, prompts = tiny.model, prompts_of(tiny)
+    before, kind, attributes = plain(model, prompts), model.config._attn_implementation, set(
+        vars(model))
+    enabled = enable_h2o(model, H2OConfig(heavy_ratio=0.1))  # as a call, no context
+    assert model.config._attn_implementation == NAME
+    assert plain(model, prompts) != before
+    with pytest.raises(UserError, match="enabled for this model already"):
+        enable_h2o(model, H2OConfig(heavy_ratio=0.2))
+    enabled.disable()
+    enabled.disable()
+    with pytest.raises(ZeroDivisionError), enable_h2o(model, H2OConfig(heavy_ratio=0.1)):
+        raise ZeroDivisionError
+    assert (model.config._attn_implementation, set(vars(model))) == (kind, attributes)
+    assert plain(model, prompts) == before
+    model.generate = mine = lambda *args, **options: None
+    enable_h2o(model, H2OConfig(heavy_ratio=0.1)).disable()
+    assert vars(model).pop("generate") is mine
+
+
+@pytest.mark.parametrize("key", ["opt", "llama", "neox"])
+def test_without_an_h2o_cache_attention_is_as_ever(tiny_model, key):
+    tiny = tiny_model(key)
+    batch = batch_of(prompts_of(tiny))
+    real = batch["attention_mask"].bool()
+
+    def passes(model):
+        with torch.no_grad():
+            first = model(**batch, past_key_values=DynamicCache()).logits[real]
+            alone = model(batch["input_ids"], use_cache=False).logits
+        model = copy.deepcopy(model).train()
+        model.requires_grad_(True)
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        return [first, alone, *(parameter.grad for parameter in model.parameters())]
+
+    model = copy.deepcopy(tiny.model)
+    model.config.attention_dropout = model.config.dropout = 0.0
+    for module in model.modules():
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    expected = passes(model)
+    with enable_h2o(model, H2OConfig(heavy_ratio=0.1)):
+        found = passes(model)
+    assert len(expected) > 20
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"prompt_lookup_num_tokens": 3}, "assisted generation does not work .* takes tokens back"),
+    ({"assistant_model": "itself"}, "assisted generation does not work .* takes tokens back"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search does not work"),
+    ({"cache_implementation": "static"}, "cache_implementation .* brings the cache"),
+    ({"prefill_chunk_size": 4}, "prefill_chunk_size .*prompt_chunk"),
+    ({"custom_generate": "somewhere/else"}, "custom_generate"),
+    ({"output_attentions": True}, "output_attentions"),
+    ({"use_cache": False}, "use_cache=False"),
+    ({"past_key_values": "dynamic"}, "must be an H2OCache, got DynamicCache"),
+])
+def test_generate_refuses_by_name(tiny_model, options, message):
+    tiny = tiny_model("llama")
+    if "assistant_model" in options:
+        options = {"assistant_model": tiny.model}
+    if "past_key_values" in options:
+        options = {"past_key_values": DynamicCache()}
+    with enable_h2o(tiny.model, H2OConfig(heavy_ratio=0.1)):
+        with pytest.raises(UserError, match=message):
+            plain(tiny.model, prompts_of(tiny), **options)
+        if "prompt_lookup_num_tokens" in options:
+            config = copy.deepcopy(tiny.model.generation_config)
+            config.prompt_lookup_num_tokens = 3
+            with pytest.raises(UserError, match=message):
+                plain(tiny.model, prompts_of(tiny), generation_config=config)
+
+
+@pytest.mark.parametrize("h2o, bits, message", [
+    (H2OConfig(heavy_ratio=0.1, drop_positions=True), 16, "drop_positions"),
+    (H2OConfig(heavy_ratio=[0.1, 0.2]), 16, "2 numbers but the model has 3"),
+    (H2OConfig(heavy_ratio=0.1), 2, "cache_bits must be 16, 8 or 4, got 2"),
+    (H2OConfig(heavy_ratio=0.1, simulate=True), 8, "leave cache_bits"),
+    (None, 16, "must be an H2OConfig"),
+])
+def test_enabling_refuses_by_name(tiny_model, h2o, bits, message):
+    model = tiny_model("llama").model
+    kind = model.config._attn_implementation
+    with pytest.raises(UserError, match=message):
+        enable_h2o(model, h2o, cache_bits=bits)
+    assert (model.config._attn_implementation, "generate" in vars(model)) == (kind, False)
+
+
+def test_other_models_are_refused():
+    from transformers import AutoModel, GPT2Config, LlamaConfig
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 9}
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2))
+    headless = AutoModel.from_config(LlamaConfig(num_attention_heads=2, **sizes))
+    for model, message in ((gpt2, "of type gpt2"), (headless, "that generates, got LlamaModel"),
+                           (torch.nn.Linear(2, 2), "got Linear")):
+        with pytest.raises(UserError, match=message):
+            enable_h2o(model, H2OConfig(heavy_ratio=0.1))
+
+
+def test_a_cache_refuses_what_it_cannot_do(tiny_model):
+    tiny = tiny_model("llama")
+    model, h2o = tiny.model, H2OConfig(heavy_ratio=0.1)
+    batch = batch_of(prompts_of(tiny, [9, 5]))
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    with torch.no_grad():
+        with pytest.raises(UserError, match="under enable_h2o"):
+            model(**batch, past_key_values=H2OCache(model.config, h2o))
+        enabled = enable_h2o(model, h2o)
+        with enabled:
+            cache = enabled.new_cache()
+            model(**batch, past_key_values=cache)
+            for call in (lambda: cache.crop(-1), lambda: cache.batch_repeat_interleave(2)):
+                with pytest.raises(UserError, match="cannot"):
+                    call()
+            with pytest.raises(UserError, match="holds 2 sequences, but 1 came"):
+                model(ids[:1, :1], past_key_values=cache)
+            with pytest.raises(UserError, match="prompt 1 of the batch has no token"):
+                model(ids, attention_mask=mask * torch.tensor([[1], [0]]),
+                      past_key_values=enabled.new_cache())
+            every = torch.ones(2, 1, 9, 9, dtype=torch.bool)
+            causal = every.tril() & mask[:, None, None].bool()
+            first, second = (model(ids, attention_mask=some, past_key_values=enabled.new_cache(),
+                                   position_ids=torch.arange(9)[None]).logits[mask.bool()]
+                             for some in (causal, mask))
+            assert torch.allclose(first, second, atol=1e-5)
+            with pytest.raises(UserError, match="that marks pads, got another"):
+                model(ids, attention_mask=every, past_key_values=enabled.new_cache())
+    with torch.enable_grad(), enable_h2o(model, h2o) as enabled:
+        embeddings = torch.zeros(1, 4, 48, requires_grad=True)
+        with pytest.raises(UserError, match="for inference"):
+            model(inputs_embeds=embeddings, past_key_values=enabled.new_cache())
+
+
+def test_a_pass_that_broke_off_spoils_the_cache(tiny_model):
+    tiny = tiny_model("llama")
+    ids = torch.tensor(prompts_of(tiny, [9]))
+    with torch.no_grad(), enable_h2o(tiny.model, H2OConfig(heavy_ratio=0.1)) as enabled:
+        cache = enabled.new_cache()
+
+        def fail(*args):
+            raise ZeroDivisionError
+
+        hook = tiny.model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            tiny.model(ids, past_key_values=cache)
+        hook.remove()
+        with pytest.raises(UserError, match="broke off"):
+            tiny.model(ids[:, :1], past_key_values=cache)
+
+
+def test_a_text_past_the_sliding_window_is_refused(tiny_model):
+    model = copy.deepcopy(tiny_model("mistral").model)
+    model.config.sliding_window = 50
+    h2o, prompts = H2OConfig(heavy_tokens=50), make_prompts(120, [30, 20])
+    assert tokens(model, prompts, h2o, new=20) == plain(model, prompts, new=20)
+    with pytest.raises(UserError, match="sliding window of 50 tokens, and the text has 51"):
+        tokens(model, prompts, h2o, new=30)
+
+
+# The example
+
+
+@pytest.fixture(scope="module")
+def example():
+    return program("examples/transformers_h2o.py")
+
+
+@pytest.mark.skipif(transformers.__version__ < "5",
+                    reason="transformers 4 cannot read the tokenizer that 5 has written")
+def test_the_example_runs_on_a_real_model(example, capsys):
+    assert example.main(["--gen-len", "8"]) == 0
+    printed = capsys.readouterr().out
+    full, small = (int(number.replace(",", ""))
+                   for number in re.findall(r"([\d,]+) (?:bytes|with H2O)", printed))
+    assert 3 < full / small < 6, printed
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--hh-ratio", "2"], "heavy_ratio must be"), (["--gen-len", "0"], "--gen-len must be"),
+    (["--model", "./nowhere"], "nowhere"), (["--nonsense"], "--nonsense")])
+def test_the_example_refuses_in_one_line(example, capsys, flags, message):
+    assert example.main(flags) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and message in err

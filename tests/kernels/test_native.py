@@ -1,0 +1,477 @@
+"""What is special to the C++: instruction sets, threads, memory, and what can be missing."""
+
+import logging
+import os
+import sysconfig
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import (
+    BOUND,
+    BUILT,
+    FORMS,
+    SETS,
+    check_decode,
+    check_prefill,
+    check_select,
+    copied,
+    decode_case,
+    poisoned_memory,
+    prefill_case,
+    same,
+    select_case,
+    tied,
+    using,
+)
+
+from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.eviction import Cut, Eviction
+from flexgen_h2o.kernels import abi, library, native, ops, reference, reference_matrix
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
+    with poisoned_memory():
+        yield
+
+
+# Instruction sets: a vector has 4, 8 or 16 floats, and the rests of one have their own code.
+
+
+@BUILT
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 12), (4, 80), (8, 96), (3, 7), (1, 130)])
+def test_prefill(isa, dtype, group, dim):
+    for lengths in ([1, 2, 15, 16, 17, 31, 33], [63 // group, 64 // group + 1, 129]):
+        check_prefill([ops.prefill_attention, library_prefill],
+                      prefill_case(lengths, group=group, dim=dim, dtype=dtype, decay=0.97,
+                                   kv_heads=2 if group < 4 else 1))
+    check_prefill([library_prefill], prefill_case([40, 1], [300, 127], group=group, dim=dim,
+                                                  dtype=dtype, decay=0.5))
+
+
+def library_prefill(q, k, v, lengths, *, key_lengths, mass, decay):
+    """The C++ also where `ops` prefers PyTorch's own kernels."""
+    return library.prefill_attention(q, k, v, lengths, key_lengths or lengths, mass, decay)
+
+
+@BUILT
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 12), (4, 80), (8, 96), (2, 128), (5, 256),
+                                            (7, 130), (1, 6), (4, 148)])
+def test_decode(isa, form, group, dim):
+    for rotary in (0, dim // 4 * 2):
+        check_decode([ops.decode_attention], decode_case(
+            [0, 1, 7, 66, 131], full=(3, 4), form=form, group=group, dim=dim, rotary=rotary,
+            eviction=Eviction(mean=rotary > 0, sinks=1), kv_heads=1))
+    check_decode([ops.decode_attention], decode_case([19, 2], form=form, group=group, dim=dim))
+
+
+@BUILT
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cached", [[257], [513, 0], [2000]], ids=str)
+def test_decode_in_parts(isa, form, cached):
+    for group in (1, 6):
+        check_decode([ops.decode_attention], decode_case(
+            cached, full=(0,), form=form, group=group, dim=64, kv_heads=1, n=2000,
+            eviction=Eviction(decay=0.9)))
+
+
+@BUILT
+@pytest.mark.parametrize("mean", [False, True])
+def test_of_equal_scores_the_oldest_goes(isa, mean):
+    for cached in ([3, 15, 16, 17, 33], [700]):
+        check_decode([ops.decode_attention], decode_case(
+            cached, full=range(len(cached)), recent=2, kv_heads=4, ties=True,
+            eviction=Eviction(mean=mean)), ties=True)
+
+
+@BUILT
+@pytest.mark.parametrize("scores", [torch.randn, tied, None])
+@pytest.mark.parametrize("form", FORMS)
+def test_select(isa, scores, form):
+    cuts = [Cut(5, 1, 1), Cut(64, 20, 3), Cut(333, 100, 0), Cut(7, 9, 9)]
+    check_select([ops.select_heavy_hitters],
+                 select_case(cuts, form=form, dim=20, scores=scores, rolls=True,
+                             eviction=Eviction(mean=form == 8, sinks=2)))
+
+
+@BUILT
+@given(dim=st.integers(1, 140).map(lambda half: 2 * half), bits=st.sampled_from([4, 8]),
+       size=st.sampled_from([1.0, 1e-6, 3e-8, 1e5]), offset=st.sampled_from([0, 0, 3.5, -9e4]),
+       dtype=st.sampled_from(list(BOUND)), name=st.sampled_from(SETS or ("none",)),
+       seed=st.integers(0, 999))
+@settings(max_examples=200)
+def test_records_are_the_references_to_the_byte(dim, bits, size, offset, dtype, name, seed):
+    torch.manual_seed(seed)
+    layout = GroupLayout(dim, bits)
+    x = (torch.randn(3, 5, dim + 3) * size + offset).to(dtype)[..., :dim].transpose(0, 1)
+    x[0] = x[0, 0, 0]
+    with using(name):
+        records = ops.quantize_groups(x, layout)
+        out = ops.dequantize_groups(records, layout)
+    assert same(records, reference.quantize_groups(x, layout))
+    assert same(out, reference.dequantize_groups(records, layout))
+    wide = torch.full((5, 3, layout.nbytes + 3), 255, dtype=torch.uint8)
+    strided = wide[..., 1 : 1 + layout.nbytes].copy_(records)
+    with using(name):
+        assert same(ops.dequantize_groups(strided, layout), out)
+
+
+@BUILT
+def test_an_unknown_instruction_set_is_named(monkeypatch):
+    for name in ("avx1024", *(name for name in native.SETS if name not in SETS)):
+        monkeypatch.setenv("FLEXGEN_H2O_ISA", name)
+        with pytest.raises(ValueError, match=f"FLEXGEN_H2O_ISA={name}: this machine has portable"):
+            ops.prefill_attention(**prefill_case([3]))
+
+
+@BUILT
+@pytest.mark.parametrize(("best", "chosen", "available"), [
+    (0, "portable", 1), (1, "avx2", 2), (2, "avx512", 3), (3, "avx512bf16", 5), (4, "amx", 5)])
+def test_what_a_cpu_chooses_and_can_be_made_to_choose(monkeypatch, best, chosen, available):
+    class Library:
+        h2o_isa_best = staticmethod(lambda: best)
+
+    monkeypatch.delenv("FLEXGEN_H2O_ISA", raising=False)
+    monkeypatch.setattr(native, "_library", Library)
+    assert native.instruction_set() == chosen
+    assert native.available_sets() == native.SETS[:available]
+
+
+# Arguments: what does not hold together is refused, and nothing is written
+
+
+def calls():
+    """Of every operation of `native`, its arguments by name."""
+    prompt = prefill_case([5, 2], [7, 2])
+    yield native.prefill_attention, dict(
+        q=prompt["q"], k=prompt["k"], v=prompt["v"], lengths=[5, 2], key_lengths=[7, 2],
+        mass=prompt["mass"], decay=0.9)
+    cut = select_case([Cut(9, 2, 3), Cut(2, 1, 1)], rolls=True)
+    book = cut["book"]
+    yield native.select_heavy_hitters, dict(
+        k=cut["k"], v=cut["v"], mass=cut["mass"], cuts=[9, 2, 3, 2, 1, 1], slots=cut["slots"],
+        kept_mass=book.mass, positions=book.positions, ranks=book.ranks, bits=16, mean=False,
+        sinks=1)
+    case = decode_case([9, 3], full=(0,), eviction=Eviction(), rotary=8)
+    book = case["book"]
+    yield native.decode_attention, dict(
+        q=case["q"], k=case["k"], v=case["v"], slots=case["slots"], turn=case["turn"],
+        mass=book.mass, positions=book.positions, ranks=book.ranks, cos=book.rope[0],
+        sin=book.rope[1], bits=16, mean=False, decay=0.9, sinks=1)
+    layout = MatrixLayout(20, 64, 4)
+    weight = torch.randn(20, 64)
+    data = reference_matrix.quantize_matrix(weight, layout)
+    yield native.quantize_matrix, dict(weight=weight, data=data.clone(), bits=4, group=64,
+                                       search=False)
+    flat = dict(data=data, outputs=20, inputs=64, bits=4, group=64)
+    yield native.unpack_rows, flat | dict(rows=torch.tensor([3, 19]), dtype=torch.float32)
+    yield native.linear_quantized, flat | dict(x=torch.randn(3, 64), bias=torch.randn(20),
+                                               out=torch.randn(3, 20), add=True)
+    yield native.quantize_groups, dict(x=torch.randn(3, 64), bits=4)
+    yield native.dequantize_groups, dict(
+        records=reference.quantize_groups(torch.randn(3, 64), GroupLayout(64, 4)), bits=4,
+        length=64)
+    if native.multiplies_bfloat16():
+        yield native.linear_few_rows, dict(
+            x=torch.randn(3, 64).bfloat16(), weight=torch.randn(20, 64).bfloat16(),
+            bias=torch.randn(20).bfloat16(), out=torch.randn(3, 20).bfloat16(), add=False)
+
+
+def spoiled(x):
+    """A tensor that is wrong in one way: its dtype, one of its sizes, its device, its strides."""
+    yield x.double() if x.is_floating_point() else x.to(torch.int16)
+    yield x.to("meta")
+    for dim in range(x.dim()):
+        yield torch.cat([x, x.narrow(dim, 0, 1)], dim)
+        if x.shape[dim] > 1:
+            yield x.narrow(dim, 1, x.shape[dim] - 1)
+    yield x[None]
+
+
+# Other sizes of these may go: nothing else says how many there are, or they fill up the same tiles.
+FREE = {("unpack_rows", "rows"), ("quantize_groups", "x"), ("dequantize_groups", "records"),
+        ("quantize_matrix", "weight")}
+
+
+@BUILT
+def test_wrong_calls_raise_and_write_nothing():
+    refused = 0
+    for function, arguments in calls():
+        name = function.__name__
+        function(**{key: copied(x) for key, x in arguments.items()})  # as it is, it goes
+        for key, x in arguments.items():
+            for bad in spoiled(x) if isinstance(x, torch.Tensor) else ():
+                if (name, key) in FREE and bad.dtype == x.dtype and bad.is_cpu:
+                    continue
+                mine = {other: copied(y) for other, y in arguments.items()} | {key: bad}
+                before = {other: copied(y) for other, y in mine.items()}
+                with pytest.raises((ValueError, UserError)):
+                    function(**mine)
+                refused += 1
+                assert all(same(y, before[other]) for other, y in mine.items()
+                           if isinstance(y, torch.Tensor) and y.is_cpu)
+    assert refused > 200
+
+
+@BUILT
+@pytest.mark.parametrize(("name", "change"), [
+    ("prefill_attention", dict(lengths=[5, 3])), ("prefill_attention", dict(key_lengths=[2, 7])),
+    ("prefill_attention", dict(lengths=[-1, 8])),
+    ("select_heavy_hitters", dict(cuts=[9, 2, 3, 2, 1])),
+    ("select_heavy_hitters", dict(cuts=[9, 99, 3, 2, 1, 1], sinks=0)),
+    ("select_heavy_hitters", dict(cuts=[9, -2, 3, 2, 1, 1])),
+    ("select_heavy_hitters", dict(bits=5)), ("decode_attention", dict(bits=4)),
+    ("decode_attention", dict(positions=None)), ("decode_attention", dict(cos=None)),
+    ("quantize_matrix", dict(weight=torch.randn(33, 64))), ("linear_quantized", dict(inputs=128)),
+    ("linear_quantized", dict(outputs=40)),
+    ("unpack_rows", dict(rows=torch.tensor([20]))), ("unpack_rows", dict(rows=torch.tensor([-1]))),
+    ("dequantize_groups", dict(length=66))])
+def test_wrong_values_raise(name, change):
+    function, arguments = next(one for one in calls() if one[0].__name__ == name)
+    with pytest.raises((ValueError, UserError), match=f"{name}|cannot quantize"):
+        function(**arguments | change)
+
+
+@BUILT
+@pytest.mark.parametrize("turn", [
+    [(-1, 3), (10, 10), (3, 3), (0, 0)],  # fewer than none are cached
+    [(1 << 20, 3), (10, 10), (3, 3), (0, 0)],
+    ["full", (10, 10), (3, 3), (0, 0)],  # no slot is free, and nobody is evicted
+    [(0, 3), (10, 10), (3, 3), (1, 0)],  # nobody is there to be evicted
+])
+def test_a_decode_step_stays_within_its_slots(isa, turn):
+    case = decode_case([9, 3], eviction=Eviction())
+    slots, book = case["slots"], case["book"]
+    cached = (slots.shape[3], 3) if turn[0] == "full" else turn[0]
+    case["turn"] = torch.tensor([cached, *turn[1:]], dtype=torch.int32)
+    before = copied(slots), copied(book)
+    for held in (book, None):
+        if held is None and turn[3][0]:
+            continue  # without a book nobody is evicted
+        with pytest.raises(ValueError, match="points outside"):
+            ops.decode_attention(**case | {"book": held})
+    assert same(slots, before[0]) and same(book.mass, before[1].mass)
+
+
+@BUILT
+def test_ranks_stay_within_the_tables():
+    for rank in (-1, 1 << 20):
+        case = decode_case([9, 3], eviction=Eviction(), rotary=8)
+        case["book"].ranks[1, 0, 2] = rank
+        with pytest.raises(ValueError, match="points outside"):
+            ops.decode_attention(**case)
+
+
+# Threads
+
+
+@contextmanager
+def threads(count: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def results(function, case) -> list[torch.Tensor]:
+    """All that a call returns or changes."""
+    mine = {name: copied(x) for name, x in case.items()}
+    out = function(**mine)
+    book = mine.get("book")
+    found = list(out) if isinstance(out, tuple) else [out]
+    found += [mine.get("slots"), mine.get("mass")]
+    found += [] if book is None else [book.mass, book.positions, book.ranks]
+    return [x for x in found if x is not None]
+
+
+CALLS = [
+    *[(ops.prefill_attention, prefill_case(*lengths, group=group, dtype=dtype, dim=24))
+      for dtype in BOUND for group in (1, 3) for lengths in (
+          ([1100],), ([9, 1, 150, 33],), ([100], [400]))],
+    *[(ops.decode_attention, decode_case(cached, full=(0,), form=form, rotary=rotary, kv_heads=1,
+                                         eviction=Eviction(decay=0.9), n=1100, group=3))
+      for form in FORMS for rotary in (0, 8) for cached in ([1000], [70, 300, 5])],
+    *[(ops.decode_attention, decode_case([2000, 300], form=form, n=2100, kv_heads=heads, dim=12,
+                                         eviction=Eviction()))
+      for form in (torch.float32, 8) for heads in (5, 16)],
+    *[(ops.decode_attention, decode_case([1000, 3, 40, 0] * 20, form=form)) for form in (
+        torch.bfloat16, 4)],
+    *[(ops.select_heavy_hitters, select_case([Cut(700, 90, 80), Cut(3, 1, 1), Cut(90, 9, 9)],
+                                             form=form, rolls=True)) for form in FORMS],
+    *[(ops.quantize_groups, {"x": torch.randn(999, 96), "layout": GroupLayout(96, bits)})
+      for bits in (4, 8)],
+]
+
+
+@BUILT
+def test_the_number_of_threads_changes_no_bit(isa):
+    for function, case in CALLS:
+        with threads(1):
+            alone = results(function, case)
+        for count in (2, 3):
+            with threads(count):
+                for one, other in zip(alone, results(function, case), strict=True):
+                    assert same(one, other)
+
+
+# Memory
+
+
+@contextmanager
+def address_space(more: int):
+    """No more than `more` bytes beyond what the process has mapped."""
+    resource = pytest.importorskip("resource")
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        pytest.skip("reads Linux's /proc")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(status.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@BUILT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_prompt_takes_little_memory(dtype):
+    """All weights of one of its heads would be 256 MB; it takes no more than 64."""
+    case = prefill_case([8192], kv_heads=1, dim=8, dtype=dtype)
+    with address_space(64 << 20):
+        ops.prefill_attention(**case)
+
+
+@BUILT
+def test_no_memory_for_a_call():
+    """It is said, nothing has changed, and the next call has its memory back."""
+    rows = 1 << 27  # each workspace would be 512 MB or more
+    for dtype in BOUND:
+        q, k = torch.randn(1, 1, 8).to(dtype), torch.randn(1, 1, 8).to(dtype).expand(rows, 1, 8)
+        mass, kept = torch.zeros(1, rows), select_case([Cut(9, 2, 3)], form=dtype, kv_heads=1)
+        book, wide = kept["book"], decode_case([1], kv_heads=1, form=dtype)
+        before = copied(book)
+        wide["slots"] = wide["slots"][:, :, :, :1].expand(2, 1, 1, rows, 16)
+        with address_space(32 << 20):
+            for scores in (mass, None):
+                with pytest.raises(MemoryError, match="workspace of prefill_attention"):
+                    native.prefill_attention(q, k, k, [1], [rows], scores, 1.0)
+            with pytest.raises(MemoryError, match="workspace of select_heavy_hitters"):
+                native.select_heavy_hitters(k, k, mass, [rows, 2, 3], kept["slots"][..., :8],
+                                            book.mass, book.positions, None, 16, False, 0)
+            with pytest.raises(MemoryError, match="workspace of decode_attention"):
+                native.decode_attention(wide["q"], wide["k"], wide["v"], wide["slots"],
+                                        wide["turn"], *(None,) * 5, 16, False, 1.0, 0)
+        assert same(before.mass, book.mass)
+        check_decode([ops.decode_attention], decode_case([1], kv_heads=1, form=dtype))
+
+
+@BUILT
+def test_calls_give_their_memory_back():
+    case = prefill_case([64], kv_heads=1) | {"mass": torch.zeros(1, 64)}
+    wide = decode_case([3], n=1 << 16)  # a workspace of some MB a call
+    with address_space(200 << 20):
+        for _ in range(200):
+            ops.decode_attention(**wide)
+            ops.prefill_attention(**case)
+
+
+# What can be missing
+
+
+@pytest.fixture
+def reloaded(monkeypatch, caplog):
+    """A function that makes the kernels be loaded afresh, from `file`."""
+    def load(file=None):
+        if file is not None:
+            monkeypatch.setenv("FLEXGEN_H2O_NATIVE", str(file))
+        for cached in (native._library, ops._fused):
+            cached.cache_clear()
+        caplog.clear()
+
+    caplog.set_level(logging.INFO)
+    yield load
+    monkeypatch.undo()
+    load()
+
+
+def hold_to_one_line(caplog, reason: str):
+    """Every operation runs, as the reference, and the log has one line."""
+    case = decode_case([4, 0], eviction=Eviction())
+    check_decode([ops.decode_attention], case)
+    check_prefill([ops.prefill_attention], prefill_case([4, 1]))
+    check_select([ops.select_heavy_hitters], select_case([Cut(9, 2, 3)]))
+    layout = GroupLayout(12, 4)
+    ops.dequantize_groups(ops.quantize_groups(torch.randn(2, 12), layout), layout)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1 and "\n" not in lines[0]
+    assert lines[0].startswith("plain PyTorch does attention and eviction on cpu, slowly: ")
+    assert reason in lines[0]
+
+
+def test_no_library(reloaded, caplog, monkeypatch):
+    monkeypatch.setattr(native, "_file", lambda: None)
+    reloaded()
+    hold_to_one_line(caplog, "the C++ kernels were not built (pip install found no working "
+                             "compiler)")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a shared object\n" * 99, b"\x7fELF" + bytes(60)])
+def test_not_a_library(reloaded, caplog, tmp_path, content):
+    (tmp_path / "_cpu.so").write_bytes(content)
+    reloaded(tmp_path / "_cpu.so")
+    hold_to_one_line(caplog, "the C++ kernels cannot be loaded: ")
+
+
+def test_a_library_that_is_not_there(reloaded, caplog, tmp_path):
+    reloaded(tmp_path / "gone.so")
+    hold_to_one_line(caplog, "gone.so")
+
+
+def test_a_foreign_library(reloaded, caplog):
+    reloaded(torch._C.__file__)
+    hold_to_one_line(caplog, "h2o_abi")
+
+
+@BUILT
+def test_a_library_built_from_other_sources(reloaded, caplog, monkeypatch):
+    monkeypatch.setattr(abi, "FINGERPRINT", "0123456789abcdef")
+    reloaded()
+    hold_to_one_line(caplog, "was built from other sources: install again")
+
+
+@pytest.mark.parametrize("change", [
+    ("rows inputs outputs", "rows outputs inputs"), ("const void*: x weight", "void*: x weight"),
+    ("out_row add", "out_row accumulate"), ("add threads", "threads")])
+def test_every_change_of_a_struct_changes_the_fingerprint(change):
+    """Also one that leaves its size as it was."""
+    source = Path(abi.__file__).read_text(encoding="utf-8")
+    assert source.count(change[0]) >= 1
+    changed = {"__name__": "changed"}
+    exec(source.replace(*change), changed)
+    assert changed["FINGERPRINT"] != abi.FINGERPRINT
+
+
+@BUILT
+def test_the_library_is_found_while_another_thread_reads_pythons_configuration(
+        reloaded, caplog, monkeypatch):
+    monkeypatch.setattr(sysconfig, "_CONFIG_VARS", {})  # as it is in the middle of that
+    reloaded()
+    assert native.missing() is None
+
+
+@BUILT
+def test_with_the_library_nothing_is_logged(reloaded, caplog):
+    reloaded()
+    ops.prefill_attention(**prefill_case([4, 1]))
+    assert not caplog.records

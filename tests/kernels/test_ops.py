@@ -1,0 +1,353 @@
+"""Each operation and its reference against the definition: in float64, or in plain Python."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import (
+    BOUND,
+    BUILT,
+    FORMS,
+    check_decode,
+    check_prefill,
+    check_select,
+    decode_case,
+    poisoned_memory,
+    prefill64,
+    prefill_case,
+    select_case,
+    tied,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.h2o.eviction import Book, Cut, Eviction
+from flexgen_h2o.kernels import library, native, ops, reference, sdpa
+
+pytestmark = pytest.mark.usefixtures("isa")
+
+PREFILL = (ops.prefill_attention, reference.prefill_attention)
+SELECT = (ops.select_heavy_hitters, reference.select_heavy_hitters)
+DECODE = (ops.decode_attention, reference.decode_attention)
+DIMS = [12, 64, 80, 96, 128, 256]
+GROUPS = [1, 3, 4, 8]
+VARIANTS = [Eviction(), Eviction(mean=True), Eviction(decay=0.9), Eviction(sinks=3),
+            Eviction(mean=True, decay=0.5, sinks=1)]
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    with poisoned_memory():
+        yield
+
+
+# prefill_attention
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 7], [127, 33], [128], [129, 5, 1], [257, 90]],
+                         ids=str)
+def test_prefill(dtype, group, lengths):
+    check_prefill(PREFILL, prefill_case(lengths, group=group, dtype=dtype,
+                                        kv_heads=1 + group % 2, decay=0.99 if group == 3 else 1.0))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_prefill_around_blocks_of_queries(group):
+    """The C++ computes 64 (AVX-512), 16 or 8 queries together, those of the group's heads too."""
+    edges = {lanes // group for lanes in (8, 16, 64, 128)} - {0}
+    lengths = sorted({edge + near for edge in edges for near in (-1, 0, 1)} - {0})
+    for dtype in BOUND:
+        check_prefill(PREFILL, prefill_case(lengths, group=group, dtype=dtype, kv_heads=1))
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("dim", [5, *DIMS])
+def test_prefill_of_every_head_size(dtype, dim):
+    check_prefill(PREFILL, prefill_case([67, 20], group=3, dtype=dtype, dim=dim, kv_heads=1))
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("group", "decay"), [(1, 1.0), (3, 0.9), (4, 0.98)])
+@pytest.mark.parametrize(("lengths", "key_lengths"), [
+    ([1], [700]), ([65], [300]), ([1, 40, 64], [1, 129, 64]), ([256, 3], [257, 400])], ids=str)
+def test_prefill_chunks(dtype, group, decay, lengths, key_lengths):
+    check_prefill(PREFILL, prefill_case(lengths, key_lengths, group=group, dtype=dtype, decay=decay,
+                                        kv_heads=2 if group == 1 else 1))
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+def test_long_prefill(dtype):
+    check_prefill(PREFILL[:1], prefill_case([2049, 1030], group=2, dtype=dtype, kv_heads=1))
+
+
+@given(lengths=st.lists(st.tuples(st.integers(0, 200), st.sampled_from([0, 0, 1, 100])),
+                        min_size=1, max_size=4),
+       group=st.integers(1, 9), kv_heads=st.integers(1, 3), dim=st.integers(1, 40),
+       decay=st.sampled_from([1.0, 0.98, 0.5]), dtype=st.sampled_from(list(BOUND)))
+@settings(max_examples=40)
+def test_any_prefill(lengths, group, kv_heads, dim, decay, dtype):
+    rows, before = map(list, zip(*lengths, strict=True))
+    check_prefill(PREFILL, prefill_case(rows, [a + b for a, b in lengths], group=group, dim=dim,
+                                        kv_heads=kv_heads, decay=decay, dtype=dtype))
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+@pytest.mark.parametrize("chunks", [[1] * 9, [100, 1, 64, 200], [130, 235]], ids=str)
+@pytest.mark.parametrize("function", PREFILL)
+def test_chunks_accumulate_what_the_whole_gives(decay, chunks, function):
+    case = prefill_case([sum(chunks)], group=3, decay=decay)
+    expected, whole = prefill64(**case)
+    mass, end = case["mass"], 0
+    for rows in chunks:
+        start, end = end, end + rows
+        out = function(case["q"][start:end], case["k"][:end], case["v"][:end], [rows],
+                       key_lengths=[end], mass=mass[:, :end], decay=decay)
+        # A prompt that comes whole decays what all of its keys had before.
+        mass[:, end:] *= decay**rows
+        assert (out - expected[start:end]).abs().max() < BOUND[torch.float32]
+    torch.testing.assert_close(mass.double(), whole, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("function", PREFILL)
+@pytest.mark.parametrize("size", [300, 3e4])
+def test_large_logits_do_not_overflow(function, size):
+    case = prefill_case([90], dim=12)
+    case["mass"].zero_()
+    out = function(case["q"] * size, case["k"] * size, case["v"], [90], mass=case["mass"])
+    assert out.isfinite().all() and abs(case["mass"].sum().item() - 2 * 90) < 1e-2
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("function", PREFILL)
+def test_prefill_makes_no_tensor_of_all_weights(function):
+    case = prefill_case([2048], group=1, kv_heads=2, dim=8)
+    with LargestTensor() as largest:
+        function(**case)
+    assert largest.elements <= 2 * 2048 * reference.QUERIES
+
+
+# Prefill without scores where PyTorch's own kernels are the fastest: sdpa.py.
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("lengths", [[1], [33, 33], [5, 1, 64, 17], [257], [300, 511, 3], [769]],
+                         ids=str)
+def test_sdpa_prefill(dtype, group, lengths):
+    case = prefill_case(lengths, group=group, dtype=dtype)
+    out = sdpa.prefill_attention(case["q"], case["k"], case["v"], lengths)
+    assert out.shape == case["q"].shape and out.dtype == dtype
+    assert (out - prefill64(**case)[0]).abs().max() < BOUND[dtype]
+
+
+# select_heavy_hitters
+
+
+CUTS = [Cut(1, 1, 1), Cut(7, 2, 2), Cut(31, 10, 5), Cut(33, 1, 1), Cut(65, 0, 9), Cut(64, 20, 0),
+        Cut(100, 40, 33), Cut(100, 90, 9), Cut(5, 4, 9), Cut(300, 1, 298)]
+
+
+@pytest.mark.parametrize("scores", [torch.rand, torch.randn, tied, torch.zeros, None])
+@pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(sinks=4)])
+@pytest.mark.parametrize("form", [torch.float32, 4])
+def test_select(scores, eviction, form):
+    check_select(SELECT, select_case(CUTS[:-1] if eviction.sinks else CUTS, scores=scores,
+                                     eviction=eviction, form=form, rolls=form == 4))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dim", [5, *DIMS])
+def test_select_of_every_form(form, dim):
+    if isinstance(form, int) and dim % 2:
+        pytest.skip("records have an even number of elements")
+    check_select(SELECT, select_case([Cut(40, 13, 2), Cut(9, 3, 2)], form=form, dim=dim,
+                                     kv_heads=3, eviction=Eviction(sinks=1), scores=tied))
+
+
+def test_select_by_scores_of_every_size():
+    def scores(*shape):
+        return torch.randn(shape) * 10.0 ** torch.randint(-44, 38, shape)
+
+    check_select(SELECT, select_case([Cut(900, 250, 5)], scores=scores))
+
+
+@pytest.mark.parametrize("scores", [torch.rand, torch.randn, tied,
+                                    lambda *shape: torch.randint(40, shape).float()])
+@pytest.mark.parametrize("mean", [False, True])
+def test_select_from_long_prompts(scores, mean):
+    cuts = [Cut(131072, 8192, 8192), Cut(2048, 409, 409), Cut(4097, 4000, 1)]
+    check_select(SELECT, select_case(cuts, dim=2, kv_heads=1, scores=scores,
+                                     eviction=Eviction(mean=mean, sinks=4)))
+
+
+@given(cuts=st.lists(st.builds(Cut, st.integers(1, 150), st.integers(0, 60), st.integers(1, 60)),
+                     min_size=1, max_size=5),
+       sinks=st.integers(0, 5), mean=st.booleans(), kv_heads=st.integers(1, 4),
+       scores=st.sampled_from([torch.rand, tied, torch.ones]))
+@settings(max_examples=50)
+def test_any_selection(cuts, sinks, mean, kv_heads, scores):
+    check_select(SELECT, select_case(cuts, eviction=Eviction(mean=mean, sinks=sinks),
+                                     kv_heads=kv_heads, scores=scores, dim=4))
+
+
+# decode_attention
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("rotary", [0, 8, 64])
+def test_decode(form, group, rotary):
+    check_decode(DECODE, decode_case([0, 63, 1, 70], full=(1, 3), form=form, group=group, dim=64,
+                                     rotary=rotary, eviction=Eviction()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cached", [[0], [1], [2], [15, 16, 17], [63, 64, 65], [31, 33, 0],
+                                    [129, 127, 2]], ids=str)
+@pytest.mark.parametrize("scored", [False, True])
+def test_decode_lengths(form, cached, scored):
+    check_decode(DECODE, decode_case(cached, form=form, kv_heads=2 - scored, group=1 + 2 * scored,
+                                     eviction=Eviction() if scored else None, dim=80))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cached", [[255], [256], [257], [700, 300], [1500]], ids=str)
+def test_decode_of_few_heads_with_many_slots(form, cached):
+    """Their slots are split into parts."""
+    for kv_heads, dim, full in ((1, 64, (0,)), (2, 12, ())):
+        check_decode(DECODE, decode_case(cached, full=full, form=form, kv_heads=kv_heads, group=3,
+                                         dim=dim, eviction=Eviction()))
+    check_decode(DECODE, decode_case(cached, form=form, kv_heads=1, dim=128, n=1600))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dim", [2, 6, 66, 130, *DIMS])
+def test_decode_of_every_head_size(form, dim):
+    for rotary in sorted({0, dim // 4 * 2, dim}):
+        check_decode(DECODE, decode_case([5, 39], full=(1,), form=form, dim=dim, kv_heads=1,
+                                         group=4 if rotary == dim else 3, rotary=rotary,
+                                         eviction=Eviction()))
+
+
+@pytest.mark.parametrize("eviction", VARIANTS, ids=str)
+@pytest.mark.parametrize("recent", [1, 30])
+@pytest.mark.parametrize("form", [torch.float32, 8])
+def test_decode_variants(eviction, recent, form):
+    check_decode(DECODE, decode_case([32, 31, 65, 300], full=(0, 2, 3), recent=recent, rotary=4,
+                                     eviction=eviction, form=form, kv_heads=1))
+
+
+@pytest.mark.parametrize("eviction", VARIANTS, ids=str)
+def test_many_victims(eviction):
+    check_decode(DECODE, decode_case([40] * 6, full=range(6), recent=1, kv_heads=50, dim=4,
+                                     eviction=eviction))
+
+
+@pytest.mark.parametrize("eviction", [e for e in VARIANTS if e.decay != 0.9], ids=str)
+@pytest.mark.parametrize("cached", [[40, 9, 17], [700, 128]], ids=str)
+def test_of_equal_scores_the_oldest_goes(eviction, cached):
+    full = range(len(cached))
+    for recent in (1, 7):
+        check_decode(DECODE, decode_case(cached, full=full, recent=recent, kv_heads=5, ties=True,
+                                         eviction=eviction), ties=True)
+
+
+@pytest.mark.parametrize("function", [*PREFILL, *SELECT, *DECODE])
+def test_elements_that_lie_apart(function):
+    """Inputs may have any strides, in the last dimension too."""
+    if function in PREFILL:
+        case, check = prefill_case([40, 3]), check_prefill
+    elif function in SELECT:
+        case, check = select_case([Cut(9, 2, 3), Cut(4, 1, 1)]), check_select
+    else:
+        case, check = decode_case([9, 3], full=(0,), eviction=Eviction()), check_decode
+    for name in set("qkv") & set(case):
+        wide = torch.full((*case[name].shape, 2), float("nan"))
+        case[name] = wide[..., 0].copy_(case[name])
+    check([function], case)
+
+
+@given(cached=st.lists(st.integers(0, 90), min_size=1, max_size=4), group=st.integers(1, 9),
+       kv_heads=st.integers(1, 3), half=st.integers(1, 36), rotary=st.integers(0, 36),
+       form=st.sampled_from(FORMS), eviction=st.sampled_from([None, *VARIANTS]),
+       room=st.integers(1, 300), data=st.data())
+@settings(max_examples=60)
+def test_any_decode(cached, group, kv_heads, half, rotary, form, eviction, room, data):
+    many = [s for s, c in enumerate(cached) if c > 20]
+    full = data.draw(st.sets(st.sampled_from(many))) if many and eviction else ()
+    check_decode(DECODE, decode_case(
+        cached, form=form, group=group, kv_heads=kv_heads, dim=2 * half, n=max(cached) + room,
+        full=full, recent=data.draw(st.integers(1, 9)), eviction=eviction,
+        rotary=2 * min(rotary, half)))
+
+
+# quantize_groups and dequantize_groups: test_quantization.py.
+
+
+# The backend
+
+
+@BUILT
+def test_the_reference_can_be_forced(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("not the reference")
+
+    for module in (library, native, sdpa):
+        for name in ops.__all__:
+            monkeypatch.setattr(module, name, refuse, raising=False)
+    layout = GroupLayout(16, 4)
+    calls = [partial(function, **case) for function, case in (
+        (ops.prefill_attention, prefill_case([9])),
+        (ops.prefill_attention, prefill_case([9]) | {"mass": None, "key_lengths": None}),
+        (ops.select_heavy_hitters, select_case([Cut(9, 2, 3)])),
+        (ops.decode_attention, decode_case([9], eviction=Eviction())),
+        (ops.decode_attention, decode_case([9], form=8)),
+        (ops.quantize_groups, {"x": torch.randn(3, 16), "layout": layout}),
+        (ops.dequantize_groups, {"records": torch.zeros(3, layout.nbytes, dtype=torch.uint8),
+                                 "layout": layout}))]
+    for call in calls:
+        with pytest.raises(AssertionError, match="not the reference"):
+            call()
+    monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
+    for call in calls:
+        call()
+
+
+def test_a_device_without_kernels_gets_the_reference(monkeypatch, caplog):
+    """And the log says so once."""
+    monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
+    ops._fused.cache_clear()
+    case = decode_case([3, 1], eviction=Eviction())
+    book = case.pop("book")
+    meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in case.items()}
+    meta["book"] = Book(book.eviction, book.mass.to("meta"), book.positions.to("meta"))
+    for _ in range(2):
+        out, taken = ops.decode_attention(**meta)
+        assert out.shape == case["q"].shape and taken.shape == (2, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "plain PyTorch does attention and eviction on meta, slowly: no kernels for this kind of "
+        "device"]
+
+
+def test_rotations_may_come_in_any_strides():
+    case = decode_case([9, 4], eviction=Eviction(), rotary=16, full=(0,))
+    strided = tuple(table.T.contiguous().T for table in case["book"].rope)
+    assert not strided[0].is_contiguous()
+    check_decode([ops.decode_attention], case | {"book": replace(case["book"], rope=strided)})

@@ -1,0 +1,259 @@
+"""The kernels on other CPUs: no instruction set's code in another's, and aarch64 under QEMU."""
+
+import ctypes
+import os
+import runpy
+import shutil
+import struct
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import BUILT, FORMS, decode_case, prefill_case, select_case, using
+
+from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.h2o.eviction import Cut, Eviction
+from flexgen_h2o.kernels import library, native, ops
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+
+ROOT = Path(__file__).parent.parent
+ARM = "aarch64-linux-gnu"
+
+
+def needs(*programs: str):
+    lacking = [name for name in programs if shutil.which(name) is None]
+    return pytest.mark.skipif(bool(lacking), reason=f"needs {', '.join(lacking)} (Debian: "
+                              "g++, binutils, g++-aarch64-linux-gnu, qemu-user)")
+
+
+def run(*command: object, **more) -> str:
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("way", ["build_wheel", "build_editable"])
+def test_without_a_compiler_the_package_is_installed_without_kernels(way, tmp_path):
+    gone, copy = str(tmp_path / "no-compiler"), tmp_path / "copy"
+    copy.mkdir()
+    shutil.copytree(ROOT / "flexgen_h2o", copy / "flexgen_h2o",
+                    ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    done = subprocess.run(
+        [sys.executable, "-c", f"from setuptools import build_meta as b; b.{way}('dist')"],
+        cwd=copy, capture_output=True, text=True, env=os.environ | {"CC": gone, "CXX": gone})
+    assert done.returncode == 0, done.stderr
+    assert "the CPU kernels were not built, plain PyTorch will be used: " in (
+        done.stdout + done.stderr)
+    assert list(copy.glob("dist/*.whl")) and not list(copy.rglob("*.so"))
+
+
+# One library, several instruction sets
+
+
+@pytest.fixture(scope="module")
+def packaging():
+    """What setup.py defines; `--name` has it build nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["setup.py", "-q", "--name"])
+        patch.chdir(ROOT)
+        return runpy.run_path("setup.py")
+
+
+@needs("g++", "nm")
+def test_no_function_is_shared_between_instruction_sets(packaging, tmp_path):
+    """Of functions of one name the linker keeps one, maybe that of a CPU that is not there.
+
+    Without optimisation every inline function is one that the linker sees.
+    """
+    abi = runpy.run_path(str(ROOT / packaging["KERNELS"].parent / "abi.py"))
+    (tmp_path / "abi.h").write_text(abi["header"](), encoding="utf-8")
+    sources = [path for path in (ROOT / packaging["KERNELS"]).glob("*.cpp")
+               if path.stem != "dispatch"]
+    sets = list(packaging["INSTRUCTION_SETS"].items())
+
+    def shared(job) -> set[str]:
+        (isa, flags), source = job
+        made = tmp_path / f"{isa}-{source.stem}.o"
+        run("g++", *packaging["FLAGS"], *flags, "-O0", "-fPIC", f"-DISA={isa}", f"-I{tmp_path}",
+            "-c", source, "-o", made)
+        symbols = [line.split() for line in
+                   run("nm", "--format=posix", "--extern-only", "--defined-only",
+                       made).splitlines()]
+        assert any(f"{len(isa)}{isa}" in name for name, *_ in symbols), "the set's own"
+        # DW.ref.*: a pointer, not code
+        return {name for name, kind, *_ in symbols
+                if f"{len(isa)}{isa}" not in name and not name.startswith("DW.ref.")}
+
+    # The least and the most: what lies between them compiles the same functions.
+    jobs = [(sets[place], source) for place in {0, len(sets) - 1} for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        assert set().union(*pool.map(shared, jobs)) == set()
+
+
+# Another CPU
+
+
+@pytest.fixture(scope="module")
+def arm_library(tmp_path_factory) -> Path:
+    """The library for aarch64, as setup.py builds it."""
+    folder = tmp_path_factory.mktemp("aarch64")
+    run(sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder,
+        "--build-temp", folder / "objects", env=os.environ | {
+            "_PYTHON_HOST_PLATFORM": "linux-aarch64", "CC": f"{ARM}-gcc", "CXX": f"{ARM}-g++",
+            "LDSHARED": f"{ARM}-gcc -shared"})
+    return next(folder.glob("flexgen_h2o/kernels/_cpu*.so"))
+
+
+@needs(f"{ARM}-g++", f"{ARM}-nm")
+def test_the_kernels_build_for_aarch64(arm_library):
+    functions = {line.split()[-1] for line in run(f"{ARM}-nm", "-D", arm_library).splitlines()}
+    assert {f"h2o_{name}" for name in (
+        "prefill_attention", "select_heavy_hitters", "decode_attention", "quantize_groups",
+        "dequantize_groups", "linear_quantized", "unpack_rows", "quantize_matrix")} <= functions
+
+
+@dataclass
+class Call:
+    """A call of the library: its struct, and the memory that it points into, before and after."""
+
+    name: str
+    record: bytes
+    dtypes: list[torch.dtype]
+    before: list[bytes]
+    after: list[bytes]
+    pointers: list[tuple[int, int, int]]
+
+    def packed(self) -> bytes:
+        """As replay_kernels.cpp reads it."""
+        def number(value: int) -> bytes:
+            return struct.pack("<q", value)
+
+        def text(value: bytes) -> bytes:
+            return number(len(value)) + value
+
+        return b"".join([
+            text(f"h2o_{self.name}".encode()), text(self.record),
+            number(len(self.before)), *map(text, self.before),
+            number(len(self.pointers)), *(number(value) for each in self.pointers
+                                          for value in each)])
+
+
+def places(kind: type[ctypes.Structure], start: int = 0):
+    """Where a struct has pointers."""
+    for name, field in kind._fields_:
+        place = start + getattr(kind, name).offset
+        if field is ctypes.c_void_p:
+            yield place
+        elif issubclass(field, ctypes.Structure):
+            yield from places(field, place)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[Call]:
+    """Every call of the library from here on, with the portable kernels."""
+    regions: dict[int, tuple[int, torch.dtype]] = {}  # by address: bytes, and of what
+    found: list[Call] = []
+    address, integers, call = torch.Tensor.data_ptr, native._integers, native._call
+
+    def data_ptr(x):
+        storage = x.untyped_storage()
+        regions[storage.data_ptr()] = storage.nbytes(), x.dtype
+        return address(x)
+
+    def as_integers(values):
+        made = integers(values)
+        regions[ctypes.addressof(made)] = ctypes.sizeof(made), torch.int64
+        return made
+
+    def recorded(name, kind, **fields):
+        record = bytes(native._STRUCTS[kind](**fields, threads=2))
+        starts: list[int] = []
+        pointers = []
+        for place in places(native._STRUCTS[kind]):
+            pointer, = struct.unpack_from("<Q", record, place)
+            start = next((start for start, (size, _) in reversed(regions.items())
+                          if start <= pointer < start + size), None)
+            assert (start is None) == (pointer == 0), "memory that nobody told of"
+            if start is not None:
+                if start not in starts:
+                    starts.append(start)
+                pointers.append((place, starts.index(start), pointer - start))
+        memory = [(start, regions[start][0]) for start in starts]
+        before = [ctypes.string_at(*each) for each in memory]
+        call(name, kind, **fields)
+        after = [ctypes.string_at(*each) for each in memory]
+        found.append(Call(name, record, [regions[start][1] for start in starts], before, after,
+                          pointers))
+        regions.clear()
+
+    monkeypatch.setattr(torch.Tensor, "data_ptr", data_ptr)
+    monkeypatch.setattr(native, "_integers", as_integers)
+    monkeypatch.setattr(native, "_call", recorded)
+    monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
+    with using("portable"):
+        yield found
+
+
+def make_calls() -> None:
+    """Each operation, in each form, with rests of vectors and grouped queries."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for lengths in ([1, 17, 33], [70]):
+            case = prefill_case(lengths, group=3, dim=22, dtype=dtype, decay=0.97)
+            library.prefill_attention(case["q"], case["k"], case["v"], lengths, lengths,
+                                      case["mass"], case["decay"])
+        torch.manual_seed(0)
+        weight, rows = torch.randn(33, 200).to(dtype), torch.tensor([3, 0, 32])
+        for bits in (4, 8):
+            layout = MatrixLayout(33, 200, bits, 64)
+            matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
+            ops.unpack_rows(matrix, rows, dtype)
+            for count in (1, 5, 20):
+                x = torch.randn(count, 200).to(dtype)
+                native.linear_quantized(x, matrix.data, 33, 200, bits, 64, x.new_ones(33),
+                                        x.new_zeros(count, 33), False)
+            for length in (24, 130):
+                groups = GroupLayout(length, bits)
+                ops.dequantize_groups(ops.quantize_groups(torch.randn(5, length).to(dtype), groups),
+                                      groups)
+    for form in FORMS:
+        ops.select_heavy_hitters(**select_case([Cut(64, 20, 3), Cut(7, 9, 9)], form=form, dim=20,
+                                               rolls=True, eviction=Eviction(sinks=2)))
+        for rotary in (0, 8):
+            ops.decode_attention(**decode_case(
+                [0, 7, 66], full=(2,), form=form, group=3, dim=20, rotary=rotary,
+                eviction=Eviction(mean=rotary > 0, sinks=1)))
+
+
+@BUILT
+@needs(f"{ARM}-g++", "qemu-aarch64")
+def test_aarch64_computes_what_the_portable_kernels_do_here(calls, arm_library, tmp_path):
+    make_calls()
+    assert {call.name for call in calls} == {
+        "prefill_attention", "select_heavy_hitters", "decode_attention", "quantize_groups",
+        "dequantize_groups", "linear_quantized", "unpack_rows", "quantize_matrix"}
+    assert all(call.before != call.after for call in calls)
+    run(f"{ARM}-g++", "-std=c++17", "-O1", ROOT / "tests" / "replay_kernels.cpp", "-o",
+        tmp_path / "replay", "-ldl")
+    (tmp_path / "calls").write_bytes(
+        struct.pack("<q", len(calls)) + b"".join(call.packed() for call in calls))
+    run("qemu-aarch64", "-L", f"/usr/{ARM}", tmp_path / "replay", arm_library, tmp_path / "calls",
+        tmp_path / "results")
+    results, place = (tmp_path / "results").read_bytes(), 0
+    for call in calls:
+        assert struct.unpack_from("<q", results, place) == (0,), call.name
+        place += 8
+        for dtype, expected in zip(call.dtypes, call.after, strict=True):
+            mine = results[place:place + len(expected)]
+            place += len(expected)
+            # Operation by operation the same arithmetic; e^x and powers are the C library's.
+            torch.testing.assert_close(
+                torch.frombuffer(bytearray(mine), dtype=dtype),
+                torch.frombuffer(bytearray(expected), dtype=dtype), equal_nan=True,
+                msg=lambda text, name=call.name: f"{name}: {text}")
+    assert place == len(results)

@@ -1,0 +1,266 @@
+"""Sparse attention against its definition in NumPy, and end to end on every placement."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from fakes import LazyDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside import own_attention, sparse_attention
+from kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
+from torch.profiler import ProfilerActivity, profile
+
+import flexgen_h2o.llm as llm_module
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.cache.parts import picked
+from flexgen_h2o.config.formats import CacheOptions, GroupLayout
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import ops, reference
+from flexgen_h2o.models.spec import published
+from flexgen_h2o.planning import rows
+from flexgen_h2o.storage.transfer import DOWN, UP
+
+NEW = 20  # more than the tail of a cache on disk
+
+
+def floats(x, layout=None) -> np.ndarray:
+    return (x if layout is None else reference.dequantize_groups(x, layout)).float().numpy()
+
+
+def chosen_by_hand(weights: np.ndarray, sparsity: float) -> list[int]:
+    """Tokens that a KV head reads; weights are float32 [query heads, cached]."""
+    scores = [float(x) for x in weights.sum(0)]
+    order = sorted(range(len(scores)), key=lambda i: (scores[i], i), reverse=True)
+    return order[: max(1, int(sparsity * len(scores)))]
+
+
+def by_hand(case, sparsity: float) -> tuple[np.ndarray, dict]:
+    """Output [sequences, heads, head_dim], and by sequence and KV head the chosen tokens."""
+    q, k, v = (floats(case[name]) for name in "qkv")
+    keys, values = floats(case["slots"], case["layout"])
+    group = q.shape[1] // k.shape[1]
+    out, chosen = np.zeros_like(q), {}
+    for s, cached in enumerate(case["turn"][0].tolist()):
+        for head in range(k.shape[1]):
+            mine = slice(head * group, (head + 1) * group)
+            every = np.concatenate([keys[s, head, :cached], k[s, head][None]])
+            logits = q[s, mine] @ every.T / np.sqrt(np.float32(q.shape[-1]))
+            weights = np.exp(logits - logits.max(1, keepdims=True))
+            weights /= weights.sum(1, keepdims=True)
+            index = chosen[s, head] = chosen_by_hand(weights[:, :-1], sparsity)
+            out[s, mine] = weights[:, index] @ values[s, head, index]
+            out[s, mine] += weights[:, -1:] * v[s, head]
+    return out, chosen
+
+
+def attend(case, sparsity: float):
+    """Both steps, on a copy of the case: what came out, and the copy."""
+    mine = {name: copied(x) for name, x in case.items()}
+    slots, turn, layout = mine["slots"], mine["turn"], mine["layout"]
+    index, weights = ops.choose_values(mine["q"], mine["k"], keys=slots[0], turn=turn,
+                                       sparsity=sparsity, layout=layout)
+    values = picked(slots[1].contiguous(), index)
+    out, taken = ops.attend_chosen(mine["k"], mine["v"], slots=slots, values=values,
+                                   weights=weights, turn=turn, layout=layout)
+    return index, weights, out, taken, mine
+
+
+def hold_to_definition(case, sparsity: float) -> None:
+    expected, chosen = by_hand(case, sparsity)
+    index, weights, out, taken, after = attend(case, sparsity)
+    sequences, kv_heads, n = case["slots"].shape[1:4]
+    assert index.shape == (sequences, kv_heads, max(1, int(sparsity * n)))
+    assert index.dtype == torch.int32 and weights.dtype == torch.float32
+    for (s, head), tokens in chosen.items():
+        count, group = len(tokens), case["q"].shape[1] // kv_heads
+        assert sorted(index[s, head, :count].tolist()) == sorted(tokens)
+        assert (index[s, head, count:] == 0).all()
+        assert (weights[s, head * group : (head + 1) * group, count:-1] == 0).all()
+    assert out.dtype == case["q"].dtype and out.shape == case["q"].shape
+    rounding = torch.finfo(out.dtype).eps
+    torch.testing.assert_close(out.float(), torch.from_numpy(expected), rtol=rounding, atol=2e-5)
+    _, taken_by_full = reference.decode_attention(
+        case["q"], case["k"], case["v"], slots=(wanted := copied(case["slots"])),
+        turn=case["turn"], layout=case["layout"])
+    assert same(after["slots"], wanted) and same(taken, taken_by_full)
+    for name in ("q", "k", "v", "turn"):
+        assert same(after[name], case[name])
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    with poisoned_memory():
+        yield
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("cached", [[1], [40], [5, 1, 33], [17, 16, 64, 2]], ids=str)
+@pytest.mark.parametrize("sparsity", [0.01, 0.3, 1.0])
+def test_sparse_attention(form, group, cached, sparsity):
+    hold_to_definition(decode_case(cached, form=form, group=group, dim=32), sparsity)
+
+
+@given(cached=st.lists(st.integers(1, 70), min_size=1, max_size=4), group=st.integers(1, 5),
+       kv_heads=st.integers(1, 3), form=st.sampled_from(FORMS), room=st.integers(1, 9),
+       sparsity=st.floats(0.001, 1), dim=st.sampled_from([8, 12, 40]))
+@settings(max_examples=60)
+def test_any_sparse_attention(cached, group, kv_heads, form, room, sparsity, dim):
+    hold_to_definition(decode_case(cached, form=form, group=group, kv_heads=kv_heads, dim=dim,
+                                   n=max(cached) + room), sparsity)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_of_equal_weights_the_newer_is_read(group):
+    """Few different keys, of whole numbers: the logits of many are equal to the bit."""
+    case = decode_case([30, 13], group=group)
+    for name in ("q", "k"):
+        case[name] = case[name].round()
+    for s, cached in enumerate([30, 13]):
+        some = case["slots"][0, s, :, :3].round()
+        case["slots"][0, s, :, :cached] = some.repeat(1, 10, 1)[:, :cached]
+    for sparsity in (0.1, 0.4, 0.5, 0.95):
+        hold_to_definition(case, sparsity)
+
+
+def test_everything_chosen_is_attention():
+    case = decode_case([9, 26, 1], group=3, dim=64)
+    dense, _ = reference.decode_attention(**{name: copied(x) for name, x in case.items()})
+    torch.testing.assert_close(attend(case, 1.0)[2], dense, rtol=1e-5, atol=1e-6)
+
+
+def peak_bytes(function) -> int:
+    """The most bytes of tensors that a call holds beside its arguments."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        function()
+    events = recorded.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in changes))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sparsity", [0.1, 0.9])
+def test_the_memory_plan_covers_the_temporaries(form, sparsity):
+    case = decode_case([300, 300], form=form, group=4, kv_heads=8, dim=128, n=301)
+
+    def step():
+        slots, turn, layout = case["slots"], case["turn"], case["layout"]
+        index, weights = ops.choose_values(case["q"], case["k"], keys=slots[0, :, :, :300],
+                                           turn=turn, sparsity=sparsity, layout=layout)
+        ops.attend_chosen(case["k"], case["v"], slots=slots, values=picked(slots[1], index),
+                          weights=weights, turn=turn, layout=layout)
+
+    case["slots"] = case["slots"].contiguous()
+    held = peak_bytes(step)
+    bits, itemsize = (16, form.itemsize) if isinstance(form, torch.dtype) else (form, 2)
+    load = Workload(prompt_len=270, gen_len=32, gpu_batch_size=2, num_gpu_batches=1)
+    run = rows.PlannedRun(published("meta-llama/Meta-Llama-3-8B"), Policy(), load, itemsize, True,
+                          False, CacheOptions(bits=bits, attn_sparsity=sparsity))
+    assert held <= sparse_attention(run) <= own_attention(run)
+    # Float32 needs no other copy of the keys.
+    assert form == torch.float32 or sparse_attention(run) < 1.5 * held
+
+
+# End to end
+
+
+def make_prompts(vocab, lengths):
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def run(folder, prompts, *, attn_sparsity, cache_bits=16, offload_dir=None, **policy):
+    """Tokens of every prompt, and what the links carried."""
+    with LLM(str(folder), policy=Policy(**policy), dtype="float32", attn_sparsity=attn_sparsity,
+             cache_bits=cache_bits, offload_dir=offload_dir) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        return [out.token_ids for out in outputs], llm.stats.links
+
+
+PLACES = [Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100), Placement(40, 30, 30)]
+LENGTHS = [19, 4, 1, 37, 12]
+
+
+@pytest.mark.parametrize("key", ["opt", "llama"])
+@pytest.mark.parametrize(("bits", "chunk"), [(16, None), (16, 8), (4, 8)])
+def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, bits, chunk):
+    tiny = tiny_model(key)
+    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
+    options = dict(cache_bits=bits, gpu_batch_size=3, num_gpu_batches=2, prefill_chunk=chunk)
+    full, sparse = (run(tiny.folder, prompts, attn_sparsity=share, **options)[0]
+                    for share in (1.0, 0.1))
+    assert sparse != full
+    mixed = {"cache": PLACES[-1]}
+    for policy in (*({"cache": place} for place in PLACES), mixed | {"overlap": False},
+                   mixed | {"cpu_cache_compute": True}):
+        got, _ = run(tiny.folder, prompts, attn_sparsity=0.1, offload_dir=str(tmp_path),
+                     **options, **policy)
+        assert got == sparse, policy
+
+
+def test_all_values_are_the_full_cache(tiny_model, monkeypatch):
+    """A sparsity of 1 never comes near the operations of sparse attention."""
+    tiny = tiny_model("llama")
+    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
+    with LLM(str(tiny.folder), dtype="float32") as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+    full = [out.token_ids for out in outputs]
+    for name in ("choose_values", "attend_chosen"):
+        monkeypatch.setattr(ops, name, None)
+    assert run(tiny.folder, prompts, attn_sparsity=1)[0] == full
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_only_chosen_values_travel(tiny_model, monkeypatch, bits):
+    monkeypatch.setattr(llm_module, "open_device", lambda name: LazyDevice())
+    tiny = tiny_model("llama")
+    lengths, layers, heads, dim = [40, 40], 3, 2, 8
+    prompts = make_prompts(tiny.model.config.vocab_size, lengths)
+    moved = {}
+    for share in (1.0, 0.25):
+        _, links = run(tiny.folder, prompts, attn_sparsity=share, cache_bits=bits,
+                       gpu_batch_size=2, cache=Placement(0, 100, 0))
+        moved[share] = [links[link][0] for link in (UP, DOWN)]
+    record = 4 * dim if bits == 16 else GroupLayout(dim, bits).nbytes
+    vectors = len(lengths) * layers * heads
+    chosen = vectors * sum(int(0.25 * (40 + token)) for token in range(NEW - 1))
+    slots = vectors * (NEW - 1) * (40 + NEW - 1)
+    assert moved[1.0][0] - moved[0.25][0] == record * (slots - chosen)
+    assert moved[0.25][1] - moved[1.0][1] == 4 * chosen, "an index for each value"
+
+
+def test_continuations_are_scored_as_they_would_be_generated(tiny_model):
+    tiny = tiny_model("llama")
+    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
+    with LLM(str(tiny.folder), dtype="float32", attn_sparsity=0.1,
+             policy=Policy(gpu_batch_size=2)) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        greedy = [out.token_ids for out in outputs]
+        scores = llm.loglikelihood(list(zip(prompts, greedy, strict=True)))
+        others = llm.loglikelihood([(p, [*t[:-1], (t[-1] + 1) % 100])
+                                    for p, t in zip(prompts, greedy, strict=True)])
+    with LLM(str(tiny.folder), dtype="float32") as llm:
+        full = llm.loglikelihood(list(zip(prompts, greedy, strict=True)))
+    for mine, other, dense in zip(scores, others, full, strict=True):
+        assert mine[:-1] == pytest.approx(other[:-1], abs=1e-5) and mine[-1] > other[-1]
+        assert mine[0] == pytest.approx(dense[0], abs=1e-4), "the prompt is exact"
+        assert mine[2:] != pytest.approx(dense[2:], abs=1e-3)
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"attn_sparsity": 0}, "attn_sparsity must be greater than 0"),
+    ({"attn_sparsity": 1.01}, "attn_sparsity must be at most 1"),
+    ({"attn_sparsity": True}, "finite number"),
+    ({"attn_sparsity": 0.5, "h2o": H2OConfig(heavy_ratio=0.2)}, "leave it or h2o out"),
+    ({"attn_sparsity": 0.5, "h2o": H2OConfig(recent_tokens=9, sink_tokens=1)}, "evicted"),
+    ({"attn_sparsity": 0.5, "h2o": H2OConfig(simulate=True)}, "leave it or h2o out"),
+])
+def test_refusals_are_one_line(tiny_model, options, match):
+    with pytest.raises(UserError, match=match) as caught:
+        LLM(str(tiny_model("opt").folder), dtype="float32", **options)
+    assert "\n" not in str(caught.value)

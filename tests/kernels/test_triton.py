@@ -1,0 +1,438 @@
+"""The GPU's kernels against the reference: in Triton's interpreter, and compiled without a GPU.
+
+As a script, ``python tests/kernels/test_triton.py 90``, it compiles kernels for an architecture.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+# Triton reads it when it is imported, and when a kernel is decorated.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+from flexgen_h2o.config.formats import GroupLayout  # noqa: E402
+from flexgen_h2o.h2o.eviction import EMPTY, Book, Cut, Eviction  # noqa: E402
+from flexgen_h2o.kernels import (  # noqa: E402
+    reference,
+    triton_decode,
+    triton_groups,
+    triton_prefill,
+    triton_select,
+)
+
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _mended_interpreter():
+    """Two bugs of the interpreter in Triton 3.6, which a GPU does not have.
+
+    Integers of one-element arrays, which NumPy 2.4 refuses; and the product of bfloat16 matrices,
+    which it takes for matrices of the integers with the same bits.
+    """
+    assert isinstance(tl.sum, interpreter.InterpretedFunction), (
+        "Triton was imported before this module: set TRITON_INTERPRET=1 for the whole run")
+    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def create_dot(self, a, b, *rest):
+        a, b = (x if x.dtype.scalar != tl.bfloat16 or x.data.dtype != numpy.uint16
+                else interpreter.TensorHandle(
+                    (x.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
+                for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(interpreter, "_patch_lang_tensor", patched)
+        context.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype)
+
+
+def clone(book: Book | None, copy=torch.clone) -> Book | None:
+    if book is None:
+        return None
+    return Book(book.eviction, copy(book.mass), copy(book.positions),
+                None if book.ranks is None else copy(book.ranks), book.rope)
+
+
+def turned(x):
+    """A copy that lies the other way round in memory."""
+    return x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+
+def decode_case(cached, *, form=torch.float32, group=1, kv_heads=2, dim=16, n=None, full=(),
+                recent=2, eviction=None, rotary=0):
+    """Arguments of a decode step of sequences with `cached` slots each; empty ones hold poison."""
+    dtype, layout = (form, None) if isinstance(form, torch.dtype) else (torch.bfloat16,
+                                                                       GroupLayout(dim, form))
+    sequences, n = len(cached), n or max(cached) + 3
+    q = random(sequences, kv_heads * group, dim + 2, dtype=dtype)[..., :dim]
+    k, v = random(2, sequences, kv_heads, dim, dtype=dtype)
+    held = random(2, sequences, kv_heads, n, dim, dtype=dtype)
+    held = held if layout is None else reference.quantize_groups(held, layout)
+    filled = torch.arange(n) < torch.tensor(cached)[:, None]
+    slots = torch.full((2, sequences, kv_heads, n + 4, held.shape[-1]),
+                       float("nan") if layout is None else 255, dtype=held.dtype)[:, :, :, :n]
+    slots.copy_(torch.where(filled[:, None, :, None], held, slots))
+    tokens = [c + 1 + 5 * (s in full) for s, c in enumerate(cached)]
+    turn = torch.tensor([cached, tokens, [recent] * sequences,
+                         [int(s in full) for s in range(sequences)]], dtype=torch.int32)
+    book = None
+    if eviction is not None:
+        shape = (sequences, kv_heads, n)
+        mass = torch.rand(shape).masked_fill(~filled[:, None], 0)
+        positions = torch.full(shape, EMPTY, dtype=torch.int32)
+        ranks = torch.zeros(shape, dtype=torch.int32) if rotary else None
+        for s, c in enumerate(cached):
+            for h in range(kv_heads):
+                chosen = torch.randperm(tokens[s] - 1)[:c].int()
+                positions[s, h, :c] = chosen
+                if rotary:
+                    ranks[s, h, :c] = chosen.argsort().argsort().int()
+        angles = torch.rand(n + 1, rotary // 2) * 6
+        book = Book(eviction, mass, positions, ranks, (angles.cos(), angles.sin())
+                    if rotary else None)
+    return dict(q=q, k=k, v=v, slots=slots, turn=turn, layout=layout, book=book)
+
+
+def triton_decode_step(q, k, v, *, slots, turn, layout, book):
+    eviction = book.eviction if book else Eviction()
+    parts = (book.mass, book.positions, book.ranks, *(book.rope or (None, None))) if book \
+        else (None,) * 5
+    return triton_decode.decode_attention(
+        q, k, v, slots, turn, *parts, layout.bits if layout else 16, eviction.mean,
+        eviction.decay, eviction.sinks)
+
+
+def check_decode(copy=torch.clone, **options):
+    case = decode_case(**options)
+    other = case | {"slots": case["slots"].clone(), "book": clone(case["book"], copy)}
+    expected, place = reference.decode_attention(**case)
+    out, taken = triton_decode_step(**other)
+    assert torch.equal(taken, place) and taken.dtype == torch.int64
+    assert out.dtype == case["q"].dtype and out.shape == case["q"].shape
+    assert (out.double() - expected.double()).abs().max() < BOUND[out.dtype]
+    torch.testing.assert_close(other["slots"], case["slots"], rtol=0, atol=0, equal_nan=True)
+    book, wanted = other["book"], case["book"]
+    if wanted is not None:
+        torch.testing.assert_close(book.mass, wanted.mass, rtol=1e-5, atol=1e-6)
+        assert torch.equal(book.positions, wanted.positions)
+        assert wanted.ranks is None or torch.equal(book.ranks, wanted.ranks)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("group", "rotary"), [(1, 0), (3, 8), (4, 0), (8, 12), (1, 16), (3, 16)])
+def test_decode(form, group, rotary):
+    check_decode(cached=[0, 33, 1, 50], full=(1, 3), form=form, group=group,
+                 kv_heads=2 if rotary == 0 else 1, eviction=Eviction(), rotary=rotary)
+
+
+@pytest.mark.parametrize("eviction", [Eviction(mean=True), Eviction(decay=0.9),
+                                      Eviction(sinks=3), Eviction(True, 0.5, 1)])
+@pytest.mark.parametrize("recent", [1, 30])
+def test_decode_variants(monkeypatch, eviction, recent):
+    monkeypatch.setattr(triton_decode, "TILE", 64)
+    check_decode(cached=[31, 32, 65], full=(0, 1, 2), recent=recent, eviction=eviction, rotary=4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cached", [[0], [1], [2], [15], [16], [17], [31], [32], [64, 63, 0]])
+def test_decode_lengths_without_book(form, cached):
+    check_decode(cached=cached, form=form, kv_heads=1, group=1 + 2 * (cached[0] % 2))
+
+
+@pytest.mark.parametrize(("form", "dim"), [
+    (form, dim) for dim in (2, 12, 66, 80, 96, 130, 256) for form in (torch.float32, 8, 4)])
+def test_decode_dims(form, dim):
+    for rotary in (0, dim // 4 * 2, dim):
+        check_decode(cached=[19], full=(0,), form=form, dim=dim, kv_heads=1,
+                     group=2 if rotary == dim else 1, eviction=Eviction(), rotary=rotary)
+
+
+def test_decode_with_books_of_any_strides():
+    for rotary in (0, 16):
+        check_decode(turned, cached=[31, 20], full=(0, 1), eviction=Eviction(), rotary=rotary)
+
+
+def attention64(q, k, v, allowed):
+    """Of one head in float64: q [n, dim], k and v [t, dim], allowed [n, t]."""
+    scores = (q.double() @ k.double().T) * q.shape[-1] ** -0.5
+    return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v.double()
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("group", [1, 3])
+def test_decode_beside_float64(dtype, group):
+    case = decode_case([0, 50], form=dtype, group=group)
+    keys, values = (torch.cat([held, new[:, :, None]], 2)
+                    for held, new in zip(case["slots"].clone(), (case["k"], case["v"]),
+                                         strict=True))
+    out, _ = triton_decode_step(**case)
+    for s, cached in enumerate((0, 50)):
+        index = torch.tensor([*range(cached), keys.shape[2] - 1])
+        for h in range(2 * group):
+            wanted = attention64(case["q"][s, h : h + 1], keys[s, h // group, index],
+                                 values[s, h // group, index],
+                                 torch.ones(1, cached + 1, dtype=torch.bool))
+            assert (out[s, h] - wanted[0]).abs().max() < BOUND[dtype]
+
+
+def test_equal_scores_evict_the_oldest():
+    for mean in (False, True):
+        case = decode_case(cached=[40], full=(0,), eviction=Eviction(mean=mean))
+        case["q"].zero_()
+        book = case["book"]
+        book.mass.copy_(torch.rand(book.mass.shape).mul(3).floor())
+        if mean:
+            book.mass.zero_()
+        other = case | {"slots": case["slots"].clone(), "book": clone(book)}
+        assert torch.equal(triton_decode_step(**other)[1],
+                           reference.decode_attention(**case)[1])
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("group", "decay"), [(1, 1.0), (3, 0.9), (4, 1.0), (8, 0.98)])
+@pytest.mark.parametrize(("rows", "tokens"), [
+    ([1], [1]), ([2, 1], [2, 5]), ([16, 17, 15], [16, 17, 15]), ([18, 3], [34, 50])])
+def test_prefill(dtype, group, decay, rows, tokens):
+    kv_heads, dim = 2 if group == 1 else 1, 20
+    q = random(sum(rows), kv_heads * group, dim + 4, dtype=dtype)[..., :dim]
+    k, v = random(2, kv_heads, sum(tokens), dim, dtype=dtype).transpose(1, 2)
+    mass = torch.full((kv_heads, sum(tokens) + 5), float("nan"))
+    mass[:, :-5] = torch.rand(kv_heads, sum(tokens))
+    wanted = mass.clone()
+    expected = reference.prefill_attention(
+        q.float(), k.float(), v.float(), rows, key_lengths=tokens, mass=wanted[:, :-5],
+        decay=decay)
+    out = triton_prefill.prefill_attention(q, k, v, rows, tokens, mass[:, :-5], decay)
+    assert out.dtype == dtype and out.shape == q.shape
+    assert (out.float() - expected).abs().max() < BOUND[dtype]
+    torch.testing.assert_close(mass, wanted, rtol=2e-5, atol=2e-6, equal_nan=True)
+    if group == 1:
+        alone = triton_prefill.prefill_attention(q, k, v, rows, tokens, None, 1.0)
+        assert torch.equal(alone, out)
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("dim", [2, 64, 80, 96, 128, 256])
+def test_prefill_dims_beside_float64(dtype, dim):
+    q, k, v = random(3, 21, 2, dim, dtype=dtype)
+    mass, wanted = torch.zeros(2, 2, 21)
+    out = triton_prefill.prefill_attention(q, k, v, [21], [21], mass, 1.0)
+    reference.prefill_attention(q, k, v, [21], mass=wanted)
+    torch.testing.assert_close(mass, wanted, rtol=2e-5, atol=2e-6)
+    for h in range(2):
+        right = attention64(q[:, h], k[:, h], v[:, h], torch.ones(21, 21, dtype=torch.bool).tril())
+        assert (out[:, h] - right).abs().max() < BOUND[dtype]
+
+
+def test_large_logits_do_not_overflow():
+    q, k, v = random(3, 40, 2, 16)
+    mass = torch.zeros(2, 40)
+    out = triton_prefill.prefill_attention(q * 300, k * 300, v, [40], [40], mass, 1.0)
+    # Logits of 1e5 have an error of 1e-2, not the same one in both passes.
+    assert out.isfinite().all() and abs(mass.sum().item() - 80) < 1
+
+
+def check_select(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, rolls=False,
+                 scores=torch.rand, copy=torch.clone):
+    dtype, layout = (form, None) if isinstance(form, torch.dtype) else (torch.bfloat16,
+                                                                       GroupLayout(dim, form))
+    eviction = eviction or Eviction()
+    rows, sequences = sum(cut.length for cut in cuts), len(cuts)
+    k = random(rows, kv_heads, dim + 2, dtype=dtype)[..., :dim]
+    v = random(kv_heads, rows, dim, dtype=dtype).transpose(0, 1)
+    mass = None if scores is None else scores((kv_heads, rows + 3))[:, :rows]
+    n = max(eviction.kept(cut) for cut in cuts) + 2
+    shape = (sequences, kv_heads, n)
+    width, kind = (dim, dtype) if layout is None else (layout.nbytes, torch.uint8)
+    cases = []
+    for _ in range(2):
+        book = clone(Book(eviction, torch.full(shape, float("nan")), torch.full(shape, -7).int(),
+                          torch.full(shape, -7).int() if rolls else None), copy)
+        slots = torch.full((2, sequences, kv_heads, n + 1, width), 77.0).to(kind)[:, :, :, :n]
+        cases.append((slots, book))
+    (slots, book), (wanted_slots, wanted) = cases
+    reference.select_heavy_hitters(k, v, mass, cuts=cuts, slots=wanted_slots, book=wanted,
+                                   layout=layout)
+    triton_select.select_heavy_hitters(
+        k, v, mass, [x for cut in cuts for x in cut], slots, book.mass, book.positions,
+        book.ranks, layout.bits if layout else 16, eviction.mean, eviction.sinks)
+    assert torch.equal(book.positions, wanted.positions)
+    assert torch.equal(book.mass, wanted.mass)
+    assert not rolls or torch.equal(book.ranks, wanted.ranks)
+    assert torch.equal(slots, wanted_slots)
+
+
+def tied(shape):
+    """Few values, of both signs, and both zeros."""
+    return torch.randint(-3, 4, shape) * torch.tensor(0.5) * torch.tensor([1.0, -1.0])[
+        torch.randint(0, 2, shape)]
+
+
+CUTS = [Cut(1, 1, 1), Cut(7, 2, 2), Cut(31, 10, 5), Cut(33, 1, 1), Cut(65, 0, 9), Cut(64, 20, 0),
+        Cut(100, 40, 33)]
+
+
+@pytest.mark.parametrize("scores", [torch.rand, torch.randn, tied, None])
+@pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(sinks=4)])
+def test_select(scores, eviction):
+    """The long ones of `CUTS` have more scores than registers, here; the short ones have not."""
+    rolls = eviction.sinks > 0
+    check_select(CUTS, scores=scores, eviction=eviction, rolls=rolls, kv_heads=1 + rolls)
+    check_select(CUTS[:4], scores=scores, eviction=eviction, kv_heads=1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dim", [12, 80, 128])
+def test_select_forms(form, dim):
+    check_select([Cut(9, 3, 2), Cut(40, 15, 5)], form=form, dim=dim,
+                 copy=turned if dim == 80 else torch.clone)
+
+
+def test_select_with_scores_of_every_size():
+    check_select([Cut(60, 13, 5)], scores=lambda shape: torch.randn(shape) * 10.0 ** (
+        torch.randint(-44, 38, shape)))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dim", [2, 6, 12, 64, 66, 80, 96, 128, 130, 256])
+def test_groups(bits, dim):
+    layout = GroupLayout(dim, bits)
+    for dtype in BOUND:
+        sizes = torch.tensor([1.0, 1e-6, 1e5, 3e-8, 0.0])[:, None]
+        x = (random(3, 5, dim) * sizes).to(dtype)
+        x[0, 0], x[:, 4] = 1.5, 0  # of zeros of both signs, either may be the lowest
+        records = triton_groups.quantize_groups(x.transpose(0, 1), bits)
+        wanted = reference.quantize_groups(x, layout).transpose(0, 1)
+        assert torch.equal(records, wanted)
+        assert torch.equal(triton_groups.dequantize_groups(wanted, bits, dim),
+                           reference.dequantize_groups(wanted, layout))
+
+
+SHARED = {75: 64 << 10, 80: 163 << 10, 90: 227 << 10}
+"""Bytes of shared memory that a program may have, by architecture."""
+
+
+class _AbsentGPU:
+    """What Triton asks a driver for as long as nothing is launched."""
+
+    def __init__(self, architecture: int):
+        self.architecture = architecture
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def compile_kernels(architecture: int) -> None:
+    """Compile what some calls would launch, and check that it fits; prints what it compiled."""
+    from triton.runtime import driver
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compiled(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=(1,), warmup=True, **options)
+        assert kernel.metadata.shared <= SHARED[architecture], (self.fn, options)
+        print(self.fn.__name__, kernel.metadata.shared)
+
+    def tuned(self, *args, **options):
+        """The largest config that is left: the one that is short of memory."""
+        named = dict(zip(self.arg_names, args, strict=False))
+        some = self.early_config_prune(self.configs, named, **options) \
+            if self.early_config_prune else self.configs
+        self.fn.run(*args, **options, **some[-1].all_kwargs())
+
+    driver.set_active(_AbsentGPU(architecture))
+    JITFunction.run, Autotuner.run = compiled, tuned
+    half = torch.float16
+    if architecture >= 90:
+        half = torch.bfloat16
+        _compile_decode(half, 80, 4, group=4)
+        _compile_decode(half, 128, 16, group=8, rotary=128)
+        _compile_select(half, 128, 16, 32768, 1024)
+        _compile_prefill(half, 128, 0.98)
+    _compile_decode(torch.float16, 64, 16, rotary=16)
+    _compile_select(half, 96, 4, 4096, 409)
+    _compile_prefill(torch.float32, 64, 1.0)
+
+
+def _compile_decode(dtype, dim, bits, *, group=1, rotary=0):
+    case = decode_case([60], form=dtype if bits == 16 else bits, dim=dim, n=1024,
+                       eviction=Eviction(mean=rotary > 0), rotary=rotary, group=group)
+    new = {name: torch.empty(case[name].shape, dtype=dtype) for name in "qkv"}
+    triton_decode_step(**(case | new))
+
+
+def _compile_select(dtype, dim, bits, length, heavy):
+    layout = None if bits == 16 else GroupLayout(dim, bits)
+    k = torch.empty(length, 1, dim, dtype=dtype)
+    shape = (1, 1, heavy)
+    slots = torch.empty((2, *shape, layout.nbytes if layout else dim),
+                        dtype=torch.uint8 if layout else dtype)
+    if layout:
+        triton_groups.dequantize_groups(triton_groups.quantize_groups(k, bits), bits, dim)
+    triton_select.select_heavy_hitters(
+        k, k, torch.empty(1, length), [length, heavy, 0], slots, torch.empty(shape),
+        *torch.empty((2, *shape), dtype=torch.int32), bits, dim == 96, 0)
+
+
+def _compile_prefill(dtype, dim, decay):
+    q, k = torch.empty(600, 4, dim, dtype=dtype), torch.empty(600, 2, dim, dtype=dtype)
+    triton_prefill.prefill_attention(q, k, k, [600], [600], torch.empty(2, 600), decay)
+
+
+def compiled(script: str, architecture: int, cache: Path) -> set[str]:
+    """Names of the kernels that a file of tests, as a script, compiles for an architecture."""
+    done = subprocess.run(
+        [sys.executable, script, str(architecture)], capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)})
+    assert done.returncode == 0, done.stderr
+    return {line.split()[0] for line in done.stdout.splitlines()}
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_kernels_compile_without_a_gpu(architecture, tmp_path):
+    """What the interpreter lets pass, the compiler may not."""
+    assert compiled(__file__, architecture, tmp_path) == {
+        "_read", "_finish", "_choose", "_gather", "_forward", "_sum_columns", "_quantize",
+        "_dequantize"}
+
+
+if __name__ == "__main__":
+    compile_kernels(int(sys.argv[1]))

@@ -1,0 +1,194 @@
+"""Products with quantized matrices on a GPU: in Triton's interpreter, and compiled without a GPU.
+
+As a script, ``python tests/kernels/test_triton_matrix.py 90``, it compiles kernels for one
+architecture.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from kernels.test_triton import SHARED, _AbsentGPU, compiled
+
+from flexgen_h2o.config.formats import TILE, MatrixLayout
+from flexgen_h2o.kernels import reference_matrix, triton_matrix
+
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Relative to the largest sum of absolute products: a few roundings of each dtype."""
+FORMS = [(bits, group) for bits in (4, 8) for group in (64, 32)]
+MATRICES = [(16, 64), (5, 40), (40, 200), (70, 129)]
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def matrix(outputs, inputs, bits, group):
+    """The bytes, what fills up tiles and groups poisoned; the layout and the values."""
+    layout = MatrixLayout(outputs, inputs, bits, group)
+    weight = torch.randn(outputs, inputs) * 10 ** torch.empty(outputs, 1).uniform_(-1.7, 0)
+    data = reference_matrix.quantize_matrix(weight, layout)
+    values = reference_matrix.unpack_rows(data, layout, torch.arange(outputs), torch.float32)
+    blocks = data.view(layout.tiles, layout.groups, layout.block_bytes)
+    filled = TILE * layout.tiles - outputs
+    if filled:
+        halves = blocks[-1, :, : 4 * TILE].unflatten(-1, (2, TILE, 2))
+        halves[:, :, -filled:] = torch.tensor([0, 0x7E], dtype=torch.uint8)  # NaN
+        words = blocks[-1, :, 4 * TILE :].unflatten(-1, (layout.words, TILE, 4))
+        words[:, :, -filled:] = torch.randint(256, (4,)).to(torch.uint8)
+    rest = inputs % group
+    if rest:  # whole bytes of codes past the inputs: of whole words, any bits
+        words = blocks[:, -1, 4 * TILE :].unflatten(-1, (layout.words, 4 * TILE))
+        words[:, -(-rest * bits // 32) :] = 0xA7
+    return data, layout, values
+
+
+def strided(*shape, dtype=torch.float32):
+    """Random rows with poison between them; the whole, and what counts."""
+    whole = torch.full((shape[0] + 2, shape[1] + 9), NAN, dtype=dtype)
+    inside = whole[1:-1, 3 : 3 + shape[1]]
+    inside.copy_(torch.randn(shape))
+    return whole, inside
+
+
+def check_linear(rows, shape, form, *, bias=False, add=False, dtype=torch.float32):
+    data, layout, values = matrix(*shape, *form)
+    x = strided(rows, layout.inputs, dtype=dtype)[1]
+    whole, out = strided(rows, layout.outputs, dtype=dtype)
+    if not add:
+        out.fill_(NAN)
+    some = torch.randn(layout.outputs).to(dtype) if bias else None
+    wanted = torch.full(out.shape, NAN) if not add else out.float()
+    reference_matrix.linear_quantized(x, data, layout, some, wanted, add=add)
+    size = (x.float().abs() @ values.abs().T).max() + wanted.abs().max()
+    triton_matrix.linear_quantized(x, data, layout.outputs, layout.inputs, *form, some, out, add)
+    assert ((out.double() - wanted.double()).abs().max() / size).item() < BOUND[dtype]
+    inside = torch.zeros_like(whole, dtype=torch.bool)
+    inside[1:-1, 3 : 3 + layout.outputs] = True
+    assert torch.equal(whole.isnan(), ~inside)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+def test_linear_of_few_rows(rows, form):
+    for i, shape in enumerate(MATRICES):
+        check_linear(rows, shape, form, bias=i % 2 == 0, add=i < 2)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 9])
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("bias", "add"), [(False, False), (True, False), (False, True),
+                                           (True, True)])
+def test_linear_options(monkeypatch, rows, dtype, bias, add):
+    """9 are beyond the threshold here, and their weights do not fit into the buffer at once."""
+    monkeypatch.setattr(triton_matrix, "FUSED_ROWS", 8)
+    monkeypatch.setattr(triton_matrix, "BUFFER", 40 * 136 * dtype.itemsize)
+    check_linear(rows, (70, 129), (4, 64), bias=bias, add=add, dtype=dtype)
+    check_linear(rows, (33, 72), (8, 32), bias=bias, add=add, dtype=dtype)
+
+
+def test_linear_of_many_rows():
+    check_linear(triton_matrix.FUSED_ROWS, (70, 129), (4, 64), bias=True)
+    for form in FORMS:
+        check_linear(triton_matrix.FUSED_ROWS + 1, (70, 129), form, bias=True)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [8, 24, 40, 96, 256])
+def test_groups_of_any_size(bits, group):
+    for rows in (1, 6):
+        check_linear(rows, (20, 300), (bits, group))
+
+
+def test_linear_copies_what_is_not_contiguous_and_does_nothing_of_nothing():
+    data, layout, values = matrix(20, 70, 4, 64)
+    x, out = torch.randn(70, 3).T, torch.full((3, 20), NAN)
+    triton_matrix.linear_quantized(x, data, 20, 70, 4, 64, None, out, False)
+    torch.testing.assert_close(out, x @ values.T)
+    empty = torch.empty(0, 20)
+    triton_matrix.linear_quantized(torch.empty(0, 70), data, 20, 70, 4, 64, None, empty, False)
+
+
+def test_linear_at_an_offset_of_4_bytes():
+    data, layout, values = matrix(20, 70, 8, 64)
+    moved = torch.cat([torch.zeros(4, dtype=torch.uint8), data])[4:]
+    for rows in (1, 7):
+        x, out = torch.randn(rows, 70), torch.full((rows, 20), NAN)
+        triton_matrix.linear_quantized(x, moved, 20, 70, 8, 64, None, out, False)
+        torch.testing.assert_close(out, x @ values.T)
+
+
+def test_linear_gives_the_same_bits_again():
+    data = matrix(20, 500, 4, 64)[0]
+    for rows in (1, 6, 70):
+        x = torch.randn(rows, 500)
+        first, second = torch.full((2, rows, 20), NAN)
+        for out in (first, second):
+            triton_matrix.linear_quantized(x, data, 20, 500, 4, 64, None, out, False)
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", MATRICES)
+def test_unpack_rows(form, shape):
+    data, layout, values = matrix(*shape, *form)
+    rows = torch.randint(shape[0], (2 * shape[0] + 3,))  # in any order, some more than once
+    for dtype in BOUND:
+        wanted = reference_matrix.unpack_rows(data, layout, rows, dtype)
+        got = triton_matrix.unpack_rows(data, *shape, *form, rows, dtype)
+        assert got.dtype == dtype
+        # The interpreter cuts bfloat16 off where a GPU rounds.
+        limit = 2**-7 if dtype == torch.bfloat16 else 0
+        torch.testing.assert_close(got, wanted, rtol=limit, atol=0)
+    assert torch.equal(triton_matrix.unpack_rows(data, *shape, *form, rows[::2], torch.float32),
+                       values[rows[::2]])
+    none = triton_matrix.unpack_rows(data, *shape, *form, rows[:0], torch.float32)
+    assert none.shape == (0, shape[1])
+
+
+def compile_kernels(architecture: int) -> None:
+    """Compile what some calls would launch, and check that it fits; prints what it compiled."""
+    from triton.runtime import driver
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compiled(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=(1,), warmup=True, **options)
+        print(self.fn.__name__, kernel.metadata.shared)
+        assert kernel.metadata.shared <= SHARED[architecture], (self.fn, options)
+
+    def tuned(self, *args, **options):
+        """The largest config."""
+        options.pop("grid", None), options.pop("warmup", None)
+        self.fn.run(*args, grid=None, warmup=True, **options, **self.configs[-1].all_kwargs())
+
+    driver.set_active(_AbsentGPU(architecture))
+    JITFunction.run, Autotuner.run = compiled, tuned
+    half = torch.float16 if architecture < 80 else torch.bfloat16
+    for bits, dtype, rows in ((4, half, (1, 64, 65)), (8, torch.float16, (4, 16)),
+                              (4, torch.float32, (16,))):
+        layout = MatrixLayout(200, 500, bits)
+        data = torch.empty(layout.nbytes, dtype=torch.uint8)
+        for count in rows:
+            x, out = (torch.empty(count, n, dtype=dtype) for n in (500, 200))
+            triton_matrix.linear_quantized(x, data, 200, 500, bits, 64, x[0, :200].clone(), out,
+                                           True)
+        triton_matrix.unpack_rows(data, 200, 500, bits, 64, torch.zeros(3, dtype=torch.int64),
+                                  dtype)
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_kernels_compile_without_a_gpu(architecture, tmp_path):
+    """What the interpreter lets pass, the compiler may not."""
+    assert compiled(__file__, architecture, tmp_path) == {"_few", "_several", "_add_parts",
+                                                          "_unpack"}
+
+
+if __name__ == "__main__":
+    compile_kernels(int(sys.argv[1]))

@@ -1,0 +1,265 @@
+"""`LLM.stream`: a text that goes on from turn to turn, against one that comes at once."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from h2o.test_h2o import MODES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside import buffer_bytes, cache_of, scratch_bytes
+from llm.test_llm import PLACES, transformers_tokens
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.errors import UserError
+
+SMALL = H2OConfig(heavy_tokens=9, recent_tokens=8)
+
+
+def open_llm(tiny, h2o=None, *, chunk=None, cache_bits=16, **policy):
+    policy = Policy(**{"gpu_batch_size": 1, "prefill_chunk": chunk} | policy)
+    return LLM(str(tiny.folder), policy=policy, h2o=h2o, cache_bits=cache_bits, dtype="float32",
+               progress=False)
+
+
+def turns_of(tiny, lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(3, tiny.model.config.vocab_size) for _ in range(n)] for n in lengths]
+
+
+def answers(llm, turns, new=12, **options):
+    """What a stream answers to each turn."""
+    with llm.stream(**options) as stream:
+        return [stream.generate(turn, max_new_tokens=new, eos_token_id=-1).token_ids
+                for turn in turns]
+
+
+# The full cache: the text so far as one prompt
+
+
+@pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "llama3_rope", "neox"])
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+def test_turns_on_a_full_cache_are_one_text(tiny_model, key, chunk):
+    tiny = tiny_model(key)
+    turns = turns_of(tiny, [7, 1, 13, 2])
+    with open_llm(tiny, chunk=chunk) as llm:
+        found = answers(llm, turns, max_tokens=100)
+    text = []
+    for turn, answer in zip(turns, found, strict=True):
+        text += turn
+        assert answer == transformers_tokens(tiny, [text], 12)[0]
+        text += answer
+
+
+def test_log_probabilities_are_those_of_one_text(tiny_model):
+    tiny = tiny_model("llama")
+    (text,) = turns_of(tiny, [60])
+    with open_llm(tiny) as llm:
+        (whole,) = llm.loglikelihood([(text[:1], text[1:])])
+        with llm.stream(max_tokens=60) as stream:
+            pieces = [stream.loglikelihood(text[a:b])
+                      for a, b in ((0, 1), (1, 2), (2, 20), (20, 21), (21, 60))]
+            assert [len(piece) for piece in pieces] == [0, 1, 18, 1, 39]
+            assert sum(pieces, []) == pytest.approx(whole, abs=1e-4)
+            assert stream.tokens == 60 and stream.cached_tokens == 59
+            assert len(stream.stats.step_seconds) == 38
+            with pytest.raises(UserError, match="60 tokens, and 1 more would exceed max_tokens"):
+                stream.loglikelihood([5])
+
+
+# Eviction: the simulation, which masks a full cache
+
+
+@pytest.mark.parametrize("key, positions", MODES)
+def test_an_evicting_stream_equals_its_simulation(tiny_model, key, positions):
+    tiny = tiny_model(key)
+    turns = turns_of(tiny, [30, 3, 21, 1, 9])
+    h2o = replace(SMALL, positions=positions)
+    with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
+        expected = answers(llm, turns, max_tokens=256)
+    with open_llm(tiny, h2o, chunk=6) as llm:
+        assert answers(llm, turns) == expected
+    with open_llm(tiny, chunk=6) as llm:
+        assert answers(llm, turns, max_tokens=256) != expected, "nothing was evicted"
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_turns_and_any_budget(tiny_model, data):
+    tiny = tiny_model("llama")
+    turns = turns_of(tiny, data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
+    h2o = H2OConfig(heavy_tokens=data.draw(st.integers(0, 8)),
+                    recent_tokens=data.draw(st.integers(1, 8)),
+                    sink_tokens=data.draw(st.integers(0, 3)),
+                    score=data.draw(st.sampled_from(["sum", "mean", "decay"])),
+                    positions=data.draw(st.sampled_from(["original", "rolling"])))
+    chunk, new = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 9))
+    with open_llm(tiny, replace(h2o, simulate=True), chunk=chunk) as llm:
+        expected = answers(llm, turns, new, max_tokens=200)
+    with open_llm(tiny, h2o, chunk=chunk, cache=data.draw(st.sampled_from(PLACES))) as llm:
+        assert answers(llm, turns, new) == expected
+
+
+@pytest.mark.parametrize("h2o", [None, SMALL, replace(SMALL, positions="rolling")])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_the_same_answers_on_every_tier(tiny_model, device, h2o, bits):
+    tiny = tiny_model("llama")
+    turns, most = turns_of(tiny, [30, 3, 21, 1]), 140 if h2o is None else None
+    with open_llm(tiny, h2o, chunk=8, cache_bits=bits) as llm:
+        expected = answers(llm, turns, 20, max_tokens=most)
+    for place in (Placement(0, 100, 0), Placement(0, 0, 100)):
+        for options in ({}, {"overlap": False}, {"cpu_cache_compute": True}):
+            with open_llm(tiny, h2o, chunk=8, cache_bits=bits, cache=place, activations=place,
+                          weights=Placement(0, 50, 50), **options) as llm:
+                assert answers(llm, turns, 20, max_tokens=most) == expected, (place, options)
+
+
+def test_a_token_at_a_time_is_the_same_as_decoding(tiny_model):
+    """With chunks of one token a given turn is cached as a generated one would be."""
+    tiny = tiny_model("llama")
+    first, second = turns_of(tiny, [25, 10])
+    with open_llm(tiny, SMALL, chunk=1) as llm:
+        expected = answers(llm, [first, second])
+        with llm.stream() as stream:
+            stream.loglikelihood(first[:-1])
+            assert stream.generate(first[-1:], max_new_tokens=12,
+                                   eos_token_id=-1).token_ids == expected[0]
+
+
+# Without end
+
+
+def test_memory_is_the_budget_however_long_the_text(tiny_model):
+    tiny = tiny_model("llama")  # 256 positions
+    h2o = replace(SMALL, positions="rolling")
+    with open_llm(tiny, h2o, chunk=16) as llm, llm.stream() as stream:
+        (part,) = cache_of(stream).parts
+        token = llm.model_config.kv_bytes_per_token(4)
+        assert buffer_bytes(part) <= 17 * token + 3 * 4096
+        buffers = []
+        for turn in turns_of(tiny, [200] * 6):
+            stream.generate(turn, max_new_tokens=30, eos_token_id=-1)
+            assert stream.stats.kv_cache_bytes == 17 * token
+            buffers.append(scratch_bytes(stream))
+        assert len(set(buffers)) == 1
+        assert stream.tokens == 6 * 230 and stream.cached_tokens == 17
+
+
+def test_past_the_context_on_request_alone(tiny_model):
+    tiny = tiny_model("llama")  # 256 positions
+    turns = turns_of(tiny, [200, 40])
+    for h2o, most in ((None, 400), (SMALL, None)):
+        with open_llm(tiny, h2o) as llm:
+            with llm.stream(max_tokens=most) as stream:
+                stream.generate(turns[0], max_new_tokens=20, eos_token_id=-1)
+                with pytest.raises(UserError, match="256 positions"):
+                    stream.generate(turns[1], max_new_tokens=20)
+                # A refused turn leaves the text as it was.
+                assert stream.tokens == 220
+                stream.generate(turns[1][:5], max_new_tokens=20, eos_token_id=-1)
+            assert len(answers(llm, turns, 30, max_tokens=most, past_context=True)[1]) == 30
+
+
+# Around it
+
+
+class Recorder:
+    """transformers' interface of a streamer."""
+
+    def __init__(self):
+        self.got, self.ended = [], 0
+
+    def put(self, value):
+        assert value.dtype == torch.int64
+        self.got.append((value.dim(), value.flatten().tolist()))
+
+    def end(self):
+        self.ended += 1
+
+
+def test_a_streamer_gets_the_turn_and_each_token(tiny_model):
+    tiny = tiny_model("llama")
+    turns = turns_of(tiny, [6, 4])
+    with open_llm(tiny) as llm, llm.stream(max_tokens=60) as stream:
+        for turn in turns:
+            recorder = Recorder()
+            out = stream.generate(turn, streamer=recorder, max_new_tokens=5, eos_token_id=-1)
+            assert recorder.got == [(2, turn), *((1, [token]) for token in out.token_ids)]
+            assert recorder.ended == 1 and out.prompt_token_ids == turn
+
+
+def test_an_end_token_ends_the_turn_and_not_the_text(tiny_model):
+    tiny = tiny_model("llama")
+    (first, second) = turns_of(tiny, [6, 4])
+    with open_llm(tiny) as llm:
+        (usual, _) = answers(llm, [first, second], max_tokens=60)
+        end = usual[3]
+        with llm.stream(max_tokens=60) as stream:
+            out = stream.generate(first, max_new_tokens=12, eos_token_id=end)
+            assert out.finish_reason == "stop"
+            assert out.token_ids == usual[: usual.index(end) + 1]
+            text = first + out.token_ids + second
+            assert stream.generate(second, max_new_tokens=12, eos_token_id=-1).token_ids == (
+                transformers_tokens(tiny, [text], 12)[0])
+
+
+def test_streams_and_calls_take_turns(tiny_model):
+    tiny = tiny_model("llama")
+    turns = turns_of(tiny, [12, 5, 9])
+    with open_llm(tiny, SMALL) as llm:
+        alone = answers(llm, turns)
+        usual = llm.generate([turns[0]], max_new_tokens=12, eos_token_id=-1)[0].token_ids
+        one, other = llm.stream(), llm.stream()
+        found = [], []
+        for turn in turns:
+            for stream, mine in zip((one, other), found, strict=True):
+                mine.append(stream.generate(turn, max_new_tokens=12, eos_token_id=-1).token_ids)
+            again = llm.generate([turns[0]], max_new_tokens=12, eos_token_id=-1)
+            assert again[0].token_ids == usual
+        assert found == (alone, alone)
+    with pytest.raises(UserError, match="has ended"):  # the LLM took it along
+        one.generate(turns[0])
+
+
+def test_what_fails_midway_ends_the_stream_and_not_the_model(tiny_model):
+    tiny = tiny_model("llama")
+    (turn,) = turns_of(tiny, [12])
+
+    class Failing(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.got) == 4:
+                raise KeyboardInterrupt
+
+    with open_llm(tiny, SMALL) as llm:
+        usual = answers(llm, [turn])
+        stream = llm.stream()
+        with pytest.raises(KeyboardInterrupt):
+            stream.generate(turn, streamer=Failing(), max_new_tokens=12)
+        with pytest.raises(UserError, match="has ended"):
+            stream.generate(turn)
+        assert answers(llm, [turn]) == usual
+
+
+@pytest.mark.parametrize("key, h2o, options, words", [
+    ("llama", None, {}, "give max_tokens"),
+    ("llama", H2OConfig(heavy_ratio=0.1), {}, "heavy_tokens"),
+    ("llama", replace(SMALL, evict_generated=False), {}, "leave evict_generated"),
+    ("llama", replace(SMALL, simulate=True), {}, "give max_tokens"),
+    ("opt", SMALL, {"past_context": True}, "learned positions"),
+    ("llama", H2OConfig(heavy_tokens=100, recent_tokens=100, positions="rolling"), {},
+     "cache of 200 tokens and a chunk of 256"),
+    ("llama", SMALL, {"max_tokens": 0}, "at least 1"),
+    ("llama", SMALL, {"past_context": 1}, "true or false"),
+    ("llama", None, {"max_tokens": 2**40}, "does not fit"),
+])
+def test_streams_that_cannot_be(tiny_model, key, h2o, options, words):
+    with open_llm(tiny_model(key), h2o) as llm:
+        with pytest.raises(UserError, match=words) as caught:
+            llm.stream(**options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="has been closed"):
+        llm.stream(max_tokens=20)

@@ -1,0 +1,480 @@
+"""The engine end to end on tiny random models: the same tokens whatever the policy."""
+
+import itertools
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from inside import before_logits, before_reads
+from word_models import with_words
+
+import flexgen_h2o.llm as llm_module
+from flexgen_h2o import LLM, Placement, Policy
+from flexgen_h2o.engine import runner
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.metrics.trace import Trace
+
+NEW = 20  # more than the tail of a cache on disk
+
+
+def make_prompts(vocab, lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
+
+
+def transformers_tokens(tiny, prompts, new=NEW, **options):
+    out = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
+        found = tiny.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
+                                    **options)
+        out.append(found[0, len(prompt):].tolist())
+    return out
+
+
+def tokens_of(folder, prompts, *, new=NEW, offload_dir=None, sampling=None, **policy):
+    sampling = {"eos_token_id": -1} | (sampling or {})
+    with LLM(str(folder), policy=Policy(**policy), dtype="float32", offload_dir=offload_dir) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=new, **sampling)
+    return [out.token_ids for out in outputs]
+
+
+PLACES = [Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100),
+          Placement(40, 30, 30)]
+FAMILIES = ["opt", "llama", "neox"]
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, overlap):
+    """Every placement of each kind with every one of the other kinds; pads; a partial block."""
+    tiny = tiny_model(key)
+    prompts = make_prompts(tiny.model.config.vocab_size, [9, 4, 1, 7, 12])
+    expected = transformers_tokens(tiny, prompts)
+    for i, j in itertools.product(range(4), repeat=2):
+        weights, cache, activations = PLACES[i], PLACES[j], PLACES[(i + j) % 4]
+        got = tokens_of(tiny.folder, prompts, weights=weights, cache=cache,
+                        activations=activations, gpu_batch_size=2, num_gpu_batches=2,
+                        overlap=overlap, offload_dir=str(tmp_path / "offload"))
+        assert got == expected, (weights, cache, activations)
+    assert not (tmp_path / "offload").exists() or not list((tmp_path / "offload").iterdir())
+
+
+@pytest.mark.parametrize("split", [(1, 1), (1, 5), (3, 1), (2, 3), (8, 2)])
+def test_the_same_tokens_for_every_batch_split(tiny_model, tmp_path, split):
+    tiny = tiny_model("llama")
+    prompts = make_prompts(tiny.model.config.vocab_size, [3, 11, 6, 6, 2, 30, 1])
+    got = tokens_of(tiny.folder, prompts, gpu_batch_size=split[0], num_gpu_batches=split[1],
+                    weights=Placement(50, 0, 50), cache=Placement(50, 0, 50),
+                    offload_dir=str(tmp_path))
+    assert got == transformers_tokens(tiny, prompts)
+
+
+def test_call_after_call_in_the_same_room(tiny_model, tmp_path, device):
+    """Smaller blocks after larger ones, scoring in between, an early end with loads under way."""
+    tiny = tiny_model("llama")
+    vocab = tiny.model.config.vocab_size
+    policy = Policy(gpu_batch_size=3, num_gpu_batches=2, weights=Placement(0, 0, 100),
+                    cache=Placement(30, 30, 40), activations=Placement(30, 30, 40))
+    calls = [make_prompts(vocab, lengths, seed) for seed, lengths in enumerate(
+        [[12, 9, 30, 4, 4], [5], [2, 3], [40, 1, 1, 1, 1, 1, 1], [7, 8]])]
+    with torch.inference_mode(), LLM(str(tiny.folder), policy=policy, dtype="float32",
+                                     offload_dir=str(tmp_path)) as llm:
+        for prompts in calls:
+            expected = transformers_tokens(tiny, prompts)
+            got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+            assert [out.token_ids for out in got] == expected
+            stops = [tokens[2] for tokens in expected]
+            got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=stops)
+            assert all(out.token_ids[-1] in stops for out in got)
+            scores = llm.loglikelihood(list(zip(prompts, expected, strict=True)))
+            assert [len(one) for one in scores] == [NEW] * len(prompts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_longer_than_a_chunk_of_rows(tiny_model, monkeypatch):
+    from flexgen_h2o.engine import executor
+
+    monkeypatch.setitem(executor.CHUNK_ROWS, "cpu", 8)
+    monkeypatch.setattr(executor, "HEAD_ROWS", 2)
+    tiny = tiny_model("opt")
+    prompts = make_prompts(tiny.model.config.vocab_size, [5, 3, 20, 8, 1])
+    assert tokens_of(tiny.folder, prompts, gpu_batch_size=5) == transformers_tokens(tiny, prompts)
+
+
+def test_a_sequence_ends_at_eos_and_a_block_when_all_have(tiny_model):
+    tiny = tiny_model("opt")
+    prompts = make_prompts(tiny.model.config.vocab_size, [5, 9, 7])
+    free = transformers_tokens(tiny, prompts)
+    eos = [tokens[3] for tokens in free]
+    expected = []
+    for tokens in free:
+        end = next(i for i, t in enumerate(tokens) if t in eos)
+        expected.append(tokens[: end + 1])
+    policy = Policy(gpu_batch_size=2, num_gpu_batches=2)
+    with LLM(str(tiny.folder), policy=policy, dtype="float32") as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=eos)
+        assert [out.token_ids for out in outputs] == expected
+        assert {out.finish_reason for out in outputs} == {"stop"}
+        assert llm.stats.generated_tokens == sum(map(len, expected))
+        assert len(llm.stats.step_seconds) == max(map(len, expected)) - 1
+        again = llm.generate(prompts, max_new_tokens=4, eos_token_id=-1)
+        assert [out.token_ids for out in again] == [tokens[:4] for tokens in free]
+        assert {out.finish_reason for out in again} == {"length"}
+
+
+@pytest.mark.parametrize("options", [
+    {"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2},
+    {"do_sample": True, "temperature": 0.7, "top_k": 1},
+])
+def test_deterministic_options_give_transformers_tokens(tiny_model, options):
+    tiny = tiny_model("llama")
+    prompts = make_prompts(tiny.model.config.vocab_size, [5, 9, 2])
+    got = tokens_of(tiny.folder, prompts, sampling=options, gpu_batch_size=3)
+    assert got == transformers_tokens(tiny, prompts, **options)
+
+
+def test_sampling_depends_on_the_seed_and_not_on_the_batch_split(tiny_model):
+    tiny = tiny_model("neox")
+    prompts = make_prompts(tiny.model.config.vocab_size, [5, 9, 2, 5, 5])
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 40, "top_p": 0.9}
+    runs = {
+        (seed, size): tokens_of(tiny.folder, prompts, gpu_batch_size=size, num_gpu_batches=2,
+                                sampling=options | {"seed": seed})
+        for seed in (1, 2) for size in (1, 2, 5)
+    }
+    for seed in (1, 2):
+        assert runs[seed, 1] == runs[seed, 2] == runs[seed, 5]
+    assert runs[1, 1] != runs[2, 1]
+
+
+def test_min_new_tokens_keeps_eos_away(tiny_model):
+    tiny = tiny_model("opt")
+    prompts = make_prompts(tiny.model.config.vocab_size, [5])
+    eos = transformers_tokens(tiny, prompts)[0][0]
+    options = {"eos_token_id": eos, "min_new_tokens": 6}
+    got = tokens_of(tiny.folder, prompts, sampling=options)
+    assert len(got[0]) >= 6 and eos not in got[0][:6]
+    assert got == transformers_tokens(tiny, prompts, **options)
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_loglikelihood_equals_transformers(tiny_model, key):
+    tiny = tiny_model(key)
+    tokens = make_prompts(tiny.model.config.vocab_size, [9, 5, 14, 3])
+    pairs = [(t[:cut], t[cut:]) for t, cut in zip(tokens, [3, 1, 12, 2], strict=True)]
+    with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=3), dtype="float32") as llm:
+        got = llm.loglikelihood(pairs)
+    for (context, continuation), values in zip(pairs, got, strict=True):
+        with torch.no_grad():
+            logits = tiny.model(torch.tensor([context + continuation])).logits[0]
+        expected = [logits[len(context) + i - 1].log_softmax(-1)[t].item()
+                    for i, t in enumerate(continuation)]
+        assert values == pytest.approx(expected, abs=1e-4)
+
+
+def test_dummy_weights_are_the_same_on_every_placement(tmp_path):
+    prompts = make_prompts(500, [6, 3])
+    runs = []
+    for weights in PLACES:
+        with LLM("facebook/opt-125m", path="_DUMMY_", policy=Policy(weights=weights), seed=7,
+                 offload_dir=str(tmp_path)) as llm:
+            runs.append([out.token_ids for out in llm.generate(prompts, max_new_tokens=3)])
+    assert all(run == runs[0] for run in runs)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_on_disk_are_read_beside_compute(tiny_model, tmp_path):
+    trace = Trace()
+    tiny = tiny_model("opt")
+    policy = Policy(weights=Placement(0, 0, 100), gpu_batch_size=4, num_gpu_batches=2)
+    with LLM(str(tiny.folder), policy=policy, dtype="float32", trace=trace,
+             offload_dir=str(tmp_path)) as llm:
+        llm.generate(make_prompts(96, [200] * 8), max_new_tokens=2, eos_token_id=-1)
+        moved, _ = llm.stats.links["disk->cpu"]
+        assert moved > 0
+    spans = trace.spans()
+    reads = [s for s in spans if s[1] == "disk->cpu"]
+    computes = [s for s in spans if s[1] == "compute"]
+    assert any(r[2] < c[3] and c[2] < r[3] for r in reads for c in computes)
+
+
+def test_stats_count_what_was_done(tiny_model):
+    tiny = tiny_model("opt")
+    with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=2), dtype="float32") as llm:
+        llm.generate(make_prompts(96, [5, 6, 7]), max_new_tokens=4, eos_token_id=-1)
+        stats = llm.stats
+        assert (stats.num_prompts, stats.prompt_tokens, stats.generated_tokens) == (3, 18, 12)
+        assert len(stats.step_seconds) == 2 * 3 and stats.prefill_seconds > 0
+        assert stats.decode_seconds == pytest.approx(sum(stats.step_seconds))
+        config = llm.model_config
+        assert stats.kv_cache_bytes == 2 * 10 * config.kv_bytes_per_token(4)
+        llm.generate(make_prompts(96, [5, 6, 7]), max_new_tokens=10, cut_gen_len=4, eos_token_id=-1)
+        assert llm.stats.projected and llm.stats.generated_tokens == 30
+        assert llm.generate([], max_new_tokens=3) == [] and llm.stats.num_prompts == 0
+
+
+@pytest.mark.parametrize("prompts, options, words", [
+    ([[]], {}, "prompt 0 is empty"),
+    ([[3], [4, 10**6]], {}, "prompt 1: token id 1000000"),
+    ([[5] * 300], {}, "prompt 0 has 300 tokens, more than"),
+    ([[5] * 250], {"max_new_tokens": 50}, "generate at most 7"),
+    (["text"], {}, "no tokenizer"),
+    ([[5]], {"max_tokens": 5}, "no option 'max_tokens'"),
+    ([[5]], {"max_new_tokens": 0}, "at least 1"),
+    ("text", {}, "put the one prompt in a list"),
+    ([5, 6], {}, "prompt 0 must be text or a sequence"),
+    ([[1.5]], {}, "prompt 0 must be text or a sequence"),
+    ([[5]], {"cut_gen_len": 0}, "at least 1"),
+    (None, {}, "prompts must be a list, got None"),
+    ({"a": [5]}, {}, "prompts must be a list"),
+    (torch.tensor(5), {}, r"prompts must be a list, got tensor\(5\)"),
+    ([b"ab"], {}, "prompt 0 must be text or a sequence"),
+    ([[5]], {"stop_strings": "a\ud800"}, r"stop_strings is not text in UTF-8.*'\\ud800'"),
+])
+def test_bad_requests_are_one_line(tiny_model, prompts, options, words):
+    with LLM(str(tiny_model("opt").folder), dtype="float32") as llm, \
+            pytest.raises(UserError, match=words) as caught:
+        llm.generate(prompts, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_pairs_and_a_closed_llm_are_one_line(tiny_model):
+    llm = LLM(str(tiny_model("opt").folder), dtype="float32")
+    for pair in ("ab", ([5],), ([5], [6.5]), ([5], [])):
+        with pytest.raises(UserError, match="pair 0"):
+            llm.loglikelihood([pair])
+    with pytest.raises(UserError, match="pairs must be a list, got 7"):
+        llm.loglikelihood(7)
+    with pytest.raises(UserError, match="attend must be a function, got 7"):
+        llm.probe([([5], [6])], 7)
+    with llm.stream(max_tokens=9) as stream, pytest.raises(UserError, match="must be a Streamer"):
+        stream.generate([5], streamer=7)
+    llm.close()
+    for closed, work in (("LLM", lambda: llm.generate([[5]])), ("LLM", llm.__enter__),
+                         ("stream", lambda: stream.generate([5])), ("stream", stream.__enter__)):
+        with pytest.raises(UserError, match=f"this {closed} has (been closed|ended)"):
+            work()
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"model": 5}, "model must be text or a path, got 5"),
+    ({"model": "a\ud800"}, "model is not text in UTF-8"),
+    ({"path": 5}, "path must be text or a path"),
+    ({"offload_dir": 5}, "offload_dir must be text or a path"),
+    ({"weight_cache": True}, "weight_cache must be text or a path"),
+    ({"policy": 5}, "policy must be a Policy, got 5"),
+    ({"policy": Policy}, "policy must be a Policy, got <class"),
+    ({"h2o": {"heavy_ratio": 0.1}},
+     r"h2o must be an H2OConfig, got {'heavy_ratio': 0.1}: write H2OConfig\(heavy_ratio=0.1\)"),
+    ({"workload": (1, 2)}, "workload must be a Workload"),
+    ({"trace": "x"}, "trace must be a Trace, got 'x'"),
+    ({"trace": torch.zeros(2, 2)}, "trace must be a Trace, got tensor"),
+    ({"seed": "a"}, "seed must be a whole number, got 'a'"),
+    ({"seed": -1}, "seed must be at least 0"),
+    ({"memory_limit": "6GB"}, "memory_limit must be a whole number"),
+    ({"attn_sparsity": "all"}, "attn_sparsity must be a finite number"),
+    ({"verbose": 1}, "verbose must be true or false"),
+    ({"progress": "no"}, "progress must be true or false"),
+    ({"device": torch.device("cpu")}, "device must be text"),
+    ({"dtype": torch.float32}, "dtype must be text"),
+    ({"texts": "one"}, "texts must be a list"),
+])
+def test_arguments_of_wrong_types_are_one_line(tiny_model, options, words):
+    with pytest.raises(UserError, match=words) as caught:
+        LLM(**{"model": str(tiny_model("opt").folder), "dtype": "float32"} | options)
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_need_not_be_text(tiny_model, tmp_path):
+    policy = Policy(weights=Placement(0, 0, 100), cache=Placement(0, 0, 100))
+    with LLM(Path(tiny_model("opt").folder), dtype="float32", offload_dir=tmp_path,
+             weight_cache=tmp_path / "weights", weight_bits=4, policy=policy) as llm:
+        assert len(llm.generate([[5]], max_new_tokens=2, eos_token_id=-1)[0].token_ids) == 2
+        assert list((tmp_path / "weights").iterdir())
+
+
+# Threads
+
+
+@pytest.mark.parametrize("place", [Placement(100, 0, 0), Placement(0, 0, 100)])
+def test_calls_of_several_threads_take_turns(tiny_model, tmp_path, place):
+    tiny = tiny_model("opt")
+    prompts = make_prompts(96, [5, 3, 9, 7])
+    expected = transformers_tokens(tiny, prompts)
+    policy = Policy(gpu_batch_size=1, weights=place, cache=place)
+    begin = threading.Barrier(4)
+
+    def work(number):
+        begin.wait()
+        prompt = prompts[number]
+        if number % 2:
+            with llm.stream(max_tokens=60) as stream:
+                return stream.generate(prompt, max_new_tokens=NEW, eos_token_id=-1).token_ids
+        found = [llm.generate([prompt], max_new_tokens=NEW, eos_token_id=-1) for _ in range(3)]
+        assert found[0] == found[1] == found[2]
+        return found[0][0].token_ids
+
+    with LLM(str(tiny.folder), dtype="float32", policy=policy, offload_dir=str(tmp_path)) as llm, \
+            ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_within_a_call_is_refused_and_close_waits(tiny_model):
+    """Whatever is called from within: by the streamer of a stream, or by `attend`."""
+    tiny, pair = tiny_model("opt"), ([5, 6], [7, 8])
+    refused, threads = [], []
+
+    class Meddling:
+        def put(self, value):
+            for call in (lambda: llm.generate([[5]]), lambda: llm.score([pair]), stream.close,
+                         lambda: stream.generate([5]), llm.stream, llm.close):
+                with pytest.raises(UserError, match="within another call on the same LLM"):
+                    call()
+                refused.append(call)
+
+        def end(self):
+            pass
+
+    def attend(layer, pair, q, k, v):
+        with pytest.raises(UserError, match="score is called from within another call"):
+            llm.loglikelihood([pair])
+        if not threads:
+            threads.append(threading.Thread(target=llm.close))
+            threads[0].start()
+        return ops.prefill_attention(q, k, v, [len(q)])
+
+    llm = LLM(str(tiny.folder), dtype="float32")
+    with llm.stream(max_tokens=20) as stream:
+        out = stream.generate([5, 6], streamer=Meddling(), max_new_tokens=3, eos_token_id=-1)
+    assert [out.token_ids] == transformers_tokens(tiny, [[5, 6]], new=3) and len(refused) == 4 * 6
+    usual = llm.loglikelihood([pair])
+    assert llm.probe([pair], attend)[0] == pytest.approx(usual[0])
+    threads[0].join()
+    with pytest.raises(UserError, match="has been closed"):
+        llm.generate([[5]])
+
+
+# Texts
+
+
+def test_text_that_utf8_cannot_hold(tiny_model, tmp_path):
+    model = with_words(tiny_model("llama").folder, tmp_path / "model")
+    bad = "w1 \udcff"
+    with LLM(model, dtype="float32") as llm, llm.stream(max_tokens=9) as stream:
+        for work, words in (
+                (lambda: llm.generate(["w1", bad]), "prompt 1"),
+                (lambda: llm.loglikelihood([("w1", " w2"), (bad, " w2")]), "pair 1"),
+                (lambda: llm.loglikelihood([("w1", bad)]), "pair 0"),
+                (lambda: stream.generate(bad), "prompt 0"),
+                (lambda: stream.loglikelihood(bad), "prompt 0")):
+            with pytest.raises(UserError, match=rf"{words} is not text .*'\\udcff'") as caught:
+                work()
+            assert "\n" not in str(caught.value)
+            str(caught.value).encode()
+        assert stream.generate("w1", max_new_tokens=2, eos_token_id=-1).text is not None
+
+
+def test_a_text_far_too_long_is_refused_by_its_beginning(tiny_model, tmp_path, monkeypatch):
+    """Before anything is planned or loaded, and without the minute that 10 MB of it take."""
+    from transformers import PreTrainedTokenizerFast
+
+    call, seen = PreTrainedTokenizerFast.__call__, []
+
+    def counting(self, text, **options):
+        seen.append(len(text))
+        return call(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counting)
+    model = with_words(tiny_model("llama").folder, tmp_path / "model")
+    text = "w12 " * 2_500_000
+    about = r"prompt 1 has about 2\d{6} tokens, more than the model's 256 positions: shorten it"
+    with pytest.raises(UserError, match=about):
+        LLM(model, dtype="float32", texts=["w1", text], workload=llm_module.Workload(
+            prompt_len=3_000_000, gen_len=1, gpu_batch_size=1, num_gpu_batches=1))
+    with LLM(model, dtype="float32", texts=["w1"]) as llm:
+        with pytest.raises(UserError, match=about):
+            llm.generate(["w1", text])
+        with pytest.raises(UserError, match=about.replace("prompt", "pair")):
+            llm.loglikelihood([("w1", " w2"), (text, "w2")])
+        with llm.stream(max_tokens=20) as stream:
+            stream.loglikelihood("w1 w2")
+            with pytest.raises(UserError, match="about 2.* more than the 18 that are left of max_"):
+                stream.generate(text)
+        assert 1000 < max(seen) < 10_000
+        # Blanks are no words, and a word without end is one token.
+        for one in (" " * 50_000 + "w1 w2", "w3" * 50_000):
+            llm.generate([one], max_new_tokens=1)
+
+@pytest.mark.parametrize("name, text", [
+    ("tokenizer.json", "{}"), ("generation_config.json", "{"), ("generation_config.json", "[]"),
+    ("generation_config.json", '{"eos_token_id": "x"}'),
+    ("generation_config.json", '{"eos_token_id": [true]}'),
+    ("generation_config.json", f'{{"eos_token_id": {10**400}}}'),
+    ("generation_config.json", "[" * 100_000),
+])
+def test_damaged_small_files_show_before_the_work(tiny_model, tmp_path, monkeypatch, name, text):
+    """Also where the call says which tokens end a text."""
+    import shutil
+
+    shutil.copytree(tiny_model("opt").folder, tmp_path / "model")
+    (tmp_path / "model" / name).write_text(text)
+    monkeypatch.setattr(runner.Runtime, "run", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(UserError, match="can't be") as caught, \
+            LLM(str(tmp_path / "model"), dtype="float32") as llm:
+        llm.generate([[5]], max_new_tokens=2, eos_token_id=-1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_disk_error_ends_the_run_and_leaves_nothing(tiny_model, tmp_path, monkeypatch):
+    import errno
+    import os
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    policy = Policy(cache=Placement(0, 0, 100), weights=Placement(0, 0, 100))
+    with LLM(str(tiny_model("opt").folder), policy=policy, dtype="float32",
+             offload_dir=str(tmp_path)) as llm:
+        monkeypatch.setattr(os, "pwritev", fail)
+        with pytest.raises(UserError, match="is full"):
+            llm.generate([[5, 6, 7]], max_new_tokens=NEW)
+        monkeypatch.undo()
+        assert list(tmp_path.iterdir()) == []
+        assert len(llm.generate([[5, 6, 7]], max_new_tokens=3, eos_token_id=-1)[0].token_ids) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_read_error_ends_one_run_and_not_the_next(tiny_model, tmp_path, monkeypatch):
+    def fail():
+        raise UserError("reading failed")
+
+    tiny = tiny_model("opt")
+    prompts = make_prompts(96, [5])
+    with LLM(str(tiny.folder), policy=Policy(weights=Placement(0, 0, 100)), dtype="float32",
+             offload_dir=str(tmp_path)) as llm:
+        before_reads(monkeypatch, fail)
+        with pytest.raises(UserError, match="reading failed"):
+            llm.generate(prompts, max_new_tokens=NEW)
+        monkeypatch.undo()
+        got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+    assert [out.token_ids for out in got] == transformers_tokens(tiny, prompts)
+
+
+def test_an_interrupt_leaves_nothing(tiny_model, tmp_path, monkeypatch):
+    def interrupt(step):
+        raise KeyboardInterrupt
+
+    policy = Policy(cache=Placement(0, 0, 100), weights=Placement(0, 0, 100))
+    before_logits(monkeypatch, interrupt)
+    with pytest.raises(KeyboardInterrupt), LLM(
+            str(tiny_model("opt").folder), policy=policy, dtype="float32",
+            offload_dir=str(tmp_path)) as llm:
+        llm.generate([[5, 6, 7]], max_new_tokens=3)
+    assert list(tmp_path.iterdir()) == []

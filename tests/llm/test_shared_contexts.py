@@ -1,0 +1,84 @@
+"""Contexts that several pairs have: one pass through the network gives what each alone gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from llm.test_llm import PLACES
+
+from flexgen_h2o import LLM, H2OConfig, Policy
+from flexgen_h2o.engine.batch import Batch
+
+CACHES = {
+    "h2o": {"h2o": H2OConfig(heavy_ratio=0.15)},
+    "window, inside prompts": {"h2o": H2OConfig(heavy_tokens=0, recent_tokens=5, prompt_chunk=6)},
+    "h2o, inside prompts": {"h2o": H2OConfig(heavy_ratio=0.15, prompt_chunk=6)},
+    "rolling": {"h2o": H2OConfig(heavy_ratio=0.15, positions="rolling")},
+    "simulated": {"h2o": H2OConfig(heavy_ratio=0.15, prompt_chunk=6, simulate=True)},
+    "8 bits": {"cache_bits": 8},
+    "8 bits, h2o": {"cache_bits": 8, "h2o": H2OConfig(heavy_ratio=0.15)},
+    "sparse": {"attn_sparsity": 0.5},
+}
+
+
+def pairs_of(vocab: int) -> list[tuple[list[int], list[int]]]:
+    """Four continuations of each of three contexts, of which two are as long; and one alone."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(2, vocab, (length,), generator=generator).tolist()
+
+    contexts = [draw(length) for length in (30, 17, 30)]
+    return [(context, draw(3 + number)) for number in range(4) for context in contexts] + [
+        (draw(1), draw(9))]
+
+
+def scores(tiny, pairs, *, policy: Policy, **options) -> list:
+    with LLM(str(tiny.folder), dtype="float32", policy=policy, progress=False, **options) as llm:
+        return [(scored.log_probs, scored.greedy) for scored in llm.score(pairs)]
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_as_each_pair_alone(tiny_model, name):
+    tiny = tiny_model("llama")
+    pairs = pairs_of(tiny.config.vocab_size)
+    one = Policy(gpu_batch_size=1)
+    expected = [scores(tiny, [pair], policy=one, **CACHES[name])[0] for pair in pairs]
+    for size, batches in ((13, 1), (5, 2), (3, 1)):
+        found = scores(tiny, pairs, policy=Policy(gpu_batch_size=size, num_gpu_batches=batches),
+                       **CACHES[name])
+        for (values, greedy), (others, also) in zip(found, expected, strict=True):
+            assert values == pytest.approx(others, abs=1e-4) and greedy == also
+
+
+@pytest.mark.parametrize("key", ["opt", "neox"])
+@pytest.mark.parametrize("place", PLACES)
+def test_on_every_tier(tiny_model, tmp_path, key, place):
+    tiny = tiny_model(key)
+    pairs = pairs_of(tiny.config.vocab_size)
+    expected = scores(tiny, pairs, policy=Policy(gpu_batch_size=1), **CACHES["h2o"])
+    policy = Policy(gpu_batch_size=6, cache=place, activations=place)
+    found = scores(tiny, pairs, policy=policy, offload_dir=str(tmp_path), **CACHES["h2o"])
+    for (values, greedy), (others, also) in zip(found, expected, strict=True):
+        assert values == pytest.approx(others, abs=1e-4) and greedy == also
+
+
+def test_a_shared_context_is_computed_once(tiny_model, monkeypatch):
+    tiny = tiny_model("llama")
+    pairs = pairs_of(tiny.config.vocab_size)
+    fed, inputs = [], Batch.inputs
+
+    def counted(batch, sweep):
+        ids, positions = inputs(batch, sweep)
+        fed.append((batch.seats.in_prefill(sweep), len(ids)))
+        return ids, positions
+
+    monkeypatch.setattr(Batch, "inputs", counted)
+    scores(tiny, pairs, policy=Policy(gpu_batch_size=13), **CACHES["h2o"])
+    assert sum(rows for prefill, rows in fed if prefill) == 30 + 17 + 30 + 1
+    # Longer than their prompt's rows: four sequences that share a prompt of one token.
+    short = [([5], [6 + number, 7]) for number in range(4)]
+    found = scores(tiny, short, policy=Policy(gpu_batch_size=4), **CACHES["h2o"])
+    alone = [scores(tiny, [pair], policy=Policy(gpu_batch_size=1), **CACHES["h2o"])[0]
+             for pair in short]
+    assert [v for v, _ in found] == [pytest.approx(v, abs=1e-4) for v, _ in alone]

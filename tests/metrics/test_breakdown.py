@@ -1,0 +1,128 @@
+"""Where the time went: against a grid of whole seconds, and on a run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o import LLM, Placement, Policy
+from flexgen_h2o.metrics import breakdown
+from flexgen_h2o.metrics.breakdown import phases
+from flexgen_h2o.metrics.intervals import common, minus, seconds, union
+from flexgen_h2o.metrics.trace import COMPUTE, PHASES, WAITING, Trace
+
+LANES = (COMPUTE, "cpu->gpu", "disk->cpu", "cpu attention")
+HORIZON = 60
+
+interval = st.tuples(st.integers(0, 45), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1]))
+intervals = st.lists(interval, max_size=8)
+
+
+def cells(some) -> set[int]:
+    """The whole seconds that intervals cover."""
+    return {t for start, end in some for t in range(start, end)}
+
+
+def ordered(some) -> bool:
+    return all(a <= b for a, b in some) and all(
+        one[1] < other[0] for one, other in zip(some, some[1:], strict=False))
+
+
+@given(intervals, intervals)
+def test_sets_of_instants(one, other):
+    a, b = union(one), union(other)
+    assert ordered(a) and cells(a) == cells(one) and seconds(a) == len(cells(one))
+    assert cells(minus(a, b)) == cells(one) - cells(other)
+    assert cells(common(a, b)) == cells(one) & cells(other)
+    for found, wanted in ((minus(a, b), cells(one) - cells(other)),
+                          (common(a, b), cells(one) & cells(other))):
+        assert seconds(found) == len(wanted) and found == sorted(found)
+
+
+span = st.tuples(st.sampled_from([*LANES, WAITING]), interval, st.integers(0, 9))
+edges = st.lists(st.integers(0, HORIZON), min_size=3, max_size=9, unique=True).map(sorted)
+
+
+@given(st.lists(span, max_size=25), edges)
+def test_a_breakdown_counts_every_second(some, cuts):
+    """Blocks one after the other: prefill up to one edge, decode up to the next, and a gap."""
+    spans = [("a span", lane, *times, nbytes) for lane, times, nbytes in some]
+    windows = {"prefill": [], "decode": []}
+    for number in range(len(cuts) - 1):
+        if number % 3 < 2:
+            name = ("prefill", "decode")[number % 3]
+            windows[name].append((cuts[number], cuts[number + 1]))
+            spans.append((name, PHASES, cuts[number], cuts[number + 1], 0))
+    busy = {lane: cells(times for other, times, _ in some if other == lane)
+            for lane in (*LANES, WAITING)}
+    busy[COMPUTE] -= busy.pop(WAITING)
+    found = phases(spans)
+    assert [phase.name for phase in found] == ["prefill", "decode"]
+    for phase in found:
+        mine = cells(windows[phase.name])
+        assert phase.wall == len(mine)
+        assert phase.idle == len(mine - set().union(*busy.values()))
+        assert set(phase.lanes) == {lane for lane in LANES if busy[lane] & mine}
+        for lane, time in phase.lanes.items():
+            others = set().union(*(busy[other] for other in LANES if other != lane))
+            assert time.busy == len(busy[lane] & mine) <= phase.wall
+            assert time.alone == len((busy[lane] - others) & mine) <= time.busy
+            moved = sum(nbytes * len(cells([times]) & mine) / (times[1] - times[0])
+                        for other, times, nbytes in some if other == lane and times[0] < times[1])
+            assert time.nbytes == pytest.approx(moved)
+        assert sum(time.alone for time in phase.lanes.values()) + phase.idle <= phase.wall
+
+
+GB = 10**9
+RUN = [
+    ("disk->cpu", "disk->cpu", 0.0, 10.0, 9 * GB),  # while the model was loaded
+    ("prefill", PHASES, 10.0, 14.0, 0),
+    ("decode", PHASES, 14.0, 24.0, 0),
+    ("layer 1 batch 0", COMPUTE, 10.0, 13.0, 0),
+    ("layer 2 batch 0", COMPUTE, 13.5, 18.0, 0),
+    ("wait", WAITING, 14.0, 17.0, 0),
+    ("cpu->gpu", "cpu->gpu", 12.0, 22.0, 20 * GB),
+]
+
+
+def test_the_table():
+    assert breakdown.table(RUN) == """\
+prefill, s             4.000     of it  alone, s        GB      GB/s
+  compute              3.500    87.5 %     2.000
+  cpu->gpu             2.000    50.0 %     0.500     4.000         2
+  idle                 0.000     0.0 %
+decode, s             10.000     of it  alone, s        GB      GB/s
+  compute              1.000    10.0 %     0.000
+  cpu->gpu             8.000    80.0 %     7.000    16.000         2
+  idle                 2.000    20.0 %
+bound by: prefill compute (87.5 %), decode cpu->gpu (80.0 %)"""
+
+
+def test_nothing_may_bind():
+    spans = [("prefill", PHASES, 0.0, 4.0, 0), ("decode", PHASES, 4.0, 4.0, 0),
+             ("layer 1 batch 0", COMPUTE, 1.0, 2.0, 0)]
+    lines = breakdown.table(spans).splitlines()
+    assert lines[-1] == "bound by: prefill idle (75.0 %)"
+    assert not any("decode" in line for line in lines), "no time, no shares"
+    assert breakdown.table(RUN[:1]) == breakdown.table([]) == "breakdown: nothing was computed"
+
+
+def test_a_run_says_when_its_phases_were_and_where_compute_waited(tiny_model, tmp_path):
+    trace = Trace()
+    policy = Policy(weights=Placement(0, 0, 100), cache=Placement(0, 0, 100), gpu_batch_size=2)
+    with LLM(str(tiny_model("opt").folder), policy=policy, dtype="float32", trace=trace,
+             offload_dir=str(tmp_path)) as llm:
+        llm.generate([[5, 6, 7, 8]] * 6, max_new_tokens=5, eos_token_id=-1)
+        stats = llm.stats
+    spans = trace.spans()
+    assert [s[0] for s in spans if s[1] == PHASES] == ["prefill", "decode"] * 3
+    prefill, decode = phases(spans)
+    assert prefill.wall == pytest.approx(stats.prefill_seconds)
+    assert decode.wall == pytest.approx(stats.decode_seconds)
+    assert {COMPUTE, "disk->cpu"} <= set(decode.lanes)
+    computes, waits = ([s[2:4] for s in spans if s[1] == lane] for lane in (COMPUTE, WAITING))
+    assert waits and all(any(a <= start and end <= b for a, b in computes)
+                         for start, end in waits)
+    moved = sum(phase.lanes["disk->cpu"].nbytes for phase in (prefill, decode))
+    assert 0 < moved <= stats.links["disk->cpu"][0]

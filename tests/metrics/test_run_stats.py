@@ -1,0 +1,328 @@
+"""The figures of a run: formulas, union of intervals, projection, and the files they go to."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inside import MOST_OPEN_INTERVALS, open_intervals
+from read_back import read_csv
+
+import flexgen_h2o
+from flexgen_h2o.cli.result_rows import CSV_COLUMNS, append_csv, check_csv
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files import atomic
+from flexgen_h2o.metrics import provenance, run_stats, run_table
+from flexgen_h2o.metrics.links import LinkStats
+from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.metrics.sizes import sizes
+
+
+def make_stats(**changes) -> RunStats:
+    values = dict(
+        model="tiny", num_parameters=1_500_000, dtype="float32", device="cpu", num_prompts=4,
+        prompt_tokens=400, generated_tokens=44, gpu_batch_size=2, num_gpu_batches=2,
+        load_seconds=0.5, prefill_seconds=2.0, decode_seconds=4.0, step_seconds=[0.4] * 10,
+        peak_process_bytes=10**9, kv_cache_bytes=10**6,
+        links={"disk->cpu": (3 * 10**9, 1.5)},
+    )
+    return RunStats(**(values | changes))
+
+
+# RunStats
+
+
+def test_rates_are_as_defined():
+    stats = make_stats()
+    assert stats.prefill_tokens_per_second == 400 / 2
+    assert stats.decode_tokens_per_second == (44 - 4) / 4
+    assert stats.total_tokens_per_second == 44 / 6
+    assert stats.latency_p50_seconds == stats.latency_p95_seconds == 0.4
+
+
+def test_a_prediction_stands_beside_what_it_is_of():
+    assert "predicted" not in run_table.table(make_stats())
+    shown = run_table.table(make_stats(predicted_prefill_seconds=1.0, predicted_decode_seconds=2.0))
+    assert "1.000 + 2.000 s" in shown and "0.50 of prefill and decode" in shown
+
+
+def test_what_was_not_measured_is_none():
+    stats = make_stats(prefill_seconds=0.0, decode_seconds=0.0, step_seconds=[])
+    assert all(getattr(stats, name) is None for name in run_stats.RATES)
+    assert "nan" not in run_table.table(stats)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.integers(0, 100))
+def test_percentile_is_numpys(values, percent):
+    import numpy as np
+
+    assert run_stats.percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+def test_projection_extends_decode_by_the_mean_step():
+    # Two blocks, each cut at 3 of 21 tokens: two decode steps a block were measured.
+    stats = make_stats(generated_tokens=12, step_seconds=[0.1, 0.3, 0.1, 0.3], decode_seconds=0.8)
+    projected = stats.project(cut=3, gen_len=21)
+    assert projected.projected and not stats.projected
+    assert projected.decode_seconds == pytest.approx(0.2 * 20 * 2)
+    assert projected.generated_tokens == 4 * 21
+    assert projected.prefill_seconds == stats.prefill_seconds
+    assert projected.decode_tokens_per_second == pytest.approx(stats.decode_tokens_per_second)
+    assert projected.step_seconds == stats.step_seconds
+
+
+def test_projection_needs_a_step():
+    stats = make_stats(generated_tokens=4, step_seconds=[], decode_seconds=0.0)
+    with pytest.raises(UserError, match="no decode step"):
+        stats.project(cut=1, gen_len=8)
+    assert stats.project(cut=1, gen_len=1).generated_tokens == 4
+
+
+def test_projected_is_marked_in_every_form(tmp_path):
+    stats = make_stats(projected=True)
+    lines = run_table.table(stats).splitlines()
+    for start in ("generated", "decode", "total throughput"):
+        assert next(line for line in lines if line.startswith(start)).endswith("(projected)")
+    assert next(line for line in lines if line.startswith("latency")).count("measured") == 1
+    assert json.loads(run_stats.to_json(stats))["projected"] is True
+    append_csv(tmp_path / "r.csv", stats, RunConfig())
+    assert read_csv(tmp_path / "r.csv")[0]["projected"] == "true"
+    assert "projected" not in run_table.table(make_stats())
+
+
+def test_json_has_rates_and_links():
+    values = json.loads(run_stats.to_json(make_stats()))
+    assert values["total_tokens_per_second"] == pytest.approx(44 / 6)
+    assert values["full_kv_cache_bytes"] == values["kv_bytes_per_token"] == 0
+    assert values["links"]["disk->cpu"] == {"bytes": 3 * 10**9, "seconds": 1.5, "gb_per_s": 2.0}
+
+
+@pytest.mark.parametrize(("used", "full", "line"), [
+    (2 * 10**8, 10**9, "0.200 GB 512 bytes per token, 0.200 of the full 1.000 GB"),
+    (10**9, 10**9, "1.000 GB 512 bytes per token"),
+    (10**9, 0, "1.000 GB 512 bytes per token"),
+    (0, 0, "0.000 GB 512 bytes per token"),
+])
+def test_the_table_compares_the_cache_with_the_full_one(used, full, line):
+    stats = make_stats(kv_cache_bytes=used, full_kv_cache_bytes=full, kv_bytes_per_token=512)
+    found = next(text for text in run_table.table(stats).splitlines()
+                 if text.startswith("KV cache"))
+    assert " ".join(found.split()) == f"KV cache {line}"
+
+
+# LinkStats
+
+
+interval = st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1]))
+
+
+@given(st.lists(interval, min_size=1, max_size=40))
+def test_busy_time_is_the_union(intervals):
+    links = LinkStats()
+    for start, end in intervals:
+        links.add("disk->cpu", 2, float(start), float(end))
+    seconds = len({t for start, end in intervals for t in range(start, end)})
+    assert links.totals() == {"disk->cpu": (2 * len(intervals), pytest.approx(seconds))}
+
+
+def test_a_long_run_keeps_few_intervals():
+    links = LinkStats()
+    for index in range(5000):
+        links.add("cpu->gpu", 1, index, index + 0.5)
+    assert open_intervals(links, "cpu->gpu") <= MOST_OPEN_INTERVALS
+    assert links.totals() == {"cpu->gpu": (5000, pytest.approx(2500))}
+
+
+def test_links_add_up_from_many_threads():
+    links = LinkStats()
+
+    def work(first):
+        for index in range(500):
+            links.add("gpu->cpu", 3, first + index, first + index + 1)
+
+    threads = [threading.Thread(target=work, args=(n * 500,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert links.totals() == {"gpu->cpu": (6000, pytest.approx(2000))}
+    links.reset()
+    assert links.totals() == {}
+
+
+# CSV
+
+
+def test_csv_schema():
+    """Files of older runs are appended to: a change here breaks them, and must be meant."""
+    assert ",".join(CSV_COLUMNS) == (
+        "date,version,commit,host,device,torch,model,parameters,dtype,"
+        "weights_gpu,weights_cpu,weights_disk,cache_gpu,cache_cpu,cache_disk,"
+        "activations_gpu,activations_cpu,activations_disk,"
+        "overlap,pin_weight,cpu_cache_compute,prefill_chunk,sep_layer,compress_weight,"
+        "compress_cache,weight_bits,cache_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,"
+        "num_window_length,hh_all,evict_while_prefilling,score,score_decay,sink_tokens,enable_position_rolling,"
+        "attn_sparsity,"
+        "prompt_len,gen_len,gpu_batch_size,num_gpu_batches,num_prompts,prompt_tokens,"
+        "generated_tokens,load_seconds,prefill_seconds,decode_seconds,"
+        "prefill_tokens_per_second,decode_tokens_per_second,total_tokens_per_second,"
+        "latency_p50_seconds,latency_p95_seconds,"
+        "predicted_prefill_seconds,predicted_decode_seconds,"
+        "peak_device_bytes,peak_process_bytes,weight_bytes,"
+        "kv_cache_bytes,full_kv_cache_bytes,kv_bytes_per_token,"
+        "disk_to_cpu_gb,disk_to_cpu_gb_per_s,cpu_to_disk_gb,cpu_to_disk_gb_per_s,"
+        "cpu_to_gpu_gb,cpu_to_gpu_gb_per_s,gpu_to_cpu_gb,gpu_to_cpu_gb_per_s,projected"
+    )
+
+
+def test_csv_rows(tmp_path):
+    path = tmp_path / "r.csv"
+    config = RunConfig(percent=(0, 50, 100, 0, 100, 0), gen_len=11, overlap=False)
+    for model in ("a", "b, \"c\"\nd"):
+        append_csv(path, make_stats(model=model), config)
+    rows = read_csv(path)
+    assert [row["model"] for row in rows] == ["a", "b, \"c\"\nd"]
+    first = rows[0]
+    assert tuple(first) == CSV_COLUMNS
+    assert (first["weights_gpu"], first["weights_cpu"], first["weights_disk"]) == ("0", "50", "50")
+    assert (first["overlap"], first["projected"], first["prompt_len"]) == ("false", "false", "100")
+    assert (first["disk_to_cpu_gb"], first["disk_to_cpu_gb_per_s"]) == ("3", "2")
+    assert (first["cpu_to_gpu_gb"], first["cpu_to_gpu_gb_per_s"]) == ("0", "")
+    assert float(first["total_tokens_per_second"]) == pytest.approx(44 / 6, rel=1e-5)
+    assert first["version"] and first["host"] and first["torch"] and first["date"]
+
+
+def csv_of(tmp_path, **flags) -> dict[str, str]:
+    append_csv(tmp_path / "r.csv", make_stats(full_kv_cache_bytes=4 * 10**6, kv_bytes_per_token=96),
+               RunConfig(**flags))
+    return read_csv(tmp_path / "r.csv")[0]
+
+
+@pytest.mark.parametrize(("flags", "cells"), [
+    ({}, {"weight_bits": "16", "compress_weight": "false", "cache_bits": "16"}),
+    ({"compress_weight": True}, {"weight_bits": "4", "compress_weight": "true"}),
+    ({"weight_bits": 8, "no_weight_cache": True},
+     {"weight_bits": "8", "compress_weight": "false", "cache_bits": "16"}),
+    ({"compress_cache": True}, {"weight_bits": "16", "cache_bits": "4"}),
+])
+def test_csv_says_how_weights_are_kept(tmp_path, flags, cells):
+    row = csv_of(tmp_path, **flags)
+    assert {name: row[name] for name in cells} == cells
+
+
+@pytest.mark.parametrize(("flags", "cells"), [
+    ({}, {"cache_bits": "16", "eviction": "full", "hh_ratio": "1", "recent_ratio": "",
+          "num_heavy_hitter_tokens": "", "num_window_length": "", "score": "sum",
+          "score_decay": "", "sink_tokens": "0", "enable_position_rolling": "false",
+          "prefill_chunk": "", "full_kv_cache_bytes": "4000000", "kv_bytes_per_token": "96"}),
+    ({"hh_ratio": [0.1, 1 / 3, 1], "recent_ratio": 0.5, "compress_cache": True},
+     {"hh_ratio": "0.1 0.333333 1", "recent_ratio": "0.5", "eviction": "h2o", "cache_bits": "4",
+      "compress_cache": "true"}),
+    ({"num_window_length": 64, "num_heavy_hitter_tokens": 0, "prefill_chunk": 32},
+     {"num_window_length": "64", "num_heavy_hitter_tokens": "0", "prefill_chunk": "32",
+      "hh_ratio": "1"}),
+    ({"hh_ratio": 0.2, "eviction": "sink-window", "enable_position_rolling": True,
+      "hh_all": False},
+     {"eviction": "sink-window", "sink_tokens": "4", "enable_position_rolling": "true",
+      "hh_all": "false"}),
+    ({"hh_ratio": 0.2, "score": "decay", "cache_bits": 8, "sink_tokens": 2},
+     {"score": "decay", "score_decay": "0.98", "cache_bits": "8", "compress_cache": "false",
+      "sink_tokens": "2"}),
+    ({"hh_long_seq": True}, {"eviction": "full", "sink_tokens": "0", "attn_sparsity": "1"}),
+    ({"attn_sparsity": 0.125}, {"eviction": "full", "attn_sparsity": "0.125"}),
+])
+def test_csv_says_what_was_cached(tmp_path, flags, cells):
+    row = csv_of(tmp_path, **flags)
+    assert {name: row[name] for name in cells} == cells
+
+
+def test_csv_leaves_a_file_of_another_header_alone(tmp_path):
+    path = tmp_path / "r.csv"
+    path.write_text("date,speed\n1,2\n")
+    for attempt in (lambda: append_csv(path, make_stats(), RunConfig()), lambda: check_csv(path)):
+        with pytest.raises(UserError, match="other columns"):
+            attempt()
+    assert path.read_text() == "date,speed\n1,2\n"
+
+
+def test_csv_mends_a_missing_line_end(tmp_path):
+    path = tmp_path / "r.csv"
+    append_csv(path, make_stats(), RunConfig())
+    path.write_text(path.read_text().rstrip("\n"))
+    check_csv(path)
+    append_csv(path, make_stats(), RunConfig())
+    assert len(read_csv(path)) == 2
+
+
+def test_csv_header_goes_into_an_empty_file_once(tmp_path):
+    path = tmp_path / "r.csv"
+    path.touch()
+    threads = [threading.Thread(target=append_csv, args=(path, make_stats(), RunConfig()))
+               for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rows = read_csv(path)
+    assert len(rows) == 8 and all(row["model"] == "tiny" for row in rows)
+
+
+def test_commit_is_empty_outside_of_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(flexgen_h2o.flexgen_h2o, "__file__", str(tmp_path / "p" / "__init__.py"))
+    assert provenance.source_commit() == ""
+
+
+# Files
+
+
+def test_a_failed_file_leaves_the_old_one(tmp_path):
+    path = tmp_path / "out.txt"
+    path.write_text("old")
+    with pytest.raises(RuntimeError, match="half"), atomic.open_atomic(path) as file:
+        file.write("new")
+        raise RuntimeError("half way")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_of_one_file_leave_each_others_alone(tmp_path, monkeypatch):
+    """In two containers that share a folder they have one process number."""
+    path = tmp_path / "out.txt"
+    with atomic.open_atomic(path) as first:
+        with atomic.open_atomic(path) as second:
+            second.write("second")
+        first.write("first")
+    assert path.read_text() == "first"
+    monkeypatch.setattr(secrets.secrets, "token_hex", lambda nbytes: "drawn twice")
+    with atomic.open_atomic(path) as file:
+        with pytest.raises(FileExistsError), atomic.open_atomic(path):
+            pass
+        file.write("whole")
+    assert path.read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# Sizes in messages
+
+
+def test_sizes_have_the_unit_that_suits():
+    given = [0, 999, 1000, 1_500_000, 99_940_000, 24 * 10**9, 63_549_999_999]
+    assert sizes(*given) == [
+        "0 bytes", "999 bytes", "1.0 KB", "1.5 MB", "99.9 MB", "24.0 GB", "63.5 GB"]
+    assert sizes(10**8, 10**8 - 1, 10**8) == ["100.000000 MB", "99.999999 MB", "100.000000 MB"]
+    assert sizes(63_520_000_000, 63_480_000_000) == ["63.52 GB", "63.48 GB"]
+
+
+@given(st.lists(st.integers(0, 2**41), min_size=2, max_size=5), st.integers(0, 3))
+def test_sizes_that_differ_read_differently_and_in_their_order(given, near):
+    given.append(given[0] + near)
+    scale = {"bytes": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+    found = [float(number) * scale[unit] for number, unit in map(str.split, sizes(*given))]
+    assert len(set(sizes(*given))) == len(set(given))
+    order = sorted(range(len(given)), key=given.__getitem__)
+    assert [found[i] for i in order] == sorted(found)

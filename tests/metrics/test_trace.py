@@ -1,0 +1,146 @@
+"""The time line of a run: what is recorded, written and read back; memory while it goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from inside import before_blocks, origin_of
+
+from flexgen_h2o import LLM
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.memory import sampled_memory
+from flexgen_h2o.metrics.trace import DEVICE_MEMORY, PROCESS_MEMORY, Trace
+
+
+def test_trace_is_chrome_json(tmp_path):
+    trace = Trace()
+    with trace.span("layer 1", "compute"):
+        pass
+    with pytest.raises(ValueError, match="boom"), trace.span("layer 2", "compute"):
+        raise ValueError("boom")
+    start = trace.spans()[0][2]
+    trace.add("piece", "disk->cpu", start + 1, start + 3, 4 * 10**9)
+    trace.write_chrome(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert sorted(names.values()) == ["compute", "disk->cpu"]
+    assert [names[e["tid"]] for e in spans] == ["compute", "compute", "disk->cpu"]
+    assert spans[2]["dur"] == pytest.approx(2e6)
+    assert spans[2]["ts"] - spans[0]["ts"] == pytest.approx(1e6)
+    assert spans[2]["args"] == {"bytes": 4 * 10**9, "GB/s": pytest.approx(2.0)}
+    assert list(tmp_path.iterdir()) == [tmp_path / "t.json"]
+
+
+def test_disabled_trace_records_nothing():
+    trace = Trace(enabled=False)
+    with trace.span("layer", "compute"):
+        trace.add("piece", "disk->cpu", 0.0, 1.0, 5)
+    assert trace.spans() == []
+    with sampled_memory(trace, lambda: pytest.fail("sampled")):
+        assert not samplers()
+    trace.sample(PROCESS_MEMORY, 1.0, 5)
+    assert trace.samples() == []
+
+
+def test_a_trace_comes_back_from_its_file(tmp_path):
+    trace = Trace()
+    trace.about = {"model": "opt", "decode_steps": 3, "predicted_prefill_seconds": None}
+    base = origin_of(trace)
+    trace.add("decode", "phases", base + 1, base + 3)
+    trace.add("piece", "disk->cpu", base + 1.5, base + 2, 4096)
+    trace.sample(PROCESS_MEMORY, base + 0.5, 10**9)
+    trace.sample(DEVICE_MEMORY, base + 2, 7)
+    trace.write_chrome(tmp_path / "t.json")
+    found = Trace.read_chrome(tmp_path / "t.json")
+    assert found.about == trace.about
+    assert [(*span[:2], span[4]) for span in found.spans()] == [
+        ("decode", "phases", 0), ("piece", "disk->cpu", 4096)]
+    assert [time for span in found.spans() for time in span[2:4]] == pytest.approx([1, 3, 1.5, 2])
+    assert found.samples() == [(PROCESS_MEMORY, pytest.approx(0.5), 10**9),
+                               (DEVICE_MEMORY, pytest.approx(2), 7)]
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    (None, "cannot read the trace"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON"),
+    ("[]", "is no trace"), ("{}", "is no trace"), ('{"traceEvents": [1]}', "is no trace"),
+    ('{"traceEvents": [{"ph": "X", "ts": "a", "dur": 1, "name": "x", "cat": "y"}]}', "is no trace"),
+    ('{"traceEvents": [{"ph": "C", "ts": 1, "name": "x"}]}', "is no trace"),
+    ('{"traceEvents": [], "otherData": 3}', "is no trace"),
+])
+def test_other_files_are_no_traces(tmp_path, text, message):
+    path = tmp_path / "t.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=message) as refused:
+        Trace.read_chrome(path)
+    assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+# Memory
+
+
+def samplers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "memory samples"]
+
+
+def test_memory_is_sampled_as_long_as_the_body_runs():
+    trace, calls, enough = Trace(), [], threading.Event()
+
+    def device_bytes():
+        calls.append(threading.current_thread())
+        if len(calls) == 5:
+            enough.set()
+        return 100 + len(calls)
+
+    with sampled_memory(trace, device_bytes, every=0):
+        assert enough.wait(60) and len(samplers()) == 1
+    count = len(calls)
+    assert not samplers(), "the thread has ended"
+    main = threading.main_thread()
+    assert calls[0] is main and calls[-1] is main, "a sample at both ends"
+    assert all(thread is not main for thread in calls[1:-1])
+    device = [nbytes for what, _, nbytes in trace.samples() if what == DEVICE_MEMORY]
+    process = [nbytes for what, _, nbytes in trace.samples() if what == PROCESS_MEMORY]
+    assert device == list(range(101, 101 + count)) and len(process) == count
+    assert all(0 < nbytes < psutil.virtual_memory().total for nbytes in process)
+    times = [time for _, time, _ in trace.samples()]
+    assert times == sorted(times)
+
+
+def test_an_error_ends_the_samples_too():
+    trace = Trace()
+    with pytest.raises(ValueError, match="boom"), sampled_memory(trace, lambda: None, every=60):
+        raise ValueError("boom")
+    assert not samplers()
+    assert [what for what, *_ in trace.samples()] == [PROCESS_MEMORY] * 2
+
+
+def test_a_model_is_sampled_while_it_is_loaded_and_runs(tiny_model, monkeypatch):
+    trace, seen = Trace(), []
+    folder = str(tiny_model("opt").folder)
+    with LLM(folder, dtype="float32", trace=trace) as llm:
+        loaded = len(trace.samples())
+        assert loaded >= 2 and not samplers()
+        before_blocks(monkeypatch, lambda: seen.append(len(samplers())))
+        llm.generate([[5, 6, 7]], max_new_tokens=2, eos_token_id=-1)
+        assert seen == [1] and not samplers()
+        assert len(trace.samples()) >= loaded + 2
+        phases = [span for span in trace.spans() if span[1] == "phases"]
+        assert trace.samples()[loaded][1] <= min(span[2] for span in phases)
+        assert trace.samples()[-1][1] >= max(span[3] for span in phases)
+
+        def fail():
+            raise RuntimeError("boom")
+
+        before_blocks(monkeypatch, fail)
+        with pytest.raises(RuntimeError, match="boom"):
+            llm.generate([[5, 6, 7]], max_new_tokens=2)
+        assert not samplers()
+    with pytest.raises(UserError):
+        LLM(str(Path(folder) / "absent"), trace=trace)
+    assert not samplers()

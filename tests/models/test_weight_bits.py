@@ -1,0 +1,282 @@
+"""Weights in 8 and 4 bits, end to end on tiny random models, and the cache that keeps them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import TINY
+from inside import quantize_in_a_new_way, weight_sizes, weights_of
+from llm.test_llm import PLACES, make_prompts, transformers_tokens
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import ops, reference_matrix
+from flexgen_h2o.models import quantized
+from flexgen_h2o.models.checkpoint import open_checkpoint
+
+NEW = 20
+LENGTHS = [9, 4, 1, 7, 30]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """The user's cache, an empty one for each test."""
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weights"
+
+
+class Rounded:
+    """A tiny model whose matrices are what quantization makes of them, in transformers' hands."""
+
+    def __init__(self, tiny, bits: int):
+        self.model = copy.deepcopy(tiny.model)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.dim() == 2:
+                    layout = MatrixLayout(*parameter.shape, bits)
+                    data = ops.quantize_matrix(parameter, layout, search=True)
+                    parameter.copy_(reference_matrix.unpack_rows(
+                        data, layout, torch.arange(len(parameter)), torch.float32))
+
+
+def tokens(folder, prompts, *, bits=4, new=NEW, h2o=None, cache_bits=16, weight_cache="auto",
+           offload_dir=None, **policy):
+    with LLM(str(folder), policy=Policy(**policy), h2o=h2o, weight_bits=bits,
+             cache_bits=cache_bits, dtype="float32", weight_cache=weight_cache,
+             offload_dir=offload_dir, progress=False) as llm:
+        return [out.token_ids for out in llm.generate(prompts, max_new_tokens=new,
+                                                      eos_token_id=-1)]
+
+
+@pytest.mark.parametrize("key", sorted(TINY))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tokens_are_those_of_the_rounded_model(tiny_model, key, bits):
+    tiny = tiny_model(key)
+    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
+    expected = transformers_tokens(Rounded(tiny, bits), prompts)
+    assert tokens(tiny.folder, prompts, bits=bits) == expected
+    if bits == 4:
+        assert expected != transformers_tokens(tiny, prompts), "nothing was rounded"
+
+
+@pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "llama_untied_bias", "neox"])
+@pytest.mark.parametrize("weight_cache", ["auto", None])
+def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, weight_cache):
+    tiny = tiny_model(key)
+    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
+    expected = transformers_tokens(Rounded(tiny, 4), prompts)
+    for weights, overlap in itertools.product(PLACES, (True, False)):
+        got = tokens(tiny.folder, prompts, weights=weights, overlap=overlap, gpu_batch_size=2,
+                     num_gpu_batches=2, weight_cache=weight_cache,
+                     offload_dir=str(tmp_path / "offload"))
+        assert got == expected, (weights, overlap)
+    assert not (tmp_path / "offload").exists() or not list((tmp_path / "offload").iterdir())
+
+
+@pytest.mark.parametrize("key", ["opt", "llama", "neox"])
+def test_with_eviction_and_a_compressed_cache(tiny_model, tmp_path, key):
+    tiny = tiny_model(key)
+    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
+    h2o = H2OConfig(heavy_ratio=0.1)
+    options = {"h2o": h2o, "cache_bits": 4}
+    expected = tokens(tiny.folder, prompts, **options)
+    assert expected != tokens(tiny.folder, prompts), "nothing was evicted"
+    for weights in PLACES:
+        assert tokens(tiny.folder, prompts, weights=weights, cache=Placement(30, 30, 40),
+                      offload_dir=str(tmp_path), gpu_batch_size=3, **options) == expected
+
+
+def test_dummy_weights_are_quantized_and_not_kept(cache, tmp_path):
+    results = []
+    for weights in PLACES:
+        with LLM("facebook/opt-125m", path="_DUMMY_", weight_bits=4, dtype="float32",
+                 policy=Policy(weights=weights), offload_dir=str(tmp_path / "offload")) as llm:
+            results.append(llm.generate([[5, 6, 7]], max_new_tokens=3)[0].token_ids)
+    assert all(one == results[0] for one in results) and not cache.exists()
+
+
+def test_percentages_are_of_quantized_bytes(tiny_model):
+    with LLM(str(tiny_model("opt_untied").folder), weight_bits=4, dtype="float32",
+             policy=Policy(weights=Placement(50, 50, 0))) as llm:
+        store, sizes = weights_of(llm), weight_sizes(llm)
+        here = sum(n for name, n in sizes.items() if store.tiers[name] == "gpu")
+    assert abs(here - sum(sizes.values()) / 2) <= max(sizes.values())
+    assert sum(n for name, n in sizes.items() if "norm" not in name and "bias" not in name) == sum(
+        MatrixLayout(*s.shape, bits=4).nbytes
+        for s in {s.name: s for u in store.units for s in u.specs.values()}.values()
+        if len(s.shape) == 2)
+
+
+# The cache
+
+
+def names(cache):
+    return sorted(path.name for path in cache.iterdir() if not path.name.startswith("."))
+
+
+def test_weights_are_quantized_once(tiny_model, cache, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny_model("llama").folder, tmp_path / "llama")
+    prompts = [[3, 4, 5]]
+    first = tokens(folder, prompts)
+    assert len(names(cache)) == 1 and names(cache)[0].startswith("llama-4bit-64-float32-v")
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized.QuantizingCheckpoint, "read", None)  # nothing is quantized again
+        assert tokens(folder, prompts) == first
+        assert tokens(folder, prompts, weights=Placement(0, 50, 50)) == first
+    tokens(folder, prompts, bits=8)
+    assert len(names(cache)) == 2
+    weights = folder / "model.safetensors"
+    status = weights.stat()
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    tokens(folder, prompts)
+    assert len(names(cache)) == 3
+    quantize_in_a_new_way(monkeypatch)
+    tokens(folder, prompts)
+    assert len(names(cache)) == 4
+
+
+def test_the_whole_header_is_part_of_the_key(tmp_path):
+    from safetensors.torch import save_file
+
+    from flexgen_h2o.models.convert import Keep, build_once
+
+    tensors = {f"some.rather.long.name.of.a.tensor.{n:04d}": torch.zeros(1) for n in range(900)}
+    path, keep = tmp_path / "model.safetensors", Keep(tmp_path / "kept", "")
+    made = []
+    for last in ("a", "b"):
+        named = {**tensors, f"z{last}": torch.zeros(1)}
+        save_file(named, path)
+        os.utime(path, ns=(0, 0))
+        made.append(build_once([path], "form", "title", lambda folder: None, keep=keep))
+    assert path.stat().st_size > 1 << 16 and made[0] != made[1]
+
+
+def test_the_file_is_aligned_and_ordered(tiny_model, cache):
+    tiny = tiny_model("opt")
+    tokens(tiny.folder, [[3]])
+    with open_checkpoint(cache / names(cache)[0]) as checkpoint:
+        extents = [(name, checkpoint.info(name).extent) for name in checkpoint.names()]
+        assert all(e.offset % 64 == 0 for name, e in extents if not name.endswith(".filler"))
+        layers = [name.split(".")[3] for name, _ in sorted(extents, key=lambda p: p[1].offset)
+                  if ".layers." in name]
+        assert layers == sorted(layers, key=int)
+        wanted = {name for name, p in tiny.model.named_parameters()}
+        assert wanted <= set(checkpoint.names()) | {"lm_head.weight"}
+
+
+def test_another_folder_and_none(tiny_model, cache, tmp_path):
+    folder = tiny_model("llama").folder
+    expected = tokens(folder, [[3, 4]], weight_cache=None)
+    assert not cache.exists()
+    mine = tmp_path / "mine"
+    assert tokens(folder, [[3, 4]], weight_cache=str(mine)) == expected
+    assert len(names(mine)) == 1 and not cache.exists()
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_leaves_nothing(tiny_model, cache, monkeypatch, failure):
+    folder, seen = tiny_model("llama").folder, []
+    quantize = quantized.ops.quantize_matrix
+
+    def fail(*args, **options):
+        seen.append(1)
+        if len(seen) == 5:
+            raise failure
+        return quantize(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized.ops, "quantize_matrix", fail)
+        kind = UserError if isinstance(failure, OSError) else KeyboardInterrupt
+        with pytest.raises(kind) as caught:
+            tokens(folder, [[3]])
+        if kind is UserError:
+            assert "--weight-cache" in str(caught.value) and "\n" not in str(caught.value)
+    assert names(cache) == [] and not list(cache.glob(".*.tmp"))
+    assert tokens(folder, [[3]]) == tokens(folder, [[3]], weight_cache=None)
+
+
+def test_no_room_for_the_cache(tiny_model, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match="--no-weight-cache"):
+        tokens(tiny_model("llama").folder, [[3]])
+
+
+def test_a_cache_that_is_a_file(tiny_model, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="choose another --weight-cache") as caught:
+        tokens(tiny_model("llama").folder, [[3]], weight_cache=str(tmp_path / "file"))
+    assert "\n" not in str(caught.value) and (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_killed_run_leaves_nothing_that_is_trusted(tiny_model, cache):
+    """Killed while the file is written: what is there is removed, and made anew."""
+    folder = tiny_model("llama").folder
+    code = f"""
+import os
+from flexgen_h2o import LLM
+from flexgen_h2o.models import quantized
+quantize, seen = quantized.ops.quantize_matrix, []
+def killed_half_way(*args, **options):
+    seen.append(1)
+    if len(seen) == 12:
+        os.kill(os.getpid(), 9)
+    return quantize(*args, **options)
+quantized.ops.quantize_matrix = killed_half_way
+LLM({str(folder)!r}, weight_bits=4, dtype="float32")
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    assert len(list(cache.glob(".*.tmp"))) == 1 and names(cache) == []
+    expected = tokens(folder, [[3]], weight_cache=None)
+    assert tokens(folder, [[3]]) == expected
+    assert len(names(cache)) == 1 and not list(cache.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "empty"])
+def test_a_damaged_cache_is_named(tiny_model, cache, damage):
+    folder = tiny_model("llama").folder
+    tokens(folder, [[3]])
+    path = cache / names(cache)[0] / "model.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes({"cut": raw[:-5], "header": b"\xff" * 8 + raw[8:], "empty": b""}[damage])
+    with pytest.raises(UserError) as caught:
+        tokens(folder, [[3]])
+    assert str(path.parent) in str(caught.value) and "remove" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_many_shards_and_dtypes(tiny_model, tmp_path):
+    """Stored as float16, bfloat16 and float64, in two shards: each is quantized as it is."""
+    from safetensors.torch import load_file, save_file
+
+    tiny = tiny_model("llama_untied_bias")
+    folder = shutil.copytree(tiny.folder, tmp_path / "sharded")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    exact = {name: t.to((torch.float64, torch.float32)[n % 2])
+             for n, (name, t) in enumerate(tensors.items())}
+    shards = {"model-1.safetensors": dict(list(exact.items())[::2]),
+              "model-2.safetensors": dict(list(exact.items())[1::2])}
+    for name, part in shards.items():
+        save_file(part, folder / name)
+    index = {"weight_map": {t: name for name, part in shards.items() for t in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
+    assert tokens(folder, prompts) == tokens(tiny.folder, prompts)
+
+
+@pytest.mark.parametrize("bits", [3, 32, "4", None])
+def test_other_bits_are_refused(tiny_model, bits):
+    with pytest.raises(UserError, match="weight_bits must be 16, 8 or 4"):
+        LLM(str(tiny_model("llama").folder), weight_bits=bits)
+

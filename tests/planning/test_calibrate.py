@@ -1,0 +1,288 @@
+"""Calibration: every figure is there, nothing is left behind, and what was measured is kept."""
+
+import logging
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from fakes import LazyDevice
+
+from flexgen_h2o.kernels import dispatch, native, ops
+from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
+from flexgen_h2o.metrics.links import LINKS
+from flexgen_h2o.planning import calibrate as module
+from flexgen_h2o.planning import rates
+from flexgen_h2o.planning.calibrate import calibrate, machine
+from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.hardware_file import BITS, HOST_LINKS, load_hardware, save_hardware
+from flexgen_h2o.planning.rates import FEWEST, Clock, DecodeStep, Rates, Sizes
+from flexgen_h2o.storage.links import copy_rates, disk_write_rate
+from flexgen_h2o.storage.tiers import Device
+
+TINY = Sizes(matrix=(48, 128), rows=(1, 3), rotated=1 << 16, heads=2, head_dim=32, prompts=(2, 8),
+             sequences=2, slots=(4, 16), hidden=64, layer_rows=8, logits=(2, 100), scratch=1 << 20,
+             copied=1 << 16, seconds=0.004)
+
+
+def ignore(words: str) -> None:
+    assert words
+
+
+def figures(value) -> list[float]:
+    """All numbers in a dataclass of mappings and numbers."""
+    if isinstance(value, dict):
+        return [figure for one in value.values() for figure in figures(one)]
+    if hasattr(value, "__dataclass_fields__"):
+        return [figure for field in fields(value) for figure in figures(getattr(value, field.name))]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+def check(hardware: Hardware, *, count: int) -> None:
+    found = figures(replace(hardware, interference=None))
+    assert len(found) == count and 0 <= hardware.interference <= 1
+    assert all(math.isfinite(figure) and figure > 0 for figure in found)
+    assert {bits: set(table) for bits, table in hardware.compute.linear.items()} == {
+        bits: {1, 3} for bits in BITS}
+    assert set(hardware.compute.prefill_attention) == {"plain", "scored"}
+    assert set(hardware.compute.decode_attention) == set(BITS)
+
+
+# Of memory 2, links 2, products 6, attention 2 + 3, and 4 single ones.
+CPU_FIGURES = 19
+
+
+def test_every_figure_of_a_cpu(tmp_path):
+    heard = []
+    hardware = calibrate(Device(), tmp_path / "new", progress=heard.append, sizes=TINY)
+    check(hardware, count=CPU_FIGURES)
+    assert not hardware.has_gpu and hardware.host_attention is None
+    assert set(hardware.links) == set(HOST_LINKS)
+    assert heard and all(isinstance(words, str) for words in heard)
+    assert list((tmp_path / "new").iterdir()) == []
+    save_hardware(hardware, tmp_path / "kept.yaml")
+    assert load_hardware(tmp_path / "kept.yaml") == hardware
+
+
+def test_every_figure_of_a_gpu(tmp_path):
+    hardware = calibrate(LazyDevice(), tmp_path, progress=ignore, sizes=TINY)
+    check(hardware, count=CPU_FIGURES + 1 + 2 + 4)  # its memory, two links, host attention
+    assert hardware.gpu_bytes == LazyDevice().total_bytes()
+    assert set(hardware.links) == set(LINKS)
+    assert set(hardware.host_attention.decode_attention) == set(BITS)
+
+
+def test_the_fastest_implementation_is_kept(monkeypatch, isa):
+    """Of every product that can be done in several ways, by operation, bits and rows."""
+    def seconds(clock, work):
+        places = sum(IMPLEMENTATIONS[operation].index(
+            dispatch.choice(operation, rows, torch.bfloat16, bits))
+            for operation, bits, rows in cases)
+        return 1.0 + places if fastest == 0 else 9.0 - places
+
+    cases = [("linear", 16, 1), ("linear", 16, 3), *(
+        ("linear_quantized", bits, rows) for bits in (8, 4) for rows in (1, 3)),
+        ("prefill_attention", 16, 16)]
+    monkeypatch.setattr(Clock, "seconds", seconds)
+    for fastest in (0, 1):
+        rates = Rates(Device(), torch.bfloat16, TINY)
+        for bits in BITS:
+            rates.linear(bits)
+        rates.prefill_attention(scored=True)
+        rates.prefill_attention(scored=False)
+        wanted = {}
+        for operation, bits, rows in cases if isa else ():
+            possible = dispatch.available(operation, rows, torch.bfloat16)
+            if len(possible) > 1:
+                wanted.setdefault(operation, {}).setdefault(bits, {})[rows] = possible[fastest]
+        assert rates.implementations == wanted
+
+
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    caches = native._library, ops._fused
+    monkeypatch.setenv("FLEXGEN_H2O_NATIVE", str(tmp_path / "none.so"))
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    monkeypatch.undo()
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_without_the_library_the_reference_is_measured(tmp_path, no_library, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("the library was called")
+
+    monkeypatch.setattr(native, "_call", refuse)
+    check(calibrate(Device(), tmp_path / "run", progress=ignore, sizes=TINY), count=CPU_FIGURES)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_calibration_that_breaks_off_leaves_no_file(error, tmp_path, monkeypatch):
+    seen = []
+
+    def fail(path, **options):
+        seen.extend(tmp_path.rglob("*.bin"))
+        raise error
+
+    monkeypatch.setattr(module, "disk_read_rate", fail)
+    with pytest.raises(error):
+        calibrate(Device(), tmp_path, progress=ignore, sizes=TINY)
+    assert seen and list(tmp_path.iterdir()) == []
+
+
+def test_what_is_measured_is_not_zero(monkeypatch):
+    """Products and attention of zeros may be faster, and weights that stay in a cache are."""
+    taken = []
+
+    def look(x, weight, bias=None, *, out):
+        taken.append((weight.data_ptr(), x, weight, out))
+        return torch.mm(x, weight.t(), out=out)
+
+    monkeypatch.setattr(rates, "linear", look)
+    Rates(Device(), torch.bfloat16, TINY).linear(16)
+    weights = {address for address, *_ in taken}
+    assert len(weights) * 48 * 128 * 2 >= TINY.rotated
+    assert [address for address, *_ in taken[: len(weights)]] != [taken[0][0]] * len(weights)
+    assert all(x.count_nonzero() == x.numel() and weight.std() > 0.1 for _, x, weight, _ in taken)
+    assert len({out.data_ptr() for *_, out in taken}) == len(TINY.rows)
+
+
+def test_a_decode_step_evicts_every_time():
+    slots = torch.randn(2, 1, 2, 6, 32, dtype=torch.bfloat16)
+    before = slots.clone()
+    step = DecodeStep(slots, bits=16, head_dim=32)
+    for written in (1, 2, 3):
+        q, k, v = torch.randn(3, 1, 2, 32, dtype=torch.bfloat16)
+        assert step(q, k, v).isfinite().all()
+        changed = (slots != before).any(-1).sum(-1)
+        assert (changed == written).all()
+
+
+class FakeTime:
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def work(self, *seconds: float):
+        """Takes the next of `seconds` a call, and the last one from then on."""
+        left = list(seconds)
+
+        def call() -> None:
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return call
+
+
+def test_the_clock_takes_the_median_after_a_warm_up(monkeypatch):
+    time = FakeTime()
+    monkeypatch.setattr(rates, "time", time)
+    clock = Clock(Device(), seconds=1.0)
+    warm = [50.0] * (1 + FEWEST)
+    assert clock.seconds(time.work(*warm, 2.0)) == 2.0
+    assert clock.seconds(time.work(*warm, 3.0, 90.0, 1.0, 3.0, 90.0, 2.0, 3.0)) == 3.0
+    assert clock.difference(time.work(*warm, 3.0), time.work(*warm, 1.0)) == 2.0
+    began = time.now
+    assert clock.seconds(time.work(2.0**-14)) == 2.0**-14
+    assert 0.9 < time.now - began < 1.1
+
+
+def test_rates_of_links_move_random_bytes(tmp_path):
+    path = tmp_path / "scratch"
+    path.write_bytes(bytes(1 << 20))
+    assert disk_write_rate(path, nbytes=1 << 19) > 0
+    written = path.read_bytes()
+    assert len(set(written[: 1 << 19])) == 256
+    assert written[1 << 19 :] == bytes(1 << 19)
+    up, down = copy_rates(LazyDevice(), nbytes=1 << 16)
+    assert up > 0 and down > 0
+
+
+def test_a_gpu_is_measured_with_more():
+    few, many = Sizes.of(Device()), Sizes.of(LazyDevice())
+    assert many.rotated > few.rotated >= 256 << 20
+    assert many.matrix > few.matrix and many.prompts > few.prompts and many.hidden > few.hidden
+
+
+def test_more_rows_never_take_less(monkeypatch):
+    taken = iter([5.0, 7.0, 2.0, 3.0])
+    monkeypatch.setattr(Clock, "seconds", lambda clock, work: next(taken))
+    sizes = replace(TINY, matrix=(16, 64), rows=(1, 2, 4, 8))
+    table = Rates(Device(), torch.float32, sizes).linear(4)
+    scale = 1e9 / (16 * 64)
+    assert table == {1: 2.0 * scale, 2: 2.0 * scale, 4: 5.0 * scale, 8: 5.0 * scale}
+    assert list(table) == [1, 2, 4, 8]
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch, tiny_hardware):
+    """A cache of its own, and a calibration that is counted in place of a long one."""
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    calls = []
+
+    def counted(device, offload_dir, *, progress):
+        calls.append(offload_dir)
+        return replace(tiny_hardware, name=f"call {len(calls)}")
+
+    monkeypatch.setattr(module, "calibrate", counted)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def tiny_hardware(tmp_path_factory):
+    return calibrate(Device(), tmp_path_factory.mktemp("offload"), progress=ignore, sizes=TINY)
+
+
+def this_machine(folder, **options) -> Hardware:
+    return machine(Device(), folder, progress=ignore, **options)
+
+
+def test_a_machine_is_measured_once(tmp_path, kept):
+    first = this_machine(tmp_path / "not" / "there")
+    assert this_machine(tmp_path) == first  # the same disk
+    assert kept == [tmp_path / "not" / "there"]
+    assert this_machine(tmp_path, recalibrate=True).name == "call 2"
+    assert this_machine(tmp_path).name == "call 2"
+
+
+def test_other_circumstances_are_measured_anew(tmp_path, kept, monkeypatch):
+    this_machine(tmp_path)
+    for count, (target, name, value) in enumerate((
+            (module.platform, "node", lambda: "other/host"),
+            (module.torch, "__version__", "9.9"), (module, "__version__", "9.9"),
+            (module.native, "build", lambda: "other sources"),
+            (module.torch, "get_num_threads", lambda: 99),
+            (module.native, "missing", lambda: "not built")), 2):
+        with monkeypatch.context() as changed:
+            changed.setattr(target, name, value)
+            assert this_machine(tmp_path).name == f"call {count}"
+            assert this_machine(tmp_path).name == f"call {count}"
+    assert this_machine(tmp_path).name == "call 1"
+
+
+def test_a_damaged_file_is_measured_anew(tmp_path, kept, caplog):
+    this_machine(tmp_path)
+    path, = (tmp_path / "cache" / "hardware").iterdir()
+    path.write_text(path.read_text().replace("cpu_gb", "cpu_pounds"))
+    with caplog.at_level(logging.WARNING):
+        assert this_machine(tmp_path).name == "call 2"
+    assert "cpu_pounds" in caplog.text
+    assert this_machine(tmp_path).name == "call 2"
+
+
+def test_memory_is_looked_up_and_not_kept(tmp_path, kept, monkeypatch):
+    this_machine(tmp_path)
+    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_limit", lambda: 54321)
+    hardware = this_machine(tmp_path)
+    assert (hardware.name, hardware.cpu_bytes) == ("call 1", 54321)
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, kept, monkeypatch, caplog):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert this_machine(tmp_path).name == "call 1"
+    assert "cannot write" in caplog.text

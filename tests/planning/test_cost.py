@@ -1,0 +1,295 @@
+"""The cost model: cases by hand, and its bytes against those that the engine moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import LazyDevice, PoisonedDevice
+from planning_cases import (
+    ALL_HERE,
+    FREE,
+    ON_DISK,
+    ON_HOST,
+    OPT,
+    machine,
+    planned,
+)
+
+import flexgen_h2o.llm as llm_module
+from flexgen_h2o.config.formats import WeightOptions
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.metrics.links import LINKS
+from flexgen_h2o.planning.cost import estimate, interpolate
+from flexgen_h2o.planning.hardware import HostAttention
+
+LAYER = OPT.layer_parameters() * 2  # bytes
+MATRICES = 12 * 768 * 768  # weights of a layer's matrices
+HEAD = 50272 * 768 * 2
+ROW = 768 * 2  # bytes of a hidden state
+SLOT = 2 * 12 * 64 * 2  # bytes of a key and a value of all heads
+
+
+def seconds(hardware, run) -> tuple[float, float]:
+    found = estimate(hardware, run)
+    return found.prefill.seconds, found.step.seconds
+
+
+# Weights
+
+
+def test_weights_in_host_memory_come_once_a_sweep():
+    run = planned(weights=ON_HOST, batch=(4, 3))
+    found = estimate(machine(up=2.0), run)
+    # Of the embeddings only the rows travel that are looked up: of the prompts, or new tokens.
+    assert found.prefill.seconds == pytest.approx((12 * LAYER + HEAD + 3 * 4 * 64 * ROW) / 2)
+    assert found.step.seconds == pytest.approx((12 * LAYER + HEAD + 3 * 4 * ROW) / 2)
+    assert found.prefill.binding == found.step.binding == "cpu->gpu"
+    assert found.steps == 8 and found.generated == 12 * 9
+    assert found.tokens_per_second == pytest.approx(
+        108 / (found.prefill.seconds + 8 * found.step.seconds))
+
+
+@pytest.mark.parametrize(("read", "up", "binding"), [(1.0, 3.0, "disk->cpu"),
+                                                     (3.0, 1.0, "cpu->gpu")])
+def test_weights_on_disk_beside_a_gpu_use_both_links(read, up, binding):
+    found = estimate(machine(read=read, up=up), planned(weights=ON_DISK))
+    assert found.step.seconds == pytest.approx(12 * LAYER + HEAD + 4 * ROW)
+    assert found.step.binding == binding
+    assert found.step.resources["disk->cpu"] == pytest.approx(found.step.resources["cpu->gpu"]
+                                                              * up / read)
+
+
+def test_without_a_gpu_host_weights_are_used_in_place():
+    for weights, expected in ((ON_HOST, 0), (ON_DISK, 12 * LAYER + HEAD + 4 * ROW)):
+        run = planned(weights=weights, gpu=False)
+        assert estimate(machine(gpu=False), run).step.seconds == pytest.approx(expected, abs=1)
+
+
+def test_half_of_the_weights_take_half_the_time():
+    some, all_ = (estimate(machine(), planned(weights=weights)).step.seconds
+                  for weights in ((50, 50), ON_HOST))
+    assert some == pytest.approx(all_ / 2)
+
+
+def test_quantized_weights_travel_as_they_lie():
+    found = estimate(machine(), planned(weights=ON_HOST, bits=(4, 16)))
+    options = WeightOptions(4)
+    layer = options.part_bytes(OPT.layer_shapes(), 2)
+    assert layer < 0.3 * LAYER
+    assert found.step.seconds == pytest.approx(
+        12 * layer + options.matrix_bytes((50272, 768), 2) + 4 * ROW)
+
+
+def test_a_prompt_in_pieces_loads_the_weights_for_each():
+    whole, pieces = (estimate(machine(), planned(weights=ON_HOST, prefill_chunk=chunk))
+                     for chunk in (None, 16))
+    tokens = 4 * 64 * ROW
+    assert pieces.prefill.seconds - tokens == pytest.approx(4 * (whole.prefill.seconds - tokens))
+    assert pieces.step == whole.step
+
+
+# Compute
+
+
+def test_compute_bound():
+    """0.5 s for products of up to 8 rows with a billion weights, in proportion from there on."""
+    compute = replace(FREE, linear={16: {1: 0.5, 8: 0.5}}, elementwise=3.0, layer_seconds=0.01,
+                      logit_seconds=7.0)
+    prefill, step = seconds(machine(compute), planned(batch=(4, 2)))
+    head = 0.5 * 50272 * 768 / 1e9 + 7 * 4 * 50272 / 1e9
+    rest = 3 * 4 * 768 / 1e9 + 0.01
+    assert step == pytest.approx(2 * (12 * (0.5 * MATRICES / 1e9 + rest) + head))
+    rest = 3 * 256 * 768 / 1e9 + 0.01
+    assert prefill == pytest.approx(2 * (12 * (0.5 * 256 / 8 * MATRICES / 1e9 + rest) + head))
+    assert estimate(machine(compute), planned()).step.binding == "compute"
+
+
+def test_bits_of_weights_have_their_own_rates():
+    compute = replace(FREE, linear={16: {1: 2.0}, 4: {1: 6.0}})
+    plain, packed = (seconds(machine(compute), planned(bits=(bits, 16)))[1] for bits in (16, 4))
+    assert packed == pytest.approx(3 * plain)
+
+
+@pytest.mark.parametrize(("batch", "prompt", "gpu", "chunks"), [
+    (4, 512, False, 1), (5, 512, False, 2), (3, 1500, False, 3), (8, 512, True, 1),
+    (33, 512, True, 2), (2, 5000, False, 2),
+])
+def test_a_prefill_goes_through_a_layer_in_chunks(batch, prompt, gpu, chunks):
+    """Of 2048 rows on a CPU, of 16384 on a GPU, cut between sequences."""
+    compute = replace(FREE, layer_seconds=1.0)
+    prefill, step = seconds(machine(compute, gpu=gpu),
+                            planned(batch=(batch, 2), lengths=(prompt, 2), gpu=gpu))
+    assert (prefill, step) == (pytest.approx(2 * 12 * chunks), pytest.approx(2 * 12))
+
+
+def test_attention_of_the_prefill_is_causal_and_dearer_with_scores():
+    compute = replace(FREE, prefill_attention={"plain": 1000.0, "scored": 250.0})
+    flops = 12 * 4 * 64 * 12 * 64 * 65 / 2  # layers, sequences' own: 4 x 64 for each head and pair
+    for h2o, rate in ((None, 1000), (H2OConfig(heavy_ratio=0.1), 250),
+                      (H2OConfig(recent_ratio=0.1), 1000)):
+        prefill, _ = seconds(machine(compute), planned(batch=(3, 1), h2o=h2o))
+        assert prefill == pytest.approx(3 * flops / rate)
+    half = H2OConfig(heavy_ratio=[0.1] * 6 + [1] * 6)
+    prefill, _ = seconds(machine(compute), planned(batch=(3, 1), h2o=half))
+    assert prefill == pytest.approx(3 * flops * (0.5 / 250 + 0.5 / 1000))
+
+
+@pytest.mark.parametrize(("h2o", "attended"), [
+    (None, sum(range(65, 73)) / 8),  # eight steps, each over one token more, itself included
+    (H2OConfig(heavy_ratio=0.25), 33),  # 16 heavy, 16 recent, and the new one beside them
+    (H2OConfig(heavy_ratio=0.25, evict_generated=False), sum(range(33, 41)) / 8),
+    (H2OConfig(heavy_tokens=34, recent_tokens=34), (65 + 66 + 67 + 68 + 4 * 69) / 8),
+    (H2OConfig(heavy_ratio=[0.25] * 6 + [1] * 6), (33 + 68.5) / 2),
+])
+def test_attention_of_decoding_reads_what_is_cached(h2o, attended):
+    compute = replace(FREE, decode_attention={16: 1000.0, 8: 1.0, 4: 1.0}, head_seconds=0.125)
+    _, step = seconds(machine(compute), planned(batch=(4, 2), h2o=h2o))
+    assert step == pytest.approx(12 * 8 * (attended * SLOT / 1000 + 12 * 0.125))
+
+
+def test_the_first_token_alone_has_no_steps():
+    found = estimate(machine(), planned(weights=ON_HOST, lengths=(64, 1)))
+    assert found.steps == 0 and found.seconds == found.prefill.seconds
+
+
+# What runs side by side
+
+
+def test_overlap_takes_the_largest_and_without_it_all_add_up():
+    compute = replace(FREE, layer_seconds=LAYER / 2)
+    for overlap, layer in ((True, LAYER), (False, 1.5 * LAYER)):
+        run = planned(weights=ON_HOST, overlap=overlap)
+        _, step = seconds(machine(compute), run)
+        assert step == pytest.approx(12 * layer + HEAD + 4 * ROW)
+    # Layer by layer: what bounds them need not bound the head.
+    _, step = seconds(machine(replace(compute, layer_seconds=2 * LAYER)), planned(weights=ON_HOST))
+    assert step == pytest.approx(12 * 2 * LAYER + HEAD + 4 * ROW)
+
+
+def test_the_host_attends_beside_the_gpu_if_there_are_two_batches():
+    compute = replace(FREE, layer_seconds=3.0)
+    host = HostAttention({16: SLOT * 68.5 / 2}, head_seconds=1 / 24)  # 2.5 s a sequence
+    hardware = machine(compute, host=host, up=1e30, down=1e30)
+    for batches, layer in ((1, 3 + 4 * 2.5), (2, 2 * 4 * 2.5)):
+        run = planned(cache=ON_HOST, batch=(4, batches), cpu_cache_compute=True)
+        assert seconds(hardware, run)[1] == pytest.approx(12 * layer)
+        assert estimate(hardware, run).step.binding == "cpu attention"
+    half = planned(cache=(50, 50), batch=(4, 2), cpu_cache_compute=True)
+    assert seconds(hardware, half)[1] == pytest.approx(12 * 2 * 2 * 2.5)
+
+
+def test_a_machine_that_says_nothing_of_its_cpu_is_refused():
+    hardware = replace(machine(), host_attention=None)
+    with pytest.raises(UserError, match="by hand .* leave --cpu-cache-compute out"):
+        estimate(hardware, planned(cpu_cache_compute=True))
+
+
+@pytest.mark.parametrize(("rows", "expected"), [
+    (1, 2.0), (4, 2.0), (8, 4.0), (16, 8.0), (32, 16.0), (1600, 800.0),
+])
+def test_rates_between_the_measured_rows(rows, expected):
+    assert interpolate({4: 2.0, 16: 8.0}, rows) == pytest.approx(expected)
+
+
+# Cache and activations
+
+
+def test_a_cache_on_disk_is_read_whole_and_written_every_sixteen_tokens():
+    found = estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, batch=(4, 2)))
+    whole = 12 * 8 * 72 * SLOT
+    assert found.step.resources["disk->cpu"] == pytest.approx(whole)
+    assert found.step.resources["cpu->disk"] == pytest.approx(whole / 16)
+    assert found.prefill.resources["cpu->disk"] == pytest.approx(whole)
+    assert found.prefill.resources["disk->cpu"] == 0
+
+
+def test_a_full_cache_travels_as_far_as_it_is_filled():
+    """And of 64 slots more, which it is given at a time, the half."""
+    found = estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, lengths=(64, 512)))
+    assert found.step.resources["disk->cpu"] == pytest.approx(12 * 4 * (64 + 256 + 32) * SLOT)
+    assert found.prefill.resources["cpu->disk"] == pytest.approx(12 * 4 * (64 + 64) * SLOT)
+    evicting = planned(cache=ON_DISK, gpu=False, lengths=(64, 512), h2o=H2OConfig(heavy_ratio=0.25))
+    found = estimate(machine(gpu=False), evicting)
+    assert found.step.resources["disk->cpu"] == pytest.approx(12 * 4 * 32 * SLOT)
+
+
+@pytest.mark.parametrize(("cache", "away"), [((100, 0), 0), ((90, 10), 0), ((70, 30), 1),
+                                             ((0, 100), 4)])
+def test_a_share_of_the_cache_is_whole_sequences(cache, away):
+    found = estimate(machine(), planned(cache=cache))
+    assert found.step.resources["cpu->gpu"] == pytest.approx(12 * away * 72 * SLOT)
+    assert found.step.resources["gpu->cpu"] == pytest.approx(12 * away * SLOT)
+
+
+# Against the engine. A test model whose layers are many pages, so that rounding to them is little.
+
+LONG = {"lengths": (64, 34)}  # twice the tokens that wait in memory for a write to disk
+HEAVY = H2OConfig(heavy_ratio=0.1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import OPTConfig
+
+    path = tmp_path_factory.mktemp("model")
+    OPTConfig(vocab_size=500, hidden_size=256, num_hidden_layers=3, num_attention_heads=4,
+              ffn_dim=1024, max_position_embeddings=128, word_embed_proj_dim=256
+              ).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", [LazyDevice, PoisonedDevice])
+@pytest.mark.parametrize(("placed", "options"), [
+    ((ON_HOST, ALL_HERE, ALL_HERE), {}),
+    ((ON_DISK, ALL_HERE, ALL_HERE), {"overlap": False}),
+    ((ON_DISK, ALL_HERE, ALL_HERE), {"prefill_chunk": 16}),
+    ((ALL_HERE, ON_HOST, ON_DISK), {"lengths": (64, 2)}),  # a new token's rows are less than a page
+    ((ALL_HERE, ON_DISK, ON_HOST), {}),
+    ((ALL_HERE, (25, 25), ALL_HERE), {"h2o": HEAVY}),
+    ((ALL_HERE, ON_HOST, ALL_HERE), {"bits": (16, 4)}),
+    ((ALL_HERE, ON_DISK, ALL_HERE), {"bits": (16, 4), "prefill_chunk": 16}),
+    ((ALL_HERE, (25, 25), ALL_HERE), {"h2o": HEAVY, "prefill_chunk": 16}),
+    ((ALL_HERE, (25, 25), ALL_HERE), {"prefill_chunk": 16}),
+    ((ALL_HERE, (0, 50), ALL_HERE), {"h2o": HEAVY, "cpu_cache_compute": True}),
+])
+def test_the_engine_moves_the_bytes_that_the_model_counts(folder, tmp_path, monkeypatch, kind,
+                                                          placed, options):
+    monkeypatch.setattr(llm_module, "open_device", lambda name: kind())
+    prompts = [[(7 * i * j + i) % 500 for i in range(64)] for j in range(8)]
+    run = planned(*placed, batch=(4, 2), gpu=kind is LazyDevice, **LONG | options)
+    with torch.inference_mode(), LLM(
+            str(folder), path="_DUMMY_", dtype="float16", policy=run.policy, h2o=run.cache.h2o,
+            cache_bits=run.cache.bits, progress=False, offload_dir=str(tmp_path)) as llm:
+        llm.generate(prompts, max_new_tokens=run.workload.gen_len, eos_token_id=-1)
+        moved = {link: nbytes for link, (nbytes, _) in llm.stats.links.items()}
+        found = estimate(machine(gpu=run.has_gpu), replace(run, model=llm.model_config))
+    counted = {link: found.prefill.resources[link] + found.steps * found.step.resources[link]
+               for link in LINKS}
+    if run.attends_on_host:
+        # The engine does not record the prompts that go down to be cut; of q, k, v it does.
+        moved["gpu->cpu"] += 3 * 8 // 2 * 64 * 2 * 256 * 2
+    for link, nbytes in counted.items():
+        assert nbytes == pytest.approx(moved.get(link, 0), rel=0.08, abs=1e5), link
+
+
+def test_sparse_attention_leaves_values_in_host_memory():
+    run = planned(cache=ON_HOST)
+    sparse = replace(run, cache=replace(run.cache, attn_sparsity=0.5))
+    full, some = (estimate(machine(), each).step.resources for each in (run, sparse))
+    assert some["cpu->gpu"] == pytest.approx(0.75 * full["cpu->gpu"]) and full["cpu->gpu"] > 0
+    assert some["gpu->cpu"] == full["gpu->cpu"]
+
+
+def test_what_goes_on_at_the_same_time_interferes():
+    """Beside the busiest resource a part of what the others would take alone."""
+    compute = replace(FREE, layer_seconds=LAYER / 4.0)
+    run = planned(weights=ON_DISK, gpu=False)
+    free = machine(compute, gpu=False)
+    disturbed = replace(free, interference=0.25)
+    (alone,), (beside,) = ([estimate(each, run).step] for each in (free, disturbed))
+    assert beside.resources == alone.resources and beside.binding == "disk->cpu"
+    assert beside.seconds == pytest.approx(alone.seconds + 0.25 * alone.resources["compute"])

@@ -1,0 +1,189 @@
+"""Machines as YAML: what is written comes back; every mistake is named with its file and key."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.links import LINKS
+from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttention
+from flexgen_h2o.planning.hardware_file import (
+    BITS,
+    HOST_LINKS,
+    ROWS,
+    load_hardware,
+    roofline,
+    save_hardware,
+)
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "hardware"
+
+figures = st.tuples(st.integers(1, 10**15 - 1), st.integers(-20, -3)).map(
+    lambda parts: float(f"{parts[0]}e{parts[1]}"))
+nbytes = st.integers(10**6, 10**15 - 1)
+
+
+def tables(keys):
+    return st.fixed_dictionaries(dict.fromkeys(keys, figures))
+
+
+@st.composite
+def machines(draw) -> Hardware:
+    has_gpu = draw(st.booleans())
+    rows = sorted(draw(st.sets(st.integers(1, 10**6), min_size=1, max_size=4)))
+    return Hardware(
+        name=draw(st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)),
+        gpu_bytes=draw(nbytes) if has_gpu else None,
+        cpu_bytes=draw(nbytes),
+        disk_bytes=draw(nbytes),
+        links=draw(tables(LINKS if has_gpu else HOST_LINKS)),
+        compute=Compute(
+            linear={bits: draw(tables(rows)) for bits in BITS},
+            prefill_attention=draw(tables(("plain", "scored"))),
+            decode_attention=draw(tables(BITS)),
+            **{name: draw(figures) for name in (
+                "head_seconds", "elementwise", "layer_seconds", "logit_seconds")}),
+        host_attention=HostAttention(draw(tables(BITS)), draw(figures))
+        if has_gpu and draw(st.booleans()) else None,
+        interference=draw(st.floats(0, 1)))
+
+
+@given(hardware=machines())
+def test_what_is_written_comes_back(tmp_path_factory, hardware):
+    path = tmp_path_factory.mktemp("machines") / "machine.yaml"
+    save_hardware(hardware, path)
+    assert load_hardware(path) == hardware
+    assert load_hardware(path).has_gpu == ("gpu_gb" in yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
+def test_the_machines_of_the_papers(path, tmp_path):
+    hardware = load_hardware(path)
+    assert hardware.has_gpu and set(hardware.links) == set(LINKS)
+    assert all(0 < figure < 1e14 for figure in hardware.links.values())
+    save_hardware(hardware, tmp_path / "copy.yaml")
+    assert load_hardware(tmp_path / "copy.yaml") == hardware
+
+
+def test_units_are_those_of_the_keys():
+    t4 = load_hardware(CONFIGS / "t4.yaml")
+    assert (t4.gpu_bytes, t4.cpu_bytes) == (16_000_000_000, 208_000_000_000)
+    assert t4.links["cpu->gpu"] == 13.84e9
+    assert t4.compute.prefill_attention["plain"] == 9.97e12
+    assert t4.compute.decode_attention[16] == 79e9
+    assert t4.compute.layer_seconds == 400e-6
+    assert t4.host_attention.head_seconds == 1e-6
+
+
+def test_the_roofline_is_bytes_at_few_rows_and_flops_at_many():
+    table = roofline(20e12, 200e9)
+    assert set(table) == set(BITS) and all(tuple(column) == ROWS for column in table.values())
+    assert table[16][1] == 2e9 / 200e9
+    assert table[4][1] == 4.5 / 8 * 1e9 / 200e9  # scales and zeros of groups of 64 included
+    assert table[8][1] == 8.5 / 8 * 1e9 / 200e9
+    assert table[16][2048] == table[4][2048] == 2 * 2048e9 / 20e12
+    rows = table[8]
+    assert list(rows.values()) == sorted(rows.values())
+
+
+def cpu() -> dict:
+    """A machine without a GPU, as its file says it."""
+    return {
+        "name": "small", "cpu_gb": 24, "disk_gb": 250,
+        "links_gb_per_s": {"disk->cpu": 3, "cpu->disk": 6.5},
+        "compute": {
+            "linear_seconds_per_billion_weights": {
+                bits: {1: 0.1, 64: 0.3} for bits in (16, 8, 4)},
+            "prefill_attention_tflop_per_s": {"plain": 0.2, "scored": 0.15},
+            "decode_attention_gb_per_s": {16: 40, 8: 30, 4: 20},
+            "head_microseconds": 0.9, "elementwise_seconds_per_billion": 5,
+            "layer_microseconds": 150, "logit_seconds_per_billion": 1,
+        },
+    }
+
+
+TABLE = ("compute", "linear_seconds_per_billion_weights")
+ROOFLINE = {"tflop_per_s": 1, "memory_gb_per_s": 40}
+HOST = {"decode_attention_gb_per_s": {16: 40, 8: 30, 4: 20}, "head_microseconds": 0.9}
+
+# Where, what is put there (DROP: nothing), and what the message must say.
+DROP = object()
+MISTAKES = {
+    "unknown": (("speed",), 3, "unknown key speed"),
+    "unknown below": (("compute", "tflops"), 3, "compute: unknown key tflops"),
+    "missing": (("cpu_gb",), DROP, "cpu_gb is missing"),
+    "missing below": (("compute", "layer_microseconds"), DROP, "layer_microseconds is missing"),
+    "missing bits": ((*TABLE, 8), DROP, "key 8 is missing"),
+    "other bits": ((*TABLE, 3), {1: 0.1}, "unknown key 3"),
+    "bits of a cache": (("compute", "decode_attention_gb_per_s", 2), 9, "unknown key 2"),
+    "no number": (("compute", "head_microseconds"), "fast", "head_microseconds must be a finite"),
+    "a truth": (("disk_gb",), True, "disk_gb must be a finite number"),
+    "nothing": (("cpu_gb",), None, "cpu_gb must be a finite number"),
+    "zero": (("links_gb_per_s", "disk->cpu"), 0, "disk->cpu must be greater than 0"),
+    "negative": ((*TABLE, 4, 1), -0.1, "4: 1 must be greater than 0"),
+    "infinite": (("disk_gb",), float("inf"), "disk_gb must be a finite number"),
+    "enormous": (("disk_gb",), 1e300, "disk_gb must be at most"),
+    "no memory": (("cpu_gb",), 1e-9, "cpu_gb must be at least"),
+    "no mapping": (("links_gb_per_s",), [3, 6], "links_gb_per_s must hold lines"),
+    "no name": (("name",), " ", "name must be text"),
+    "a link of a GPU": (("links_gb_per_s", "cpu->gpu"), 12, "unknown key cpu->gpu"),
+    "host attention": (("host_attention",), HOST, "host_attention is for machines with a GPU"),
+    "links of a GPU missing": (("gpu_gb",), 16, "cpu->gpu is missing"),
+    "rows descend": ((*TABLE, 16), {64: 0.3, 1: 0.1}, "16 must list"),
+    "no rows": ((*TABLE, 16), {}, "16 must list"),
+    "half a row": ((*TABLE, 16), {0.5: 0.1}, "16: a count of rows must be a whole number"),
+    "row 0": ((*TABLE, 16), {0: 0.1}, "16: a count of rows must be at least 1"),
+    "two forms": (("compute", "linear_roofline"), ROOFLINE, "must have either"),
+    "no form": (TABLE, DROP, "must have either"),
+}
+
+
+@pytest.mark.parametrize(("where", "value", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named_with_its_file_and_key(where, value, said, tmp_path):
+    values = cpu()
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    assert load_hardware(path).name == "small"
+    at = values
+    for key in where[:-1]:
+        at = at[key]
+    if value is DROP:
+        del at[where[-1]]
+    else:
+        at[where[-1]] = value
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    with pytest.raises(UserError) as caught:
+        load_hardware(path)
+    message = str(caught.value)
+    assert str(path) in message and said in message and "\n" not in message
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("name: [", "not valid YAML at line"), ("- 1\n- 2", "must hold lines"), ("", "must hold lines"),
+    ("!!python/object/apply:os.getcwd []", "not valid YAML")])
+def test_a_file_that_holds_no_machine(text, said, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        load_hardware(path)
+    with pytest.raises(UserError, match="cannot read hardware file .*: No such file"):
+        load_hardware(tmp_path / "none.yaml")
+
+
+def test_a_machine_that_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "machine.yaml"
+    save_hardware(load_hardware(CONFIGS / "t4.yaml"), path)
+    before = path.read_text()
+
+    def fail(*args, **options):
+        args[1].write("half of it")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(yaml, "safe_dump", fail)
+    with pytest.raises(OSError, match="full"):
+        save_hardware(load_hardware(CONFIGS / "a100.yaml"), path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,597 @@
+"""The memory plan: sums by hand, a suggestion that fits itself, and what counts as free."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import TINY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside import own_attention
+
+from flexgen_h2o import kernels
+from flexgen_h2o.cache import fetched
+from flexgen_h2o.config.formats import TILE, CacheOptions, GroupLayout, MatrixLayout, WeightOptions
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.placement import Placement, parse_percent
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.engine import executor, hidden
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.budget import kept
+from flexgen_h2o.models import family
+from flexgen_h2o.models.spec import from_transformers, published
+from flexgen_h2o.planning import rows as plan_rows
+from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.storage.free_memory import (
+    MemoryLimits,
+    cgroup_free,
+    cgroup_limit,
+    free_memory,
+    kept_heap,
+    resident_bytes,
+    whole_memory,
+)
+
+OPT_30B = published("facebook/opt-30b")
+LLAMA_8B = published("meta-llama/Meta-Llama-3-8B")
+LOAD = Workload(prompt_len=512, gen_len=32, gpu_batch_size=4, num_gpu_batches=2)
+ALL_GPU = (100, 0, 100, 0)
+
+
+def make_policy(*percent) -> Policy:
+    weights, cache, activations = parse_percent(percent)
+    return Policy(weights=weights, cache=cache, activations=activations)
+
+
+def make_plan(*percent, load=LOAD, **options):
+    return memory_plan(OPT_30B, make_policy(*percent), load, itemsize=2, **options)
+
+
+def rows(plan) -> dict[str, tuple[int, int, int]]:
+    return {row.name: (row.gpu, row.cpu, row.disk) for row in plan.rows}
+
+
+def test_sums_without_a_gpu():
+    plan = make_plan(0, 100, 100, 0)
+    found = rows(plan)
+    weights = found["weights"][1] + found["embeddings"][1]
+    assert weights == pytest.approx(OPT_30B.num_parameters() * 2, rel=1e-9)
+    assert found["cache"] == (0, 8 * 543 * OPT_30B.kv_bytes_per_token(2), 0)
+    assert found["activations"] == (0, 8 * 512 * 7168 * 2, 0)
+    for buffers in ("weight buffers", "cache buffers", "activation buffers"):
+        assert found[buffers] == (0, 0, 0), "memory is used in place"
+    for extra in ("prompt cache", "cache bookkeeping"):
+        assert found[extra] == (0, 0, 0), "the full cache needs neither"
+    assert plan.total("gpu") == plan.total("disk") == 0
+    assert plan.total("cpu") == sum(row.cpu for row in plan.rows)
+
+
+def test_weights_on_disk_need_two_layers_and_no_space_unless_written():
+    layer = OPT_30B.layer_parameters() * 2
+    found = rows(make_plan(0, 0, 100, 0))
+    assert found["weights"] == (0, 0, 0)
+    assert found["weight buffers"] == (0, 2 * layer, 0)
+    written = rows(make_plan(0, 0, 100, 0, writes_weights=True))
+    assert written["weights"][2] == OPT_30B.num_layers * layer
+
+
+def test_a_gpu_needs_staging_for_what_is_on_the_host():
+    layer = OPT_30B.layer_parameters() * 2
+    part = 4 * 543 * OPT_30B.kv_bytes_per_token(2) // OPT_30B.num_layers
+    found = rows(make_plan(0, 100, 0, 100, 0, 100, has_gpu=True))
+    assert found["weight buffers"] == (2 * layer, 2 * layer, 0)
+    assert found["cache buffers"] == (3 * part, 3 * part, 0)
+    assert found["activation buffers"] == (3 * 4 * 512 * 7168 * 2, 0, 0)
+
+
+def test_a_partly_fetched_layer_needs_a_part_of_a_buffer():
+    whole = rows(make_plan(0, 0, 100, 0))["weight buffers"][1]
+    part = rows(make_plan(80, 0, 100, 0))["weight buffers"][1]
+    assert 0 < part < whole
+
+
+def test_halves_of_layers_need_buffers_of_the_larger():
+    """An MLP of OPT-30B takes two thirds of a layer."""
+    policy = replace(make_policy(0, 0, 100, 0), sep_layer=True)
+    plan = memory_plan(OPT_30B, policy, LOAD, itemsize=2)
+    mlp = (2 * 7168 * 28672 + 28672 + 7168 + 2 * 7168) * 2
+    assert rows(plan)["weight buffers"] == (0, 2 * mlp, 0)
+    assert 2 * mlp < rows(make_plan(0, 0, 100, 0))["weight buffers"][1]
+    rest = {name: row for name, row in rows(plan).items() if name != "weight buffers"}
+    whole = rows(make_plan(0, 0, 100, 0))
+    assert rest == {name: whole[name] for name in rest}
+
+
+def test_cache_is_split_by_whole_sequences():
+    found = rows(make_plan(100, 0, 30, 30, has_gpu=True))
+    assert [size // found["cache"][1] for size in found["cache"]] == [1, 1, 2]
+
+
+def test_what_needs_more_than_there_is_is_refused_with_what_would_fit():
+    """opt-30b with random weights and --percent 0 100 100 0 on 24 GB."""
+    plan = make_plan(0, 100, 100, 0, load=replace(LOAD, num_gpu_batches=1), writes_weights=True)
+    with pytest.raises(UserError) as caught:
+        plan.check(MemoryLimits(None, 24 * 10**9, 80 * 10**9))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "host memory: needs 63.5 GB" in message and "24.0 GB free" in message
+    assert re.search(r"--percent [\d .]+ would fit", message)
+
+
+@pytest.mark.parametrize(("writes", "limits"), [
+    (False, MemoryLimits(None, 10**9, 10**12)),  # not even the buffers
+    (True, MemoryLimits(None, 24 * 10**9, 10**6)),  # neither memory nor disk
+])
+def test_nothing_fits_and_says_so(writes, limits):
+    with pytest.raises(UserError, match="no --percent would fit.*gpu-batch-size"):
+        make_plan(0, 100, 100, 0, writes_weights=writes).check(limits)
+
+
+@pytest.mark.parametrize("model", [OPT_30B, published("facebook/opt-125m")])
+def test_what_is_needed_reads_as_more_than_what_is_free(model):
+    """One byte more, in GB or in MB; and no two of its parts that differ read the same."""
+    plan = memory_plan(model, make_policy(*ALL_GPU), Workload(1, 1, 1, 1), itemsize=2)
+    with pytest.raises(UserError) as caught:
+        plan.check(MemoryLimits(None, plan.total("cpu") - 1, 0))
+    needs, *parts, free = re.findall(r"([\d.]+) (?:GB|MB|KB|bytes)", str(caught.value))
+    assert float(needs) > float(free) and len({needs, free, *parts}) == 5
+
+
+def test_what_fits_passes():
+    make_plan(0, 100, 100, 0).check(MemoryLimits(None, 80 * 10**9, 0))
+    make_plan(100, 0, 100, 0, has_gpu=True).check(MemoryLimits(80 * 10**9, 10**6, 0))
+
+
+def test_loaded_weights_are_not_counted_twice():
+    plan = make_plan(0, 100, 100, 0)
+    left = MemoryLimits(None, plan.total("cpu") - rows(plan)["weights"][1], 0)
+    with pytest.raises(UserError):
+        plan.check(left)
+    plan.check(plan.before_loading(left, kept=0))
+    bare, kept = (plan.before_loading(left, kept=kept).cpu_bytes for kept in (0, 7))
+    assert kept == bare + 7, "what the allocator keeps of earlier runs is there too"
+
+
+def test_weights_go_to_disk_first_then_the_cache():
+    plan = make_plan(0, 100, 0, 100)
+    weights_only = plan.suggest(MemoryLimits(None, 30 * 10**9, 0))
+    assert weights_only.cache == Placement(0, 100, 0)
+    assert 0 < weights_only.weights.disk < 100
+    both = plan.suggest(MemoryLimits(None, 8 * 10**9, 10**12))
+    assert both.weights.disk == 100 and both.cache.disk > 0
+
+
+def test_a_full_disk_sends_weights_back_to_memory():
+    plan = make_plan(0, 0, 100, 0, writes_weights=True)
+    fitting = plan.suggest(MemoryLimits(None, 50 * 10**9, 40 * 10**9))
+    assert fitting is not None and fitting.weights.disk < 100
+
+
+# Quantized weights. A block of 16 outputs by 64 inputs takes 64 bytes of scales and zero points
+# and in 4 bits 512 of codes.
+
+FOUR_BITS = WeightOptions(bits=4)
+OPT_30B_LAYER = 7168 * 7168 * 12 * 576 // 1024 + 2 * (4 + 4 + 4 + 1) * 7168
+OPT_30B_EMBEDDINGS = (3142 + 129) * 16 * 7168 * 576 // 1024 + 2 * 2 * 7168
+
+
+def bytes_at_rest(cfg, weights: WeightOptions, itemsize: int) -> int:
+    """Bytes of all tensors of a model, each once, from the tensors themselves."""
+    specs = family(cfg).weights(cfg)
+    tensors = {spec.name: spec.shape for part in (specs.embed, *specs.layers, specs.head)
+               for spec in part.values()}
+    total = 0
+    for shape in tensors.values():
+        if len(shape) == 2 and weights.bits != 16:
+            total += MatrixLayout(*shape, bits=weights.bits, group=weights.group).nbytes
+        else:
+            total += torch.Size(shape).numel() * itemsize
+    return total
+
+
+@pytest.mark.parametrize("options", [WeightOptions(), FOUR_BITS, WeightOptions(bits=8),
+                                     WeightOptions(bits=4, group=32)])
+@pytest.mark.parametrize("key", [*TINY, "opt-350m", "opt-30b", "Llama-3.1-8B", "gpt-neox-20b"])
+def test_weights_take_the_bytes_of_their_layouts(key, options):
+    cfg = from_transformers(TINY[key](), key) if key in TINY else published(key)
+    for itemsize in (2, 4):
+        plan = memory_plan(cfg, make_policy(*ALL_GPU), LOAD, itemsize=itemsize, has_gpu=True,
+                           weights=options)
+        found = rows(plan)
+        assert found["weights"][0] + found["embeddings"][0] == bytes_at_rest(
+            cfg, options, itemsize)
+        assert found["weight buffers"] == (0, 0, 0)
+
+
+def test_quantized_weights_on_disk_need_two_quantized_layers():
+    found = rows(make_plan(0, 0, 100, 0, weights=FOUR_BITS))
+    assert found["weights"] == found["embeddings"] == (0, 0, 0), "a weight cache keeps them"
+    assert found["weight buffers"] == (0, 2 * OPT_30B_LAYER, 0)
+    written = rows(make_plan(0, 0, 100, 0, weights=FOUR_BITS, writes_weights=True))
+    assert written["weights"] == (0, 0, 48 * OPT_30B_LAYER)
+    assert written["embeddings"] == (0, 0, OPT_30B_EMBEDDINGS)
+
+
+def test_percent_is_of_quantized_bytes():
+    found = rows(make_plan(50, 25, 100, 0, has_gpu=True, weights=FOUR_BITS, writes_weights=True))
+    quarter = 48 * OPT_30B_LAYER // 4
+    assert found["weights"] == (2 * quarter, quarter, quarter)
+    assert sum(found["embeddings"]) == pytest.approx(OPT_30B_EMBEDDINGS, abs=3)
+    # Of a layer half travels, and one tensor more, which has four times the hidden size.
+    layer = OPT_30B_LAYER // 2 + 4 * 7168 * 7168 * 576 // 1024
+    assert found["weight buffers"] == (2 * layer, 2 * layer, 0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_buffer_has_room_for_a_quantized_head(bits):
+    """SmolLM2's table is larger than a layer."""
+    cfg, options = published("HuggingFaceTB/SmolLM2-135M"), WeightOptions(bits=bits)
+    plan = memory_plan(cfg, make_policy(0, 0, 100, 0), LOAD, itemsize=2, weights=options)
+    head = MatrixLayout(49152, 576, bits=bits).nbytes
+    assert head > options.part_bytes(cfg.layer_shapes(), 2)
+    assert rows(plan)["weight buffers"] == (0, 2 * head, 0)
+
+
+@pytest.mark.parametrize(("cfg", "group", "filled"), [
+    (OPT_30B, 64, 28672), (LLAMA_8B, 64, 14336), (published("opt-125m"), 1000, 4000),
+])
+def test_workspace_of_products_with_quantized_weights(monkeypatch, cfg, group, filled):
+    """64 rows of the widest input and of 32 outputs by thread; on a GPU what is unpacked."""
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    for has_gpu, tier, more in ((False, 1, 3 * 64 * 4 * (filled + 32)), (True, 0, 64 << 20)):
+        plain, quantized = (
+            rows(memory_plan(cfg, make_policy(*ALL_GPU), LOAD, itemsize=2, has_gpu=has_gpu,
+                             weights=options))["workspace"][tier]
+            for options in (WeightOptions(), WeightOptions(bits=8, group=group)))
+        assert quantized - plain == more
+
+
+def test_quantized_weights_change_nothing_else():
+    plain, quantized = (rows(make_plan(0, 50, 50, 0, 50, 50, has_gpu=True, weights=options))
+                        for options in (WeightOptions(), FOUR_BITS))
+    changed = {name for name in plain if plain[name] != quantized[name]}
+    assert changed == {"weights", "embeddings", "weight buffers", "workspace"}
+
+
+def test_quantized_weights_fit_where_plain_ones_do_not():
+    limits = MemoryLimits(None, 24 * 10**9, 10**6)
+    make_plan(0, 100, 100, 0, weights=FOUR_BITS).check(limits)
+    with pytest.raises(UserError) as caught:
+        make_plan(0, 100, 100, 0).check(limits)
+    assert "weight-bits" not in str(caught.value), "that would change the results"
+
+
+# What is cached. LLaMA-3-8B has 32 layers of 8 KV heads (32 heads) of 128: a token's key and value
+# take 2 * 8 * 128 * 2 = 4096 bytes in a layer. The block has 4 * 2 sequences of 512 + 32 tokens.
+
+
+def cache_plan(*percent, chunk=None, on_cpu=False, has_gpu=False, **cache):
+    policy = replace(make_policy(*percent), prefill_chunk=chunk, cpu_cache_compute=on_cpu)
+    if "h2o" in cache:
+        cache["h2o"] = H2OConfig(**cache["h2o"])
+    return memory_plan(LLAMA_8B, policy, LOAD, itemsize=2, has_gpu=has_gpu,
+                       cache=CacheOptions(**cache))
+
+
+
+@pytest.mark.parametrize(("h2o", "layer_slots"), [
+    ({"heavy_ratio": 0.1}, [102] * 32),
+    ({"heavy_ratio": 0.1, "recent_ratio": 0.3}, [51 + 153] * 32),
+    ({"heavy_ratio": 0.1, "sink_tokens": 4}, [106] * 32),
+    ({"heavy_ratio": 0.1, "evict_generated": False}, [102 + 31] * 32),
+    ({"heavy_ratio": [0.1] * 31 + [1]}, [102] * 31 + [543]),
+    ({"recent_ratio": 0.25}, [128] * 32),
+    ({"heavy_tokens": 0, "recent_tokens": 64}, [64] * 32),
+    ({"heavy_tokens": 300, "recent_tokens": 240}, [540] * 32),
+    ({"heavy_tokens": 300, "recent_tokens": 600}, [543] * 32),
+    ({"heavy_ratio": 1}, [543] * 32),
+    ({"drop_positions": True}, [543] * 32),
+])
+def test_an_evicting_cache_has_the_slots_of_its_budget(h2o, layer_slots):
+    found = rows(cache_plan(*ALL_GPU, has_gpu=True, h2o=h2o))
+    assert found["cache"] == (8 * sum(layer_slots) * 4096, 0, 0)
+    full = [not H2OConfig(**h2o).is_full_at(layer) for layer in range(32)]
+    evicting = sum(s for s, evicts in zip(layer_slots, full, strict=True) if evicts)
+    assert found["cache bookkeeping"] == (8 * evicting * 8 * (4 + 4), 0, 0)
+    assert found["prompt cache"] == (0, 0, 0)
+
+
+def test_rolling_positions_are_booked_too():
+    h2o = {"heavy_tokens": 40, "recent_tokens": 60, "positions": "rolling"}
+    found = rows(cache_plan(0, 0, 0, 0, has_gpu=True, h2o=h2o))
+    assert found["cache bookkeeping"] == (8 * 32 * 100 * 8 * 12, 0, 0), "never on disk"
+    assert found["cache"] == (0, 0, 8 * 32 * 100 * 4096)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_compressed_cache_takes_its_groups(bits):
+    vector = GroupLayout(length=128, bits=bits).nbytes
+    assert 128 * bits // 8 < vector < 128 * 2
+    found = rows(cache_plan(*ALL_GPU, has_gpu=True, bits=bits))
+    assert found["cache"] == (8 * 543 * 32 * 2 * 8 * vector, 0, 0)
+    assert found["cache bookkeeping"] == (0, 0, 0)
+    both = rows(cache_plan(*ALL_GPU, has_gpu=True, bits=bits, h2o={"heavy_ratio": 0.1}))
+    assert both["cache"] == (8 * 102 * 32 * 2 * 8 * vector, 0, 0)
+
+
+def test_staging_is_of_the_largest_layer():
+    ratios = [0.1] * 31 + [0.2]
+    found = rows(cache_plan(100, 0, 0, 100, has_gpu=True, h2o={"heavy_ratio": ratios}))
+    staging = 3 * 4 * 204 * 4096
+    assert found["cache buffers"] == (staging, staging, 0)
+
+
+def test_tails_of_a_cache_on_disk_hold_records_and_their_slots():
+    found = rows(cache_plan(100, 0, 50, 0, h2o={"heavy_ratio": 0.1}))
+    staging, tails = 3 * 2 * 102 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
+    assert found["cache buffers"] == (0, staging + tails, 0)
+
+
+def test_a_cache_that_is_used_on_the_host_is_not_staged():
+    """Queries, keys, values and results of new tokens travel: two batches' on the device."""
+    h2o = {"heavy_ratio": 0.1}
+    found = rows(cache_plan(100, 0, 25, 75, has_gpu=True, on_cpu=True, h2o=h2o))
+    token = (2 * 32 + 2 * 8) * 128 * 2
+    assert found["cache buffers"] == (2 * 3 * token, 3 * token, 0)
+    book = 2 * 102 * 32 * 8 * 8
+    assert found["cache bookkeeping"] == (book, 3 * book, 0), "where attention runs"
+    disk = rows(cache_plan(100, 0, 0, 50, has_gpu=True, on_cpu=True))
+    assert disk["cache buffers"][0] == 3 * 2 * 543 * 4096 + 2 * 2 * token
+    assert cache_plan(100, 0, 0, 50, on_cpu=True).rows == cache_plan(100, 0, 0, 50).rows
+
+
+def test_a_simulation_is_exact_and_where_it_computes():
+    plan = cache_plan(100, 0, 0, 0, chunk=64, has_gpu=True,
+                      h2o={"heavy_ratio": 0.1, "simulate": True})
+    found = rows(plan)
+    assert found["cache"] == (8 * 543 * 32 * 2 * 8 * 128 * 4, 0, 0)
+    assert found["cache bookkeeping"] == (8 * 543 * 32 * 8 * 8, 0, 0)
+    assert found["cache buffers"] == found["prompt cache"] == (0, 0, 0)
+
+
+# Prompts in pieces
+
+
+@pytest.mark.parametrize("cache", [
+    {"h2o": {"heavy_ratio": 0.1}}, {"h2o": {"recent_ratio": 0.1}}, {"bits": 4},
+])
+def test_prompts_in_pieces_are_held_until_they_are_cut(cache):
+    scores = 8 * 512 * 8 * 32 * 4 if "heavy_ratio" in cache.get("h2o", {}) else 0
+    found = rows(cache_plan(100, 0, 25, 25, chunk=64, has_gpu=True, **cache))
+    part = 2 * 512 * 32 * 4096
+    assert found["prompt cache"] == (part + scores, part, 2 * part)
+    whole = rows(cache_plan(100, 0, 25, 25, chunk=512, has_gpu=True, **cache))
+    assert whole["prompt cache"] == (0, 0, 0)
+    assert whole["cache"] == found["cache"]
+    staging, tails = 3 * 3 * 512 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
+    more = [b - a for a, b in zip(whole["cache buffers"], found["cache buffers"], strict=True)]
+    assert more == [staging, staging + tails, 0]
+
+
+def test_the_full_cache_gathers_prompts_itself():
+    pieces, whole = (cache_plan(*ALL_GPU, chunk=chunk) for chunk in (64, None))
+    assert rows(pieces)["prompt cache"] == (0, 0, 0)
+    assert rows(pieces)["cache"] == rows(whole)["cache"]
+    assert rows(pieces)["activations"] == (0, 8 * 64 * 4096 * 2, 0)
+    assert rows(whole)["activations"] == (0, 8 * 512 * 4096 * 2, 0)
+    assert cache_plan(*ALL_GPU, chunk=600).rows == whole.rows
+
+
+def test_a_piece_of_a_long_prompt_needs_less_workspace():
+    load = Workload(prompt_len=30_000, gen_len=32, gpu_batch_size=1, num_gpu_batches=1)
+    found = {}
+    for chunk in (None, 256):
+        policy = replace(make_policy(*ALL_GPU), prefill_chunk=chunk)
+        found[chunk] = rows(memory_plan(LLAMA_8B, policy, load, itemsize=2))
+    assert found[256]["workspace"][1] < found[None]["workspace"][1]
+    assert found[256]["activations"][1] * 30_000 == found[None]["activations"][1] * 256
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("cache", [CacheOptions(), CacheOptions(bits=4),
+                                   CacheOptions(H2OConfig(heavy_ratio=0.1))])
+def test_workspace_of_attention(monkeypatch, has_gpu, cache):
+    """Linear in the tokens: whole rows of 64 queries by thread, and a score of a key by task."""
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    load = replace(LOAD, prompt_len=100_000)
+    run = plan_rows.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, has_gpu, False, cache)
+    by_thread = 0 if has_gpu else 3 * 64 * (100_000 + 8 * 128)
+    copies = 0 if cache.plain else 100_000 * 2 * 8 * 128 * 4
+    prefill = 4 * (by_thread + (64 + 4 * 32) * 100_000) + copies
+    slots = 20_000 if cache.evicts else 100_031
+    decode = 4 * (64 + 4 * 32) * (slots + 64 + 2 * 128)
+    assert own_attention(run) == max(prefill, decode)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_workspace_of_decoding_is_the_weights_of_all_heads(bits):
+    load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=64, num_gpu_batches=1)
+    run = plan_rows.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, True, False,
+                               CacheOptions(bits=bits))
+    assert own_attention(run) == 4 * (64 + 64 * 32) * (4000 + 64 + 2 * 128)
+
+
+sizes_of_h2o = st.one_of(
+    st.none(),
+    st.builds(H2OConfig, heavy_ratio=st.floats(0.01, 1), recent_ratio=st.floats(0.01, 1),
+              sink_tokens=st.integers(0, 9), evict_generated=st.booleans()),
+    st.builds(H2OConfig, heavy_tokens=st.integers(0, 3000), recent_tokens=st.integers(1, 3000),
+              positions=st.sampled_from(["original", "rolling"])),
+    st.builds(H2OConfig, recent_ratio=st.lists(st.floats(0.01, 1), min_size=32, max_size=32)),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes_of_h2o, st.sampled_from([16, 8, 4]), st.none() | st.integers(1, 900),
+       st.tuples(*[st.integers(1, 900)] * 2, *[st.integers(1, 9)] * 2), st.booleans())
+def test_any_cache_is_between_its_prompt_and_the_full_one(h2o, bits, chunk, lengths, has_gpu):
+    load = Workload(*lengths)
+    policy = replace(make_policy(100, 0, 20, 30), prefill_chunk=chunk)
+    plan, full = (memory_plan(LLAMA_8B, policy, load, itemsize=2, has_gpu=has_gpu, cache=cache)
+                  for cache in (CacheOptions(h2o, bits), CacheOptions()))
+    assert [row.name for row in plan.rows] == [row.name for row in full.rows]
+    assert all(isinstance(n, int) and n >= 0 for found in rows(plan).values() for n in found)
+    for tier in ("gpu", "cpu", "disk"):
+        assert plan.total(tier) == sum(getattr(row, tier) for row in plan.rows)
+    cached, most = (sum(rows(p)["cache"]) for p in (plan, full))
+    vector = 256 if bits == 16 else GroupLayout(length=128, bits=bits).nbytes
+    cut = sum(kept(h2o, layer, load.prompt_len) for layer in range(32))
+    sequences = load.gpu_batch_size * load.num_gpu_batches
+    assert cut * sequences * 2 * 8 * vector <= cached <= most
+    assert most == sequences * (load.prompt_len + load.gen_len - 1) * 32 * 4096
+
+
+shares = st.integers(0, 20).flatmap(
+    lambda gpu: st.integers(0, 20 - gpu).map(lambda cpu: (5 * gpu, 5 * cpu)))
+sizes = st.integers(0, 90).map(lambda gigabytes: gigabytes * 10**9)
+
+
+caches = st.sampled_from([
+    CacheOptions(), CacheOptions(bits=4), CacheOptions(H2OConfig(heavy_ratio=0.2)),
+    CacheOptions(H2OConfig(heavy_ratio=0.2, simulate=True)), CacheOptions(attn_sparsity=0.3),
+])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(shares, shares, shares), st.one_of(st.none(), sizes), sizes, sizes, st.booleans(),
+       caches, st.sampled_from([16, 8, 4]))
+def test_a_suggestion_fits_itself(percent, gpu, cpu, disk, writes, cache, bits):
+    limits, options = MemoryLimits(gpu, cpu, disk), {
+        "has_gpu": gpu is not None, "writes_weights": writes, "cache": cache,
+        "weights": WeightOptions(bits)}
+    plan = make_plan(*(share for pair in percent for share in pair), **options)
+    try:
+        plan.check(limits)
+        assert not plan.shortfalls(limits)
+    except UserError as error:
+        found = re.search(r"--percent ([\d .]+) would fit", str(error))
+        if found is None:
+            assert "no --percent would fit" in str(error)
+            return
+        assert not re.search("hh-ratio|-bits", str(error)), "that would change the results"
+        make_plan(*map(float, found[1].split()), **options).check(limits)
+
+
+def test_the_table_shows_every_row_and_the_sums():
+    plan = make_plan(50, 50, 100, 0, has_gpu=True)
+    text = plan.table(MemoryLimits(10**9, 2 * 10**9, 3 * 10**9))
+    for name in (*rows(plan), "device memory", "host memory", "disk space", "sum", "free"):
+        assert name in text
+    assert "device memory" not in make_plan(50, 50, 100, 0).table()
+
+
+@pytest.mark.parametrize("field", ["prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"])
+def test_workload_refuses_nothing_to_do(field):
+    with pytest.raises(UserError, match=field):
+        replace(LOAD, **{field: 0})
+
+
+def test_the_plan_knows_the_engines_own_numbers():
+    """It may not load torch, so that it repeats them."""
+    assert plan_rows.TAIL_TOKENS == fetched.TAIL
+    assert plan_rows.GROWTH_SLOTS == fetched.GROWTH
+    assert plan_rows.STAGING_BUFFERS == fetched.STAGING == hidden.WORKING
+    assert plan_rows.LOGIT_ROWS == executor.HEAD_ROWS
+    assert list(plan_rows.CHUNK_ROWS.values()) == [
+        executor.CHUNK_ROWS[kind] for kind in ("cpu", "cuda")]
+    folder = Path(kernels.__file__).parent / "cpu"
+    source = (folder / "lanes.h").read_text() + (folder / "memory.h").read_text()
+    assert "VECTORS = WIDTH == 16 ? 4 : 2" in source and plan_rows.QUERY_LANES == 16 * 4
+    assert f"FEWEST_TASKS = {plan_rows.FEWEST_TASKS};" in source
+    source = (folder / "matrix.cpp").read_text() + (folder / "matrix.h").read_text()
+    assert f"PANEL = {plan_rows.PRODUCT_ROWS};" in source
+    assert "COLUMNS = 2 * TILE;" in source and plan_rows.PRODUCT_OUTPUTS == 2 * TILE
+
+
+# What is free
+
+
+def group(folder: Path, names, *, limit, used, inactive, active=0, mapped=0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(
+        f"cache 9\n{names[2]}inactive_file {inactive}\n{names[2]}active_file {active}\n"
+        f"{names[3]} {mapped}\nrss 7\n")
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "total_mapped_file")
+V2 = ("memory.max", "memory.current", "", "file_mapped")
+
+
+def membership(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cgroup"
+    path.write_text(text)
+    return path
+
+
+def test_cgroup_v2_takes_the_tightest_limit_above(tmp_path):
+    mount = tmp_path / "fs"
+    group(mount / "a", V2, limit=1000, used=700, inactive=100)
+    group(mount / "a" / "b", V2, limit="max", used=600, inactive=0)
+    assert cgroup_free(mount, membership(tmp_path, "0::/a/b\n")) == 400
+    assert cgroup_limit(mount, membership(tmp_path, "0::/a/b\n")) == 1000
+
+
+def test_cgroup_v1_and_its_no_limit(tmp_path):
+    mount = tmp_path / "fs"
+    lines = "5:cpu:/x\n4:memory:/job\n0::/\n"
+    group(mount / "memory", V1, limit=9223372036854771712, used=5, inactive=0)
+    group(mount / "memory" / "job", V1, limit=2000, used=500, inactive=50)
+    assert cgroup_free(mount, membership(tmp_path, lines)) == 1550
+    (mount / "memory" / "job" / V1[0]).write_text("9223372036854771712")
+    assert cgroup_free(mount, membership(tmp_path, lines)) is None
+    assert cgroup_limit(mount, membership(tmp_path, lines)) is None
+
+
+@pytest.mark.parametrize("names, place, line", [
+    (V1, "memory", "4:memory:/\n"), (V2, ".", "0::/\n")])
+@pytest.mark.parametrize("inactive, active, mapped, free", [
+    (300, 0, 0, 1300), (300, 0, 100, 1200), (300, 500, 100, 1300), (300, 50, 100, 1250),
+    (300, 0, 400, 1000)])
+def test_code_that_runs_is_not_free(tmp_path, names, place, line, inactive, active, mapped, free):
+    """Mapped pages may be on either list; what is sure to go are inactive ones beyond them."""
+    group(tmp_path / place, names, limit=3000, used=2000, inactive=inactive, active=active,
+          mapped=mapped)
+    assert cgroup_free(tmp_path, membership(tmp_path, line)) == free
+
+
+def test_what_was_freed_is_kept_for_the_next():
+    before = resident_bytes()
+    assert before > 1 << 20 and kept_heap(before + (1 << 40)) == 0
+    assert 0 <= kept_heap(0) <= resident_bytes()
+
+
+def test_cgroup_path_of_the_host_falls_back_to_the_root(tmp_path):
+    mount = tmp_path / "fs"
+    group(mount / "memory", V1, limit=3000, used=1000, inactive=0)
+    assert cgroup_free(mount, membership(tmp_path, "4:memory:/docker/abc\n")) == 2000
+
+
+def test_no_cgroups_no_limit(tmp_path):
+    assert cgroup_free(tmp_path, tmp_path / "none") is None
+    assert cgroup_free(tmp_path, membership(tmp_path, "0::/\n")) is None
+
+
+def test_free_memory_heeds_the_cgroup_and_needs_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_free", lambda: 12345)
+    limits = free_memory(tmp_path / "not" / "there", 77)
+    assert (limits.gpu_bytes, limits.cpu_bytes) == (77, 12345)
+    assert limits.disk_bytes > 0
+    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_free", lambda: None)
+    assert 0 < free_memory(tmp_path, None).cpu_bytes <= psutil.virtual_memory().total
+
+
+def test_whole_memory_heeds_the_cgroup_and_not_what_is_in_use(tmp_path, monkeypatch):
+    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_limit", lambda: 12345)
+    limits = whole_memory(tmp_path / "not" / "there", 77)
+    assert (limits.gpu_bytes, limits.cpu_bytes) == (77, 12345)
+    assert limits.disk_bytes > free_memory(tmp_path, None).disk_bytes
+    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_limit", lambda: None)
+    assert whole_memory(tmp_path, None).cpu_bytes == psutil.virtual_memory().total

@@ -1,0 +1,217 @@
+"""Disk I/O: aligned pieces of any extents, errors that come back, folders that go away."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import random
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.links import LinkStats
+from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.storage import disk as disk_module
+from flexgen_h2o.storage.disk import RUN_PREFIX, AlignedRead, Disk, RunFolder, plan_reads
+from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.tiers import PAGE, Device, round_up
+from flexgen_h2o.storage.transfer import ATTENTION, Transfers
+
+
+@pytest.fixture
+def disk():
+    moved = []
+    with_record = Disk(record=lambda *piece: moved.append(piece))
+    with_record.moved = moved
+    yield with_record
+    with_record.close()
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_any_extents_come_back_as_they_lie_in_the_file(tmp_path_factory, seed):
+    rng = random.Random(seed)
+    folder = tmp_path_factory.mktemp("reads")
+    contents = {folder / f"{i}.bin": rng.randbytes(rng.randrange(1, 300_000)) for i in range(2)}
+    for path, content in contents.items():
+        path.write_bytes(content)
+    extents = []
+    for _ in range(rng.randrange(1, 12)):
+        path = rng.choice(list(contents))
+        start = rng.randrange(len(contents[path]))
+        extents.append(Extent(path, start, rng.randrange(1, len(contents[path]) - start + 1)))
+    reads, places, size = plan_reads(extents, gap=rng.choice([0, PAGE, 64 << 10]))
+    buffer = Device().host_empty(size).fill_(255)
+    reader = Disk()
+    reader.read(reads, buffer)
+    reader.close()
+    for extent in extents:
+        got = bytes(buffer[places[extent] : places[extent] + extent.nbytes].numpy())
+        assert got == contents[extent.path][extent.offset : extent.offset + extent.nbytes]
+
+
+def test_neighbours_become_one_read(tmp_path):
+    path = tmp_path / "a"
+    near = [Extent(path, 1000 + i * 5000, 4000) for i in range(10)]
+    far = Extent(path, 10 << 20, 100)
+    reads, _, size = plan_reads([*near, far])
+    assert [r.offset for r in reads] == [0, 10 << 20]
+    assert size == sum(r.nbytes for r in reads)
+
+
+def test_large_transfers_are_cut_into_pieces_and_counted(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr(disk_module, "PIECE", 2 * PAGE)
+    content = torch.randint(0, 256, (9 * PAGE,), dtype=torch.uint8)
+    source = Device().host_empty(9 * PAGE).copy_(content)
+    path = tmp_path / "a"
+    path.write_bytes(bytes(9 * PAGE))
+    disk.write(Extent(path, 0, 9 * PAGE), source)
+    target = Device().host_empty(9 * PAGE).fill_(255)
+    disk.read([AlignedRead(path, 0, 9 * PAGE, 0)], target)
+    assert torch.equal(target, content)
+    assert sum(n for link, n, *_ in disk.moved if link == "cpu->disk") == 9 * PAGE
+    assert len([1 for link, *_ in disk.moved if link == "disk->cpu"]) == 5
+
+
+def test_a_file_system_without_direct_io_is_said_once(tmp_path, disk, monkeypatch, caplog):
+    real_open = os.open
+
+    def refuse(path, flags, *rest):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"x" * 100)
+        buffer = Device().host_empty(PAGE)
+        disk.read([AlignedRead(tmp_path / name, 0, PAGE, 0)], buffer)
+        assert bytes(buffer[:100].numpy()) == b"x" * 100
+    assert len([r for r in caplog.records if "refuses O_DIRECT" in r.message]) == 1
+
+
+@pytest.mark.parametrize("most", [1, 511, PAGE + 1, 3 * PAGE - 1])
+def test_a_file_system_that_moves_less_than_it_is_asked_for(tmp_path, disk, monkeypatch, most):
+    """Network file systems and FUSE do; O_DIRECT goes on from the middle of a page nowhere."""
+    def short(call):
+        def move(descriptor, views, offset):
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and offset % PAGE:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            (view,) = views
+            moved = min(call(descriptor, views, offset), most + (offset % PAGE and 5000))
+            if call is real_read:
+                view[moved:] = b"?" * (len(view) - moved)
+            return moved
+
+        return move
+
+    real_read, content = os.preadv, random.Random(1).randbytes(5 * PAGE + 100)
+    path = tmp_path / "a"
+    path.write_bytes(content)
+    source, target = (Device().host_empty(6 * PAGE) for _ in range(2))
+    source[: len(content)] = torch.frombuffer(bytearray(content[::-1]), dtype=torch.uint8)
+    monkeypatch.setattr(os, "preadv", short(os.preadv))
+    monkeypatch.setattr(os, "pwritev", short(os.pwritev))
+    disk.read([AlignedRead(path, 0, 6 * PAGE, 0, end=len(content))], target)
+    assert bytes(target[: len(content)].numpy()) == content
+    disk.write(Extent(path, 0, 6 * PAGE), source)
+    assert path.read_bytes() == bytes(source.numpy())
+    disk.forget(tmp_path)
+    assert not [file for file in Path("/proc/self/fd").iterdir() if file.resolve() == path]
+
+
+def test_jobs_submit_others_while_somebody_waits_for_all(monkeypatch):
+    class Changing(dict):
+        """Gets another job as soon as somebody goes through it without the lock that guards it."""
+
+        def items(self):
+            items = iter(super().items())
+            if not transfers._lock.locked():
+                transfers.submit(ATTENTION, done.append)
+            return items
+
+    transfers, done = Transfers(Device(), links=LinkStats(), trace=Trace(enabled=False)), []
+    with contextlib.closing(transfers):
+        for wait in (transfers.drain, transfers.abandon):
+            monkeypatch.setattr(transfers, "_latest", Changing())
+            transfers.submit("stores", lambda lane: transfers.submit("loads", done.append))
+            wait()
+    assert len(done) == 2
+
+
+def test_a_file_cut_short_and_one_gone_are_told(tmp_path, disk):
+    path = tmp_path / "a"
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(UserError, match="cut short"):
+        disk.read([AlignedRead(path, 0, 4 * PAGE, 0)], Device().host_empty(4 * PAGE))
+    with pytest.raises(UserError, match="No such file"):
+        disk.read([AlignedRead(tmp_path / "b", 0, PAGE, 0)], Device().host_empty(PAGE))
+
+
+@pytest.mark.parametrize("code, words", [(errno.ENOSPC, "is full"), (errno.EIO, "failed")])
+def test_write_errors_reach_the_caller(tmp_path, disk, monkeypatch, code, words):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    path = tmp_path / "a"
+    path.write_bytes(bytes(PAGE))
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(UserError, match=words):
+        disk.write(Extent(path, 0, PAGE), Device().host_empty(PAGE))
+
+
+def test_a_full_disk_shows_when_the_file_is_made(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = RunFolder(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(UserError, match="is full"):
+        folder.file("cache.bin", 1 << 20)
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_is_private_sized_and_gone_after_use(tmp_path):
+    folder = RunFolder(tmp_path / "deep" / "offload")
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert folder.file("a.bin", 5000).stat().st_size == round_up(5000, PAGE)
+    folder.close()
+    folder.close()
+    assert list((tmp_path / "deep" / "offload").iterdir()) == []
+
+
+def test_what_a_killed_run_left_goes_and_a_living_runs_stays(tmp_path):
+    code = ("import os; from flexgen_h2o.storage.disk import RunFolder;"
+            f"f = RunFolder({str(tmp_path)!r}); f.file('a.bin', 9); {{}}")
+    subprocess.run([sys.executable, "-c", code.format("f.close")], check=True)
+    assert list(tmp_path.iterdir()) == []  # never closed, but gone at exit
+    subprocess.run([sys.executable, "-c", code.format("os.kill(os.getpid(), 9)")], check=False)
+    left = list(tmp_path.glob(f"{RUN_PREFIX}*"))
+    assert len(left) == 1
+    living = RunFolder(tmp_path)
+    assert not left[0].exists()
+    other = RunFolder(tmp_path)
+    assert living.path.exists()
+    living.close()
+    other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("place", "words"), [
+    ("file", "file is a file"), ("file/below", "file is a file"), ("gone", "gone is no folder")])
+def test_an_offload_folder_that_is_none_is_one_line(tmp_path, place, words):
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "gone").symlink_to("nowhere")
+    with pytest.raises(UserError) as caught:
+        RunFolder(tmp_path / place)
+    assert str(caught.value) == (
+        f"--offload-dir {tmp_path / place} can't be used: {tmp_path}/{words}; give a folder, or a "
+        "name that is not taken yet")

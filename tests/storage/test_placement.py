@@ -1,0 +1,45 @@
+"""Percentages to places: exact to one tensor, even over the layers."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.config.placement import TIERS, Placement
+from flexgen_h2o.storage.placement import assign, split
+
+
+@st.composite
+def placements(draw):
+    gpu = draw(st.integers(0, 100))
+    cpu = draw(st.integers(0, 100 - gpu))
+    return Placement(gpu, cpu, 100 - gpu - cpu)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), placements())
+def test_each_tier_is_right_to_within_the_largest_tensor(sizes, placement):
+    tiers = assign([(str(i), size) for i, size in enumerate(sizes)], placement)
+    for tier, fraction in zip(TIERS, placement.fractions(), strict=True):
+        # Over every stretch from the start, so that no layer carries much more than another.
+        for end in range(1, len(sizes) + 1):
+            got = sum(sizes[i] for i in range(end) if tiers[str(i)] == tier)
+            assert abs(got - fraction * sum(sizes[:end])) <= max(sizes[:end]) + 1e-6
+        if fraction == 0:
+            assert tier not in tiers.values()
+
+
+def test_like_layers_carry_like_offloaded_bytes():
+    shapes = [4, 4, 4, 4, 16, 16]
+    names = [(f"{layer}.{i}", size) for layer in range(24) for i, size in enumerate(shapes)]
+    tiers = assign(names, Placement(50, 20, 30))
+    for tier, share in zip(TIERS, (0.5, 0.2, 0.3), strict=True):
+        per_layer = [sum(size for i, size in enumerate(shapes) if tiers[f"{layer}.{i}"] == tier)
+                     for layer in range(24)]
+        assert abs(sum(per_layer) - share * 24 * 48) <= 16
+        assert max(abs(n - share * 48) for n in per_layer) <= 32
+
+
+@given(st.integers(1, 200), placements())
+def test_split_gives_every_sequence_a_tier(count, placement):
+    parts = split(count, placement)
+    assert sum(parts) == count and min(parts) >= 0
+    for part, fraction in zip(parts, placement.fractions(), strict=True):
+        assert abs(part - fraction * count) < 1
