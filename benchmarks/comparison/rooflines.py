@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.planning.rows import part_bytes, record_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -53,11 +54,11 @@ def work(model: ModelConfig, load: Load) -> Work:
     matrices = model.num_layers * model.layer_parameters()
     head = model.vocab_size * model.embed_dim
     options, attention = WeightOptions(load.weight_bits), 4 * model.num_layers * model.q_size
-    layers = model.num_layers * options.part_bytes(model.layer_shapes(), load.itemsize)
-    ends = sum(options.part_bytes(part, load.itemsize)
+    layers = model.num_layers * part_bytes(options, model.layer_shapes(), load.itemsize)
+    ends = sum(part_bytes(options, part, load.itemsize)
                for part in (model.embed_shapes(), model.head_shapes()))
-    record = model.num_layers * CacheOptions(bits=load.cache_bits).record_bytes(
-        model, load.itemsize)
+    record = model.num_layers * record_bytes(
+        CacheOptions(bits=load.cache_bits), model, load.itemsize)
     return Work(
         all_bytes=layers + ends,
         weight_bytes=layers + options.matrix_bytes((model.vocab_size, model.embed_dim),

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.checks import check_number
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.budget import slots
-
-if TYPE_CHECKING:
-    from flexgen_h2o.models.model_config import ModelConfig, PartShapes
 
 GROUP = 64
 """The most elements that share a scale and a zero point."""
@@ -187,11 +181,6 @@ class WeightOptions:
             return MatrixLayout(*shape, bits=self.bits, group=self.group).nbytes
         return shape[0] * shape[1] * itemsize
 
-    def part_bytes(self, part: PartShapes, itemsize: int) -> int:
-        """Bytes at rest of a part of a model."""
-        matrices = sum(self.matrix_bytes(shape, itemsize) for shape in part.matrices)
-        return matrices + part.vectors * itemsize
-
 
 @dataclass(frozen=True)
 class CacheOptions:
@@ -229,17 +218,3 @@ class CacheOptions:
     def plain(self) -> bool:
         """Whether it holds every token just as attention computed it."""
         return not self.evicts and self.bits == 16
-
-    def record_bytes(self, model: ModelConfig, itemsize: int) -> int:
-        """Bytes at rest of one token's key and value in one layer, all KV heads together."""
-        # A simulation is exact: it keeps float32.
-        vector = model.head_dim * (4 if self.simulated else itemsize)
-        if self.bits != 16:
-            vector = GroupLayout(length=model.head_dim, bits=self.bits).nbytes
-        return 2 * model.num_kv_heads * vector
-
-    def layer_slots(self, model: ModelConfig, workload: Workload) -> list[int]:
-        """The most slots that a sequence uses in each decoder layer."""
-        # The last token that is generated is never cached.
-        return [slots(self.h2o, layer, workload.prompt_len, workload.gen_len - 1)
-                for layer in range(model.num_layers)]

@@ -20,7 +20,15 @@ from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.models.model_config import ROW_BLOCK
 from flexgen_h2o.planning.hardware import Hardware
-from flexgen_h2o.planning.rows import CHUNK_ROWS, GROWTH_SLOTS, TAIL_TOKENS, PlannedRun
+from flexgen_h2o.planning.rows import (
+    CHUNK_ROWS,
+    GROWTH_SLOTS,
+    TAIL_TOKENS,
+    PlannedRun,
+    layer_slots,
+    part_bytes,
+    record_bytes,
+)
 from flexgen_h2o.storage.placement import split
 
 COMPUTE, HOST = "compute", "cpu attention"
@@ -173,7 +181,7 @@ class _Costs:
         self._batches = run.workload.num_gpu_batches
         self._sequences = self._batches * run.workload.gpu_batch_size
         self._layer = model.layer_shapes()
-        self._record = run.cache.record_bytes(model, run.itemsize)
+        self._record = record_bytes(run.cache, model, run.itemsize)
 
     def _stop(self, count: float, tally: _Tally) -> Stop:
         """What runs side by side: all resources, or with overlap off none of them."""
@@ -231,7 +239,8 @@ class _Costs:
     def _rows(self, rows: float) -> _Tally:
         """A decoder layer's weights, and the hidden states of `rows` in each batch both ways."""
         tally = _Tally(self._hardware)
-        tally.bring("weights", self._run.weights.part_bytes(self._layer, self._run.itemsize))
+        run = self._run
+        tally.bring("weights", part_bytes(run.weights, self._layer, run.itemsize))
         tally.bring("activations", self._hidden(rows))
         tally.send("activations", self._hidden(rows))
         return tally
@@ -312,7 +321,7 @@ class _Costs:
         run, model = self._run, self._model
         evicting = {*run.evicting_layers}
         return sum(most if layer in evicting else min(most, grown) for layer, most in enumerate(
-            run.cache.layer_slots(model, run.workload))) / model.num_layers
+            layer_slots(run.cache, model, run.workload))) / model.num_layers
 
     def _attended(self) -> float:
         """Tokens that a new one attends to, itself too: a mean over layers and decode steps."""

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import CacheOptions, GroupLayout, WeightOptions
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.h2o.budget import budget
+from flexgen_h2o.h2o.budget import budget, slots
 from flexgen_h2o.models.model_config import ROW_BLOCK
 from flexgen_h2o.storage.placement import split
 
 if TYPE_CHECKING:
-    from flexgen_h2o.models.model_config import ModelConfig
+    from flexgen_h2o.models.model_config import ModelConfig, PartShapes
 
 WEIGHT_ROWS = ("weights", "embeddings", "weight buffers")
 """The rows that are in place once the model is loaded."""
@@ -109,6 +109,28 @@ class PlanRow:
     disk: int = 0
 
 
+def part_bytes(options: WeightOptions, part: PartShapes, itemsize: int) -> int:
+    """Bytes at rest of a part of a model; `itemsize`: bytes of an element in the run's dtype."""
+    matrices = sum(options.matrix_bytes(shape, itemsize) for shape in part.matrices)
+    return matrices + part.vectors * itemsize
+
+
+def record_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
+    """Bytes at rest of one token's key and value in one layer, all KV heads together."""
+    # A simulation is exact: it keeps float32.
+    vector = model.head_dim * (4 if options.simulated else itemsize)
+    if options.bits != 16:
+        vector = GroupLayout(length=model.head_dim, bits=options.bits).nbytes
+    return 2 * model.num_kv_heads * vector
+
+
+def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -> tuple[int, ...]:
+    """The most slots that a sequence uses in each decoder layer."""
+    # The last token that is generated is never cached.
+    return tuple(slots(options.h2o, layer, workload.prompt_len, workload.gen_len - 1)
+                 for layer in range(model.num_layers))
+
+
 def plan_rows(run: PlannedRun) -> tuple[PlanRow, ...]:
     """What a run takes. Without a GPU the tier gpu is host memory, and counted there."""
     rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run), _workspace(run))
@@ -120,10 +142,10 @@ def plan_rows(run: PlannedRun) -> tuple[PlanRow, ...]:
 def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     """Decoder layers, embeddings and head as placed, and two buffers for what is fetched."""
     model, fractions = run.model, run.policy.weights.fractions()
-    part_bytes = partial(run.weights.part_bytes, itemsize=run.itemsize)
+    at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
     matrix_bytes = partial(run.weights.matrix_bytes, itemsize=run.itemsize)
-    layers = model.num_layers * part_bytes(model.layer_shapes())
-    embeddings = part_bytes(model.embed_shapes()) + part_bytes(model.head_shapes())
+    layers = model.num_layers * at_rest(model.layer_shapes())
+    embeddings = at_rest(model.embed_shapes()) + at_rest(model.head_shapes())
     for name, nbytes in (("weights", layers), ("embeddings", embeddings)):
         gpu, cpu, disk = (int(nbytes * fraction) for fraction in fractions)
         yield PlanRow(name, gpu, cpu, disk if run.writes_weights else 0)
@@ -135,7 +157,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
         tensor = max(map(matrix_bytes, model.layer_shapes().matrices))
         head = matrix_bytes((model.vocab_size, model.embed_dim))
         parts = model.half_shapes() if run.policy.sep_layer else (model.layer_shapes(),)
-        largest = max(map(part_bytes, parts))
+        largest = max(map(at_rest, parts))
         buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor), head)
     yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)
 
@@ -143,8 +165,8 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
 def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
     """Keys and values by sequences, their staging, gathered prompts, and eviction's own data."""
     model, load, options = run.model, run.workload, run.cache
-    held = options.layer_slots(model, load)
-    record = options.record_bytes(model, run.itemsize)
+    held = layer_slots(options, model, load)
+    record = record_bytes(options, model, run.itemsize)
     placed = split(load.gpu_batch_size, run.policy.cache)
     # A simulation has its full cache where it computes.
     cached = (load.gpu_batch_size, 0, 0) if options.simulated else placed
@@ -244,10 +266,10 @@ def _own_attention(run: PlannedRun) -> int:
         logits = run.sweep_rows * model.num_heads * load.prompt_len * 4
         return load.prompt_len * token + 2 * logits
     threads = 0 if run.has_gpu else os.cpu_count() or 1
-    slots = max(cache.layer_slots(model, load))
+    held = max(layer_slots(cache, model, load))
     tokens = load.prompt_len  # that a query attends to
     if run.evicts_pieces:
-        tokens = slots + run.sweep_rows
+        tokens = held + run.sweep_rows
     lanes = threads * QUERY_LANES * (tokens + 8 * model.head_dim)
     tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
     # A score of each token by task, or on a GPU a normaliser of each query head.
@@ -255,7 +277,7 @@ def _own_attention(run: PlannedRun) -> int:
     if not cache.plain or run.sweep_rows < load.prompt_len:
         # Prompts in pieces, and rotated copies; with eviction also what stays, before and after.
         prefill += tokens * token * (4 if run.evicts_pieces else 1)
-    most = slots + QUERY_LANES
+    most = held + QUERY_LANES
     decode = 4 * tasks * (most + 2 * model.head_dim)
     return max(prefill, decode, _sparse_attention(run) if cache.attn_sparsity < 1 else 0)
 
@@ -267,11 +289,11 @@ def _sparse_attention(run: PlannedRun) -> int:
     vector = 4 * model.kv_size
     unpacked = vector * (1 if cache.bits == 16 else 3)
     # Of the chosen values the records too, and a copy that has the new token's beside them.
-    record = cache.record_bytes(model, run.itemsize) // 2
+    record = record_bytes(cache, model, run.itemsize) // 2
     chosen = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
     # Logits, masked, with the new token's and as weights; what orders them has 64 bits, twice.
     weights = 4 * 4 * model.num_heads + 4 * 8 * model.num_kv_heads
-    tokens = load.gpu_batch_size * max(cache.layer_slots(model, load))
+    tokens = load.gpu_batch_size * max(layer_slots(cache, model, load))
     return int(tokens * (weights + max(unpacked, chosen)))
 
 

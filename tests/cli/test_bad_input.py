@@ -41,6 +41,7 @@ from flexgen_h2o.models.checkpoint_base import Checkpoint
 from flexgen_h2o.models.spec import from_transformers, published
 from flexgen_h2o.planning import rows
 from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.rows import record_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.tasks import generate
 
@@ -662,7 +663,7 @@ def test_the_plan_counts_what_is_cached(model, here, argv):
     (planned,) = (row.cpu for row in plan.rows if row.name == "cache")
     assert int(row["kv_cache_bytes"]) == planned
     assert int(row["full_kv_cache_bytes"]) == 2 * 48 * sizes.kv_bytes_per_token(4)
-    assert int(row["kv_bytes_per_token"]) == 3 * cache.record_bytes(sizes, 4)
+    assert int(row["kv_bytes_per_token"]) == 3 * record_bytes(cache, sizes, 4)
 
 
 @pytest.mark.parametrize(("stdout", "status", "err"), [

@@ -25,6 +25,7 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.planning.cost import estimate, interpolate
 from flexgen_h2o.planning.hardware import HostAttention
+from flexgen_h2o.planning.rows import part_bytes
 
 LAYER = OPT.layer_parameters() * 2  # bytes
 MATRICES = 12 * 768 * 768  # weights of a layer's matrices
@@ -78,7 +79,7 @@ def test_half_of_the_weights_take_half_the_time():
 def test_quantized_weights_travel_as_they_lie():
     found = estimate(machine(), planned(weights=ON_HOST, bits=(4, 16)))
     options = WeightOptions(4)
-    layer = options.part_bytes(OPT.layer_shapes(), 2)
+    layer = part_bytes(options, OPT.layer_shapes(), 2)
     assert layer < 0.3 * LAYER
     assert found.step.seconds == pytest.approx(
         12 * layer + options.matrix_bytes((50272, 768), 2) + 4 * ROW)
