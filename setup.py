@@ -151,12 +151,12 @@ def fingerprint(ext: Extension, jobs: list[tuple[str, str, list[str]]]) -> str:
 
 
 def version() -> str:
-    """`__version__` of the package, read without importing it."""
-    tree = ast.parse((ROOT / "flexgen_h2o" / "__init__.py").read_text(encoding="utf-8"))
+    """The version of the package, read without importing it."""
+    tree = ast.parse((ROOT / "flexgen_h2o" / "config" / "version.py").read_text(encoding="utf-8"))
     for node in tree.body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "__version__":
+        if isinstance(node, ast.Assign) and node.targets[0].id == "VERSION":
             return ast.literal_eval(node.value)
-    raise RuntimeError("flexgen_h2o/__init__.py has no __version__")
+    raise RuntimeError("flexgen_h2o/config/version.py has no VERSION")
 
 
 setup(

@@ -12,18 +12,27 @@ if TYPE_CHECKING:
     from flexgen_h2o.config.h2o import H2OConfig
     from flexgen_h2o.config.placement import Placement
     from flexgen_h2o.config.policy import Policy
+    from flexgen_h2o.config.sampling import SamplingParams
+    from flexgen_h2o.config.version import VERSION as __version__
     from flexgen_h2o.llm import LLM
+    from flexgen_h2o.outputs import Output
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "H2OConfig", "Placement", "Policy", "__version__"]
+__all__ = ["LLM", "H2OConfig", "Output", "Placement", "Policy", "SamplingParams", "__version__"]
+
+_PLACES = {
+    "LLM": "llm.LLM", "H2OConfig": "config.h2o.H2OConfig", "Output": "outputs.Output",
+    "Placement": "config.placement.Placement", "Policy": "config.policy.Policy",
+    "SamplingParams": "config.sampling.SamplingParams", "__version__": "config.version.VERSION",
+}
+"""Where each public name is defined."""
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it."""
-    if name == "__version__" or name not in __all__:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "llm" if name == "LLM" else "config"
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    module, _, attribute = _PLACES[name].rpartition(".")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ import os
 import platform
 from typing import TYPE_CHECKING
 
-import flexgen_h2o
+from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import _csv_line, csv_cell
 from flexgen_h2o.metrics.links import GB, LINKS
@@ -48,7 +48,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
     policy = config.policy()
     row: dict[str, object] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "version": flexgen_h2o.__version__,
+        "version": VERSION,
         "commit": source_commit(),
         "host": platform.node(),
         "torch": _installed("torch"),

@@ -9,7 +9,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import flexgen_h2o
+from flexgen_h2o.config.version import VERSION
 
 
 def cpu_model() -> str:
@@ -30,7 +30,7 @@ def _installed(package: str) -> str:
 
 def source_commit() -> str:
     """Short hash of the checkout that runs, ``-dirty`` when it is changed; empty outside of one."""
-    root = Path(flexgen_h2o.__file__).parent.parent
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return ""
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
@@ -48,5 +48,5 @@ ORIGIN = ("date", "version", "commit", "host")
 def origin() -> dict[str, str]:
     """When, with which code and on which machine a row was measured."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"date": now, "version": flexgen_h2o.__version__, "commit": source_commit(),
+    return {"date": now, "version": VERSION, "commit": source_commit(),
             "host": platform.node()}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o import __version__
+from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import native
 from flexgen_h2o.metrics.links import LINKS
@@ -165,7 +165,7 @@ def _kept(device: Device, offload_dir: str | os.PathLike) -> Path:
     """Where the figures of this machine are kept, named after all that they depend on."""
     parts = (_FORMAT, platform.node(), cpu_model(), os.cpu_count(), torch.get_num_threads(),
              device.description(), torch.__version__, nearest_folder(offload_dir).stat().st_dev,
-             __version__, native.missing() or (native.instruction_set(), native.build()),
+             VERSION, native.missing() or (native.instruction_set(), native.build()),
              os.environ.get("FLEXGEN_H2O_KERNELS"))
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     host = re.sub(r"[^A-Za-z0-9._-]", "_", platform.node())[:60]

@@ -35,8 +35,10 @@ def test_light_imports():
 def test_public_names():
     import flexgen_h2o
 
-    assert {"LLM", "Policy", "Placement", "H2OConfig", "__version__"} <= set(dir(flexgen_h2o))
-    assert flexgen_h2o.H2OConfig is H2OConfig
+    assert {"LLM", "Output", "Policy", "__version__"} <= set(flexgen_h2o.__all__)
+    assert set(flexgen_h2o.__all__) <= set(dir(flexgen_h2o))
+    assert all(getattr(flexgen_h2o, name) for name in flexgen_h2o.__all__)
+    assert flexgen_h2o.H2OConfig is H2OConfig and flexgen_h2o.SamplingParams is SamplingParams
     with pytest.raises(AttributeError, match="Nonsense"):
         _ = flexgen_h2o.Nonsense
 

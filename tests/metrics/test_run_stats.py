@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from inside import MOST_OPEN_INTERVALS, open_intervals
 from read_back import read_csv
 
-import flexgen_h2o
 from flexgen_h2o.cli.result_rows import CSV_COLUMNS, append_csv, check_csv
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
@@ -273,7 +272,7 @@ def test_csv_header_goes_into_an_empty_file_once(tmp_path):
 
 
 def test_commit_is_empty_outside_of_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.setattr(flexgen_h2o.flexgen_h2o, "__file__", str(tmp_path / "p" / "__init__.py"))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "p" / "metrics" / "provenance.py"))
     assert provenance.source_commit() == ""
 
 

@@ -252,7 +252,7 @@ def test_other_circumstances_are_measured_anew(tmp_path, kept, monkeypatch):
     this_machine(tmp_path)
     for count, (target, name, value) in enumerate((
             (module.platform, "node", lambda: "other/host"),
-            (module.torch, "__version__", "9.9"), (module, "__version__", "9.9"),
+            (module.torch, "__version__", "9.9"), (module, "VERSION", "9.9"),
             (module.native, "build", lambda: "other sources"),
             (module.torch, "get_num_threads", lambda: 99),
             (module.native, "missing", lambda: "not built")), 2):

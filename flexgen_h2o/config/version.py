@@ -1,0 +1,3 @@
+"""The number of this version, a semantic one."""
+
+VERSION = "0.1.0"
