@@ -30,12 +30,13 @@ from shared.raw_file import RawFile, Row, Work, beside, rates, spans
 
 from flexgen_h2o.cache.fetched import STAGING, FetchedPart
 from flexgen_h2o.cache.parts import Grid, Records
-from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.checks import writing
 from flexgen_h2o.metrics.links import GB, LinkStats
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.trace import Trace
@@ -314,7 +315,7 @@ def show(rows: list[dict]) -> None:
 def write(path: Path, rows: list[dict], repeats: int) -> None:
     common = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
               "commit": source_commit(), "host": platform.node(), "repeats": repeats}
-    with writing("out", str(path)), open(path, "w", newline="", encoding="utf-8") as file:
+    with writing("--out", str(path)), open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for row in rows:
@@ -345,7 +346,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.nbytes = 32 * MB if args.quick else int(args.gb * GB) // PAGE * PAGE
     args.repeats = 1 if args.quick else args.repeats
     args.file = args.file or default_file(args.model)
-    with writing("out", str(args.out)):
+    with writing("--out", str(args.out)):
         if args.out.is_dir():
             raise UserError(f"--out {args.out} is a folder")
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -22,10 +22,10 @@ from plotting import batch, breakdown, budget, memory, sweeps, systems
 from plotting.looks import slide_style
 from plotting.rows import chosen, read_rows
 
-from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.values import parse_size
-from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.metrics.figures import check_plot, save
 
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_writable("--out", args.out)
     with slide_style():
         figure = FIGURES[args.figure](args)
-        with writing("out", args.out):
+        with writing("--out", args.out):
             save(figure, args.out)
 
 

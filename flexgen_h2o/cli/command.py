@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from flexgen_h2o.cli.signals import _Signals
-from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.errors import UserError
-
-
-@contextmanager
-def writing(name: str, path: str) -> Iterator[None]:
-    """Tell in one line which flag's file could not be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {flag_name(name)} {path}: {error.strerror}") from None
 
 
 def exit_status(work: Callable[[], None], *, last: bool = False) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexgen_h2o.cli import result_rows
-from flexgen_h2o.cli.command import writing
 from flexgen_h2o.cli.plan_flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import atomic
+from flexgen_h2o.files.checks import writing
 from flexgen_h2o.metrics import run_stats
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.outputs import Output
@@ -93,7 +93,7 @@ def _write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[O
                    stats: run_stats.RunStats, summary: str, trace: Trace) -> None:
     """Write every file that was asked for, and the resolved config beside the results."""
     for name, path in files.items():
-        with writing(name, path):
+        with writing(flag_name(name), path):
             if name == "output":
                 write_outputs(path, outputs)
             elif name == "csv":

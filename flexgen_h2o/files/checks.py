@@ -1,10 +1,11 @@
-"""Whether results can be written, tried before anything is computed."""
+"""Whether results can be written: tried before anything is computed, and told when it fails."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from flexgen_h2o.errors import UserError
 
@@ -18,6 +19,15 @@ def check_writable(flag: str, path: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()  # only trying tells
     except OSError as error:
         raise UserError(f"cannot write {flag} into the folder {folder}: {error.strerror}") from None
+
+
+@contextmanager
+def writing(flag: str, path: str) -> Iterator[None]:
+    """Raise `UserError` in place of the OSError of a file that could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {flag} {path}: {error.strerror}") from None
 
 
 def check_folder(flag: str, folder: str, paths: Iterable[str]) -> None:

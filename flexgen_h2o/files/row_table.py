@@ -9,10 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flexgen_h2o.cli.command import writing
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.atomic import open_atomic
-from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.rows import RowsFile, cell
 
 
@@ -24,9 +23,10 @@ class RowTable:
     Parameters
     ----------
     path : str
-        Of ``--out``.
     columns, key : sequence of str
         All of them, and those whose values tell the rows apart.
+    flag : str
+        Whose value `path` is.
 
     Raises
     ------
@@ -34,14 +34,16 @@ class RowTable:
         It cannot be written, or holds other rows than these.
     """
 
-    def __init__(self, path: str, columns: Sequence[str], key: Sequence[str]):
-        check_writable("--out", path)
-        self._path, self.columns, self._key = path, tuple(columns), tuple(key)
+    def __init__(self, path: str, columns: Sequence[str], key: Sequence[str], *,
+                 flag: str = "--out"):
+        check_writable(flag, path)
+        self._path, self._flag = path, flag
+        self.columns, self._key = tuple(columns), tuple(key)
         self.file = RowsFile(path, columns)
         partial = self.file.partial
         if os.path.exists(path) and partial.exists():
             raise UserError(f"both {path} and {partial} are there: remove the older one")
-        found = _whole_rows(partial if partial.exists() else Path(path), self.columns)
+        found = _whole_rows(flag, partial if partial.exists() else Path(path), self.columns)
         self._rows = {self._key_of(row): row for row in found}
         if partial.exists():
             self.file.count = len(found)
@@ -57,7 +59,7 @@ class RowTable:
     def add(self, row: dict[str, object]) -> None:
         """What was measured, in place of a row of the same key. `UserError` if it cannot write."""
         key, text = self._key_of(row), {name: str(cell(row[name])) for name in self.columns}
-        with writing("out", self._path):
+        with writing(self._flag, self._path):
             if os.path.exists(self._path):  # whole, and now to grow
                 os.replace(self._path, self.file.partial)
                 self.file.count = len(self._rows)
@@ -83,7 +85,7 @@ class RowTable:
             self.file.finish()
 
 
-def _whole_rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
+def _whole_rows(flag: str, path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     """The rows of a file; a last one without its end, as a killed run leaves it, is cut off."""
     try:
         content = path.read_bytes()
@@ -94,12 +96,12 @@ def _whole_rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"cannot go on with --out {path}: {error}") from None
+        raise UserError(f"cannot go on with {flag} {path}: {error}") from None
     if not whole:
         return []
     if tuple(reader.fieldnames or ()) != columns or any(
             None in row or None in row.values() for row in rows):
-        raise UserError(f"--out {path} has other columns than are to be written: choose another")
+        raise UserError(f"{flag} {path} has other columns than are to be written: choose another")
     if whole < len(content):
         os.truncate(path, whole)
     return rows

@@ -15,12 +15,12 @@ from statistics import fmean
 from tqdm import tqdm
 
 from flexgen_h2o.cli import task_flags
-from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Pair, choose, halves, read_articles
-from flexgen_h2o.files.checks import check_folder
+from flexgen_h2o.files.checks import check_folder, writing
 from flexgen_h2o.files.readers import read_text
 from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.metrics.figures import check_plot
@@ -215,13 +215,13 @@ def _without_keys(options: Options, llm, pairs: Sequence[Pair], *, cases: Sequen
             rows.append({**run, "evicted": kind, "evicted_percent": percent,
                          "evicted_tokens_mean": fmean(counts),
                          "scored_tokens": sum(map(len, full)), **against(log_probs, full)})
-            with writing("output_dir", options.output_dir):
+            with writing("--output-dir", options.output_dir):
                 file.write(rows[-1])
     return _finish(options, "evicted", file, rows)
 
 
 def _file(options: Options, name: str) -> RowsFile:
-    with writing("output_dir", options.output_dir):
+    with writing("--output-dir", options.output_dir):
         os.makedirs(options.output_dir, exist_ok=True)
     path = os.path.join(options.output_dir, f"{name}.csv")
     return RowsFile(path, (*RUN, *PARTS.get(name, EVICTED)))
@@ -230,14 +230,14 @@ def _file(options: Options, name: str) -> RowsFile:
 def _save(options: Options, part: str, rows: list[dict]) -> list[dict]:
     """Write the file of a part, and its plot."""
     file = _file(options, part)
-    with writing("output_dir", options.output_dir):
+    with writing("--output-dir", options.output_dir):
         for row in rows:
             file.write(row)
     return _finish(options, part, file, rows)
 
 
 def _finish(options: Options, name: str, file: RowsFile, rows: list[dict]) -> list[dict]:
-    with writing("output_dir", options.output_dir):
+    with writing("--output-dir", options.output_dir):
         file.finish()
         analysis_plots.draw(name, rows, os.path.join(options.output_dir, f"{name}.png"))
     return rows

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from flexgen_h2o.cli import task_flags
-from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import choose, halves, read_articles
-from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.metrics.provenance import origin
@@ -100,7 +100,7 @@ def run(options: Options) -> None:
         rows = measure_all(options, read_articles(options.input_path))
     print(measures.table(rows), flush=True)
     if options.plot is not None:
-        with writing("plot", options.plot):
+        with writing("--plot", options.plot):
             quality_plot.draw(rows, options.plot)
 
 
@@ -115,10 +115,10 @@ def measure_all(options: Options, texts: Sequence[str]) -> list[dict[str, object
                                     gen_len=options.run.gen_len, on_part=bar.update):
             rows.append({**origin(), **row})
             if file is not None:
-                with writing("csv", options.csv):
+                with writing("--csv", options.csv):
                     file.write(rows[-1])
     if file is not None:
-        with writing("csv", options.csv):
+        with writing("--csv", options.csv):
             file.finish()
     return rows
 

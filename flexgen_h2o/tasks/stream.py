@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from flexgen_h2o.cli import task_flags
-from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.conversations import read_conversations
 from flexgen_h2o.files.rows import LinesFile, RowsFile, keeping
 from flexgen_h2o.files.terminal import show
@@ -159,14 +159,14 @@ def _keep(answers: Iterable[Answer], options: Options) -> None:
             for each in answers:
                 done.append(each)
                 if lines is not None:
-                    with writing("output_path", options.output_path):
+                    with writing("--output-path", options.output_path):
                         lines.write(each.record())
                 if rows is not None:
-                    with writing("csv", options.csv):
+                    with writing("--csv", options.csv):
                         rows.write(each.row())
             for name, file in files.items():
                 if file is not None:
-                    with writing(name, getattr(options, name)):
+                    with writing(flag_name(name), getattr(options, name)):
                         file.finish()
     finally:
         if done and options.verbose:

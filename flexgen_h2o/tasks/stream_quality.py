@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from flexgen_h2o.cli import task_flags
-from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
-from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.metrics.figures import check_plot
@@ -128,7 +128,7 @@ def run(options: Options) -> None:
         rows = measure_all(options, "\n\n".join(read_articles(options.input_path)))
     show(stream_pieces.table(rows))
     if options.plot is not None:
-        with writing("plot", options.plot):
+        with writing("--plot", options.plot):
             stream_plot.draw(rows, options.plot)
 
 
@@ -140,10 +140,10 @@ def measure_all(options: Options, text: str) -> list[dict[str, object]]:
         for row in _rows(options, text):
             rows.append(row)
             if file is not None:
-                with writing("csv", options.csv):
+                with writing("--csv", options.csv):
                     file.write(row)
     if file is not None:
-        with writing("csv", options.csv):
+        with writing("--csv", options.csv):
             file.finish()
     return rows
 

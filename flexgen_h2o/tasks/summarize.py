@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from flexgen_h2o.cli import task_flags
-from flexgen_h2o.cli.command import exit_status, writing
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article, read_article_prompts
-from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.line_file import LineFile
 from flexgen_h2o.files.rows import RowsFile
 from flexgen_h2o.tasks.summaries import plot as summary_plot
@@ -44,14 +44,14 @@ def run(options: Options) -> None:
     else:
         rows = measure(options)
     if options.csv is not None:
-        with writing("csv", options.csv):
+        with writing("--csv", options.csv):
             file = RowsFile(options.csv, summary_rows.COLUMNS)
             for row in rows:
                 file.write(row)
             file.finish()
     print(summary_rows.table(rows), flush=True)
     if options.plot is not None:
-        with writing("plot", options.plot):
+        with writing("--plot", options.plot):
             summary_plot.draw(rows, options.plot)
 
 
@@ -85,7 +85,7 @@ def _rest(options: Options, config: RunConfig, articles: Sequence[Article], file
           task_flags.open_llm(config, progress=False) as llm):
         for rows in summarize(llm, articles, begin=file.count, chat=options.chat_template,
                               score=score):
-            with writing("output_path", file.path):
+            with writing("--output-path", file.path):
                 file.add(rows)
             found += rows
             bar.update(len(rows))
