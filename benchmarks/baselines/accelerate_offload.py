@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from baselines.base import HuggingFacePeer, installed, missing
+from baselines.base import installed, missing
+from baselines.hf_generate import HuggingFacePeer, empty_model
 from flexgen_h2o.config.checks import check_choice, check_int
 
 PLACES = ("disk", "cpu")
@@ -63,8 +64,6 @@ class AccelerateOffload(HuggingFacePeer):
     def prepare(self, model: Path) -> str:
         import torch
         from transformers import AutoModelForCausalLM
-
-        from baselines.hf_generate import empty_model
 
         far, kept = self.settings.options["offload"], self.settings.options["near_layers"]
         near = "cuda:0" if torch.cuda.is_available() else "cpu"

@@ -133,22 +133,6 @@ class Peer(ABC):
         return {**cls.options, **options}
 
 
-class HuggingFacePeer(Peer):
-    """One that runs a model of transformers: `prepare` sets `model`."""
-
-    model: Any = None
-
-    def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
-        from baselines.hf_generate import holding_cache, timed_generate  # only now: they load torch
-
-        # Its cache grows: a run that is cut short must have room for the tokens that are left out.
-        with holding_cache(self.model, len(prompts) * (self.settings.gen_len - gen_len)):
-            return timed_generate(self.model, prompts, gen_len)
-
-    def close(self) -> None:
-        self.model = None
-
-
 def missing(package: str, extra: str) -> str | None:
     """Why a package cannot be used, if it is not installed."""
     if importlib.util.find_spec(package) is None:

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from baselines.base import HuggingFacePeer, Settings, installed, missing
+from baselines.base import Settings, installed, missing
+from baselines.hf_generate import HuggingFacePeer, empty_model
 from flexgen_h2o.config.checks import check_choice
 
 PLACES = ("cpu", "nvme")
@@ -100,8 +101,6 @@ class DeepSpeedZero(HuggingFacePeer):
         import deepspeed
         from transformers import AutoModelForCausalLM
         from transformers.integrations import HfDeepSpeedConfig
-
-        from baselines.hf_generate import empty_model
 
         empty = empty_model(model)
         config = zero_config(self.settings, hidden=empty.config.hidden_size,

@@ -1,4 +1,7 @@
-"""transformers' generate with a clock: what all systems that run its models share."""
+"""transformers' generate with a clock: what all systems that run its models share.
+
+torch is loaded only where a model runs: what a comparison asks of a system before that needs none.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,27 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
-
-from baselines.base import Timings
+from baselines.base import Peer, Timings
 from flexgen_h2o.models.spec import from_transformers
 
+if TYPE_CHECKING:
+    import torch
 
-class StepClock(StoppingCriteria):
-    """Notes the time after each token, and before all: the first token ends the prefill."""
+
+class StepClock:
+    """Notes the time after each token, and before all: the first token ends the prefill.
+
+    A stopping criterion that never stops; transformers only calls it.
+    """
 
     def __init__(self):
         self.times = [time.perf_counter()]
 
-    def __call__(self, input_ids, scores, **_):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_) -> torch.Tensor:
         self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return input_ids.new_zeros(len(input_ids)).bool()
 
     def timings(self, tokens: torch.Tensor) -> Timings:
         """With the tokens that were generated, [batch, new]."""
@@ -40,6 +47,8 @@ def timed_generate(model, prompts: Sequence[Sequence[int]], gen_len: int) -> Tim
     prompts, gen_len
         As of `Peer.generate`.
     """
+    import torch
+
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -60,6 +69,8 @@ def timed_generate(model, prompts: Sequence[Sequence[int]], gen_len: int) -> Tim
 @contextmanager
 def holding_cache(model, tokens: int) -> Iterator[None]:
     """Use as much memory as the keys and values of so many tokens, where they would be."""
+    import torch
+
     shape = from_transformers(model.config, "model")
     near = "cuda" if torch.cuda.is_available() else "cpu"
     held = torch.ones(tokens * shape.kv_bytes_per_token(model.dtype.itemsize), dtype=torch.uint8,
@@ -70,5 +81,22 @@ def holding_cache(model, tokens: int) -> Iterator[None]:
 
 def empty_model(folder: Path):
     """A model of a folder's config without any weights, to see what it is made of."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+class HuggingFacePeer(Peer):
+    """One that runs a model of transformers: `prepare` sets `model`."""
+
+    model: Any = None
+
+    def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
+        # Its cache grows: a run that is cut short must have room for the tokens that are left out.
+        with holding_cache(self.model, len(prompts) * (self.settings.gen_len - gen_len)):
+            return timed_generate(self.model, prompts, gen_len)
+
+    def close(self) -> None:
+        self.model = None

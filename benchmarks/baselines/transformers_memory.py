@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baselines.base import HuggingFacePeer, installed
+from baselines.base import installed
+from baselines.hf_generate import HuggingFacePeer
 
 
 class TransformersMemory(HuggingFacePeer):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import planning_cases
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import ROOT, benchmark_modules
@@ -371,8 +372,7 @@ def test_an_error_of_a_system_is_an_answer(bench, monkeypatch, error, status):
 
 def test_who_is_cut_short_has_less_memory(bench, tiny_model, monkeypatch):
     """What its cache would have come to is held while it runs."""
-    torch, held = bench.hf_generate.torch, []
-    ones = torch.ones
+    held, ones = [], torch.ones
 
     def counted(*size, **how):
         if how.get("dtype") is torch.uint8:
