@@ -10,6 +10,7 @@ import torch
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels.choice import likeliest, on_host
 
 
 class Sampler:
@@ -77,9 +78,7 @@ class Sampler:
                 for row, request in zip(logits.float(), requests, strict=True)
             ])
         if not self._params.do_sample:
-            # NaN is above all, of equals the first comes; and argmax() takes far longer on a CPU.
-            tops, tokens = logits.max(-1)
-            return _on_host(tokens, tops, raw, requests)
+            return _checked(*likeliest(logits), raw, requests)
         probabilities = self._warpers(None, logits.float()).softmax(-1)
         cumulative = probabilities.cumsum(-1)
         draws = torch.tensor([self._draw(request.key) for request in requests])
@@ -87,7 +86,8 @@ class Sampler:
         points = draws[:, None].to(cumulative) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, points, right=True)[:, 0]
         last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
-        return _on_host(torch.minimum(tokens, last), cumulative[:, -1], raw, requests)
+        chosen, sums = on_host(torch.minimum(tokens, last), cumulative[:, -1])
+        return _checked(chosen, sums, raw, requests)
 
     def _draw(self, key: int) -> float:
         if key not in self._generators:
@@ -97,14 +97,12 @@ class Sampler:
         return torch.rand((), generator=self._generators[key], dtype=torch.float64).item()
 
 
-def _on_host(tokens: torch.Tensor, found: torch.Tensor, logits: torch.Tensor,
+def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
              requests: Sequence[Request]) -> list[int]:
-    """Token ids [rows] once `found` [rows], which came with them, is known to be finite.
+    """The tokens, once the number that came with each is known to be finite: else it is no choice.
 
-    `found` is finite if and only if the token is a choice. Both take one way to the host, so that
-    it waits once; the model's logits [rows, vocab] are looked at only to say what is wrong.
+    The model's logits [rows, vocab] are looked at only to say what is wrong.
     """
-    chosen, values = torch.stack([tokens.double(), found.double()]).tolist()
     for row, (request, value) in enumerate(zip(requests, values, strict=False)):
         if not math.isfinite(value) and not request.finish_reason:
             top = logits[row].max().item()
@@ -113,7 +111,7 @@ def _on_host(tokens: torch.Tensor, found: torch.Tensor, logits: torch.Tensor,
             raise UserError(f"prompt {request.key}: the sampling options leave no token to choose: "
                             "relax min_new_tokens, no_repeat_ngram_size, repetition_penalty or "
                             "temperature")
-    return [int(token) for token in chosen]
+    return tokens
 
 
 def not_finite(key: int, value: float) -> UserError:

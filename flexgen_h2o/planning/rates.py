@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
-from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.h2o.eviction import Book, Eviction
 from flexgen_h2o.kernels import dispatch, ops
+from flexgen_h2o.kernels.choice import likeliest
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import opt
 from flexgen_h2o.models.layers import Scratch, add_linear_, finish, linear
@@ -280,8 +279,7 @@ class Rates:
     def logit_seconds(self) -> float:
         """`Compute.logit_seconds`, for the likeliest token."""
         logits = self._random(*self.sizes.logits)
-        choose = Sampler(SamplingParams(), ())
-        return BILLION * self._clock.seconds(lambda: choose(logits, (), 1)) / logits.numel()
+        return BILLION * self._clock.seconds(lambda: likeliest(logits)) / logits.numel()
 
     def _layer(self, hidden: int, heads: int) -> tuple[ModelConfig, dict[str, Tensor]]:
         """An OPT of one layer, and the layer's weights."""
