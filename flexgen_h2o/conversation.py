@@ -26,6 +26,7 @@ from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.positions import check_stream
 from flexgen_h2o.outputs import Output
+from flexgen_h2o.planning.memory_check import MemoryCheck
 
 CHUNK = 256
 """Tokens of a turn that are read together, unless the LLM says another number."""
@@ -56,6 +57,8 @@ class Stream:
     runtime : Runtime
         With chunks as this stream has them.
     prompts : Prompts
+    memory : MemoryCheck
+        Of the runtime's model.
     max_tokens : int or None
         Of the whole text; None: no end.
     past_context : bool
@@ -67,13 +70,14 @@ class Stream:
         Of the last call.
     """
 
-    def __init__(self, runtime: Runtime, prompts: Prompts, *, max_tokens: int | None,
-                 past_context: bool):
+    def __init__(self, runtime: Runtime, prompts: Prompts, memory: MemoryCheck, *,
+                 max_tokens: int | None, past_context: bool):
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, low=1)
         check_bool("past_context", past_context)
-        self._h2o = runtime.settings.cache.h2o
-        self._chunk = runtime.settings.policy.prefill_chunk or CHUNK
+        policy, cache = runtime.settings.policy, runtime.settings.cache
+        self._h2o = cache.h2o
+        self._chunk = policy.prefill_chunk or CHUNK
         self._limit = check_stream(runtime.config, self._h2o, chunk=self._chunk,
                                    max_tokens=max_tokens, past_context=past_context)
         self._layers = runtime.config.num_layers
@@ -84,8 +88,9 @@ class Stream:
         self.stats: RunStats | None = None
         most = Seats((max_tokens or _ENDLESS,), 0)
         slots = slots_of(most, self._h2o, self._layers)
-        runtime.plan(Workload(prompt_len=self._chunk, gen_len=max(1, max(slots) - self._chunk + 1),
-                              gpu_batch_size=1, num_gpu_batches=1), loaded=True)
+        memory.refuse(policy, cache, Workload(
+            prompt_len=self._chunk, gen_len=max(1, max(slots) - self._chunk + 1),
+            gpu_batch_size=1, num_gpu_batches=1), loaded_bytes=runtime.loaded_bytes)
         room = runtime.room(Size(CacheSize(1, 1, slots), self._chunk))
         room.cache.begin([most])
         self._room: Room | None = room

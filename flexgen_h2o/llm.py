@@ -15,7 +15,7 @@ import torch
 from flexgen_h2o.cache.probing import ProbedCache
 from flexgen_h2o.config.argument_types import typed
 from flexgen_h2o.config.checks import check_int
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 from flexgen_h2o.config.sampling import sampling_params
@@ -37,6 +37,7 @@ from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models.positions import check_cache, check_halves, longest_prompt
 from flexgen_h2o.outputs import Output, Scored
+from flexgen_h2o.planning.memory_check import MemoryCheck
 from flexgen_h2o.storage.tiers import open_device
 
 if TYPE_CHECKING:
@@ -138,8 +139,7 @@ class LLM:
             offload_dir=os.fspath(offload_dir or OFFLOAD_DIR),
             implementations=implementations,
             no_bars=None if progress is None else not progress,
-            trace=trace or Trace(enabled=False),
-            most={"cpu": memory_limit, "gpu": device_memory_limit})
+            trace=trace or Trace(enabled=False))
         self.stats: RunStats | None = None
         self._room: Room | None = None
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -157,10 +157,18 @@ class LLM:
             self._prompts = Prompts(source, name, h2o)
             self._prompts.check_longest(texts)
             self._runtime = Runtime(source, opened_device, settings)
+            not_kept = source.bits != 16 and weight_cache is None
+            self._memory = MemoryCheck(
+                source.config, WeightOptions(source.form.bits, source.form.group),
+                itemsize=source.dtype.itemsize, writes_weights=source.dummy or not_kept,
+                offload_dir=settings.offload_dir,
+                most={"cpu": memory_limit, "gpu": device_memory_limit},
+                device_bytes=opened_device.free_bytes)
             if workload is not None:
                 if texts:  # whose length is an estimate, and may be of more than was let pass
                     workload = workload.cut(longest_prompt(self.model_config, h2o))
-                self._runtime.plan(workload, loaded=False, show=verbose)
+                self._memory.refuse(self.policy, self._cache, workload, loaded_bytes=None,
+                                    show=verbose)
             with self._runtime.sampled_memory():
                 self._runtime.load(opened, seed=seed)
             # From here on it is close() that closes.
@@ -315,9 +323,10 @@ class LLM:
         self._check_open()
         self._leave()  # its memory counts as free
         size = most
-        while size > 1 and not self._runtime.fits(Workload(
+        while size > 1 and not self._memory.fits(self.policy, self._cache, Workload(
                 prompt_len=prompt_len, gen_len=gen_len, gpu_batch_size=size,
-                num_gpu_batches=self.policy.num_gpu_batches)):
+                num_gpu_batches=self.policy.num_gpu_batches),
+                loaded_bytes=self._runtime.loaded_bytes):
             size = 1 << ((size - 1).bit_length() - 1)  # the next power of two below
         self.policy = replace(self.policy, gpu_batch_size=size)
         self._runtime = self._runtime.in_batches(size)
@@ -349,7 +358,7 @@ class LLM:
         """
         self._check_open()
         stream = Stream(self._runtime.in_chunks(self.policy.prefill_chunk or CHUNK),
-                        self._prompts, max_tokens=max_tokens,
+                        self._prompts, self._memory, max_tokens=max_tokens,
                         past_context=past_context)
         self._streams.add(stream)
         return stream
@@ -422,10 +431,10 @@ class LLM:
         if self._room is not None and self._room.size.covers(size):
             return self._room
         self._leave()
-        self._runtime.plan(
-            Workload(prompt_len=max(blocks[0][0].seats.lengths), gen_len=planned,
-                     gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches),
-            loaded=True)
+        self._memory.refuse(self.policy, self._cache, Workload(
+            prompt_len=max(blocks[0][0].seats.lengths), gen_len=planned,
+            gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches),
+            loaded_bytes=self._runtime.loaded_bytes)
         self._room = self._runtime.room(size)
         return self._room
 

@@ -1,4 +1,4 @@
-"""A loaded model, ready to run blocks in rooms: what is loaded, planned, run and measured."""
+"""A loaded model, ready to run blocks in rooms: what is loaded, run and measured."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from flexgen_h2o.cache.shape import CacheShape
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.calls import Calls
 from flexgen_h2o.engine.executor import Executor, Sink, Timing
@@ -28,9 +27,8 @@ from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.metrics.memory import peak_process_bytes, sampled_memory
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import PHASES, Trace
-from flexgen_h2o.planning.memory_plan import MemoryPlan, memory_plan
 from flexgen_h2o.storage.disk import RunFolder
-from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory, kept_heap, resident_bytes
+from flexgen_h2o.storage.free_memory import resident_bytes
 from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -41,7 +39,7 @@ Block = Sequence[Batch]
 class Settings:
     """Those of an `LLM`'s options that every run needs; see there for what they mean.
 
-    `no_bars` is tqdm's `disable`; `most` are the bytes to count as free at most, by tier.
+    `no_bars` is tqdm's `disable`.
     """
 
     name: str
@@ -52,7 +50,6 @@ class Settings:
     implementations: Winners | None
     no_bars: bool | None
     trace: Trace
-    most: dict[str, int | None]
 
 
 class Runtime:
@@ -75,7 +72,7 @@ class Runtime:
         self._links = LinkStats()
         self._spinning = Spinning()
         self._transfers: Transfers | None = None
-        self._loaded_bytes = 0
+        self.loaded_bytes = 0  # resident, of the process, when the weights had come
         self.load_seconds = 0.0  # until everything was ready: whoever opened it knows
 
     def in_chunks(self, chunk: int) -> Runtime:
@@ -124,36 +121,11 @@ class Runtime:
 
         with byte_bar("loading", off=settings.no_bars) as bar:
             self.weights.load(run_folder, bar)
-        self._loaded_bytes = resident_bytes()
+        self.loaded_bytes = resident_bytes()
 
     def sampled_memory(self) -> AbstractContextManager[None]:
         """Sample memory into the trace, if there is one, during a ``with`` statement."""
         return sampled_memory(self.settings.trace, self._device.used_bytes)
-
-    def plan(self, workload: Workload, *, loaded: bool, show: bool = False) -> None:
-        """Refuse what does not fit, before it is allocated."""
-        plan, limits = self._planned(workload, loaded=loaded)
-        if show:
-            print(plan.table(limits), flush=True)
-        plan.check(limits)
-
-    def fits(self, workload: Workload) -> bool:
-        """Whether there is memory for it, the weights being there."""
-        plan, limits = self._planned(workload, loaded=True)
-        return not plan.shortfalls(limits)
-
-    def _planned(self, workload: Workload, *, loaded: bool) -> tuple[MemoryPlan, MemoryLimits]:
-        """What a run will take, and what is free for it."""
-        form, settings = self.source.form, self.settings
-        not_kept = form.bits != 16 and settings.weight_cache is None
-        plan = memory_plan(self.config, settings.policy, workload,
-                           itemsize=form.dtype.itemsize, has_gpu=self._device.separate,
-                           writes_weights=self.source.dummy or not_kept, cache=settings.cache,
-                           weights=WeightOptions(form.bits, form.group))
-        limits = free_memory(settings.offload_dir, self._device.free_bytes())
-        if loaded:
-            limits = plan.before_loading(limits, kept=kept_heap(self._loaded_bytes))
-        return plan, limits.within(**settings.most)
 
     def room(self, size: Size, cache: Cache | None = None) -> Room:
         """A room for blocks up to `size`, with a cache as set or the given one."""

@@ -39,7 +39,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import articles, conversations
 from flexgen_h2o.models.checkpoint_base import Checkpoint
 from flexgen_h2o.models.spec import from_transformers, published
-from flexgen_h2o.planning import rows
+from flexgen_h2o.planning import memory_check, rows
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.rows import record_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
@@ -196,7 +196,7 @@ def test_config_that_is_not_one(model, here, capfd, text, words):
 def test_config_of_other_sizes_than_the_checkpoint(model, here, capfd, monkeypatch, key, value,
                                                    words):
     """It shows before the memory plan, which would give advice on batches, and without work."""
-    monkeypatch.setattr(runner.Runtime, "plan", lambda *_, **__: pytest.fail("planned"))
+    monkeypatch.setattr(memory_check.MemoryCheck, "refuse", lambda *_, **__: pytest.fail("planned"))
     change_config(model, **{key: value})
     assert words in refused(capfd, here, "--model", "model")
 
@@ -359,7 +359,7 @@ def test_prompt_longer_than_the_positions(model, here, capfd, percent):
 
 def test_a_line_far_too_long_is_refused_for_its_tokens(model, here, capfd, monkeypatch):
     """And not for the memory that so many would take, which is not there either."""
-    monkeypatch.setattr(runner, "free_memory", lambda *_: MemoryLimits(None, 10**9, 10**9))
+    monkeypatch.setattr(memory_check, "free_memory", lambda *_: MemoryLimits(None, 10**9, 10**9))
     words = with_words(model, here / "words")
     (here / "p.txt").write_text("w1\n" + "w23 " * 2_500_000)
     message = refused(capfd, here, "--model", words, "--prompts", "p.txt")
@@ -480,7 +480,7 @@ def test_disk_that_cannot_be_read(model, here, capfd, monkeypatch, after):
 
 def test_disk_too_small_by_the_plan(model, here, capfd, monkeypatch):
     limits = MemoryLimits(None, 8 * 10**9, 10_000)
-    monkeypatch.setattr(runner, "free_memory", lambda *_: limits)
+    monkeypatch.setattr(memory_check, "free_memory", lambda *_: limits)
     message = refused(capfd, here, "--model", "model", *DISK)
     assert "disk space: needs" in message and "--percent 100 0 100 0 100 0 would fit" in message
 
@@ -495,7 +495,7 @@ def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatc
     limits = MemoryLimits(None, 24 * 10**9, 500 * 10**9)
     monkeypatch.setattr(Checkpoint, "read", read)
     monkeypatch.setattr(runner.Runtime, "load", read)
-    monkeypatch.setattr(runner, "free_memory", lambda *_: limits)
+    monkeypatch.setattr(memory_check, "free_memory", lambda *_: limits)
     command = ("--model", "facebook/opt-30b", "--path", "_DUMMY_", "--prompt-len", "512",
                "--gen-len", "32", "--gpu-batch-size", "4", "--dtype", "auto")
     message = refused(capfd, here, *command, "--percent", "0", "100", "100", "0")
@@ -528,14 +528,14 @@ def test_less_cache_fits_where_the_full_one_does_not(model, here, capfd, monkeyp
                     cache=CacheOptions(h2o)).total("cpu") for h2o in (config.h2o(), None))
     assert small < full
     limits = MemoryLimits(None, (small + full) // 2, 0)
-    monkeypatch.setattr(runner, "free_memory", lambda *_: limits)
+    monkeypatch.setattr(memory_check, "free_memory", lambda *_: limits)
     message = refused(capfd, here, *argv)
     assert "host memory: needs" in message and "hh-ratio" not in message
     assert generate.main([*SHORT, *argv, "--no-log", "--hh-ratio", "0.05"]) == 0
 
 
 def test_nothing_would_fit(model, here, capfd, monkeypatch):
-    monkeypatch.setattr(runner, "free_memory", lambda *_: MemoryLimits(None, 1000, 1000))
+    monkeypatch.setattr(memory_check, "free_memory", lambda *_: MemoryLimits(None, 1000, 1000))
     message = refused(capfd, here, "--model", "model")
     assert "no --percent would fit: lower --gpu-batch-size" in message
 

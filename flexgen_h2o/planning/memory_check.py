@@ -1,0 +1,87 @@
+"""The check of runs against the memory that is there. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.planning.memory_plan import MemoryPlan, memory_plan
+from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory, kept_heap
+
+if TYPE_CHECKING:
+    from flexgen_h2o.models.spec import ModelConfig
+
+
+class MemoryCheck:
+    """Holds runs of one model against the memory that is there.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    weights : WeightOptions
+    itemsize : int
+        Bytes of an element in the run's dtype.
+    writes_weights : bool
+        Weights that the disk has are written to `offload_dir`.
+    offload_dir : str
+    most : mapping of str to int or None
+        Bytes to count as free at most, by tier: of `cpu` and `gpu`.
+    device_bytes : callable () -> int or None
+        Free bytes of a separate device; None where compute memory is host memory.
+    """
+
+    def __init__(self, model: ModelConfig, weights: WeightOptions, *, itemsize: int,
+                 writes_weights: bool, offload_dir: str, most: Mapping[str, int | None],
+                 device_bytes: Callable[[], int | None]):
+        self._model = model
+        self._weights = weights
+        self._itemsize = itemsize
+        self._writes_weights = writes_weights
+        self._offload_dir = offload_dir
+        self._most = most
+        self._device_bytes = device_bytes
+
+    def refuse(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
+               loaded_bytes: int | None, show: bool = False) -> None:
+        """Stop a run that does not fit, before anything is allocated for it.
+
+        Parameters
+        ----------
+        policy : Policy
+        cache : CacheOptions
+        workload : Workload
+        loaded_bytes : int or None
+            Resident bytes of the process when the weights had been loaded; None before.
+        show : bool
+            Print the plan first.
+
+        Raises
+        ------
+        UserError
+            A tier has too little memory.
+        """
+        plan, limits = self._planned(policy, cache, workload, loaded_bytes)
+        if show:
+            print(plan.table(limits), flush=True)
+        plan.check(limits)
+
+    def fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
+             loaded_bytes: int | None) -> bool:
+        """Whether there is memory for a run; parameters as of `refuse`."""
+        plan, limits = self._planned(policy, cache, workload, loaded_bytes)
+        return not plan.shortfalls(limits)
+
+    def _planned(self, policy: Policy, cache: CacheOptions, workload: Workload,
+                 loaded_bytes: int | None) -> tuple[MemoryPlan, MemoryLimits]:
+        """What a run will take, and what is free for it."""
+        device_free = self._device_bytes()
+        plan = memory_plan(self._model, policy, workload, itemsize=self._itemsize,
+                           has_gpu=device_free is not None, writes_weights=self._writes_weights,
+                           cache=cache, weights=self._weights)
+        limits = free_memory(self._offload_dir, device_free)
+        if loaded_bytes is not None:
+            limits = plan.before_loading(limits, kept=kept_heap(loaded_bytes))
+        return plan, limits.within(**self._most)
