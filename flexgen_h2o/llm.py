@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexgen_h2o.cache.probing import ProbedCache
+from flexgen_h2o.cache.stand_ins import ProbedCache
 from flexgen_h2o.config.argument_types import typed
 from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,12 +13,13 @@ import torch
 from flexgen_h2o.cache.attending import Attending
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, slots_of
+from flexgen_h2o.cache.stand_ins import SimulatedBlockCache
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.hidden import HiddenStates
 from flexgen_h2o.h2o.batch_layout import Seats, Span
-from flexgen_h2o.h2o.simulation import SimulatedCache
+from flexgen_h2o.kernels.rotary import rotated_to
 from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Scratch
 from flexgen_h2o.models.spec import ModelConfig
@@ -117,7 +119,7 @@ class Room:
             if cache is not None:
                 self.cache = cache
             elif h2o is not None and h2o.simulate:
-                self.cache = SimulatedCache(h2o, rope)
+                self.cache = SimulatedBlockCache(h2o, partial(rotated_to, rope=rope))
             else:
                 self.cache = KVCache(shape, size.cache, policy, h2o=h2o, rope=rope,
                                      transfers=transfers, run_folder=self._run_folder)

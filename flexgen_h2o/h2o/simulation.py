@@ -10,12 +10,11 @@ import copy
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from flexgen_h2o.cache.attending import Attending
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import Seats, Span
 from flexgen_h2o.h2o.budget import Budget, budget
-from flexgen_h2o.kernels.rotary import rotated
 
 
 class Memory:
@@ -25,7 +24,7 @@ class Memory:
     that each key has received, are [kv_heads, tokens].
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+    def __init__(self, keys: Tensor, values: Tensor):
         """Of the first tokens: keys and values [tokens, kv_heads, head_dim]."""
         # Copies: what is given lies in scratch memory.
         self.keys, self.values = (x.transpose(0, 1).to(torch.float32, copy=True)
@@ -40,20 +39,19 @@ class Memory:
 
 
 class SimulatedCache:
-    """Stands in for `KVCache`, in compute memory alone.
+    """Keys and values of the batches of a block, in compute memory alone.
 
     Parameters
     ----------
     h2o : H2OConfig
-    rope : callable (positions) -> cosines and sines, or None
-        float32, [positions, rotary_dim / 2] each.
+    rotate : callable (x, positions) -> Tensor like x
+        x [heads, tokens, head_dim], float32, rotated to positions [heads or 1, tokens]; x itself
+        where the model has no rotary positions.
     """
 
-    attends_on_host = False
-
-    def __init__(self, h2o: H2OConfig, rope: Callable):
+    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor], Tensor]):
         self._h2o = h2o
-        self._rope = rope
+        self._rotate = rotate
         self._decay = h2o.decay if h2o.score == "decay" else 1.0
 
     def begin(self, batches: Sequence[Seats]) -> None:
@@ -65,16 +63,12 @@ class SimulatedCache:
         """Go on with the same sequences, in another run."""
         self._seats = list(batches)
 
-    def load(self, layer: int, batch: int, sweep: int) -> None:
-        """Nothing is anywhere else."""
-
-    store = load
-
     def nbytes(self) -> int:
         """Bytes of the keys and values that are held: all of them, in float32."""
         return sum(memory.keys.nbytes + memory.values.nbytes for memory in self._memories.values())
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span], rope):
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span]
+                      ) -> Tensor:
         """As `KVCache.attend_prompt`."""
         outputs, row = [], 0
         for span in spans:
@@ -93,17 +87,17 @@ class SimulatedCache:
             self._memories[layer, batch, target] = copy.deepcopy(
                 self._memories[layer, batch, source])
 
-    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
-        """As `KVCache.attend_token`, done at once."""
+    def attend_token(self, layer: int, batch: int, q, k, v) -> Tensor:
+        """As `KVCache.attend_token`, and done: [sequences, heads, head_dim]."""
         outputs = []
         for sequence in range(len(q)):
             row, key = slice(sequence, sequence + 1), (layer, batch, sequence)
             outputs.append(self._attend(key, q[row], k[row], v[row]))
             if self._h2o.evict_generated:
                 self._evict(key)
-        return Attending({0: torch.cat(outputs)})
+        return torch.cat(outputs)
 
-    def _attend(self, key: tuple[int, int, int], q, k, v) -> torch.Tensor:
+    def _attend(self, key: tuple[int, int, int], q, k, v) -> Tensor:
         """Append new tokens, attend from each over what is alive up to itself, add to the mass.
 
         q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], all before rotation.
@@ -120,7 +114,7 @@ class SimulatedCache:
         if self._h2o.positions == "rolling":
             places = memory.alive.cumsum(1) - 1
         # All heads have as many tokens alive, so that a query's place is the same in each.
-        keys, queries = self._turned(memory.keys, places), self._turned(
+        keys, queries = self._rotate(memory.keys, places), self._rotate(
             q.float().transpose(0, 1), places[:1, newest])
         queries = queries.unflatten(0, (len(keys), -1))  # [kv_heads, group, rows, head_dim]
         logits = torch.einsum("hgrd,htd->hgrt", queries, keys) * q.shape[-1] ** -0.5
@@ -130,13 +124,6 @@ class SimulatedCache:
             memory.mass = memory.mass * self._decay + row
         out = torch.einsum("hgrt,htd->rhgd", probabilities, memory.values)
         return out.flatten(1, 2).to(q.dtype)
-
-    def _turned(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """x [heads, tokens, head_dim] rotated to `places` [heads or 1, tokens]."""
-        tables = self._rope(places.flatten())
-        if tables is None:
-            return x
-        return rotated(x, *(table.unflatten(0, places.shape) for table in tables))
 
     def _evict(self, key: tuple[int, int, int]) -> None:
         """Down to the budget: lowest score first, of equals the oldest; never sinks and recent."""

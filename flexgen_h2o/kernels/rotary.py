@@ -5,6 +5,8 @@ Dimension i turns with dimension i + rotary_dim / 2; those past rotary_dim stay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,22 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     wide = torch.promote_types(x.dtype, cos.dtype)
     return turn_(x.to(wide, copy=True), cos, sin).to(x.dtype)
+
+
+def rotated_to(x: Tensor, positions: Tensor, rope: Callable[[Tensor], tuple[Tensor, Tensor] | None]
+               ) -> Tensor:
+    """x rotated to positions; x itself where there are no rotations.
+
+    Parameters
+    ----------
+    x : Tensor [heads, tokens, head_dim]
+    positions : Tensor [heads or 1, tokens]
+    rope : callable (positions [n]) -> cosines and sines [n, rotary_dim / 2], or None
+    """
+    tables = rope(positions.flatten())
+    if tables is None:
+        return x
+    return rotated(x, *(table.unflatten(0, positions.shape) for table in tables))
 
 
 def turn_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

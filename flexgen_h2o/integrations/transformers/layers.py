@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from flexgen_h2o.integrations.transformers.layer import H2OLayer
 from flexgen_h2o.integrations.transformers.passes import Progress, Step
 from flexgen_h2o.integrations.transformers.rotations import Rotations
 from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.rotary import rotated_to
 
 GROWTH = 64
 """Slots by which a layer grows that is not at its budget yet."""
@@ -172,7 +174,7 @@ class SimulatedLayer(H2OLayer):
         # A span is evicted from if it ends its prompt.
         end = tokens if self._evicts(step, sequence, tokens) else tokens + 1
         one.resume([Seats((end,), 0)])
-        return one.attend_prompt(0, 0, q, k, v, spans=[Span(0, past, tokens)], rope=None)
+        return one.attend_prompt(0, 0, q, k, v, spans=[Span(0, past, tokens)])
 
     def _start(self, step: Step, sequence: int) -> None:
         """Give a sequence a cache of its own, its budget in tokens."""
@@ -183,7 +185,7 @@ class SimulatedLayer(H2OLayer):
                 heavy_tokens=size.heavy, recent_tokens=size.recent, sink_tokens=size.sinks,
                 score=self._h2o.score, decay=self._h2o.decay, positions=self._h2o.positions,
                 evict_generated=self._h2o.evict_generated, simulate=True)
-        one = SimulatedCache(h2o, rope=self._rope)
+        one = SimulatedCache(h2o, partial(rotated_to, rope=self._rope))
         one.begin([Seats((step.prompts[sequence],), 0)])
         self._sequences.append(one)
 
@@ -192,7 +194,7 @@ class SimulatedLayer(H2OLayer):
 
     def _decode(self, step: Step, q, k, v) -> torch.Tensor:
         rows = zip(*(x.split(1) for x in (q, k, v)), strict=True)
-        return torch.cat([one.attend_token(0, 0, *some, token=0, rope=None).outputs[0]
+        return torch.cat([one.attend_token(0, 0, *some)
                           for one, some in zip(self._sequences, rows, strict=True)])
 
     def _choose(self, rows: list[int]) -> None:

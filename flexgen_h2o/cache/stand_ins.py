@@ -1,0 +1,80 @@
+"""Stand-ins for `KVCache`: the simulation of H2O, and a function that attends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from flexgen_h2o.cache.attending import Attending
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.h2o.batch_layout import Seats, Span
+from flexgen_h2o.h2o.simulation import SimulatedCache
+from flexgen_h2o.kernels.rotary import apply_rope_
+
+
+class SimulatedBlockCache:
+    """`SimulatedCache` behind the interface of `engine.workspace.Cache`; parameters as there."""
+
+    attends_on_host = False
+
+    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor], Tensor]):
+        self._cache = SimulatedCache(h2o, rotate)
+        self.begin = self._cache.begin
+        self.resume = self._cache.resume
+        self.repeat = self._cache.repeat
+        self.nbytes = self._cache.nbytes
+
+    def load(self, layer: int, batch: int, sweep: int) -> None:
+        """Nothing is anywhere else."""
+
+    store = load
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span],
+                      rope) -> Tensor:
+        """As `KVCache.attend_prompt`; rotations are the simulation's own."""
+        return self._cache.attend_prompt(layer, batch, q, k, v, spans=spans)
+
+    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
+        """As `KVCache.attend_token`, done at once."""
+        return Attending({0: self._cache.attend_token(layer, batch, q, k, v)})
+
+
+class ProbedCache:
+    """Attends by a function in prefills of one sequence each: to see what a model attends to.
+
+    Nothing stays.
+
+    Parameters
+    ----------
+    attend : callable (layer, number, q, k, v) -> Tensor like q
+        q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]: q and k rotated.
+    numbers : sequence of int
+        What to call the sequence of each block, in the order in which blocks begin.
+    """
+
+    attends_on_host = False
+
+    def __init__(self, attend: Callable[..., Tensor], numbers: Sequence[int]):
+        self._attend = attend
+        self._numbers = iter(numbers)
+
+    def begin(self, batches: Sequence[Seats]) -> None:
+        """Start a new block, of the next sequence."""
+        self._number = next(self._numbers)
+
+    def load(self, layer: int, batch: int, sweep: int) -> None:
+        """Nothing is anywhere."""
+
+    store = load
+
+    def nbytes(self) -> int:
+        """Bytes of what is cached: none."""
+        return 0
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span], rope):
+        """As `KVCache.attend_prompt`, of one whole prompt."""
+        if rope is not None:
+            for x in (q, k):
+                apply_rope_(x, *rope)
+        return self._attend(layer, self._number, q, k, v)
