@@ -37,33 +37,33 @@ MODEL = ModelConfig(name="m", family="opt", vocab_size=1000, hidden_size=64, num
 
 
 def test_a_floor_counts_bytes_and_products(bench):
-    load = partial(bench.floors.Load, batch=2, prompt_len=10, gen_len=4, cached=12)
-    full = bench.floors.work(MODEL, load())
+    load = partial(bench.rooflines.Load, batch=2, prompt_len=10, gen_len=4, cached=12)
+    full = bench.rooflines.work(MODEL, load())
     assert full.cache_bytes == 2 * 12 * MODEL.kv_bytes_per_token(2)
     assert full.all_bytes == 2 * MODEL.num_parameters()
     dense = 2 * (MODEL.num_layers * MODEL.layer_parameters() + 64_000)
     assert full.step_flops == 2 * (dense + 4 * 4 * 64 * 12)
-    small = bench.floors.work(MODEL, load(weight_bits=4, cache_bits=4))
+    small = bench.rooflines.work(MODEL, load(weight_bits=4, cache_bits=4))
     assert small.weight_bytes < full.weight_bytes / 3 and small.cache_bytes < full.cache_bytes / 2
     assert small.step_flops == full.step_flops
 
 
 def test_only_what_exceeds_memory_is_read_from_disk(bench):
-    amount = bench.floors.Work(all_bytes=120, weight_bytes=100, cache_bytes=10, step_flops=0,
+    amount = bench.rooflines.Work(all_bytes=120, weight_bytes=100, cache_bytes=10, step_flops=0,
                                prefill_flops=0)
     rates = {"disk": 1.0, "memory": 100.0, "gemm": 1.0}
-    assert bench.floors.floors(amount, rates, None) == (0, 1.1)
-    assert bench.floors.floors(amount, rates, 100) == (0, 1.1), "in turn, the cache may fit too"
-    assert bench.floors.floors(amount, rates, 60) == (40, 50)
+    assert bench.rooflines.floors(amount, rates, None) == (0, 1.1)
+    assert bench.rooflines.floors(amount, rates, 100) == (0, 1.1), "in turn, the cache may fit too"
+    assert bench.rooflines.floors(amount, rates, 60) == (40, 50)
 
 
 def test_what_exceeds_a_gpus_memory_goes_over_its_link(bench):
-    amount = bench.floors.Work(all_bytes=120, weight_bytes=100, cache_bytes=10, step_flops=0,
+    amount = bench.rooflines.Work(all_bytes=120, weight_bytes=100, cache_bytes=10, step_flops=0,
                                prefill_flops=0)
     rates = {"disk": 1.0, "memory": 100.0, "gemm": 1.0, "link": 4.0}
-    assert bench.floors.floors(amount, rates, None, 100) == (0, 1.1)
-    assert bench.floors.floors(amount, rates, None, 60) == (10, 10), "without the cache"
-    assert bench.floors.floors(amount, rates, 20, 60) == (20, 30), "20 fit neither"
+    assert bench.rooflines.floors(amount, rates, None, 100) == (0, 1.1)
+    assert bench.rooflines.floors(amount, rates, None, 60) == (10, 10), "without the cache"
+    assert bench.rooflines.floors(amount, rates, 20, 60) == (20, 30), "20 fit neither"
 
 
 @given(prompt=st.integers(20, 4000), new=st.integers(2, 2000), share=st.floats(0.05, 0.9))
@@ -229,9 +229,9 @@ def test_who_cannot_run_here_says_why(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(bench.base.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     said = {}
-    for module, cls in bench.peers.CLASSES.items():
-        options = bench.peers.peer_class(module).check(module, {})
-        said[module] = bench.peers.peer_class(module)(
+    for module, cls in bench.baselines.CLASSES.items():
+        options = bench.baselines.peer_class(module).check(module, {})
+        said[module] = bench.baselines.peer_class(module)(
             settings_of(bench, options=options)).refusal()
         assert cls
     assert said["ours"] is None and said["transformers_memory"] is None
@@ -321,7 +321,7 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
     peer = SimpleNamespace(
         warms=False, version=lambda: "v", prepare=lambda model: done.append("loaded") or "so",
         generate=lambda prompts, count: bench.base.Timings(1.0, (1.0,), ((5, 6),)))
-    monkeypatch.setattr(bench.compare_worker, "drop_page_cache",
+    monkeypatch.setattr(bench.worker, "drop_page_cache",
                         lambda: done.append("dropped" if not door.exists() else "late"))
     job = {"prompts": [[5]], "model": "m", "generate": 2, "loaded": str(tmp_path / "loaded")}
     assert bench.worker.measure(peer, job)["settings"] == "so"
@@ -362,7 +362,7 @@ def test_an_error_of_a_system_is_an_answer(bench, monkeypatch, error, status):
         def close(self):
             closed.append(True)
 
-    monkeypatch.setattr(bench.compare_worker, "peer_class", lambda name: Broken)
+    monkeypatch.setattr(bench.worker, "peer_class", lambda name: Broken)
     found = bench.worker.run({
         "kind": "run", "peer": "x", "model": "m", "scratch": "s", "prompts": [[5]], "generate": 2,
         "settings": {"dtype": "float32", "batch": 1, "prompt_len": 1, "gen_len": 2,
@@ -380,7 +380,7 @@ def test_who_is_cut_short_has_less_memory(bench, tiny_model, monkeypatch):
         return ones(*size, **how)
 
     monkeypatch.setattr(torch, "ones", counted)
-    peer = bench.peers.peer_class("transformers_memory")(settings_of(bench, batch=2, gen_len=9))
+    peer = bench.baselines.peer_class("transformers_memory")(settings_of(bench, batch=2, gen_len=9))
     peer.prepare(tiny_model("opt").folder)
     assert len(peer.generate([[5, 6, 7], [8, 9]], 4).steps) == 3
     config = peer.model.config

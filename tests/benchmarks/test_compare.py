@@ -100,7 +100,7 @@ def test_the_config_of_the_repository_is_whole(bench):
     assert (first.memory, third.memory, memory.memory) == (2_500_000_000, 6_000_000_000, None)
     assert (second.prompt_len, second.gen_len, second.memory) == (128, 512, first.memory)
     assert (memory.batch, memory.best) == (16, False) and real.prompt_len is None
-    assert {system.peer for system in found.systems.values()} == set(bench.peers.CLASSES)
+    assert {system.peer for system in found.systems.values()} == set(bench.baselines.CLASSES)
     assert [name for name, system in found.systems.items() if not system.exact] == [
         "h2o-fork", "h2o", "h2o-4bit"]
 

@@ -25,7 +25,8 @@ from flexgen_h2o.cli.result_rows import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
 
-MODULES = ("sweep", "sweeping.grid", "shared.engine_run", "plan_sweep")
+MODULES = ("sweep", "sweeping.grid", "shared.engine_run", "plan_sweep",
+           "flexgen_h2o.files.row_table")
 FIGURES = ("prefill_seconds", "decode_seconds", "total_tokens_per_second", "peak_process_bytes",
            "kv_cache_bytes", "generated_tokens", "load_seconds", "weight_bytes")
 
@@ -44,7 +45,7 @@ def written(folder: Path, values: dict, name: str = "s") -> Path:
 
 
 def load(bench, folder: Path, values: dict, name: str = "s"):
-    return bench.sweep_grid.load(written(folder, values, name), models=folder)
+    return bench.grid.load(written(folder, values, name), models=folder)
 
 
 BASE = {"model": "m", "prompt_len": 8, "gen_len": 4}
@@ -144,7 +145,7 @@ def test_what_is_wrong_is_said_before_any_run(bench, tmp_path, change, words):
     ("sweep_offload", 8, ("gpu_batch_size", "num_gpu_batches", "hh_ratio")),
 ])
 def test_shipped_sweeps_are_whole(bench, name, cells, axes):
-    found = bench.sweep_grid.load(ROOT / "configs" / f"{name}.yaml", models=Path("."))
+    found = bench.grid.load(ROOT / "configs" / f"{name}.yaml", models=Path("."))
     assert (found.name, len(found.cells), found.axes) == (name, cells, axes)
 
 

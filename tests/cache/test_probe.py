@@ -37,7 +37,7 @@ def test_what_attend_returns_is_what_counts(tiny_model):
         blind = llm.probe(PAIRS, lambda layer, pair, q, k, v: torch.zeros_like(q))
         usual = llm.loglikelihood(PAIRS)
         assert blind[0] != pytest.approx(usual[0], abs=1e-3)
-        assert llm.probe([], None) == []
+        assert llm.probe([], lambda *_: pytest.fail("there is no pair")) == []
 
 
 def test_an_error_in_attend_comes_out_and_the_model_goes_on(tiny_model):

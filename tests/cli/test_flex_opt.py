@@ -14,12 +14,12 @@ import pytest
 import yaml
 from refusals import command_refused
 
-from flexgen_h2o import flex_opt
 from flexgen_h2o.cli import input_files, parser, result_files
 from flexgen_h2o.cli.result_rows import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import Trace

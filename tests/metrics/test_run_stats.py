@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import threading
 
 import pytest
@@ -297,7 +296,7 @@ def test_two_writers_of_one_file_leave_each_others_alone(tmp_path, monkeypatch):
             second.write("second")
         first.write("first")
     assert path.read_text() == "first"
-    monkeypatch.setattr(secrets.secrets, "token_hex", lambda nbytes: "drawn twice")
+    monkeypatch.setattr(atomic.secrets, "token_hex", lambda nbytes: "drawn twice")
     with atomic.open_atomic(path) as file:
         with pytest.raises(FileExistsError), atomic.open_atomic(path):
             pass
