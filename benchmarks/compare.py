@@ -6,8 +6,8 @@
 Every run is a process of its own, with the same checkpoint, prompts, lengths, threads, allocator
 and memory limit (a cgroup, which counts the page cache; that is dropped before). All systems are
 measured at the same batch, and each at its own best, which is searched by doubling; after a
-warm-up, in turn, medians of the repeats. Beside each stands its floor, by rates measured before and
-after, and the share of its tokens that equal the first exact system's.
+warm-up, in turn, medians of the repeats. Beside each stands its roofline, by rates measured before
+and after, and the share of its tokens that equal the first exact system's.
 
 A system that can't run, or not at a batch, has a row that says why. Rows are on disk as they come;
 the same command goes on where it was stopped, and measures nothing twice: to have a cell measured
@@ -52,11 +52,11 @@ def check_limits(config: Comparison) -> None:
 
 def summary(rows: Sequence[dict[str, str]]) -> str:
     """The cells that count as aligned text: figures, or why there are none."""
-    lines = [("scenario", "at", "batch", "system", "tokens/s", "step s", "x floor", "equal")]
+    lines = [("scenario", "at", "batch", "system", "tokens/s", "step s", "x roofline", "equal")]
     for row in rows:
         if row["at"] == SEARCH:
             continue
-        figures = [row[name] for name in ("tokens_per_s", "decode_step_s", "total_over_floor",
+        figures = [row[name] for name in ("tokens_per_s", "decode_step_s", "total_over_roofline",
                                           "equal_tokens")]
         if row["status"] != OK:
             figures = [row["status"], "", "", ""]

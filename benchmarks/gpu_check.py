@@ -3,7 +3,7 @@
     make gpu-check
 
 Right: each operation at real shapes against the reference in float32, on the same GPU. Fast:
-device time between CUDA events, medians, each beside its floor: bytes over the copy bandwidth
+device time between CUDA events, medians, each beside its roofline: bytes over the copy bandwidth
 measured in the same run, or PyTorch's own flash attention. Whatever is timed is larger than the
 caches. Ends with status 1 if a kernel is wrong or there is no GPU; a missed goal is only reported.
 
@@ -27,17 +27,17 @@ import torch.nn.functional as F
 from kernel_timing.gpu_matrices import MATRICES, check_matrix, check_rows, time_matrices
 
 from flexgen_h2o.config.formats import GroupLayout
-from flexgen_h2o.h2o.eviction import EMPTY, Book, Cut, Eviction
+from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import ops, reference
 from flexgen_h2o.metrics.provenance import source_commit
 
 COLUMNS = ("date", "commit", "host", "device", "torch", "triton", "kind", "operation", "shape",
-           "dtype", "measured", "unit", "limit", "floor_ms", "passed")
+           "dtype", "measured", "unit", "limit", "roofline_ms", "passed")
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 BOUND = {HALF: 3e-3, BRAIN: 2e-2, FULL: 2e-5}
-"""Of the relative error of outputs. Scores come from the same logits, before any rounding to
-16 bits but that of products with rotated or quantized keys."""
-MASS_BOUND = {HALF: 2e-3, BRAIN: 2e-3, FULL: 2e-5}
+"""Bounds of the relative error of outputs, by dtype. Scores come from the same logits, before any
+rounding to 16 bits but that of products with rotated or quantized keys."""
+SCORES_BOUND = {HALF: 2e-3, BRAIN: 2e-3, FULL: 2e-5}
 GPU = "cuda"
 
 # dtype, head_dim, group, bits, rotary dimensions, slots: every value of each, not every tuple.
@@ -64,7 +64,7 @@ SELECTIONS = [
 ]
 
 
-class Rows:
+class GpuRows:
     """Collects rows of the CSV file, and prints each as it comes."""
 
     def __init__(self):
@@ -78,19 +78,19 @@ class Rows:
             "triton": triton.__version__}
 
     def add(self, kind: str, operation: str, shape: str, dtype, measured: float, unit: str, *,
-            limit: float | None = None, floor_ms: float | None = None) -> None:
+            limit: float | None = None, roofline_ms: float | None = None) -> None:
         """One figure; passed if it is no larger than its limit (a NaN is not)."""
         passed = "" if limit is None else measured <= limit
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.rows.append(self.common | {
             "date": now, "kind": kind, "operation": operation, "shape": shape,
             "dtype": str(dtype).removeprefix("torch."), "measured": measured, "unit": unit,
-            "limit": limit, "floor_ms": floor_ms, "passed": passed})
+            "limit": limit, "roofline_ms": roofline_ms, "passed": passed})
         verdict = {True: "pass", False: "FAIL", "": "    "}[passed]
         bound = "" if limit is None else f"(limit {limit:.3g})"
-        floor = "" if floor_ms is None else f"floor {floor_ms:.4g} ms"
+        roofline = "" if roofline_ms is None else f"roofline {roofline_ms:.4g} ms"
         print(f"{time.perf_counter() - self.begun:6.1f} s  {verdict}  {operation:10} {shape:44} "
-              f"{measured:10.4g} {unit} {bound} {floor}", flush=True)
+              f"{measured:10.4g} {unit} {bound} {roofline}", flush=True)
 
     def write(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -123,95 +123,96 @@ def decode_case(dtype, dim, group, bits, rotary, slots, *, sequences=3, kv_heads
     order = torch.rand(shape, device=GPU).argsort(-1)
     positions = order.argsort(-1).int().masked_fill_(empty, EMPTY)
     ranks = positions.argsort(-1).argsort(-1).int().masked_fill_(empty, 0) if rotary else None
-    mass = torch.rand(shape, device=GPU).argsort(-1) * 0.25
+    scores = torch.rand(shape, device=GPU).argsort(-1) * 0.25
     angles = torch.rand(slots + 1, max(1, rotary // 2), device=GPU) * 6
-    book = Book(Eviction(sinks=2), mass.masked_fill_(empty, 0), positions, ranks,
-                (angles.cos(), angles.sin()) if rotary else None)
-    turn = torch.stack([cached, cached * 0 + slots + 1, cached * 0 + 9,
-                        cached * 0 + int(full)]).int()
+    state = EvictionState(Eviction(sinks=2), scores.masked_fill_(empty, 0), positions, ranks,
+                          (angles.cos(), angles.sin()) if rotary else None)
+    metadata = torch.stack([cached, cached * 0 + slots + 1, cached * 0 + 9,
+                            cached * 0 + int(full)]).int()
     k, v = normal(2, sequences, kv_heads, dim, dtype=dtype)
     return {"q": normal(sequences, kv_heads * group, dim, dtype=dtype), "k": k, "v": v,
-            "slots": held, "turn": turn, "layout": layout, "book": book}
+            "slots": held, "metadata": metadata, "layout": layout, "state": state}
 
 
 def twin(case: dict) -> dict:
     """The same arguments, those that change copied."""
-    book = case["book"]
-    copy = Book(book.eviction, book.mass.clone(), book.positions.clone(),
-                None if book.ranks is None else book.ranks.clone(), book.rope)
-    return case | {"slots": case["slots"].clone(), "book": copy}
+    state = case["state"]
+    copy = EvictionState(state.eviction, state.scores.clone(), state.positions.clone(),
+                         None if state.ranks is None else state.ranks.clone(), state.rope)
+    return case | {"slots": case["slots"].clone(), "state": copy}
 
 
-def check_decode(rows: Rows, dtype, dim, group, bits, rotary, slots) -> None:
+def check_decode(rows: GpuRows, dtype, dim, group, bits, rotary, slots) -> None:
     shape = f"d {dim}, group {group}, {bits} bits, rotary {rotary}, {slots} slots"
     for full in (True, False):
         case = decode_case(dtype, dim, group, bits, rotary, slots, full=full, free=5 if full else 7)
         if not full:
-            case["turn"][0] -= 1  # room for the new token
-            case["book"].mass[:, :, -1] = 0
-            case["book"].positions[:, :, -1] = EMPTY
+            case["metadata"][0] -= 1  # room for the new token
+            case["state"].scores[:, :, -1] = 0
+            case["state"].positions[:, :, -1] = EMPTY
         other = twin(case)
-        before = case["book"].mass.clone()
+        before = case["state"].scores.clone()
         wanted, place = reference.decode_attention(**case)
         out, taken = ops.decode_attention(**other)
-        book, right = other["book"], case["book"]
-        same = torch.equal(taken, place) and torch.equal(book.positions, right.positions)
+        state, right = other["state"], case["state"]
+        same = torch.equal(taken, place) and torch.equal(state.positions, right.positions)
         same &= bool((other["slots"].nan_to_num() == case["slots"].nan_to_num()).all())
-        same &= book.ranks is None or torch.equal(book.ranks, right.ranks)
+        same &= state.ranks is None or torch.equal(state.ranks, right.ranks)
         rows.add("check", "decode", shape, dtype, error(out, wanted) if same else float("nan"),
                  "error", limit=BOUND[dtype])
-        gained = book.mass - before, right.mass - before
+        gained = state.scores - before, right.scores - before
         held = torch.ones_like(before, dtype=torch.bool).scatter_(-1, place[..., None], False)
-        # A mass of thousands, as many slots have here, leaves few digits for what one query adds.
+        # A attention score of thousands, as many slots have here, leaves few digits for what one
+        # query adds.
         largest = (gained[0] - gained[1])[held].abs().max().item()
         rows.add("check", "scores", shape, dtype, largest, "largest error",
-                 limit=MASS_BOUND[dtype] * group + 2e-3 * (slots > 8192) + 2e-4)
+                 limit=SCORES_BOUND[dtype] * group + 2e-3 * (slots > 8192) + 2e-4)
 
 
-def check_prefill(rows: Rows, dtype, dim, group, decay, lengths, keys) -> None:
+def check_prefill(rows: GpuRows, dtype, dim, group, decay, lengths, keys) -> None:
     keys, kv_heads = keys or lengths, 2
     q = normal(sum(lengths), kv_heads * group, dim, dtype=dtype)
     k, v = normal(2, kv_heads, sum(keys), dim, dtype=dtype).transpose(1, 2)
-    mass = torch.rand(kv_heads, sum(keys), device=GPU)
-    right = mass.clone()
+    scores = torch.rand(kv_heads, sum(keys), device=GPU)
+    right = scores.clone()
     wanted = reference.prefill_attention(q.float(), k.float(), v.float(), lengths,
-                                         key_lengths=keys, mass=right, decay=decay)
+                                         key_lengths=keys, scores=right, decay=decay)
     results = []
     for _ in range(2):
-        scores = mass.clone()
-        results.append((ops.prefill_attention(q, k, v, lengths, key_lengths=keys, mass=scores,
-                                              decay=decay), scores))
+        received = scores.clone()
+        results.append((ops.prefill_attention(q, k, v, lengths, key_lengths=keys, scores=received,
+                                              decay=decay), received))
     same = all(torch.equal(*pair) for pair in zip(*results, strict=True))
-    out, scores = results[0]
+    out, received = results[0]
     shape = f"d {dim}, group {group}, decay {decay}, rows {'+'.join(map(str, lengths))}"
     rows.add("check", "prefill", shape, dtype, error(out, wanted) if same else float("nan"),
              "error", limit=BOUND[dtype])
-    rows.add("check", "scores", shape, dtype, error(scores, right), "error",
-             limit=MASS_BOUND[dtype])
+    rows.add("check", "scores", shape, dtype, error(received, right), "error",
+             limit=SCORES_BOUND[dtype])
 
 
-def check_selection(rows: Rows, dtype, dim, bits, length, heavy, recent, mean) -> None:
+def check_selection(rows: GpuRows, dtype, dim, bits, length, heavy, recent, mean) -> None:
     layout, kv_heads = None if bits == 16 else GroupLayout(dim, bits), 2
     cuts = [Cut(length, heavy, recent), Cut(5, heavy, recent), Cut(length // 2, heavy // 2, 3)]
     total = sum(cut.length for cut in cuts)
     k, v = normal(2, total, kv_heads, dim, dtype=dtype)
-    mass = torch.rand(kv_heads, total, device=GPU).mul(5000).round() / 7  # with ties
+    scores = torch.rand(kv_heads, total, device=GPU).mul(5000).round() / 7  # with ties
     slots = max(Eviction(sinks=4).kept(cut) for cut in cuts) + 3
     cases = []
     for module in (reference, ops):
         shape = (len(cuts), kv_heads, slots)
-        book = Book(Eviction(mean, sinks=4), torch.full(shape, float("nan"), device=GPU),
-                    *torch.full((2, *shape), -7, dtype=torch.int32, device=GPU))
+        state = EvictionState(Eviction(mean, sinks=4), torch.full(shape, float("nan"), device=GPU),
+                              *torch.full((2, *shape), -7, dtype=torch.int32, device=GPU))
         held = torch.full((2, *shape, dim if layout is None else layout.nbytes), 77, device=GPU,
                           dtype=dtype if layout is None else torch.uint8)
-        module.select_heavy_hitters(k, v, mass, cuts=cuts, slots=held, book=book, layout=layout)
-        cases.append((held, book.mass, book.positions, book.ranks))
+        module.select_heavy_hitters(k, v, scores, cuts=cuts, slots=held, state=state, layout=layout)
+        cases.append((held, state.scores, state.positions, state.ranks))
     wrong = sum((a != b).sum().item() for a, b in zip(*cases, strict=True))
     rows.add("check", "select", f"d {dim}, {bits} bits, {heavy} of {length}, mean {mean}", dtype,
              wrong, "differences", limit=0)
 
 
-def check_groups(rows: Rows) -> None:
+def check_groups(rows: GpuRows) -> None:
     for dtype in (HALF, BRAIN, FULL):
         for dim in (64, 80, 96, 128, 256):
             for bits in (8, 4):
@@ -232,11 +233,11 @@ def timed(calls: list[Callable], rounds: int = 21) -> float:
         for _ in range(2):
             call()
     times = []
-    for turn in range(rounds):
+    for number in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(4_000_000)  # while the device waits, the host queues the whole call
         start.record()
-        calls[turn % len(calls)]()
+        calls[number % len(calls)]()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
@@ -256,50 +257,50 @@ def gemm_rate() -> float:
     return 2 * 8192**3 / timed([lambda: a @ b], 7) * 1e3
 
 
-def time_decode(rows: Rows, rate: float, sequences: int, slots: int, bits: int, goal: float
+def time_decode(rows: GpuRows, rate: float, sequences: int, slots: int, bits: int, goal: float
                 ) -> None:
     layout = None if bits == 16 else GroupLayout(128, bits)
     cases = [decode_case(HALF, 128, 1, bits, 0, slots, sequences=sequences, kv_heads=32, free=0)
              for _ in range(2)]
     milliseconds = timed([lambda case=case: ops.decode_attention(**case) for case in cases])
-    floor = cases[0]["slots"].nbytes / rate * 1e3
+    roofline = cases[0]["slots"].nbytes / rate * 1e3
     shape = f"batch {sequences}, 32 heads, d 128, {slots} slots, {bits} bits"
-    rows.add("time", "decode", shape, HALF, milliseconds, "ms", floor_ms=floor,
-             limit=floor / goal if layout is None else None)
+    rows.add("time", "decode", shape, HALF, milliseconds, "ms", roofline_ms=roofline,
+             limit=roofline / goal if layout is None else None)
 
 
-def time_prefill(rows: Rows, gemms: float, dtype) -> None:
+def time_prefill(rows: GpuRows, gemms: float, dtype) -> None:
     length, heads = 4096, 32
     q, k, v = normal(3, length, heads, 128, dtype=dtype)
-    mass = torch.zeros(heads, length, device=GPU)
+    scores = torch.zeros(heads, length, device=GPU)
     flat = [x.transpose(0, 1)[None].contiguous() for x in (q, k, v)]
     flash = timed([lambda: F.scaled_dot_product_attention(*flat, is_causal=True)])
-    scored = timed([lambda: ops.prefill_attention(q, k, v, [length], mass=mass)])
+    scored = timed([lambda: ops.prefill_attention(q, k, v, [length], scores=scores)])
     alone = timed([lambda: ops.prefill_attention(q, k, v, [length], key_lengths=[length])])
-    floor = 2 * length**2 * 128 * heads / gemms * 1e3
+    roofline = 2 * length**2 * 128 * heads / gemms * 1e3
     shape = f"{heads} heads, d 128, s {length}"
-    rows.add("time", "flash SDPA", shape, dtype, flash, "ms", floor_ms=floor)
-    rows.add("time", "prefill", f"{shape}, no scores", dtype, alone, "ms", floor_ms=floor)
+    rows.add("time", "flash SDPA", shape, dtype, flash, "ms", roofline_ms=roofline)
+    rows.add("time", "prefill", f"{shape}, no scores", dtype, alone, "ms", roofline_ms=roofline)
     rows.add("time", "prefill", f"{shape}, scores", dtype, scored, "ms", limit=1.8 * flash,
-             floor_ms=1.5 * floor)
+             roofline_ms=1.5 * roofline)
 
 
-def time_selection(rows: Rows, rate: float) -> None:
+def time_selection(rows: GpuRows, rate: float) -> None:
     length, heavy, kv_heads = 32768, 1024, 32
     one = 2 * length * kv_heads * 128 * 2
     sequences = max(1, min(8, torch.cuda.mem_get_info()[0] // (2 * one)))
     k, v = normal(2, sequences * length, kv_heads, 8, dtype=HALF).repeat(1, 1, 1, 16)
-    mass = torch.rand(kv_heads, sequences * length, device=GPU) ** 4
+    scores = torch.rand(kv_heads, sequences * length, device=GPU) ** 4
     shape = (sequences, kv_heads, heavy)
-    book = Book(Eviction(), torch.empty(shape, device=GPU),
-                torch.empty(shape, dtype=torch.int32, device=GPU))
+    state = EvictionState(Eviction(), torch.empty(shape, device=GPU),
+                          torch.empty(shape, dtype=torch.int32, device=GPU))
     slots = torch.empty((2, *shape, 128), dtype=HALF, device=GPU)
     cuts = [Cut(length, heavy, 0)] * sequences
-    milliseconds = timed([lambda: ops.select_heavy_hitters(k, v, mass, cuts=cuts, slots=slots,
-                                                           book=book)])
-    floor = (mass.nbytes + slots.nbytes) / rate * 1e3
+    milliseconds = timed([lambda: ops.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots,
+                                                           state=state)])
+    roofline = (scores.nbytes + slots.nbytes) / rate * 1e3
     rows.add("time", "select", f"batch {sequences}, {kv_heads} heads, {heavy} of {length}", HALF,
-             milliseconds, "ms", limit=2 * floor, floor_ms=floor)
+             milliseconds, "ms", limit=2 * roofline, roofline_ms=roofline)
 
 
 def main() -> None:
@@ -309,7 +310,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu-check needs a GPU, and PyTorch finds none here")
     torch.manual_seed(torch.seed() % 2**32)  # fresh inputs every time
-    rows = Rows()
+    rows = GpuRows()
     brain = torch.cuda.get_device_capability()[0] >= 8
     with torch.inference_mode():
         check_groups(rows)

@@ -4,7 +4,7 @@
 
 Each operation is checked against `kernels.reference` on a small random case, then timed. The
 contestants take turns within each repeat; medians. Whatever memory bounds goes through copies of
-1 GB and more in all, so that no cache holds them. The floor is the bytes that must move over the
+1 GB and more in all, so that no cache holds them. The roofline is the bytes that must move over the
 rate at which this machine reads memory, or for prefill the FLOPs of the causal half over its rate
 in bf16 products of 2048 rows: the better of two measurements, before and after each case.
 `extra_mb` is what a scored prefill adds to the peak of a fresh process, its output aside.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from kernel_timing import baselines as kernel_peers
+from kernel_timing import baselines as baselines
 from kernel_timing.rows import (
     DTYPE,
     INDEXED,
@@ -35,7 +35,7 @@ from kernel_timing.rows import (
     RANGE,
     SCORELESS,
     SDPA,
-    Rows,
+    TimedRows,
     check,
     copies,
     draw,
@@ -43,7 +43,7 @@ from kernel_timing.rows import (
 )
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
-from flexgen_h2o.h2o.eviction import Book, Cut, Eviction
+from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import native, ops, reference, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import layers
@@ -66,25 +66,25 @@ def decode_step(slots: torch.Tensor, bits: int) -> dict:
     _, sequences, kv_heads, n, _ = slots.shape
     shape = (sequences, kv_heads, n)
     # Scores far apart: rounding changes no victim, so that the functions can be compared.
-    book = Book(Eviction(), torch.rand(shape).argsort(-1) * 0.25,
-                torch.rand(shape).argsort(-1).to(torch.int32))
-    turn = torch.tensor([n, n + 1, n // 2, 1], dtype=torch.int32)[:, None].repeat(1, sequences)
+    state = EvictionState(Eviction(), torch.rand(shape).argsort(-1) * 0.25,
+                          torch.rand(shape).argsort(-1).to(torch.int32))
+    metadata = torch.tensor([n, n + 1, n // 2, 1], dtype=torch.int32)[:, None].repeat(1, sequences)
     q, k, v = (torch.randn(sequences, heads, DIM, dtype=DTYPE)
                for heads in (HEADS, kv_heads, kv_heads))
-    return {"q": q, "k": k, "v": v, "slots": slots, "turn": turn, "book": book,
+    return {"q": q, "k": k, "v": v, "slots": slots, "metadata": metadata, "state": state,
             "layout": None if bits == 16 else GroupLayout(DIM, bits)}
 
 
 def successive(steps: list[dict]) -> Iterator[dict]:
     """The steps in turn without end, each a token later than the last one."""
     for count, step in enumerate(itertools.cycle(steps)):
-        step["turn"][1] = step["slots"].shape[3] + 1 + count
+        step["metadata"][1] = step["slots"].shape[3] + 1 + count
         yield step
 
 
 DECODERS = {OURS: (16, ops.decode_attention), OURS_8: (8, ops.decode_attention),
-            OURS_4: (4, ops.decode_attention), SDPA: (16, kernel_peers.sdpa_decode),
-            PLAIN: (16, kernel_peers.plain_decode)}
+            OURS_4: (4, ops.decode_attention), SDPA: (16, baselines.sdpa_decode),
+            PLAIN: (16, baselines.plain_decode)}
 
 
 def check_decode(kv_heads: int) -> None:
@@ -95,16 +95,17 @@ def check_decode(kv_heads: int) -> None:
         if bits < 16:
             slots = reference.quantize_groups(slots, GroupLayout(DIM, bits))
         step = decode_step(slots, bits)
-        book, other = step["book"], step | {"slots": slots.clone()}
-        other["book"] = Book(book.eviction, book.mass.clone(), book.positions.clone())
+        state, other = step["state"], step | {"slots": slots.clone()}
+        other["state"] = EvictionState(state.eviction, state.scores.clone(),
+                                       state.positions.clone())
         (out, taken), (wanted, victims) = function(**step), reference.decode_attention(**other)
         check(f"decode: {name}, {kv_heads} KV heads", error(out, wanted),
-              error(book.mass, other["book"].mass),
+              error(state.scores, other["state"].scores),
               same=torch.equal(taken, victims) and torch.equal(slots, other["slots"])
-              and torch.equal(book.positions, other["book"].positions))
+              and torch.equal(state.positions, other["state"].positions))
 
 
-def decode(rows: Rows, quick: bool) -> None:
+def decode(rows: TimedRows, quick: bool) -> None:
     for kv_heads in sorted({kv_heads for _, kv_heads, _ in DECODES}):
         check_decode(kv_heads)
     for sequences, kv_heads, n in DECODES:
@@ -112,7 +113,7 @@ def decode(rows: Rows, quick: bool) -> None:
         block = torch.randn(2, sequences, kv_heads, n, DIM, dtype=DTYPE)
         blocks = {16: block} | {bits: ops.quantize_groups(block, GroupLayout(DIM, bits))
                                 for bits in (8, 4)}
-        # All who read 16-bit slots share one round through them: nobody finds them in a cache.
+        # All who read 16-bit slots share one round through them: none finds them in a cache.
         steps = {bits: successive([decode_step(slots, bits) for slots in copies(slots, quick)])
                  for bits, slots in blocks.items()}
         rows.measure("decode", f"batch {sequences}, {kv_heads} KV heads, {n} slots",
@@ -121,29 +122,29 @@ def decode(rows: Rows, quick: bool) -> None:
                      nbytes={name: blocks[bits].nbytes for name, (bits, _) in DECODERS.items()})
 
 
-def scoreless(q, k, v, lengths, *, mass):
+def scoreless(q, k, v, lengths, *, scores):
     return ops.prefill_attention(q, k, v, lengths)
 
 
-PREFILLERS = {OURS: ops.prefill_attention, SCORELESS: scoreless, SDPA: kernel_peers.sdpa_prefill,
-              PLAIN: kernel_peers.plain_prefill}
+PREFILLERS = {OURS: ops.prefill_attention, SCORELESS: scoreless, SDPA: baselines.sdpa_prefill,
+              PLAIN: baselines.plain_prefill}
 
 
 def prefill_case(sequences: int, length: int) -> dict:
     rows = sequences * length
     q, k, v = torch.randn(3, rows, HEADS, DIM, dtype=DTYPE)
     return {"q": q, "k": k, "v": v, "lengths": [length] * sequences,
-            "mass": torch.rand(HEADS, rows)}
+            "scores": torch.rand(HEADS, rows)}
 
 
-def prefill(rows: Rows, quick: bool) -> None:
+def prefill(rows: TimedRows, quick: bool) -> None:
     case = prefill_case(2, 301)
-    mass = case["mass"].clone()
-    wanted = reference.prefill_attention(**case | {"mass": mass})
+    scores = case["scores"].clone()
+    wanted = reference.prefill_attention(**case | {"scores": scores})
     for name, function in PREFILLERS.items():
-        twin = case | {"mass": case["mass"].clone()}
+        twin = case | {"scores": case["scores"].clone()}
         check(f"prefill: {name}", error(function(**twin), wanted),
-              error(twin["mass"], mass) if name in (OURS, PLAIN) else 0)
+              error(twin["scores"], scores) if name in (OURS, PLAIN) else 0)
     for sequences, length in PREFILLS:
         length = length // 8 if quick else length
         shape = f"batch {sequences}, {length} tokens"
@@ -178,36 +179,36 @@ def extra_memory(sequences: int, length: int) -> float:
 def selection_case(sequences: int, cut: Cut) -> dict:
     rows, shape = sequences * cut.length, (sequences, HEADS, cut.heavy + cut.recent)
     k, v = torch.randn(2, rows, HEADS, DIM, dtype=DTYPE)
-    book = Book(Eviction(), torch.ones(shape), torch.ones(shape, dtype=torch.int32))
-    return {"k": k, "v": v, "mass": torch.randn(HEADS, rows).exp(), "cuts": [cut] * sequences,
-            "slots": torch.ones(2, *shape, DIM, dtype=DTYPE), "book": book}
+    state = EvictionState(Eviction(), torch.ones(shape), torch.ones(shape, dtype=torch.int32))
+    return {"k": k, "v": v, "scores": torch.randn(HEADS, rows).exp(), "cuts": [cut] * sequences,
+            "slots": torch.ones(2, *shape, DIM, dtype=DTYPE), "state": state}
 
 
-def select(rows: Rows, quick: bool) -> None:
-    functions = {OURS: ops.select_heavy_hitters, PLAIN: kernel_peers.select_by_gather,
-                 INDEXED: kernel_peers.select_by_index}
+def select(rows: TimedRows, quick: bool) -> None:
+    functions = {OURS: ops.select_heavy_hitters, PLAIN: baselines.select_by_gather,
+                 INDEXED: baselines.select_by_index}
     sequences, cut = SELECTION
     sequences = 1 if quick else sequences
     for case in (selection_case(2, Cut(333, 40, 31)), selection_case(sequences, cut)):
         reference.select_heavy_hitters(**case)
         for name, function in functions.items():
-            twin = case | {"slots": torch.ones_like(case["slots"]), "book": Book(
-                Eviction(), *(torch.ones_like(x) for x in (case["book"].mass,
-                                                           case["book"].positions)))}
+            twin = case | {"slots": torch.ones_like(case["slots"]), "state": EvictionState(
+                Eviction(), *(torch.ones_like(x) for x in (case["state"].scores,
+                                                           case["state"].positions)))}
             function(**twin)
             # Of equal scores another may stay; what the kept ones sum up to must not differ.
-            differ = (twin["book"].positions != case["book"].positions).float().mean().item()
+            differ = (twin["state"].positions != case["state"].positions).float().mean().item()
             check(f"select: {name}, {case['cuts'][0].length} tokens, other places", differ,
-                  same=torch.equal(*(x["book"].mass.sort(-1).values for x in (case, twin)))
+                  same=torch.equal(*(x["state"].scores.sort(-1).values for x in (case, twin)))
                   and (differ > 0 or torch.equal(case["slots"], twin["slots"])), bound=1e-3)
-    nbytes = case["mass"].nbytes + 2 * case["slots"].nbytes  # K and V kept: read, and written
+    nbytes = case["scores"].nbytes + 2 * case["slots"].nbytes  # K and V kept: read, and written
     cases = itertools.cycle([case, selection_case(sequences, cut)])  # 1.3 GB
     rows.measure("select", f"batch {sequences}, {case['slots'].shape[3]} of {cut.length} tokens",
                  functions, dict.fromkeys(functions, cases),
                  nbytes=dict.fromkeys(functions, nbytes))
 
 
-def groups(rows: Rows, quick: bool) -> None:
+def groups(rows: TimedRows, quick: bool) -> None:
     shape = (1, *GROUPED[1:]) if quick else GROUPED
     for bits, operation in itertools.product((8, 4), ("quantize", "dequantize")):
         layout, name = GroupLayout(DIM, bits), f"{operation}_groups"
@@ -232,7 +233,7 @@ def quantized(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
     return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
 
 
-def linear(rows: Rows, quick: bool) -> None:
+def linear(rows: TimedRows, quick: bool) -> None:
     """Products with one matrix in 16, 8 and 4 bits."""
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
@@ -249,7 +250,7 @@ def linear(rows: Rows, quick: bool) -> None:
         functions = {PLAIN: lambda weight, x=x, out=out: torch.mm(x, weight.t(), out=out)}
         for name in (OURS, OURS_8, OURS_4):
             functions[name] = lambda weight, x=x, out=out: layers.linear(x, weight, out=out)
-        if not ops.few_rows(x, weight):
+        if not ops.skinny(x, weight):
             del functions[OURS]  # is PyTorch's
         for name, function in functions.items():
             first = inputs[name][0]
@@ -260,14 +261,14 @@ def linear(rows: Rows, quick: bool) -> None:
                 wanted = F.linear(x.float(), first.float())
             function(first)
             check(f"linear: {name}, {count} rows", error(out, wanted))
-        flops = 2 * count * weight.numel() if count > native.FEW_ROWS else 0
-        turns = {name: itertools.cycle({"weight": one} for one in inputs[name])
-                 for name in functions}
-        rows.measure("linear", f"{count} x {MATRIX[1]} x {len(weight)}", functions, turns,
+        flops = 2 * count * weight.numel() if count > native.SKINNY_ROWS else 0
+        endless = {name: itertools.cycle({"weight": one} for one in inputs[name])
+                   for name in functions}
+        rows.measure("linear", f"{count} x {MATRIX[1]} x {len(weight)}", functions, endless,
                      nbytes=nbytes, flops=flops)
 
 
-def rounding(rows: Rows, quick: bool) -> None:
+def rounding(rows: TimedRows, quick: bool) -> None:
     """Quantizing a matrix, with and without a search for scales: its time, and its error.
 
     The error is relative to the weights, in the 2-norm; beside it what rounding to steps that span
@@ -277,12 +278,12 @@ def rounding(rows: Rows, quick: bool) -> None:
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
     every = torch.arange(len(weight))
-    turns = itertools.cycle({"weight": one} for one in copies(weight, quick))
+    endless = itertools.cycle({"weight": one} for one in copies(weight, quick))
     for bits, group in ROUNDED:
         layout, shape = MatrixLayout(*weight.shape, bits, group), f"{bits} bits, groups of {group}"
         functions = {name: functools.partial(ops.quantize_matrix, layout=layout, search=search)
                      for name, search in ((OURS, True), (RANGE, False))}
-        rows.measure("round", shape, functions, dict.fromkeys(functions, turns),
+        rows.measure("round", shape, functions, dict.fromkeys(functions, endless),
                      nbytes=dict.fromkeys(functions, weight.nbytes + layout.nbytes))
         parts = weight.float().unflatten(1, (-1, group))
         steps = (parts.amax(-1) - parts.amin(-1)) / layout.levels
@@ -319,7 +320,7 @@ def main() -> None:
     machine = (f"{platform.node()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
                f"{native.instruction_set()}")
     print(machine, flush=True)
-    rows = Rows(args.repeats)
+    rows = TimedRows(args.repeats)
     for name in args.only:
         OPERATIONS[name](rows, args.quick)
         rows.write(Path(args.out))

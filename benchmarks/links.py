@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from shared.raw_file import RawFile, Row, Work, beside, rates, spans
+from shared.raw_file import RawFile, Row, TimedWork, beside, rates, spans
 
-from flexgen_h2o.cache.fetched import STAGING, FetchedPart
+from flexgen_h2o.cache.fetched import CACHE_BUFFERS, FetchedPart
 from flexgen_h2o.cache.parts import Grid, Records
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
@@ -45,11 +45,11 @@ from flexgen_h2o.models.checkpoint import open_checkpoint, resolve
 from flexgen_h2o.models.sources import read_config
 from flexgen_h2o.models.spec import ModelConfig, ModelWeights, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
-from flexgen_h2o.storage.disk import PIECE, READ, WRITE, RunFolder
+from flexgen_h2o.storage.disk import CHUNK, READ, WRITE, RunFolder
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.links import memory_read_rate
 from flexgen_h2o.storage.tiers import PAGE, open_device
-from flexgen_h2o.storage.transfer import DOWN, UP, Transfers
+from flexgen_h2o.storage.transfer import D2H, H2D, Transfers
 
 COLUMNS = ("date", "commit", "host", "link", "what", "raw_gb_per_s", "engine_gb_per_s",
            "engine_over_raw", "request_mb", "threads", "nbytes", "repeats")
@@ -58,13 +58,13 @@ SETTINGS = list(itertools.product((1 * MB, 4 * MB, 16 * MB), (1, 2, 3, 4)))
 QUICK_SETTINGS = list(itertools.product((1 * MB, 16 * MB), (1, 4)))
 """Bytes of a request, and threads."""
 GOAL = 0.95
-WINDOW = 16 * PIECE
+WINDOW = 16 * CHUNK
 PAIRS = 3
 """Runs of the engine beside raw ones, to a repeat."""
 LAYERS = 3
 """Whole decoder layers that are read at least."""
 KV_SLOTS, KV_BYTES = 205, 13 << 20
-"""Of a part of the cache: slots of a sequence, and about how much the sequences come to."""
+"""Sizes of a part of the cache: slots of a sequence, and about how much the sequences come to."""
 COPY = 256 * MB
 MEMORY = "host memory"
 TO_GPU, TO_HOST = 1, 2
@@ -138,8 +138,8 @@ class Weights:
             self._store.get(index)
             self._store.release(index)
 
-    def work(self) -> Work:
-        return Work(self.fetch_all, sum(read.nbytes for read in self.reads))
+    def work(self) -> TimedWork:
+        return TimedWork(self.fetch_all, sum(read.nbytes for read in self.reads))
 
 
 class CacheOnDisk:
@@ -150,7 +150,7 @@ class CacheOnDisk:
         self._sequences = max(1, KV_BYTES // self._records.nbytes(1, KV_SLOTS))
         part = self._records.nbytes(self._sequences, KV_SLOTS)
         # As many as there are staging buffers, so that the round that warms up touches each.
-        self._grid = Grid(1, (KV_SLOTS,) * max(STAGING, nbytes // part))
+        self._grid = Grid(1, (KV_SLOTS,) * max(CACHE_BUFFERS, nbytes // part))
         self.nbytes = FetchedPart.file_bytes(self._records, self._sequences, self._grid)
         self.what = f"cache, parts of {part / 1e6:.1f} MB"
 
@@ -224,21 +224,21 @@ def disk_rows(args, transfers: Transfers, opened: contextlib.ExitStack) -> list[
     buffer = transfers.device.host_empty(max(WINDOW, max(r * t for r, t in settings)))
     buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8))
 
-    def raw(name: str, *where, write: bool = False) -> dict[tuple, Work]:
+    def raw(name: str, *where, write: bool = False) -> dict[tuple, TimedWork]:
         file = RawFile(*where, buffer, write=write)
         opened.callback(file.close)
         return file.works(name, settings)
 
     plain = raw("write scratch", scratch, 0, args.nbytes, write=True)
     cache.make(scratch, transfers)
-    written = Work(lambda: write_ranges(transfers, scratch, args.nbytes, buffer), args.nbytes)
+    written = TimedWork(lambda: write_ranges(transfers, scratch, args.nbytes, buffer), args.nbytes)
     # Written before it is read: what reads and stores carry is random, and no hole is read.
     return [Row(READ, "weights, layer by layer",
                 raw("read --file", args.file, start, length), weights.work()),
             Row(WRITE, f"ranges of {WINDOW // MB} MB", plain, written),
             Row(READ, cache.what, raw("read scratch", scratch, 0, args.nbytes),
-                Work(cache.load_all, cache.nbytes)),
-            Row(WRITE, cache.what, plain, Work(cache.store_all, cache.nbytes))]
+                TimedWork(cache.load_all, cache.nbytes)),
+            Row(WRITE, cache.what, plain, TimedWork(cache.store_all, cache.nbytes))]
 
 
 def cuda_memcpy() -> Callable[..., int]:
@@ -254,12 +254,12 @@ def cuda_memcpy() -> Callable[..., int]:
 
 
 def gpu_rows(args, transfers: Transfers) -> list[Row]:
-    """Rows of the links to the GPU: pinned memory, pieces of `COPY` bytes."""
+    """Rows of the links to the GPU: pinned memory, chunks of `COPY` bytes."""
     device, memcpy, stream = transfers.device, cuda_memcpy(), torch.cuda.Stream()
-    pieces = [(device.empty(COPY), device.host_empty(COPY)) for _ in range(1 if args.quick else 4)]
-    nbytes, rows = len(pieces) * COPY, []
-    for link, kind_of_job, kind in ((UP, "loads", TO_GPU), (DOWN, "stores", TO_HOST)):
-        pairs = pieces if link == UP else [(host, gpu) for gpu, host in pieces]
+    chunks = [(device.empty(COPY), device.host_empty(COPY)) for _ in range(1 if args.quick else 4)]
+    nbytes, rows = len(chunks) * COPY, []
+    for link, kind_of_job, kind in ((H2D, "loads", TO_GPU), (D2H, "stores", TO_HOST)):
+        pairs = chunks if link == H2D else [(host, gpu) for gpu, host in chunks]
 
         def plain(pairs=pairs, kind=kind) -> None:
             for target, source in pairs:
@@ -278,7 +278,7 @@ def gpu_rows(args, transfers: Transfers) -> list[Row]:
             transfers.settle()
 
         rows.append(Row(link, f"pinned, pieces of {COPY // MB} MB",
-                        {(link, COPY, 1): Work(plain, nbytes)}, Work(ours, nbytes)))
+                        {(link, COPY, 1): TimedWork(plain, nbytes)}, TimedWork(ours, nbytes)))
     return rows
 
 
@@ -364,14 +364,14 @@ def measure(args: argparse.Namespace) -> list[dict]:
         if device.separate:
             rows += gpu_rows(args, transfers)
         else:
-            print(f"no GPU here: rows of {UP} and {DOWN} are left out")
+            print(f"no GPU here: rows of {H2D} and {D2H} are left out")
         print(f"{platform.node()}: O_DIRECT, page cache bypassed; raw reads of {args.file}, "
               f"scratch file in {args.offload_dir}", flush=True)
-        works: dict[tuple, Work] = {}
+        works: dict[tuple, TimedWork] = {}
         for row in rows:
             works |= row.raw
         found = rates(works, args.repeats)
-        show_grids({key: rate for key, rate in found.items() if key[0] not in (UP, DOWN)})
+        show_grids({key: rate for key, rate in found.items() if key[0] not in (H2D, D2H)})
         table = [cells(row, found, PAIRS * args.repeats) for row in rows]
     nbytes = (64 << 20) if args.quick else 2 << 30
     memory = {"link": MEMORY, "what": "sum of float32", "nbytes": nbytes,

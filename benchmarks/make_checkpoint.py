@@ -50,7 +50,7 @@ def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0) -> No
     checkpoint = DummyCheckpoint(shapes, torch_dtype(dtype), seed)
     layout = {name: (torch_dtype(dtype), shapes[name]) for name in sorted(shapes, key=natural_key)}
 
-    def pieces(name: str):
+    def chunks(name: str):
         tensor = torch.empty(shapes[name], dtype=torch_dtype(dtype))
         checkpoint.read(name, tensor)
         yield tensor
@@ -64,7 +64,7 @@ def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0) -> No
             bar.total = total
             bar.update(done - bar.n)
 
-        write_safetensors(building / "model.safetensors", layout, pieces, progress=show)
+        write_safetensors(building / "model.safetensors", layout, chunks, progress=show)
     building.rename(out)
 
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shared.engine_run import NO_ROOM, OK, run_engine
+from shared.engine_run import OK, TOO_LARGE, run_engine
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser, parse_args
@@ -47,7 +47,7 @@ def measured(args: argparse.Namespace, policy: Sequence[str]) -> Mapping[str, st
         "--model", str(args.model), "--memory-limit", args.memory_limit, "--num-prompts",
         str(args.num_prompts), "--prompt-len", str(args.prompt_len), "--gen-len",
         str(args.gen_len), *policy]))
-    if found.status == NO_ROOM:
+    if found.status == TOO_LARGE:
         return None
     if found.status != OK:
         raise UserError(f"{' '.join(policy)} failed: {found.reason}")
@@ -90,7 +90,7 @@ def sweep(args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def shown(row: Mapping[str, str]) -> str:
-    """What a plan chose."""
+    """The choices of a plan."""
     shares = (row[f"{kind}_{tier}"] for kind in ("weights", "cache", "activations")
               for tier in ("gpu", "cpu"))
     return f"{' '.join(shares)}, batches {row['gpu_batch_size']} x {row['num_gpu_batches']}"

@@ -30,7 +30,7 @@ from flexgen_h2o.metrics.figures import check_plot, save
 
 
 def of_systems(args: argparse.Namespace):
-    """Throughput by system, with floors."""
+    """Throughput by system, with rooflines."""
     rows = chosen(read_rows(args.csv, systems.NEEDED), args.only)
     return systems.draw(rows, scenarios=args.scenario, at=args.at)
 

@@ -1,4 +1,4 @@
-"""Models larger than the memory that a run may have, as users run them, beside their floors.
+"""Models larger than the memory that a run may have, as users run them, beside their rooflines.
 
     python benchmarks/make_checkpoint.py --model facebook/opt-6.7b --out /tmp/opt-6.7b
     python benchmarks/scenarios.py --config configs/opt-6.7b-disk.yaml --path /tmp/opt-6.7b \\
@@ -6,7 +6,7 @@
 
 A scenario is a config of `flex_opt`, planned (`percent: auto`) and run by the command line in a
 process of its own; with --memory within a memory cgroup, which counts the page cache too. Beside
-what it took stands what the plan said, and the floor of the prefill and of a decode step: the
+what it took stands what the plan said, and the roofline of the prefill and of a decode step: the
 largest of each link's bytes over its raw rate, measured before and after, and of compute alone.
 Compute alone is the same batch through two and more layers of the model in memory: their
 difference gives the time of a layer. A row is added to the CSV file for each scenario.
@@ -58,7 +58,7 @@ COLUMNS = (
     "prefill_s", "step_s", "total_s", "tokens_per_s", "predicted_prefill_s", "predicted_step_s",
     "predicted_total_s", "predicted_over_measured", "disk_gb_per_s", "prefill_disk_gb",
     "step_disk_gb", "prefill_disk_s", "step_disk_s", "prefill_compute_s", "step_compute_s",
-    "prefill_over_floor", "step_over_floor", "bound",
+    "prefill_over_roofline", "step_over_roofline", "bound",
 )
 
 
@@ -95,7 +95,7 @@ def extended(few: Sequence[int], seconds: Sequence[float], layers: int) -> float
     return short + (layers - less) * (long - short) / (more - less)
 
 
-class Scenario:
+class MemoryScenario:
     """A config of `flex_opt` and the folder of the weights that it runs on.
 
     Parameters
@@ -144,7 +144,7 @@ class Scenario:
             read = phase.lanes[READ].nbytes / count if READ in phase.lanes else 0.0
             row |= {f"{part}_s": took[part], f"{part}_disk_gb": read / GB,
                     f"{part}_disk_s": read / disk, f"{part}_compute_s": compute[part],
-                    f"{part}_over_floor": took[part] / max(read / disk, compute[part])}
+                    f"{part}_over_roofline": took[part] / max(read / disk, compute[part])}
         return row
 
     def _run(self) -> int:
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scenarios.csv"))
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
-        scenario = Scenario(args.config, args.path, scratch=Path(scratch), memory=args.memory)
+        scenario = MemoryScenario(args.config, args.path, scratch=Path(scratch), memory=args.memory)
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         row = {"date": now, "commit": source_commit(), "host": platform.node(),
                "cpu": cpu_model(), **scenario.row()}

@@ -43,7 +43,8 @@ FIGURES = ("total_tokens_per_second", "decode_tokens_per_second", "prefill_secon
 
 
 def columns(sweeps: Sequence[Sweep]) -> tuple[str, ...]:
-    """Of the CSV file: which run it is, what of the grid results have no column for, the rest."""
+    """Columns of the CSV file: which run it is, what of the grid results have no column for, the
+    rest."""
     axes = dict.fromkeys(axis for sweep in sweeps for axis in sweep.axes)
     return (*PLACE, *(axis for axis in axes if axis not in CSV_COLUMNS), *CSV_COLUMNS, *ENDING)
 

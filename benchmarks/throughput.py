@@ -5,10 +5,10 @@
 
 Every system runs in a process of its own on the same weights, prompts, lengths and threads; a
 warm-up (2 tokens after shorter prompts, same batch), then the systems in turn, `--repeats` times;
-medians. The peer also runs with glibc's allocator tuned to its best (huge pages, nothing returned
-to the system); the engine runs as it is installed, since it allocates next to nothing in its loop.
-Beside each figure stands its floor: bytes over the read rate measured in the same run, or FLOPs
-over the rate of matrix products, whichever is longer.
+medians. The baseline also runs with glibc's allocator tuned to its best (huge pages, nothing
+returned to the system); the engine runs as it is installed, since it allocates next to nothing in
+its loop. Beside each figure stands its roofline: bytes over the read rate measured in the same run,
+or FLOPs over the rate of matrix products, whichever is longer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from comparison.processes import TUNED
 from comparison.prompts import random_prompts
-from comparison.rooflines import ITEMSIZES, Load, Work, measure_rates, work
+from comparison.rooflines import ITEMSIZES, Load, WorkAmount, measure_rates, work
 
 SYSTEMS = ("engine", "engine h2o", "engine disk", "engine 8-bit", "engine 4-bit",
            "engine 4-bit h2o", "transformers", "transformers tuned")
@@ -35,8 +35,8 @@ COLUMNS = (
     "date", "commit", "host", "cpu", "threads", "torch", "transformers", "model", "dtype",
     "prompt_len", "gen_len", "batch", "system", "repeats", "prefill_s", "decode_step_s",
     "tokens_per_s", "load_s", "load_gb_per_s", "peak_rss_gb", "gb_read_per_step",
-    "disk_gb_per_s", "prefill_floor_s", "decode_floor_s", "prefill_over_floor",
-    "decode_over_floor",
+    "disk_gb_per_s", "prefill_roofline_s", "decode_roofline_s", "prefill_over_roofline",
+    "decode_over_roofline",
     "prefill_speedup_over_transformers", "decode_speedup_over_transformers",
     "prefill_speedup_over_tuned", "decode_speedup_over_tuned", "prefill_speedup_over_engine",
     "decode_speedup_over_engine",
@@ -75,7 +75,7 @@ def run_engine(args) -> list[dict]:
 
 
 def weight_bits(system: str) -> int:
-    """Of an engine of `SYSTEMS`."""
+    """Name of an engine of `SYSTEMS` in the table."""
     return next((bits for bits in (8, 4) if f"{bits}-bit" in system), 16)
 
 
@@ -115,7 +115,7 @@ def spawn(args, system: str, batch: int) -> list[dict]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def amounts(config, batch: int, system: str, args) -> Work:
+def amounts(config, batch: int, system: str, args) -> WorkAmount:
     """Bytes of a decode step, FLOPs of a decode step and of a prefill (attention included)."""
     cached = args.prompt_len + args.gen_len / 2
     if "h2o" in system:
@@ -130,8 +130,8 @@ def rates_of(args) -> dict[str, float]:
     return measure_rates(str(largest), args.dtype)
 
 
-def floors(system: str, amount: Work, read: float, rates: dict, compute_alone: float
-           ) -> tuple[float, float]:
+def rooflines(system: str, amount: WorkAmount, read: float, rates: dict, compute_alone: float
+              ) -> tuple[float, float]:
     """(prefill, decode step) in seconds: no system on this machine can be faster.
 
     From disk, `read` bytes a step, a step's compute alone is what the engine's step takes with the
@@ -147,7 +147,7 @@ def floors(system: str, amount: Work, read: float, rates: dict, compute_alone: f
 
 
 def describe(args) -> dict[str, object]:
-    """What is the same for every row."""
+    """Columns that are the same for every row."""
     from importlib.metadata import version
 
     from flexgen_h2o.metrics.provenance import cpu_model, source_commit
@@ -186,8 +186,8 @@ def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> 
     """One row of the table, from the medians of all systems at one batch."""
     mine = middle[system]
     amount = amounts(config, batch, system, args)
-    prefill_floor, decode_floor = floors(system, amount, mine["read"], rates,
-                                         middle["engine"]["step"])
+    prefill_roofline, decode_roofline = rooflines(system, amount, mine["read"], rates,
+                                                  middle["engine"]["step"])
     row = {
         "batch": batch, "system": system, "prefill_s": mine["prefill"],
         "decode_step_s": mine["step"],
@@ -196,32 +196,32 @@ def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> 
         "load_s": mine["load"], "load_gb_per_s": amount.all_bytes / mine["load"] / 1e9,
         "peak_rss_gb": mine["rss"] / 1e9, "gb_read_per_step": mine["read"] / 1e9,
         "disk_gb_per_s": rates["disk"] / 1e9,
-        "prefill_floor_s": prefill_floor, "decode_floor_s": decode_floor,
-        "prefill_over_floor": mine["prefill"] / prefill_floor,
-        "decode_over_floor": mine["step"] / decode_floor,
+        "prefill_roofline_s": prefill_roofline, "decode_roofline_s": decode_roofline,
+        "prefill_over_roofline": mine["prefill"] / prefill_roofline,
+        "decode_over_roofline": mine["step"] / decode_roofline,
     }
-    for name, peer in (("transformers", "transformers"), ("tuned", "transformers tuned"),
-                       ("engine", "engine")):
+    for name, baseline in (("transformers", "transformers"), ("tuned", "transformers tuned"),
+                           ("engine", "engine")):
         for stage, key in (("prefill", "prefill"), ("decode", "step")):
-            if peer in middle:
-                row[f"{stage}_speedup_over_{name}"] = middle[peer][key] / mine[key]
+            if baseline in middle:
+                row[f"{stage}_speedup_over_{name}"] = middle[baseline][key] / mine[key]
     return describe(args) | row
 
 
 def show(table: list[dict]) -> str:
     """The rows as a Markdown table of the figures that matter."""
     head = ("batch", "system", "load s", "prefill s", "decode step s", "tokens/s", "peak RSS GB",
-            "prefill / floor", "step / floor", "decode vs transformers", "vs tuned",
+            "prefill / roofline", "step / roofline", "decode vs transformers", "vs tuned",
             "vs engine")
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
     for row in table:
         cells = (row["batch"], row["system"], f"{row['load_s']:.1f}", f"{row['prefill_s']:.2f}",
                  f"{row['decode_step_s']:.3f}", f"{row['tokens_per_s']:.2f}",
-                 f"{row['peak_rss_gb']:.1f}", f"{row['prefill_over_floor']:.2f}",
-                 f"{row['decode_over_floor']:.2f}",
-                 *(f"{row[f'decode_speedup_over_{peer}']:.2f}x"
-                   if f"decode_speedup_over_{peer}" in row else "-"
-                   for peer in ("transformers", "tuned", "engine")))
+                 f"{row['peak_rss_gb']:.1f}", f"{row['prefill_over_roofline']:.2f}",
+                 f"{row['decode_over_roofline']:.2f}",
+                 *(f"{row[f'decode_speedup_over_{baseline}']:.2f}x"
+                   if f"decode_speedup_over_{baseline}" in row else "-"
+                   for baseline in ("transformers", "tuned", "engine")))
         lines.append(" | ".join(map(str, cells)))
     return "\n".join(f"| {line} |" for line in lines)
 

@@ -15,13 +15,13 @@ from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Request, next_turn
 from flexgen_h2o.engine.calls import Calls, one_at_a_time
 from flexgen_h2o.engine.executor import Sink
-from flexgen_h2o.engine.runner import Runtime
+from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.sinks import Forcing, Generation
 from flexgen_h2o.engine.tokenization import Prompts
-from flexgen_h2o.engine.workspace import Room, Size
+from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.batch_layout import Seats
+from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.positions import check_stream
@@ -54,7 +54,7 @@ class Stream:
 
     Parameters
     ----------
-    runtime : Runtime
+    runtime : Runner
         With chunks as this stream has them.
     prompts : Prompts
     memory : MemoryCheck
@@ -70,7 +70,7 @@ class Stream:
         Of the last call.
     """
 
-    def __init__(self, runtime: Runtime, prompts: Prompts, memory: MemoryCheck, *,
+    def __init__(self, runtime: Runner, prompts: Prompts, memory: MemoryCheck, *,
                  max_tokens: int | None, past_context: bool):
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, low=1)
@@ -86,14 +86,14 @@ class Stream:
         self._pending: list[int] = []  # the newest one, which it has not
         self._turns = 0
         self.stats: RunStats | None = None
-        most = Seats((max_tokens or _ENDLESS,), 0)
+        most = BatchLayout((max_tokens or _ENDLESS,), 0)
         slots = slots_of(most, self._h2o, self._layers)
         memory.refuse(policy, cache, Workload(
             prompt_len=self._chunk, gen_len=max(1, max(slots) - self._chunk + 1),
             gpu_batch_size=1, num_gpu_batches=1), loaded_bytes=runtime.loaded_bytes)
-        room = runtime.room(Size(CacheSize(1, 1, slots), self._chunk))
-        room.cache.begin([most])
-        self._room: Room | None = room
+        workspace = runtime.workspace(WorkspaceSize(CacheSize(1, 1, slots), self._chunk))
+        workspace.cache.begin([most])
+        self._workspace: Workspace | None = workspace
 
     def __enter__(self) -> Stream:
         self._check_open()
@@ -104,7 +104,7 @@ class Stream:
 
     @property
     def calls(self) -> Calls:
-        """What the LLM and its streams share, to take turns."""
+        """The lock that an LLM and its streams share."""
         return self._runtime.calls
 
     @one_at_a_time
@@ -113,10 +113,10 @@ class Stream:
         self.end()
 
     def end(self) -> None:
-        """As `close`, from within a call."""
-        room, self._room = self._room, None
-        if room is not None:
-            room.close()
+        """Close from within a call; see `close`."""
+        workspace, self._workspace = self._workspace, None
+        if workspace is not None:
+            workspace.close()
 
     @property
     def tokens(self) -> int:
@@ -155,7 +155,7 @@ class Stream:
         """
         params = sampling_params(sampling)
         ids = self._encode(turn)
-        self._check_room(len(ids) + params.max_new_tokens)
+        self._check_length(len(ids) + params.max_new_tokens)
         request = Request(self._turns, [*self._pending, *ids])
         eos = self._prompts.end_tokens(params)
         stops = self._prompts.stops(params.stop_strings)
@@ -180,7 +180,7 @@ class Stream:
         token of a stream has none: then there is one fewer.
         """
         ids = self._encode(text)
-        self._check_room(len(ids))
+        self._check_length(len(ids))
         (head, *tail) = [*self._pending, *ids]
         if not tail:
             self._pending = [head]
@@ -190,7 +190,7 @@ class Stream:
         return sink.log_probs[0]
 
     def _check_open(self) -> None:
-        if self._room is None:
+        if self._workspace is None:
             raise UserError("this stream has ended: open a new one")
 
     def _encode(self, text: str | Sequence[int]) -> list[int]:
@@ -200,7 +200,7 @@ class Stream:
         return self._prompts.encode(text, self._turns, goes_on=self.tokens > 0,
                                     limit=(left, f"the {left} that are left of {why}"))
 
-    def _check_room(self, new: int) -> None:
+    def _check_length(self, new: int) -> None:
         most, why = self._limit
         if most is not None and self.tokens + new > most:
             raise UserError(f"the stream has {self.tokens} tokens, and {new} more would exceed "
@@ -210,9 +210,9 @@ class Stream:
         """Compute the request's tokens and up to `new` that the sink appends to it."""
         batch = next_turn(request, new, past=self._past, chunk=self._chunk)
         try:
-            self.stats = self._runtime.run(self._room, [[batch]], sink, keeps=True)
+            self.stats = self._runtime.run(self._workspace, [[batch]], sink, keeps=True)
         except BaseException:
-            self.end()  # what the cache holds is anybody's guess
+            self.end()  # what the cache holds is unknown
             raise
         self._past += len(request.prompt) + len(request.generated) - 1
         self._pending = request.generated[-1:]

@@ -31,7 +31,8 @@ def shown(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to say after an unknown name: the known one that is most like it, or where they are."""
+    """The end of a message on an unknown name: the known one that is most like it, or where they
+    are."""
     names = {each.lstrip("-"): each for each in known}
     near = difflib.get_close_matches(name.lstrip("-"), names, n=1)
     return f": did you mean {names[near[0]]}?" if near else ": see --help for the names"

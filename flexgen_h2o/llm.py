@@ -26,11 +26,11 @@ from flexgen_h2o.engine.calls import Calls, one_at_a_time
 from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.loader import find
 from flexgen_h2o.engine.progress import byte_bar
-from flexgen_h2o.engine.runner import Block, Runtime, Settings
+from flexgen_h2o.engine.runner import Block, Runner, RunnerSettings
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.sinks import Forcing, Generation, Scoring
 from flexgen_h2o.engine.tokenization import Prompts, several
-from flexgen_h2o.engine.workspace import Room, Size
+from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -133,7 +133,7 @@ class LLM:
             if most is not None:
                 check_int(limit, most, low=1)
         self._cache = CacheOptions(h2o, cache_bits, attn_sparsity)
-        settings = Settings(
+        settings = RunnerSettings(
             name, self.policy, self._cache,
             weight_cache=None if weight_cache is None else os.fspath(weight_cache),
             offload_dir=os.fspath(offload_dir or OFFLOAD_DIR),
@@ -141,7 +141,7 @@ class LLM:
             no_bars=None if progress is None else not progress,
             trace=trace or Trace(enabled=False))
         self.stats: RunStats | None = None
-        self._room: Room | None = None
+        self._workspace: Workspace | None = None
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._closed = False
         began = time.perf_counter()
@@ -156,7 +156,7 @@ class LLM:
             check_halves(self.model_config, self.policy)
             self._prompts = Prompts(source, name, h2o)
             self._prompts.check_longest(texts)
-            self._runtime = Runtime(source, opened_device, settings)
+            self._runtime = Runner(source, opened_device, settings)
             not_kept = source.bits != 16 and weight_cache is None
             self._memory = MemoryCheck(
                 source.config, WeightOptions(source.form.bits, source.form.group),
@@ -184,7 +184,7 @@ class LLM:
 
     @property
     def calls(self) -> Calls:
-        """What its streams share with it, to take turns."""
+        """The lock that this LLM and its streams share."""
         return self._runtime.calls
 
     @one_at_a_time
@@ -278,7 +278,7 @@ class LLM:
 
     @one_at_a_time
     def score(self, pairs: Sequence[tuple]) -> list[Scored]:
-        """As `loglikelihood`, and whether greedy decoding would write each continuation.
+        """Score continuations, and tell if greedy decoding would write each.
 
         Parameters
         ----------
@@ -366,9 +366,9 @@ class LLM:
     @one_at_a_time
     def probe(self, pairs: Sequence[tuple], attend: Callable[..., torch.Tensor]
               ) -> list[list[float]]:
-        """As `loglikelihood` with the full cache, while `attend` does the attention.
+        """Score continuations with the full cache while `attend` computes the attention.
 
-        For whoever wants to see what a model attends to, or what becomes of its text if it attends
+        To see what a model attends to, or what becomes of its text if it attends
         to something else. Nothing is cached; one pair goes through the network at a time, whole.
 
         Parameters
@@ -397,11 +397,11 @@ class LLM:
             self._leave()
             blocks = make_blocks(requests, 0, gpu_batch_size=1, num_gpu_batches=1)
             cache = ProbedCache(attend, [block[0].requests[0].key for block in blocks])
-            size = Size.of(blocks, None, self.model_config.num_layers)
+            size = WorkspaceSize.of(blocks, None, self.model_config.num_layers)
             # Nothing follows a prompt here: the stand-in has no more than prompts need.
-            opened = self._runtime.room(size, cache)  # type: ignore[arg-type]
-            with contextlib.closing(opened) as room:
-                self.stats = self._runtime.run(room, blocks, sink)
+            opened = self._runtime.workspace(size, cache)  # type: ignore[arg-type]
+            with contextlib.closing(opened) as workspace:
+                self.stats = self._runtime.run(workspace, blocks, sink)
         return [sink.log_probs[key] for key in range(len(requests))]
 
     def _check_open(self) -> None:
@@ -416,36 +416,36 @@ class LLM:
                              num_gpu_batches=policy.num_gpu_batches,
                              prefill_chunk=policy.prefill_chunk,
                              shares=isinstance(sink, Forcing))
-        room = self._enter(blocks, planned) if blocks else None
+        workspace = self._enter(blocks, planned) if blocks else None
         try:
-            self.stats = stats = self._runtime.run(room, blocks, sink)
+            self.stats = stats = self._runtime.run(workspace, blocks, sink)
         except BaseException:
-            # Work may be under way in the room, and its state is anybody's guess.
+            # Work may be under way in the workspace, and its state is unknown.
             self._leave()
             raise
         return stats
 
-    def _enter(self, blocks: Sequence[Block], planned: int) -> Room:
+    def _enter(self, blocks: Sequence[Block], planned: int) -> Workspace:
         """The room for these blocks: the last run's if they fit in, else a new one."""
-        size = Size.of(blocks, self.h2o, self.model_config.num_layers)
-        if self._room is not None and self._room.size.covers(size):
-            return self._room
+        size = WorkspaceSize.of(blocks, self.h2o, self.model_config.num_layers)
+        if self._workspace is not None and self._workspace.size.covers(size):
+            return self._workspace
         self._leave()
         self._memory.refuse(self.policy, self._cache, Workload(
-            prompt_len=max(blocks[0][0].seats.lengths), gen_len=planned,
+            prompt_len=max(blocks[0][0].batch_layout.lengths), gen_len=planned,
             gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches),
             loaded_bytes=self._runtime.loaded_bytes)
-        self._room = self._runtime.room(size)
-        return self._room
+        self._workspace = self._runtime.workspace(size)
+        return self._workspace
 
     def _leave(self) -> None:
-        if self._room is not None:
-            self._room.close()
-        self._room = None
+        if self._workspace is not None:
+            self._workspace.close()
+        self._workspace = None
 
 
 def _with_chunks(policy: Policy, h2o: H2OConfig | None) -> Policy:
-    """The policy, with prompts in the pieces that they are evicted by."""
+    """The policy, with prompts in the chunks that they are evicted by."""
     chunk = None if h2o is None else h2o.prompt_chunk
     if chunk is None:
         return policy

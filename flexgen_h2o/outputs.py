@@ -1,4 +1,4 @@
-"""What a prompt was continued with, and what the model makes of a given continuation."""
+"""Results: a generated continuation, and the score of a given one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Output:
-    """What one prompt was continued with.
+    """The generated continuation of one prompt.
 
     finish_reason is ``"stop"`` (an end token came and is the last of token_ids, or a stop string,
     with which token_ids and text end, but for what its last token has after it) or ``"length"``.
@@ -23,7 +23,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a model makes of a given continuation.
+    """The score of a given continuation.
 
     `log_probs` are the natural log-probabilities of its tokens; `greedy` says whether each of them
     is the likeliest at its place, so that greedy decoding would write this continuation.

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from flexgen_h2o.storage.tiers import Device, Event, Stream
+from flexgen_h2o.storage.tiers import CopyStream, Device, Event
 
 _lock = threading.RLock()
 
@@ -22,8 +22,8 @@ class LazyEvent(Event):
             self.stream.run_to(self.position)
 
 
-class LazyStream(Stream):
-    """Does nothing until somebody waits for it: code that forgets to wait sees old bytes."""
+class LazyStream(CopyStream):
+    """Does nothing until it is waited for: code that forgets to wait sees old bytes."""
 
     def __init__(self):
         self.queue, self.done = [], 0
@@ -62,7 +62,7 @@ class LazyDevice(Device):
     def host_empty(self, nbytes: int, *, pinned: bool = True, touch: bool = False) -> torch.Tensor:
         return super().host_empty(nbytes).fill_(255)
 
-    def stream(self) -> Stream:
+    def stream(self) -> CopyStream:
         return LazyStream()
 
     def wait(self, event: Event) -> None:

@@ -7,7 +7,7 @@ the package breaks is found in one place.
 from __future__ import annotations
 
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.runner import Runtime
+from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.schedule import Kind
 from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.models import from_gguf, quantized
@@ -23,7 +23,7 @@ MOST_OPEN_INTERVALS = LinkStats._MOST_OPEN
 LLAMA3_ROPE = from_gguf._LLAMA3_ROPE
 
 # Where a run can be made to fail, as "module:path" below the package.
-READ, WRITE = "storage.disk:Disk._read_piece", "storage.disk:Disk._write_piece"
+READ, WRITE = "storage.disk:Disk._read_chunk", "storage.disk:Disk._write_chunk"
 
 
 # What is held
@@ -31,17 +31,17 @@ READ, WRITE = "storage.disk:Disk._read_piece", "storage.disk:Disk._write_piece"
 
 def cache_of(session):
     """The cache in which an `LLM` or a `Stream` has generated."""
-    return session._room.cache
+    return session._workspace.cache
 
 
 def rows_of(session) -> int:
     """Rows of hidden states that there is room for."""
-    return session._room.size.rows
+    return session._workspace.size.rows
 
 
 def scratch_bytes(session) -> int:
     """Bytes of the workspace."""
-    return session._room.scratch.nbytes
+    return session._workspace.scratch.nbytes
 
 
 def buffer_bytes(part) -> int:
@@ -127,12 +127,12 @@ def before_early_attention(monkeypatch, look) -> None:
 
 def before_blocks(monkeypatch, look) -> None:
     """Call ``look()`` when a run begins."""
-    before(monkeypatch, Runtime, "_run_blocks", lambda *_: look())
+    before(monkeypatch, Runner, "_run_blocks", lambda *_: look())
 
 
 def before_reads(monkeypatch, look) -> None:
     """Call ``look()`` before each read of the disk, in the thread that does it."""
-    before(monkeypatch, Disk, "_read_piece", lambda *_: look())
+    before(monkeypatch, Disk, "_read_chunk", lambda *_: look())
 
 
 def before_conversions(monkeypatch, look) -> None:

@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from flexgen_h2o.config.formats import GroupLayout
-from flexgen_h2o.h2o.eviction import EMPTY, Book, Cut, Eviction
+from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import native, reference
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of prefill's outputs: weights may be rounded before they meet the values. Decode's are not."""
 FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
 HUGE = 2.0**27
-"""A mass to which float32 cannot add what one query gives: scores stay exact whole numbers."""
+"""A attention score to which float32 cannot add what one query gives: scores stay exact whole
+numbers."""
 
 
 BUILT = pytest.mark.skipif(native.missing() is not None, reason="the C++ kernels were not built")
@@ -61,10 +62,11 @@ def of_form(form, dim: int) -> tuple[torch.dtype, GroupLayout | None]:
 
 
 def copied(x):
-    """A copy with the same strides, whatever lies between the elements; of a book too."""
-    if isinstance(x, Book):
+    """A copy with the same strides, whatever lies between the elements; of an eviction state
+    too."""
+    if isinstance(x, EvictionState):
         return replace(x, **{name: copied(getattr(x, name)) for name in
-                             ("mass", "positions", "ranks")})
+                             ("scores", "positions", "ranks")})
     if not isinstance(x, torch.Tensor):
         return x
     if not x.numel():
@@ -84,7 +86,8 @@ def same(one, other) -> bool:
 
 def prefill_case(lengths, key_lengths=None, *, group=1, kv_heads=2, dim=16, decay=1.0,
                  dtype=torch.float32):
-    """q and v as slices of something wider, k as a transposed cache, mass as a part of a wider one.
+    """q and v as slices of something wider, k as a transposed cache, attention score as a part of a
+    wider one.
 
     Keys lie an even number of elements apart for even sums of lengths, an odd one for odd sums.
     """
@@ -95,15 +98,15 @@ def prefill_case(lengths, key_lengths=None, *, group=1, kv_heads=2, dim=16, deca
     q = torch.randn(rows, kv_heads * group, dim + 3).to(dtype)[..., :dim]
     k = torch.randn(kv_heads, keys, dim + odd).to(dtype).transpose(0, 1)[..., odd:]
     v = torch.randn(keys, kv_heads, dim + 1).to(dtype)[..., 1:]
-    mass = torch.full((kv_heads, keys + 5), float("nan"))
-    mass[:, :keys] = torch.rand(kv_heads, keys) * 3
-    return dict(q=q, k=k, v=v, lengths=lengths, key_lengths=key_lengths, mass=mass[:, :keys],
+    scores = torch.full((kv_heads, keys + 5), float("nan"))
+    scores[:, :keys] = torch.rand(kv_heads, keys) * 3
+    return dict(q=q, k=k, v=v, lengths=lengths, key_lengths=key_lengths, scores=scores[:, :keys],
                 decay=decay)
 
 
-def prefill64(q, k, v, *, lengths, key_lengths, mass, decay):
-    """Output and mass in float64, head by head."""
-    out, after = q.double(), mass.double()
+def prefill64(q, k, v, *, lengths, key_lengths, scores, decay):
+    """Output and attention score in float64, head by head."""
+    out, after = q.double(), scores.double()
     group = q.shape[1] // k.shape[1]
     parts = zip(lengths, out.split(lengths), k.double().split(key_lengths),
                 v.double().split(key_lengths), after.split(key_lengths, dim=1), strict=True)
@@ -113,8 +116,8 @@ def prefill64(q, k, v, *, lengths, key_lengths, mass, decay):
         weights = decay ** torch.arange(rows - 1, -1, -1).double()
         received *= decay**rows
         for head in range(q.shape[1]):
-            scores = mine[:, head] @ keys[:, head // group].T * q.shape[-1] ** -0.5
-            probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
+            logits = mine[:, head] @ keys[:, head // group].T * q.shape[-1] ** -0.5
+            probabilities = logits.masked_fill(future, float("-inf")).softmax(-1)
             mine[:, head] = probabilities @ values[:, head // group]
             received[head // group] += weights @ probabilities
     return out, after
@@ -127,8 +130,8 @@ def check_prefill(functions, case):
         mine = {name: copied(x) for name, x in case.items()}
         keys = case["k"].shape[0]
         held = torch.full((wanted.shape[0], keys + 5), float("nan"))
-        mine["mass"] = held[:, :keys].copy_(case["mass"])
-        alone = case | {"mass": None, "decay": 1.0}
+        mine["scores"] = held[:, :keys].copy_(case["scores"])
+        alone = case | {"scores": None, "decay": 1.0}
         if case["lengths"] == case["key_lengths"]:
             alone["key_lengths"] = mine["key_lengths"] = None
         for arguments in (mine, alone):
@@ -136,7 +139,7 @@ def check_prefill(functions, case):
             assert out.dtype == case["q"].dtype
             torch.testing.assert_close(out.double(), expected, rtol=0,
                                        atol=BOUND[case["q"].dtype])
-        torch.testing.assert_close(mine["mass"].double(), wanted, rtol=2e-5, atol=1e-7)
+        torch.testing.assert_close(mine["scores"].double(), wanted, rtol=2e-5, atol=1e-7)
         assert held[:, keys:].isnan().all()
         for name in "qkv":
             assert same(mine[name], case[name])
@@ -151,66 +154,66 @@ def tied(*shape):
 
 
 def select_case(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, rolls=False,
-                scores=torch.randn):
+                draw=torch.randn):
     torch.manual_seed(len(cuts) + sum(cut.length for cut in cuts) + dim)
     eviction = eviction or Eviction()
     dtype, layout = of_form(form, dim)
     rows, n = sum(cut.length for cut in cuts), max(map(eviction.kept, cuts)) + 2
     k = torch.randn(rows, kv_heads, dim + 2).to(dtype)[..., :dim]
     v = torch.randn(kv_heads, rows, dim).to(dtype).transpose(0, 1)
-    mass = None if scores is None else scores(kv_heads, rows + 3)[:, :rows]
+    scores = None if draw is None else draw(kv_heads, rows + 3)[:, :rows]
     shape, ranks = (len(cuts), kv_heads, n), None
     if rolls:
         ranks = torch.full(shape, -7, dtype=torch.int32)
-    book = Book(eviction, torch.full(shape, float("nan")),
-                torch.full(shape, -7, dtype=torch.int32), ranks)
+    state = EvictionState(eviction, torch.full(shape, float("nan")),
+                          torch.full(shape, -7, dtype=torch.int32), ranks)
     width, kind = (dim, dtype) if layout is None else (layout.nbytes, torch.uint8)
     slots = torch.full((2, *shape[:2], n + 1, width), 77.0).to(kind)[:, :, :, :n]
-    return dict(k=k, v=v, mass=mass, cuts=cuts, slots=slots, book=book, layout=layout)
+    return dict(k=k, v=v, scores=scores, cuts=cuts, slots=slots, state=state, layout=layout)
 
 
-def kept_by_hand(mass: torch.Tensor, cut: Cut, eviction: Eviction) -> list[int]:
-    """The tokens of one KV head that stay; mass is float32 [length]."""
+def kept_by_hand(scores: torch.Tensor, cut: Cut, eviction: Eviction) -> list[int]:
+    """The tokens of one KV head that stay; attention score is float32 [length]."""
     if cut.length <= eviction.sinks + cut.heavy + cut.recent:
         return list(range(cut.length))
     if eviction.mean:
-        mass = mass / torch.arange(cut.length, 0, -1, dtype=torch.float32)
-    scores, last = mass.tolist(), cut.length - cut.recent
-    heaviest = sorted(range(eviction.sinks, last), key=lambda i: (scores[i], i), reverse=True)
+        scores = scores / torch.arange(cut.length, 0, -1, dtype=torch.float32)
+    values, last = scores.tolist(), cut.length - cut.recent
+    heaviest = sorted(range(eviction.sinks, last), key=lambda i: (values[i], i), reverse=True)
     return [*range(eviction.sinks), *sorted(heaviest[: cut.heavy]), *range(last, cut.length)]
 
 
 def check_select(functions, case):
     """Each function has `reference.select_heavy_hitters`'s signature."""
     k, v, cuts, layout = (case[name] for name in ("k", "v", "cuts", "layout"))
-    eviction, lengths = case["book"].eviction, [cut.length for cut in cuts]
-    mass = torch.zeros(k.shape[1], len(k)) if case["mass"] is None else case["mass"]
-    wanted = {name: copied(case[name]) for name in ("slots", "book")}
-    book = wanted["book"]
-    rows = zip(cuts, k.split(lengths), v.split(lengths), mass.split(lengths, dim=1), strict=True)
-    for s, (cut, keys, values, scores) in enumerate(rows):
+    eviction, lengths = case["state"].eviction, [cut.length for cut in cuts]
+    scores = torch.zeros(k.shape[1], len(k)) if case["scores"] is None else case["scores"]
+    wanted = {name: copied(case[name]) for name in ("slots", "state")}
+    state = wanted["state"]
+    rows = zip(cuts, k.split(lengths), v.split(lengths), scores.split(lengths, dim=1), strict=True)
+    for s, (cut, keys, values, of_rows) in enumerate(rows):
         for head in range(k.shape[1]):
-            kept = kept_by_hand(scores[head], cut, eviction)
+            kept = kept_by_hand(of_rows[head], cut, eviction)
             n = len(kept)
             for kind, x in enumerate((keys, values)):
                 new = x[kept, head]
                 new = new if layout is None else reference.quantize_groups(new, layout)
                 wanted["slots"][kind, s, head, :n] = new
-            book.mass[s, head] = torch.nn.functional.pad(scores[head, kept],
-                                                         (0, book.mass.shape[-1] - n))
-            book.positions[s, head] = EMPTY
-            book.positions[s, head, :n] = torch.tensor(kept)
-            if book.ranks is not None:
-                book.ranks[s, head] = 0
-                book.ranks[s, head, :n] = torch.arange(n)
+            state.scores[s, head] = torch.nn.functional.pad(of_rows[head, kept],
+                                                            (0, state.scores.shape[-1] - n))
+            state.positions[s, head] = EMPTY
+            state.positions[s, head, :n] = torch.tensor(kept)
+            if state.ranks is not None:
+                state.ranks[s, head] = 0
+                state.ranks[s, head, :n] = torch.arange(n)
     for function in functions:
         mine = {name: copied(x) for name, x in case.items()}
         function(**mine)
-        assert same(mine["book"].positions, book.positions)
-        assert same(mine["book"].mass, book.mass)
-        assert book.ranks is None or same(mine["book"].ranks, book.ranks)
+        assert same(mine["state"].positions, state.positions)
+        assert same(mine["state"].scores, state.scores)
+        assert state.ranks is None or same(mine["state"].ranks, state.ranks)
         assert same(mine["slots"], wanted["slots"])
-        for name in ("k", "v", "mass"):
+        for name in ("k", "v", "scores"):
             assert case[name] is None or same(mine[name], case[name])
 
 
@@ -236,11 +239,11 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
                        float("nan") if layout is None else 255, dtype=held.dtype)[:, :, :, :n]
     slots.copy_(torch.where(filled[..., None], held, slots))
     tokens = [c + 1 + 5 * (s in full) for s, c in enumerate(cached)]
-    turn = torch.tensor([cached, tokens, [recent] * shape[0],
-                         [int(s in full) for s in range(shape[0])]], dtype=torch.int32)
-    book = None
+    metadata = torch.tensor([cached, tokens, [recent] * shape[0],
+                             [int(s in full) for s in range(shape[0])]], dtype=torch.int32)
+    state = None
     if eviction is not None:
-        mass = torch.rand(shape).masked_fill(~filled, 0)
+        scores = torch.rand(shape).masked_fill(~filled, 0)
         positions = torch.full(shape, EMPTY, dtype=torch.int32)
         ranks = torch.zeros(shape, dtype=torch.int32) if rotary else None
         for s, c in enumerate(cached):
@@ -249,53 +252,53 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
                 positions[s, head, :c] = order
                 if ties:
                     seen = tokens[s] - order if eviction.mean else 1
-                    mass[s, head, :c] = HUGE * seen * torch.randint(1, 4, (c,))
+                    scores[s, head, :c] = HUGE * seen * torch.randint(1, 4, (c,))
                 if rotary:
                     ranks[s, head, :c] = order.argsort().argsort().int()
         angles = torch.rand(n + 1, rotary // 2) * 6
-        book = Book(eviction, mass, positions, ranks,
-                    (angles.cos(), angles.sin()) if rotary else None)
-    return dict(q=q, k=k, v=v, slots=slots, turn=turn, layout=layout, book=book)
+        state = EvictionState(eviction, scores, positions, ranks,
+                              (angles.cos(), angles.sin()) if rotary else None)
+    return dict(q=q, k=k, v=v, slots=slots, metadata=metadata, layout=layout, state=state)
 
 
-def turned(x, position, tables):
+def rotated(x, position, tables):
     """x [..., d] at its position, rotated in float64 as complex numbers."""
     half = tables[0].shape[1]
     x = x.double()
-    turn = torch.complex(*(table[position].double() for table in tables))
-    parts = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
+    angle = torch.complex(*(table[position].double() for table in tables))
+    parts = torch.complex(x[..., :half], x[..., half : 2 * half]) * angle
     return torch.cat([parts.real, parts.imag, x[..., 2 * half :]], dim=-1)
 
 
-def decode64(*, q, k, v, slots, turn, layout, book):
+def decode64(*, q, k, v, slots, metadata, layout, state):
     """Output and what each slot and, last, the new token received; float64, head by head."""
     _, sequences, kv_heads, n, _ = slots.shape
     group = q.shape[1] // kv_heads
     if layout is not None:
         slots = reference.dequantize_groups(slots, layout)
     out, received = q.double(), torch.zeros(sequences, kv_heads, n + 1).double()
-    for s, cached in enumerate(turn[0].tolist()):
+    for s, cached in enumerate(metadata[0].tolist()):
         for head in range(q.shape[1]):
             mine = head // group
             query, new = q[s, head].double(), k[s, mine].double()
             keys, values = slots[:, s, mine, :cached].double()
-            if book is not None and book.ranks is not None:
-                keys = turned(keys, book.ranks[s, mine, :cached], book.rope)
-                query, new = (turned(x, cached, book.rope) for x in (query, new))
-            scores = torch.cat([keys, new[None]]) @ query * q.shape[-1] ** -0.5
-            probabilities = scores.softmax(-1)
+            if state is not None and state.ranks is not None:
+                keys = rotated(keys, state.ranks[s, mine, :cached], state.rope)
+                query, new = (rotated(x, cached, state.rope) for x in (query, new))
+            logits = torch.cat([keys, new[None]]) @ query * q.shape[-1] ** -0.5
+            probabilities = logits.softmax(-1)
             out[s, head] = probabilities @ torch.cat([values, v[s, mine].double()[None]])
             received[s, mine, :cached] += probabilities[:-1]
             received[s, mine, n] += probabilities[-1]
     return out, received
 
 
-def check_victims(taken, score, book, turn):
+def check_victims(taken, score, state, metadata):
     """The lowest score; of those that rounding cannot tell from it any, of equal ones the oldest.
 
     score is [sequences, kv_heads, slots]: float64, or float32 where it is exact.
     """
-    cached, tokens, recent, full = turn.tolist()
+    cached, tokens, recent, full = metadata.tolist()
     for s, head in torch.cartesian_prod(*map(torch.arange, taken.shape)).tolist():
         slot = int(taken[s, head])
         if not full[s]:
@@ -303,8 +306,8 @@ def check_victims(taken, score, book, turn):
             continue
         slack = 2e-5 if score.dtype == torch.float64 else 0
         may = {t: (float(score[s, head, t]), p)
-               for t, p in enumerate(book.positions[s, head, : cached[s]].tolist())
-               if book.eviction.sinks <= p < tokens[s] - recent[s]}
+               for t, p in enumerate(state.positions[s, head, : cached[s]].tolist())
+               if state.eviction.sinks <= p < tokens[s] - recent[s]}
         lowest = min(may.values())
         near = [t for t, (x, _) in may.items() if x <= lowest[0] + slack * (1 + abs(lowest[0]))]
         if slack == 0:
@@ -314,8 +317,8 @@ def check_victims(taken, score, book, turn):
 
 def check_decode(functions, case, *, ties=False):
     """Each function has `reference.decode_attention`'s signature."""
-    book, turn, layout = case["book"], case["turn"], case["layout"]
-    cached, tokens, _, full = turn.long()
+    state, metadata, layout = case["state"], case["metadata"], case["layout"]
+    cached, tokens, _, full = metadata.long()
     expected, received = decode64(**case)
     rounding = torch.finfo(case["q"].dtype).eps / 2
     for function in functions:
@@ -332,22 +335,22 @@ def check_decode(functions, case, *, ties=False):
         assert same(mine["slots"], slots)
         for name in "qkv":
             assert same(mine[name], case[name])
-        assert same(mine["turn"], turn)
-        if book is None:
+        assert same(mine["metadata"], metadata)
+        if state is None:
             assert same(taken, cached[:, None].expand_as(taken).contiguous())
             continue
-        mass = book.mass.double() * book.eviction.decay + received[..., :-1]
-        score = book.mass * book.eviction.decay if ties else mass
-        if book.eviction.mean:
-            score = score / (tokens[:, None, None] - book.positions).clamp(min=1)
-        check_victims(taken, score, book, turn)
-        after = mine["book"]
-        torch.testing.assert_close(after.mass.double(),
-                                   mass.scatter(2, place, received[..., -1:]), rtol=2e-5,
+        scores = state.scores.double() * state.eviction.decay + received[..., :-1]
+        score = state.scores * state.eviction.decay if ties else scores
+        if state.eviction.mean:
+            score = score / (tokens[:, None, None] - state.positions).clamp(min=1)
+        check_victims(taken, score, state, metadata)
+        after = mine["state"]
+        torch.testing.assert_close(after.scores.double(),
+                                   scores.scatter(2, place, received[..., -1:]), rtol=2e-5,
                                    atol=1e-7)
         new = (tokens - 1)[:, None, None].expand_as(place).int()
-        assert same(after.positions, book.positions.scatter(2, place, new))
-        if book.ranks is not None:
+        assert same(after.positions, state.positions.scatter(2, place, new))
+        if state.ranks is not None:
             for s, head in torch.cartesian_prod(*map(torch.arange, taken.shape)).tolist():
                 held = range(int(cached[s] + 1 - full[s]))
                 order = sorted(held, key=after.positions[s, head].tolist().__getitem__)

@@ -10,7 +10,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.models.spec import published
-from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttention
+from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.rows import PlannedRun
 
 OPT = published("opt-125m")  # 12 layers of 12 heads of 64, hidden size 768
@@ -24,13 +24,13 @@ FREE = Compute(linear={bits: {1: 1e-9, 1 << 30: 1e-9} for bits in BITS},
 """Compute that takes next to no time."""
 
 
-def machine(compute: Compute = FREE, *, gpu: bool = True, host: HostAttention | None = None,
+def machine(compute: Compute = FREE, *, gpu: bool = True, host: HostAttentionRates | None = None,
             **links: float) -> Hardware:
     """A machine whose links move a byte a second unless `links` says more, as up, down, ..."""
     names = dict(zip(("read", "write", "up", "down"), LINKS, strict=True))
     rates = {name: links.get(short, 1.0) for short, name in names.items()
              if gpu or short in ("read", "write")}
-    free_host = HostAttention(dict.fromkeys(BITS, 1e30), 0.0)
+    free_host = HostAttentionRates(dict.fromkeys(BITS, 1e30), 0.0)
     return Hardware("by hand", 10**12 if gpu else None, 10**12, 10**12, rates, compute,
                     (host or free_host) if gpu else None)
 
@@ -48,7 +48,7 @@ def roofline(tflops: float, bandwidth: float, **figures: object) -> Compute:
 
 GPU = Hardware("a GPU", 16 * 10**9, 64 * 10**9, 10**12,
                {"disk->cpu": 2e9, "cpu->disk": 1e9, "cpu->gpu": 12e9, "gpu->cpu": 12e9},
-               roofline(30, 300), HostAttention({16: 20e9, 8: 15e9, 4: 8e9}, 1e-6))
+               roofline(30, 300), HostAttentionRates({16: 20e9, 8: 15e9, 4: 8e9}, 1e-6))
 CPU = Hardware("a CPU", None, 24 * 10**9, 10**12, {"disk->cpu": 1.5e9, "cpu->disk": 1e9},
                roofline(1.2, 20, head_seconds=1e-6))
 

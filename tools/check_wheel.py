@@ -47,7 +47,7 @@ assert files("{PACKAGE}").joinpath("py.typed").is_file(), "no py.typed"
 assert native.missing() is None, native.missing()
 print({PACKAGE}.__version__, native.instruction_set())
 """
-"""What the installed package must be, tried by the fresh environment's interpreter."""
+"""Checks of the installed package, run by the fresh environment's interpreter."""
 
 
 def run(*command: object, folder: Path) -> str:

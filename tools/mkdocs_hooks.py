@@ -1,4 +1,4 @@
-"""What mkdocs needs to build the site from files that stay readable in the repository.
+"""Hooks by which mkdocs builds the site from files that stay readable in the repository.
 
 README.md is the site's first page. Pages of docs/ link to files beside docs/, such as
 ``../benchmarks/results/README.md``; these files, and what they link to in turn, become part of the
@@ -25,12 +25,12 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
 
 
 def site_path(path: str) -> str:
-    """Where a file of the repository, by its path there, stands on the site."""
+    """Path on the site of a file of the repository."""
     return "index.md" if path == "README.md" else path.removeprefix(f"{DOCS}/")
 
 
 def targets(path: str) -> Iterator[str]:
-    """What a markdown file of the repository links to, as paths in the repository."""
+    """Targets of the links of a markdown file, as paths in the repository."""
     for target in LINK.findall((ROOT / path).read_text(encoding="utf-8")):
         yield os.path.normpath(os.path.join(os.path.dirname(path), target))
 

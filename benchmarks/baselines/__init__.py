@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from baselines.base import Peer
+from baselines.base import Baseline
 from flexgen_h2o.errors import UserError
 
 CLASSES = {
@@ -15,8 +15,8 @@ CLASSES = {
 """Module of this package to the class in it."""
 
 
-def peer_class(module: str) -> type[Peer]:
+def baseline_class(module: str) -> type[Baseline]:
     """The class of a system; its own packages are loaded only when it runs. Raises `UserError`."""
     if module not in CLASSES:
-        raise UserError(f"there is no peer {module!r}: it is one of {', '.join(CLASSES)}")
+        raise UserError(f"there is no baseline {module!r}: it is one of {', '.join(CLASSES)}")
     return getattr(importlib.import_module(f"baselines.{module}"), CLASSES[module])

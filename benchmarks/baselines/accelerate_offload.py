@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines.base import installed, missing
-from baselines.hf_generate import HuggingFacePeer, empty_model
+from baselines.hf_generate import HuggingFaceBaseline, empty_model
 from flexgen_h2o.config.checks import check_choice, check_int
 
 PLACES = ("disk", "cpu")
@@ -20,7 +20,7 @@ PLACES = ("disk", "cpu")
 
 def device_map(model, layers: int, *, near: str, far: str, near_layers: int = 0
                ) -> dict[str, str]:
-    """Where the modules of a transformers model go: its `layers` decoder layers `far`, but for the
+    """The device map of a transformers model: its `layers` decoder layers `far`, but for the
     first `near_layers`.
     """
     from torch.nn import ModuleList
@@ -39,8 +39,8 @@ def device_map(model, layers: int, *, near: str, far: str, near_layers: int = 0
     return dict(placed(model, ""))
 
 
-class AccelerateOffload(HuggingFacePeer):
-    """See `peers.base.Peer`.
+class AccelerateOffload(HuggingFaceBaseline):
+    """See `baselines.base.Baseline`.
 
     The option `offload` is one of `PLACES`; so many `near_layers` stay where they are computed.
     """

@@ -1,4 +1,4 @@
-"""What a system is to a comparison: one small interface, and what its files share. No torch."""
+"""The interface of a compared system, and what its files share. No torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flexgen_h2o.errors import UserError
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
                  "cannot allocate memory", "the run does not fit")
-"""What errors of torch, the system and the engine say, in lower case."""
+"""Parts of out-of-memory errors of torch, the system and the engine, in lower case."""
 NO_CUDA = "it needs CUDA, and there is no such device here"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all systems of a cell are told alike, and the options of the one.
+class BaselineSettings:
+    """Settings that all systems of a cell share, and the options of one.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Settings:
     prompt_len, gen_len : int
         Tokens: the longest prompt, and what follows each. Fewer may be generated, to be projected.
     scratch : str
-        A folder of the run's own, for what it offloads; whoever runs it removes it.
+        A folder of the run's own, for what it offloads; its caller removes it.
     mean_prompt_len : float
         Tokens.
     device_memory : int or None
@@ -61,7 +61,7 @@ class Timings:
     tokens: tuple[tuple[int, ...], ...] | None
 
 
-class Peer(ABC):
+class Baseline(ABC):
     """A system that generates text greedily, never stopping early.
 
     Attributes
@@ -77,7 +77,7 @@ class Peer(ABC):
 
     Parameters
     ----------
-    settings : Settings
+    settings : BaselineSettings
         With all of the options.
     """
 
@@ -86,7 +86,7 @@ class Peer(ABC):
     warms = True
     loads_alike = True
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: BaselineSettings):
         self.settings = settings
 
     @abstractmethod
@@ -95,11 +95,11 @@ class Peer(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """As its package or its checkout has it."""
+        """The version, from the system's package or checkout."""
 
     @classmethod
     def loads_beyond(cls, options: Mapping[str, Any]) -> bool:
-        """Whether loading takes more memory than running, which alone is limited then: a system
+        """True if loading takes more memory than running, which alone is limited then: a system
         that can do the job is not left out for how it begins. Its row says so.
         """
         return False
@@ -153,6 +153,6 @@ def installed(*packages: str) -> str:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory was too small."""
+    """True if an exception says that memory was too small."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY)

@@ -13,20 +13,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from baselines.base import Settings, installed, missing
-from baselines.hf_generate import HuggingFacePeer, empty_model
+from baselines.base import BaselineSettings, installed, missing
+from baselines.hf_generate import HuggingFaceBaseline, empty_model
 from flexgen_h2o.config.checks import check_choice
 
 PLACES = ("cpu", "nvme")
 
 
-def zero_config(settings: Settings, *, hidden: int, largest: int, pinned: bool
+def zero_config(settings: BaselineSettings, *, hidden: int, largest: int, pinned: bool
                 ) -> dict[str, Any]:
     """DeepSpeed's configuration for inference: no optimizer, parameters fetched layer by layer.
 
     Parameters
     ----------
-    settings : Settings
+    settings : BaselineSettings
     hidden, largest : int
         The model's hidden size, and the elements of its largest parameter.
     pinned : bool
@@ -52,8 +52,8 @@ def zero_config(settings: Settings, *, hidden: int, largest: int, pinned: bool
     }
 
 
-class DeepSpeedZero(HuggingFacePeer):
-    """See `peers.base.Peer`. The option `offload` is one of `PLACES`."""
+class DeepSpeedZero(HuggingFaceBaseline):
+    """See `baselines.base.Baseline`. The option `offload` is one of `PLACES`."""
 
     documented = "https://www.deepspeed.ai/2022/09/09/zero-inference.html"
     options: Mapping[str, Any] = {"offload": "cpu"}
@@ -125,7 +125,7 @@ class DeepSpeedZero(HuggingFacePeer):
 
 
 def _choose_accelerator() -> None:
-    """Where there is no GPU, DeepSpeed has to be told so before it is imported."""
+    """Tell DeepSpeed, before it is imported, that there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baselines.base import Peer, Timings, installed, missing, no_cuda
+from baselines.base import Baseline, Timings, installed, missing, no_cuda
 from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.errors import UserError
 
@@ -30,8 +30,8 @@ def latencies(log: str) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
-class FlexGen(Peer):
-    """See `peers.base.Peer`.
+class FlexGen(Baseline):
+    """See `baselines.base.Baseline`.
 
     The option `flags` is given to its command line as it is, such as ``--percent 20 80 0 100 0
     100``: its placement is chosen by hand. `num_gpu_batches` divides the batch.
@@ -81,7 +81,7 @@ class FlexGen(Peer):
                 *settings.options["flags"].split()]
 
     def folder(self) -> str | None:
-        """Where its module is found; None: where packages are installed."""
+        """Folder of its module; None: the installed packages."""
         return None
 
     def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:

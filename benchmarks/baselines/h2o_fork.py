@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from baselines.base import Settings, no_cuda
+from baselines.base import BaselineSettings, no_cuda
 from baselines.flexgen import FlexGen
 from baselines.ours import ratio_of_text
 from flexgen_h2o.config.checks import check_number
 
 
 class H2OFork(FlexGen):
-    """See `peers.base.Peer` and `FlexGen`.
+    """See `baselines.base.Baseline` and `FlexGen`.
 
     The option `path` is the checkout's folder ``h2o_flexgen``; `cache_share` is that of prompt and
     generated tokens which stays cached.
@@ -28,7 +28,7 @@ class H2OFork(FlexGen):
     documented = "https://github.com/FMInference/H2O/tree/main/h2o_flexgen#readme"
     options: Mapping[str, Any] = {**FlexGen.options, "path": None, "cache_share": 0.2}
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: BaselineSettings):
         super().__init__(settings)
         path = settings.options["path"]
         self._path = None if path is None else Path(os.path.expanduser(path))

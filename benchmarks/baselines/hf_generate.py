@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baselines.base import Peer, Timings
+from baselines.base import Baseline, Timings
 from flexgen_h2o.models.spec import from_transformers
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def timed_generate(model, prompts: Sequence[Sequence[int]], gen_len: int) -> Tim
     model : transformers.PreTrainedModel
         Its end of text is an ordinary token from now on.
     prompts, gen_len
-        As of `Peer.generate`.
+        As of `Baseline.generate`.
     """
     import torch
 
@@ -88,7 +88,7 @@ def empty_model(folder: Path):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 
-class HuggingFacePeer(Peer):
+class HuggingFaceBaseline(Baseline):
     """One that runs a model of transformers: `prepare` sets `model`."""
 
     model: Any = None

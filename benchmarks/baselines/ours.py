@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baselines.base import Peer, Settings, Timings, installed
+from baselines.base import Baseline, BaselineSettings, Timings, installed
 from flexgen_h2o.cli.plan_flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.checks import check_number
@@ -15,7 +15,7 @@ from flexgen_h2o.config.policy import Policy, percent_text
 from flexgen_h2o.errors import UserError
 
 
-def ratio_of_text(settings: Settings) -> float | None:
+def ratio_of_text(settings: BaselineSettings) -> float | None:
     """``--hh-ratio`` that keeps the option `cache_share` of prompt and generated tokens.
 
     A ratio is of the prompt, and heavy hitters and recent tokens take it each; the paper counts
@@ -33,8 +33,8 @@ def by_step(seconds: Sequence[float], steps: int) -> tuple[float, ...]:
     return tuple(sum(seconds[step::steps]) for step in range(steps))
 
 
-class Ours(Peer):
-    """See `peers.base.Peer`.
+class Ours(Baseline):
+    """See `baselines.base.Baseline`.
 
     Options are `cache_share`, that of prompt and generated tokens which stays cached; `weight_bits`
     and `cache_bits`; and how it is run, as `flex_opt` takes it: `percent` (default: auto, planned
@@ -54,7 +54,7 @@ class Ours(Peer):
         if found["cache_share"] is not None:
             check_number(f"system {name}: cache_share", found["cache_share"], above=0, high=1)
         try:
-            cls.config(Path("model"), Settings(
+            cls.config(Path("model"), BaselineSettings(
                 dtype="bfloat16", batch=1, prompt_len=512, mean_prompt_len=512, gen_len=32,
                 scratch="scratch", options=found))
         except UserError as error:
@@ -98,8 +98,8 @@ class Ours(Peer):
                 f"--num-gpu-batches {policy.num_gpu_batches}")
 
     @staticmethod
-    def config(model: Path, settings: Settings) -> RunConfig:
-        """As `flex_opt` would be told. Raises `UserError`."""
+    def config(model: Path, settings: BaselineSettings) -> RunConfig:
+        """The configuration of this run, as `flex_opt` would read it. Raises `UserError`."""
         options = dict(settings.options)
         del options["cache_share"]  # in the form of a ratio
         ratio = ratio_of_text(settings)

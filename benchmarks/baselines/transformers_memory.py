@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from baselines.base import installed
-from baselines.hf_generate import HuggingFacePeer
+from baselines.hf_generate import HuggingFaceBaseline
 
 
-class TransformersMemory(HuggingFacePeer):
-    """See `peers.base.Peer`."""
+class TransformersMemory(HuggingFaceBaseline):
+    """See `baselines.base.Baseline`."""
 
     documented = "https://huggingface.co/docs/transformers/llm_optims"
 

@@ -1,1 +1,1 @@
-"""What `compare.py` is made of: the configuration, batches, floors, processes, rows. No torch."""
+"""The parts of `compare.py`: the configuration, batches, rooflines, processes, rows. No torch."""

@@ -12,14 +12,14 @@ from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
 
-from baselines import peer_class
-from baselines.base import Peer
+from baselines import baseline_class
+from baselines.base import Baseline
 
 from comparison.batches import best_batch
-from comparison.config import Comparison, Scenario, System
-from comparison.rooflines import ITEMSIZES, Load, floors, work
+from comparison.config import Comparison, ComparisonScenario, System
+from comparison.rooflines import ITEMSIZES, Load, rooflines, work
 from comparison.rows import BEST, COLUMNS, EQUAL, MEMORY, OK, SEARCH, Table, runs_never
-from comparison.subject import Subject, subject_of
+from comparison.subject import ComparisonSubject, subject_of
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.links import GB
 from flexgen_h2o.metrics.provenance import origin
@@ -59,7 +59,8 @@ class Cells:
                            for system in scenario.systems}
                 self._together(_Group(scenario, subject, BEST, batches))
 
-    def _best(self, scenario: Scenario, subject: Subject, system: str) -> int | None:
+    def _best(self, scenario: ComparisonScenario, subject: ComparisonSubject,
+              system: str) -> int | None:
         """The best batch of a system; None if it cannot run."""
         if system in scenario.best_batch:
             return scenario.best_batch[system]
@@ -68,7 +69,8 @@ class Cells:
             return best_batch(rate, first=scenario.first_batch, most=scenario.most)
         return None
 
-    def _tried(self, scenario: Scenario, subject: Subject, system: str, batch: int
+    def _tried(self, scenario: ComparisonScenario, subject: ComparisonSubject, system: str,
+               batch: int
                ) -> float | None:
         """Tokens per second of a step of the search; None if there are none.
 
@@ -112,7 +114,7 @@ class Cells:
             return {name: never[name] for name in ("status", "reason", "page_cache")}
         chosen = self._config.systems[system]
         job, place = group.job(chosen), (system, group.subject.folder)
-        if place not in self._ready and peer_class(chosen.peer).ready is not Peer.ready:
+        if place not in self._ready and baseline_class(chosen.baseline).ready is not Baseline.ready:
             self._ready[place] = self._do(  # with all memory and time
                 job | {"kind": "ready", "timeout": None}, None)
         found = self._ready.get(place, {"status": OK})
@@ -157,7 +159,7 @@ class Cells:
         chosen, last = self._config.systems[system], outcomes[-1]
         row: dict[str, object] = dict.fromkeys(COLUMNS)
         row |= origin() | self._place(group, system) | {
-            "documented": peer_class(chosen.peer).documented, "status": last["status"],
+            "documented": baseline_class(chosen.baseline).documented, "status": last["status"],
             "reason": last.get("reason"), "page_cache": last["page_cache"],
             **{name: rates[0][name] if rates else None for name in ("cpu", "device")}}
         if last["status"] == OK:
@@ -192,7 +194,8 @@ class _NeverRuns(Exception):
 class _Group:
     """Cells that are measured together: a batch of each of some systems, in one scenario."""
 
-    def __init__(self, scenario: Scenario, subject: Subject, at: str, batches: Mapping[str, int]):
+    def __init__(self, scenario: ComparisonScenario, subject: ComparisonSubject, at: str,
+                 batches: Mapping[str, int]):
         self.scenario, self.subject = scenario, subject
         self.at, self.batches = at, batches
 
@@ -205,7 +208,7 @@ class _Group:
         return self.scenario.measured(system, search=self.at == SEARCH)
 
     def projected(self, system: str) -> bool:
-        """Whether it generates less than is asked for."""
+        """True if it generates less than is asked for."""
         return self.measured(system) < self.scenario.gen_len
 
     def left_out(self, system: System) -> int:
@@ -227,11 +230,11 @@ class _Group:
         before = self.left_out(system) if later else 0
         prompts = [[*islice(cycle(prompt), len(prompt) + before)] for prompt in prompts]
         return {
-            "kind": "run", "peer": system.peer, "model": str(self.subject.folder),
+            "kind": "run", "baseline": system.baseline, "model": str(self.subject.folder),
             "prompts": prompts, "generate": self.measured(system.name),
             "timeout": self.scenario.timeout,
-            "loads_beyond": peer_class(system.peer).loads_beyond(system.options),
-            "loads_alike": peer_class(system.peer).loads_alike,
+            "loads_beyond": baseline_class(system.baseline).loads_beyond(system.options),
+            "loads_alike": baseline_class(system.baseline).loads_alike,
             "settings": {
                 "dtype": self.scenario.dtype, "batch": len(prompts),
                 "prompt_len": max(map(len, prompts)), "gen_len": self.scenario.gen_len - before,
@@ -263,7 +266,7 @@ class _Group:
             "gb_read": median(read) / GB if read else None}
 
     def bounds(self, system: System, rates: Sequence[dict], total: float) -> dict[str, object]:
-        """The floors at this system's batch, weights and cache, and how far above it is."""
+        """The rooflines at this system's batch, weights and cache, and how far above it is."""
         scenario, prompt = self.scenario, self.mean_prompt_len(system.name)
         whole = system.cache_share >= 1
         amount = work(self.subject.model, Load(
@@ -274,10 +277,10 @@ class _Group:
             cache_bits=system.cache_bits))
         typical = {name: fmean(each[name] for each in rates)
                    for name in ("disk", "memory", "link", "gemm") if name in rates[0]}
-        prefill, step = floors(amount, typical, scenario.memory, scenario.device_memory)
+        prefill, step = rooflines(amount, typical, scenario.memory, scenario.device_memory)
         return {
-            "prefill_floor_s": prefill, "decode_step_floor_s": step,
-            "total_over_floor": total / (prefill + (scenario.gen_len - 1) * step),
+            "prefill_roofline_s": prefill, "decode_step_roofline_s": step,
+            "total_over_roofline": total / (prefill + (scenario.gen_len - 1) * step),
             "disk_gb_per_s": typical["disk"] / GB, "memory_gb_per_s": typical["memory"] / GB,
             "link_gb_per_s": _in_gb(typical.get("link")),
             "gemm_tflop_per_s": typical["gemm"] / 1e12}
@@ -285,7 +288,7 @@ class _Group:
 
 def equal_share(tokens: Sequence[Sequence[int]] | None, reference: Sequence[Sequence[int]]
                 ) -> float | None:
-    """Of the tokens that both have, the share that is equal; None if there are none."""
+    """Share of equal tokens among those that both have; None if there are none."""
     pairs = [(one, other) for mine, theirs in zip(tokens or (), reference, strict=False)
              for one, other in zip(mine, theirs, strict=False)]
     return fmean(one == other for one, other in pairs) if pairs else None

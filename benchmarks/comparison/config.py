@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from baselines import peer_class
+from baselines import baseline_class
 
 from flexgen_h2o.cli.values import load_yaml, parse_size
 from flexgen_h2o.config.checks import check_bool, check_choice, check_int
@@ -20,36 +20,36 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class System:
-    """A system under its name here: its module of `peers`, and all of its options."""
+    """A system under its name here: its module of `baselines`, and all of its options."""
 
     name: str
-    peer: str
+    baseline: str
     options: Mapping[str, Any]
 
     @property
     def weight_bits(self) -> int:
-        """Of matrices; 16 stands for the scenario's dtype."""
+        """Bits of matrices; 16 stands for the scenario's dtype."""
         return self.options.get("weight_bits", 16)
 
     @property
     def cache_bits(self) -> int:
-        """Of cached keys and values; 16 stands for the scenario's dtype."""
+        """Bits of cached keys and values; 16 stands for the scenario's dtype."""
         return self.options.get("cache_bits", 16)
 
     @property
     def cache_share(self) -> float:
-        """Of prompt and generated tokens, what stays cached."""
+        """Share of prompt and generated tokens that stays cached."""
         share = self.options.get("cache_share")
         return 1.0 if share is None else share
 
     @property
     def exact(self) -> bool:
-        """Whether its tokens should be those of the model as it is."""
+        """True if its tokens should be those of the model as it is."""
         return self.weight_bits == self.cache_bits == 16 and self.cache_share == 1
 
 
 @dataclass(frozen=True)
-class Scenario:
+class ComparisonScenario:
     """A model, lengths and a limit of memory.
 
     Attributes
@@ -151,7 +151,7 @@ class Comparison:
     """All of the file: scenarios and systems in its order."""
 
     systems: Mapping[str, System]
-    scenarios: tuple[Scenario, ...]
+    scenarios: tuple[ComparisonScenario, ...]
     threads: int = os.cpu_count() or 1
     repeats: int = 3
     timeout: int = 3600  # seconds of one run
@@ -184,18 +184,18 @@ def load(path: Path, *, models: Path, systems: Iterable[str] = (), scenarios: It
 
 
 def _system(name: str, spec: object) -> System:
-    if not isinstance(spec, dict) or "peer" not in spec:
-        raise UserError(f"system {name}: give its peer")
-    options = {key: value for key, value in spec.items() if key != "peer"}
-    return System(name, spec["peer"], peer_class(spec["peer"]).check(name, options))
+    if not isinstance(spec, dict) or "baseline" not in spec:
+        raise UserError(f"system {name}: give its baseline")
+    options = {key: value for key, value in spec.items() if key != "baseline"}
+    return System(name, spec["baseline"], baseline_class(spec["baseline"]).check(name, options))
 
 
 def _scenario(name: str, spec: object, kept: Mapping[str, System], known: Mapping[str, System]
-              ) -> Scenario:
+              ) -> ComparisonScenario:
     """A scenario with those of its systems that are kept."""
     if not isinstance(spec, dict):
         raise UserError(f"scenario {name}: give its model, lengths and memory")
-    check_keys(spec, [each.name for each in fields(Scenario)][1:], f"scenario {name}")
+    check_keys(spec, [each.name for each in fields(ComparisonScenario)][1:], f"scenario {name}")
     named = spec.get("systems", list(known))
     for system in named:
         if system not in known:
@@ -213,8 +213,9 @@ def _scenario(name: str, spec: object, kept: Mapping[str, System], known: Mappin
         if key not in spec:
             raise UserError(f"scenario {name}: give its {key}")
     try:
-        return Scenario(**{**spec, **own, "name": name,
-                           "systems": tuple(system for system in named if system in kept)})
+        return ComparisonScenario(**{**spec, **own, "name": name,
+                                     "systems": tuple(system
+                                                      for system in named if system in kept)})
     except UserError as error:
         raise UserError(f"scenario {name}: {error}") from None
 

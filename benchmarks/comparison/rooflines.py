@@ -1,4 +1,4 @@
-"""What no system can be faster than: bytes over measured bandwidth, FLOPs over measured rates."""
+"""Rooflines, which no system can pass: bytes over measured bandwidth, FLOPs over measured rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of a system: sequences, mean lengths in tokens, and how it keeps things.
+    """The load of a system: sequences, mean lengths in tokens, and how it keeps things.
 
     `cached` is tokens of each sequence that a decode step attends to, on average.
     """
@@ -29,8 +29,8 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a load comes to.
+class WorkAmount:
+    """Bytes and FLOPs of a load.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Work:
     prefill_flops: float
 
 
-def work(model: ModelConfig, load: Load) -> Work:
+def work(model: ModelConfig, load: Load) -> WorkAmount:
     """Bytes and FLOPs of a load."""
     matrices = model.num_layers * model.layer_parameters()
     head = model.vocab_size * model.embed_dim
@@ -59,7 +59,7 @@ def work(model: ModelConfig, load: Load) -> Work:
                for part in (model.embed_shapes(), model.head_shapes()))
     record = model.num_layers * record_bytes(
         CacheOptions(bits=load.cache_bits), model, load.itemsize)
-    return Work(
+    return WorkAmount(
         all_bytes=layers + ends,
         weight_bytes=layers + options.matrix_bytes((model.vocab_size, model.embed_dim),
                                                    load.itemsize),
@@ -70,13 +70,13 @@ def work(model: ModelConfig, load: Load) -> Work:
     )
 
 
-def floors(work: Work, rates: Mapping[str, float], memory: int | None,
-           device_memory: int | None = None) -> tuple[float, float]:
+def rooflines(work: WorkAmount, rates: Mapping[str, float], memory: int | None,
+              device_memory: int | None = None) -> tuple[float, float]:
     """Seconds of the prefill and of a decode step.
 
     Parameters
     ----------
-    work : Work
+    work : WorkAmount
     rates : dict
         Bytes per second of `disk` and of the `memory` of what computes, FLOP per second of
         `gemm`; of a GPU also bytes per second of `link`, from host memory.
@@ -97,7 +97,7 @@ def floors(work: Work, rates: Mapping[str, float], memory: int | None,
 
 
 def measure_rates(file: str, dtype: str) -> dict[str, float]:
-    """This machine's rates, measured now, in `floors`' units. Loads torch.
+    """This machine's rates, measured now, in `rooflines`' units. Loads torch.
 
     `file` is a large one on the disk that counts; `dtype` is that of products. A GPU computes where
     there is one.

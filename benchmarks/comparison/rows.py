@@ -11,8 +11,8 @@ from flexgen_h2o.metrics.provenance import ORIGIN
 _OF_A_BATCH = ("prompt_len", "cut_gen_len", "at", "batch")
 KEY = ("host", "threads", "scenario", "model", "dtype", "prompts", "prompt_len", "gen_len",
        "cut_gen_len", "memory_gb", "device_memory_gb", "system", "options", "at", "batch")
-"""What a cell is: the same values are not measured again. But for `_OF_A_BATCH` they are those of a
-system in a scenario.
+"""Columns that identify a cell: the same values are not measured again. But for `_OF_A_BATCH` they
+are those of a system in a scenario.
 """
 COLUMNS = (
     *ORIGIN, "cpu", "device", "threads", "scenario", "model", "dtype", "prompts", "prompt_len",
@@ -20,7 +20,7 @@ COLUMNS = (
     "settings", "documented", "versions", "at", "batch", "repeats", "status", "reason",
     "steps_from", "prefill_s", "decode_step_s", "total_s", "tokens_per_s", "projected", "load_s",
     "peak_rss_gb", "peak_memory_gb", "peak_device_gb", "gb_read", "equal_tokens",
-    "equal_tokens_with", "prefill_floor_s", "decode_step_floor_s", "total_over_floor",
+    "equal_tokens_with", "prefill_roofline_s", "decode_step_roofline_s", "total_over_roofline",
     "disk_gb_per_s", "memory_gb_per_s", "link_gb_per_s", "gemm_tflop_per_s",
 )
 EQUAL, SEARCH, BEST = "equal", "search", "best"
@@ -46,5 +46,5 @@ class Table(RowTable):
 
 
 def runs_never(status: str) -> bool:
-    """Whether a system of that `status` would have it at any batch."""
+    """True if a system of that `status` would have it at any batch."""
     return status == REFUSED or status.endswith(LOADING)

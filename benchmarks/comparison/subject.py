@@ -1,11 +1,11 @@
-"""What a scenario is measured on: a folder, what is in it, and the prompts."""
+"""The subject of a scenario: a folder, what is in it, and the prompts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from comparison.config import Scenario
+from comparison.config import ComparisonScenario
 from comparison.prompts import random_prompts, text_prompts
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
@@ -14,7 +14,7 @@ from flexgen_h2o.models.spec import from_transformers, published, read_config
 
 
 @dataclass(frozen=True)
-class Subject:
+class ComparisonSubject:
     """A Hugging Face folder, its sizes, and token ids for the largest batch."""
 
     folder: Path
@@ -23,11 +23,11 @@ class Subject:
 
     @property
     def largest_file(self) -> Path:
-        """Of the folder, to measure the disk with."""
+        """A large file of the folder, to measure the disk with."""
         return max(self.folder.iterdir(), key=lambda path: path.stat().st_size)
 
 
-def subject_of(scenario: Scenario, models: Path) -> Subject:
+def subject_of(scenario: ComparisonScenario, models: Path) -> ComparisonSubject:
     """Find or fetch the model, and make the prompts.
 
     Raises
@@ -46,10 +46,10 @@ def subject_of(scenario: Scenario, models: Path) -> Subject:
     if not scenario.past_positions:
         check_length(model, None, prompt=f"the longest prompt of scenario {scenario.name}",
                      length=max(map(len, prompts)), new_tokens=scenario.gen_len)
-    return Subject(folder, model, prompts)
+    return ComparisonSubject(folder, model, prompts)
 
 
-def _fetched(scenario: Scenario, folder: Path) -> Path:
+def _fetched(scenario: ComparisonScenario, folder: Path) -> Path:
     """A model that is not below ``--models``; one of random weights the user has to make."""
     shape = f"facebook/{scenario.model}"
     if published(shape) is not None:

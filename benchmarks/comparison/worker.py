@@ -12,8 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from baselines import peer_class
-from baselines.base import Peer, Settings, ran_out_of_memory
+from baselines import baseline_class
+from baselines.base import Baseline, BaselineSettings, ran_out_of_memory
 from shared.memory_group import drop_page_cache, enter_loaded
 
 from comparison.rooflines import measure_rates
@@ -33,7 +33,7 @@ def bytes_read() -> int | None:
 
 
 def peak_device_bytes() -> int | None:
-    """Of a GPU, the most memory that this process has had allocated; None if it has used none."""
+    """The most GPU memory that this process has had allocated; None if it has used none."""
     import torch
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
@@ -43,33 +43,33 @@ def run(job: dict) -> dict:
     """Measure a system, or make it ready; or say why not."""
     from flexgen_h2o.storage.tiers import open_device
 
-    settings = Settings(scratch=job["scratch"], **job["settings"])
-    peer = peer_class(job["peer"])(settings)
-    why = peer.refusal()
+    settings = BaselineSettings(scratch=job["scratch"], **job["settings"])
+    baseline = baseline_class(job["baseline"])(settings)
+    why = baseline.refusal()
     if why is not None:
         return {"status": REFUSED, "reason": why}
     try:
         if job["kind"] == "ready":
-            peer.ready(Path(job["model"]))
+            baseline.ready(Path(job["model"]))
             return {"status": OK}
         if settings.device_memory is not None:
             open_device().limit(settings.device_memory)
-        return {"status": OK, **measure(peer, job)}
+        return {"status": OK, **measure(baseline, job)}
     except Exception as error:  # whatever a system raises is an answer: a row says it
         status = MEMORY if ran_out_of_memory(error) else FAILED
         words = " ".join(str(error).split())[:400]
         return {"status": status, "reason": f"{type(error).__name__}: {words}"}
     finally:
-        peer.close()
+        baseline.close()
 
 
-def measure(peer: Peer, job: dict) -> dict:
+def measure(baseline: Baseline, job: dict) -> dict:
     """Load, warm up and generate once."""
     from flexgen_h2o.metrics.links import GB
     from flexgen_h2o.metrics.memory import peak_process_bytes
 
     prompts, began = job["prompts"], time.perf_counter()
-    words = peer.prepare(Path(job["model"]))
+    words = baseline.prepare(Path(job["model"]))
     load = time.perf_counter() - began
     Path(job["loaded"]).touch()
     held = 0
@@ -77,14 +77,14 @@ def measure(peer: Peer, job: dict) -> dict:
         drop_page_cache()  # what loading has left there would be free of the limit
         held = enter_loaded(Path(job["door"]))
         words += f", limited once loaded (it held {held / GB:.2f} GB of the limit)"
-    if peer.warms:
-        peer.generate([prompt[: max(1, len(prompt) // WARM_SHARE)] for prompt in prompts],
-                      WARM_TOKENS)
+    if baseline.warms:
+        baseline.generate([prompt[: max(1, len(prompt) // WARM_SHARE)] for prompt in prompts],
+                          WARM_TOKENS)
     before = bytes_read()
-    timings = peer.generate(prompts, job["generate"])
+    timings = baseline.generate(prompts, job["generate"])
     after = bytes_read()
     return {
-        "settings": words, "versions": peer.version(), "load": load, "prefill": timings.prefill,
+        "settings": words, "versions": baseline.version(), "load": load, "prefill": timings.prefill,
         "steps": timings.steps, "tokens": timings.tokens, "peak_rss": peak_process_bytes(),
         "peak_device": peak_device_bytes(), "held": held,
         "read": None if before is None or after is None else after - before,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.config.formats import TILE, MatrixLayout
+from flexgen_h2o.config.formats import MATRIX_TILE, MatrixLayout
 from flexgen_h2o.kernels import ops, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
@@ -52,9 +52,10 @@ def matrix(outputs: int, inputs: int, bits: int) -> QuantizedMatrix:
     layout = MatrixLayout(outputs, inputs, bits)
     blocks = torch.randint(256, (layout.tiles, layout.groups, layout.block_bytes), device=GPU,
                            dtype=torch.uint8)
-    scale = (torch.rand(layout.tiles, layout.groups, TILE, device=GPU) + 0.5) * 0.08 / layout.levels
+    scale = (torch.rand(layout.tiles, layout.groups, MATRIX_TILE,
+                        device=GPU) + 0.5) * 0.08 / layout.levels
     header = torch.cat((scale, -scale * layout.levels / 2), -1).half()
-    blocks[..., : 4 * TILE] = header.view(torch.uint8)
+    blocks[..., : 4 * MATRIX_TILE] = header.view(torch.uint8)
     return QuantizedMatrix(blocks.view(-1), layout)
 
 
@@ -107,12 +108,12 @@ def time_matrices(rows, timed: Callable[[list[Callable]], float], rate: float,
         work = 2 * count * inputs * outputs / gemms
         shape = f"{count} x {inputs} x {outputs}"
         base = timed([lambda w=w, x=x: F.linear(x, w) for w in plain])
-        floor = max((plain[0].nbytes + x.nbytes + out.nbytes) / rate, work) * 1e3
-        rows.add("time", "cuBLAS", shape, HALF, base, "ms", floor_ms=floor)
+        roofline = max((plain[0].nbytes + x.nbytes + out.nbytes) / rate, work) * 1e3
+        rows.add("time", "cuBLAS", shape, HALF, base, "ms", roofline_ms=roofline)
         for bits, weights in quantized.items():
             taken = timed([lambda w=w, x=x, out=out: ops.linear_quantized(x, w, None, out)
                            for w in weights])
             goal = 1.15 if count >= 512 else 0.5 if count <= 16 and bits == 4 else None
-            floor = max((weights[0].data.nbytes + x.nbytes + out.nbytes) / rate, work) * 1e3
+            roofline = max((weights[0].data.nbytes + x.nbytes + out.nbytes) / rate, work) * 1e3
             rows.add("time", "product", f"{shape}, {bits} bits", HALF, taken, "ms",
-                     limit=goal and goal * base, floor_ms=floor)
+                     limit=goal and goal * base, roofline_ms=roofline)

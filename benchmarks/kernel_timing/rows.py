@@ -1,4 +1,4 @@
-"""What the benchmark of kernels collects: timed rows, their file and their plot."""
+"""Results of the benchmark of kernels: timed rows, their file and their plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROTATED = 1 << 30
 """Bytes of all the copies that contestants go through in turn."""
 COLUMNS = (
     "date", "commit", "host", "threads", "torch", "isa", "dtype", "repeats", "operation", "shape",
-    "contestant", "ms", "fastest_ms", "floor_ms", "share_of_floor", "limit", "gb_per_s",
+    "contestant", "ms", "fastest_ms", "roofline_ms", "share_of_roofline", "limit", "gb_per_s",
     "over_sdpa", "speedup_over_plain", "speedup_over_16_bits", "extra_mb", "error",
     "expected_error",
 )
@@ -36,7 +36,7 @@ LOOKS = {OURS: ("#0072B2", ""), OURS_8: ("#56B4E9", "//"), OURS_4: ("#CC79A7", "
          INDEXED: ("#666666", "++"), RANGE: ("#D55E00", "oo")}
 
 
-class Rows:
+class TimedRows:
     """Times cases and collects the rows of the file."""
 
     def __init__(self, repeats: int):
@@ -45,9 +45,9 @@ class Rows:
     def measure(self, operation: str, shape: str, functions: dict[str, Callable],
                 inputs: dict[str, Iterator[dict]], *, nbytes: dict[str, int] | None = None,
                 flops: float = 0) -> None:
-        """A row for each function, called with the next of its inputs, and its floor.
+        """A row for each function, called with the next of its inputs, and its roofline.
 
-        The floor is of FLOPs where they are given, else of bytes.
+        The roofline is of FLOPs where they are given, else of bytes.
         """
         measured = functools.partial(gemm_rate, 2048, DTYPE) if flops else memory_read_rate
         rate = measured()
@@ -67,19 +67,20 @@ class Rows:
         middle = {name: statistics.median(times) for name, times in seconds.items()}
         sixteen = middle.get(OURS, middle.get(PLAIN))
         for name, took in middle.items():
-            floor = (flops or nbytes[name]) / rate
+            roofline = (flops or nbytes[name]) / rate
             self.rows.append({
                 "operation": operation, "shape": shape, "contestant": name, "ms": took * 1e3,
-                "fastest_ms": min(seconds[name]) * 1e3, "floor_ms": floor * 1e3,
-                "share_of_floor": floor / took, "limit": limit,
+                "fastest_ms": min(seconds[name]) * 1e3, "roofline_ms": roofline * 1e3,
+                "share_of_roofline": roofline / took, "limit": limit,
                 "gb_per_s": nbytes[name] / took / 1e9 if nbytes else "",
                 "over_sdpa": took / middle[SDPA] if SDPA in middle else "",
                 "speedup_over_plain": middle[PLAIN] / took if PLAIN in middle else "",
                 "speedup_over_16_bits": sixteen / took if name in (OURS_8, OURS_4) else "",
                 "extra_mb": "", "error": "", "expected_error": ""})
             row = self.rows[-1]
-            print(f"{operation:10}  {shape:33}  {name:15} {row['ms']:9.2f} ms, floor "
-                  f"{row['floor_ms']:7.2f} ({row['share_of_floor']:.2f} of {limit})" + "".join(
+            print(f"{operation:10}  {shape:33}  {name:15} {row['ms']:9.2f} ms, roofline "
+                  f"{row['roofline_ms']:7.2f} ({row['share_of_roofline']:.2f} of {limit})"
+                  + "".join(
                       f", {key} {row[key]:.2f}" for key in RATIOS if row[key] != ""),
                   flush=True)
 
@@ -117,7 +118,7 @@ def check(what: str, *errors: float, same: bool = True, bound: float = 1e-2) -> 
 
 
 def draw(rows: list[dict], path: Path, title: str) -> None:
-    """Bars: the share of its floor that each contestant reaches, its time beside it."""
+    """Bars: the share of its roofline that each contestant reaches, its time beside it."""
     from matplotlib.figure import Figure  # no pyplot: it holds state, and wants a screen
 
     figure = Figure(figsize=(9, 2 + 0.24 * len(rows)), layout="constrained")
@@ -126,7 +127,7 @@ def draw(rows: list[dict], path: Path, title: str) -> None:
     labels = dict.fromkeys(row["contestant"] for row in rows)
     place = 0.0
     for row in rows:
-        case, share = f"{row['operation']}\n{row['shape']}", 100 * row["share_of_floor"]
+        case, share = f"{row['operation']}\n{row['shape']}", 100 * row["share_of_roofline"]
         place += 1.0 if case in ticks else 1.8  # a gap before the next case
         ticks.setdefault(case, []).append(place)
         name = row["contestant"]
@@ -140,7 +141,7 @@ def draw(rows: list[dict], path: Path, title: str) -> None:
     axes.axvline(100, color="black", linewidth=1, linestyle=":")
     axes.invert_yaxis()
     axes.margins(y=0.01)
-    axes.set_xlabel("floor over time, %: longer is better; dotted: memory or matrix products at "
+    axes.set_xlabel("roofline over time, %: longer is better; dotted: memory or matrix products at "
                     "this machine's own rate")
     axes.set_title(title, fontsize=9)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)

@@ -1,1 +1,1 @@
-"""What `plots.py` is made of: the rows that it reads, and a module for each kind of figure."""
+"""The parts of `plots.py`: the rows that it reads, and a module for each kind of figure."""

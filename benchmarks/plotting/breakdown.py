@@ -1,4 +1,4 @@
-"""Where the time of a prefill and of a decode step went, link by link: traces as bars."""
+"""Time of a prefill and of a decode step, link by link: traces as bars."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LETTERS = 30  # of a panel's label, on a line
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """A part of a run: its seconds, and those of its lanes, of which `IDLE` has no bytes."""
 
     name: str
@@ -32,7 +32,7 @@ class Part:
     lanes: dict[str, LaneTime]
 
 
-def parts(trace: Trace, name: str) -> list[Part]:
+def parts(trace: Trace, name: str) -> list[BarPart]:
     """The prefill of all blocks, and of decode the mean step; all steps if their number is unknown.
 
     Raises `UserError` where the trace has no such phases; `name` is that of the file.
@@ -49,14 +49,14 @@ def parts(trace: Trace, name: str) -> list[Part]:
         lanes = {lane: LaneTime(time.busy * share, time.alone * share, time.nbytes * share)
                  for lane, time in phase.lanes.items()}
         idle = phase.idle * share
-        found.append(Part(title, phase.wall * share, lanes | {IDLE: LaneTime(idle, idle, 0.0)}))
+        found.append(BarPart(title, phase.wall * share, lanes | {IDLE: LaneTime(idle, idle, 0.0)}))
     if not found:
         raise UserError(f"{name} has no phases: a run that generates something writes them")
     return found
 
 
 def label(about: dict[str, object], name: str) -> str:
-    """What a row of panels is of: the file's name, the model, batch and cache."""
+    """The title of a row of panels: the file's name, the model, batch and cache."""
     words = [name, what_ran(about)]
     if about.get("kv_cache_bytes") and about.get("full_kv_cache_bytes"):
         share = about["kv_cache_bytes"] / about["full_kv_cache_bytes"]
@@ -95,7 +95,7 @@ def draw(paths: Sequence[str]):
     return figure
 
 
-def _panel(axes, part: Part, lanes: Sequence[str]) -> None:
+def _panel(axes, part: BarPart, lanes: Sequence[str]) -> None:
     """A bar for each lane: alone, then what goes on while others are busy too."""
     for place, lane in enumerate(lanes):
         time = part.lanes.get(lane)

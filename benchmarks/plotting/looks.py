@@ -1,4 +1,4 @@
-"""How all figures look: fonts for a slide, Okabe and Ito's colours, the caption below."""
+"""The look of all figures: fonts for a slide, Okabe and Ito's colours, the caption below."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINES = (
     {"color": COLOURS["sky"], "linestyle": (0, (1, 1)), "marker": "X"},
     {"color": "0.5", "linestyle": (0, (8, 2)), "marker": "*"},
 )
-"""Of one line after the other; they differ in dash and marker too."""
+"""Colours of one line after the other; they differ in dash and marker too."""
 GREY = "0.35"
 _STYLE = {"font.size": 13, "axes.titlesize": 14, "axes.labelsize": 13, "legend.fontsize": 12,
           "xtick.labelsize": 12, "ytick.labelsize": 12, "figure.titlesize": 17,

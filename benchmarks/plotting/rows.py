@@ -99,7 +99,7 @@ def _some(rows: Sequence[Mapping], name: str, form: str = "{}") -> str:
 
 
 def _packages(rows: Sequence[Mapping]) -> str:
-    """What a comparison's `versions` name, each package once; this engine's own stand already."""
+    """Packages of a comparison's `versions`, each once; this engine's own stand already."""
     pairs: dict[str, None] = {}
     for text in distinct(rows, "versions"):
         words = text.split()

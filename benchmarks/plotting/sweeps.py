@@ -58,7 +58,7 @@ def by_outcome(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def is_full(row: Row) -> bool:
-    """Whether nothing is evicted; where a run failed, its flag tells."""
+    """True if nothing is evicted; where a run failed, its flag tells."""
     return row["eviction"] == FULL or (not row["eviction"] and row["hh_ratio"] == "1")
 
 
@@ -149,7 +149,7 @@ def draw_line(axes, line: Line, figure: str, look: Mapping) -> None:
 
 
 def notes(lines: Sequence[Line], failed: Sequence[Row]) -> list[str]:
-    """What stands below a figure: repeats, projections, and rows that have no place in it."""
+    """The caption of a figure: repeats, projections, and rows that have no place in it."""
     points, found = [each for line in lines for each in line.points], []
     if any(each.repeats > 1 for each in points):
         found.append("Medians of repeats, with bars from the lowest to the highest.")

@@ -1,4 +1,5 @@
-"""Throughput by system: the rows of a comparison as bars, each with its floor, a panel a scenario.
+"""Throughput by system: the rows of a comparison as bars, each with its roofline, a panel a
+scenario.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from plotting.rows import Row, distinct, measured_where, positive
 
 NEEDED = ("scenario", "model", "dtype", "prompt_len", "gen_len", "memory_gb", "device_memory_gb",
           "system", "documented", "at", "batch", "status", "reason", "tokens_per_s", "projected",
-          "prefill_floor_s", "decode_step_floor_s")
+          "prefill_roofline_s", "decode_step_roofline_s")
 """Columns."""
 _OTHERS, _OURS, _HATCH = COLOURS["orange"], COLOURS["blue"], "///"
 _LETTERS = 50  # of a panel's title, on a line
@@ -35,8 +36,8 @@ class Bar:
     ours : bool
         Whether it is this engine.
     batch : int
-    rate, floor : float or None
-        Generated tokens per second: measured, and those of its floor. None: it did not run.
+    rate, roofline : float or None
+        Generated tokens per second: measured, and those of its roofline. None: it did not run.
     projected : bool
     why : str
         In short, why it did not run.
@@ -46,7 +47,7 @@ class Bar:
     ours: bool
     batch: int
     rate: float | None
-    floor: float | None
+    roofline: float | None
     projected: bool
     why: str
 
@@ -89,14 +90,14 @@ def panels(rows: Sequence[Row], *, scenarios: Sequence[str], at: str | None
 
 
 def bar(row: Row) -> Bar:
-    """What is drawn of a row. `UserError` if it has no such figures."""
+    """The bar of a row. `UserError` if it has no such figures."""
     batch, tokens = positive(row, "batch"), positive(row, "gen_len")
-    rate = floor = None
+    rate = roofline = None
     if row["status"] == OK:
         rate = positive(row, "tokens_per_s")
-        floor = batch * tokens / (positive(row, "prefill_floor_s")
-                                  + (tokens - 1) * positive(row, "decode_step_floor_s"))
-    return Bar(row["system"], row["documented"] == Ours.documented, int(batch), rate, floor,
+        roofline = batch * tokens / (positive(row, "prefill_roofline_s")
+                                     + (tokens - 1) * positive(row, "decode_step_roofline_s"))
+    return Bar(row["system"], row["documented"] == Ours.documented, int(batch), rate, roofline,
                row["projected"] == "True", "" if rate is not None else _why(row))
 
 
@@ -157,7 +158,7 @@ def _limits(rows: Sequence[Row]) -> str:
 def _panel(axes, name: str, rows: Sequence[Row]) -> None:
     bars = [bar(row) for row in rows]
     best = best_of_others(bars)
-    drawn = [value for each in bars for value in (each.rate, each.floor) if value is not None]
+    drawn = [value for each in bars for value in (each.rate, each.roofline) if value is not None]
     axes.set_xscale("log")
     low, high = (min(drawn) / 3, max(drawn)) if drawn else (1, 10)
     axes.set_xlim(low, high * (high / low) ** _ROOM)
@@ -174,9 +175,10 @@ def _panel(axes, name: str, rows: Sequence[Row]) -> None:
         axes.barh(place, each.rate - low, left=low, height=0.66, edgecolor="white",
                   color=_OURS if each.ours else _OTHERS,
                   hatch=_HATCH if each.projected else None)
-        if each.floor is not None:
-            axes.plot([each.floor], [place], linestyle="none", **_FLOOR)
-        axes.annotate(_words(each, best, at_best), (max(each.rate, each.floor or 0), place), (8, 0),
+        if each.roofline is not None:
+            axes.plot([each.roofline], [place], linestyle="none", **_ROOFLINE)
+        axes.annotate(_words(each, best, at_best), (max(each.rate, each.roofline or 0), place),
+                      (8, 0),
                       textcoords="offset points", va="center", fontsize=12)
     axes.set_yticks(range(len(bars)), [each.system for each in bars])
     for label, each in zip(axes.get_yticklabels(), bars, strict=True):
@@ -190,11 +192,11 @@ def _panel(axes, name: str, rows: Sequence[Row]) -> None:
     axes.set_title(name, loc="left", fontweight="bold", pad=10 + 14 * len(conditions.splitlines()))
 
 
-_FLOOR = {"marker": "|", "markersize": 17, "markeredgewidth": 3, "color": COLOURS["black"]}
+_ROOFLINE = {"marker": "|", "markersize": 17, "markeredgewidth": 3, "color": COLOURS["black"]}
 
 
 def _words(each: Bar, best: float | None, at_best: bool) -> str:
-    """What stands at a bar's end."""
+    """The label at a bar's end."""
     words = f"{each.rate:.3g}" if each.rate < 1000 else f"{each.rate:.0f}"
     if each.ours and best is not None:
         words += f" ({each.rate / best:.2g}x)"
@@ -202,7 +204,7 @@ def _words(each: Bar, best: float | None, at_best: bool) -> str:
 
 
 def _conditions(row: Row, at_best: bool) -> str:
-    """What holds for all bars of a panel."""
+    """The title of a panel: all that its bars share."""
     lengths = f"{positive(row, 'prompt_len'):.0f}+{row['gen_len']} tokens"
     limits = [f"in {positive(row, name):g}\xa0GB{of}"
               for name, of in (("memory_gb", ""), ("device_memory_gb", " of the GPU")) if row[name]]
@@ -219,7 +221,7 @@ def _handles(bars: Sequence[Bar]) -> list:
     if any(each.projected for each in bars):
         handles.append(Patch(facecolor="0.6", edgecolor="white", hatch=_HATCH,
                              label="projected from the first steps"))
-    if any(each.floor is not None for each in bars):
-        handles.append(Line2D([], [], linestyle="none", label="floor: the most that disk, memory\n"
-                              "and processor allow at this batch", **_FLOOR))
+    if any(each.roofline is not None for each in bars):
+        handles.append(Line2D([], [], linestyle="none", label="roofline: the most that disk,\n"
+                              "memory and processor allow at this batch", **_ROOFLINE))
     return handles

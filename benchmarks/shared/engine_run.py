@@ -14,22 +14,22 @@ from pathlib import Path
 
 from flexgen_h2o.cli.run_config import RunConfig
 
-OK, NO_ROOM, TIME, FAILED = "ok", "does not fit", "timed out", "failed"
+OK, TOO_LARGE, TIME, FAILED = "ok", "does not fit", "timed out", "failed"
 """Values of `Outcome.status`."""
 _REFUSALS = ("the run does not fit", "no policy was found that fits")
-"""How the memory plan and the planner begin when there is too little memory."""
+"""First words of the memory plan and the planner when there is too little memory."""
 _TAIL = 400  # characters of an error that is not one line
 _GRACE = 10  # seconds in which a run that is stopped may remove what it has offloaded
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run went.
+    """Outcome of a run.
 
     Attributes
     ----------
     status : str
-        `OK`, `NO_ROOM`, `TIME` or `FAILED`.
+        `OK`, `TOO_LARGE`, `TIME` or `FAILED`.
     reason : str
         One line; empty if it is `OK`.
     row : mapping of str to str
@@ -66,13 +66,13 @@ def run_engine(config: RunConfig, *, timeout: float | None = None) -> Outcome:
 
 
 def _failure(status: int, errors: str) -> Outcome:
-    """What an exit status and the text on stderr say."""
+    """The outcome that an exit status and the text on stderr stand for."""
     if status == -signal.SIGKILL:
-        return Outcome(NO_ROOM, "killed, as the system does for want of memory")
+        return Outcome(TOO_LARGE, "killed, as the system does for want of memory")
     said = [line.removeprefix("error: ") for line in errors.splitlines()
             if line.startswith("error: ")]
     if said:
-        return Outcome(NO_ROOM if said[-1].startswith(_REFUSALS) else FAILED, said[-1])
+        return Outcome(TOO_LARGE if said[-1].startswith(_REFUSALS) else FAILED, said[-1])
     return Outcome(FAILED, f"exit status {status}: {' '.join(errors[-_TAIL:].split())}")
 
 

@@ -17,8 +17,8 @@ from flexgen_h2o.errors import UserError
 
 
 @dataclasses.dataclass
-class Work:
-    """What is timed: a call that moves `nbytes`."""
+class TimedWork:
+    """A call to time, which moves `nbytes`."""
 
     run: Callable[[], object]
     nbytes: int
@@ -30,17 +30,17 @@ class Row:
 
     link: str
     what: str
-    raw: dict[tuple, Work]
-    engine: Work
+    raw: dict[tuple, TimedWork]
+    engine: TimedWork
 
 
-def _seconds(work: Work) -> float:
+def _seconds(work: TimedWork) -> float:
     began = time.perf_counter()
     work.run()
     return time.perf_counter() - began
 
 
-def rates(works: dict[tuple, Work], repeats: int) -> dict[tuple, float]:
+def rates(works: dict[tuple, TimedWork], repeats: int) -> dict[tuple, float]:
     """The median bytes per second of each; they take turns, and the first round warms up."""
     seconds: dict[tuple, list[float]] = {key: [] for key in works}
     for repeat in range(repeats + 1):
@@ -50,7 +50,7 @@ def rates(works: dict[tuple, Work], repeats: int) -> dict[tuple, float]:
     return {key: works[key].nbytes / statistics.median(times[1:]) for key, times in seconds.items()}
 
 
-def beside(raw: Work, engine: Work, repeats: int) -> tuple[float, float, float]:
+def beside(raw: TimedWork, engine: TimedWork, repeats: int) -> tuple[float, float, float]:
     """Bytes per second of both, and the second over the first: medians of so many pairs of runs.
 
     A pair is one of each right after the other, as a disk's rate drifts by more than what is to be
@@ -115,9 +115,9 @@ class RawFile:
         except OSError as error:
             raise UserError(f"{self._path}: {error.strerror}") from error
 
-    def works(self, name: str, settings: Iterable[tuple[int, int]]) -> dict[tuple, Work]:
+    def works(self, name: str, settings: Iterable[tuple[int, int]]) -> dict[tuple, TimedWork]:
         """One for each setting, under (name, request, threads)."""
-        return {(name, request, threads): Work(
+        return {(name, request, threads): TimedWork(
                     lambda request=request, threads=threads: self.sweep(request, threads),
                     self.nbytes)
                 for request, threads in settings}

@@ -1,9 +1,9 @@
-"""What a smaller cache saves: memory, decode time and traffic, beside the full cache, in one run.
+"""Savings of a smaller cache: memory, decode time and traffic, beside the full cache, in one run.
 
     python benchmarks/studies/cache.py
 
 OPT-125M's shape with random weights. The caches go in turn, `--repeats` times, each after a short
-warm-up; medians. The floor of a decode step is the bytes that it has to read: weights, and the
+warm-up; medians. The roofline of a decode step is the bytes that it has to read: weights, and the
 cache at rest, over the memory rate measured in the same run; with the cache on disk, its bytes over
 the raw O_DIRECT rate of the same run (page cache bypassed).
 """
@@ -44,7 +44,7 @@ CACHES = {
 COLUMNS = (
     "date", "commit", "host", "threads", "torch", "model", "dtype", "prompt_len", "gen_len",
     "batch", "cache", "repeats", "kv_cache_mb", "of_full", "prefill_s", "decode_step_s",
-    "floor_step_s", "step_over_floor", "decode_speedup_over_full", "disk_read_mb_per_step",
+    "roofline_step_s", "step_over_roofline", "decode_speedup_over_full", "disk_read_mb_per_step",
     "disk_written_mb_per_step",
 )
 
@@ -102,14 +102,14 @@ def main() -> None:
 
 
 def write(args, found, memory_rate: float, disk_rate: float) -> None:
-    """Medians, floors and ratios as CSV and as a table."""
+    """Medians, rooflines and ratios as CSV and as a table."""
     middle = {name: {key: statistics.median(row[key] for row in rows) for key in rows[0]
                      if key != "dtype"} for name, rows in found.items()}
     rows = []
     for name, row in middle.items():
         here = 0 if "disk" in name else row["kv_cache_mb"]
-        floor = max((row["weights"] + here * 1e6) / memory_rate,
-                    row["kv_cache_mb"] * 1e6 / disk_rate if "disk" in name else 0)
+        roofline = max((row["weights"] + here * 1e6) / memory_rate,
+                       row["kv_cache_mb"] * 1e6 / disk_rate if "disk" in name else 0)
         rows.append(row | {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "commit": source_commit(), "host": platform.node(),
@@ -117,7 +117,7 @@ def write(args, found, memory_rate: float, disk_rate: float) -> None:
             "dtype": found[name][0]["dtype"], "prompt_len": args.prompt_len,
             "gen_len": args.gen_len, "batch": args.batch, "cache": name, "repeats": args.repeats,
             "of_full": row["kv_cache_mb"] / middle["full"]["kv_cache_mb"],
-            "floor_step_s": floor, "step_over_floor": row["decode_step_s"] / floor,
+            "roofline_step_s": roofline, "step_over_roofline": row["decode_step_s"] / roofline,
             "decode_speedup_over_full": (
                 middle["full, on disk" if "disk" in name else "full"]["decode_step_s"]
                 / row["decode_step_s"]),
@@ -128,7 +128,7 @@ def write(args, found, memory_rate: float, disk_rate: float) -> None:
         writer.writerow(COLUMNS)
         writer.writerows([f"{row[c]:.4g}" if isinstance(row[c], float) else row[c]
                           for c in COLUMNS] for row in rows)
-    shown = ("cache", "kv_cache_mb", "of_full", "prefill_s", "decode_step_s", "step_over_floor",
+    shown = ("cache", "kv_cache_mb", "of_full", "prefill_s", "decode_step_s", "step_over_roofline",
              "decode_speedup_over_full")
     for row in [dict(zip(shown, shown, strict=True)), *rows]:
         print("  ".join(f"{row[c]:>18.4g}" if isinstance(row[c], float) else f"{row[c]:>18}"

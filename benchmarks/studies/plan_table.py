@@ -1,4 +1,4 @@
-"""What the planner says of the paper's machines and runs, beside what the papers measured.
+"""Plans for the paper's machines and runs, beside what the papers measured.
 
     python benchmarks/studies/plan_table.py
 

@@ -3,7 +3,7 @@
     python benchmarks/studies/prefill_memory.py --lengths 4096 16384
 
 Each row is a process of its own, with the real smollm2-135m and its context stretched on paper
-(the config's limit raised: memory and time do not depend on what the model makes of it). The floor
+(the config's limit raised: memory and time do not depend on what the model makes of it). The least
 is what must be held whatever the engine does: keys and values that stay, and those of the prompt
 where chunks have to find them again, or the hidden states where the prompt is one chunk.
 """
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-COLUMNS = ("prompt_len", "cache", "prefill_chunk", "peak_above_weights_mb", "floor_mb",
+COLUMNS = ("prompt_len", "cache", "prefill_chunk", "peak_above_weights_mb", "least_mb",
            "kv_cache_mb", "scores_matrix_mb", "prefill_seconds", "prefill_tokens_per_second")
 
 

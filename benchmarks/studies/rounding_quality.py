@@ -1,4 +1,4 @@
-"""What rounding a model's matrices costs in perplexity, with and without a search for scales.
+"""The cost in perplexity of rounding a model's matrices, with and without a search for scales.
 
     python benchmarks/studies/rounding_quality.py --input-path xsum_0shot.jsonl
 
@@ -42,7 +42,7 @@ def write_rounded(source: Path, made: Path, bits: int, group: int, search: bool)
     shutil.copytree(source, made, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
     with open_checkpoint(source) as checkpoint:
 
-        def pieces(name: str):
+        def chunks(name: str):
             tensor = torch.empty(checkpoint.info(name).shape)
             checkpoint.read(name, tensor)
             if tensor.dim() == 2:
@@ -54,11 +54,12 @@ def write_rounded(source: Path, made: Path, bits: int, group: int, search: bool)
 
         layout = {name: (torch.float32, checkpoint.info(name).shape)
                   for name in checkpoint.names()}
-        write_safetensors(made / "model.safetensors", layout, pieces)
+        write_safetensors(made / "model.safetensors", layout, chunks)
 
 
 def perplexity(folder: Path, texts: list[str], args, dtype: str = "float32") -> tuple[float, int]:
-    """Of all tokens but the first of each article, and how many these are."""
+    """Mean negative log-likelihood of all tokens but the first of each article, and their
+    number."""
     with LLM(str(folder), dtype=dtype, policy=Policy(gpu_batch_size=8), progress=False) as llm:
         chosen = choose(texts, lambda text: llm.tokenizer(text)["input_ids"],
                         articles=args.articles, min_tokens=args.min_tokens,

@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def flags(self) -> str:
-        """What is given, as the command line takes it."""
+        """The given values as arguments of the command line."""
         words: list[str] = []
         for name, value in self.given.items():
             several = value if isinstance(value, tuple) else () if value is None else (value,)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.storage.tiers import typed
-from flexgen_h2o.storage.transfer import ATTENTION, DOWN, UP, Handle, Lane, Transfers
+from flexgen_h2o.storage.transfer import ATTENTION, D2H, H2D, Handle, Lane, Transfers
 
 
 @dataclass
-class Attending:
+class PendingAttention:
     """Attention over the parts of a batch, some of which may not be done yet.
 
     Attributes
@@ -39,7 +39,7 @@ class Attending:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-class HostAttention:
+class HostAttentionQueue:
     """Attends on the host for compute that is elsewhere, as jobs on a lane of their own.
 
     The jobs come one after the other, and each waits for the copies of the one before: one buffer
@@ -83,13 +83,13 @@ class HostAttention:
 
         def job(lane: Lane) -> None:
             down, up = self._landing(packed, out)
-            lane.copy(down, packed, DOWN)
+            lane.copy(down, packed, D2H)
             lane.flush()
             split = down.split([shape.numel() for shape in shapes], dim=1)
             rows = (x.unflatten(1, shape) for x, shape in zip(split, shapes, strict=True))
             with self._transfers.host_span("attention", "cpu attention"):
                 up.copy_(attend(*rows)[0])
-            lane.copy(out, up, UP)
+            lane.copy(out, up, H2D)
 
         mark = self._transfers.device.mark()
         self._latest = self._transfers.submit(ATTENTION, job, after=(mark,))
@@ -104,7 +104,7 @@ class HostAttention:
                 for buffer, x in zip(self._buffers, tensors, strict=True)]
 
     def reset(self) -> None:
-        """Wait for what is under way; nobody wants its result."""
+        """Wait for what is under way and drop its result."""
         if self._latest is not None:
             with contextlib.suppress(Exception):
                 self._latest.synchronize()

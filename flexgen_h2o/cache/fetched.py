@@ -1,7 +1,8 @@
 """The part of a cache that is fetched before use and written back: host memory beside a GPU, disk.
 
-Its records rest in *homes*, one for each (layer, batch), and come to one of three staging buffers.
-Where nothing is evicted a home grows with its text, so that no empty slots travel.
+Its records rest in *backing stores*, one for each (layer, batch), and come to one of three staging
+buffers. Where nothing is evicted a backing store grows with its text, so that no empty slots
+travel.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ from itertools import accumulate
 
 import torch
 
-from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, ResidentPart, picked
+from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, ResidentPart, picked
 from flexgen_h2o.storage.disk import AlignedRead
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
-from flexgen_h2o.storage.transfer import DOWN, UP, Handle, Lane, Transfers
+from flexgen_h2o.storage.transfer import D2H, H2D, Handle, Lane, Transfers
 
-TAIL = 16
+WRITE_BACK_TOKENS = 16
 """Tokens whose changes to a cache on disk wait in memory before the whole is written in bulk."""
 
-STAGING = 3
+CACHE_BUFFERS = 3
 """Staging buffers: one computed with, one fetched, and one being stored and then fetched into."""
 
 GROWTH = 64
-"""Slots that a growing home is given at a time: a multiple of `TAIL`, for it is rewritten then."""
+"""Slots that a growing backing store is given at a time: a multiple of `WRITE_BACK_TOKENS`, for it
+is rewritten then."""
 
 
 @dataclass
-class Staging:
+class StagingBuffer:
     """A buffer pair that one (layer, batch) of a fetched part occupies; the same on a CPU.
 
     `landing` is where the records and slots arrive that a decode step changed on a GPU.
@@ -44,8 +46,9 @@ class Staging:
 
 
 @dataclass
-class Tail:
-    """The newest changes of a home on disk: `TAIL` times records and slots, the first `count`."""
+class WriteBackLog:
+    """The newest changes of a backing store on disk: `WRITE_BACK_TOKENS` times records and slots,
+    the first `count`."""
 
     fresh: torch.Tensor
     slots: torch.Tensor
@@ -53,8 +56,8 @@ class Tail:
 
 
 @dataclass
-class Home:
-    """Where one (layer, batch) of a fetched part rests between its uses.
+class BackingStore:
+    """The backing store of one (layer, batch) of a fetched part.
 
     `slots` are those of a head, once all that has been submitted is done; 0: nothing rests here.
     """
@@ -62,19 +65,19 @@ class Home:
     slots: int = 0
     host: torch.Tensor | None = None
     extent: Extent | None = None
-    tail: Tail | None = None
+    log: WriteBackLog | None = None
     stored: Handle | None = None
     written: Handle | None = None
 
 
-class FetchedPart(Part):
-    """A part whose home is host memory beside a GPU, or disk.
+class FetchedPart(CachePart):
+    """A part whose backing store is host memory beside a GPU, or disk.
 
-    What a decode step changes goes back alone. Host memory lends single values. On disk, where they
-    are too small to be read one by one, whole homes are read and written: few large transfers. The
-    newest changes wait in memory (the tail) and are laid over what was read; every `TAIL` tokens
-    the whole is written. A cache that grows rests in as many slots as it needs, and up to `GROWTH`
-    more.
+    What a decode step changes goes back alone. Host memory gives single values. On disk, where they
+    are too small to be read one by one, whole backing stores are read and written: few large
+    transfers. The newest changes wait in memory (the write-back log) and are laid over what was
+    read; every `WRITE_BACK_TOKENS` tokens the whole is written. A cache that grows rests in as many
+    slots as it needs, and up to `GROWTH` more.
     """
 
     moves = True
@@ -84,21 +87,23 @@ class FetchedPart(Part):
         super().__init__(records, first, last)
         self._transfers = transfers
         self._device = transfers.device
-        self.lends_values = path is None
+        self.gathers_values = path is None
         self._next = 0
-        self._live: dict[tuple[int, int], tuple[Staging, Handle, tuple[int, ...]]] = {}
+        self._live: dict[tuple[int, int], tuple[StagingBuffer, Handle, tuple[int, ...]]] = {}
         sequences = last - first
         sizes = [round_up(records.nbytes(sequences, slots), PAGE) for slots in grid.slots]
         keys = [(layer, b) for layer in range(len(sizes)) for b in range(grid.batches)]
         if path is None:
-            self._homes = {key: Home(host=self._device.host_empty(sizes[key[0]])) for key in keys}
+            self._stores = {key: BackingStore(host=self._device.host_empty(sizes[key[0]]))
+                            for key in keys}
         else:
             starts = accumulate((sizes[layer] for layer, _ in keys), initial=0)
-            self._homes = {
-                key: Home(extent=Extent(path, start, sizes[key[0]]), tail=self._tail(sequences))
+            self._stores = {
+                key: BackingStore(extent=Extent(path, start, sizes[key[0]]),
+                                  log=self._log(sequences))
                 for key, start in zip(keys, starts, strict=False)
             }
-        self._ring = [self._staging(max(sizes), sequences) for _ in range(STAGING)]
+        self._ring = [self._staging(max(sizes), sequences) for _ in range(CACHE_BUFFERS)]
 
     @staticmethod
     def file_bytes(records: Records, sequences: int, grid: Grid) -> int:
@@ -106,29 +111,30 @@ class FetchedPart(Part):
         return grid.batches * sum(round_up(records.nbytes(sequences, slots), PAGE)
                                   for slots in grid.slots)
 
-    def _staging(self, nbytes: int, sequences: int) -> Staging:
+    def _staging(self, nbytes: int, sequences: int) -> StagingBuffer:
         host = self._device.host_empty(nbytes)
         if not self._device.separate:
-            return Staging(host, host)
+            return StagingBuffer(host, host)
         records = self.records
         landing = (records.nbytes(sequences, 1), sequences * records.kv_heads * 8)
-        return Staging(self._device.empty(nbytes), host,
-                       tuple(map(self._device.host_empty, landing)))
+        return StagingBuffer(self._device.empty(nbytes), host,
+                             tuple(map(self._device.host_empty, landing)))
 
-    def _tail(self, sequences: int) -> Tail:
+    def _log(self, sequences: int) -> WriteBackLog:
         records = self.records
-        fresh = torch.empty((TAIL, 2, sequences, records.kv_heads, records.width),
+        fresh = torch.empty((WRITE_BACK_TOKENS, 2, sequences, records.kv_heads, records.width),
                             dtype=records.dtype)
-        return Tail(fresh, torch.empty((TAIL, sequences, records.kv_heads), dtype=torch.int64))
+        return WriteBackLog(fresh, torch.empty((WRITE_BACK_TOKENS, sequences, records.kv_heads),
+                                               dtype=torch.int64))
 
     def begin(self, sizes):
         for staging in self._ring:
             for handle in staging.busy:
-                with contextlib.suppress(Exception):  # nobody wants what was cached any more
+                with contextlib.suppress(Exception):  # what was cached is not used again
                     handle.synchronize()
             staging.busy = []
-        for home in self._homes.values():
-            home.slots, home.stored, home.written = 0, None, None
+        for store in self._stores.values():
+            store.slots, store.stored, store.written = 0, None, None
         self._live.clear()
         super().begin(sizes)
 
@@ -139,64 +145,68 @@ class FetchedPart(Part):
         self._live.clear()
 
     def load(self, layer, batch, *, fetch, keys_only=False, cached=None):
-        home = self._homes[layer, batch]
+        store = self._stores[layer, batch]
         staging = self._ring[self._next]
-        self._next = (self._next + 1) % STAGING
-        before = [*staging.busy, *filter(None, (home.stored, home.written))]
+        self._next = (self._next + 1) % CACHE_BUFFERS
+        before = [*staging.busy, *filter(None, (store.stored, store.written))]
         # The buffer's last compute, too, must be over before anything is put into it.
         mark = self._device.mark()
         staging.busy = busy = []
         slots = self._slots[batch][layer]
         if cached is not None:
-            fits = fetch and cached < home.slots
-            slots = home.slots if fits else min(slots, cached + GROWTH)
-        at_rest, shape = (self.records.shape(self._sequences[batch], count)
-                          for count in (home.slots or slots, slots))
-        home.slots = slots
+            fits = fetch and cached < store.slots
+            slots = store.slots if fits else min(slots, cached + GROWTH)
+        stored_shape, shape = (self.records.shape(self._sequences[batch], count)
+                               for count in (store.slots or slots, slots))
+        store.slots = slots
 
         def job(lane: Lane) -> None:
             for handle in before:
                 handle.synchronize()
             if fetch:
-                busy.extend(self._fetch(lane, home, staging, at_rest, shape, keys_only=keys_only))
+                busy.extend(self._fetch(lane, store, staging, stored_shape, shape,
+                                        keys_only=keys_only))
 
         handle = self._transfers.submit("loads", job, after=(mark, *before))
         busy.append(handle)
         self._live[layer, batch] = (staging, handle, shape)
 
-    def _fetch(self, lane: Lane, home: Home, staging: Staging, at_rest: tuple[int, ...],
+    def _fetch(self, lane: Lane, store: BackingStore, staging: StagingBuffer,
+               stored_shape: tuple[int, ...],
                shape: tuple[int, ...], *, keys_only: bool) -> list[Handle]:
         """Fill the staging buffer; what else must be over before it is filled again.
 
-        A home of shape `at_rest` grows to `shape`.
+        A backing store of shape `stored_shape` grows to `shape`.
         """
         records = self.records
         device, host = (typed(buffer, 0, shape, records.dtype)
                         for buffer in (staging.device, staging.host))
-        if home.host is not None:
-            spread(home.host, at_rest, shape, records.dtype.itemsize)
+        if store.host is not None:
+            move_apart(store.host, stored_shape, shape, records.dtype.itemsize)
             kinds = 1 if keys_only else 2
-            source = typed(home.host, 0, shape, records.dtype)
-            lane.copy(device[:kinds], source[:kinds], UP)
+            source = typed(store.host, 0, shape, records.dtype)
+            lane.copy(device[:kinds], source[:kinds], H2D)
             return []
-        there = staging.host[: round_up(math.prod(at_rest) * records.dtype.itemsize, PAGE)]
-        lane.disk.read([AlignedRead(home.extent.path, home.extent.offset, there.nbytes, 0)], there)
-        spread(staging.host, at_rest, shape, records.dtype.itemsize)
-        tail, writes = home.tail, []
-        for fresh, slots in zip(tail.fresh[: tail.count], tail.slots[: tail.count], strict=True):
+        there = staging.host[: round_up(math.prod(stored_shape) * records.dtype.itemsize, PAGE)]
+        lane.disk.read([AlignedRead(store.extent.path, store.extent.offset, there.nbytes, 0)],
+                       there)
+        move_apart(staging.host, stored_shape, shape, records.dtype.itemsize)
+        log, writes = store.log, []
+        for fresh, slots in zip(log.fresh[: log.count], log.slots[: log.count], strict=True):
             # In the order in which they came: a later token may have taken the same slot.
             Changed(fresh[:, : shape[1]], slots[: shape[1]]).write(host)
-        if tail.count == TAIL or at_rest != shape:
-            tail.count = 0
-            home.written = self._write_home(home, staging.host[: round_up(host.nbytes, PAGE)])
-            writes.append(home.written)
+        if log.count == WRITE_BACK_TOKENS or stored_shape != shape:
+            log.count = 0
+            store.written = self._write_back(store, staging.host[: round_up(host.nbytes, PAGE)])
+            writes.append(store.written)
         if self._device.separate:
-            lane.copy(device, host, UP)
+            lane.copy(device, host, H2D)
         return writes
 
-    def _write_home(self, home: Home, staged: torch.Tensor) -> Handle:
-        """Write the staged bytes to disk. What compute changes meanwhile is in the tail too."""
-        extent = Extent(home.extent.path, home.extent.offset, staged.nbytes)
+    def _write_back(self, store: BackingStore, staged: torch.Tensor) -> Handle:
+        """Write the staged bytes to disk. What compute changes meanwhile is in the write-back log
+        too."""
+        extent = Extent(store.extent.path, store.extent.offset, staged.nbytes)
 
         def job(lane: Lane) -> None:
             lane.disk.write(extent, staged)
@@ -208,59 +218,61 @@ class FetchedPart(Part):
         self._transfers.ready(handle)
         return typed(staging.device, 0, shape, self.records.dtype)
 
-    def lend(self, layer, batch, index):
-        # The buffer's host side is free, as nothing of a home in memory passes through it.
+    def gather(self, layer, batch, index):
+        # The buffer's host side is free, as nothing of a backing store in memory passes through it.
         staging, _, shape = self._live[layer, batch]
-        values = typed(self._homes[layer, batch].host, 0, shape, self.records.dtype)[1]
+        values = typed(self._stores[layer, batch].host, 0, shape, self.records.dtype)[1]
         chosen = (index.numel(), self.records.width)
         return picked(values, index, typed(staging.host, 0, chosen, self.records.dtype))
 
     def store(self, layer, batch, changed):
         staging, _, shape = self._live.pop((layer, batch))
-        home = self._homes[layer, batch]
+        store = self._stores[layer, batch]
 
         def job(lane: Lane) -> None:
             if changed is None:
-                self._store_all(lane, home, staging, shape)
+                self._store_all(lane, store, staging, shape)
             else:
-                self._store_changed(lane, home, changed, staging=staging, shape=shape)
+                self._store_changed(lane, store, changed, staging=staging, shape=shape)
 
-        home.stored = self._transfers.submit("stores", job, after=(self._device.mark(),))
-        staging.busy.append(home.stored)
+        store.stored = self._transfers.submit("stores", job, after=(self._device.mark(),))
+        staging.busy.append(store.stored)
 
-    def _store_all(self, lane: Lane, home: Home, staging: Staging, shape: tuple[int, ...]) -> None:
+    def _store_all(self, lane: Lane, store: BackingStore, staging: StagingBuffer,
+                   shape: tuple[int, ...]) -> None:
         held = typed(staging.device, 0, shape, self.records.dtype)
-        if home.host is not None:
-            lane.copy(typed(home.host, 0, shape, self.records.dtype), held, DOWN)
+        if store.host is not None:
+            lane.copy(typed(store.host, 0, shape, self.records.dtype), held, D2H)
             return
         if self._device.separate:
-            lane.copy(typed(staging.host, 0, shape, self.records.dtype), held, DOWN)
+            lane.copy(typed(staging.host, 0, shape, self.records.dtype), held, D2H)
             lane.flush()
-        home.tail.count = 0
-        extent = Extent(home.extent.path, home.extent.offset, round_up(held.nbytes, PAGE))
+        store.log.count = 0
+        extent = Extent(store.extent.path, store.extent.offset, round_up(held.nbytes, PAGE))
         lane.disk.write(extent, staging.host[: extent.nbytes])
 
-    def _store_changed(self, lane: Lane, home: Home, changed: Changed, *, staging: Staging,
+    def _store_changed(self, lane: Lane, store: BackingStore, changed: Changed, *,
+                       staging: StagingBuffer,
                        shape: tuple[int, ...]) -> None:
         if self._device.separate:
             sources = (changed.fresh, changed.slots)
             landed = [typed(buffer, 0, source.shape, source.dtype)
                       for buffer, source in zip(staging.landing, sources, strict=True)]
             for target, source in zip(landed, sources, strict=True):
-                lane.copy(target, source, DOWN)
+                lane.copy(target, source, D2H)
             lane.flush()
             changed = Changed(*landed)
-        if home.host is not None:
-            changed.write(typed(home.host, 0, shape, self.records.dtype))
+        if store.host is not None:
+            changed.write(typed(store.host, 0, shape, self.records.dtype))
             return
-        tail, sequences = home.tail, shape[1]
-        tail.fresh[tail.count, :, :sequences] = changed.fresh
-        tail.slots[tail.count, :sequences] = changed.slots
-        tail.count += 1
+        log, sequences = store.log, shape[1]
+        log.fresh[log.count, :, :sequences] = changed.fresh
+        log.slots[log.count, :sequences] = changed.slots
+        log.count += 1
 
 
-def spread(buffer: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...], itemsize: int
-           ) -> None:
+def move_apart(buffer: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...], itemsize: int
+               ) -> None:
     """Move the heads' records apart, in place.
 
     Parameters
@@ -285,7 +297,7 @@ def spread(buffer: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...]
 
 
 def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers: Transfers,
-               on_host: bool, file: Callable[[int], str]) -> list[Part]:
+               on_host: bool, file: Callable[[int], str]) -> list[CachePart]:
     """The parts of a cache.
 
     Parameters
@@ -301,7 +313,7 @@ def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers
     gpu, cpu, disk = counts
     if not device.separate:
         gpu, cpu = gpu + cpu, 0
-    parts: list[Part] = []
+    parts: list[CachePart] = []
     if gpu:
         parts.append(ResidentPart(records, 0, gpu, grid=grid, device=device))
     if cpu and on_host:

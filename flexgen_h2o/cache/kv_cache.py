@@ -17,22 +17,22 @@ from functools import partial
 
 import torch
 
-from flexgen_h2o.cache.appending import Standing, append
-from flexgen_h2o.cache.attending import Attending, HostAttention
+from flexgen_h2o.cache.appending import CacheState, append
+from flexgen_h2o.cache.attending import HostAttentionQueue, PendingAttention
 from flexgen_h2o.cache.fetched import make_parts
-from flexgen_h2o.cache.parts import Changed, Grid, Part, Records, picked
-from flexgen_h2o.cache.shape import CacheShape, CacheSize, fates
+from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, picked
+from flexgen_h2o.cache.shape import CacheShape, CacheSize, layer_cache_plans
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
-from flexgen_h2o.h2o.batch_layout import Seats, Span
-from flexgen_h2o.h2o.decode_metadata import turn_of
-from flexgen_h2o.h2o.eviction import Book, Cut, eviction_of, narrowed, new_book
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.decode_metadata import decode_metadata
+from flexgen_h2o.h2o.eviction import Cut, EvictionState, eviction_of, narrowed, new_state
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import apply_rope_, rotated
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
-from flexgen_h2o.storage.transfer import DOWN, UP, Transfers
+from flexgen_h2o.storage.transfer import D2H, H2D, Transfers
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [rows, rotary_dim / 2] each."""
@@ -66,9 +66,9 @@ class KVCache:
         self._device = transfers.device.torch
         self._rope = rope
         self._tables: Rope | None = None
-        self._seats: list[Seats] = []
+        self._batch_layouts: list[BatchLayout] = []
         counts = split(size.sequences, policy.cache)
-        self._host = HostAttention(counts[1], transfers)
+        self._host = HostAttentionQueue(counts[1], transfers)
 
         def make(name: str, records: Records, slots: tuple[int, ...], *, on_host: bool):
             return make_parts(
@@ -76,9 +76,10 @@ class KVCache:
                 file=lambda nbytes: run_folder().file(f"{name}.bin", nbytes))
 
         host = policy.cpu_cache_compute and transfers.device.separate
-        self.parts: list[Part] = make("cache", shape.records(), size.slots, on_host=host)
-        self._prompts: list[Part] = self.parts
-        """Where prompts are gathered that come in chunks. The full cache has room for them."""
+        self.parts: list[CachePart] = make("cache", shape.records(), size.slots, on_host=host)
+        self._prompts: list[CachePart] = self.parts
+        """Parts in which prompts are gathered that come in chunks. The full cache has room for
+        them."""
         if size.prompt and not self._evicts_within and (
                 self._h2o is not None or shape.bits != 16):
             self._prompts = make("prompts", shape.plain(), (size.prompt,) * shape.num_layers,
@@ -86,80 +87,86 @@ class KVCache:
 
     @property
     def attends_on_host(self) -> bool:
-        """Whether attention over a part runs on the host although compute is elsewhere."""
+        """True if attention over a part runs on the host although compute is elsewhere."""
         return any(part.on_host for part in self.parts)
 
-    def begin(self, batches: Sequence[Seats]) -> None:
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a new block: forget what is cached."""
         self._host.reset()
         layers = self.shape.num_layers
-        self._seats = list(batches)
-        self._fates = [fates(seats, self._h2o, layers) for seats in batches]
+        self._batch_layouts = list(batches)
+        self._plans = [layer_cache_plans(batch_layout, self._h2o, layers)
+                       for batch_layout in batches]
         for part in self.parts:
-            part.begin([(len(seats), [fate.slots for fate in each])
-                        for seats, each in zip(batches, self._fates, strict=True)])
+            part.begin([(len(batch_layout), [plan.slots for plan in each])
+                        for batch_layout, each in zip(batches, self._plans, strict=True)])
         if self._prompts is not self.parts:
             for part in self._prompts:
-                part.begin([(len(seats), [max(seats.lengths)] * layers) for seats in batches])
-        self._books: dict[tuple, Book] = {}
-        self._mass: dict[tuple, torch.Tensor] = {}
-        self._turns: dict[tuple, tuple[int, torch.Tensor]] = {}
+                part.begin([(len(batch_layout), [max(batch_layout.lengths)] * layers)
+                            for batch_layout in batches])
+        self._states: dict[tuple, EvictionState] = {}
+        self._scores: dict[tuple, torch.Tensor] = {}
+        self._shared_metadata: dict[tuple, tuple[int, torch.Tensor]] = {}
         self._changed: dict[tuple, Changed] = {}
-        # Books are small and last. Made in the middle of a prefill, each takes a piece of the hole
-        # that the last large tensor has left in the heap, and the next one no longer fits there.
-        for batch, each in enumerate(self._fates):
-            for layer, fate in enumerate(each):
-                for part in self._here(batch) if fate.evicts else ():
-                    self._book(layer, batch, part)
+        # Eviction states are small and last. Made in the middle of a prefill, each takes a part of
+        # the hole that the last large tensor has left in the heap, and the next one no longer fits
+        # there.
+        for batch, each in enumerate(self._plans):
+            for layer, plan in enumerate(each):
+                for part in self._here(batch) if plan.evicts else ():
+                    self._state(layer, batch, part)
 
-    def resume(self, batches: Sequence[Seats]) -> None:
+    def resume(self, batches: Sequence[BatchLayout]) -> None:
         """Go on with the sequences of `begin`, in a run that finds what the last one left.
 
         Sequences keep the slots that they were given: `begin` has to be told of the most.
         """
         self._host.reset()
-        self._seats = list(batches)
+        self._batch_layouts = list(batches)
         for part in self.parts:
             part.settle()
-        self._turns.clear()
+        self._shared_metadata.clear()
         self._changed.clear()
 
     def nbytes(self) -> int:
         """Bytes of all keys and values of the block at rest, once the prompts have been cut."""
         records = self.shape.records()
-        return sum(records.nbytes(len(seats), fate.slots)
-                   for seats, each in zip(self._seats, self._fates, strict=True) for fate in each)
+        return sum(records.nbytes(len(batch_layout), plan.slots)
+                   for batch_layout, each in zip(self._batch_layouts, self._plans, strict=True)
+                   for plan in each)
 
-    def _here(self, batch: int, parts: list[Part] | None = None) -> list[Part]:
-        return [part for part in parts or self.parts if part.first < len(self._seats[batch])]
+    def _here(self, batch: int, parts: list[CachePart] | None = None) -> list[CachePart]:
+        return [part
+                for part in parts or self.parts if part.first < len(self._batch_layouts[batch])]
 
-    def load(self, layer: int, batch: int, sweep: int) -> None:
+    def load(self, layer: int, batch: int, forward_pass: int) -> None:
         """Start bringing what compute of (layer, batch) needs; layer counts from 0."""
-        seats = self._seats[batch]
+        batch_layout = self._batch_layouts[batch]
         cached = None  # which slots count, eviction knows
-        if not self._fates[batch][layer].evicts:
-            cached = max(seats.lengths) + max(0, seats.token(sweep) - 1)
-        if not seats.in_prefill(sweep):
+        if not self._plans[batch][layer].evicts:
+            cached = max(batch_layout.lengths) + max(0, batch_layout.token(forward_pass) - 1)
+        if not batch_layout.in_prefill(forward_pass):
             for part in self._here(batch):
                 part.load(layer, batch, fetch=True, cached=cached,
                           keys_only=self.shape.attn_sparsity < 1)
             return
         apart = self._prompts is not self.parts
-        if seats.grows:
+        if batch_layout.grows:
             for part in self._here(batch, self._prompts):
-                part.load(layer, batch, fetch=seats.begun(sweep), cached=None if apart else cached)
-        if seats.token(sweep) == 0 and (apart or not seats.grows):
+                part.load(layer, batch, fetch=batch_layout.begun(forward_pass),
+                          cached=None if apart else cached)
+        if batch_layout.token(forward_pass) == 0 and (apart or not batch_layout.grows):
             for part in self._here(batch):
                 part.load(layer, batch, fetch=False, cached=cached)
 
-    def store(self, layer: int, batch: int, sweep: int) -> None:
+    def store(self, layer: int, batch: int, forward_pass: int) -> None:
         """Start writing back what compute of (layer, batch) changed."""
-        seats = self._seats[batch]
-        last = seats.token(sweep) >= 0
+        batch_layout = self._batch_layouts[batch]
+        last = batch_layout.token(forward_pass) >= 0
         for part in self._here(batch, self.parts if last else self._prompts):
             part.store(layer, batch, self._changed.pop((layer, batch, part.first), None))
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span],
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
                       rope: Rope | None) -> torch.Tensor:
         """Cache spans of prompts and attend within each prompt.
 
@@ -177,42 +184,43 @@ class KVCache:
         Tensor [rows, heads, head_dim]
         """
         rolling = rope is not None and self._rolls(layer, batch)
-        appends = self._seats[batch].grows and self._prompts is self.parts
+        appends = self._batch_layouts[batch].grows and self._prompts is self.parts
         cached = k.clone() if rolling and not appends else k
         if rope is not None and not (rolling and appends):
             for x in (q, k):
                 apply_rope_(x, *rope)
         lengths = [len(span) for span in spans]
-        if self._seats[batch].grows:
+        if self._batch_layouts[batch].grows:
             attend = self._append if appends else self._attend_span
             rows = zip(*(x.split(lengths) for x in (q, cached, v)), strict=True)
             outputs = [attend(layer, batch, span, *some)
                        for span, some in zip(spans, rows, strict=True)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        mass = None
+        scores = None
         if self._scored(layer, batch):
-            mass = torch.zeros((k.shape[1], len(k)), device=k.device)
-        out = ops.prefill_attention(q, k, v, lengths, mass=mass, decay=self._eviction.decay)
-        self._keep(layer, batch, spans, cached, v, mass)
+            scores = torch.zeros((k.shape[1], len(k)), device=k.device)
+        out = ops.prefill_attention(q, k, v, lengths, scores=scores, decay=self._eviction.decay)
+        self._keep(layer, batch, spans, cached, v, scores)
         return out
 
-    def _append(self, layer: int, batch: int, span: Span, q, k, v) -> torch.Tensor:
+    def _append(self, layer: int, batch: int, span: PromptChunk, q, k, v) -> torch.Tensor:
         """Put a chunk onto what is cached of its sequence, and evict what is over the budget."""
         part = next(p for p in self.parts if span.sequence < p.last)
-        seat = span.sequence - part.first
-        limit = budgets.budget(self._h2o, layer, self._seats[batch].lengths[span.sequence])
-        book = None
-        standing = Standing(cached=span.start, tokens=span.start)
-        if self._fates[batch][layer].evicts:
-            standing = Standing(min(span.start, limit.total), span.start, limit.heavy,
-                                limit.recent, scored=self._h2o.scored)
-            book = narrowed(self._book(layer, batch, part), slice(seat, seat + 1))
-            if book.ranks is not None:
-                book = replace(book, rope=self._table(standing.cached + len(span)))
-        return append(q, k, v, held=part.get(layer, batch)[:, seat], standing=standing, book=book,
+        row = span.sequence - part.first
+        limit = budgets.budget(self._h2o, layer, self._batch_layouts[batch].lengths[span.sequence])
+        state = None
+        cache_state = CacheState(cached=span.start, tokens=span.start)
+        if self._plans[batch][layer].evicts:
+            cache_state = CacheState(min(span.start, limit.total), span.start, limit.heavy,
+                                     limit.recent, scored=self._h2o.scored)
+            state = narrowed(self._state(layer, batch, part), slice(row, row + 1))
+            if state.ranks is not None:
+                state = replace(state, rope=self._table(cache_state.cached + len(span)))
+        return append(q, k, v, held=part.get(layer, batch)[:, row], cache_state=cache_state,
+                      state=state,
                       layout=self.shape.layout)
 
-    def _attend_span(self, layer: int, batch: int, span: Span, q, k, v) -> torch.Tensor:
+    def _attend_span(self, layer: int, batch: int, span: PromptChunk, q, k, v) -> torch.Tensor:
         """Attend from a chunk of a prompt over all that came before; cut the prompt at its end."""
         part = next(p for p in self._prompts if span.sequence < p.last)
         held = part.get(layer, batch)[:, span.sequence - part.first]
@@ -223,22 +231,22 @@ class KVCache:
         if self._rolls(layer, batch):
             keys = rotated(cached, *(table[: span.end, None] for table in self._table(span.end)))
         key = (layer, batch, span.sequence)
-        length = self._seats[batch].lengths[span.sequence]
-        mass = None
+        length = self._batch_layouts[batch].lengths[span.sequence]
+        scores = None
         if self._scored(layer, batch):
-            if key not in self._mass:
-                self._mass[key] = torch.zeros((held.shape[1], length), device=q.device)
-            mass = self._mass[key][:, : span.end]
+            if key not in self._scores:
+                self._scores[key] = torch.zeros((held.shape[1], length), device=q.device)
+            scores = self._scores[key][:, : span.end]
         out = ops.prefill_attention(q, keys, values, [len(span)], key_lengths=[span.end],
-                                    mass=mass, decay=self._eviction.decay)
+                                    scores=scores, decay=self._eviction.decay)
         if span.end == length:
-            self._keep(layer, batch, [span], cached, values, self._mass.pop(key, None))
+            self._keep(layer, batch, [span], cached, values, self._scores.pop(key, None))
         return out
 
-    def _keep(self, layer: int, batch: int, spans: Sequence[Span], k, v, mass) -> None:
+    def _keep(self, layer: int, batch: int, spans: Sequence[PromptChunk], k, v, scores) -> None:
         """Cut whole prompts to their budgets and put what stays into slots.
 
-        k, v [rows, kv_heads, head_dim]; mass [kv_heads, rows] or None. The spans are the prompts'
+        k, v [rows, kv_heads, head_dim]; scores [kv_heads, rows] or None. The spans are the prompts'
         last; their sequences are neighbours.
         """
         first = 0
@@ -249,15 +257,15 @@ class KVCache:
             cuts = [self._cut(layer, span.end) for span in mine]
             rows = slice(first, first + sum(cut.length for cut in cuts))
             first = rows.stop
-            seats = slice(mine[0].sequence - part.first, mine[-1].sequence + 1 - part.first)
-            held = part.get(layer, batch)[:, seats]
-            if self._fates[batch][layer].evicts:
-                book = narrowed(self._book(layer, batch, part), seats)
+            sequences = slice(mine[0].sequence - part.first, mine[-1].sequence + 1 - part.first)
+            held = part.get(layer, batch)[:, sequences]
+            if self._plans[batch][layer].evicts:
+                state = narrowed(self._state(layer, batch, part), sequences)
                 some = (x if x is None else x.to(held.device)
-                        for x in (k[rows], v[rows], None if mass is None else mass[:, rows]))
-                ops.select_heavy_hitters(*some, cuts=cuts, slots=held, book=book,
+                        for x in (k[rows], v[rows], None if scores is None else scores[:, rows]))
+                ops.select_heavy_hitters(*some, cuts=cuts, slots=held, state=state,
                                          layout=self.shape.layout)
-            elif self._seats[batch].chunk is None or self._prompts is not self.parts:
+            elif self._batch_layouts[batch].chunk is None or self._prompts is not self.parts:
                 # Else the prompt came in chunks and lies in its slots already.
                 self._fill(held, cuts, k[rows], v[rows])
 
@@ -292,17 +300,18 @@ class KVCache:
                 copy.copy_(original)
 
     def _of_sequence(self, layer: int, batch: int, sequence: int) -> list[torch.Tensor]:
-        """What is held of a prompt in a layer: its slots, and what eviction knows of them."""
+        """Everything held of a prompt in a layer: its slots, and what eviction knows of them."""
         part = next(p for p in self.parts if sequence < p.last)
-        seat = sequence - part.first
-        held = part.get(layer, batch)[:, seat]
-        if not self._fates[batch][layer].evicts:
-            return [held[:, :, : self._seats[batch].lengths[sequence]]]
-        book = self._book(layer, batch, part)
-        return [held, *(x[seat] for x in (book.mass, book.positions, book.ranks) if x is not None)]
+        row = sequence - part.first
+        held = part.get(layer, batch)[:, row]
+        if not self._plans[batch][layer].evicts:
+            return [held[:, :, : self._batch_layouts[batch].lengths[sequence]]]
+        state = self._state(layer, batch, part)
+        return [held,
+                *(x[row] for x in (state.scores, state.positions, state.ranks) if x is not None)]
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
-                     rope: Rope | None) -> Attending:
+                     rope: Rope | None) -> PendingAttention:
         """Start attending from one new token of each sequence over what is cached and itself.
 
         The new tokens are cached. Over host memory a job attends, over the rest the device. q is
@@ -312,22 +321,22 @@ class KVCache:
         if rope is not None and not self._rolls(layer, batch):
             for x in (q, k):
                 apply_rope_(x, *rope)
-        evicts = self._fates[batch][layer].evicts
-        attending = Attending()
+        evicts = self._plans[batch][layer].evicts
+        attending = PendingAttention()
         # The host's comes first: it need not wait for what the device is about to attend to.
         for part in sorted(self._here(batch), key=lambda part: not part.on_host):
             mine = part.sequences(batch)
             rows = [x[mine] for x in (q, k, v)]
             held = part.get(layer, batch)
-            turn, layout = self._turn(layer, batch, part, token), self.shape.layout
+            metadata, layout = self._metadata(layer, batch, part, token), self.shape.layout
             if self.shape.attn_sparsity < 1:
                 attend = partial(
-                    self._attend_sparsely, layer, batch, part, held=held, turn=turn,
-                    most=max(self._seats[batch].lengths[mine]) + token - 1)
+                    self._attend_sparsely, layer, batch, part, held=held, metadata=metadata,
+                    most=max(self._batch_layouts[batch].lengths[mine]) + token - 1)
             else:
                 attend = partial(
-                    ops.decode_attention, slots=held, turn=turn, layout=layout,
-                    book=self._book(layer, batch, part) if evicts else None)
+                    ops.decode_attention, slots=held, metadata=metadata, layout=layout,
+                    state=self._state(layer, batch, part) if evicts else None)
             if part.on_host:
                 out, handle = self._host.start(*rows, attend)
                 attending.handles.append(handle)
@@ -338,21 +347,22 @@ class KVCache:
             attending.outputs[part.first] = out
         return attending
 
-    def _attend_sparsely(self, layer: int, batch: int, part: Part, q, k, v, *, held, most: int,
-                         turn: torch.Tensor):
-        """As `ops.decode_attention` over all that is cached, but for values that weigh little.
+    def _attend_sparsely(self, layer: int, batch: int, part: CachePart, q, k, v, *, held, most: int,
+                         metadata: torch.Tensor):
+        """Decode attention over all cached keys that reads only the values with large weights.
 
         `most` are the tokens of the longest sequence.
         """
         layout = self.shape.layout
-        index, weights = ops.choose_values(q, k, keys=held[0, :, :, :most], turn=turn,
+        index, weights = ops.choose_values(q, k, keys=held[0, :, :, :most], metadata=metadata,
                                            sparsity=self.shape.attn_sparsity, layout=layout)
-        if part.lends_values:
-            index = self._carry(index, "cpu", DOWN)
-            values = self._carry(part.lend(layer, batch, index), self._device, UP)
+        if part.gathers_values:
+            index = self._carry(index, "cpu", D2H)
+            values = self._carry(part.gather(layer, batch, index), self._device, H2D)
         else:
             values = picked(held[1], index)
-        return ops.attend_chosen(k, v, slots=held, values=values, weights=weights, turn=turn,
+        return ops.attend_chosen(k, v, slots=held, values=values, weights=weights,
+                                 metadata=metadata,
                                  layout=layout)
 
     def _carry(self, x: torch.Tensor, place, link: str) -> torch.Tensor:
@@ -364,42 +374,43 @@ class KVCache:
         return there
 
     def _scored(self, layer: int, batch: int) -> bool:
-        return self._fates[batch][layer].evicts and self._h2o.scored
+        return self._plans[batch][layer].evicts and self._h2o.scored
 
     def _rolls(self, layer: int, batch: int) -> bool:
-        """Whether positions are ranks. As long as nothing is evicted, the two are the same."""
-        return self._fates[batch][layer].evicts and self._h2o.positions == "rolling"
+        """True if positions are ranks. As long as nothing is evicted, the two are the same."""
+        return self._plans[batch][layer].evicts and self._h2o.positions == "rolling"
 
     def _table(self, positions: int) -> Rope:
         """Rotations at the first `positions` positions, or more."""
         if self._tables is None or len(self._tables[0]) < positions:
-            most = max(fate.slots for each in self._fates for fate in each) + 1
+            most = max(plan.slots for each in self._plans for plan in each) + 1
             self._tables = self._rope(torch.arange(max(positions, most), device=self._device))
         return self._tables
 
-    def _book(self, layer: int, batch: int, part: Part) -> Book:
-        """What eviction knows of a part's sequences; `_keep` fills it in."""
+    def _state(self, layer: int, batch: int, part: CachePart) -> EvictionState:
+        """The eviction state of a part's sequences; `_keep` fills it in."""
         key = (layer, batch, part.first)
-        if key not in self._books:
+        if key not in self._states:
             mine, place = part.sequences(batch), self._place(part)
-            slots = self._fates[batch][layer].slots
+            slots = self._plans[batch][layer].slots
             rope = None
             if self._rolls(layer, batch):
                 rope = tuple(table.to(place) for table in self._table(slots + 1))
-            self._books[key] = new_book((mine.stop - mine.start, self.shape.kv_heads, slots),
-                                        self._eviction, rope=rope, device=place)
-        return self._books[key]
+            self._states[key] = new_state((mine.stop - mine.start, self.shape.kv_heads, slots),
+                                          self._eviction, rope=rope, device=place)
+        return self._states[key]
 
-    def _turn(self, layer: int, batch: int, part: Part, token: int) -> torch.Tensor:
+    def _metadata(self, layer: int, batch: int, part: CachePart, token: int) -> torch.Tensor:
         """The turn of a token, made once for all layers that share it."""
-        key = (batch, part.first, self._fates[batch][layer].like)
-        made, turn = self._turns.get(key, (0, None))
+        key = (batch, part.first, self._plans[batch][layer].like)
+        made, metadata = self._shared_metadata.get(key, (0, None))
         if made != token:
-            turn = turn_of(self._seats[batch], part.sequences(batch), self._h2o, layer=layer,
-                           token=token, device=self._place(part))
-            self._turns[key] = (token, turn)
-        return turn
+            metadata = decode_metadata(self._batch_layouts[batch], part.sequences(batch), self._h2o,
+                                       layer=layer,
+                                       token=token, device=self._place(part))
+            self._shared_metadata[key] = (token, metadata)
+        return metadata
 
-    def _place(self, part: Part) -> torch.device:
-        """Where attention over a part runs."""
+    def _place(self, part: CachePart) -> torch.device:
+        """The device on which attention over a part runs."""
         return torch.device("cpu") if part.on_host else self._device

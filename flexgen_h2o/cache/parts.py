@@ -18,7 +18,7 @@ from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 
 @dataclass(frozen=True)
 class Records:
-    """What a slot holds: for keys and for values, `width` elements of `dtype` per KV head."""
+    """The contents of a slot: for keys and for values, `width` elements of `dtype` per KV head."""
 
     kv_heads: int
     width: int
@@ -43,14 +43,15 @@ class Grid:
 
 @dataclass(frozen=True)
 class Changed:
-    """What a decode step wrote: [2, sequences, kv_heads, width] into slots [sequences, kv_heads]"""
+    """The changes of a decode step: [2, sequences, kv_heads, width] into slots [sequences,
+    kv_heads]"""
 
     fresh: torch.Tensor
     slots: torch.Tensor
 
     @classmethod
     def read(cls, held: torch.Tensor, slots: torch.Tensor) -> Changed:
-        """What is in some slots of `held` [2, sequences, kv_heads, slots, width]."""
+        """The contents of some slots of `held` [2, sequences, kv_heads, slots, width]."""
         place = slots[None, ..., None, None].expand(2, -1, -1, 1, held.shape[-1])
         return cls(held.gather(3, place).squeeze(3), slots)
 
@@ -75,17 +76,17 @@ def picked(values: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None =
     return found.view(*index.shape, width)
 
 
-class Part:
+class CachePart:
     """Sequences first:last of every batch, on one tier."""
 
     on_host = False
-    """Whether attention over this part runs on the host although compute is elsewhere."""
+    """True if attention over this part runs on the host although compute is elsewhere."""
 
     moves = False
-    """Whether what compute changes has to be written back."""
+    """True if what compute changes has to be written back."""
 
-    lends_values = False
-    """Whether keys can be fetched alone, and `lend` then gives single values."""
+    gathers_values = False
+    """True if keys can be fetched alone, and `gather` then gives single values."""
 
     def __init__(self, records: Records, first: int, last: int):
         self.records = records
@@ -103,7 +104,7 @@ class Part:
         """Wait for all that is under way and keep what is cached. Raises what went wrong in it."""
 
     def sequences(self, batch: int) -> slice:
-        """Which sequences of a batch live here."""
+        """The sequences of a batch that live here."""
         return slice(self.first, self.first + self._sequences[batch])
 
     def load(self, layer: int, batch: int, *, fetch: bool, keys_only: bool = False,
@@ -114,7 +115,7 @@ class Part:
         ----------
         fetch : bool
         keys_only : bool
-            Values are left where they are if the part lends them.
+            Values are left where they are if the part can gather them.
         cached : int or None
             Tokens of a cache that grows by one a step, in its first slots; None: all slots count.
         """
@@ -126,7 +127,7 @@ class Part:
         """
         raise NotImplementedError
 
-    def lend(self, layer: int, batch: int, index: torch.Tensor) -> torch.Tensor:
+    def gather(self, layer: int, batch: int, index: torch.Tensor) -> torch.Tensor:
         """The values in some slots, as `picked` has them, on the host until the buffer moves on."""
         raise NotImplementedError
 
@@ -134,7 +135,7 @@ class Part:
         """Start writing back what compute changed; None: everything."""
 
 
-class ResidentPart(Part):
+class ResidentPart(CachePart):
     """A part in the memory of what attends over it, used in place."""
 
     def __init__(self, records: Records, first: int, last: int, *, grid: Grid, device: Device,

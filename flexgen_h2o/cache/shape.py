@@ -1,4 +1,4 @@
-"""How large a cache is: the vector at rest, slots by layer, and what will become of sequences."""
+"""Sizes of a cache: bytes of a stored vector, slots by layer, and the plan of each layer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from flexgen_h2o.cache.parts import Records
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.h2o.batch_layout import Seats
+from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.budget import budget, slots
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What is the same for all sequences: the model's sizes, and how a vector lies at rest.
+    """Sizes that all sequences share: the model's, and those of a stored vector.
 
     `bits` 8 or 4 keeps groups of codes with their scales in place of `dtype`. `attn_sparsity` is
     the share of the cached values that a new token reads (`kernels.reference_sparse`).
@@ -59,21 +59,22 @@ class CacheSize:
     prompt: int = 0
 
     def covers(self, other: CacheSize) -> bool:
-        """Whether what fits into a cache of size `other` fits into one of this size."""
+        """True if what fits into a cache of size `other` fits into one of this size."""
         mine, its = ((size.sequences, size.batches, *size.slots, size.prompt)
                      for size in (self, other))
         return all(a >= b for a, b in zip(mine, its, strict=True))
 
 
-def slots_of(seats: Seats, h2o: H2OConfig | None, num_layers: int) -> tuple[int, ...]:
+def slots_of(batch_layout: BatchLayout, h2o: H2OConfig | None, num_layers: int) -> tuple[int, ...]:
     """Slots of each layer that hold every sequence of a batch."""
-    return tuple(max(slots(h2o, layer, length, seats.new) for length in set(seats.lengths))
+    return tuple(max(slots(h2o, layer, length, batch_layout.new)
+                     for length in set(batch_layout.lengths))
                  for layer in range(num_layers))
 
 
 @dataclass(frozen=True)
-class Fate:
-    """What will become of a batch's sequences in one layer.
+class LayerCachePlan:
+    """The plan of one layer's cache for a batch.
 
     Attributes
     ----------
@@ -90,13 +91,14 @@ class Fate:
     like: int
 
 
-def fates(seats: Seats, h2o: H2OConfig | None, num_layers: int) -> list[Fate]:
+def layer_cache_plans(batch_layout: BatchLayout, h2o: H2OConfig | None,
+                      num_layers: int) -> list[LayerCachePlan]:
     """One for each layer."""
     found, seen = [], {}
-    new = seats.new if h2o is None or h2o.evict_generated else 0
-    for layer, most in enumerate(slots_of(seats, h2o, num_layers)):
+    new = batch_layout.new if h2o is None or h2o.evict_generated else 0
+    for layer, most in enumerate(slots_of(batch_layout, h2o, num_layers)):
         evicts = any(slots(h2o, layer, length, new) < length + new
-                     for length in set(seats.lengths))
-        key = tuple(budget(h2o, layer, length) for length in seats.lengths)
-        found.append(Fate(most, evicts, seen.setdefault(key, layer)))
+                     for length in set(batch_layout.lengths))
+        key = tuple(budget(h2o, layer, length) for length in batch_layout.lengths)
+        found.append(LayerCachePlan(most, evicts, seen.setdefault(key, layer)))
     return found

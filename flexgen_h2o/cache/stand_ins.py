@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from flexgen_h2o.cache.attending import Attending
+from flexgen_h2o.cache.attending import PendingAttention
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.h2o.batch_layout import Seats, Span
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.simulation import SimulatedCache
 from flexgen_h2o.kernels.rotary import apply_rope_
 
@@ -25,19 +25,20 @@ class SimulatedBlockCache:
         self.repeat = self._cache.repeat
         self.nbytes = self._cache.nbytes
 
-    def load(self, layer: int, batch: int, sweep: int) -> None:
+    def load(self, layer: int, batch: int, forward_pass: int) -> None:
         """Nothing is anywhere else."""
 
     store = load
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span],
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
                       rope) -> Tensor:
         """As `KVCache.attend_prompt`; rotations are the simulation's own."""
         return self._cache.attend_prompt(layer, batch, q, k, v, spans=spans)
 
-    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
-        """As `KVCache.attend_token`, done at once."""
-        return Attending({0: self._cache.attend_token(layer, batch, q, k, v)})
+    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
+                     rope) -> PendingAttention:
+        """Attend from a new token of each sequence; see `KVCache.attend_token`."""
+        return PendingAttention({0: self._cache.attend_token(layer, batch, q, k, v)})
 
 
 class ProbedCache:
@@ -59,11 +60,11 @@ class ProbedCache:
         self._attend = attend
         self._numbers = iter(numbers)
 
-    def begin(self, batches: Sequence[Seats]) -> None:
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a new block, of the next sequence."""
         self._number = next(self._numbers)
 
-    def load(self, layer: int, batch: int, sweep: int) -> None:
+    def load(self, layer: int, batch: int, forward_pass: int) -> None:
         """Nothing is anywhere."""
 
     store = load
@@ -72,8 +73,8 @@ class ProbedCache:
         """Bytes of what is cached: none."""
         return 0
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span], rope):
-        """As `KVCache.attend_prompt`, of one whole prompt."""
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope):
+        """Attend within one whole prompt; see `KVCache.attend_prompt`."""
         if rope is not None:
             for x in (q, k):
                 apply_rope_(x, *rope)

@@ -82,7 +82,7 @@ class CacheFlags:
             raise UserError(f"{flag('num_heavy_hitter_tokens')} has no effect with "
                             f"{flag('eviction')} {self.eviction}: leave it out")
         if self.evict_while_prefilling and self.prefill_chunk is None:
-            raise UserError(f"{flag('evict_while_prefilling')} evicts after each piece of a "
+            raise UserError(f"{flag('evict_while_prefilling')} evicts after each chunk of a "
                             "prompt: say how many tokens one has, such as "
                             f"{flag('prefill_chunk')} 256")
         scored = self.eviction == "h2o" and self.num_heavy_hitter_tokens != 0
@@ -107,7 +107,7 @@ class CacheFlags:
                 raise UserError(f"{what} has no effect on the full cache: {hint}")
 
     def h2o(self) -> H2OConfig | None:
-        """What stays cached; None for everything, with nothing else asked for."""
+        """The H2O configuration; None for the full cache."""
         given = self._sized_by()
         if not given:
             return H2OConfig(drop_positions=True) if self.hh_long_seq else None

@@ -99,7 +99,7 @@ class RunFlags:
     )
     prefill_chunk: int | None = _flag(
         "batch and lengths", "int", None, low=1, shown="the whole prompt",
-        help="read prompts in pieces of this many tokens, which takes less memory",
+        help="read prompts in chunks of this many tokens, which takes less memory",
     )
     percent: tuple[float, ...] | str = _flag(
         "policy", "percent", (100, 0, 100, 0, 100, 0), metavar="P",

@@ -31,7 +31,7 @@ def synthetic_prompts(config: RunConfig, vocab_size: int) -> list[list[int]]:
 
 
 def workload(config: RunConfig, texts: Sequence[str]) -> Workload:
-    """What the memory plan needs to know before there is a tokenizer.
+    """The workload, for a memory plan before there is a tokenizer.
 
     A token has about four bytes of text; three leave some room. `LLM` plans again when it knows.
     """

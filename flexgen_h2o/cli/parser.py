@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-        """As argparse's, but of an unknown flag it tells the nearest one."""
+        """Parse as argparse does, and name the nearest flag for an unknown one."""
         found, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
             if word.startswith("-"):

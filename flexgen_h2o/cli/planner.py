@@ -27,18 +27,19 @@ from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.hardware_file import BITS, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.rows import PlannedRun
-from flexgen_h2o.planning.search import Choice, Request, judge, search
+from flexgen_h2o.planning.search import Choice, PlanRequest, judge, search
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
 
 HEADROOM = 0.97
-"""Of what is free, what a plan for this machine takes: a little comes and goes until the run."""
+"""The share of free memory that a plan for this machine takes: a little comes and goes until the
+run."""
 LIBRARIES = 256 << 20
 """Bytes of host memory that it leaves at least, for what PyTorch and oneDNN take to compute."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is planned for: a machine, what may be taken of it, and a model as it will be loaded.
+class PlanSubject:
+    """The subject of a plan: a machine, what may be taken of it, and a model as it will be loaded.
 
     `itemsize` is bytes of an element; `weights` gives how weights of so many bits are held.
     """
@@ -52,7 +53,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Plan:
-    """What came of planning.
+    """The result of planning.
 
     Attributes
     ----------
@@ -101,7 +102,7 @@ def plan(config: RunConfig, load: Workload, prompts: int | None) -> Plan:
                 plan_text(subject.hardware, choices, subject.limits))
 
 
-def _here(config: RunConfig) -> Subject:
+def _here(config: RunConfig) -> PlanSubject:
     """This machine, with what is free on it, and the model as a run would find it."""
     from flexgen_h2o.engine.loader import find
     from flexgen_h2o.engine.progress import byte_bar
@@ -127,10 +128,11 @@ def _here(config: RunConfig) -> Subject:
     def weights(bits: int) -> WeightOptions:
         return WeightOptions(bits, replace(source, bits=bits).form.group)
 
-    return Subject(hardware, _within(limits, config), source.config, source.dtype.itemsize, weights)
+    return PlanSubject(hardware, _within(limits, config), source.config, source.dtype.itemsize,
+                       weights)
 
 
-def _elsewhere(config: RunConfig, path: str) -> Subject:
+def _elsewhere(config: RunConfig, path: str) -> PlanSubject:
     """The machine in a file, all of its memory, and a model whose shape is known here."""
     hardware = load_hardware(path)
     if config.device_memory_limit is not None and not hardware.has_gpu:
@@ -143,8 +145,9 @@ def _elsewhere(config: RunConfig, path: str) -> Subject:
     if model is None:
         raise UserError(f"--hardware plans for folders and published shapes: {name!r} is neither")
     _check(config, model)
-    return Subject(hardware, _within(limits, config), model, 4 if config.dtype == "float32" else 2,
-                   WeightOptions)
+    return PlanSubject(hardware, _within(limits, config), model,
+                       4 if config.dtype == "float32" else 2,
+                       WeightOptions)
 
 
 def _check(config: RunConfig, model: ModelConfig) -> None:
@@ -166,15 +169,16 @@ def _written_bits(config: RunConfig) -> frozenset[int]:
     return frozenset(BITS[1:] if config.no_weight_cache else ())
 
 
-def _request(config: RunConfig, subject: Subject, load: Workload, prompts: int | None) -> Request:
-    """What is asked of the search."""
+def _request(config: RunConfig, subject: PlanSubject, load: Workload,
+             prompts: int | None) -> PlanRequest:
+    """The request to the search."""
     def bits(kind: str) -> tuple[int, ...]:
         given = getattr(config, f"{kind}_bits") or getattr(config, f"compress_{kind}")
         if config.allow_compression and not given:
             return BITS
         return (getattr(config, f"resolved_{kind}_bits"),)
 
-    return Request(
+    return PlanRequest(
         model=subject.model, prompt_len=load.prompt_len, gen_len=load.gen_len,
         itemsize=subject.itemsize, prompts=prompts, policy=config.policy(),
         gpu_batch_size=config.gpu_batch_size, num_gpu_batches=config.num_gpu_batches,
@@ -184,7 +188,8 @@ def _request(config: RunConfig, subject: Subject, load: Workload, prompts: int |
         written_bits=_written_bits(config), goal=config.goal)
 
 
-def _predicted(config: RunConfig, subject: Subject, load: Workload, prompts: int | None) -> Choice:
+def _predicted(config: RunConfig, subject: PlanSubject, load: Workload,
+               prompts: int | None) -> Choice:
     """The policy as it is given, if it fits."""
     bits = config.resolved_weight_bits
     run = PlannedRun(subject.model, config.policy(), load, subject.itemsize,

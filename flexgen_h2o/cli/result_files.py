@@ -40,13 +40,13 @@ def result_files(config: RunConfig) -> dict[str, str]:
 
 
 def _weight_suffix(config: RunConfig) -> str:
-    """How weights are quantized, for a file name: ``-w4``; empty if they are not."""
+    """The weights' quantization as part of a file name: ``-w4``; empty if they are not."""
     bits = config.resolved_weight_bits
     return "" if bits == 16 else f"-w{bits}"
 
 
 def _cache_suffix(config: RunConfig) -> str:
-    """What is special about the cache, for a file name: ``-h2o-hh0.1-kv4``; empty if nothing is."""
+    """The cache's settings as part of a file name: ``-h2o-hh0.1-kv4``; empty if nothing is."""
     parts: list[str] = []
     h2o = config.h2o()
     if h2o is not None and not h2o.is_full:

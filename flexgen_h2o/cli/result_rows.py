@@ -70,7 +70,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
 
 
 def about_run(stats: RunStats, config: RunConfig) -> dict[str, object]:
-    """What a trace says of its run: as `csv_row`, the processor and threads, and how many decode
+    """Notes of a trace about its run: as `csv_row`, the processor and threads, and how many decode
     steps were measured.
     """
     import torch  # a run has loaded it by now
@@ -82,7 +82,7 @@ def about_run(stats: RunStats, config: RunConfig) -> dict[str, object]:
 
 
 def _resolved(config: RunConfig) -> dict[str, object]:
-    """What the flags of weights and cache come to where that is not what was typed."""
+    """Resolved values of the flags of weights and cache, where they differ from what was typed."""
     h2o = config.h2o()
     full = h2o is None or h2o.is_full
     return {

@@ -60,7 +60,7 @@ class RunConfig(RunFlags):
 
     @staticmethod
     def called(name: str) -> str:
-        """What errors call a flag; a front end whose users type other names overrides it."""
+        """The name of a flag in errors; a front end whose users type other names overrides it."""
         return flag_name(name)
 
     def _check_lengths(self) -> None:
@@ -107,7 +107,7 @@ class RunConfig(RunFlags):
 
     @property
     def synthetic(self) -> bool:
-        """Whether prompts are random token ids, as no text is given."""
+        """True if prompts are random token ids, as no text is given."""
         return not self.prompt and self.prompts is None
 
     @property
@@ -149,11 +149,12 @@ class RunConfig(RunFlags):
             **dict(zip(PLACED, parse_percent(percent), strict=True)))
 
     def h2o(self) -> H2OConfig | None:
-        """What stays cached; None for everything, with nothing else asked for."""
+        """The H2O configuration; None for the full cache."""
         return self._make(CacheFlags, called=self.called).h2o()
 
     def sampling(self) -> SamplingParams:
-        """How tokens are chosen. Synthetic prompts never stop at EOS, as in FlexGen's benchmark."""
+        """The sampling parameters. Synthetic prompts never stop at EOS, as in FlexGen's
+        benchmark."""
         return self._make(SamplingParams, max_new_tokens=self.gen_len,
                           eos_token_id=-1 if self.ignore_eos or self.synthetic else None)
 

@@ -1,4 +1,4 @@
-"""What a run is told: frozen dataclasses that check every value. Torch-free.
+"""The configuration of a run: frozen dataclasses that check every value. Torch-free.
 
 A bad value raises `UserError` in one line when the object is made.
 """

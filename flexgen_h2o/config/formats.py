@@ -1,4 +1,4 @@
-"""How quantized vectors lie at rest: one record each, codes and scales together. No torch."""
+"""Storage formats of quantized vectors: one record each, codes and scales together. No torch."""
 
 from __future__ import annotations
 
@@ -81,16 +81,17 @@ class GroupLayout:
         return self.code_bytes + 4 * self.groups
 
 
-TILE = 16
+MATRIX_TILE = 16
 """Outputs of a quantized matrix that lie together: the lanes of a vector."""
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """How a quantized matrix [outputs, inputs] lies at rest: block by block, as products read it.
+    """The storage layout of a quantized matrix [outputs, inputs]: block by block, as products read
+    it.
 
-    A block holds `TILE` outputs by one group of inputs, and blocks lie by tile, then by group. Both
-    the outputs and the last group are filled up. Of a block, byte by byte:
+    A block holds `MATRIX_TILE` outputs by one group of inputs, and blocks lie by tile, then by
+    group. Both the outputs and the last group are filled up. Of a block, byte by byte:
 
     =======================  ====================================================================
     ``32``                   float16 scales, one for each output
@@ -137,7 +138,7 @@ class MatrixLayout:
     @property
     def tiles(self) -> int:
         """Tiles of outputs, the last one filled up."""
-        return -(-self.outputs // TILE)
+        return -(-self.outputs // MATRIX_TILE)
 
     @property
     def groups(self) -> int:
@@ -152,11 +153,11 @@ class MatrixLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return 4 * TILE + 4 * TILE * self.words
+        return 4 * MATRIX_TILE + 4 * MATRIX_TILE * self.words
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a tile: `TILE` whole rows."""
+        """Bytes of a tile: `MATRIX_TILE` whole rows."""
         return self.groups * self.block_bytes
 
     @property
@@ -167,7 +168,7 @@ class MatrixLayout:
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """How matrices lie at rest: in 16 (the run's dtype), 8 or 4 bits, the latter two in groups.
+    """Storage options of weights: in 16 (the run's dtype), 8 or 4 bits, the latter two in groups.
 
     Vectors (norms and biases) stay in the run's dtype.
     """
@@ -184,7 +185,8 @@ class WeightOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What stays cached (`h2o` None: all) and in how many bits: 16 (the run's dtype), 8 or 4.
+    """Storage options of the cache: `h2o` (None: the full cache) and bits: 16 (the run's dtype), 8
+    or 4.
 
     `attn_sparsity` is the share of the values that a new token reads. Raises `UserError` for values
     out of range, and for what cannot go together.
@@ -206,15 +208,15 @@ class CacheOptions:
 
     @property
     def evicts(self) -> bool:
-        """Whether any token ever goes, if only behind the mask of a simulation."""
+        """True if any token ever goes, if only behind the mask of a simulation."""
         return self.h2o is not None and not self.h2o.is_full
 
     @property
     def simulated(self) -> bool:
-        """Whether eviction masks a full cache."""
+        """True if eviction masks a full cache."""
         return self.evicts and self.h2o.simulate
 
     @property
     def plain(self) -> bool:
-        """Whether it holds every token just as attention computed it."""
+        """True if it holds every token just as attention computed it."""
         return not self.evicts and self.bits == 16

@@ -1,4 +1,4 @@
-"""How much of the KV cache stays, and by which score."""
+"""The configuration of H2O: sizes of the KV cache, and the score that decides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POSITIONS = ("original", "rolling")
 
 @dataclass(frozen=True)
 class H2OConfig:
-    """How much of the KV cache the heavy-hitter oracle keeps (arXiv 2306.14048).
+    """Sizes of the KV cache under the heavy-hitter oracle (arXiv 2306.14048).
 
     With no size given the cache is full; with only a recent one it is a window. A layer whose
     heavy ratio is 1, and the recent one too or left out, is full as well.
@@ -135,18 +135,18 @@ class H2OConfig:
         return heavy, heavy if recent is None and self.recent_tokens is None else recent
 
     def is_full_at(self, layer: int) -> bool:
-        """Whether nothing is ever evicted in one decoder layer."""
+        """True if nothing is ever evicted in one decoder layer."""
         return not self._sized or self.ratios(layer) == (1, 1)
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is ever evicted in any layer: no size is given, or only ratios of 1."""
+        """True if nothing is ever evicted in any layer: no size is given, or only ratios of 1."""
         layers = min(map(len, self._per_layer().values()), default=1)
         return all(self.is_full_at(layer) for layer in range(layers))
 
     @property
     def scored(self) -> bool:
-        """Whether some layer has heavy hitters to choose, and so needs scores."""
+        """True if some layer has heavy hitters to choose, and so needs scores."""
         return not self.is_full and (self.heavy_ratio is not None or bool(self.heavy_tokens))
 
 

@@ -17,7 +17,7 @@ _PERCENT_SLACK = 1e-6
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one kind of data lives: percentages of the three tiers, which sum to 100.
+    """The placement of one kind of data: percentages of the three tiers, which sum to 100.
 
     Raises `UserError` for a share that is negative or not a number, or another sum.
     """

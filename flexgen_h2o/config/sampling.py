@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""Sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexgen_h2o.errors import UserError, check_text
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen: names and meaning of transformers' ``generate``.
+    """Sampling parameters: names and meaning of transformers' ``generate``.
 
     Lengths are tokens. `top_k` 0 is off. `eos_token_id` is None (the model's own), -1 (never stop
     early), or one or more token ids. `stop_strings` is a text or several that end a generation once

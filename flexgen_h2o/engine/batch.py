@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from flexgen_h2o.h2o.batch_layout import Seats, Span, prefill_sweeps
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk, prefill_passes
 
 
 @dataclass
@@ -32,16 +32,17 @@ class Request:
 class Batch:
     """The sequences computed together; `index` is the batch's place in its block.
 
-    `seats` says how their prompts are cut into sweeps and how many tokens may follow. With
+    `batch_layout` says how their prompts are cut into forward passes and how many tokens may
+    follow. With
     `shares`, a prompt that several sequences have goes through the network once, for the first
     of them, and is cached for each.
     """
 
-    def __init__(self, index: int, requests: Sequence[Request], seats: Seats, *,
+    def __init__(self, index: int, requests: Sequence[Request], batch_layout: BatchLayout, *,
                  shares: bool = False):
         self.index = index
         self.requests = list(requests)
-        self.seats = seats
+        self.batch_layout = batch_layout
         self.alike: dict[int, list[int]] = {}  # of each prompt: its first sequence to all of them
         first: dict[object, int] = {}
         for place, request in enumerate(requests):
@@ -53,62 +54,63 @@ class Batch:
 
     @property
     def finished(self) -> bool:
-        """Whether every sequence of the batch has ended."""
+        """True if every sequence of the batch has ended."""
         return all(request.finish_reason for request in self.requests)
 
-    def rows(self, sweep: int) -> int:
-        """Rows of hidden states in a sweep."""
-        if not self.seats.in_prefill(sweep):
+    def rows(self, forward_pass: int) -> int:
+        """Rows of hidden states in a forward pass."""
+        if not self.batch_layout.in_prefill(forward_pass):
             return len(self)
-        return sum(map(len, self.spans(sweep)))
+        return sum(map(len, self.spans(forward_pass)))
 
     @property
     def shares(self) -> bool:
-        """Whether some prompt stands for several sequences."""
+        """True if some prompt stands for several sequences."""
         return len(self.alike) < len(self)
 
-    def spans(self, sweep: int) -> Iterator[Span]:
-        """What of the prompts goes through the network in a sweep of the prefill, in its order."""
-        return (span for span in self.seats.spans(sweep) if span.sequence in self.alike)
+    def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
+        """The tokens of the prompts in a forward pass of the prefill, in its order."""
+        return (span
+                for span in self.batch_layout.spans(forward_pass) if span.sequence in self.alike)
 
-    def inputs(self, sweep: int) -> tuple[list[int], list[int]]:
+    def inputs(self, forward_pass: int) -> tuple[list[int], list[int]]:
         """Token ids and positions of the rows: of the prompts, or each sequence's newest token."""
-        if not self.seats.in_prefill(sweep):
-            token = self.seats.token(sweep)
-            # A sequence that has ended repeats its last token; nobody looks at what comes of it.
+        if not self.batch_layout.in_prefill(forward_pass):
+            token = self.batch_layout.token(forward_pass)
+            # A sequence that has ended repeats its last token; what comes of it is not used.
             ids = [request.generated[-1] for request in self.requests]
-            return ids, [length + token - 1 for length in self.seats.lengths]
+            return ids, [length + token - 1 for length in self.batch_layout.lengths]
         ids, positions = [], []
-        for span in self.spans(sweep):
-            prompt, past = self.requests[span.sequence].prompt, self.seats.past
+        for span in self.spans(forward_pass):
+            prompt, past = self.requests[span.sequence].prompt, self.batch_layout.past
             ids += prompt[span.start - past : span.end - past]
             positions += range(span.start, span.end)
         return ids, positions
 
-    def chunks(self, sweep: int, most_rows: int) -> Iterator[Chunk]:
+    def chunks(self, forward_pass: int, most_rows: int) -> Iterator[RowChunk]:
         """Cut the rows of a prefill between sequences so that a chunk has at most `most_rows`.
 
         A span longer than that is a chunk of its own.
         """
-        spans: list[Span] = []
+        spans: list[PromptChunk] = []
         row = rows = 0
-        for span in self.spans(sweep):
+        for span in self.spans(forward_pass):
             if not len(span):
                 continue
             if spans and rows + len(span) > most_rows:
-                yield Chunk(tuple(spans), row, row + rows)
+                yield RowChunk(tuple(spans), row, row + rows)
                 spans, row, rows = [], row + rows, 0
             spans.append(span)
             rows += len(span)
         if spans:
-            yield Chunk(tuple(spans), row, row + rows)
+            yield RowChunk(tuple(spans), row, row + rows)
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """Spans of prompts that go through a layer together; their rows are row:end."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[PromptChunk, ...]
     row: int
     end: int
 
@@ -119,9 +121,10 @@ def next_turn(request: Request, new: int, *, past: int, chunk: int) -> Batch:
     The request's prompt comes next, in chunks of `chunk` tokens, and then up to `new` tokens.
     """
     tokens = len(request.prompt)
-    sweeps = prefill_sweeps(tokens, chunk)
-    return Batch(0, [request], Seats((past + tokens,), new, chunk if sweeps > 1 else None, sweeps,
-                                     past))
+    passes = prefill_passes(tokens, chunk)
+    return Batch(0, [request],
+                 BatchLayout((past + tokens,), new, chunk if passes > 1 else None, passes,
+                                           past))
 
 
 def make_blocks(requests: Sequence[Request], new: int, *, gpu_batch_size: int,
@@ -143,11 +146,11 @@ def make_blocks(requests: Sequence[Request], new: int, *, gpu_batch_size: int,
     blocks = []
     for start in range(0, len(groups), num_gpu_batches):
         block = groups[start : start + num_gpu_batches]
-        sweeps = prefill_sweeps(len(block[0][0].prompt), prefill_chunk)
-        seats = Seats((), new, prefill_chunk if sweeps > 1 else None, sweeps)
+        passes = prefill_passes(len(block[0][0].prompt), prefill_chunk)
+        batch_layout = BatchLayout((), new, prefill_chunk if passes > 1 else None, passes)
         blocks.append([
             Batch(index, group,
-                  replace(seats, lengths=tuple(len(request.prompt) for request in group)),
+                  replace(batch_layout, lengths=tuple(len(request.prompt) for request in group)),
                   shares=shares)
             for index, group in enumerate(block)])
     return blocks

@@ -24,7 +24,7 @@ class Calls:
 class _Called(Protocol):
     @property
     def calls(self) -> Calls:
-        """What its calls share with those on other objects of the same model."""
+        """The lock that calls on one model share."""
 
 
 _Self = TypeVar("_Self", bound=_Called)

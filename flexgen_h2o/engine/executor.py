@@ -10,13 +10,13 @@ from typing import Protocol
 
 import torch
 
-from flexgen_h2o.cache.attending import Attending
+from flexgen_h2o.cache.attending import PendingAttention
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.engine.batch import Batch
-from flexgen_h2o.engine.schedule import Kind, Step, num_stops, schedule
+from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
 from flexgen_h2o.engine.weights import WeightStore
-from flexgen_h2o.engine.workspace import Room
-from flexgen_h2o.h2o.batch_layout import Span
+from flexgen_h2o.engine.workspace import Workspace
+from flexgen_h2o.h2o.batch_layout import PromptChunk
 from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Halves, finish
 from flexgen_h2o.models.spec import ROW_BLOCK, ModelConfig
@@ -28,12 +28,12 @@ caches of a CPU and keep its GEMMs busy; more would only cost memory."""
 
 
 class Sink(Protocol):
-    """Where logits go."""
+    """Takes the logits of a forward pass."""
 
-    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
-        """Which rows of a batch's sweep get logits: int64 [rows], on the host."""
+    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
+        """The rows of a batch's forward pass that get logits: int64 [rows], on the host."""
 
-    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
+    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
         """Take logits [rows, vocab] of the chosen rows from number `row` on."""
 
 
@@ -58,7 +58,7 @@ class Executor:
     config : ModelConfig
     weights : WeightStore
         Loaded.
-    room : Room
+    workspace : Workspace
         Has room for every block that will be run.
     transfers : Transfers
     dtype : torch.dtype
@@ -67,29 +67,29 @@ class Executor:
         Its overlap and sep_layer count here; with the latter the weights are separated, too.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightStore, room: Room, *,
+    def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
                  transfers: Transfers, dtype: torch.dtype, policy: Policy):
         self._config = config
         self._family = family(config)
         self._weights = weights
-        self._cache = room.cache
-        self._hidden = room.hidden
-        self._scratch = room.scratch
+        self._cache = workspace.cache
+        self._hidden = workspace.hidden
+        self._scratch = workspace.scratch
         self._transfers = transfers
         self._device = transfers.device
         self._dtype = dtype
         self._overlap = policy.overlap
         self._sep_layer = policy.sep_layer
-        self._last = num_stops(config.num_layers, policy.sep_layer) - 1
+        self._last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
         self._chunk_rows = CHUNK_ROWS[self._device.torch.type]
         self._rope: dict[int, tuple | None] = {}
         self._batches: list[Batch] = []
-        self._started: dict[int, tuple[Halves, Attending]] = {}
+        self._started: dict[int, tuple[Halves, PendingAttention]] = {}
 
     @torch.inference_mode()
     def run(self, batches: Sequence[Batch], sink: Sink, *, keeps: bool = False,
-            on_compute: Callable[[Step], None] = lambda step: None) -> Timing:
-        """Run one block: its prompts and the new tokens that it has seats for, or until all end.
+            on_compute: Callable[[LayerStep], None] = lambda step: None) -> Timing:
+        """Run one block: its prompts and the new tokens that it has places for, or until all end.
 
         The last token that a sink appends is not computed, and so not cached.
 
@@ -110,14 +110,15 @@ class Executor:
         self._weights.reset()
         self._hidden.reset()
         begin = self._cache.resume if keeps else self._cache.begin
-        begin([batch.seats for batch in batches])
+        begin([batch.batch_layout for batch in batches])
         timing = Timing()
-        seats = batches[0].seats
+        batch_layout = batches[0].batch_layout
         began = timing.began = time.perf_counter()
         for step in schedule(
-                seats.prefill_sweeps + seats.new, self._config.num_layers, len(batches),
+                batch_layout.prefill_passes + batch_layout.new, self._config.num_layers,
+                len(batches),
                 overlap=self._overlap, sep_layer=self._sep_layer, keeps=keeps,
-                split_from=seats.prefill_sweeps if self._cache.attends_on_host else None):
+                split_from=batch_layout.prefill_passes if self._cache.attends_on_host else None):
             if step.batch is None or self._takes_part(step):
                 self._ACTIONS[step.kind](self, step)
             if step.kind is not Kind.COMPUTE:
@@ -126,18 +127,18 @@ class Executor:
                 continue
             on_compute(step)
             if (step.layer, step.batch) == (self._last, len(batches) - 1):
-                began = self._end_sweep(timing, seats.in_prefill(step.sweep), began)
+                began = self._end_pass(timing, batch_layout.in_prefill(step.forward_pass), began)
                 if all(batch.finished for batch in self._batches):
                     break
         return timing
 
-    def _takes_part(self, step: Step) -> bool:
-        """Whether a batch has not ended yet, and has begun (a short prompt has fewer chunks)."""
+    def _takes_part(self, step: LayerStep) -> bool:
+        """True if a batch has not ended yet, and has begun (a short prompt has fewer chunks)."""
         batch = self._batches[step.batch]
-        return not batch.finished and batch.rows(step.sweep) > 0
+        return not batch.finished and batch.rows(step.forward_pass) > 0
 
-    def _end_sweep(self, timing: Timing, prefill: bool, began: float) -> float:
-        """Note the time of a sweep. Its tokens are on the host: the device has done it."""
+    def _end_pass(self, timing: Timing, prefill: bool, began: float) -> float:
+        """Note the time of a forward pass. Its tokens are on the host: the device has done it."""
         now = time.perf_counter()
         if prefill:
             timing.prefill += now - began
@@ -146,12 +147,12 @@ class Executor:
         self._transfers.settle()
         return now
 
-    def _attend(self, step: Step) -> None:
+    def _attend(self, step: LayerStep) -> None:
         """Begin a decoder layer, whose attention may go on while other batches compute."""
         with self._span(step, "attention of "):
             self._started[step.batch] = self._start(step)
 
-    def _compute(self, step: Step) -> None:
+    def _compute(self, step: LayerStep) -> None:
         batch = self._batches[step.batch]
         with self._span(step):
             if step.layer == 0:
@@ -160,21 +161,21 @@ class Executor:
                 self._head(step, batch)
             elif self._sep_layer and step.layer % 2 == 0:
                 self._mlp(step, batch)
-            elif batch.seats.in_prefill(step.sweep):
+            elif batch.batch_layout.in_prefill(step.forward_pass):
                 self._prompt_layer(step, batch)
             else:
                 self._token_layer(step)
 
     @contextmanager
-    def _span(self, step: Step, what: str = "") -> Iterator[None]:
+    def _span(self, step: LayerStep, what: str = "") -> Iterator[None]:
         began = self._device.stamp()
         yield
         self._transfers.compute_span(f"{what}layer {step.layer} batch {step.batch}", began,
                                      self._device.stamp())
 
-    def _embed(self, step: Step, batch: Batch) -> None:
+    def _embed(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
-        ids, positions = (torch.tensor(values) for values in batch.inputs(step.sweep))
+        ids, positions = (torch.tensor(values) for values in batch.inputs(step.forward_pass))
         x = self._hidden.get(step.batch, len(ids), fresh=True)
         for rows in _row_chunks(len(ids), self._chunk_rows):
             x[rows] = self._family.embed(self._config, weights, self._weights.lookup,
@@ -182,23 +183,26 @@ class Executor:
         self._rope[step.batch] = self._family.rope(
             self._config, positions.to(self._device.torch), self._dtype)
 
-    def _prompt_layer(self, step: Step, batch: Batch) -> None:
-        x = self._hidden.get(step.batch, batch.rows(step.sweep))
+    def _prompt_layer(self, step: LayerStep, batch: Batch) -> None:
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
         rope = self._rope[step.batch]
-        for chunk in batch.chunks(step.sweep, self._chunk_rows):
+        for chunk in batch.chunks(step.forward_pass, self._chunk_rows):
             rows = slice(chunk.row, chunk.end)
             layer = self._layer(step, x[rows])
             attend = self._attend_once if batch.shares else self._attend_prompts
             finish(layer, attend(step, chunk.spans, next(layer), None if rope is None else tuple(
                 table[rows] for table in rope)))
 
-    def _attend_prompts(self, step: Step, spans: Sequence[Span], qkv, rope) -> torch.Tensor:
+    def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
+                        rope) -> torch.Tensor:
         """Attend within prompts, and cache them: q, k and v [rows, heads, head_dim]."""
         return self._cache.attend_prompt(self._cached(step), step.batch, *qkv, spans=spans,
                                          rope=rope)
 
-    def _attend_once(self, step: Step, spans: Sequence[Span], qkv, rope) -> torch.Tensor:
-        """As `_attend_prompts`; where a prompt ends, all sequences that have it get its cache."""
+    def _attend_once(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
+                     rope) -> torch.Tensor:
+        """Attend within prompts that several sequences share; where a prompt ends, all sequences
+        that have it get its cache."""
         outputs, first = [], 0
         batch = self._batches[step.batch]
         for span in spans:  # one at a time, as a cache takes neighbours, and these may be none
@@ -207,57 +211,59 @@ class Executor:
             outputs.append(self._attend_prompts(
                 step, [span], [x[rows] for x in qkv],
                 None if rope is None else [table[rows] for table in rope]))
-            if batch.seats.token(step.sweep) == 0:
+            if batch.batch_layout.token(step.forward_pass) == 0:
                 self._cache.repeat(self._cached(step), step.batch, *batch.alike[span.sequence])
         return torch.cat(outputs)
 
-    def _token_layer(self, step: Step) -> None:
+    def _token_layer(self, step: LayerStep) -> None:
         layer, attending = self._started.pop(step.batch, None) or self._start(step)
         finish(layer, attending.result(self._transfers))
 
-    def _start(self, step: Step) -> tuple[Halves, Attending]:
+    def _start(self, step: LayerStep) -> tuple[Halves, PendingAttention]:
         """The first half of a decoder layer over new tokens."""
         batch = self._batches[step.batch]
-        layer = self._layer(step, self._hidden.get(step.batch, batch.rows(step.sweep)))
+        layer = self._layer(step, self._hidden.get(step.batch, batch.rows(step.forward_pass)))
         attending = self._cache.attend_token(
-            self._cached(step), step.batch, *next(layer), token=batch.seats.token(step.sweep),
+            self._cached(step), step.batch, *next(layer),
+            token=batch.batch_layout.token(step.forward_pass),
             rope=self._rope[step.batch])
         return layer, attending
 
-    def _layer(self, step: Step, x: torch.Tensor) -> Halves:
-        """What a stop does around attention."""
+    def _layer(self, step: LayerStep, x: torch.Tensor) -> Halves:
+        """The computation of a layer step around attention."""
         function = self._family.attention if self._sep_layer else self._family.decoder_layer
         return function(self._config, self._weights.get(step.layer), x, self._scratch)
 
-    def _cached(self, step: Step) -> int:
-        """The decoder layer of a stop, from 0."""
+    def _cached(self, step: LayerStep) -> int:
+        """The decoder layer of a layer step, from 0."""
         return (step.layer - 1) // (2 if self._sep_layer else 1)
 
-    def _mlp(self, step: Step, batch: Batch) -> None:
-        x = self._hidden.get(step.batch, batch.rows(step.sweep))
+    def _mlp(self, step: LayerStep, batch: Batch) -> None:
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
         self._family.mlp(self._config, self._weights.get(step.layer), x, self._scratch)
 
-    def _head(self, step: Step, batch: Batch) -> None:
+    def _head(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
-        x = self._hidden.get(step.batch, batch.rows(step.sweep))
-        wanted = self._sink.rows(batch, step.sweep)
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        wanted = self._sink.rows(batch, step.forward_pass)
         if batch.shares or len(wanted) < len(x):
             x = x[wanted.to(self._device.torch)]
         for rows in _row_chunks(len(x), HEAD_ROWS):
             logits = self._family.head(self._config, weights, x[rows])
-            self._sink(batch, step.sweep, rows.start, logits)
+            self._sink(batch, step.forward_pass, rows.start, logits)
         self._hidden.drop(step.batch)
 
-    def _rows(self, step: Step) -> int:
-        return self._batches[step.batch].rows(step.sweep)
+    def _rows(self, step: LayerStep) -> int:
+        return self._batches[step.batch].rows(step.forward_pass)
 
     # Of the class and not of the object: an executor that pointed at itself would keep its cache
     # in memory until the garbage collector came by.
     _ACTIONS = {
         Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(step.layer),
         Kind.RELEASE_WEIGHTS: lambda self, step: self._weights.release(step.layer),
-        Kind.LOAD_CACHE: lambda self, s: self._cache.load(self._cached(s), s.batch, s.sweep),
-        Kind.STORE_CACHE: lambda self, s: self._cache.store(self._cached(s), s.batch, s.sweep),
+        Kind.LOAD_CACHE: lambda self, s: self._cache.load(self._cached(s), s.batch, s.forward_pass),
+        Kind.STORE_CACHE: lambda self, s: self._cache.store(
+            self._cached(s), s.batch, s.forward_pass),
         Kind.LOAD_HIDDEN: lambda self, step: self._hidden.load(step.batch, self._rows(step)),
         Kind.STORE_HIDDEN: lambda self, step: self._hidden.store(step.batch, self._rows(step)),
         Kind.ATTEND: _attend,

@@ -36,7 +36,7 @@ from flexgen_h2o.storage.tiers import Device
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
-Progress = Callable[[int, int], None]
+ByteProgress = Callable[[int, int], None]
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Source:
 
     @cached_property
     def form(self) -> WeightFormat:
-        """How the tensors are held: in groups as a GGUF's, where it has any of so many bits."""
+        """The tensors' storage options: in groups as a GGUF's, where it has any of so many bits."""
         if self._keeps_groups:
             return WeightFormat(self.dtype, self.bits, GgufBlocks.GROUP)
         return WeightFormat(self.dtype, self.bits)
@@ -70,7 +70,7 @@ class Source:
         return quantized and not KINDS[self.bits].isdisjoint(gguf_types(self.folder))
 
     def open(self, placement: Placement, *, seed: int, weight_cache: str | None,
-             progress: Progress) -> tuple[Checkpoint, dict[str, str]]:
+             progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
         """The checkpoint in `form`, and its own name for each tensor that the model needs.
 
         Weights on disk are read straight from the checkpoint's bytes at every step; when these are
@@ -113,7 +113,7 @@ class Source:
         return checkpoint, names
 
     def _quantized(self, checkpoint: Checkpoint, names: dict[str, str], weight_cache: str | None,
-                   progress: Progress) -> Checkpoint:
+                   progress: ByteProgress) -> Checkpoint:
         """The checkpoint in `form`, by canonical names: from the cache, or quantized when read."""
         quantizing = QuantizingCheckpoint(checkpoint, names, self.form,
                                           gguf=self.gguf if self._keeps_groups else None)
@@ -144,7 +144,7 @@ def _weight_cache(chosen: str) -> Keep:
 
 
 def find(model: str, *, path: str | None, dtype: str, bits: int, device: Device,
-         progress: Progress) -> Source:
+         progress: ByteProgress) -> Source:
     """Find a model by name, download or convert it if need be, and read its configuration.
 
     Parameters

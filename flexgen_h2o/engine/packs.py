@@ -1,4 +1,4 @@
-"""How the weights of a unit are packed: a buffer for each tier, and slots for what is fetched."""
+"""Packs of a unit's weights: a buffer for each tier, and slots for what is fetched."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Pack:
 
 @dataclass
 class Unit:
-    """One stop of the schedule: its tensors, and how those of each tier are packed."""
+    """One layer step of the schedule: its tensors, and how those of each tier are packed."""
 
     specs: dict[str, TensorSpec]
     packs: dict[str, Pack] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from flexgen_h2o.engine.batch import Batch
-from flexgen_h2o.engine.schedule import Step
+from flexgen_h2o.engine.schedule import LayerStep
 
 
 @contextmanager
@@ -24,21 +24,22 @@ def byte_bar(what: str, *, off: bool | None) -> Iterator[Callable[[int, int], No
 
 
 @contextmanager
-def run_bars(blocks: Sequence[Sequence[Batch]], stops: int, *, off: bool | None
-             ) -> Iterator[Callable[[Sequence[Batch], Step], None]]:
+def run_bars(blocks: Sequence[Sequence[Batch]], layer_steps: int, *, off: bool | None
+             ) -> Iterator[Callable[[Sequence[Batch], LayerStep], None]]:
     """Bars for prefill (layers) and decode (steps), as a callback (block, its finished compute).
 
-    `stops` are those of a sweep through the network (`schedule.num_stops`).
+    `layer_steps` are those of a forward pass through the network (`schedule.num_layer_steps`).
     """
-    computes = stops * sum(block[0].seats.prefill_sweeps * len(block) for block in blocks)
-    steps = sum(block[0].seats.new for block in blocks)
+    computes = layer_steps * sum(block[0].batch_layout.prefill_passes * len(block)
+                                 for block in blocks)
+    steps = sum(block[0].batch_layout.new for block in blocks)
     with tqdm(total=computes, desc="prefill", unit="layer", disable=off) as prefill, tqdm(
             total=steps, desc="decode", unit="step", disable=off) as decode:
 
-        def show(block: Sequence[Batch], step: Step) -> None:
-            if block[0].seats.in_prefill(step.sweep):
+        def show(block: Sequence[Batch], step: LayerStep) -> None:
+            if block[0].batch_layout.in_prefill(step.forward_pass):
                 prefill.update()
-            elif step.layer == stops - 1 and step.batch == 0:
+            elif step.layer == layer_steps - 1 and step.batch == 0:
                 decode.update()
 
         yield show

@@ -1,4 +1,4 @@
-"""A loaded model, ready to run blocks in rooms: what is loaded, run and measured."""
+"""A loaded model, ready to run blocks in workspaces: what is loaded, run and measured."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flexgen_h2o.engine.calls import Calls
 from flexgen_h2o.engine.executor import Executor, Sink, Timing
 from flexgen_h2o.engine.loader import Source
 from flexgen_h2o.engine.progress import byte_bar, run_bars
-from flexgen_h2o.engine.schedule import Step, num_stops
+from flexgen_h2o.engine.schedule import LayerStep, num_layer_steps
 from flexgen_h2o.engine.weights import WeightStore
-from flexgen_h2o.engine.workspace import Cache, Room, Size
+from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.kernels.spinning import Spinning
@@ -36,8 +36,8 @@ Block = Sequence[Batch]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Those of an `LLM`'s options that every run needs; see there for what they mean.
+class RunnerSettings:
+    """The options of an `LLM` that every run needs; `LLM` documents them.
 
     `no_bars` is tqdm's `disable`.
     """
@@ -52,7 +52,7 @@ class Settings:
     trace: Trace
 
 
-class Runtime:
+class Runner:
     """A model's weights over the tiers, and what runs blocks of batches through it.
 
     Parameters
@@ -60,10 +60,10 @@ class Runtime:
     source : Source
         The model; its weights are read by `load`.
     device : Device
-    settings : Settings
+    settings : RunnerSettings
     """
 
-    def __init__(self, source: Source, device: Device, settings: Settings):
+    def __init__(self, source: Source, device: Device, settings: RunnerSettings):
         self.source = source
         self.config = source.config
         self.settings = settings
@@ -73,9 +73,9 @@ class Runtime:
         self._spinning = Spinning()
         self._transfers: Transfers | None = None
         self.loaded_bytes = 0  # resident, of the process, when the weights had come
-        self.load_seconds = 0.0  # until everything was ready: whoever opened it knows
+        self.load_seconds = 0.0  # until everything was ready: set by its opener
 
-    def in_chunks(self, chunk: int) -> Runtime:
+    def in_chunks(self, chunk: int) -> Runner:
         """The same model and weights, for runs that read prompts in chunks and evict after each."""
         settings, cache = self.settings, self.settings.cache
         if cache.evicts:
@@ -83,12 +83,12 @@ class Runtime:
         policy = replace(settings.policy, prefill_chunk=chunk)
         return self._with(replace(settings, cache=cache, policy=policy))
 
-    def in_batches(self, size: int) -> Runtime:
+    def in_batches(self, size: int) -> Runner:
         """The same model and weights, for runs of `size` sequences together."""
         settings = self.settings
         return self._with(replace(settings, policy=replace(settings.policy, gpu_batch_size=size)))
 
-    def _with(self, settings: Settings) -> Runtime:
+    def _with(self, settings: RunnerSettings) -> Runner:
         other = copy.copy(self)
         other.settings = settings
         return other
@@ -127,30 +127,30 @@ class Runtime:
         """Sample memory into the trace, if there is one, during a ``with`` statement."""
         return sampled_memory(self.settings.trace, self._device.used_bytes)
 
-    def room(self, size: Size, cache: Cache | None = None) -> Room:
-        """A room for blocks up to `size`, with a cache as set or the given one."""
+    def workspace(self, size: WorkspaceSize, cache: BlockCache | None = None) -> Workspace:
+        """A workspace for blocks up to `size`, with a cache as set or the given one."""
         settings = self.settings
-        return Room(self.config, self._cache_shape(), size, policy=settings.policy,
-                    h2o=settings.cache.h2o, transfers=self._transfers,
-                    offload_dir=settings.offload_dir, cache=cache)
+        return Workspace(self.config, self._cache_shape(), size, policy=settings.policy,
+                         h2o=settings.cache.h2o, transfers=self._transfers,
+                         offload_dir=settings.offload_dir, cache=cache)
 
-    def run(self, room: Room | None, blocks: Sequence[Block], sink: Sink, *,
+    def run(self, workspace: Workspace | None, blocks: Sequence[Block], sink: Sink, *,
             keeps: bool = False) -> RunStats:
-        """Run blocks in a room (None: there are no blocks), and say how it went.
+        """Run blocks in a workspace (None: there are no blocks), and say how it went.
 
-        keeps: the one block goes on with what the room's cache holds, and leaves it there.
+        keeps: the one block goes on with what the workspace's cache holds, and leaves it there.
         """
         self._links.reset()
         self._device.begin_run()
         requests = [request for block in blocks for batch in block for request in batch.requests]
         stats = self._new_stats(requests)
         if blocks:
-            executor = Executor(self.config, self.weights, room, transfers=self._transfers,
+            executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
                                 dtype=self.source.dtype, policy=self.settings.policy)
             run = partial(executor.run, sink=sink, keeps=keeps)
             with (self.sampled_memory(), self._spinning.watched(),
                   dispatch.measured(self.settings.implementations)):
-                self._run_blocks(run, room, blocks, stats)
+                self._run_blocks(run, workspace, blocks, stats)
                 self._transfers.drain()
         self._transfers.settle()
         stats.generated_tokens = sum(len(request.generated) for request in requests)
@@ -159,20 +159,20 @@ class Runtime:
         stats.peak_process_bytes = peak_process_bytes()
         return stats
 
-    def _run_blocks(self, run: Callable[..., Timing], room: Room, blocks: Sequence[Block],
+    def _run_blocks(self, run: Callable[..., Timing], workspace: Workspace, blocks: Sequence[Block],
                     stats: RunStats) -> None:
         per_token = self.config.kv_bytes_per_token(self.source.dtype.itemsize)
-        stops = num_stops(self.config.num_layers, self.settings.policy.sep_layer)
-        with run_bars(blocks, stops, off=self.settings.no_bars) as progress:
-            def computed(block: Block, step: Step) -> None:
+        layer_steps = num_layer_steps(self.config.num_layers, self.settings.policy.sep_layer)
+        with run_bars(blocks, layer_steps, off=self.settings.no_bars) as progress:
+            def computed(block: Block, step: LayerStep) -> None:
                 progress(block, step)
                 self._spinning.look()
 
             for block in blocks:
                 timing = run(block, on_compute=partial(computed, block))
                 self._trace_phases(timing)
-                stats.kv_cache_bytes = max(stats.kv_cache_bytes, room.cache.nbytes())
-                full = sum(len(batch) * (max(batch.seats.lengths) + batch.seats.new)
+                stats.kv_cache_bytes = max(stats.kv_cache_bytes, workspace.cache.nbytes())
+                full = sum(len(batch) * (max(batch.batch_layout.lengths) + batch.batch_layout.new)
                            for batch in block)
                 stats.full_kv_cache_bytes = max(stats.full_kv_cache_bytes, per_token * full)
                 stats.prefill_seconds += timing.prefill

@@ -1,4 +1,4 @@
-"""Where logits go: the next token of each sequence, or the log-probability of a given one."""
+"""Sinks of logits: the next token of each sequence, or the log-probability of a given one."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Generation:
         self._eos = frozenset(eos_token_ids)
         self._max_new_tokens = max_new_tokens
 
-    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
+    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
         """Rows that get logits: the newest token of each sequence, once its prompt has ended."""
-        return newest_rows(batch, sweep)
+        return newest_rows(batch, forward_pass)
 
-    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
+    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
         requests = batch.requests[row : row + len(logits)]
-        chosen = self._sampler(logits, requests, batch.seats.token(sweep))
+        chosen = self._sampler(logits, requests, batch.batch_layout.token(forward_pass))
         for request, choice in zip(requests, chosen, strict=True):
             if request.finish_reason:
                 continue
@@ -94,14 +94,15 @@ class Scoring(_Continuations):
         return [Request(context.key, context.prompt + [*self._continuations[context.key][:-1]])
                 for context in contexts]
 
-    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
-        """Rows of a sweep that predict a continuation: int64 [rows]."""
-        return torch.tensor([row for row, _, _ in self._owners(batch, sweep)], dtype=torch.int64)
+    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
+        """Rows of a forward pass that predict a continuation: int64 [rows]."""
+        return torch.tensor([row for row, _, _ in self._owners(batch, forward_pass)],
+                            dtype=torch.int64)
 
-    def _owners(self, batch: Batch, sweep: int) -> list[tuple[int, int, int]]:
+    def _owners(self, batch: Batch, forward_pass: int) -> list[tuple[int, int, int]]:
         """(row, request key, token to predict) of the rows that predict."""
         owners, row = [], 0
-        for span in batch.seats.spans(sweep):
+        for span in batch.batch_layout.spans(forward_pass):
             request = batch.requests[span.sequence]
             tail = self._continuations[request.key]
             begin = len(request.prompt) - len(tail)
@@ -110,12 +111,12 @@ class Scoring(_Continuations):
             row += len(span)
         return owners
 
-    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
-        owners = self._owners(batch, sweep)[row : row + len(logits)]
+    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
+        owners = self._owners(batch, forward_pass)[row : row + len(logits)]
         found = _log_probs(logits, [target for _, _, target in owners])
         for (_, key, _), each in zip(owners, found, strict=True):
             self._note(key, *each)
-        if batch.seats.token(sweep) == 0:
+        if batch.batch_layout.token(forward_pass) == 0:
             for request in batch.requests:
                 request.finish_reason = "length"
 
@@ -126,13 +127,13 @@ class Forcing(_Continuations):
     What an evicting cache predicts depends on how tokens came: only the context is a prompt.
     """
 
-    def rows(self, batch: Batch, sweep: int) -> torch.Tensor:
+    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
         """Rows that get logits: as in generation."""
-        return newest_rows(batch, sweep)
+        return newest_rows(batch, forward_pass)
 
-    def __call__(self, batch: Batch, sweep: int, row: int, logits: torch.Tensor) -> None:
+    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
         requests = batch.requests[row : row + len(logits)]
-        # One that has ended goes on with its last token, whose probability nobody wants.
+        # One that has ended goes on with its last token, whose probability is not used.
         tails = [self._continuations[request.key] for request in requests]
         targets = [tail[min(len(request.generated), len(tail) - 1)]
                    for request, tail in zip(requests, tails, strict=True)]
@@ -146,21 +147,22 @@ class Forcing(_Continuations):
                 request.finish_reason = "length"
 
 
-def newest_rows(batch: Batch, sweep: int) -> torch.Tensor:
+def newest_rows(batch: Batch, forward_pass: int) -> torch.Tensor:
     """The row of each sequence's newest token, int64 [rows]; none while prompts have not ended."""
-    if batch.seats.token(sweep) < 0:
+    if batch.batch_layout.token(forward_pass) < 0:
         return torch.empty(0, dtype=torch.int64)
-    if not batch.seats.in_prefill(sweep):
+    if not batch.batch_layout.in_prefill(forward_pass):
         return torch.arange(len(batch))
     newest, row = {}, -1
-    for span in batch.spans(sweep):
+    for span in batch.spans(forward_pass):
         row += len(span)
         newest.update(dict.fromkeys(batch.alike[span.sequence], row))
     return torch.tensor([newest[sequence] for sequence in range(len(batch))])
 
 
 def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> list[tuple[float, bool]]:
-    """Of one token per row of logits [rows, vocab]: natural log-probability, and if it is the top.
+    """Probability of one token per row of logits [rows, vocab]: natural log-probability, and if it
+    is the top.
     """
     index = torch.tensor(targets, device=logits.device)
     values = logits.float().log_softmax(-1).gather(1, index[:, None])[:, 0]

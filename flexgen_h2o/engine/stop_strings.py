@@ -8,7 +8,7 @@ _SLACK = 4  # tokens: the tail may begin within a character, and lose a space in
 
 
 class StopStrings:
-    """Whether generated tokens hold one of some texts, special tokens counted as text.
+    """Tells if generated tokens hold one of some texts, special tokens counted as text.
 
     Asked after each new token, it decodes only a tail of them: every token is a byte of text at
     least, so that a text of n bytes that has just come lies within the last n tokens.
@@ -28,6 +28,6 @@ class StopStrings:
         self._tail = longest + _SLACK
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Whether one is there now that was not before the last of `tokens`."""
+        """True if one is there now that was not before the last of `tokens`."""
         text = self._decode(tokens[-self._tail :])
         return any(string in text for string in self._strings)

@@ -142,7 +142,7 @@ class Prompts:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def stops(self, strings: Sequence[str] | None) -> StopStrings | None:
-        """What finds these stop strings in generated tokens; None for none."""
+        """A finder of these stop strings in generated tokens; None for none."""
         if strings is None:
             return None
         if self.tokenizer is None:

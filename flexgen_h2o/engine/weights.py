@@ -1,7 +1,7 @@
 """A layer's weights, wherever they live, ready when the step needs them.
 
-Units are the stops of the schedule: 0 embeds, then come the decoder layers (or their halves), the
-last is the head. The weights of a unit on one tier are packed into one buffer and travel as one
+Units are the layer steps of the schedule: 0 embeds, then come the decoder layers (or their halves),
+the last is the head. The weights of a unit on one tier are packed into one buffer and travel as one
 copy and a few large reads. On disk they are the checkpoint's own bytes, or the weight cache's.
 """
 
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from flexgen_h2o.config.formats import TILE
+from flexgen_h2o.config.formats import MATRIX_TILE
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.packs import ALIGN, Pack, Slot, Unit, Weight
 from flexgen_h2o.errors import UserError
@@ -26,7 +26,7 @@ from flexgen_h2o.storage.disk import RunFolder, plan_reads
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import assign
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
-from flexgen_h2o.storage.transfer import KINDS, UP, Lane, Transfers
+from flexgen_h2o.storage.transfer import H2D, LANES_OF, Lane, Transfers
 
 
 class WeightStore:
@@ -134,7 +134,7 @@ class WeightStore:
             unit.host.append((pack, host))
 
     def _extent(self, spec: TensorSpec) -> Extent | None:
-        """Where a tensor's bytes lie exactly as compute wants them, or None."""
+        """The extent of a tensor's bytes if they lie as compute wants them, else None."""
         if spec.name in self._spill:
             return self._spill[spec.name]
         info = self._checkpoint.info(self._names[spec.name])
@@ -214,7 +214,7 @@ class WeightStore:
         staged = max(unit.packs["disk"].nbytes if "disk" in unit.packs else 0
                      for unit in self.units)
         if largest:
-            for _ in KINDS["weights"]:
+            for _ in LANES_OF["weights"]:
                 host = None
                 if self._device.separate and staged:
                     host = self._device.host_empty(staged)
@@ -238,7 +238,7 @@ class WeightStore:
     def _bring(self, lane: Lane, unit: Unit, slot: Slot) -> None:
         start = 0
         for pack, host in unit.host:
-            lane.copy(slot.device[start : start + pack.nbytes], host[: pack.nbytes], UP)
+            lane.copy(slot.device[start : start + pack.nbytes], host[: pack.nbytes], H2D)
             start += round_up(pack.nbytes, PAGE)
         pack = unit.packs.get("disk")
         if pack is None:
@@ -250,7 +250,7 @@ class WeightStore:
         if slot.sent is not None:
             slot.sent.synchronize()  # the last copy out of this host buffer
         lane.disk.read(pack.reads, slot.host)
-        lane.copy(slot.device[start:end], slot.host[: end - start], UP)
+        lane.copy(slot.device[start:end], slot.host[: end - start], H2D)
         slot.sent = lane.stream.mark()
 
     def get(self, index: int) -> dict[str, Weight]:
@@ -274,7 +274,7 @@ class WeightStore:
         """Forget what was fetched ahead and will not be used; call between runs."""
         for slot in self._slots:
             if slot.handle is not None:
-                with contextlib.suppress(Exception):  # nobody wants these weights any more
+                with contextlib.suppress(Exception):  # they are not used again
                     slot.handle.synchronize()
             slot.free, slot.unit, slot.handle = self._device.mark(), None, None
 
@@ -307,10 +307,11 @@ class WeightStore:
         return found.to(self._device.torch)
 
     def _strips(self, spec: TensorSpec, index: torch.Tensor) -> tuple[Weight, torch.Tensor]:
-        """What of a table on disk holds the rows `index`, and where they are in that."""
+        """The strips of a table on disk that hold the rows `index`, and the rows' places in
+        them."""
         rows, columns = spec.shape
         layout = self._form.layout(spec.shape)
-        height = 1 if layout is None else TILE  # rows that lie together
+        height = 1 if layout is None else MATRIX_TILE  # rows that lie together
         nbytes = self._bytes(spec) // rows if layout is None else layout.tile_bytes
         strips, inverse = (index // height).unique(return_inverse=True)
         whole = self._extent(spec)

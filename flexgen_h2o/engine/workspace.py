@@ -1,4 +1,4 @@
-"""The room that a run takes: KV cache, hidden states, scratch, and the run folder under them."""
+"""The workspace of a run: KV cache, hidden states, scratch, and the run folder under them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from flexgen_h2o.cache.attending import Attending
+from flexgen_h2o.cache.attending import PendingAttention
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, slots_of
 from flexgen_h2o.cache.stand_ins import SimulatedBlockCache
@@ -18,7 +18,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.hidden import HiddenStates
-from flexgen_h2o.h2o.batch_layout import Seats, Span
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.kernels.rotary import rotated_to
 from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Scratch
@@ -28,83 +28,88 @@ from flexgen_h2o.storage.transfer import Transfers
 
 
 @dataclass(frozen=True)
-class Size:
-    """What the largest block takes: in the cache, and rows of hidden states of a batch."""
+class WorkspaceSize:
+    """Sizes of the largest block: in the cache, and rows of hidden states of a batch."""
 
     cache: CacheSize
     rows: int
 
     @classmethod
-    def of(cls, blocks: Sequence[Sequence[Batch]], h2o: H2OConfig | None, num_layers: int) -> Size:
+    def of(cls, blocks: Sequence[Sequence[Batch]], h2o: H2OConfig | None,
+           num_layers: int) -> WorkspaceSize:
         """The size that holds each of `blocks`."""
         batches = [batch for block in blocks for batch in block]
-        slots = zip(*(slots_of(batch.seats, h2o, num_layers) for batch in batches), strict=True)
-        chunked = [max(batch.seats.lengths) for batch in batches if batch.seats.chunk is not None]
+        slots = zip(*(slots_of(batch.batch_layout, h2o, num_layers) for batch in batches),
+                    strict=True)
+        chunked = [max(batch.batch_layout.lengths)
+                   for batch in batches if batch.batch_layout.chunk is not None]
         cache = CacheSize(max(map(len, batches)), max(map(len, blocks)),
                           tuple(max(layer) for layer in slots), max(chunked, default=0))
         # Of new tokens there is a row for each sequence; of prompts they may have fewer together.
-        rows = max(max(len(batch), batch.rows(sweep)) for batch in batches
-                   for sweep in range(batch.seats.prefill_sweeps))
+        rows = max(max(len(batch), batch.rows(forward_pass)) for batch in batches
+                   for forward_pass in range(batch.batch_layout.prefill_passes))
         return cls(cache, rows)
 
-    def covers(self, other: Size) -> bool:
-        """Whether a block of size `other` fits in."""
+    def covers(self, other: WorkspaceSize) -> bool:
+        """True if a block of size `other` fits in."""
         return self.rows >= other.rows and self.cache.covers(other.cache)
 
 
-class Cache(Protocol):
-    """What attends for a block and remembers: see `KVCache`, which caches for real."""
+class BlockCache(Protocol):
+    """The cache of a block, real or a stand-in: see `KVCache`, which caches for real."""
 
     attends_on_host: bool
 
-    def begin(self, batches: Sequence[Seats]) -> None:
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a new block with nothing cached."""
 
-    def resume(self, batches: Sequence[Seats]) -> None:
+    def resume(self, batches: Sequence[BatchLayout]) -> None:
         """Go on with the sequences of `begin`."""
 
-    def load(self, layer: int, batch: int, sweep: int) -> None:
+    def load(self, layer: int, batch: int, forward_pass: int) -> None:
         """Bring what compute of (layer, batch) needs."""
 
-    def store(self, layer: int, batch: int, sweep: int) -> None:
+    def store(self, layer: int, batch: int, forward_pass: int) -> None:
         """Write back what it changed."""
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span],
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
                       rope) -> torch.Tensor:
         """Attend within prompts, and cache them."""
 
     def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
         """Cache the prompt of one sequence, which has ended, for others that have the same."""
 
-    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int, rope) -> Attending:
+    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
+                     rope) -> PendingAttention:
         """Attend from a new token of each sequence, and cache it."""
 
     def nbytes(self) -> int:
         """Bytes of what is cached."""
 
 
-class Room:
+class Workspace:
     """Cache and hidden states for blocks up to `size`; one call after the other can use them.
 
-    Fresh memory is slow the first time that it is touched, so a run does better in a room that
+    Fresh memory is slow the first time that it is touched, so a run does better in a workspace that
     is there already than in one of its own.
 
     Parameters
     ----------
     config : ModelConfig
     shape : CacheShape
-    size : Size
+    size : WorkspaceSize
     policy : Policy
     h2o : H2OConfig or None
     transfers : Transfers
     offload_dir : str
-    cache : Cache, optional
+    cache : BlockCache, optional
         Stands in for the one of `policy` and `h2o`.
     """
 
-    def __init__(self, config: ModelConfig, shape: CacheShape, size: Size, *, policy: Policy,
+    def __init__(self, config: ModelConfig, shape: CacheShape, size: WorkspaceSize, *,
+                 policy: Policy,
                  h2o: H2OConfig | None, transfers: Transfers, offload_dir: str,
-                 cache: Cache | None = None):
+                 cache: BlockCache | None = None):
         self.size = size
         self.scratch = Scratch(transfers.device.torch)
         self._offload_dir = offload_dir

@@ -1,4 +1,4 @@
-"""Whether results can be written: tried before anything is computed, and told when it fails."""
+"""True if results can be written: tried before anything is computed, and told when it fails."""
 
 from __future__ import annotations
 

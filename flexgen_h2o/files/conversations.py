@@ -13,7 +13,7 @@ from flexgen_h2o.files.readers import json_value, read_lines
 
 @dataclass(frozen=True)
 class Turn:
-    """What the user says once. `number` counts the turns of one conversation from 1."""
+    """One turn of a user. `number` counts the turns of one conversation from 1."""
 
     question_id: int | str
     number: int

@@ -1,4 +1,4 @@
-"""What users hand in as files: lines with their numbers, text under a key of JSON lines, YAML.
+"""Readers of users' files: lines with their numbers, text under a key of JSON lines, YAML.
 
 These may come through a pipe (`--prompts <(zcat prompts.gz)`); a checkpoint's files may not. All
 errors are `UserError`, in one line that names the flag, the file and the line. No torch.
@@ -26,7 +26,7 @@ def regular_file(path: Path) -> Path:
     try:
         kind = path.stat().st_mode
     except OSError:
-        return path  # whoever opens it says why it cannot be
+        return path  # opening it will say why it cannot be
     if not stat.S_ISREG(kind):
         names = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
         raise UserError(f"{path} is {names.get(stat.S_IFMT(kind), 'a device')}: put the file "
@@ -59,7 +59,7 @@ def read_lines(flag: str, path: str, *, if_empty: str) -> list[tuple[int, str]]:
 
 def json_texts(flag: str, path: str, key: str, *, if_empty: str,
                clean: Callable[[str], str] = str) -> list[str]:
-    """What `clean` makes of the text under `key` of each line of a .jsonl file.
+    """The text under `key`, passed through `clean`, of each line of a .jsonl file.
 
     Raises `UserError` also when a line is not JSON, or no text is left of it.
     """
@@ -74,13 +74,13 @@ def json_texts(flag: str, path: str, key: str, *, if_empty: str,
 
 
 def json_records(flag: str, path: str, *, if_empty: str) -> Iterator[tuple[int, object]]:
-    """What each line of a .jsonl file holds, with its number from 1. Raises `UserError`."""
+    """The value of each line of a .jsonl file, with its number from 1. Raises `UserError`."""
     for number, line in read_lines(flag, path, if_empty=if_empty):
         yield number, json_value(f"{flag} {path} line {number}", line)
 
 
 def json_value(where: str, line: str) -> object:
-    """What a line of JSON holds.
+    """The value of a line of JSON.
 
     Raises `UserError`, which begins with `where`, also for an escape of half a surrogate pair.
     """
@@ -94,7 +94,7 @@ def json_value(where: str, line: str) -> object:
 
 
 def read_yaml(flag: str, path: str | os.PathLike) -> object:
-    """What a YAML file holds. `UserError` if it is missing, unreadable, not UTF-8 or not YAML."""
+    """The value of a YAML file. `UserError` if it is missing, unreadable, not UTF-8 or not YAML."""
     try:
         return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:

@@ -49,7 +49,7 @@ class RowTable:
             self.file.count = len(found)
 
     def _key_of(self, row: Mapping[str, object]) -> tuple[str, ...]:
-        """What tells the rows of a file apart, as the file has it."""
+        """The key of a row, as the file has it."""
         return tuple(str(cell(row[name])) for name in self._key)
 
     def find(self, row: Mapping[str, object]) -> dict[str, str] | None:
@@ -57,7 +57,8 @@ class RowTable:
         return self._rows.get(self._key_of(row))
 
     def add(self, row: dict[str, object]) -> None:
-        """What was measured, in place of a row of the same key. `UserError` if it cannot write."""
+        """Write what was measured in place of a row of the same key. `UserError` if it cannot
+        write."""
         key, text = self._key_of(row), {name: str(cell(row[name])) for name in self.columns}
         with writing(self._flag, self._path):
             if os.path.exists(self._path):  # whole, and now to grow

@@ -1,7 +1,8 @@
-"""Who sits in the cache, and what of each prompt a sweep through the network carries. No torch.
+"""The layout of a batch: its sequences, and the tokens of each that a forward pass computes. No
+torch.
 
-A *sweep* takes rows through all layers once: a chunk of the prompts, or one new token of each
-sequence. Without chunks the prefill is the one sweep 0.
+A *forward pass* takes rows through all layers once: a chunk of the prompts, or one new token of
+each sequence. Without chunks the prefill is the one forward pass 0.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Span:
+class PromptChunk:
     """Tokens start:end of the prompt of one sequence (its place in the batch)."""
 
     sequence: int
@@ -23,7 +24,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Seats:
+class BatchLayout:
     """The sequences of a GPU batch.
 
     Attributes
@@ -33,10 +34,10 @@ class Seats:
     new : int
         Tokens that will be appended to each, at most: one fewer than are generated.
     chunk : int or None
-        Tokens of a prompt in a sweep; None for all of them.
-    prefill_sweeps : int
-        Sweeps of the block's longest prompt. All prompts end in the last of them, so that all
-        first tokens are sampled together; shorter ones come in later.
+        Tokens of a prompt in a forward pass; None for all of them.
+    prefill_passes : int
+        Forward passes of the block's longest prompt. All prompts end in the last of them, so that
+        all first tokens are sampled together; shorter ones come in later.
     past : int
         Tokens of each sequence that came in an earlier run. Positions and `lengths` count them.
     """
@@ -44,39 +45,41 @@ class Seats:
     lengths: tuple[int, ...]
     new: int
     chunk: int | None = None
-    prefill_sweeps: int = 1
+    prefill_passes: int = 1
     past: int = 0
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def token(self, sweep: int) -> int:
-        """Number of the new token that comes out of a sweep: 0 of the prefill, negative before."""
-        return sweep - self.prefill_sweeps + 1
+    def token(self, forward_pass: int) -> int:
+        """Number of the new token that comes out of a forward pass: 0 of the prefill, negative
+        before."""
+        return forward_pass - self.prefill_passes + 1
 
-    def in_prefill(self, sweep: int) -> bool:
-        """Whether a sweep carries prompts."""
-        return sweep < self.prefill_sweeps
+    def in_prefill(self, forward_pass: int) -> bool:
+        """True if a forward pass carries prompts."""
+        return forward_pass < self.prefill_passes
 
-    def spans(self, sweep: int) -> Iterator[Span]:
-        """The part of every prompt in a sweep of the prefill, empty ones too."""
+    def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
+        """The part of every prompt in a forward pass of the prefill, empty ones too."""
         for sequence, length in enumerate(self.lengths):
             if self.chunk is None:
-                yield Span(sequence, self.past, length)
+                yield PromptChunk(sequence, self.past, length)
                 continue
-            end = max(self.past, length + self.token(sweep) * self.chunk)
-            yield Span(sequence, max(self.past, end - self.chunk), end)
+            end = max(self.past, length + self.token(forward_pass) * self.chunk)
+            yield PromptChunk(sequence, max(self.past, end - self.chunk), end)
 
     @property
     def grows(self) -> bool:
-        """Whether prompts come onto something that is cached, of themselves or of earlier runs."""
+        """True if prompts come onto something that is cached, of themselves or of earlier runs."""
         return self.chunk is not None or self.past > 0
 
-    def begun(self, sweep: int) -> bool:
-        """Whether something of these sequences was cached before a sweep."""
-        return not self.in_prefill(sweep) or any(span.start for span in self.spans(sweep))
+    def begun(self, forward_pass: int) -> bool:
+        """True if something of these sequences was cached before a forward pass."""
+        return not self.in_prefill(forward_pass) or any(span.start
+                                                        for span in self.spans(forward_pass))
 
 
-def prefill_sweeps(longest: int, chunk: int | None) -> int:
-    """Sweeps that a prompt of `longest` tokens takes."""
+def prefill_passes(longest: int, chunk: int | None) -> int:
+    """Forward passes that a prompt of `longest` tokens takes."""
     return 1 if chunk is None else -(-longest // chunk)

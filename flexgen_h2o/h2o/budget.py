@@ -1,4 +1,5 @@
-"""How many tokens stay cached per sequence, layer and KV head. No torch: the memory plan asks."""
+"""The budget: tokens that stay cached per sequence, layer and KV head. No torch: the memory plan
+asks."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ from dataclasses import dataclass
 
 from flexgen_h2o.config.h2o import H2OConfig
 
-# 0.29 * 100 is 28.999999999999996 in binary, but whoever typed it means 29.
+# 0.29 * 100 is 28.999999999999996 in binary, but 29 was meant.
 _RATIO_SLACK = 1e-9
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What stays cached of one sequence in one layer, in tokens per KV head.
+    """The budget of one sequence in one layer, in tokens per KV head.
 
     The `sinks` are the first tokens of the sequence, of its prompt or generated; `recent` are the
     newest, at least 1; `heavy` of the others stay, those with the highest scores.

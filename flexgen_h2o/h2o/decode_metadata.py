@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.h2o.batch_layout import Seats
+from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.budget import budget, cached
 
 
-def turn_of(seats: Seats, sequences: slice, h2o: H2OConfig | None, *, layer: int, token: int,
-            device: torch.device) -> torch.Tensor:
-    """What new token number `token` (from 1) finds: the same for all layers of one budget.
+def decode_metadata(batch_layout: BatchLayout, sequences: slice, h2o: H2OConfig | None, *,
+                    layer: int, token: int,
+                    device: torch.device) -> torch.Tensor:
+    """The metadata of the decode step of new token `token` (from 1), for all layers of one budget.
 
-    Returns int32 [4, sequences], the `turn` of `reference.decode_attention`.
+    Returns int32 [4, sequences], the `metadata` of `reference.decode_attention`.
     """
     rows = []
-    for length in seats.lengths[sequences]:
+    for length in batch_layout.lengths[sequences]:
         size = budget(h2o, layer, length)
         before = cached(h2o, layer, length, token - 1)
         full = size is not None and h2o.evict_generated and before >= size.total

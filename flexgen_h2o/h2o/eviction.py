@@ -1,7 +1,8 @@
-"""Which tokens stay cached: the policy of H2O alone, no storage (arXiv 2306.14048, algorithm 1).
+"""The H2O policy alone, which decides what stays cached: no storage (arXiv 2306.14048, algorithm
+1).
 
-Whoever attends accumulates the *mass* of every cached key, the attention that it received: a new
-key starts at 0, and each query does ``mass = mass * decay + row``, its own key included.
+Attention accumulates the *attention score* of every cached key: a new
+key starts at 0, and each query does ``scores = scores * decay + row``, its own key included.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class Eviction:
     Attributes
     ----------
     mean : bool
-        The score is the mass over the number of queries that could see the key, not the mass.
+        The score is the accumulated attention score divided by the number of queries that could see
+        the key.
     decay : float
-        The factor per query on the accumulated mass.
+        The factor per query on the accumulated scores.
     sinks : int
         The first tokens of a sequence that always stay.
     """
@@ -46,10 +48,10 @@ class Eviction:
     sinks: int = 0
 
     def kept(self, cut: Cut) -> int:
-        """How many tokens of a prompt stay."""
+        """The tokens of a prompt that stay, counted."""
         return min(cut.length, cut.heavy + cut.recent + self.sinks)
 
-    def select(self, mass: torch.Tensor, cut: Cut, positions: torch.Tensor | None = None
+    def select(self, scores: torch.Tensor, cut: Cut, positions: torch.Tensor | None = None
                ) -> torch.Tensor:
         """The tokens of a prompt that stay: sinks, the last recent, the heaviest of the rest.
 
@@ -57,7 +59,7 @@ class Eviction:
 
         Parameters
         ----------
-        mass : float32 [kv_heads, cut.length]
+        scores : float32 [kv_heads, cut.length]
             Of every key of the prompt, all queries done; any finite values if ``heavy`` is 0.
         cut : Cut
         positions : int [kv_heads, cut.length], optional
@@ -69,20 +71,20 @@ class Eviction:
         int64 [kv_heads, kept]
             Indices of tokens, ascending.
         """
-        heads, tokens = mass.shape
-        index = torch.arange(tokens, device=mass.device)
+        heads, tokens = scores.shape
+        index = torch.arange(tokens, device=scores.device)
         if self.kept(cut) == tokens:
             return index.repeat(heads, 1)
         first, last = self.sinks, tokens - cut.recent
         positions = index if positions is None else positions
-        score = self._score(mass, positions, positions[..., -1:] + 1)[:, first:last]
+        score = self._score(scores, positions, positions[..., -1:] + 1)[:, first:last]
         # Sorted from new to old: a stable sort then leaves the newer of equals in front.
         order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
         heavy = (last - 1 - order[:, : cut.heavy]).sort(dim=-1).values
         sinks, recent = (part.expand(heads, -1) for part in (index[:first], index[last:]))
         return torch.cat([sinks, heavy, recent], dim=-1)
 
-    def victims(self, mass: torch.Tensor, positions: torch.Tensor, *, tokens: torch.Tensor,
+    def victims(self, scores: torch.Tensor, positions: torch.Tensor, *, tokens: torch.Tensor,
                 recent: torch.Tensor) -> torch.Tensor:
         """The slot with the lowest score outside the sinks and the recent tokens.
 
@@ -90,7 +92,7 @@ class Eviction:
 
         Parameters
         ----------
-        mass : float32 [sequences, kv_heads, slots]
+        scores : float32 [sequences, kv_heads, slots]
             The new token's query included.
         positions : int32 [sequences, kv_heads, slots]
             Of the token in each slot, or `EMPTY`. The new token may be among them or not: it is
@@ -106,27 +108,28 @@ class Eviction:
         """
         tokens, recent = tokens[:, None, None], recent[:, None, None]
         evictable = (positions >= self.sinks) & (positions < tokens - recent)
-        score = self._score(mass, positions, tokens).masked_fill(~evictable, torch.inf)
+        score = self._score(scores, positions, tokens).masked_fill(~evictable, torch.inf)
         lowest = score.amin(dim=-1, keepdim=True)
         # Positions differ, so the oldest of equals is one slot on every device.
         return positions.masked_fill(~evictable | (score > lowest), EMPTY).argmin(dim=-1)
 
-    def _score(self, mass: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor | int
+    def _score(self, scores: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor | int
                ) -> torch.Tensor:
-        """Reduce the mass to the score. A key at p was seen by queries p to ``tokens - 1``."""
+        """Turn accumulated scores into the score that decides. A key at p was seen by queries p to
+        ``tokens - 1``."""
         if self.mean:
-            return mass / (tokens - positions).clamp(min=1)  # an empty slot has no queries
-        return mass
+            return scores / (tokens - positions).clamp(min=1)  # an empty slot has no queries
+        return scores
 
 
 @dataclass(frozen=True)
-class Book:
-    """What eviction knows of the slots of some sequences; the operations keep it up in place.
+class EvictionState:
+    """The eviction state of the slots of some sequences; the operations keep it up in place.
 
     Attributes
     ----------
     eviction : Eviction
-    mass : float32 Tensor [sequences, kv_heads, slots]
+    scores : float32 Tensor [sequences, kv_heads, slots]
         Attention that each cached key has received; 0 in empty slots.
     positions : int32 Tensor, the same shape
         Of the token in each slot; `EMPTY` where there is none.
@@ -138,7 +141,7 @@ class Book:
     """
 
     eviction: Eviction
-    mass: torch.Tensor
+    scores: torch.Tensor
     positions: torch.Tensor
     ranks: torch.Tensor | None = None
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -152,20 +155,21 @@ def eviction_of(h2o: H2OConfig | None) -> Eviction:
                     decay=float(h2o.decay) if h2o.score == "decay" else 1.0)
 
 
-def new_book(shape: tuple[int, int, int], eviction: Eviction, *,
-             rope: tuple[torch.Tensor, torch.Tensor] | None, device: torch.device) -> Book:
-    """A book of [sequences, kv_heads, slots], all empty.
+def new_state(shape: tuple[int, int, int], eviction: Eviction, *,
+              rope: tuple[torch.Tensor, torch.Tensor] | None,
+              device: torch.device) -> EvictionState:
+    """An eviction state of [sequences, kv_heads, slots], all empty.
 
     It is exact whatever the cache's dtype, and small beside keys and values, so it stays where
     attention runs on every tier. With rotations by rank, positions roll.
     """
-    mass = torch.zeros(shape, dtype=torch.float32, device=device)
+    scores = torch.zeros(shape, dtype=torch.float32, device=device)
     positions = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
     ranks = None if rope is None else torch.zeros_like(positions)
-    return Book(eviction, mass, positions, ranks, rope)
+    return EvictionState(eviction, scores, positions, ranks, rope)
 
 
-def narrowed(book: Book, sequences: slice) -> Book:
-    """The same book for some of its sequences."""
-    return replace(book, mass=book.mass[sequences], positions=book.positions[sequences],
-                   ranks=None if book.ranks is None else book.ranks[sequences])
+def narrowed(state: EvictionState, sequences: slice) -> EvictionState:
+    """The same eviction state for some of its sequences."""
+    return replace(state, scores=state.scores[sequences], positions=state.positions[sequences],
+                   ranks=None if state.ranks is None else state.ranks[sequences])

@@ -13,28 +13,28 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.h2o.batch_layout import Seats, Span
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.budget import Budget, budget
 
 
 class Memory:
-    """What is known of one sequence in one layer; tokens stand in order of their positions.
+    """The simulated cache of one sequence in one layer; tokens stand in order of their positions.
 
-    keys and values are [kv_heads, tokens, head_dim]; alive (bool) and mass (float32), the attention
-    that each key has received, are [kv_heads, tokens].
+    keys and values are [kv_heads, tokens, head_dim]; alive (bool) and attention score (float32),
+    the attention that each key has received, are [kv_heads, tokens].
     """
 
     def __init__(self, keys: Tensor, values: Tensor):
-        """Of the first tokens: keys and values [tokens, kv_heads, head_dim]."""
+        """Keys and values of the first tokens, both [tokens, kv_heads, head_dim]."""
         # Copies: what is given lies in scratch memory.
         self.keys, self.values = (x.transpose(0, 1).to(torch.float32, copy=True)
                                   for x in (keys, values))
         self.alive = torch.ones(self.keys.shape[:2], dtype=torch.bool, device=keys.device)
-        self.mass = torch.zeros(self.keys.shape[:2], device=keys.device)
+        self.scores = torch.zeros(self.keys.shape[:2], device=keys.device)
 
     def append(self, other: Memory) -> None:
         """Add the tokens of `other` at the end."""
-        for name in ("keys", "values", "alive", "mass"):
+        for name in ("keys", "values", "alive", "scores"):
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)], dim=1))
 
 
@@ -54,22 +54,22 @@ class SimulatedCache:
         self._rotate = rotate
         self._decay = h2o.decay if h2o.score == "decay" else 1.0
 
-    def begin(self, batches: Sequence[Seats]) -> None:
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a new block: forget what is cached."""
-        self._seats = list(batches)
+        self._batch_layouts = list(batches)
         self._memories: dict[tuple[int, int, int], Memory] = {}
 
-    def resume(self, batches: Sequence[Seats]) -> None:
+    def resume(self, batches: Sequence[BatchLayout]) -> None:
         """Go on with the same sequences, in another run."""
-        self._seats = list(batches)
+        self._batch_layouts = list(batches)
 
     def nbytes(self) -> int:
         """Bytes of the keys and values that are held: all of them, in float32."""
         return sum(memory.keys.nbytes + memory.values.nbytes for memory in self._memories.values())
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[Span]
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk]
                       ) -> Tensor:
-        """As `KVCache.attend_prompt`."""
+        """Attend within prompts and remember them; see `KVCache.attend_prompt`."""
         outputs, row = [], 0
         for span in spans:
             rows = slice(row, row + len(span))
@@ -77,12 +77,13 @@ class SimulatedCache:
             key = (layer, batch, span.sequence)
             outputs.append(self._attend(key, q[rows], k[rows], v[rows]))
             # Of a chunk that is not the last only if chunks are to be evicted as they come.
-            if span.end == self._seats[batch].lengths[span.sequence] or self._h2o.prompt_chunk:
+            whole = span.end == self._batch_layouts[batch].lengths[span.sequence]
+            if whole or self._h2o.prompt_chunk:
                 self._evict(key)
         return torch.cat(outputs)
 
     def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
-        """As `KVCache.repeat`."""
+        """Remember one prompt for other sequences; see `KVCache.repeat`."""
         for target in targets:
             self._memories[layer, batch, target] = copy.deepcopy(
                 self._memories[layer, batch, source])
@@ -98,7 +99,8 @@ class SimulatedCache:
         return torch.cat(outputs)
 
     def _attend(self, key: tuple[int, int, int], q, k, v) -> Tensor:
-        """Append new tokens, attend from each over what is alive up to itself, add to the mass.
+        """Append new tokens, attend from each over what is alive up to itself, add to the attention
+        score.
 
         q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], all before rotation.
         """
@@ -121,7 +123,7 @@ class SimulatedCache:
         seen = memory.alive[:, None] & (position <= newest[:, None])  # [kv_heads, rows, tokens]
         probabilities = logits.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
         for row in probabilities.sum(1).unbind(1):
-            memory.mass = memory.mass * self._decay + row
+            memory.scores = memory.scores * self._decay + row
         out = torch.einsum("hgrt,htd->rhgd", probabilities, memory.values)
         return out.flatten(1, 2).to(q.dtype)
 
@@ -132,7 +134,7 @@ class SimulatedCache:
         if limit is None or memory.alive[0].sum() <= limit.total:
             return
         excess = int(memory.alive[0].sum()) - limit.total
-        score = memory.mass
+        score = memory.scores
         if self._h2o.score == "mean":  # over the queries that could see the key
             score = score / (tokens - torch.arange(tokens, device=score.device))
         for head, (alive, scores) in enumerate(zip(memory.alive.tolist(), score.tolist(),
@@ -143,4 +145,4 @@ class SimulatedCache:
 
     def _budget(self, key: tuple[int, int, int]) -> Budget | None:
         layer, batch, sequence = key
-        return budget(self._h2o, layer, self._seats[batch].lengths[sequence])
+        return budget(self._h2o, layer, self._batch_layouts[batch].lengths[sequence])

@@ -18,24 +18,24 @@ STRUCTS = MappingProxyType({
     # A matrix of storage/quantization.py (MatrixLayout).
     "Matrix": "void*: data; int64_t: outputs inputs bits group",
     # reference.prefill_attention: q [rows, heads, head_dim], k and v [key_rows, kv_heads,
-    # head_dim], out contiguous as q, mass [kv_heads, key_rows] or null.
-    "Prefill": """const void*: q k v; void*: out; float*: mass;
+    # head_dim], out contiguous as q, scores [kv_heads, key_rows] or null.
+    "Prefill": """const void*: q k v; void*: out; float*: scores;
         const int64_t*: lengths key_lengths;
         int64_t: dtype sequences heads kv_heads head_dim
-                 q_row q_head k_row k_head v_row v_head mass_head threads;
+                 q_row q_head k_row k_head v_row v_head scores_head threads;
         double: decay""",
-    # reference.select_heavy_hitters: k and v [rows, kv_heads, head_dim], mass [kv_heads, rows] or
-    # null, cuts [sequences, 3], slots [2, sequences, kv_heads, num_slots, width]; kept_mass,
+    # reference.select_heavy_hitters: k and v [rows, kv_heads, head_dim], scores [kv_heads, rows] or
+    # null, cuts [sequences, 3], slots [2, sequences, kv_heads, num_slots, width]; kept_scores,
     # positions and ranks [sequences, kv_heads, num_slots] are contiguous.
-    "Select": """const void*: k v; const float*: mass; const int64_t*: cuts; void*: slots;
-        float*: kept_mass; int32_t*: positions ranks; Layout: layout;
+    "Select": """const void*: k v; const float*: scores; const int64_t*: cuts; void*: slots;
+        float*: kept_scores; int32_t*: positions ranks; Layout: layout;
         int64_t: dtype sequences kv_heads head_dim num_slots
-                 k_row k_head v_row v_head mass_head
+                 k_row k_head v_row v_head scores_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks threads""",
     # reference.decode_attention: q [sequences, heads, head_dim], k and v [sequences, kv_heads,
-    # head_dim], out contiguous as q, turn [4, sequences] contiguous; mass and positions both or
-    # neither null; cos and sin [rope_rows, half_rotary].
-    "Decode": """const void*: q k v; void*: out slots; const int32_t*: turn; float*: mass;
+    # head_dim], out contiguous as q, metadata [4, sequences] contiguous; attention score and
+    # positions both or neither null; cos and sin [rope_rows, half_rotary].
+    "Decode": """const void*: q k v; void*: out slots; const int32_t*: metadata; float*: scores;
         int32_t*: positions ranks; const float*: cos sin; int64_t*: taken; Layout: layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots rope_rows half_rotary
                  q_row q_head k_row k_head v_row v_head
@@ -45,7 +45,7 @@ STRUCTS = MappingProxyType({
     # float32 where it is the output.
     "Groups": """void*: x records; Layout: layout;
         int64_t: dtype rows length x_row record_row threads""",
-    # reference.linear_few_rows: x [rows, inputs], weight [outputs, inputs], bias [outputs] or null,
+    # reference.linear_skinny: x [rows, inputs], weight [outputs, inputs], bias [outputs] or null,
     # out [rows, outputs].
     "Linear": """const void*: x weight bias; void*: out;
         int64_t: rows inputs outputs x_row weight_row out_row add threads""",

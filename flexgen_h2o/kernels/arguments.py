@@ -12,7 +12,7 @@ from torch import Tensor
 from flexgen_h2o.config.formats import GroupLayout
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Of floating-point inputs, and their numbers in the C ABI (DType of cpu/kernels.h)."""
+"""Dtypes of floating-point inputs, and their numbers in the C ABI (DType of cpu/kernels.h)."""
 
 
 def need(holds: bool, name: str, what: str) -> None:

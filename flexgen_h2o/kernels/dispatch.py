@@ -1,4 +1,4 @@
-"""What multiplies on a CPU: one table of the choices that depend on the instruction set.
+"""Dispatch on a CPU: one table of the choices that depend on the instruction set.
 
 Elsewhere nothing asks what the CPU has. `FLEXGEN_H2O_ISA` makes every choice (and the C++ kernels)
 that of another instruction set, so that each can be run and tested on a machine that would choose
@@ -21,7 +21,7 @@ from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """A line of the table: on these instruction sets, up to or from so many rows, use this."""
 
     operation: str
@@ -33,16 +33,17 @@ class Line:
 
 
 TABLE = (
-    Line("linear", ("avx512bf16",), "few_rows", most_rows=native.FEW_ROWS,
-         why="EPYC, 4096 x 16384: PyTorch takes 1.20, 1.15, 1.33 and 1.48 times as long at 1, 4, 8 "
-             "and 16 rows (benchmarks/results/kernels_linear.csv). With AMX PyTorch reads weights "
-             "at 0.69 of the bandwidth from 1 row on (Xeon, 6.35 ms against 4.4)."),
-    Line("linear_quantized", ("amx",), "unpacked", least_rows=native.FEW_ROWS + 1,
-         why="Xeon with AMX, 4096 x 16384 in 4 bits: the codes take 11.9 ms for 16 rows and grow "
-             "with the rows; unpacked takes 23.8 for 32, 29.9 for 64 and 91.8 for 1024."),
-    Line("prefill_attention", ("amx",), "sdpa",
-         why="Xeon with AMX, 4 x 2048 tokens: SDPA takes 223 ms, ours with scores 872. On the EPYC "
-             "ours takes 0.22 of SDPA's time, scores included (benchmarks/results/kernels.csv)."),
+    TableLine("linear", ("avx512bf16",), "skinny", most_rows=native.SKINNY_ROWS,
+              why="EPYC, 4096 x 16384: PyTorch takes 1.20, 1.15, 1.33 and 1.48 times as long at 1, "
+                  "4, 8 and 16 rows (benchmarks/results/kernels_linear.csv). With AMX it reads "
+                  "weights at 0.69 of the bandwidth from 1 row on (Xeon, 6.35 ms against 4.4)."),
+    TableLine("linear_quantized", ("amx",), "unpacked", least_rows=native.SKINNY_ROWS + 1,
+              why="Xeon with AMX, 4096 x 16384 in 4 bits: the codes take 11.9 ms for 16 rows and "
+                  "grow with the rows; unpacked takes 23.8 for 32, 29.9 for 64 and 91.8 for 1024."),
+    TableLine("prefill_attention", ("amx",), "sdpa",
+              why="Xeon with AMX, 4 x 2048 tokens: SDPA takes 223 ms, ours with scores 872. On the "
+                  "EPYC ours takes 0.22 of SDPA's time, scores included "
+                  "(benchmarks/results/kernels.csv)."),
 )
 """The first line that matches decides. Times are of bfloat16 on two cores."""
 
@@ -60,7 +61,7 @@ def measured(winners: Winners | None) -> Iterator[None]:
 
 
 def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """Those of an operation's `IMPLEMENTATIONS` that can do it here for so many rows of `dtype`.
+    """The `IMPLEMENTATIONS` of an operation that can do so many rows of `dtype` here.
 
     Raises
     ------
@@ -70,13 +71,13 @@ def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
     first, second = IMPLEMENTATIONS[operation]
     if dtype != torch.bfloat16 or native.missing():
         return (first,)  # what tiles multiply, and the only dtype that the choices were timed in
-    if operation == "linear" and not (rows <= native.FEW_ROWS and native.multiplies_bfloat16()):
+    if operation == "linear" and not (rows <= native.SKINNY_ROWS and native.multiplies_bfloat16()):
         return (first,)
     return first, second
 
 
 def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str:
-    """Which of `available` is used.
+    """Name of the implementation that is used, one of `available`.
 
     Parameters
     ----------

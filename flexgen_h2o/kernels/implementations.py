@@ -1,4 +1,4 @@
-"""What can do an operation on a CPU, by name: what planner and kernels speak of. No torch."""
+"""Names of the implementations of an operation on a CPU, for planner and kernels. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     # A product with weights of 16 or 32 bits: torch.mm, or ours for few rows of bfloat16.
-    "linear": ("pytorch", "few_rows"),
+    "linear": ("pytorch", "skinny"),
     # With quantized weights: ours on the codes, or PyTorch's on slices that are unpacked to
     # bfloat16 first.
     "linear_quantized": ("codes", "unpacked"),

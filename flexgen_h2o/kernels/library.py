@@ -28,30 +28,31 @@ def _triton(module: str, name: str):
     return call
 
 
-@torch.library.custom_op(f"{NAMESPACE}::prefill_attention", mutates_args=("mass",),
+@torch.library.custom_op(f"{NAMESPACE}::prefill_attention", mutates_args=("scores",),
                          device_types="cpu")
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
-                      key_lengths: Sequence[int], mass: Tensor | None, decay: float) -> Tensor:
+                      key_lengths: Sequence[int], scores: Tensor | None, decay: float) -> Tensor:
     """See `reference.prefill_attention`."""
-    return native.prefill_attention(q, k, v, lengths, key_lengths, mass, decay)
+    return native.prefill_attention(q, k, v, lengths, key_lengths, scores, decay)
 
 
 prefill_attention.register_kernel("cuda")(_triton("prefill", "prefill_attention"))
 
 
 @prefill_attention.register_fake
-def _(q, k, v, lengths, key_lengths, mass, decay):
+def _(q, k, v, lengths, key_lengths, scores, decay):
     return q.new_empty(q.shape)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::select_heavy_hitters",
-                         mutates_args=("slots", "kept_mass", "positions", "ranks"),
+                         mutates_args=("slots", "kept_scores", "positions", "ranks"),
                          device_types="cpu")
-def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequence[int],
-                         slots: Tensor, kept_mass: Tensor, positions: Tensor,
+def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts: Sequence[int],
+                         slots: Tensor, kept_scores: Tensor, positions: Tensor,
                          ranks: Tensor | None, bits: int, mean: bool, sinks: int) -> None:
     """See `reference.select_heavy_hitters`."""
-    native.select_heavy_hitters(k, v, mass, cuts, slots, kept_mass, positions, ranks, bits, mean,
+    native.select_heavy_hitters(k, v, scores, cuts, slots, kept_scores, positions, ranks, bits,
+                                mean,
                                 sinks)
 
 
@@ -59,18 +60,19 @@ select_heavy_hitters.register_kernel("cuda")(_triton("select", "select_heavy_hit
 
 
 @select_heavy_hitters.register_fake
-def _(k, v, mass, cuts, slots, kept_mass, positions, ranks, bits, mean, sinks):
+def _(k, v, scores, cuts, slots, kept_scores, positions, ranks, bits, mean, sinks):
     return None
 
 
 @torch.library.custom_op(f"{NAMESPACE}::decode_attention",
-                         mutates_args=("slots", "mass", "positions", "ranks"), device_types="cpu")
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, turn: Tensor,
-                     mass: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
+                         mutates_args=("slots", "scores", "positions", "ranks"), device_types="cpu")
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: Tensor,
+                     scores: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
                      cos: Tensor | None, sin: Tensor | None, bits: int, mean: bool,
                      decay: float, sinks: int) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_attention`; mass and positions come together, or neither."""
-    return native.decode_attention(q, k, v, slots, turn, mass, positions, ranks, cos, sin, bits,
+    """See `reference.decode_attention`; attention score and positions come together, or neither."""
+    return native.decode_attention(q, k, v, slots, metadata, scores, positions, ranks, cos, sin,
+                                   bits,
                                    mean, decay, sinks)
 
 
@@ -78,7 +80,7 @@ decode_attention.register_kernel("cuda")(_triton("decode", "decode_attention"))
 
 
 @decode_attention.register_fake
-def _(q, k, v, slots, turn, mass, positions, ranks, cos, sin, bits, mean, decay, sinks):
+def _(q, k, v, slots, metadata, scores, positions, ranks, cos, sin, bits, mean, decay, sinks):
     return q.new_empty(q.shape), q.new_empty(k.shape[:2], dtype=torch.int64)
 
 
@@ -111,15 +113,15 @@ def _(records, bits, length):
     return records.new_empty((*records.shape[:-1], length), dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::linear_few_rows", mutates_args=("out",),
+@torch.library.custom_op(f"{NAMESPACE}::linear_skinny", mutates_args=("out",),
                          device_types="cpu")
-def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
-                    ) -> None:
-    """See `reference.linear_few_rows`; for what `ops.few_rows` admits."""
-    native.linear_few_rows(x, weight, bias, out, add)
+def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
+                  ) -> None:
+    """See `reference.linear_skinny`; for what `ops.skinny` admits."""
+    native.linear_skinny(x, weight, bias, out, add)
 
 
-@linear_few_rows.register_fake
+@linear_skinny.register_fake
 def _(x, weight, bias, out, add):
     return None
 

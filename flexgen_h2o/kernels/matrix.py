@@ -11,7 +11,7 @@ from flexgen_h2o.config.formats import MatrixLayout
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """What stands in for a weight [outputs, inputs] where weights are quantized.
+    """A quantized weight [outputs, inputs].
 
     Attributes
     ----------

@@ -36,8 +36,8 @@ SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 """Instruction sets, each with what the one before it has. The kernels of amx are avx512bf16's: it
 stands for a CPU on which PyTorch multiplies matrices of bfloat16 in tiles."""
 
-FEW_ROWS = 16
-"""The most rows of `linear_few_rows`: the lanes of a vector."""
+SKINNY_ROWS = 16
+"""The most rows of `linear_skinny`: the lanes of a vector."""
 
 _STRUCTS = abi.structs()
 
@@ -82,7 +82,7 @@ def build() -> str:
 
 
 def available_sets() -> tuple[str, ...]:
-    """Those of `SETS` that this machine can run, or can be made to choose as."""
+    """The instruction sets of `SETS` that this machine can run, or can be made to choose as."""
     count = _library().h2o_isa_best() + 1
     return SETS if SETS[count - 1] == "avx512bf16" else SETS[:count]
 
@@ -104,7 +104,7 @@ def instruction_set() -> str:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether there is `linear_few_rows` here."""
+    """True if there is `linear_skinny` here."""
     return missing() is None and instruction_set() in ("avx512bf16", "amx")
 
 
@@ -153,7 +153,7 @@ def _strides(k: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
-                      key_lengths: Sequence[int], mass: Tensor | None, decay: float) -> Tensor:
+                      key_lengths: Sequence[int], scores: Tensor | None, decay: float) -> Tensor:
     """See `library.prefill_attention`."""
     name = "prefill_attention"
     dtype = head_shapes(name, q, k, v)
@@ -162,17 +162,18 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
           and all(0 <= rows <= keys for rows, keys in zip(lengths, key_lengths, strict=True)),
           name, f"lengths {list(lengths)} and {list(key_lengths)} do not make up {len(q)} rows and "
           f"{len(k)} keys")
-    expect(name, torch.float32, mass=(mass, (k.shape[1], len(k))))
-    lines(name, mass=mass)
+    expect(name, torch.float32, scores=(scores, (k.shape[1], len(k))))
+    lines(name, scores=scores)
     q, k, v = map(_rows, (q, k, v))
     out = q.new_empty(q.shape)
     lengths, key_lengths = _integers(lengths), _integers(key_lengths)
     _call(name, "Prefill",
-          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), mass=_address(mass),
+          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
+          scores=_address(scores),
           lengths=ctypes.addressof(lengths), key_lengths=ctypes.addressof(key_lengths),
           dtype=DTYPES[dtype], sequences=len(lengths), heads=q.shape[1], kv_heads=k.shape[1],
           head_dim=q.shape[2], q_row=q.stride(0), q_head=q.stride(1), **_strides(k, v),
-          mass_head=0 if mass is None else mass.stride(0), decay=decay)
+          scores_head=0 if scores is None else scores.stride(0), decay=decay)
     return out
 
 
@@ -182,8 +183,8 @@ def _slot_strides(slots: Tensor) -> dict[str, int]:
             "slots_slot": slot}
 
 
-def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequence[int],
-                         slots: Tensor, kept_mass: Tensor, positions: Tensor,
+def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts: Sequence[int],
+                         slots: Tensor, kept_scores: Tensor, positions: Tensor,
                          ranks: Tensor | None, bits: int, mean: bool, sinks: int) -> None:
     """See `library.select_heavy_hitters`."""
     name = "select_heavy_hitters"
@@ -196,24 +197,26 @@ def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequen
                   for length, heavy, recent in zip(*(cuts[i::3] for i in range(3)), strict=True)),
           name, f"cuts {list(cuts)} and {sinks} sinks do not fit {len(k)} tokens and {state[2]} "
           "slots")
-    expect(name, torch.float32, mass=(mass, (k.shape[1], len(k))), kept_mass=(kept_mass, state))
+    expect(name, torch.float32, scores=(scores, (k.shape[1], len(k))),
+           kept_scores=(kept_scores, state))
     expect(name, torch.int32, positions=(positions, state), ranks=(ranks, state))
-    lines(name, mass=mass)
-    contiguous(name, kept_mass=kept_mass, positions=positions, ranks=ranks)
+    lines(name, scores=scores)
+    contiguous(name, kept_scores=kept_scores, positions=positions, ranks=ranks)
     k, v = map(_rows, (k, v))
     cuts = _integers(cuts)
     _call(name, "Select",
-          k=k.data_ptr(), v=v.data_ptr(), mass=_address(mass), cuts=ctypes.addressof(cuts),
-          slots=slots.data_ptr(), kept_mass=kept_mass.data_ptr(), positions=positions.data_ptr(),
+          k=k.data_ptr(), v=v.data_ptr(), scores=_address(scores), cuts=ctypes.addressof(cuts),
+          slots=slots.data_ptr(), kept_scores=kept_scores.data_ptr(),
+          positions=positions.data_ptr(),
           ranks=_address(ranks), layout=_layout(k.shape[2], bits, slots.shape[-1]),
           dtype=DTYPES[dtype], sequences=sequences, kv_heads=k.shape[1], head_dim=k.shape[2],
           num_slots=state[2], **_strides(k, v),
-          mass_head=0 if mass is None else mass.stride(0), **_slot_strides(slots), mean=mean,
+          scores_head=0 if scores is None else scores.stride(0), **_slot_strides(slots), mean=mean,
           sinks=sinks)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, turn: Tensor,
-                     mass: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: Tensor,
+                     scores: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
                      cos: Tensor | None, sin: Tensor | None, bits: int, mean: bool, decay: float,
                      sinks: int) -> tuple[Tensor, Tensor]:
     """See `library.decode_attention`."""
@@ -222,24 +225,25 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, turn: Tenso
     need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
     check_slots(name, slots, sequences, k, bits)
     state = tuple(slots.shape[1:4])
-    expect(name, torch.int32, turn=(turn, (4, sequences)), positions=(positions, state),
+    expect(name, torch.int32, metadata=(metadata, (4, sequences)), positions=(positions, state),
             ranks=(ranks, state))
-    expect(name, torch.float32, mass=(mass, state))
-    need((mass is None) == (positions is None), name, "mass and positions come together")
+    expect(name, torch.float32, scores=(scores, state))
+    need((scores is None) == (positions is None), name, "mass and positions come together")
     rope = (0, 0)
     if ranks is not None:
-        need(mass is not None and cos is not None and cos.dim() == 2
+        need(scores is not None and cos is not None and cos.dim() == 2
               and 2 * cos.shape[1] <= q.shape[2], name,
               "ranks need mass, and cos and sin [positions, at most head_dim / 2]")
         rope = tuple(cos.shape)
         expect(name, torch.float32, cos=(cos, rope), sin=(sin, rope))
-    contiguous(name, turn=turn, mass=mass, positions=positions, ranks=ranks, cos=cos, sin=sin)
+    contiguous(name, metadata=metadata, scores=scores, positions=positions, ranks=ranks, cos=cos,
+               sin=sin)
     q, k, v = map(_rows, (q, k, v))
     out = q.new_empty(q.shape)
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     _call(name, "Decode",
           q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
-          slots=slots.data_ptr(), turn=turn.data_ptr(), mass=_address(mass),
+          slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=_address(scores),
           positions=_address(positions), ranks=_address(ranks), cos=_address(cos),
           sin=_address(sin), taken=taken.data_ptr(),
           layout=_layout(q.shape[2], bits, slots.shape[-1]), dtype=DTYPES[dtype],
@@ -278,14 +282,14 @@ def _groups(name: str, x: Tensor, records: Tensor, layout: GroupLayout) -> None:
           rows=len(x), length=layout.length, x_row=x.stride(0), record_row=records.stride(0))
 
 
-def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
-                    ) -> None:
-    """See `library.linear_few_rows`."""
-    name = "linear_few_rows"
+def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
+                  ) -> None:
+    """See `library.linear_skinny`."""
+    name = "linear_skinny"
     outputs = len(weight)
     dtype = product_shapes(name, x, outputs, bias, out)
-    need(dtype == torch.bfloat16 and len(x) <= FEW_ROWS and x.shape[1] % 2 == 0, name,
-          f"takes up to {FEW_ROWS} rows of an even number of bfloat16, got {dtype} "
+    need(dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS and x.shape[1] % 2 == 0, name,
+          f"takes up to {SKINNY_ROWS} rows of an even number of bfloat16, got {dtype} "
           f"{list(x.shape)}")
     expect(name, dtype, weight=(weight, (outputs, x.shape[1])))
     lines(name, x=x, weight=weight)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
-from flexgen_h2o.h2o.eviction import Book, Cut
+from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import (
     dispatch,
     library,
@@ -31,8 +31,8 @@ from flexgen_h2o.kernels import (
 )
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
-__all__ = ["attend_chosen", "choose_values", "decode_attention", "dequantize_groups", "few_rows",
-           "linear_few_rows", "linear_quantized", "prefill_attention", "quantize_groups",
+__all__ = ["attend_chosen", "choose_values", "decode_attention", "dequantize_groups", "skinny",
+           "linear_skinny", "linear_quantized", "prefill_attention", "quantize_groups",
            "quantize_matrix", "select_heavy_hitters", "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
@@ -46,13 +46,13 @@ def _forced() -> bool:
 
 
 def _plain_torch(device: str) -> bool:
-    """Whether the reference has to do, on a type of device."""
+    """True if the reference has to do, on a type of device."""
     return _forced() or not _fused(device)
 
 
 @functools.cache
 def _fused(device: str) -> bool:
-    """Whether there are kernels for a type of device."""
+    """True if there are kernels for a type of device."""
     missing = "no kernels for this kind of device"
     if device == "cpu":
         missing = native.missing()
@@ -65,67 +65,70 @@ def _fused(device: str) -> bool:
 
 
 def _backend(x: Tensor):
-    """Where to call: past PyTorch's dispatcher if nobody traces, which saves 60 us a call."""
+    """The module to call: past PyTorch's dispatcher unless a call is traced, which saves 60 us a
+    call."""
     eager = x.is_cpu and type(x) is Tensor and not torch.compiler.is_compiling()
     return native if eager else library
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *,
-                      key_lengths: Sequence[int] | None = None, mass: Tensor | None = None,
+                      key_lengths: Sequence[int] | None = None, scores: Tensor | None = None,
                       decay: float = 1.0) -> Tensor:
     """See `reference.prefill_attention`; memory linear in the tokens."""
-    whole = mass is None and key_lengths is None
+    whole = scores is None and key_lengths is None
     if whole and not _forced() and (
             q.is_cuda or not _fused(q.device.type)
             or dispatch.choice("prefill_attention", len(q), q.dtype) == "sdpa"):
         return sdpa.prefill_attention(q, k, v, lengths)
     if _plain_torch(q.device.type):
-        return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, mass=mass,
+        return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, scores=scores,
                                            decay=decay)
-    return _backend(q).prefill_attention(q, k, v, lengths, key_lengths or lengths, mass, decay)
+    return _backend(q).prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay)
 
 
-def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, *, cuts: Sequence[Cut],
-                         slots: Tensor, book: Book, layout: GroupLayout | None = None) -> None:
+def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[Cut],
+                         slots: Tensor, state: EvictionState,
+                         layout: GroupLayout | None = None) -> None:
     """See `reference.select_heavy_hitters`; no sort."""
     if _plain_torch(k.device.type):
-        reference.select_heavy_hitters(k, v, mass, cuts=cuts, slots=slots, book=book,
+        reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                        layout=layout)
         return
     _backend(k).select_heavy_hitters(
-        k, v, mass, list(chain.from_iterable(cuts)), slots, book.mass, book.positions, book.ranks,
-        _bits(layout), book.eviction.mean, book.eviction.sinks)
+        k, v, scores, list(chain.from_iterable(cuts)), slots, state.scores, state.positions,
+        state.ranks,
+        _bits(layout), state.eviction.mean, state.eviction.sinks)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, turn: Tensor,
-                     layout: GroupLayout | None = None, book: Book | None = None
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
+                     layout: GroupLayout | None = None, state: EvictionState | None = None
                      ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
     if _plain_torch(q.device.type):
-        return reference.decode_attention(q, k, v, slots=slots, turn=turn, layout=layout,
-                                          book=book)
-    if book is None:
-        return _backend(q).decode_attention(q, k, v, slots, turn, None, None, None, None, None,
+        return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
+                                          state=state)
+    if state is None:
+        return _backend(q).decode_attention(q, k, v, slots, metadata, None, None, None, None, None,
                                         _bits(layout), False, 1.0, 0)
-    eviction = book.eviction
-    rope = (None, None) if book.rope is None else (table.contiguous() for table in book.rope)
+    eviction = state.eviction
+    rope = (None, None) if state.rope is None else (table.contiguous() for table in state.rope)
     return _backend(q).decode_attention(
-        q, k, v, slots, turn, book.mass, book.positions, book.ranks, *rope,
+        q, k, v, slots, metadata, state.scores, state.positions, state.ranks, *rope,
         _bits(layout), eviction.mean, eviction.decay, eviction.sinks)
 
 
-def choose_values(q: Tensor, k: Tensor, *, keys: Tensor, turn: Tensor, sparsity: float,
+def choose_values(q: Tensor, k: Tensor, *, keys: Tensor, metadata: Tensor, sparsity: float,
                   layout: GroupLayout | None = None) -> tuple[Tensor, Tensor]:
     """See `reference_sparse.choose_values`; plain PyTorch on every device."""
-    return reference_sparse.choose_values(q, k, keys=keys, turn=turn, sparsity=sparsity,
+    return reference_sparse.choose_values(q, k, keys=keys, metadata=metadata, sparsity=sparsity,
                                           layout=layout)
 
 
 def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weights: Tensor,
-                  turn: Tensor, layout: GroupLayout | None = None) -> tuple[Tensor, Tensor]:
+                  metadata: Tensor, layout: GroupLayout | None = None) -> tuple[Tensor, Tensor]:
     """See `reference_sparse.attend_chosen`; plain PyTorch on every device."""
     return reference_sparse.attend_chosen(k, v, slots=slots, values=values, weights=weights,
-                                          turn=turn, layout=layout)
+                                          metadata=metadata, layout=layout)
 
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
@@ -143,18 +146,18 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
     return _backend(records).dequantize_groups(records, layout.bits, layout.length)
 
 
-def few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear_few_rows` can do a product, and `dispatch` prefers it to PyTorch's."""
-    return (len(x) <= native.FEW_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
+def skinny(x: Tensor, weight: Tensor) -> bool:
+    """True if `linear_skinny` can do a product, and `dispatch` prefers it to PyTorch's."""
+    return (len(x) <= native.SKINNY_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
             and x.shape[1] % 2 == 0 and x.stride(1) == weight.stride(1) == 1
             and not _plain_torch("cpu")
-            and dispatch.choice("linear", len(x), x.dtype) == "few_rows")
+            and dispatch.choice("linear", len(x), x.dtype) == "skinny")
 
 
-def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
-                    add: bool = False) -> None:
-    """See `reference.linear_few_rows`; for what `few_rows` admits, out's rows contiguous."""
-    _backend(x).linear_few_rows(x, weight, bias, out, add)
+def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
+                  add: bool = False) -> None:
+    """See `reference.linear_skinny`; for what `skinny` admits, out's rows contiguous."""
+    _backend(x).linear_skinny(x, weight, bias, out, add)
 
 
 def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = False,

@@ -16,13 +16,14 @@ QUERIES = 256
 """Queries that `prefill_attention` treats together: memory stays linear in the tokens."""
 
 
-def prefill_attention(q, k, v, lengths, *, key_lengths=None, mass=None, decay=1.0):
-    """Causal attention within each of several packed sequences, with the mass each key receives.
+def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=1.0):
+    """Causal attention within each of several packed sequences, with the attention score that each
+    key receives.
 
     A sequence may come in chunks: its queries are then the last of its tokens, and the keys are
     all up to there. Query row r of n stands at position key_length - n + r and sees the keys up to
     there. Query head h belongs to KV head h // group. A sequence that comes in chunks gives the
-    same mass as one that comes whole.
+    same attention score as one that comes whole.
 
     Parameters
     ----------
@@ -33,7 +34,7 @@ def prefill_attention(q, k, v, lengths, *, key_lengths=None, mass=None, decay=1.
         Query rows of each sequence; they sum to rows.
     key_lengths : list of int, optional
         Keys of each sequence, at least its rows; they sum to key_rows. None: as `lengths`.
-    mass : float32 Tensor [kv_heads, key_rows], optional
+    scores : float32 Tensor [kv_heads, key_rows], optional
         Scores, updated in place: times decay ** n, plus the sum of decay ** (n - 1 - r) times the
         probability of each key over the sequence's rows r and the query heads of the group.
     decay : float
@@ -45,95 +46,97 @@ def prefill_attention(q, k, v, lengths, *, key_lengths=None, mass=None, decay=1.
     """
     out = torch.empty_like(q)
     key_lengths = lengths if key_lengths is None else key_lengths
-    masses = [None] * len(lengths) if mass is None else mass.split(key_lengths, dim=1)
-    for one in zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), masses,
+    all_scores = [None] * len(lengths) if scores is None else scores.split(key_lengths, dim=1)
+    for one in zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), all_scores,
                    out.split(lengths), strict=True):
         _attend_sequence(*one, decay=decay)
     return out
 
 
-def _attend_sequence(q, k, v, mass, out, *, decay):
+def _attend_sequence(q, k, v, scores, out, *, decay):
     """`prefill_attention` of one sequence."""
     rows, tokens, kv_heads = len(q), len(k), k.shape[1]
     keys, values = k.float(), v.float()
-    if mass is not None:
-        mass.mul_(decay**rows)
+    if scores is not None:
+        scores.mul_(decay**rows)
     for start in range(0, rows, QUERIES):
         query = torch.arange(start, min(start + QUERIES, rows), device=q.device)
         mine = q[query].float().unflatten(1, (kv_heads, -1))
-        scores = torch.einsum("rkgd,tkd->kgrt", mine, keys) * q.shape[-1] ** -0.5
+        logits = torch.einsum("rkgd,tkd->kgrt", mine, keys) * q.shape[-1] ** -0.5
         future = torch.arange(tokens, device=q.device) > (tokens - rows + query)[:, None]
-        probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
-        if mass is not None:
+        probabilities = logits.masked_fill(future, float("-inf")).softmax(-1)
+        if scores is not None:
             weights = decay ** (rows - 1 - query).float()
-            mass += torch.einsum("kgrt,r->kt", probabilities, weights)
+            scores += torch.einsum("kgrt,r->kt", probabilities, weights)
         attended = torch.einsum("kgrt,tkd->rkgd", probabilities, values)
         out[query] = attended.flatten(1, 2).to(q.dtype)
 
 
-def select_heavy_hitters(k, v, mass, *, cuts, slots, book, layout=None):
-    """Cut prompts to their budgets: put the keys and values that stay into slots, and the book.
+def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
+    """Cut prompts to their budgets: put the keys and values that stay into slots, and the eviction
+    state.
 
-    Which tokens stay is `book.eviction`'s to say (`Eviction.select`); they stand in the first
+    Which tokens stay is `state.eviction`'s to say (`Eviction.select`); they stand in the first
     slots in the order of their positions. Whatever the slots behind them hold stays.
 
     Parameters
     ----------
     k, v : Tensor [rows, kv_heads, head_dim]
         Of all prompts one after the other. May be strided.
-    mass : float32 Tensor [kv_heads, rows] or None
+    scores : float32 Tensor [kv_heads, rows] or None
         Of every key, all queries done. None: 0, for where no score decides.
     cuts : sequence of Cut
         One for each prompt; their lengths sum to rows.
     slots : Tensor [2, sequences, kv_heads, slots, width]
         head_dim floats of k's dtype, or uint8 records of `layout`; written in place. May be
         strided, contiguous in the last dimension.
-    book : Book
+    state : EvictionState
         Of the same sequences and slots; what it says afterwards is all new.
     layout : GroupLayout, optional
         Of the records that the slots hold. None: they hold plain vectors.
     """
     lengths = [cut.length for cut in cuts]
-    masses = torch.zeros(k.shape[1], len(k), device=k.device) if mass is None else mass
-    book.mass.zero_()
-    book.positions.fill_(EMPTY)
-    if book.ranks is not None:
-        book.ranks.zero_()
-    for sequence, (cut, keys, values, scores) in enumerate(zip(
-            cuts, k.split(lengths), v.split(lengths), masses.split(lengths, dim=1), strict=True)):
-        index = book.eviction.select(scores, cut)
+    all_scores = torch.zeros(k.shape[1], len(k), device=k.device) if scores is None else scores
+    state.scores.zero_()
+    state.positions.fill_(EMPTY)
+    if state.ranks is not None:
+        state.ranks.zero_()
+    for sequence, (cut, keys, values, of_prompt) in enumerate(zip(
+            cuts, k.split(lengths), v.split(lengths), all_scores.split(lengths, dim=1),
+            strict=True)):
+        index = state.eviction.select(of_prompt, cut)
         kept = index.shape[1]
         for held, x in zip(slots[:, sequence], (keys, values), strict=True):
             x = x.transpose(0, 1).gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
             held[:, :kept] = x if layout is None else quantize_groups(x, layout)
-        book.mass[sequence, :, :kept] = scores.gather(1, index)
-        book.positions[sequence, :, :kept] = index.to(torch.int32)
-        if book.ranks is not None:
-            book.ranks[sequence, :, :kept] = torch.arange(kept, device=index.device)
+        state.scores[sequence, :, :kept] = of_prompt.gather(1, index)
+        state.positions[sequence, :, :kept] = index.to(torch.int32)
+        if state.ranks is not None:
+            state.ranks[sequence, :, :kept] = torch.arange(kept, device=index.device)
 
 
-def decode_attention(q, k, v, *, slots, turn, layout=None, book=None):
+def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None):
     """Attention of one new token of each sequence over its slots and itself; then it is cached.
 
-    With a book, what each slot received is added to its score, and a new token for which there is
-    no free slot takes its victim's (`Eviction.victims`); without one, and as long as there is
-    room, it takes the next free slot.
+    With an eviction state, what each slot received is added to its score, and a new token for which
+    there is no free slot takes its victim's (`Eviction.victims`); without one, and as long as there
+    is room, it takes the next free slot.
 
     Parameters
     ----------
     q : Tensor [sequences, heads, head_dim]
     k, v : Tensor [sequences, kv_heads, head_dim]
-        The new token's. With rolling positions (`book.ranks`) q and k come unrotated.
+        The new token's. With rolling positions (`state.ranks`) q and k come unrotated.
     slots : Tensor [2, sequences, kv_heads, slots, width]
         Cached keys and values: head_dim floats of k's dtype, or uint8 records of `layout`; one
         slot per head is written. May be strided, contiguous in the last dimension.
-    turn : int32 Tensor [4, sequences]
+    metadata : int32 Tensor [4, sequences]
         Of each sequence: how many slots hold a token (the first ones; whatever is in the others,
         NaN too, has no effect); all its tokens so far, the new and the evicted ones included; how
         many of the newest are safe from eviction; 1 if the new one needs a victim, else 0.
     layout : GroupLayout, optional
         Of the records that the slots hold. None: they hold plain vectors.
-    book : Book, optional
+    state : EvictionState, optional
         Updated in place. None: nothing is scored and no sequence needs a victim.
 
     Returns
@@ -142,30 +145,31 @@ def decode_attention(q, k, v, *, slots, turn, layout=None, book=None):
     taken : int64 Tensor [sequences, kv_heads]
         The slot that each new token got.
     """
-    cached, tokens, recent, full = turn.long()
+    cached, tokens, recent, full = metadata.long()
     kv_heads, n = slots.shape[2:4]
     filled = (torch.arange(n, device=q.device) < cached[:, None])[:, None]  # of every head
     keys, values = (x.float() for x in
                     (slots if layout is None else dequantize_groups(slots, layout)))
     query, key, value = q.float(), k.float(), v.float()
-    if book is not None and book.ranks is not None:
-        old = [table[book.ranks.where(filled, 0)] for table in book.rope]
-        new = [table[cached][:, None] for table in book.rope]
+    if state is not None and state.ranks is not None:
+        old = [table[state.ranks.where(filled, 0)] for table in state.rope]
+        new = [table[cached][:, None] for table in state.rope]
         query, key, keys = rotated(query, *new), rotated(key, *new), rotated(keys, *old)
     keys, values = (torch.cat([x.masked_fill(~filled[..., None], 0), own[:, :, None]], dim=2)
                     for x, own in ((keys, key), (values, value)))
-    scores = torch.einsum("skgd,sktd->skgt", query.unflatten(1, (kv_heads, -1)), keys)
-    scores *= q.shape[-1] ** -0.5
-    scores[..., :n].masked_fill_(~filled[:, :, None], float("-inf"))
-    probabilities = scores.softmax(-1)
+    logits = torch.einsum("skgd,sktd->skgt", query.unflatten(1, (kv_heads, -1)), keys)
+    logits *= q.shape[-1] ** -0.5
+    logits[..., :n].masked_fill_(~filled[:, :, None], float("-inf"))
+    probabilities = logits.softmax(-1)
     out = torch.einsum("skgt,sktd->skgd", probabilities, values).flatten(1, 2).to(q.dtype)
     taken = cached[:, None].expand(-1, kv_heads)
-    if book is not None:
+    if state is not None:
         received = probabilities.sum(2)
-        book.mass.mul_(book.eviction.decay).add_(received[..., :n])
-        victims = book.eviction.victims(book.mass, book.positions, tokens=tokens, recent=recent)
+        state.scores.mul_(state.eviction.decay).add_(received[..., :n])
+        victims = state.eviction.victims(state.scores, state.positions, tokens=tokens,
+                                         recent=recent)
         taken = torch.where(full[:, None] == 1, victims, taken)
-        _note(book, turn.long(), taken[..., None], received[..., n:])
+        _note(state, metadata.long(), taken[..., None], received[..., n:])
     cache_token(k, v, slots=slots, taken=taken, layout=layout)
     return out, taken.contiguous()
 
@@ -179,16 +183,17 @@ def cache_token(k, v, *, slots, taken, layout):
     slots[:, sequence[:, None], head, taken] = fresh.to(slots.dtype)
 
 
-def _note(book, turn, place, own):
-    """Write the new token into the book: place and own mass are [sequences, kv_heads, 1]."""
-    cached, tokens, _, full = (x[:, None, None] for x in turn)
-    book.mass.scatter_(-1, place, own)
-    if book.ranks is not None:
+def _note(state, metadata, place, own):
+    """Write the new token into the eviction state: place and own attention score are [sequences,
+    kv_heads, 1]."""
+    cached, tokens, _, full = (x[:, None, None] for x in metadata)
+    state.scores.scatter_(-1, place, own)
+    if state.ranks is not None:
         # Close the gap that each victim leaves among the ranks; the new token is the last.
-        gone = book.ranks.gather(-1, place)
-        book.ranks.sub_(((book.ranks > gone) & (full == 1)).to(torch.int32))
-        book.ranks.scatter_(-1, place, (cached - full).to(torch.int32).expand(place.shape))
-    book.positions.scatter_(-1, place, (tokens - 1).to(torch.int32).expand(place.shape))
+        gone = state.ranks.gather(-1, place)
+        state.ranks.sub_(((state.ranks > gone) & (full == 1)).to(torch.int32))
+        state.ranks.scatter_(-1, place, (cached - full).to(torch.int32).expand(place.shape))
+    state.positions.scatter_(-1, place, (tokens - 1).to(torch.int32).expand(place.shape))
 
 
 def half_below(x):
@@ -267,7 +272,7 @@ def dequantize_groups(records, layout):
     return (zeros + scales * codes).flatten(-2)
 
 
-def linear_few_rows(x, weight, bias, out, *, add=False):
+def linear_skinny(x, weight, bias, out, *, add=False):
     """``out = x @ weight.T + bias``, or added to out; rounded to out's dtype once.
 
     Parameters

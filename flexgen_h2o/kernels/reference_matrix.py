@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexgen_h2o.config.formats import TILE
+from flexgen_h2o.config.formats import MATRIX_TILE
 from flexgen_h2o.kernels.reference import FLOAT16_MAX, half_below
 
 STEPS = 20
@@ -41,7 +41,7 @@ def quantize_matrix(weight, layout, *, search=False):
     that fit these codes best (least squares). The best of all, rounded to float16, is kept where
     it beats the spanning one.
     """
-    outputs, inputs = layout.tiles * TILE, layout.groups * layout.group
+    outputs, inputs = layout.tiles * MATRIX_TILE, layout.groups * layout.group
     values = weight.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
     ends = range(0, layout.inputs, layout.group)
     parts = [_quantized(values[:, start : start + layout.group], layout.levels, search)
@@ -70,14 +70,14 @@ def _quantized(x, levels, search):
         code = ((x - low[:, None]) * wide[:, None]).round().clamp(0, levels)
         count = x.shape[1]
         sums, squares, product = code.sum(-1), (code * code).sum(-1), (code * x).sum(-1)
-        spread = count * squares - sums * sums
-        fitted = (count * product - sums * x.sum(-1)) / spread.clamp_min(1)
+        variance = count * squares - sums * sums
+        fitted = (count * product - sums * x.sum(-1)) / variance.clamp_min(1)
         fitted = fitted.clamp(0, FLOAT16_MAX).half()
         start = ((x.sum(-1) - fitted.float() * sums) / count).clamp(-FLOAT16_MAX, FLOAT16_MAX)
         tried = (fitted, start.half())
         tried = (*tried, _codes(x, *tried, levels))
         error = _error(x, *tried)
-        better = (error < least) & (spread > 0)
+        better = (error < least) & (variance > 0)
         least = torch.where(better, error, least)
         best = tuple(torch.where(better if one.dim() == 1 else better[:, None], one, other)
                      for one, other in zip(tried, best, strict=True))
@@ -98,8 +98,8 @@ def assembled(codes, scales, zeros, layout):
 
     Parameters
     ----------
-    codes : int32 Tensor [tiles * TILE, groups * group]
-    scales, zeros : float16 Tensor [tiles * TILE, groups]
+    codes : int32 Tensor [tiles * MATRIX_TILE, groups * group]
+    scales, zeros : float16 Tensor [tiles * MATRIX_TILE, groups]
     layout : MatrixLayout
 
     Returns
@@ -107,14 +107,15 @@ def assembled(codes, scales, zeros, layout):
     uint8 Tensor [layout.nbytes]
     """
     tiles, groups, per_word = layout.tiles, layout.groups, 32 // layout.bits
-    inner = codes.view(tiles, TILE, groups, layout.words, per_word // 2, 2)
+    inner = codes.view(tiles, MATRIX_TILE, groups, layout.words, per_word // 2, 2)
     shifts = layout.bits * torch.arange(per_word // 2)[:, None] + 16 * torch.arange(2)
     words = (inner.long() << shifts).sum((-1, -2))  # disjoint bits
     words = words.where(words < 2**31, words - 2**32).to(torch.int32)
     data = torch.empty(tiles, groups, layout.block_bytes, dtype=torch.uint8)
-    data[..., 4 * TILE :] = words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
-    halves = torch.stack((scales, zeros)).view(2, tiles, TILE, groups).permute(1, 3, 0, 2)
-    data[..., : 4 * TILE] = halves.contiguous().view(torch.uint8).flatten(2)
+    data[..., 4 * MATRIX_TILE :] = words.permute(0, 2, 3,
+                                                 1).contiguous().view(torch.uint8).flatten(2)
+    halves = torch.stack((scales, zeros)).view(2, tiles, MATRIX_TILE, groups).permute(1, 3, 0, 2)
+    data[..., : 4 * MATRIX_TILE] = halves.contiguous().view(torch.uint8).flatten(2)
     return data.view(-1)
 
 
@@ -134,16 +135,16 @@ def unpack_rows(data, layout, rows, dtype):
     Tensor [count, inputs] of dtype
         Computed in float32 and rounded once.
     """
-    blocks = data.view(layout.tiles, layout.groups, layout.block_bytes)[rows // TILE]
-    lane = (rows % TILE)[:, None, None]
+    blocks = data.view(layout.tiles, layout.groups, layout.block_bytes)[rows // MATRIX_TILE]
+    lane = (rows % MATRIX_TILE)[:, None, None]
 
     def of_lane(part, width):
-        height = part.shape[-1] // (TILE * width.itemsize)
-        part = part.contiguous().view(width).view(*part.shape[:2], height, TILE)
+        height = part.shape[-1] // (MATRIX_TILE * width.itemsize)
+        part = part.contiguous().view(width).view(*part.shape[:2], height, MATRIX_TILE)
         return part.gather(-1, lane[..., None].expand(*part.shape[:3], 1))[..., 0]
 
-    scale, zero = of_lane(blocks[..., : 4 * TILE], torch.float16).float().split(1, dim=-1)
-    words = of_lane(blocks[..., 4 * TILE :], torch.int32)
+    scale, zero = of_lane(blocks[..., : 4 * MATRIX_TILE], torch.float16).float().split(1, dim=-1)
+    words = of_lane(blocks[..., 4 * MATRIX_TILE :], torch.int32)
     pairs = 16 // layout.bits
     shifts = (layout.bits * torch.arange(pairs, device=data.device)[:, None]
               + 16 * torch.arange(2, device=data.device))

@@ -12,7 +12,7 @@ import torch
 from flexgen_h2o.kernels.reference import cache_token, dequantize_groups
 
 
-def choose_values(q, k, *, keys, turn, sparsity, layout=None):
+def choose_values(q, k, *, keys, metadata, sparsity, layout=None):
     """Whose values one new token of each sequence reads, and with what weights.
 
     The weights are those of attention over everything that is cached and the new token itself. Of
@@ -28,7 +28,7 @@ def choose_values(q, k, *, keys, turn, sparsity, layout=None):
     keys : Tensor [sequences, kv_heads, slots, width]
         Cached ones: head_dim floats of k's dtype, or uint8 records of `layout`. Slot i holds token
         i. May be strided, contiguous in the last dimension.
-    turn : int32 Tensor [4, sequences]
+    metadata : int32 Tensor [4, sequences]
         As of `reference.decode_attention`; each sequence has at least one cached token, and none
         needs a victim.
     sparsity : float
@@ -44,16 +44,16 @@ def choose_values(q, k, *, keys, turn, sparsity, layout=None):
     weights : float32 Tensor [sequences, heads, most + 1]
         Of these slots, 0 where `index` is filled up; the last is the new token's own.
     """
-    cached = turn[0].long()
+    cached = metadata[0].long()
     kv_heads, slots = keys.shape[1:3]
     number = torch.arange(slots, device=q.device)
     filled = (number < cached[:, None])[:, None]  # of every head
     query = q.float().unflatten(1, (kv_heads, -1)) * q.shape[-1] ** -0.5
     keys = keys if layout is None else dequantize_groups(keys, layout)
-    scores = torch.einsum("skgd,sktd->skgt", query, keys.float())
+    logits = torch.einsum("skgd,sktd->skgt", query, keys.float())
     own = torch.einsum("skgd,skd->skg", query, k.float())[..., None]
-    scores = torch.cat([scores.masked_fill(~filled[:, :, None], float("-inf")), own], dim=-1)
-    weights, own = scores.softmax(-1).split([slots, 1], dim=-1)
+    logits = torch.cat([logits.masked_fill(~filled[:, :, None], float("-inf")), own], dim=-1)
+    weights, own = logits.softmax(-1).split([slots, 1], dim=-1)
     # Floats that are not negative are in the order of their bits. Of equal ones the slot decides.
     order = (weights.sum(2).view(torch.int32).long() << 32) + number
     most = max(1, int(sparsity * slots))
@@ -66,7 +66,7 @@ def choose_values(q, k, *, keys, turn, sparsity, layout=None):
     return index.int(), weights.flatten(1, 2)
 
 
-def attend_chosen(k, v, *, slots, values, weights, turn, layout=None):
+def attend_chosen(k, v, *, slots, values, weights, metadata, layout=None):
     """Attention of one new token of each sequence over chosen values; then it is cached.
 
     Parameters
@@ -79,7 +79,7 @@ def attend_chosen(k, v, *, slots, values, weights, turn, layout=None):
         Records of the values in the slots that `choose_values` gave.
     weights : float32 Tensor [sequences, heads, most + 1]
         From `choose_values`.
-    turn : int32 Tensor [4, sequences]
+    metadata : int32 Tensor [4, sequences]
         As of `choose_values`.
     layout : GroupLayout, optional
         Of the records. None: they are plain vectors of v's dtype.
@@ -95,6 +95,6 @@ def attend_chosen(k, v, *, slots, values, weights, turn, layout=None):
     values = torch.cat([values.float(), v.float()[:, :, None]], dim=2)
     grouped = weights.unflatten(1, (kv_heads, -1))
     out = torch.einsum("skgt,sktd->skgd", grouped, values).flatten(1, 2).to(v.dtype)
-    taken = turn[0].long()[:, None].expand(-1, kv_heads).contiguous()
+    taken = metadata[0].long()[:, None].expand(-1, kv_heads).contiguous()
     cache_token(k, v, slots=slots, taken=taken, layout=layout)
     return out, taken

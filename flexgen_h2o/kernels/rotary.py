@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels.chunks import piece_rows
+from flexgen_h2o.kernels.chunks import chunk_rows
 
 
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -27,10 +27,10 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Tensor
         x itself.
     """
-    rows = piece_rows(x)
-    for piece, c, s in zip(x.split(rows), cos[:, None].split(rows), sin[:, None].split(rows),
+    rows = chunk_rows(x)
+    for chunk, c, s in zip(x.split(rows), cos[:, None].split(rows), sin[:, None].split(rows),
                            strict=True):
-        turn_(piece, c, s)
+        rotate_(chunk, c, s)
     return x
 
 
@@ -49,7 +49,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         In x's dtype; computed in that of the tables if it is wider.
     """
     wide = torch.promote_types(x.dtype, cos.dtype)
-    return turn_(x.to(wide, copy=True), cos, sin).to(x.dtype)
+    return rotate_(x.to(wide, copy=True), cos, sin).to(x.dtype)
 
 
 def rotated_to(x: Tensor, positions: Tensor, rope: Callable[[Tensor], tuple[Tensor, Tensor] | None]
@@ -68,7 +68,7 @@ def rotated_to(x: Tensor, positions: Tensor, rope: Callable[[Tensor], tuple[Tens
     return rotated(x, *(table.unflatten(0, positions.shape) for table in tables))
 
 
-def turn_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Like `rotated`, in place; x is returned."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]

@@ -16,7 +16,7 @@ whole square. Cut into query blocks that see only their past, 512 tokens take 0.
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """See `reference.prefill_attention`; whole sequences, no mass."""
+    """See `reference.prefill_attention`; whole sequences, no attention score."""
     if len(set(lengths)) == 1:
         shape = (len(lengths), lengths[0])
         out = _causal(*(x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v)))

@@ -1,4 +1,5 @@
-"""How idle OpenMP threads wait: spinning where the CPUs are theirs, asleep where others want them.
+"""The waiting of idle OpenMP threads: spinning where the CPUs are theirs, asleep where others want
+them.
 
 Between parallel regions libgomp's threads spin for milliseconds, so that the next region starts at
 once. Beside other processes that is time taken from the threads they wait for, and a decode step
@@ -53,7 +54,8 @@ class IdleTeam:
 
 
 def busy_seconds(stat: Path = Path("/proc/stat")) -> float | None:
-    """Seconds that the CPUs of this process have worked, for anybody; None where none says so."""
+    """Seconds that the CPUs of this process have worked, for all processes; None where none says
+    so."""
     try:
         lines = [line.split() for line in stat.read_text().splitlines()]
         mine = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
@@ -81,7 +83,7 @@ class Spinning:
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
-        """Seconds by the clock, of the CPUs for anybody, and of them for this process."""
+        """Seconds by the clock, of the CPUs for all processes, and for this one."""
         busy = busy_seconds()
         return None if busy is None else (time.monotonic(), busy, time.process_time())
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: launch shapes, and how cached vectors are read and written.
+"""Helpers of the Triton kernels: launch shapes, and how cached vectors are read and written.
 
 A vector is handled as two halves: a 4-bit byte holds an element of each, and rotary embeddings
 turn one with the other.
@@ -19,7 +19,7 @@ FEWEST = 16
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    """True if kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -42,14 +42,14 @@ def device_ints(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torc
 
 @functools.lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """How many programs a device runs side by side, at least."""
+    """Programs that a device runs side by side, at least."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def starts(lengths: Sequence[int]) -> list[int]:
-    """Where each of several packed sequences begins."""
+    """First row of each of several packed sequences."""
     begins, total = [], 0
     for length in lengths:
         begins.append(total)
@@ -142,13 +142,14 @@ def load_halves(rows, live, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.
 
 
 @triton.jit
-def _partners(rows, live, turns, cos, sin, element, ROTARY: tl.constexpr, LENGTH: tl.constexpr,
+def _partners(rows, live, places, cos, sin, element, ROTARY: tl.constexpr, LENGTH: tl.constexpr,
               GROUP: tl.constexpr, BITS: tl.constexpr):
-    """What rotation by `turns` [rows, 1] needs: cosines, signed sines and the partner elements."""
+    """Factors of a rotation by `places` [rows, 1]: cosines, signed sines and the partner
+    elements."""
     HALF: tl.constexpr = ROTARY // 2
     turning = element < ROTARY
     mask = live[:, None] & turning[None, :]
-    place = turns * HALF + (element % HALF)[None, :]
+    place = places * HALF + (element % HALF)[None, :]
     c = tl.load(cos + place, mask=mask, other=1.0)
     s = tl.load(sin + place, mask=mask, other=0.0)
     first = element < HALF
@@ -159,25 +160,25 @@ def _partners(rows, live, turns, cos, sin, element, ROTARY: tl.constexpr, LENGTH
 
 
 @triton.jit
-def load_turned(rows, live, turns, cos, sin, ROTARY: tl.constexpr, LENGTH: tl.constexpr,
-                GROUP: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Both halves of vectors, rotated in float32 to the places `turns`, unless ROTARY is 0."""
+def load_rotated(rows, live, places, cos, sin, ROTARY: tl.constexpr, LENGTH: tl.constexpr,
+                 GROUP: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Both halves of vectors, rotated in float32 to the places `places`, unless ROTARY is 0."""
     low, high = load_halves(rows, live, LENGTH, GROUP, BITS, WIDTH)
     lane = tl.arange(0, WIDTH)
     if ROTARY > 0:
-        turns = turns.to(tl.int64)[:, None]
+        places = places.to(tl.int64)[:, None]
         low, high = low.to(tl.float32), high.to(tl.float32)
     if ROTARY == LENGTH:  # the halves turn with each other: nothing is read twice
         mask = live[:, None] & (lane < LENGTH // 2)[None, :]
-        place = turns * (LENGTH // 2) + lane[None, :]
+        place = places * (LENGTH // 2) + lane[None, :]
         c = tl.load(cos + place, mask=mask, other=1.0)
         s = tl.load(sin + place, mask=mask, other=0.0)
         low, high = low * c - high * s, high * c + low * s
     elif ROTARY > 0:
-        c, s, other = _partners(rows, live, turns, cos, sin, lane, ROTARY, LENGTH, GROUP, BITS)
+        c, s, other = _partners(rows, live, places, cos, sin, lane, ROTARY, LENGTH, GROUP, BITS)
         low = tl.where((lane < LENGTH // 2)[None, :], low * c + other * s, 0.0)
         if ROTARY > LENGTH // 2:
-            c, s, other = _partners(rows, live, turns, cos, sin, lane + LENGTH // 2, ROTARY,
+            c, s, other = _partners(rows, live, places, cos, sin, lane + LENGTH // 2, ROTARY,
                                     LENGTH, GROUP, BITS)
             high = tl.where((lane < LENGTH // 2)[None, :], high * c + other * s, 0.0)
     return low, high
@@ -216,9 +217,9 @@ def _codes(x, records, live, part, wanted, LENGTH: tl.constexpr, GROUP: tl.const
     low = tl.min(tl.where(inside, values, float("inf")), axis=2)
     high = tl.max(tl.where(inside, values, float("-inf")), axis=2)
     zero = _half_below(low + 0.0)  # of two zeros the positive one
-    spread = zero.to(tl.float32) - high
-    levels = tl.full(spread.shape, 2**BITS - 1, tl.float32)
-    scale = tl.abs(_half_below(tl.div_rn(spread, levels)).to(tl.float32))  # rounded up
+    extent = zero.to(tl.float32) - high
+    levels = tl.full(extent.shape, 2**BITS - 1, tl.float32)
+    scale = tl.abs(_half_below(tl.div_rn(extent, levels)).to(tl.float32))  # rounded up
     halves = (records + (CODES + CODES % 2)).to(tl.pointer_type(tl.float16))[:, None]
     whole = live[:, None] & (wanted & (part % 2 == 0))[None, :]  # one of a group's two halves
     tl.store(halves + group[None, :], scale.to(tl.float16), mask=whole)

@@ -24,7 +24,7 @@ from flexgen_h2o.kernels.triton_common import (
     in_units,
     interpreted,
     load_halves,
-    load_turned,
+    load_rotated,
     multiprocessors,
     store_records,
     unit_stride,
@@ -36,7 +36,7 @@ NOWHERE = tl.constexpr(2**31 - 1)
 """`EMPTY`: a position later than all."""
 
 MOST_SPLITS = 128
-TILE = 8192
+FINISH_ELEMENTS = 8192
 """Elements that a program of the second launch handles at a time."""
 
 
@@ -94,7 +94,7 @@ def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr,
             ({"BLOCK": 32}, 4, 3), ({"BLOCK": 64}, 8, 2)),
     key=["HEADS", "LENGTH", "BITS", "ROTARY", "LONG"], cache_results=True)
 @triton.jit
-def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, turn, ranks, b_row, b_head,
+def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, ranks, b_row, b_head,
           cos, sin, logits, parts, stats, kv_heads, n, split, scale, HEADS: tl.constexpr,
           TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
           WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr,
@@ -106,7 +106,7 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, turn, ranks, b
     """
     sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
-    cached = tl.load(turn + sequence)
+    cached = tl.load(metadata + sequence)
     first = tl.program_id(1) * split
     last = tl.minimum(first + split, cached)
     if first >= last:
@@ -114,8 +114,8 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, turn, ranks, b
     lane = tl.arange(0, BLOCK)
     g = tl.arange(0, TALL)
     rows = q + sequence * q_row + (head * HEADS + g) * q_head
-    q_low, q_high = load_turned(rows, g < HEADS, tl.zeros_like(g) + cached, cos, sin, ROTARY,
-                                LENGTH, LENGTH, 16, WIDTH)
+    q_low, q_high = load_rotated(rows, g < HEADS, tl.zeros_like(g) + cached, cos, sin, ROTARY,
+                                 LENGTH, LENGTH, 16, WIDTH)
     mine = tl.program_id(0).to(tl.int64) * HEADS + g  # of parts and stats
     kept = None if logits is None else logits + tl.program_id(0).to(tl.int64) * HEADS * n
     slots += (sequence * s_row + head * s_head) * UNIT
@@ -127,11 +127,11 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, turn, ranks, b
         slot = start + lane
         live = slot < last
         place = slots + slot.to(tl.int64) * s_slot * UNIT
-        turns = slot
+        places = slot
         if ROTARY > 0:
-            turns = tl.load(ranks + sequence * b_row + head * b_head + slot, mask=live, other=0)
-        k_low, k_high = load_turned(place, live, turns, cos, sin, ROTARY, LENGTH, GROUP, BITS,
-                                    WIDTH)
+            places = tl.load(ranks + sequence * b_row + head * b_head + slot, mask=live, other=0)
+        k_low, k_high = load_rotated(place, live, places, cos, sin, ROTARY, LENGTH, GROUP, BITS,
+                                     WIDTH)
         v_low, v_high = load_halves(place + s_kind * UNIT, live, LENGTH, GROUP, BITS, WIDTH)
         logit = _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS,
                         PRECISION)
@@ -182,9 +182,9 @@ def _combine(parts, stats, v, out, mine, live, own, count, splits, everyone,
         mask = live[:, None] & (some < count)[None, :]
         index = mine[:, None] * splits + some[None, :]
         weight = tl.exp2(tl.load(stats + index, mask=mask, other=LOWEST) - most[:, None])
-        piece = tl.load(parts + index[:, :, None] * LENGTH + lane[None, None, :],
+        chunk = tl.load(parts + index[:, :, None] * LENGTH + lane[None, None, :],
                         mask=mask[:, :, None] & (lane < LENGTH)[None, None, :], other=0.0)
-        result += tl.sum(piece * weight[:, :, None], axis=1)
+        result += tl.sum(chunk * weight[:, :, None], axis=1)
     tl.store(out + mine[:, None] * LENGTH + lane[None, :],
              (result / total[:, None]).to(out.dtype.element_ty),
              mask=live[:, None] & (lane < LENGTH)[None, :])
@@ -192,9 +192,9 @@ def _combine(parts, stats, v, out, mine, live, own, count, splits, everyone,
 
 
 @triton.jit
-def _score(logits, mass, positions, mine, heads, lse, cached, tokens, recent, n, decay, sinks,
+def _score(logits, scores, positions, mine, heads, lse, cached, tokens, recent, n, decay, sinks,
            MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Add what each slot received to its mass; the slot with the lowest score, or 0.
+    """Add what each slot received to its attention score; the slot with the lowest score, or 0.
 
     Each lane remembers the best victim of its own slots: one comparison among threads at the end.
     """
@@ -208,8 +208,8 @@ def _score(logits, mass, positions, mine, heads, lse, cached, tokens, recent, n,
         logit = tl.load(logits + mine[:, None] * n + slot[None, :],
                         mask=heads[:, None] & live[None, :], other=float("-inf"))
         received = tl.sum(tl.exp2(logit - lse[:, None]), axis=0)
-        score = tl.load(mass + slot, mask=live, other=0.0) * decay + received
-        tl.store(mass + slot, score, mask=live)
+        score = tl.load(scores + slot, mask=live, other=0.0) * decay + received
+        tl.store(scores + slot, score, mask=live)
         position = tl.load(positions + slot, mask=live, other=NOWHERE)
         may = live & (position >= sinks) & (position < tokens - recent)
         if MEAN:
@@ -224,11 +224,12 @@ def _score(logits, mass, positions, mine, heads, lse, cached, tokens, recent, n,
 
 
 @triton.jit
-def _note(mass, positions, ranks, place, own, cached, tokens, full, BLOCK: tl.constexpr):
-    """Write the new token into the book of one head, in `place`; see `reference._note`."""
-    # Other threads have just stored this mass, and read this position.
+def _note(scores, positions, ranks, place, own, cached, tokens, full, BLOCK: tl.constexpr):
+    """Write the new token into the eviction state of one head, in `place`; see
+    `reference._note`."""
+    # Other threads have just stored this attention score, and read this position.
     tl.debug_barrier()
-    tl.store(mass + place, own)
+    tl.store(scores + place, own)
     tl.store(positions + place, tokens - 1)
     if ranks is not None:
         gone = tl.load(ranks + place)
@@ -244,24 +245,26 @@ def _note(mass, positions, ranks, place, own, cached, tokens, full, BLOCK: tl.co
 
 @triton.jit
 def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_kind, s_row,
-            s_head, s_slot, turn, mass, positions, ranks, b_row, b_head, cos, sin, logits, parts,
+            s_head, s_slot, metadata, scores, positions, ranks, b_row, b_head, cos, sin, logits,
+            parts,
             stats, taken, kv_heads, n, split, splits, scale, decay, sinks, HEADS: tl.constexpr,
             TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
             WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
             SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Output, book and slot of one sequence's KV head: all that changes in place changes here."""
+    """Output, eviction state and slot of one sequence's KV head: all that changes in place changes
+    here."""
     sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     sequences = tl.num_programs(0) // kv_heads
-    cached = tl.load(turn + sequence)
+    cached = tl.load(metadata + sequence)
     g = tl.arange(0, TALL)
     one = tl.arange(0, 1)
     k += sequence * k_row + head * k_head
     v += sequence * v_row + head * v_head
-    q_low, q_high = load_turned(q + sequence * q_row + (head * HEADS + g) * q_head, g < HEADS,
-                                tl.zeros_like(g) + cached, cos, sin, ROTARY, LENGTH, LENGTH, 16,
-                                WIDTH)
-    k_low, k_high = load_turned(k + one, one == 0, one + cached, cos, sin, ROTARY, LENGTH,
+    q_low, q_high = load_rotated(q + sequence * q_row + (head * HEADS + g) * q_head, g < HEADS,
+                                 tl.zeros_like(g) + cached, cos, sin, ROTARY, LENGTH, LENGTH, 16,
+                                 WIDTH)
+    k_low, k_high = load_rotated(k + one, one == 0, one + cached, cos, sin, ROTARY, LENGTH,
                                LENGTH, 16, WIDTH)
     own = scale * tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)
                          + q_high.to(tl.float32) * k_high.to(tl.float32), axis=1)
@@ -270,17 +273,17 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
     most, total = _combine(parts, stats, v, out, mine, g < HEADS, own, tl.cdiv(cached, split),
                            splits, everyone, LENGTH, SPLITS, CHUNK)
     place = cached
-    if mass is not None:
-        tokens = tl.load(turn + sequences + sequence)
-        recent = tl.load(turn + 2 * sequences + sequence)
-        full = tl.load(turn + 3 * sequences + sequence)
-        book = sequence * b_row + head * b_head
+    if scores is not None:
+        tokens = tl.load(metadata + sequences + sequence)
+        recent = tl.load(metadata + 2 * sequences + sequence)
+        full = tl.load(metadata + 3 * sequences + sequence)
+        state = sequence * b_row + head * b_head
         lse = most + tl.log2(total)
-        victim = _score(logits, mass + book, positions + book, mine, g < HEADS, lse, cached,
+        victim = _score(logits, scores + state, positions + state, mine, g < HEADS, lse, cached,
                         tokens, recent, n, decay, sinks, MEAN, BLOCK)
         place = tl.where(full == 1, victim, cached)
         received = tl.sum(tl.where(g < HEADS, tl.exp2(own - lse), 0.0), axis=0)
-        _note(mass + book, positions + book, None if ranks is None else ranks + book, place,
+        _note(scores + state, positions + state, None if ranks is None else ranks + state, place,
               received, cached, tokens, full, BLOCK)
     tl.store(taken + tl.program_id(0), place.to(tl.int64))
     slots += (sequence * s_row + head * s_head + place.to(tl.int64) * s_slot) * UNIT
@@ -301,17 +304,18 @@ def _split(n: int, programs: int, device: torch.device) -> int:
     return max(least, triton.cdiv(triton.cdiv(n, splits), least) * least)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, turn: Tensor,
-                     mass: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: Tensor,
+                     scores: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
                      cos: Tensor | None, sin: Tensor | None, bits: int, mean: bool,
                      decay: float, sinks: int) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; it never waits for the device."""
-    books = [x for x in (mass, positions, ranks) if x is not None]
-    if any(x.stride() != (*mass.stride()[:2], 1) for x in books):  # the kernels know one layout
-        copies = [x.clone(memory_format=torch.contiguous_format) for x in books]
-        result = decode_attention(q, k, v, slots, turn, *copies, *(None,) * (3 - len(books)), cos,
+    states = [x for x in (scores, positions, ranks) if x is not None]
+    if any(x.stride() != (*scores.stride()[:2], 1) for x in states):  # the kernels know one layout
+        copies = [x.clone(memory_format=torch.contiguous_format) for x in states]
+        result = decode_attention(q, k, v, slots, metadata, *copies, *(None,) * (3 - len(states)),
+                                  cos,
                                   sin, bits, mean, decay, sinks)
-        for x, copy in zip(books, copies, strict=True):
+        for x, copy in zip(states, copies, strict=True):
             x.copy_(copy)
         return result
     (sequences, heads, length), kv_heads, n = q.shape, k.shape[1], slots.shape[3]
@@ -319,12 +323,12 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, turn: Tenso
     pairs, group = sequences * kv_heads, heads // kv_heads
     if not pairs:
         return out, taken
-    q, k, v, turn = (unit_stride(x) for x in (q, k, v, turn.contiguous()))
+    q, k, v, metadata = (unit_stride(x) for x in (q, k, v, metadata.contiguous()))
     split = _split(n, pairs, q.device)
     splits = triton.cdiv(n, split)
     logits, parts, stats = (q.new_empty(pairs * group * size, dtype=torch.float32)
-                            for size in (n if books else 0, splits * length, splits * 2))
-    logits = logits if books else None
+                            for size in (n if states else 0, splits * length, splits * 2))
+    logits = logits if states else None
     rotary = 0 if ranks is None else 2 * cos.shape[-1]
     tables = (None, None) if ranks is None else (cos.contiguous(), sin.contiguous())
     unit, strides = in_units(slots)
@@ -332,20 +336,20 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, turn: Tenso
         "UNIT": unit, "HEADS": group, "LENGTH": length, "BITS": bits, "ROTARY": rotary,
         "GROUP": length if bits == 16 else GroupLayout(length, bits).group}
     half, tall = triton.next_power_of_2(length // 2), triton.next_power_of_2(group)
-    stride = mass.stride()[:2] if books else (0, 0)
+    stride = scores.stride()[:2] if states else (0, 0)
     scale = math.log2(math.e) * length**-0.5
     least = 1 if group == 1 else FEWEST  # groups go to `tl.dot`
     _read[(pairs, splits)](
-        q, *q.stride()[:2], slots, *strides, turn, ranks, *stride, *tables, logits,
+        q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
         parts, stats, kv_heads, n, split, scale, **shape, LONG=n >= 512,
         TALL=max(least, tall), WIDTH=max(least, half),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32")
-    block = max(16, min(triton.next_power_of_2(n), TILE // tall))
+    block = max(16, min(triton.next_power_of_2(n), FINISH_ELEMENTS // tall))
     wide = triton.next_power_of_2(length)
-    chunk = max(1, min(triton.next_power_of_2(splits), TILE // (tall * wide)))
+    chunk = max(1, min(triton.next_power_of_2(splits), FINISH_ELEMENTS // (tall * wide)))
     _finish[(pairs,)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, slots,
-        *strides, turn, mass, positions, ranks, *stride, *tables, logits, parts, stats,
+        *strides, metadata, scores, positions, ranks, *stride, *tables, logits, parts, stats,
         taken, kv_heads, n, split, splits, scale, decay, sinks, **shape, TALL=tall, WIDTH=half,
         MEAN=mean, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, BLOCK=block,
         num_warps=max(4, min(16, tall * block // 512)))

@@ -10,7 +10,7 @@ from torch import Tensor
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels.triton_common import in_units, load_halves, store_records, unit_stride
 
-TILE = 4096
+GROUP_ELEMENTS = 4096
 """Elements that one program handles."""
 
 
@@ -41,7 +41,7 @@ def quantize_groups(x: Tensor, bits: int) -> Tensor:
     layout = GroupLayout(x.shape[-1], bits)
     records = x.new_empty((*x.shape[:-1], layout.nbytes), dtype=torch.uint8)
     vectors = unit_stride(x.reshape(-1, layout.length))
-    tile = max(1, TILE // triton.next_power_of_2(layout.length))
+    tile = max(1, GROUP_ELEMENTS // triton.next_power_of_2(layout.length))
     if len(vectors):
         _quantize[(triton.cdiv(len(vectors), tile),)](
             vectors, records, len(vectors), vectors.stride(0), layout.length, layout.group, bits,
@@ -56,7 +56,7 @@ def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
     flat = records.reshape(-1, layout.nbytes)
     if flat.stride(1) != 1 or flat.stride(0) % 2 or flat.data_ptr() % 2:
         flat = flat.clone(memory_format=torch.contiguous_format)  # float16 is read at even bytes
-    tile = max(1, TILE // triton.next_power_of_2(length))
+    tile = max(1, GROUP_ELEMENTS // triton.next_power_of_2(length))
     unit, (stride,) = in_units(flat)
     if len(flat):
         _dequantize[(triton.cdiv(len(flat), tile),)](

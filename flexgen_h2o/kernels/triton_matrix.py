@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import TILE, MatrixLayout
+from flexgen_h2o.config.formats import MATRIX_TILE, MatrixLayout
 from flexgen_h2o.kernels.triton_common import (
     FEWEST,
     configs,
@@ -26,7 +26,7 @@ from flexgen_h2o.kernels.triton_common import (
     unit_stride,
 )
 
-LANES = tl.constexpr(TILE)
+LANES = tl.constexpr(MATRIX_TILE)
 
 VECTOR_ROWS = 2
 """Up to so many rows no matrix units are used. An estimate: no GPU has confirmed it."""
@@ -34,7 +34,7 @@ FUSED_ROWS = 64
 """Up to so many rows weights are not unpacked to memory. An estimate: no GPU has confirmed it."""
 BUFFER = 64 << 20
 """The most bytes of unpacked weights."""
-PIECE = 64
+CHUNK = 64
 """The most inputs of a group that go to the matrix units at once."""
 MAGIC = 0x4B000000
 """The float32 2 ** 23: its lowest bits count ones."""
@@ -42,13 +42,13 @@ MAGIC = 0x4B000000
 
 @triton.jit
 def _place(word, WORDS: tl.constexpr):
-    """Where the codes of words of a tile lie, counted over all its groups; in units of 4 bytes."""
+    """Offsets of the codes of words of a tile, counted over all its groups; in units of 4 bytes."""
     return word // WORDS * (LANES + LANES * WORDS) + LANES + word % WORDS * LANES
 
 
 @triton.jit
 def _header(word, WORDS: tl.constexpr):
-    """Where the scales of words' groups lie, in units of 2 bytes; zero points follow them."""
+    """Offsets of the scales of words' groups, in units of 2 bytes; zero points follow them."""
     return word // WORDS * (2 * LANES + 2 * LANES * WORDS)
 
 
@@ -85,8 +85,8 @@ def _step(dots, sums, words, x, x_row, word, live, inputs, magic, j: tl.constexp
             ({"BLOCK": 64}, 4, 1), ({"BLOCK": 128}, 4, 1)),
     key=["WORDS", "BITS", "ROWS"], cache_results=True)
 @triton.jit
-def _few(x, x_row, data, parts, outputs, inputs, groups, split, magic, WORDS: tl.constexpr,
-         BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _skinny(x, x_row, data, parts, outputs, inputs, groups, split, magic, WORDS: tl.constexpr,
+            BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """parts [splits, ROWS, outputs] of a product; one program a tile and a split of its words.
 
     A thread adds up what it reads, and threads exchange nothing before the end, so that loads
@@ -237,7 +237,7 @@ def _unpack_to(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int = 
                chosen: Tensor | None = None) -> None:
     if len(out):
         block = 8 if interpreted() else 64
-        grid = triton.cdiv(len(out), TILE), triton.cdiv(layout.groups * layout.words, block)
+        grid = triton.cdiv(len(out), MATRIX_TILE), triton.cdiv(layout.groups * layout.words, block)
         _unpack[grid](data, chosen, first, out, out.stride(0), len(out), layout.inputs,
                       layout.groups, MAGIC, layout.words, layout.bits, block)
 
@@ -264,17 +264,17 @@ def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
     """float32 [splits, rows, outputs] that add up to the product of few rows."""
     rows, outputs, total = len(x), layout.outputs, layout.groups * layout.words
     vectors = rows <= VECTOR_ROWS
-    split = _split(total, triton.cdiv(outputs, TILE if vectors else 4 * TILE),
+    split = _split(total, triton.cdiv(outputs, MATRIX_TILE if vectors else 4 * MATRIX_TILE),
                    (32 if vectors else 8) * multiprocessors(x.device))
     splits = triton.cdiv(total, split)
     parts = x.new_empty((splits, rows, outputs), dtype=torch.float32)
     if vectors:
-        _few[(layout.tiles, splits)](
+        _skinny[(layout.tiles, splits)](
             x, x.stride(0), data, parts, outputs, layout.inputs, layout.groups, split, MAGIC,
             WORDS=layout.words, BITS=layout.bits, ROWS=rows)
         return parts
     per_word = 32 // layout.bits
-    some = math.gcd(layout.words, PIECE // per_word)  # a power of two
+    some = math.gcd(layout.words, CHUNK // per_word)  # a power of two
     _several[lambda config: (triton.cdiv(outputs, config["BLOCK"]), splits)](
         x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split, MAGIC,
         WORDS=layout.words, BITS=layout.bits, TALL=max(FEWEST, triton.next_power_of_2(rows)),
@@ -285,7 +285,7 @@ def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
 
 def _split(words: int, programs: int, wanted: int) -> int:
     """Words of one split: so many splits that there are about as many programs as wanted."""
-    least = 16 if interpreted() else 64  # a multiple of the words of each `PIECE`
+    least = 16 if interpreted() else 64  # a multiple of the words of each `CHUNK`
     splits = max(1, wanted // programs)
     return triton.cdiv(triton.cdiv(words, splits), least) * least
 
@@ -294,9 +294,9 @@ def _multiply_unpacked(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tens
                        out: Tensor, *, add: bool) -> None:
     """A product of many rows, through a buffer of `BUFFER` bytes at most (but of one tile)."""
     stride = triton.cdiv(layout.inputs, 8) * 8  # aligned rows suit cuBLAS
-    most = max(1, BUFFER // (TILE * stride * x.element_size()))
+    most = max(1, BUFFER // (MATRIX_TILE * stride * x.element_size()))
     slices = triton.cdiv(layout.tiles, most)
-    some = min(triton.cdiv(layout.tiles, slices) * TILE, layout.outputs)
+    some = min(triton.cdiv(layout.tiles, slices) * MATRIX_TILE, layout.outputs)
     buffer = x.new_empty((some, stride))
     for first in range(0, layout.outputs, some):
         part = out[:, first : first + some]

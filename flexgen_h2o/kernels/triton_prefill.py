@@ -1,4 +1,4 @@
-"""Causal attention of packed prompts on a GPU, with the mass that each key receives.
+"""Causal attention of packed prompts on a GPU, with the attention score that each key receives.
 
 A flash forward saves the maximum and the sum of each row's softmax (apart: the logarithm of the sum
 would drown in a large maximum); a second pass goes by blocks of keys, recomputes the probabilities
@@ -155,14 +155,15 @@ def _columns(keys, q, q_stride, most, total, weights, position, before, n, first
     return received
 
 
-@triton.autotune(_TUNED, key=["DIM", "LONG"], restore_value=["mass"],
+@triton.autotune(_TUNED, key=["DIM", "LONG"], restore_value=["scores"],
                  prune_configs_by={"early_config_prune": _fitting}, cache_results=True)
 @triton.jit
-def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, mass, m_head, m_row, weights, sequences,
+def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_row, weights,
+                 sequences,
                  rows, scale, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
                  PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr):
-    """The mass of BLOCK_M keys of one KV head, from all heads of its group.
+    """The attention score of BLOCK_M keys of one KV head, from all heads of its group.
 
     The first keys are seen by the most rows, and go first. Keys are the M of the product here,
     rows of queries its N.
@@ -191,7 +192,7 @@ def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, mass, m_head, m_row,
                             every, scale, received, DIM, WIDTH, PRECISION, True, BLOCK_N)
         received = _columns(keys, mine, q_row, most, total, weights, position, before, n, every,
                             n, scale, received, DIM, WIDTH, PRECISION, False, BLOCK_N)
-    place = mass + head * m_head + (k_start + position.to(tl.int64)) * m_row
+    place = scores + head * m_head + (k_start + position.to(tl.int64)) * m_row
     old = tl.load(place, mask=position < tokens, other=0.0)
     if weights is not None:
         old *= tl.load(weights + n)
@@ -207,7 +208,7 @@ def _powers(decay: float, count: int, device: torch.device) -> Tensor | None:
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
-                      key_lengths: Sequence[int], mass: Tensor | None, decay: float) -> Tensor:
+                      key_lengths: Sequence[int], scores: Tensor | None, decay: float) -> Tensor:
     """See `reference.prefill_attention`; memory linear in the tokens, and no atomics."""
     out = q.new_empty(q.shape)
     rows, heads, dim = q.shape
@@ -218,7 +219,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
     sequences = device_ints(
         tuple(zip(starts(lengths), lengths, starts(key_lengths), key_lengths, strict=True)),
         q.device)
-    stats = None if mass is None else q.new_empty((2, heads, rows), dtype=torch.float32)
+    stats = None if scores is None else q.new_empty((2, heads, rows), dtype=torch.float32)
     scale = math.log2(math.e) * dim**-0.5
     shape = {"GROUP": heads // kv_heads, "DIM": dim,
              "WIDTH": max(FEWEST, triton.next_power_of_2(dim)),
@@ -226,9 +227,9 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
     _forward[lambda size: (triton.cdiv(longest, size["BLOCK_M"]), heads, len(lengths))](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, stats, sequences, rows,
         scale, **shape)
-    if mass is not None:
+    if scores is not None:
         _sum_columns[lambda size: (triton.cdiv(max(key_lengths), size["BLOCK_M"]), kv_heads,
                                    len(lengths))](
-            q, *q.stride()[:2], k, *k.stride()[:2], stats, mass, *mass.stride(),
+            q, *q.stride()[:2], k, *k.stride()[:2], stats, scores, *scores.stride(),
             _powers(decay, longest, q.device), sequences, rows, scale, **shape)
     return out

@@ -1,10 +1,10 @@
 """Cutting prompts to their heavy hitters on a GPU, without a sort.
 
 Two launches. One program per sequence and KV head finds the lowest score that stays by bisection
-over the scores' bits, with the scores in registers, and writes the book. It needs all scores of
-its head; the gather of keys and values, by far the most bytes, needs none of them and has a launch
-of its own, so that it fills the device whatever the number of heads. It takes the indices from
-the positions just written.
+over the scores' bits, with the scores in registers, and writes the eviction state. It needs all
+scores of its head; the gather of keys and values, by far the most bytes, needs none of them and has
+a launch of its own, so that it fills the device whatever the number of heads. It takes the indices
+from the positions just written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_IN_REGISTERS = 32768
 
 
 @triton.jit
-def _keys(mass, stride, start, first, last, length, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+def _keys(scores, stride, start, first, last, length, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     """Integers in the order of the scores, for the tokens start to start + BLOCK.
 
     Tokens outside of first to last are no candidates: they get the lowest, which no finite
@@ -43,8 +43,8 @@ def _keys(mass, stride, start, first, last, length, MEAN: tl.constexpr, BLOCK: t
     token = start + tl.arange(0, BLOCK)
     candidate = (token >= first) & (token < last)
     score = tl.zeros((BLOCK,), tl.float32)
-    if mass is not None:
-        score = tl.load(mass + token.to(tl.int64) * stride, mask=candidate, other=0.0)
+    if scores is not None:
+        score = tl.load(scores + token.to(tl.int64) * stride, mask=candidate, other=0.0)
     if MEAN:
         score = tl.div_rn(score, tl.maximum(length - token, 1).to(tl.float32))
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 is equal to 0.0
@@ -54,58 +54,59 @@ def _keys(mass, stride, start, first, last, length, MEAN: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _count(keys, bound, mass, stride, first, last, length, MEAN: tl.constexpr,
+def _count(keys, bound, scores, stride, first, last, length, MEAN: tl.constexpr,
            WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """How many keys are at least `bound`."""
+    """Number of keys that are at least `bound`."""
     if WHOLE:
         found = (keys >= bound.to(tl.int32)).to(tl.int32)
     else:
         found = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, length, BLOCK):
-            keys = _keys(mass, stride, start, first, last, length, MEAN, BLOCK)
+            keys = _keys(scores, stride, start, first, last, length, MEAN, BLOCK)
             found += (keys >= bound.to(tl.int32)).to(tl.int32)
     return tl.sum(found, axis=0)
 
 
 @triton.jit
-def _threshold(mass, stride, first, last, length, heavy, MEAN: tl.constexpr,
+def _threshold(scores, stride, first, last, length, heavy, MEAN: tl.constexpr,
                WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     """The lowest key that stays, how many keys are above it, and how many equal it.
 
     Bisection: at least `heavy` keys are no less than `low`, and fewer are no less than `high`. It
     ends early once exactly `heavy` are no less than `low`, mostly after some 20 of 32 halvings.
     """
-    keys = _keys(mass, stride, 0, first, last, length, MEAN, BLOCK)
+    keys = _keys(scores, stride, 0, first, last, length, MEAN, BLOCK)
     low, high = tl.full((), -(2**31) + 1, tl.int64), tl.full((), 2**31 - 1, tl.int64)
     if WHOLE:  # a few halvings less, for two looks at the registers
         low = tl.min(tl.where(keys == -(2**31), 2**31 - 1, keys), axis=0).to(tl.int64)
         high = tl.max(keys, axis=0).to(tl.int64) + 1
     while high - low > 1:
         middle = (low + high) >> 1
-        found = _count(keys, middle, mass, stride, first, last, length, MEAN, WHOLE, BLOCK)
+        found = _count(keys, middle, scores, stride, first, last, length, MEAN, WHOLE, BLOCK)
         low = tl.where(found >= heavy, middle, low)
         high = tl.where(found > heavy, high, tl.where(found == heavy, middle + 1, middle))
-    least = _count(keys, low, mass, stride, first, last, length, MEAN, WHOLE, BLOCK)
-    above = _count(keys, low + 1, mass, stride, first, last, length, MEAN, WHOLE, BLOCK)
+    least = _count(keys, low, scores, stride, first, last, length, MEAN, WHOLE, BLOCK)
+    above = _count(keys, low + 1, scores, stride, first, last, length, MEAN, WHOLE, BLOCK)
     return low.to(tl.int32), above, least - above
 
 
 @triton.jit
-def _choose(mass, m_head, m_row, cuts, kept_mass, positions, ranks, b_row, b_head, slots,
+def _choose(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b_head, slots,
             sinks, MEAN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
             CHUNK: tl.constexpr):
-    """The book of one sequence's KV head: tokens that stay, ascending, and then empty slots."""
+    """The eviction state of one sequence's KV head: tokens that stay, ascending, and then empty
+    slots."""
     sequence, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length, heavy = tl.load(cuts + 4 * sequence + 1), tl.load(cuts + 4 * sequence + 2)
     recent = tl.load(cuts + 4 * sequence + 3)
-    if mass is not None:
-        mass += head * m_head + tl.load(cuts + 4 * sequence).to(tl.int64) * m_row
-    book = sequence.to(tl.int64) * b_row + head * b_head
+    if scores is not None:
+        scores += head * m_head + tl.load(cuts + 4 * sequence).to(tl.int64) * m_row
+    state = sequence.to(tl.int64) * b_row + head * b_head
     first, last = sinks, length - recent
     kept = tl.minimum(length, heavy + recent + sinks)
     bound, needed, equals = tl.full((), 2**31 - 1, tl.int32), 0, 0  # above all finite scores
     if (kept < length) & (heavy > 0):
-        bound, above, equals = _threshold(mass, m_row, first, last, length, heavy, MEAN, WHOLE,
+        bound, above, equals = _threshold(scores, m_row, first, last, length, heavy, MEAN, WHOLE,
                                           BLOCK)
         needed = heavy - above
     elif kept == length:
@@ -113,33 +114,33 @@ def _choose(mass, m_head, m_row, cuts, kept_mass, positions, ranks, b_row, b_hea
     taken, seen = 0, 0
     for start in range(0, length, CHUNK):
         token = start + tl.arange(0, CHUNK)
-        keys = _keys(mass, m_row, start, first, last, length, MEAN, CHUNK)
+        keys = _keys(scores, m_row, start, first, last, length, MEAN, CHUNK)
         equal = (keys == bound) & (token >= first) & (token < last)
         # Of equal ones the newest stay: those that have all but `needed` of them before.
         before = seen + tl.cumsum(equal.to(tl.int32), axis=0)
         stays = (keys > bound) | (equal & (before > equals - needed))
         stays = (stays | (token < first) | (token >= last)) & (token < length)
         place = taken + tl.cumsum(stays.to(tl.int32), axis=0) - 1
-        tl.store(positions + book + place, token, mask=stays)
-        if mass is not None:
-            tl.store(kept_mass + book + place,
-                     tl.load(mass + token.to(tl.int64) * m_row, mask=stays), mask=stays)
+        tl.store(positions + state + place, token, mask=stays)
+        if scores is not None:
+            tl.store(kept_scores + state + place,
+                     tl.load(scores + token.to(tl.int64) * m_row, mask=stays), mask=stays)
         seen += tl.sum(equal.to(tl.int32), axis=0)
         taken += tl.sum(stays.to(tl.int32), axis=0)
-    _fill(kept_mass, positions, ranks, book, kept, slots, mass is None, CHUNK)
+    _fill(kept_scores, positions, ranks, state, kept, slots, scores is None, CHUNK)
 
 
 @triton.jit
-def _fill(kept_mass, positions, ranks, book, kept, slots, MASSLESS: tl.constexpr,
+def _fill(kept_scores, positions, ranks, state, kept, slots, MASSLESS: tl.constexpr,
           CHUNK: tl.constexpr):
-    """What needs no choice: ranks, and the empty slots of the book."""
+    """Write what needs no choice: ranks, and the empty slots of the eviction state."""
     for start in range(0, slots, CHUNK):
         slot = start + tl.arange(0, CHUNK)
         empty = (slot >= kept) & (slot < slots)
-        tl.store(kept_mass + book + slot, 0.0, mask=(slot < slots) if MASSLESS else empty)
-        tl.store(positions + book + slot, EMPTY, mask=empty)
+        tl.store(kept_scores + state + slot, 0.0, mask=(slot < slots) if MASSLESS else empty)
+        tl.store(positions + state + slot, EMPTY, mask=empty)
         if ranks is not None:
-            tl.store(ranks + book + slot, tl.where(slot < kept, slot, 0), mask=slot < slots)
+            tl.store(ranks + state + slot, tl.where(slot < kept, slot, 0), mask=slot < slots)
 
 
 @triton.jit
@@ -173,20 +174,20 @@ def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, 
         store_records(v, values, live, LENGTH, GROUP, BITS)
 
 
-def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequence[int],
-                         slots: Tensor, kept_mass: Tensor, positions: Tensor,
+def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts: Sequence[int],
+                         slots: Tensor, kept_scores: Tensor, positions: Tensor,
                          ranks: Tensor | None, bits: int, mean: bool, sinks: int) -> None:
     """See `reference.select_heavy_hitters`; no sort."""
-    books = [x for x in (kept_mass, positions, ranks) if x is not None]
-    if any(x.stride() != (*kept_mass.stride()[:2], 1) for x in books):
-        copies = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in books]
-        select_heavy_hitters(k, v, mass, cuts, slots, *copies, *(None,) * (3 - len(books)), bits,
+    states = [x for x in (kept_scores, positions, ranks) if x is not None]
+    if any(x.stride() != (*kept_scores.stride()[:2], 1) for x in states):
+        copies = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in states]
+        select_heavy_hitters(k, v, scores, cuts, slots, *copies, *(None,) * (3 - len(states)), bits,
                              mean, sinks)
-        for x, copy in zip(books, copies, strict=True):
+        for x, copy in zip(states, copies, strict=True):
             x.copy_(copy)
         return
     lengths, heavy, recent = cuts[::3], cuts[1::3], cuts[2::3]
-    if not kept_mass.numel():
+    if not kept_scores.numel():
         return
     k, v = unit_stride(k), unit_stride(v)
     table = device_ints(tuple(zip(starts(lengths), lengths, heavy, recent, strict=True)),
@@ -198,15 +199,16 @@ def select_heavy_hitters(k: Tensor, v: Tensor, mass: Tensor | None, cuts: Sequen
     chunk = max(32, min(chunk, triton.next_power_of_2(max(lengths))))
     whole = needed <= most
     block = max(32, triton.next_power_of_2(needed)) if whole else chunk
-    kv_heads, length, book = k.shape[1], k.shape[2], kept_mass.stride()[:2]
+    kv_heads, length, state = k.shape[1], k.shape[2], kept_scores.stride()[:2]
     _choose[(len(lengths), kv_heads)](
-        mass, *((0, 0) if mass is None else mass.stride()), table, kept_mass, positions, ranks,
-        *book, kept_mass.shape[2], sinks, MEAN=mean, WHOLE=whole, BLOCK=block, CHUNK=chunk,
+        scores, *((0, 0) if scores is None else scores.stride()), table, kept_scores, positions,
+        ranks,
+        *state, kept_scores.shape[2], sinks, MEAN=mean, WHOLE=whole, BLOCK=block, CHUNK=chunk,
         num_warps=max(4, min(32, max(block, chunk) // 1024)))
     group = length if bits == 16 else GroupLayout(length, bits).group
     rows = max(1, 4096 // triton.next_power_of_2(length))
     kept = max(min(n, h + r + sinks) for n, h, r in zip(lengths, heavy, recent, strict=True))
     unit, strides = in_units(slots)
     _gather[(triton.cdiv(kept, rows), len(lengths), kv_heads)](
-        k, *k.stride()[:2], v, *v.stride()[:2], table, positions, *book, slots,
+        k, *k.stride()[:2], v, *v.stride()[:2], table, positions, *state, slots,
         *strides, sinks, LENGTH=length, GROUP=group, BITS=bits, UNIT=unit, ROWS=rows)

@@ -1,1 +1,1 @@
-"""What a run measures, and how its figures are shown."""
+"""Measurements of a run, and their tables."""

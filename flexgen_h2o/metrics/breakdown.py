@@ -1,4 +1,4 @@
-"""Where the time of a run went, by phase and lane of its trace, and what bound it. No torch.
+"""Time of a run by phase and lane of its trace, and the resource that bound it. No torch.
 
 A lane is *busy* during the union of its spans, and *alone* while it is and no other lane is: that
 is what it costs and nothing hides. The busiest lane binds: whatever else gets faster, the phase
@@ -16,7 +16,7 @@ from flexgen_h2o.metrics.run_stats import over
 from flexgen_h2o.metrics.trace import COMPUTE, PHASES, WAITING
 
 Spans = Sequence[tuple[str, str, float, float, int]]
-"""As `trace.Trace.spans` has them: (name, lane, start, end, bytes)."""
+"""Spans of a trace, one each: (name, lane, start, end, bytes)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the tasks' plots have in common: how lines look, axes, and a file that is whole or absent.
+"""Helpers of the tasks' plots: how lines look, axes, and a file that is whole or absent.
 
 matplotlib, an extra, is loaded when a plot is drawn. Lines differ in dash and marker as well as in
 colour, so that a grey print can be read.

@@ -20,7 +20,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def minus(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """What is left without the holes; both are disjoint and in order."""
+    """Intervals without the holes; both are disjoint and in order."""
     left, first = [], 0
     for start, end in intervals:
         while first < len(holes) and holes[first][1] <= start:
@@ -42,5 +42,5 @@ def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]
 
 
 def seconds(intervals: Iterable[Interval]) -> float:
-    """How long disjoint intervals last together."""
+    """Total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)

@@ -79,7 +79,7 @@ class RunStats:
         return percentile(self.step_seconds, 95)
 
     def project(self, *, cut: int, gen_len: int) -> RunStats:
-        """What `gen_len` tokens would have taken, from a run that was cut at `cut` tokens each.
+        """Projected figures for `gen_len` tokens, from a run that was cut at `cut` tokens each.
 
         Decode seconds become the mean measured step times ``gen_len - 1`` for every block, and
         the tokens after the first grow alike. Steps, links and peaks stay as measured. Raises

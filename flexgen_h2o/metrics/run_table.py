@@ -39,7 +39,7 @@ def table(stats: RunStats) -> str:
 
 
 def _prediction(stats: RunStats) -> list[tuple[str, str, str]]:
-    """What a plan said of the times above, and its share of what they came to."""
+    """The planned times beside those above, and its share of what they came to."""
     prefill, decode = stats.predicted_prefill_seconds, stats.predicted_decode_seconds
     if prefill is None or decode is None:
         return []

@@ -1,4 +1,4 @@
-"""What a run did when, and the memory that it had then: recorded, written, read back. No torch.
+"""The time line of a run and of its memory: recorded, written, read back. No torch.
 
 The file is Chrome trace JSON, which ui.perfetto.dev shows: spans in lanes, memory as graphs.
 """
@@ -22,7 +22,8 @@ COMPUTE, WAITING, PHASES = "compute", "waiting", "phases"
 its own spans; PHASES holds each block's ``prefill`` and ``decode``.
 """
 PROCESS_MEMORY, DEVICE_MEMORY = "process memory", "device memory"
-"""What is sampled, in bytes: resident memory of the process, memory that is allocated on a GPU."""
+"""Sampled quantities in bytes: resident memory of the process, memory that is allocated on a
+GPU."""
 
 
 class Trace:
@@ -33,7 +34,7 @@ class Trace:
     Attributes
     ----------
     about : dict of str to object
-        What whoever reads the file should know of the run: written with it.
+        Facts about the run, written with it.
     """
 
     def __init__(self, enabled: bool = True):

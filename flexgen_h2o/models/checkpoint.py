@@ -120,12 +120,12 @@ class BinCheckpoint(Checkpoint):
         self.source = str(folder)
         self._lock = threading.Lock()
         self._mapped: tuple[Path, dict[str, torch.Tensor]] | None = None
-        self._home: dict[str, Path] = {}
+        self._file: dict[str, Path] = {}
         self._infos = _collect(folder, _BIN, self._open)
 
     def _open(self, file: Path) -> dict[str, TensorInfo]:
         tensors = _load_bin(file)
-        self._home.update(dict.fromkeys(tensors, file))
+        self._file.update(dict.fromkeys(tensors, file))
         return {key: TensorInfo(t.dtype, tuple(t.shape), None) for key, t in tensors.items()}
 
     def names(self) -> Collection[str]:
@@ -135,7 +135,7 @@ class BinCheckpoint(Checkpoint):
         return self._infos[name]
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
-        file = self._home[name]
+        file = self._file[name]
         with self._lock:
             if self._mapped is None or self._mapped[0] != file:
                 self._mapped = None  # unmapped before the next is mapped, not after
@@ -240,18 +240,18 @@ def _collect(
     index = path / f"{name}.index.json"
     if file.exists() or not index.exists():
         return open_shard(file)
-    homes = _read_index(index)
-    shards = {shard: open_shard(shard) for shard in dict.fromkeys(homes.values())}
-    for tensor, shard in homes.items():
+    shards_of = _read_index(index)
+    shards = {shard: open_shard(shard) for shard in dict.fromkeys(shards_of.values())}
+    for tensor, shard in shards_of.items():
         if tensor not in shards[shard]:
             raise UserError(f"{shard} has no tensor {tensor}, which {index.name} places in it")
-    return {tensor: shards[shard][tensor] for tensor, shard in homes.items()}
+    return {tensor: shards[shard][tensor] for tensor, shard in shards_of.items()}
 
 
 def _read_index(index: Path) -> dict[str, Path]:
     try:
-        homes = json.loads(regular_file(index).read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(tensor), str(shard)) for tensor, shard in homes.items()]
+        shards_of = json.loads(regular_file(index).read_text(encoding="utf-8"))["weight_map"]
+        pairs = [(str(tensor), str(shard)) for tensor, shard in shards_of.items()]
     except OSError as error:
         raise UserError(f"cannot read {index}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What every checkpoint is: named tensors, known before they are read, read one at a time."""
+"""The interface of a checkpoint: named tensors, known before they are read, read one at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _READABLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor before it is read.
+    """Metadata of a tensor.
 
     Attributes
     ----------

@@ -28,10 +28,10 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 )
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-Progress = Callable[[int, int], None]
+ByteProgress = Callable[[int, int], None]
 
 _FORMAT = 2  # raise it when what is written changes: copies of an older format are then made anew
-# Hashed into the key of a copy, of each source file: so many pieces, the first at its beginning and
+# Hashed into the key of a copy, of each source file: so many chunks, the first at its beginning and
 # the last at its end; a file of up to a megabyte is read whole, and 100 MB take 1 ms, 35 when cold.
 _SAMPLES, _SAMPLE_BYTES = 256, 4 << 10
 _WEIGHTS = (".safetensors", ".bin")
@@ -40,7 +40,7 @@ _SPARE_BYTES = 64 << 20  # left free beside a copy, for its small files
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: `$FLEXGEN_H2O_CACHE`, else `~/.cache/flexgen_h2o`."""
+    """Folder of converted models: `$FLEXGEN_H2O_CACHE`, else `~/.cache/flexgen_h2o`."""
     chosen = os.environ.get("FLEXGEN_H2O_CACHE")
     return Path(os.path.expanduser(chosen or "~/.cache/flexgen_h2o"))
 
@@ -61,11 +61,11 @@ class Keep:
 
 
 def converted() -> Keep:
-    """Where whole converted models are kept."""
+    """Folder of whole converted models."""
     return Keep(cache_dir() / "converted", "set FLEXGEN_H2O_CACHE to another folder")
 
 
-def converted_folder(folder: Path, dtype: str, progress: Progress | None = None) -> Path:
+def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = None) -> Path:
     """A copy of a local checkpoint in another dtype, as one safetensors file, made once.
 
     For weights that are to be streamed straight from a file when the checkpoint's own dtype
@@ -98,8 +98,8 @@ def converted_folder(folder: Path, dtype: str, progress: Progress | None = None)
     def build(made: Path) -> None:
         with open_checkpoint(folder) as checkpoint:
             layout = _layout(checkpoint, target)
-            pieces = _whole_tensors(checkpoint, target)
-            write_weights(made, layout, pieces, keep=converted(), progress=progress)
+            chunks = _whole_tensors(checkpoint, target)
+            write_weights(made, layout, chunks, keep=converted(), progress=progress)
         for path in _files(folder, _COPIED):
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(path, made / path.name)
@@ -161,10 +161,10 @@ def build_once(
 def write_weights(
     folder: Path,
     layout: Layout,
-    pieces: Callable[[str], Iterator[torch.Tensor]],
+    chunks: Callable[[str], Iterator[torch.Tensor]],
     *,
     keep: Keep,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
 ) -> None:
     """Write `model.safetensors` in a folder under construction, if the disk has room for it.
 
@@ -177,7 +177,7 @@ def write_weights(
         needed, left = sizes(need + _SPARE_BYTES, free)
         raise UserError(f"a converted copy takes {needed}, but {keep.root} has {left} free; free "
                         f"some or {keep.advice}")
-    write_safetensors(folder / "model.safetensors", layout, pieces, progress=progress)
+    write_safetensors(folder / "model.safetensors", layout, chunks, progress=progress)
 
 
 def natural_key(name: str) -> list:
@@ -202,12 +202,12 @@ def _layout(checkpoint: Checkpoint, dtype: torch.dtype) -> Layout:
 def _whole_tensors(
     checkpoint: Checkpoint, dtype: torch.dtype
 ) -> Callable[[str], Iterator[torch.Tensor]]:
-    def pieces(name: str) -> Iterator[torch.Tensor]:
+    def chunks(name: str) -> Iterator[torch.Tensor]:
         out = torch.empty(checkpoint.info(name).shape, dtype=dtype)
         checkpoint.read(name, out)
         yield out
 
-    return pieces
+    return chunks
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ import torch
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.convert import (
-    Progress,
+    ByteProgress,
     build_once,
     converted,
     natural_key,
@@ -48,7 +48,7 @@ _INNER = MappingProxyType(
 )
 _ROPE_FACTORS = "rope_freqs.weight"
 _TYPES = "gguf_types.json"
-_PIECE_ELEMENTS = 4 << 20  # dequantized at a time: 16 MB of float32
+_CHUNK_ELEMENTS = 4 << 20  # dequantized at a time: 16 MB of float32
 # Every LLaMA 3.x was published with these three; only the factor differs (8 or 32).
 _LLAMA3_ROPE = MappingProxyType(
     {
@@ -73,10 +73,11 @@ class GgufTensor:
         return self.data[rows if self.order is None else self.order[rows]]
 
 
-def convert_gguf(source: Path, dtype: str | None = None, progress: Progress | None = None) -> Path:
+def convert_gguf(source: Path, dtype: str | None = None,
+                 progress: ByteProgress | None = None) -> Path:
     """The Hugging Face folder of a GGUF file, converted into the user's cache once.
 
-    Weights are dequantized in pieces, so memory stays small whatever the model's size. The
+    Weights are dequantized in chunks, so memory stays small whatever the model's size. The
     permutation that llama.cpp applies to the rows of the query and key projections is undone.
     Configuration and tokenizer (with its chat template) come from transformers' GGUF support.
 
@@ -106,12 +107,12 @@ def convert_gguf(source: Path, dtype: str | None = None, progress: Progress | No
     def build(folder: Path) -> None:
         reader, tensors = read_gguf(source)
         layout = {name: (target, tensors[name].shape) for name in sorted(tensors, key=natural_key)}
-        pieces = _dequantizer(source, tensors, target)
+        chunks = _dequantizer(source, tensors, target)
         # The small files first: what they refuse is then refused before the long part.
         _write_config(source, folder, dtype, _config_of(source, reader, tensors))
         kinds = sorted({tensor.kind.name for tensor in tensors.values()})
         (folder / _TYPES).write_text(json.dumps(kinds))
-        write_weights(folder, layout, pieces, keep=converted(), progress=progress)
+        write_weights(folder, layout, chunks, keep=converted(), progress=progress)
 
     return build_once([source], dtype, source.stem, build, keep=converted())
 
@@ -187,7 +188,7 @@ def _name(source: Path, name: str) -> tuple[str, str]:
 
 
 def _row_order(rows: int, heads: int) -> np.ndarray:
-    """Which row of a GGUF projection is row i of the Hugging Face one.
+    """Row of a GGUF projection that is row i of the Hugging Face one.
 
     llama.cpp rotates neighbours (2i, 2i + 1), transformers rotates halves (i, i + d/2), so
     llama.cpp's converter interleaves the halves of each head; this takes them apart again.
@@ -204,10 +205,10 @@ def _dequantizer(
     import numpy as np
     from gguf.quants import dequantize
 
-    def pieces(name: str) -> Iterator[torch.Tensor]:
+    def chunks(name: str) -> Iterator[torch.Tensor]:
         tensor = tensors[name]
         rows = tensor.shape[0]
-        step = max(1, _PIECE_ELEMENTS // max(1, math.prod(tensor.shape[1:])))
+        step = max(1, _CHUNK_ELEMENTS // max(1, math.prod(tensor.shape[1:])))
         for start in range(0, rows, step):
             packed = tensor.packed(slice(start, start + step))
             try:
@@ -220,11 +221,11 @@ def _dequantizer(
             # A copy, as the mapped file is read-only, and in case of F32 `values` is the file.
             yield torch.from_numpy(np.array(values, dtype=np.float32)).to(dtype)
 
-    return pieces
+    return chunks
 
 
 def _config_of(source: Path, reader: Any, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """What transformers does not take from a GGUF by itself."""
+    """Values of a GGUF that transformers does not read by itself."""
     changes: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": any(".self_attn." in n and n.endswith(".bias") for n in tensors),

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from flexgen_h2o.config.formats import TILE, MatrixLayout
+from flexgen_h2o.config.formats import MATRIX_TILE, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference_matrix import assembled
 from flexgen_h2o.models.from_gguf import GgufTensor, read_gguf
@@ -20,7 +20,7 @@ KINDS: Mapping[int, frozenset[str]] = MappingProxyType(
 """GGUF types that are kept, by bits."""
 
 _MIDDLES = {"Q4_0": 8, "Q8_0": 128}  # the code of 0, where a block has no zero point of its own
-_PIECE_ELEMENTS = 1 << 18  # repacked at a time: a few MB
+_CHUNK_ELEMENTS = 1 << 18  # repacked at a time: a few MB
 
 
 class GgufBlocks:
@@ -69,10 +69,10 @@ class GgufBlocks:
         """
         return frozenset(name for name, tensor in self._tensors.items()
                          if all(_is_finite(packed, tensor.kind.name)
-                                for packed in _pieces(tensor)))
+                                for packed in _chunks(tensor)))
 
     def read(self, name: str, layout: MatrixLayout, out: torch.Tensor) -> None:
-        """Write a matrix into `out`, in pieces of some rows.
+        """Write a matrix into `out`, in chunks of some rows.
 
         The rows of query and key projections come in the order of the Hugging Face checkpoint.
 
@@ -98,16 +98,16 @@ class GgufBlocks:
             raise UserError(f"{self.source}: {name} is of shape {list(tensor.shape)}, not "
                             f"{[layout.outputs, layout.inputs]} as its configuration says")
         end = 0
-        for packed in _pieces(tensor):
+        for packed in _chunks(tensor):
             part = MatrixLayout(len(packed), layout.inputs, layout.bits, layout.group)
             begin, end = end, end + part.nbytes
             out[begin:end] = _repacked(packed, tensor.kind.name, part)
 
 
-def _pieces(tensor: GgufTensor) -> Iterator[np.ndarray]:
+def _chunks(tensor: GgufTensor) -> Iterator[np.ndarray]:
     """Whole tiles of rows (the last may be less), uint8 [rows, groups, bytes of a block]."""
     rows, inputs = tensor.shape
-    step = max(1, _PIECE_ELEMENTS // inputs // TILE) * TILE
+    step = max(1, _CHUNK_ELEMENTS // inputs // MATRIX_TILE) * MATRIX_TILE
     for start in range(0, rows, step):
         packed = tensor.packed(slice(start, start + step))
         yield packed.reshape(len(packed), inputs // GgufBlocks.GROUP, -1)
@@ -129,9 +129,9 @@ def _is_finite(packed: np.ndarray, kind: str) -> bool:
 def _repacked(packed: np.ndarray, kind: str, layout: MatrixLayout) -> torch.Tensor:
     """Rows of blocks as the bytes of a matrix, uint8 [layout.nbytes]."""
     rows = layout.outputs
-    halves = torch.zeros(2, layout.tiles * TILE, layout.groups, dtype=torch.float16)
+    halves = torch.zeros(2, layout.tiles * MATRIX_TILE, layout.groups, dtype=torch.float16)
     halves[:, :rows] = torch.from_numpy(np.stack(_scales_and_zeros(packed, kind)))
-    codes = torch.zeros(layout.tiles * TILE, layout.groups, layout.group, dtype=torch.int32)
+    codes = torch.zeros(layout.tiles * MATRIX_TILE, layout.groups, layout.group, dtype=torch.int32)
     if kind == "Q8_0":
         codes[:rows] = torch.from_numpy(packed[..., 2:] ^ 0x80)  # int8 + 128
     else:

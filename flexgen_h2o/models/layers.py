@@ -1,4 +1,5 @@
-"""What the model families share: pure functions over plain tensors, and reusable scratch memory.
+"""Building blocks of the model families: pure functions over plain tensors, and reusable scratch
+memory.
 
 Rows are real tokens, packed: there is no batch and no padding dimension. Functions whose name
 ends in an underscore write into their first argument. A fresh [rows, wide] tensor costs more in
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.chunks import piece_rows
+from flexgen_h2o.kernels.chunks import chunk_rows
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.spec import ROW_BLOCK, RopeConfig
 
@@ -125,7 +126,7 @@ def _own_product(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[..., N
     """Ours of `ops`, where PyTorch has no such product or a slower one."""
     if isinstance(weight, QuantizedMatrix):
         return ops.linear_quantized
-    return ops.linear_few_rows if ops.few_rows(x, weight) else None
+    return ops.linear_skinny if ops.skinny(x, weight) else None
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
@@ -187,14 +188,14 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     """Slow turns divided by the factor, fast ones kept, and a smooth passage in between."""
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # per original context
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    cycles = rope.original_max_positions * frequencies / (2 * math.pi)  # per original context
+    kept = (cycles - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / rope.factor
 
 
 def _into(out: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    rows = piece_rows(x)  # norms have no `out=`
-    for piece, place in zip(x.split(rows), out.split(rows), strict=True):
-        place.copy_(function(piece))
+    rows = chunk_rows(x)  # norms have no `out=`
+    for chunk, place in zip(x.split(rows), out.split(rows), strict=True):
+        place.copy_(function(chunk))
     return out

@@ -1,4 +1,4 @@
-"""What a model is: its sizes and options, and the tensors that it is made of.
+"""A model's sizes, options and tensors.
 
 Imports neither torch nor transformers: the memory plan needs the sizes before those load.
 Other files take these names from `spec`, which makes them out of a config.json.
@@ -49,7 +49,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class PartShapes:
-    """What a part of a model is made of, each tensor once.
+    """The tensors of a part of a model, each once.
 
     Attributes
     ----------
@@ -189,7 +189,7 @@ class ModelConfig:
         return half(attention, self.attention_bias), half(mlp, self.mlp_bias)
 
     def head_shapes(self) -> PartShapes:
-        """What comes after the last layer; the output matrix only if it is not tied."""
+        """Tensors after the last layer; the output matrix only if it is not tied."""
         projection = ((self.embed_dim, self.hidden_size),) if self._projects else ()
         matrix = () if self.tie_word_embeddings else ((self.vocab_size, self.embed_dim),)
         return PartShapes((*projection, *matrix), self.final_norm * self._norm())
@@ -224,7 +224,7 @@ class ModelConfig:
 
     @property
     def _projects(self) -> bool:
-        """Whether OPT's token table is narrower or wider than its layers."""
+        """True if OPT's token table is narrower or wider than its layers."""
         return self.family == "opt" and self.embed_dim != self.hidden_size
 
 

@@ -86,8 +86,8 @@ def embed(cfg: ModelConfig, w: Mapping[str, Tensor], lookup: Callable[[str, Tens
         The embedding tensors that are not tables.
     lookup : callable (table name, index [rows]) -> new Tensor [rows, width]
     ids, positions : Tensor [rows], int64
-        A position past the table has no embedding, and none is added: whoever lets a run get
-        there wants its speed and not its text.
+        A position past the table has no embedding, and none is added: the caller that lets a run
+        get there wants its speed and not its text.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What a model allows: which caches, halved layers, and how long a text may get. No torch."""
+"""Limits of a model: caches, halved layers, and the length of a text. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_cache(config: ModelConfig, h2o: H2OConfig | None) -> None:
 
 def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
                  max_tokens: int | None, past_context: bool) -> tuple[int | None, str]:
-    """How long a text may get whose cache is kept from turn to turn.
+    """The longest text whose cache can be kept from turn to turn.
 
     Parameters
     ----------

@@ -16,7 +16,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from flexgen_h2o.models.checkpoint_base import TensorInfo
-from flexgen_h2o.models.convert import Keep, Progress, build_once, natural_key, write_weights
+from flexgen_h2o.models.convert import ByteProgress, Keep, build_once, natural_key, write_weights
 from flexgen_h2o.models.gguf_blocks import GgufBlocks
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.disk import Disk, plan_reads
@@ -103,7 +103,7 @@ class QuantizingCheckpoint(Checkpoint):
 
 
 def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: Keep, title: str,
-           progress: Progress | None = None) -> Checkpoint:
+           progress: ByteProgress | None = None) -> Checkpoint:
     """A checkpoint's quantized tensors from the weight cache, where they are put first if need be.
 
     Every tensor lies at a multiple of 64 bytes, so that it can be read straight to where it is
@@ -129,7 +129,7 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
     """
     def build(folder: Path) -> None:
         layout = _layout(checkpoint)
-        write_weights(folder, layout, _pieces(checkpoint, layout), keep=keep, progress=progress)
+        write_weights(folder, layout, _chunks(checkpoint, layout), keep=keep, progress=progress)
 
     form = checkpoint.form
     dtype = str(form.dtype).removeprefix("torch.")
@@ -144,7 +144,7 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
 
 
 def _layout(checkpoint: QuantizingCheckpoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What the file holds, in its order, with fillers behind tensors of odd sizes."""
+    """The file's tensors in order, with fillers behind tensors of odd sizes."""
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name in sorted(checkpoint.names(), key=natural_key):
         info = checkpoint.info(name)
@@ -156,7 +156,7 @@ def _layout(checkpoint: QuantizingCheckpoint) -> dict[str, tuple[torch.dtype, tu
     return layout
 
 
-def _pieces(checkpoint: QuantizingCheckpoint, layout: Mapping):
+def _chunks(checkpoint: QuantizingCheckpoint, layout: Mapping):
     """For `write_weights`: tensors in the order of `layout`, made some ahead of their turn."""
     def make(name: str) -> Tensor:
         dtype, shape = layout[name]

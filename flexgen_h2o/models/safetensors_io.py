@@ -48,7 +48,7 @@ _CODES = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
 _MAX_HEADER = 100_000_000  # the reference implementation's own limit
 _LENGTH_BYTES = 8
 _DATA_ALIGNMENT = 64
-_READ_PIECE = 16 << 20
+_READ_CHUNK = 16 << 20
 
 
 def read_header(path: Path, fd: int) -> dict[str, TensorInfo]:
@@ -114,7 +114,7 @@ def pread_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(view):
         try:
-            got = os.preadv(fd, [view[done : done + _READ_PIECE]], offset + done)
+            got = os.preadv(fd, [view[done : done + _READ_CHUNK]], offset + done)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         if got == 0:
@@ -130,7 +130,7 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 def write_safetensors(
     path: Path,
     layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    pieces: Callable[[str], Iterable[torch.Tensor]],
+    chunks: Callable[[str], Iterable[torch.Tensor]],
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -145,18 +145,18 @@ def write_safetensors(
         The file to create. It is on stable storage when the function returns.
     layout : mapping of str to (torch.dtype, tuple of int)
         The tensors, in the order to write them.
-    pieces : callable
+    chunks : callable
         Given a name, yields the tensor's elements in row-major order as contiguous CPU tensors
-        of the dtype in `layout`, in one piece or in many.
+        of the dtype in `layout`, in one chunk or in many.
     progress : callable, optional
-        Called with (bytes done, bytes in all) after each piece.
+        Called with (bytes done, bytes in all) after each chunk.
 
     Raises
     ------
     OSError
         If the file cannot be written.
     ValueError
-        If the pieces of a tensor do not add up to its shape.
+        If the chunks of a tensor do not add up to its shape.
     """
     header, total = _header_of(layout)
     written = 0
@@ -164,10 +164,10 @@ def write_safetensors(
         file.write(header)
         for name, (dtype, shape) in layout.items():
             expected = written + math.prod(shape) * dtype.itemsize
-            for piece in pieces(name):
-                if piece.dtype != dtype:
-                    raise ValueError(f"{name}: a piece is {piece.dtype}, not {dtype}")
-                written += file.write(bytes_view(piece))
+            for chunk in chunks(name):
+                if chunk.dtype != dtype:
+                    raise ValueError(f"{name}: a piece is {chunk.dtype}, not {dtype}")
+                written += file.write(bytes_view(chunk))
                 if progress is not None:
                     progress(written, total)
             if written != expected:

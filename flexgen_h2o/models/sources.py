@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import regular_file
-from flexgen_h2o.models.convert import Progress, cache_dir, converted_folder
+from flexgen_h2o.models.convert import ByteProgress, cache_dir, converted_folder
 from flexgen_h2o.models.from_gguf import convert_gguf
 from flexgen_h2o.models.spec import read_config
 
@@ -53,7 +53,7 @@ _HUB_TIMEOUT = 5.0  # seconds for an answer about a repository; downloads take w
 
 
 def checkpoint_folder(
-    name: str, *, dtype: str | None = None, progress: Progress | None = None
+    name: str, *, dtype: str | None = None, progress: ByteProgress | None = None
 ) -> Path:
     """The local Hugging Face folder of a model, fetching or converting it first if need be.
 

@@ -1,4 +1,4 @@
-"""How a model's tensors are held: vectors in the run's dtype, matrices too, or quantized."""
+"""Storage formats of a model's tensors: vectors in the run's dtype, matrices too, or quantized."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WeightFormat:
     group: int = GROUP
 
     def layout(self, shape: tuple[int, ...]) -> MatrixLayout | None:
-        """Of a tensor that is quantized; None for one that is not."""
+        """The layout of a tensor that is quantized; None for one that is not."""
         if self.bits == 16 or len(shape) != 2:
             return None
         return MatrixLayout(*shape, bits=self.bits, group=self.group)

@@ -26,7 +26,7 @@ from flexgen_h2o.kernels import native
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.models.convert import cache_dir
-from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttention
+from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.hardware_file import BITS, load_hardware, save_hardware
 from flexgen_h2o.planning.rates import Rates, Sizes
 from flexgen_h2o.storage.disk import RunFolder
@@ -34,7 +34,7 @@ from flexgen_h2o.storage.free_memory import nearest_folder, whole_memory
 from flexgen_h2o.storage.links import copy_rates, disk_read_rate, disk_write_rate
 from flexgen_h2o.storage.tiers import Device
 
-Progress = Callable[[str], object]
+Note = Callable[[str], object]
 
 _FORMAT = 1  # raise it when figures change their meaning: what was kept is then measured anew
 _DIGITS = 4  # a measurement has no more
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def machine(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool = False,
-            progress: Progress) -> Hardware:
+            progress: Note) -> Hardware:
     """This machine: as an earlier call has measured it, else measured now and kept.
 
     Parameters
@@ -80,7 +80,7 @@ def machine(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool
 
 
 @torch.inference_mode()
-def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Progress,
+def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
               sizes: Sizes | None = None) -> Hardware:
     """Measure this machine through the engine's own operations, in its default dtype.
 
@@ -96,13 +96,13 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Progr
     host_attention = None
     if device.separate:
         progress("attention on the host")
-        host_attention = HostAttention(*_decode_attention(Rates(Device(), dtype, sizes)))
+        host_attention = HostAttentionRates(*_decode_attention(Rates(Device(), dtype, sizes)))
     return Hardware(name=_name(device), links=links, compute=compute,
                     host_attention=host_attention, interference=interference,
                     **_memory(device, offload_dir))
 
 
-def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: Progress
+def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: Note
            ) -> tuple[dict[str, float], float]:
     """`Hardware.links` and `Hardware.interference`."""
     progress("disk")
@@ -120,7 +120,7 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
     return _figures(dict(zip(LINKS, found, strict=False))), interference
 
 
-def _compute(rates: Rates, progress: Progress) -> Compute:
+def _compute(rates: Rates, progress: Note) -> Compute:
     linear = {}
     for bits in BITS:
         progress(f"products with weights of {bits} bits")
@@ -162,7 +162,7 @@ def _name(device: Device) -> str:
 
 
 def _kept(device: Device, offload_dir: str | os.PathLike) -> Path:
-    """Where the figures of this machine are kept, named after all that they depend on."""
+    """File of the figures of this machine, named after all that they depend on."""
     parts = (_FORMAT, platform.node(), cpu_model(), os.cpu_count(), torch.get_num_threads(),
              device.description(), torch.__version__, nearest_folder(offload_dir).stat().st_dev,
              VERSION, native.missing() or (native.instruction_set(), native.build()),

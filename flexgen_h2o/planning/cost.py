@@ -1,8 +1,9 @@
 """The cost model: how long a block takes on a machine, and what it waits for. No torch.
 
-As in FlexGen (arXiv 2303.06865, section 4.3), for this engine's schedule: a stop of it (embedding,
-decoder layer, head) takes, for all batches of a block, as long as the busiest resource does; with
-overlap off they take turns. All seconds are affine in the shares of the placements, which is what
+As in FlexGen (arXiv 2303.06865, section 4.3), for this engine's schedule: a layer step of it
+(embedding, decoder layer, head) takes, for all batches of a block, as long as the busiest resource
+does; with overlap off they take turns. All seconds are affine in the shares of the placements,
+which is what
 `search` makes a linear programme of.
 """
 
@@ -23,7 +24,7 @@ from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.rows import (
     CHUNK_ROWS,
     GROWTH_SLOTS,
-    TAIL_TOKENS,
+    WRITE_BACK_TOKENS,
     PlannedRun,
     layer_slots,
     part_bytes,
@@ -34,20 +35,21 @@ from flexgen_h2o.storage.placement import split
 COMPUTE, HOST = "compute", "cpu attention"
 RESOURCES = (COMPUTE, HOST, *LINKS)
 TERMS = (None, *((kind, tier) for kind in PLACED for tier in TIERS))
-"""What seconds are affine in: a constant, and the share (1: all) of each kind on each tier."""
+"""The variables in which seconds are affine: a constant, and the share (1: all) of each kind on
+each tier."""
 
 
 @dataclass(frozen=True)
-class Stop:
-    """One stop of the schedule, for all batches of a block.
+class LayerStepCost:
+    """One layer step of the schedule, for all batches of a block.
 
     Attributes
     ----------
     count : float
         How often it comes in its phase.
     lanes : float array [lanes, TERMS]
-        Seconds of what runs side by side, and is disturbed by the others: the stop takes as long
-        as the largest.
+        Seconds of what runs side by side, and is disturbed by the others: the layer step takes as
+        long as the largest.
     seconds : float array [RESOURCES, TERMS]
         Seconds of each resource alone.
     """
@@ -76,7 +78,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a block takes: `prefill`, then so many `steps` like `step`, for `generated` tokens."""
+    """Estimated times of a block: `prefill`, then so many `steps` like `step`, for `generated`
+    tokens."""
 
     prefill: Phase
     step: Phase
@@ -95,7 +98,7 @@ class Estimate:
 
 
 def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
-    """How long the block of `run` takes on a machine.
+    """Estimated times of the block of `run` on a machine.
 
     Parameters
     ----------
@@ -107,9 +110,9 @@ def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
     """
     shares, load = shares_of(run), run.workload
     phases = []
-    for stops in stops_of(hardware, run):
-        alone = sum(stop.count * (stop.seconds @ shares) for stop in stops)
-        phases.append(Phase(float(sum(stop.elapsed(shares) for stop in stops)),
+    for layer_steps in layer_steps_of(hardware, run):
+        alone = sum(layer_step.count * (layer_step.seconds @ shares) for layer_step in layer_steps)
+        phases.append(Phase(float(sum(layer_step.elapsed(shares) for layer_step in layer_steps)),
                             {name: float(alone[row]) for row, name in enumerate(RESOURCES)}))
     sequences = load.gpu_batch_size * load.num_gpu_batches
     return Estimate(*phases, steps=load.gen_len - 1, generated=sequences * load.gen_len)
@@ -122,19 +125,21 @@ def shares_of(run: PlannedRun) -> np.ndarray:
     return np.array([1, *policy.weights.fractions(), *sequences, *policy.activations.fractions()])
 
 
-def stops_of(hardware: Hardware, run: PlannedRun) -> tuple[tuple[Stop, ...], tuple[Stop, ...]]:
-    """The stops of the prefill, and those of a mean decode step, whatever the placements are."""
+def layer_steps_of(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStepCost, ...],
+                                                                 tuple[LayerStepCost, ...]]:
+    """The layer steps of the prefill, and those of a mean decode step, whatever the placements
+    are."""
     costs = _Costs(hardware, run)
-    layers, sweeps = run.model.num_layers, costs.sweeps
+    layers, passes = run.model.num_layers, costs.passes
     rows = run.workload.gpu_batch_size
-    prompt_rows = rows * costs.prompt / sweeps
-    prefill = (costs.embedding(prompt_rows, sweeps), costs.prompt_layer(sweeps * layers),
-               costs.head(prompt_rows, sweeps))
+    prompt_rows = rows * costs.prompt / passes
+    prefill = (costs.embedding(prompt_rows, passes), costs.prompt_layer(passes * layers),
+               costs.head(prompt_rows, passes))
     return prefill, (costs.embedding(rows, 1), costs.token_layer(layers), costs.head(rows, 1))
 
 
 class _Tally:
-    """Sums up what a stop takes of each resource, by `TERMS`."""
+    """Sums up what a layer step takes of each resource, by `TERMS`."""
 
     def __init__(self, hardware: Hardware):
         self._hardware = hardware
@@ -166,7 +171,8 @@ class _Tally:
 
 
 class _Costs:
-    """Makes the stops of a run: a mean layer in a mean sweep, for all batches of a block."""
+    """Makes the layer steps of a run: a mean layer in a mean forward pass, for all batches of a
+    block."""
 
     def __init__(self, hardware: Hardware, run: PlannedRun):
         if run.attends_on_host and hardware.host_attention is None:
@@ -177,14 +183,15 @@ class _Costs:
         self._run = run
         self._model = model = run.model
         self.prompt = run.workload.prompt_len
-        self.sweeps = math.ceil(self.prompt / run.sweep_rows)
+        self.passes = math.ceil(self.prompt / run.pass_rows)
         self._batches = run.workload.num_gpu_batches
         self._sequences = self._batches * run.workload.gpu_batch_size
         self._layer = model.layer_shapes()
         self._record = record_bytes(run.cache, model, run.itemsize)
 
-    def _stop(self, count: float, tally: _Tally) -> Stop:
-        """What runs side by side: all resources, or with overlap off none of them."""
+    def _layer_step(self, count: float, tally: _Tally) -> LayerStepCost:
+        """Groups of resources that run side by side: all resources, or with overlap off none of
+        them."""
         policy, seconds = self._run.policy, tally.seconds
         lanes = seconds if policy.overlap else seconds.sum(axis=0, keepdims=True)
         if policy.overlap and self._batches == 1:
@@ -193,17 +200,18 @@ class _Costs:
         # As lanes of which the largest still counts: each, and a share of what the others take.
         share = self._hardware.interference
         lanes = (1 - share) * lanes + share * lanes.sum(axis=0)
-        return Stop(count, lanes, seconds)
+        return LayerStepCost(count, lanes, seconds)
 
-    def embedding(self, rows: float, count: int) -> Stop:
+    def embedding(self, rows: float, count: int) -> LayerStepCost:
         """Rows of a batch looked up where the table is; only they travel."""
         tally = _Tally(self._hardware)
         tally.bring("weights", self._batches * rows * self._model.embed_dim * self._run.itemsize)
         tally.send("activations", self._hidden(rows))
-        return self._stop(count, tally)
+        return self._layer_step(count, tally)
 
-    def head(self, rows: float, count: int) -> Stop:
-        """Logits of one row of each sequence, once in a phase; the matrix comes in each sweep."""
+    def head(self, rows: float, count: int) -> LayerStepCost:
+        """Logits of one row of each sequence, once in a phase; the matrix comes in each forward
+        pass."""
         model, run, batch = self._model, self._run, self._run.workload.gpu_batch_size
         tally = _Tally(self._hardware)
         matrix = (model.vocab_size, model.embed_dim)
@@ -213,28 +221,28 @@ class _Costs:
         seconds = (self._products(batch, math.prod(matrix))
                    + logits * self._compute.logit_seconds)
         tally.add(COMPUTE, self._batches * seconds / count)
-        return self._stop(count, tally)
+        return self._layer_step(count, tally)
 
-    def prompt_layer(self, count: int) -> Stop:
+    def prompt_layer(self, count: int) -> LayerStepCost:
         """A decoder layer with a part of all prompts."""
-        tokens, batch = self.prompt / self.sweeps, self._run.workload.gpu_batch_size
+        tokens, batch = self.prompt / self.passes, self._run.workload.gpu_batch_size
         # Chunks are cut between sequences.
         together = min(batch, max(1, int(CHUNK_ROWS[self._run.has_gpu] // tokens)))
         tally = self._rows(batch * tokens)
         for sequences, chunks in ((together, batch // together), (batch % together, 1)):
             if sequences:
                 tally.add(COMPUTE, self._batches * chunks * self._row_seconds(sequences * tokens))
-        tally.add(COMPUTE, self._sequences * self._prompt_attention() / self.sweeps)
+        tally.add(COMPUTE, self._sequences * self._prompt_attention() / self.passes)
         self._prompt_cache(tally)
-        return self._stop(count, tally)
+        return self._layer_step(count, tally)
 
-    def token_layer(self, count: int) -> Stop:
+    def token_layer(self, count: int) -> LayerStepCost:
         """A decoder layer with one new token of each sequence."""
         batch = self._run.workload.gpu_batch_size
         tally = self._rows(batch)
         tally.add(COMPUTE, self._batches * self._row_seconds(batch))
         self._token_attention(tally)
-        return self._stop(count, tally)
+        return self._layer_step(count, tally)
 
     def _rows(self, rows: float) -> _Tally:
         """A decoder layer's weights, and the hidden states of `rows` in each batch both ways."""
@@ -275,21 +283,21 @@ class _Costs:
         return flops * (scored / rates["scored"] + (1 - scored) / rates["plain"])
 
     def _prompt_cache(self, tally: _Tally) -> None:
-        """The cut cache is written once. Until then, prompts in pieces go to and fro whole."""
-        run, model, sweeps = self._run, self._model, self.sweeps
+        """The cut cache is written once. Until then, prompts in chunks go to and fro whole."""
+        run, model, passes = self._run, self._model, self.passes
         plain = self._sequences * 2 * model.kv_size * run.itemsize
         cut = self._sequences * self._slots(self.prompt + GROWTH_SLOTS) * self._record
         fetched = ("cpu", "disk")
         if run.attends_on_host:
             fetched = ("disk",)
             # There whole prompts go down to be cut.
-            tally.link("gpu->cpu", plain * self.prompt / sweeps, ("cache", "cpu"))
+            tally.link("gpu->cpu", plain * self.prompt / passes, ("cache", "cpu"))
         if run.gathers_prompts:
-            tally.bring("cache", plain * self.prompt * (sweeps - 1) / sweeps)
-            tally.send("cache", plain * self.prompt * (sweeps - 1) / sweeps)
-            tally.send("cache", cut / sweeps, fetched)
+            tally.bring("cache", plain * self.prompt * (passes - 1) / passes)
+            tally.send("cache", plain * self.prompt * (passes - 1) / passes)
+            tally.send("cache", cut / passes, fetched)
         else:
-            tally.bring("cache", cut * (sweeps - 1) / sweeps, fetched)
+            tally.bring("cache", cut * (passes - 1) / passes, fetched)
             tally.send("cache", cut, fetched)
 
     def _token_attention(self, tally: _Tally) -> None:
@@ -314,7 +322,7 @@ class _Costs:
         tally.bring("cache", whole, ("disk",))
         if run.has_gpu:
             tally.link("gpu->cpu", new, ("cache", "disk"))
-        tally.link("cpu->disk", whole / TAIL_TOKENS, ("cache", "disk"))
+        tally.link("cpu->disk", whole / WRITE_BACK_TOKENS, ("cache", "disk"))
 
     def _slots(self, grown: float) -> float:
         """Slots of a sequence that travel, a mean over layers: with nothing evicted, `grown`."""

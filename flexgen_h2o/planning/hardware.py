@@ -13,7 +13,7 @@ from flexgen_h2o.kernels.implementations import Winners
 
 @dataclass(frozen=True)
 class Compute:
-    """How fast the compute device is at what an engine's step is made of.
+    """Rates of the compute device for the parts of a step.
 
     Attributes
     ----------
@@ -51,8 +51,8 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class HostAttention:
-    """How fast the host's CPU attends over a cache in host memory, beside a GPU.
+class HostAttentionRates:
+    """Rates of attention on the host's CPU over a cache in host memory, beside a GPU.
 
     Attributes are those of `Compute`; copies to and from the GPU are counted apart.
     """
@@ -75,7 +75,7 @@ class Hardware:
     links : mapping of str to float
         Bytes per second of each of `report.LINKS`; those of a GPU only where there is one.
     compute : Compute
-    host_attention : HostAttention or None
+    host_attention : HostAttentionRates or None
         Beside a GPU.
     interference : float
         What goes on at the same time disturbs each other: beside the busiest resource, a step
@@ -88,10 +88,10 @@ class Hardware:
     disk_bytes: int
     links: Mapping[str, float]
     compute: Compute
-    host_attention: HostAttention | None = None
+    host_attention: HostAttentionRates | None = None
     interference: float = 0.0
 
     @property
     def has_gpu(self) -> bool:
-        """Whether compute memory is apart from host memory."""
+        """True if compute memory is apart from host memory."""
         return self.gpu_bytes is not None

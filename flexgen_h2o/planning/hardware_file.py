@@ -1,7 +1,7 @@
 """A machine as a YAML file for people: configs/hardware/ has examples. No torch.
 
 Keys are the fields of `Hardware`, in units that suit them: GB, GB/s, TFLOP/s, microseconds, and
-seconds for a billion. Where nobody has measured `linear`, a file may give the rates from which the
+seconds for a billion. Where `linear` was not measured, a file may give the rates from which the
 roofline makes it, under `linear_roofline`.
 """
 
@@ -21,7 +21,7 @@ from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
 from flexgen_h2o.metrics.links import GB, LINKS
-from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttention
+from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 
 BITS = (16, 8, 4)
 ROWS = (1, 4, 16, 64, 256, 2048)
@@ -202,10 +202,10 @@ def _implementations(entry: _Entry) -> Winners:
             for operation, table in entry.fields((), tuple(IMPLEMENTATIONS)).items()}
 
 
-def _host(entry: _Entry) -> HostAttention:
+def _host(entry: _Entry) -> HostAttentionRates:
     entries = entry.fields((_DECODE, "head_microseconds"))
-    return HostAttention(entries[_DECODE].figures(BITS, GB),
-                         entries["head_microseconds"].figure(MICRO))
+    return HostAttentionRates(entries[_DECODE].figures(BITS, GB),
+                              entries["head_microseconds"].figure(MICRO))
 
 
 def _bytes(entry: _Entry) -> int:

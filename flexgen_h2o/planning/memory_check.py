@@ -70,13 +70,13 @@ class MemoryCheck:
 
     def fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
              loaded_bytes: int | None) -> bool:
-        """Whether there is memory for a run; parameters as of `refuse`."""
+        """True if there is memory for a run; parameters as of `refuse`."""
         plan, limits = self._planned(policy, cache, workload, loaded_bytes)
         return not plan.shortfalls(limits)
 
     def _planned(self, policy: Policy, cache: CacheOptions, workload: Workload,
                  loaded_bytes: int | None) -> tuple[MemoryPlan, MemoryLimits]:
-        """What a run will take, and what is free for it."""
+        """The memory plan of a run, and the free memory."""
         device_free = self._device_bytes()
         plan = memory_plan(self._model, policy, workload, itemsize=self._itemsize,
                            has_gpu=device_free is not None, writes_weights=self._writes_weights,

@@ -33,7 +33,7 @@ _PLAIN_WEIGHTS = WeightOptions()
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run takes on each tier. Make one with `memory_plan`."""
+    """Bytes that a run takes on each tier. Make one with `memory_plan`."""
 
     run: PlannedRun
 
@@ -66,9 +66,10 @@ class MemoryPlan:
         raise UserError(f"the run does not fit. {sums}. {advice}")
 
     def before_loading(self, limits: MemoryLimits, *, kept: int) -> MemoryLimits:
-        """What was free before the weights and their buffers came, of `limits` measured since.
+        """Memory that was free before the weights and their buffers came, of `limits` measured
+        since.
 
-        `kept` bytes of host memory are in nobody's use, and the system does not count them as free.
+        `kept` bytes of host memory are in no use, and the system does not count them as free.
         """
         gpu, cpu, disk = (
             sum(getattr(row, tier) for row in self.rows if row.name in WEIGHT_ROWS)
@@ -77,7 +78,7 @@ class MemoryPlan:
                             limits.cpu_bytes + cpu + kept, limits.disk_bytes + disk)
 
     def _excess(self, tier: str, limits: MemoryLimits) -> str:
-        """What a tier needs, with its largest three rows, and what it has."""
+        """Text on a tier's need, with its largest three rows, and its limit."""
         rows = sorted(((row.name, getattr(row, tier)) for row in self.rows),
                       key=lambda row: -row[1])
         rows = [row for row in rows[:3] if row[1]]

@@ -1,4 +1,4 @@
-"""Where the data of one batch shape goes: a linear programme, rounded and held to the memory plan.
+"""Placements for one batch shape: a linear programme, rounded and held to the memory plan.
 
 Seconds are affine in the shares of the placements (see `cost`), and so are bytes but for a few
 buffers; the least time is then a linear programme (FlexGen, arXiv 2303.06865, section 4.3).
@@ -16,7 +16,7 @@ from scipy.optimize import linprog
 
 from flexgen_h2o.config.placement import PLACED, TIERS, Placement
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.planning.cost import TERMS, shares_of, stops_of
+from flexgen_h2o.planning.cost import TERMS, layer_steps_of, shares_of
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.rows import PlannedRun
@@ -25,7 +25,8 @@ from flexgen_h2o.storage.placement import split
 
 _SHARES = TERMS[1:]
 _SLOWER = 1e-4
-"""Of all time, what a share on a slower tier is charged: where nothing else decides, it is fast."""
+"""The part of all time that a share on a slower tier is charged: where nothing else decides, it is
+fast."""
 
 _ROUNDINGS = 4
 _STEPS = (1, 5, 20)  # percent, or sequences of a batch
@@ -50,10 +51,11 @@ class Placing:
         self._limits = limits
         # Without a GPU the tiers gpu and cpu are the same memory.
         self._tiers = TIERS if run.has_gpu else ("gpu", "disk")
-        prefill, step = stops_of(hardware, run)
+        prefill, step = layer_steps_of(hardware, run)
         steps = run.workload.gen_len - 1
-        self._stops = [*prefill, *(replace(stop, count=stop.count * steps) for stop in step
-                                   if steps)]
+        self._layer_steps = [*prefill, *(replace(layer_step, count=layer_step.count * steps)
+                                         for layer_step in step
+                                         if steps)]
         self._free = np.array([math.inf if limits.free(tier) is None else limits.free(tier)
                                for tier in TIERS])
 
@@ -65,12 +67,12 @@ class Placing:
 
     @property
     def sequences(self) -> int:
-        """Of the block."""
+        """Tokens per second of the block."""
         return self.run.workload.gpu_batch_size * self.run.workload.num_gpu_batches
 
     @property
     def seconds_per_sequence(self) -> float:
-        """Of `seconds`."""
+        """The phases whose sum is `seconds`."""
         return self.seconds / self.sequences
 
     def best(self) -> PlannedRun | None:
@@ -82,7 +84,7 @@ class Placing:
 
     def _time(self, shares: np.ndarray) -> np.ndarray:
         """Seconds of the block for shares [TERMS] or [TERMS, n]."""
-        return sum(stop.elapsed(shares) for stop in self._stops)
+        return sum(layer_step.elapsed(shares) for layer_step in self._layer_steps)
 
     def _fits(self, run: PlannedRun) -> bool:
         return not MemoryPlan(run).shortfalls(self._limits)
@@ -153,30 +155,33 @@ class Placing:
     def _solve(self, free: np.ndarray) -> np.ndarray | None:
         """The shares of least time by the linear programme; None if nothing fits in `free`.
 
-        Its variables are the shares, and the seconds of each stop: at least those of its lanes.
+        Its variables are the shares, and the seconds of each layer step: at least those of its
+        lanes.
         """
         bytes_of = self._bytes
         limited = np.isfinite(free)
-        rows = [np.hstack((bytes_of[limited, 1:], np.zeros((limited.sum(), len(self._stops)))))]
+        rows = [np.hstack((bytes_of[limited, 1:],
+                           np.zeros((limited.sum(), len(self._layer_steps)))))]
         bounds = [free[limited] - bytes_of[limited, 0]]
         scale = np.maximum(np.abs(rows[0]).max(axis=1), 1)
         rows[0], bounds[0] = rows[0] / scale[:, None], bounds[0] / scale
         compute = self._time(np.array([1.0] + [0.0] * len(_SHARES)))
-        for index, stop in enumerate(self._stops):
-            weight = stop.count / compute  # keeps numbers near 1
-            elapsed = np.zeros((len(stop.lanes), len(self._stops)))
+        for index, layer_step in enumerate(self._layer_steps):
+            weight = layer_step.count / compute  # keeps numbers near 1
+            elapsed = np.zeros((len(layer_step.lanes), len(self._layer_steps)))
             elapsed[:, index] = -1
-            rows.append(np.hstack((stop.lanes[:, 1:] * weight, elapsed)))
-            bounds.append(-stop.lanes[:, 0] * weight)
+            rows.append(np.hstack((layer_step.lanes[:, 1:] * weight, elapsed)))
+            bounds.append(-layer_step.lanes[:, 0] * weight)
         slower = [_SLOWER * TIERS.index(tier) for _, tier in _SHARES]
-        whole = np.zeros((len(PLACED), len(_SHARES) + len(self._stops)))
+        whole = np.zeros((len(PLACED), len(_SHARES) + len(self._layer_steps)))
         for index, kind in enumerate(PLACED):
             whole[index, [number for number, (k, _) in enumerate(_SHARES) if k == kind]] = 1
         shares = [(0, 1 if tier in self._tiers else 0) for _, tier in _SHARES]
         found = linprog(
-            [*slower, *[1] * len(self._stops)], A_ub=np.vstack(rows), b_ub=np.concatenate(bounds),
+            [*slower, *[1] * len(self._layer_steps)], A_ub=np.vstack(rows),
+            b_ub=np.concatenate(bounds),
             A_eq=whole, b_eq=np.ones(len(PLACED)),
-            bounds=[*shares, *[(0, None)] * len(self._stops)], method="highs")
+            bounds=[*shares, *[(0, None)] * len(self._layer_steps)], method="highs")
         return found.x[: len(_SHARES)] if found.success else None
 
     @cached_property

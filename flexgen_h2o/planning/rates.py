@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
-from flexgen_h2o.h2o.eviction import Book, Eviction
+from flexgen_h2o.h2o.eviction import Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.choice import likeliest
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -32,7 +32,7 @@ from flexgen_h2o.storage.links import disk_beside
 from flexgen_h2o.storage.tiers import Device
 
 LEAST_SECONDS = 1e-9
-"""Of what is left when one time is taken from another: noise must not make it negative."""
+"""The least that is left when one time is taken from another: noise must not make it negative."""
 
 FEWEST, MOST = 7, 200
 """Samples of a measurement."""
@@ -43,7 +43,7 @@ PATIENCE = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured with; the defaults suit a CPU.
+    """Sizes and times of the measurements; the defaults suit a CPU.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Sizes:
 
     @classmethod
     def of(cls, device: Device) -> Sizes:
-        """Those that keep the device busy."""
+        """Numbers of rows that keep the device busy."""
         if not device.separate:
             return cls()
         return cls(matrix=(16384, 8192), rotated=1 << 30, prompts=(16, 512), sequences=32,
@@ -214,12 +214,12 @@ class Rates:
         sequences, tokens = sizes.prompts
         rows = sequences * tokens
         q, k, v = (self._random(rows, sizes.heads, sizes.head_dim) for _ in range(3))
-        mass = torch.rand(sizes.heads, rows, device=q.device) if scored else None
+        scores = torch.rand(sizes.heads, rows, device=q.device) if scored else None
         lengths = [tokens] * sequences
         seen = sequences * tokens * (tokens + 1) // 2
 
         def attend() -> None:
-            ops.prefill_attention(q, k, v, lengths, mass=mass)
+            ops.prefill_attention(q, k, v, lengths, scores=scores)
 
         took = (self._clock.seconds(attend) if scored
                 else self._fastest("prefill_attention", 16, rows, attend))
@@ -245,8 +245,8 @@ class Rates:
         steps = [DecodeStep(one.repeat(1, sizes.sequences, 1, 1, 1), bits=bits,
                             head_dim=sizes.head_dim) for _ in range(self._rounds(nbytes))]
         q, k, v = (self._random(sizes.sequences, sizes.heads, sizes.head_dim) for _ in range(3))
-        turns = itertools.cycle(steps)
-        return nbytes, self._clock.seconds(lambda: next(turns)(q, k, v))
+        endless = itertools.cycle(steps)
+        return nbytes, self._clock.seconds(lambda: next(endless)(q, k, v))
 
     def _records(self, *shape: int, bits: int) -> Tensor:
         """Keys and values [2, 1, *shape] of a sequence, at rest."""
@@ -293,7 +293,7 @@ class Rates:
         return torch.randn(shape, dtype=self._dtype, device=self._device.torch)
 
     def _rounds(self, nbytes: int) -> int:
-        """How many copies of so many bytes no processor cache holds together."""
+        """Number of copies of so many bytes that no processor cache holds together."""
         return math.ceil(self.sizes.rotated / nbytes)
 
 
@@ -312,16 +312,16 @@ class DecodeStep:
         self._layout = None if bits == 16 else GroupLayout(head_dim, bits)
         shape, count = slots.shape[1:4], slots.shape[3]
         order = torch.rand(shape, device=slots.device).argsort(-1)
-        self._book = Book(Eviction(), torch.rand(shape, device=slots.device),
-                          order.to(torch.int32))
-        turn = torch.tensor([count, count, max(1, count // 2), 1], dtype=torch.int32)
-        self._turn = turn[:, None].repeat(1, shape[0]).to(slots.device)
+        self._state = EvictionState(Eviction(), torch.rand(shape, device=slots.device),
+                                    order.to(torch.int32))
+        metadata = torch.tensor([count, count, max(1, count // 2), 1], dtype=torch.int32)
+        self._metadata = metadata[:, None].repeat(1, shape[0]).to(slots.device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of a new token; q [sequences, heads, head_dim], k and v with their heads."""
-        self._turn[1] += 1
-        return ops.decode_attention(q, k, v, slots=self._slots, turn=self._turn,
-                                    layout=self._layout, book=self._book)[0]
+        self._metadata[1] += 1
+        return ops.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
+                                    layout=self._layout, state=self._state)[0]
 
 
 def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, scratch: Scratch, *,

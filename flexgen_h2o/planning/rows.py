@@ -26,11 +26,11 @@ WEIGHT_ROWS = ("weights", "embeddings", "weight buffers")
 """The rows that are in place once the model is loaded."""
 
 WEIGHT_BUFFERS = 2
-STAGING_BUFFERS = 3
-TAIL_TOKENS = 16
+CACHE_BUFFERS = 3
+WRITE_BACK_TOKENS = 16
 GROWTH_SLOTS = 64
 ATTENDING = 2
-"""What is held beside the data, as `engine.weights`, `cache.fetched`, `engine.hidden` and (batches
+"""Buffers beside the data, as `engine.weights`, `cache.fetched`, `engine.hidden` and (batches
 whose attention on the host is under way) `engine.schedule` say.
 """
 
@@ -41,12 +41,12 @@ LOGIT_ROWS = 512
 """Rows that get logits together (as `Executor`)."""
 
 QUERY_LANES, FEWEST_TASKS = 64, 64
-"""As kernels/cpu: queries of a block, of whose weights each thread holds whole rows; the tasks that
-are made of few heads, each with results of its own.
+"""Sizes of kernels/cpu: queries of a block, of whose weights each thread holds whole rows; the
+tasks that are made of few heads, each with results of its own.
 """
 
 PRODUCT_ROWS, PRODUCT_OUTPUTS = 64, 32
-"""Of a product with a quantized matrix, what each thread of a CPU holds in float32: so many whole
+"""Floats that each thread of a CPU holds for a product with a quantized matrix: so many whole
 rows of the input, and as many rows of so many outputs.
 """
 
@@ -71,25 +71,25 @@ class PlannedRun:
     weights: WeightOptions = WeightOptions()
 
     @property
-    def sweep_rows(self) -> int:
+    def pass_rows(self) -> int:
         """Tokens of the longest prompt that go through the network together."""
         prompt = self.workload.prompt_len
         return min(prompt, self.policy.prefill_chunk or prompt)
 
     @property
     def gathers_prompts(self) -> bool:
-        """Whether prompts come in pieces to a cache that cannot hold them as they are."""
-        pieces = self.sweep_rows < self.workload.prompt_len
-        return pieces and not (self.cache.plain or self.cache.simulated or self.evicts_pieces)
+        """True if prompts come in chunks to a cache that cannot hold them as they are."""
+        chunks = self.pass_rows < self.workload.prompt_len
+        return chunks and not (self.cache.plain or self.cache.simulated or self.evicts_chunks)
 
     @property
-    def evicts_pieces(self) -> bool:
-        """Whether prompts come in pieces, each of which is evicted from before the next."""
+    def evicts_chunks(self) -> bool:
+        """True if prompts come in chunks, each of which is evicted from before the next."""
         return self.cache.evicts and self.cache.h2o.prompt_chunk is not None
 
     @property
     def attends_on_host(self) -> bool:
-        """Whether the cache in host memory is used there, beside a GPU."""
+        """True if the cache in host memory is used there, beside a GPU."""
         return self.has_gpu and self.policy.cpu_cache_compute
 
     @property
@@ -132,7 +132,7 @@ def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -
 
 
 def plan_rows(run: PlannedRun) -> tuple[PlanRow, ...]:
-    """What a run takes. Without a GPU the tier gpu is host memory, and counted there."""
+    """The memory plan of a run. Without a GPU the tier gpu is host memory, and counted there."""
     rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run), _workspace(run))
     if run.has_gpu:
         return rows
@@ -197,11 +197,11 @@ def _staging(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most
     _, cpu, disk = counts
     model = run.model
     fetched = disk + (cpu if run.has_gpu and staged_host else 0)
-    staging = STAGING_BUFFERS * fetched * most * record
-    # A tail holds the newest records of each layer, and the slot of each KV head.
-    tail = TAIL_TOKENS * model.num_layers * (record + 8 * model.num_kv_heads)
-    tails = disk * run.workload.num_gpu_batches * tail
-    return staging, tails + (staging if run.has_gpu else 0)
+    staging = CACHE_BUFFERS * fetched * most * record
+    # A write-back log holds the newest records of each layer, and the slot of each KV head.
+    log = WRITE_BACK_TOKENS * model.num_layers * (record + 8 * model.num_kv_heads)
+    logs = disk * run.workload.num_gpu_batches * log
+    return staging, logs + (staging if run.has_gpu else 0)
 
 
 def _prompt_cache(run: PlannedRun, placed: tuple[int, int, int]) -> PlanRow:
@@ -234,21 +234,21 @@ def _bookkeeping(run: PlannedRun, held: Sequence[int], *, on_host: int) -> PlanR
 def _activation_rows(run: PlannedRun) -> Iterator[PlanRow]:
     """The hidden states of a block between layers, and the working buffers if any are away."""
     load, placement = run.workload, run.policy.activations
-    rows = load.gpu_batch_size * run.sweep_rows
+    rows = load.gpu_batch_size * run.pass_rows
     batch = rows * run.model.hidden_size * run.itemsize
     total = batch * load.num_gpu_batches
     yield PlanRow("activations", *(int(total * share) for share in placement.fractions()))
     away = placement.disk > 0 or (run.has_gpu and placement.cpu > 0)
-    working = STAGING_BUFFERS * batch if away else 0
-    yield PlanRow("activation buffers", working, working if placement.disk > 0 else 0)
+    staging = CACHE_BUFFERS * batch if away else 0
+    yield PlanRow("activation buffers", staging, staging if placement.disk > 0 else 0)
 
 
 def _workspace(run: PlannedRun) -> PlanRow:
     """Temporaries of the widest step: a chunk of prefill in a layer, or the logits."""
     model, load = run.model, run.workload
     # Chunks are cut between sequences: one that is longer is a chunk of its own.
-    chunk = max(CHUNK_ROWS[run.has_gpu], run.sweep_rows)
-    rows = min(load.gpu_batch_size * run.sweep_rows, chunk)
+    chunk = max(CHUNK_ROWS[run.has_gpu], run.pass_rows)
+    rows = min(load.gpu_batch_size * run.pass_rows, chunk)
     # Beside the layer's own scratch, attention makes its output and copies of what it reads.
     attention = rows * (2 * model.q_size + 2 * model.kv_size)
     layer = (model.scratch_elements(rows) + attention) * run.itemsize
@@ -263,20 +263,20 @@ def _own_attention(run: PlannedRun) -> int:
     model, load, cache = run.model, run.workload, run.cache
     token = 2 * model.kv_size * 4  # key and value in float32
     if cache.simulated:  # takes all queries at once; twice: before and after the softmax
-        logits = run.sweep_rows * model.num_heads * load.prompt_len * 4
+        logits = run.pass_rows * model.num_heads * load.prompt_len * 4
         return load.prompt_len * token + 2 * logits
     threads = 0 if run.has_gpu else os.cpu_count() or 1
     held = max(layer_slots(cache, model, load))
     tokens = load.prompt_len  # that a query attends to
-    if run.evicts_pieces:
-        tokens = held + run.sweep_rows
+    if run.evicts_chunks:
+        tokens = held + run.pass_rows
     lanes = threads * QUERY_LANES * (tokens + 8 * model.head_dim)
     tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
     # A score of each token by task, or on a GPU a normaliser of each query head.
     prefill = 4 * (lanes + tasks * tokens)
-    if not cache.plain or run.sweep_rows < load.prompt_len:
-        # Prompts in pieces, and rotated copies; with eviction also what stays, before and after.
-        prefill += tokens * token * (4 if run.evicts_pieces else 1)
+    if not cache.plain or run.pass_rows < load.prompt_len:
+        # Prompts in chunks, and rotated copies; with eviction also what stays, before and after.
+        prefill += tokens * token * (4 if run.evicts_chunks else 1)
     most = held + QUERY_LANES
     decode = 4 * tasks * (most + 2 * model.head_dim)
     return max(prefill, decode, _sparse_attention(run) if cache.attn_sparsity < 1 else 0)

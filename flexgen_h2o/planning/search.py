@@ -38,8 +38,8 @@ _FEW, _NEAR = 2, 0.9  # options that are looked at in any case; what the others'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is asked of the search.
+class PlanRequest:
+    """The request to the search.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ class Choice:
 
 
 def judge(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> Choice:
-    """How long a run takes for so many prompts (None: a block of them)."""
+    """Seconds of a run for so many prompts (None: a block of them)."""
     load, whole = run.workload, estimate(hardware, run)
     block = load.gpu_batch_size * load.num_gpu_batches
     blocks, rest = (1, 0) if prompts is None else divmod(prompts, block)
@@ -136,7 +136,7 @@ def judge(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> Ch
                   decode=sum(each.steps * each.step.seconds for each in estimates))
 
 
-def search(hardware: Hardware, request: Request, limits: MemoryLimits) -> list[Choice]:
+def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> list[Choice]:
     """Runs that fit, the best first: no two of the same batch sizes, bits and place of attention.
 
     Raises
@@ -164,7 +164,7 @@ def search(hardware: Hardware, request: Request, limits: MemoryLimits) -> list[C
     return _ranked(choices)
 
 
-def _options(hardware: Hardware, request: Request) -> Iterator[PlannedRun]:
+def _options(hardware: Hardware, request: PlanRequest) -> Iterator[PlannedRun]:
     """Runs that differ in bits and in where attention runs; of one sequence, placed nowhere yet."""
     on_host = [True] if request.policy.cpu_cache_compute else [False]
     if hardware.has_gpu and hardware.host_attention is not None and not on_host[0]:
@@ -178,7 +178,7 @@ def _options(hardware: Hardware, request: Request) -> Iterator[PlannedRun]:
                                  weights.bits in request.written_bits, cache, weights)
 
 
-def _likely(hardware: Hardware, request: Request, limits: MemoryLimits) -> list[PlannedRun]:
+def _likely(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> list[PlannedRun]:
     """The options that a look at a few batch shapes does not rule out, if there are many."""
     runs = list(_options(hardware, request))
     if len(runs) <= _FEW:
@@ -190,7 +190,7 @@ def _likely(hardware: Hardware, request: Request, limits: MemoryLimits) -> list[
             if seconds <= min(least) / _NEAR]
 
 
-def _promising(hardware: Hardware, request: Request, run: PlannedRun, limits: MemoryLimits,
+def _promising(hardware: Hardware, request: PlanRequest, run: PlannedRun, limits: MemoryLimits,
                every: int = 1) -> list[Placing]:
     """Batch shapes that may fit; none much larger than those that help or fit.
 
@@ -213,7 +213,7 @@ def _promising(hardware: Hardware, request: Request, run: PlannedRun, limits: Me
 
 
 class _Growth:
-    """Whether to go on growing a size: not when it no longer fits or helps."""
+    """True to go on growing a size: not when it no longer fits or helps."""
 
     def __init__(self) -> None:
         self.least = math.inf
@@ -226,7 +226,7 @@ class _Growth:
         return seconds < math.inf and self._idle < _PATIENCE
 
 
-def _shaped(request: Request, run: PlannedRun, size: int, count: int) -> PlannedRun:
+def _shaped(request: PlanRequest, run: PlannedRun, size: int, count: int) -> PlannedRun:
     """The run with these batch sizes; those that were given stay in the policy as they are."""
     policy = replace(run.policy, gpu_batch_size=request.gpu_batch_size or size,
                      num_gpu_batches=request.num_gpu_batches or count)
@@ -234,7 +234,7 @@ def _shaped(request: Request, run: PlannedRun, size: int, count: int) -> Planned
     return replace(run, policy=policy, workload=load)
 
 
-def _stripped(run: PlannedRun | None, request: Request) -> PlannedRun | None:
+def _stripped(run: PlannedRun | None, request: PlanRequest) -> PlannedRun | None:
     """The run without attention on the CPU if nothing of the cache is there."""
     if run is None or run.policy.cache.cpu > 0:
         return run
@@ -248,7 +248,7 @@ _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (
     ("has a smaller block",
      lambda run: run.workload.gpu_batch_size * run.workload.num_gpu_batches),
 )
-"""What is preferred among rates that are `ALIKE`, the most important first; less is better."""
+"""Order of preference among rates that are `ALIKE`, the most important first; less is better."""
 
 
 def _ranked(choices: list[Choice]) -> list[Choice]:
@@ -267,7 +267,7 @@ def advantage(choice: Choice, other: Choice) -> str | None:
     return next(words for words, of in _TIES if of(choice.run) < of(other.run))
 
 
-def _refuse(hardware: Hardware, request: Request, limits: MemoryLimits) -> NoReturn:
+def _refuse(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> NoReturn:
     """Raise `UserError` with what the smallest run would take."""
     *_, run = _options(hardware, request)
     size = request.sizes()[0]

@@ -1,6 +1,6 @@
 """Disk I/O: aligned O_DIRECT reads and writes in worker threads; errors come back to the caller.
 
-Transfers are cut into pieces of some MB which the workers take in order. A thread in ``preadv``
+Transfers are cut into chunks of some MB which the workers take in order. A thread in ``preadv``
 holds neither a core nor the interpreter lock, so that reads go on while all cores multiply.
 benchmarks/links.py holds the rates beside the disk's own.
 """
@@ -30,7 +30,7 @@ from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, round_up
 
 log = logging.getLogger(__name__)
 
-PIECE = 8 << 20
+CHUNK = 8 << 20
 WORKERS = 4
 READ, WRITE = "disk->cpu", "cpu->disk"
 RUN_PREFIX = "flexgen_h2o-run-"
@@ -87,7 +87,7 @@ class Disk:
     workers : int
         Threads, that is, requests in flight.
     record : callable, optional
-        ``record(link, nbytes, start, end)`` for every piece moved; seconds of perf_counter.
+        ``record(link, nbytes, start, end)`` for every chunk moved; seconds of perf_counter.
     """
 
     def __init__(self, workers: int = WORKERS, record: Callable[..., None] | None = None):
@@ -107,13 +107,13 @@ class Disk:
             The file is gone, too short, or the disk reports an error.
         """
         view = memoryview(buffer.numpy())
-        self._each_piece((partial(self._read_piece, r.end), r.path, r.offset, view,
+        self._each_chunk((partial(self._read_chunk, r.end), r.path, r.offset, view,
                           r.buffer_offset, r.nbytes) for r in reads)
 
     def write(self, extent: Extent, buffer: torch.Tensor) -> None:
         """Write `buffer` (uint8, page-aligned) to a page-aligned extent of the same length."""
         view = memoryview(buffer.numpy())
-        self._each_piece([(self._write_piece, extent.path, extent.offset, view, 0, extent.nbytes)])
+        self._each_chunk([(self._write_chunk, extent.path, extent.offset, view, 0, extent.nbytes)])
 
     def forget(self, folder: Path) -> None:
         """Close the files under `folder`, which is about to go."""
@@ -129,54 +129,54 @@ class Disk:
                 os.close(descriptor)
             self._files.clear()
 
-    def _each_piece(self, ranges) -> None:
+    def _each_chunk(self, ranges) -> None:
         futures: list[Future] = []
         ranges = list(ranges)
         # One for each worker at least, so that the next transfer's are taken up as these end.
         share = round_up(sum(nbytes for *_, nbytes in ranges) // self._workers, HUGE_PAGE)
-        size = min(max(share, HUGE_PAGE), PIECE)
+        size = min(max(share, HUGE_PAGE), CHUNK)
         for work, path, offset, view, start, nbytes in ranges:
             for done in range(0, nbytes, size):
-                piece = view[start + done : start + min(done + size, nbytes)]
-                futures.append(self._pool.submit(work, path, offset + done, piece))
-        # The buffer must outlive every piece, so wait for all of them before an error is raised.
+                chunk = view[start + done : start + min(done + size, nbytes)]
+                futures.append(self._pool.submit(work, path, offset + done, chunk))
+        # The buffer must outlive every chunk, so wait for all of them before an error is raised.
         wait(futures)
         for future in futures:
             future.result()
 
-    def _read_piece(self, end: int, path: Path, offset: int, piece: memoryview) -> None:
+    def _read_chunk(self, end: int, path: Path, offset: int, chunk: memoryview) -> None:
         began = time.perf_counter()
         done = 0
         try:
             descriptor = self._open(path, writing=False)
-            while done < len(piece):
-                got = os.preadv(descriptor, [piece[done:]], offset + done)
+            while done < len(chunk):
+                got = os.preadv(descriptor, [chunk[done:]], offset + done)
                 done += got
                 # The last page of a file that does not end on a page boundary comes back short.
                 if got == 0 or done % PAGE and offset + done >= os.fstat(descriptor).st_size:
                     break
                 if done % PAGE:
                     descriptor = self._open(path, writing=False, direct=False)
-            if done < len(piece) and offset + done < os.fstat(descriptor).st_size:
+            if done < len(chunk) and offset + done < os.fstat(descriptor).st_size:
                 raise OSError(errno.EIO, "short read")
         except OSError as error:
             raise UserError(f"reading {path} failed: {error.strerror}; check the disk") from error
-        if len(piece) - done >= PAGE or done < min(len(piece), end - offset):
+        if len(chunk) - done >= PAGE or done < min(len(chunk), end - offset):
             raise UserError(f"{path} ends at byte {offset + done}: it was cut short during the run")
         self._record(READ, done, began, time.perf_counter())
 
-    def _write_piece(self, path: Path, offset: int, piece: memoryview) -> None:
+    def _write_chunk(self, path: Path, offset: int, chunk: memoryview) -> None:
         began = time.perf_counter()
         done = 0
         try:
             descriptor = self._open(path, writing=True)
-            while done < len(piece):
-                done += os.pwritev(descriptor, [piece[done:]], offset + done)
+            while done < len(chunk):
+                done += os.pwritev(descriptor, [chunk[done:]], offset + done)
                 if done % PAGE:
                     descriptor = self._open(path, writing=True, direct=False)
         except OSError as error:
             raise _offload_error(error, path) from error
-        self._record(WRITE, len(piece), began, time.perf_counter())
+        self._record(WRITE, len(chunk), began, time.perf_counter())
 
     def _open(self, path: Path, *, writing: bool, direct: bool = True) -> int:
         """An open file. Not direct: through the page cache, from and to any byte.
@@ -264,7 +264,7 @@ class RunFolder:
             self.path.mkdir(mode=0o700)
             self._owner = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._owner, fcntl.LOCK_EX)
-            # Also when the interpreter exits and nobody has closed it.
+            # Also when the interpreter exits and it was not closed.
             self._remove = weakref.finalize(self, _remove_folder, self.path, self._owner)
         except BaseException:
             _remove_folder(self.path)

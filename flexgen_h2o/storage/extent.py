@@ -1,4 +1,4 @@
-"""Where bytes lie in a file: the word that checkpoints and the disk engine share."""
+"""A range of bytes in a file: the word that checkpoints and the disk engine share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each tier has, free or in all: GPU, host memory within the cgroup's limit, disk."""
+"""Memory of each tier, free or in all: GPU, host memory within the cgroup's limit, disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MemoryLimits:
 
 
 def free_memory(offload_dir: str | os.PathLike, device_free: int | None) -> MemoryLimits:
-    """What is free now: host memory within the cgroup's limit, and disk under `offload_dir`.
+    """Free memory: host memory within the cgroup's limit, and disk under `offload_dir`.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def free_memory(offload_dir: str | os.PathLike, device_free: int | None) -> Memo
 
 
 def whole_memory(offload_dir: str | os.PathLike, device_bytes: int | None) -> MemoryLimits:
-    """What there is in all, whoever uses it now; parameters as of `free_memory`."""
+    """Total memory, used or free; parameters as of `free_memory`."""
     limit, total = cgroup_limit(), psutil.virtual_memory().total
     return MemoryLimits(
         gpu_bytes=device_bytes,
@@ -71,7 +71,7 @@ def nearest_folder(path: str | os.PathLike) -> Path:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Resident memory of this process, in bytes."""
     return psutil.Process().memory_info().rss
 
 

@@ -1,4 +1,4 @@
-"""Measured rates of this machine: disk, copies, host memory, matrix products. A run's floors.
+"""Measured rates of this machine: disk, copies, host memory, matrix products. A run's rooflines.
 
 A rate is measured the way that the engine would use it, with nothing else running, and on more
 memory than caches hold.
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.storage.disk import PIECE, WORKERS, AlignedRead, Disk
+from flexgen_h2o.storage.disk import CHUNK, WORKERS, AlignedRead, Disk
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import PAGE, Device
 
 REPEATS = 5
-WINDOW = 16 * PIECE
+WINDOW = 16 * CHUNK
 
 
 def _median_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -63,7 +63,8 @@ def disk_write_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS
 
 def _disk_rate(move: Callable[[Disk, int, torch.Tensor], None], path: Path, nbytes: int,
                workers: int) -> float:
-    """Of `move`, which fills or writes a buffer at a place in the file, window by window."""
+    """Bytes per second of `move`, which fills or writes a buffer at a place in the file, window by
+    window."""
     nbytes = min(nbytes, path.stat().st_size) // PAGE * PAGE
     buffer = Device().host_empty(min(WINDOW, nbytes)).random_(0, 256)
     disk = Disk(workers)
@@ -80,7 +81,7 @@ def _disk_rate(move: Callable[[Disk, int, torch.Tensor], None], path: Path, nbyt
 
 def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
                 ) -> list[tuple[float, float, int]]:
-    """How reading the start of a file goes beside work that is done again and again.
+    """Rates of reading the start of a file beside work that is repeated.
 
     Returns
     -------

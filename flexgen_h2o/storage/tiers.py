@@ -53,7 +53,7 @@ class Event:
         """Block the calling thread until the point has been reached."""
 
 
-class Stream:
+class CopyStream:
     """A queue of copies beside compute. The host's does each copy at once."""
 
     def wait(self, event: Event) -> None:
@@ -73,7 +73,7 @@ class Stream:
 
 
 class Device:
-    """Where compute runs when there is no GPU: host memory, used in place."""
+    """The compute device when there is no GPU: host memory, used in place."""
 
     separate = False
 
@@ -93,7 +93,7 @@ class Device:
 
         Anonymous pages of their own rather than malloc's: they go back to the system when the
         tensor goes. Large ones ask for huge pages, which spares the page faults, and begin with
-        one: a disk read into fewer pieces of memory is faster (measured: 3.1 GB/s, not 2.7).
+        one: a disk read into fewer chunks of memory is faster (measured: 3.1 GB/s, not 2.7).
         """
         size = max(round_up(nbytes, PAGE), PAGE)
         large = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
@@ -112,9 +112,9 @@ class Device:
     def _pin(self, tensor: torch.Tensor, pages: Pages, pinned: bool) -> None:
         """Page-lock what lies in `pages`, until they go; the host itself has no need of it."""
 
-    def stream(self) -> Stream:
+    def stream(self) -> CopyStream:
         """A new stream for copies."""
-        return Stream()
+        return CopyStream()
 
     def mark(self) -> Event:
         """The point after everything that compute has been given so far."""
@@ -128,7 +128,7 @@ class Device:
         return time.perf_counter()
 
     def reached(self, stamp) -> bool:
-        """Whether the stamp's point has been reached."""
+        """True if the stamp's point has been reached."""
         return True
 
     def seconds(self, stamp) -> float:
@@ -169,7 +169,7 @@ class Device:
 
 
 class _CudaEvent(Event):
-    def __init__(self, stream: torch.cuda.Stream, *, timed: bool = False):
+    def __init__(self, stream: torch.cuda.CopyStream, *, timed: bool = False):
         # Blocking: a thread that waits must not take a core from the disk's workers.
         self.event = torch.cuda.Event(enable_timing=timed, blocking=not timed)
         self.event.record(stream)
@@ -178,9 +178,9 @@ class _CudaEvent(Event):
         self.event.synchronize()
 
 
-class _CudaStream(Stream):
+class _CudaStream(CopyStream):
     def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.CopyStream(device)
 
     def wait(self, event: Event) -> None:
         if isinstance(event, _CudaEvent):
@@ -225,7 +225,7 @@ class CudaDevice(Device):
                                 f"(CUDA error {int(status)}): use less, or --pin-weight false")
             pages.on_free = partial(runtime.cudaHostUnregister, address)
 
-    def stream(self) -> Stream:
+    def stream(self) -> CopyStream:
         return _CudaStream(self.torch)
 
     def mark(self) -> Event:

@@ -3,7 +3,7 @@
 A lane is a thread with a stream. A job on it may read the disk, copy between host and device, and
 write the disk; it runs after the jobs that it names, while compute goes on. Jobs name only jobs
 that were submitted before them and every lane is first in, first out: there can be no deadlock.
-Jobs of one kind go to two lanes in turn, so that the disk has pieces of the next one at hand while
+Jobs of one kind go to two lanes in turn, so that the disk has chunks of the next one at hand while
 the last ones of a job come in; what has to be in order must name what it follows.
 """
 
@@ -24,13 +24,13 @@ from flexgen_h2o.metrics.trace import COMPUTE, WAITING, Trace
 from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.storage.tiers import Device, Event
 
-UP, DOWN = "cpu->gpu", "gpu->cpu"
+H2D, D2H = "cpu->gpu", "gpu->cpu"
 ATTENTION = "attention"
-KINDS = {kind: (f"{kind} 0", f"{kind} 1") for kind in ("weights", "loads", "stores")} | {
+LANES_OF = {kind: (f"{kind} 0", f"{kind} 1") for kind in ("weights", "loads", "stores")} | {
     ATTENTION: (ATTENTION,)}
 """The lanes of each kind of job, which take turns; the host attends to one thing at a time."""
 
-LANES = tuple(chain.from_iterable(KINDS.values()))
+LANES = tuple(chain.from_iterable(LANES_OF.values()))
 
 
 class Handle:
@@ -108,12 +108,12 @@ class Transfers:
         self._latest: dict[str, Handle] = {}
         self._lock = threading.Lock()
         self._lanes = {name: Lane(name, self) for name in LANES}
-        self._turns = {kind: cycle(names) for kind, names in KINDS.items()}
+        self._next_lanes = {kind: cycle(names) for kind, names in LANES_OF.items()}
 
     def submit(self, kind: str, job, *, after: Iterable[Handle | Event] = ()) -> Handle:
         """Run ``job(lane)`` on the next lane of a kind of `KINDS`, its copies after `after`."""
         with self._lock:  # a job may submit another
-            lane = next(self._turns[kind])
+            lane = next(self._next_lanes[kind])
             handle = self._latest[lane] = self._lanes[lane].submit(job, after)
         return handle
 
@@ -125,7 +125,7 @@ class Transfers:
     def _under_way(self) -> Iterator[Handle]:
         """The newest job of each lane, until there is none; each must be waited for.
 
-        What is waited for may submit more meanwhile, so nobody walks through `_latest` unlocked.
+        What is waited for may submit more meanwhile, so `_latest` is walked through under the lock.
         """
         while True:
             with self._lock:

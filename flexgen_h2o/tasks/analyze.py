@@ -1,4 +1,4 @@
-"""What attention looks like: ``python -m flexgen_h2o.tasks.analyze --input-path FILE ...``.
+"""Analyse attention: ``python -m flexgen_h2o.tasks.analyze --input-path FILE ...``.
 
 The observations of the H2O paper (arXiv 2306.14048) on any model: a CSV file and a plot of each,
 and a short summary. All that can be refused is refused before torch is loaded.
@@ -38,7 +38,7 @@ _USED_BY = {"budgets": ("local", "misses"), "evict": ("evicted",)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class AnalyzeOptions:
     """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
 
     Raises `UserError` for a value out of range and for flags that contradict each other.
@@ -79,7 +79,7 @@ class Options:
 
     def __post_init__(self) -> None:
         task_flags.check_own(self)
-        for spec in task_flags.own_fields(Options):
+        for spec in task_flags.own_fields(AnalyzeOptions):
             if spec.name in ("input_path", "output_dir") and getattr(self, spec.name) is None:
                 raise UserError(f"give {flag_name(spec.name)}: {spec.metadata['help']}")
         if self.articles is not None and not self.has_articles:
@@ -99,7 +99,7 @@ class Options:
 
     @property
     def has_articles(self) -> bool:
-        """Whether the input is a file of articles, and not one plain text."""
+        """True if the input is a file of articles, and not one plain text."""
         return self.input_path.lower().endswith(".jsonl")
 
     @property
@@ -117,13 +117,14 @@ class Options:
         return [read_text("--input-path", self.input_path, if_empty="holds no text")]
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Options:
-    """Flags as checked `Options`. Raises `UserError`."""
+def parse_args(argv: Sequence[str] | None = None) -> AnalyzeOptions:
+    """Flags as checked `AnalyzeOptions`. Raises `UserError`."""
     own, shared = task_flags.parse(
-        argv, Options, _SHARED, prog="python -m flexgen_h2o.tasks.analyze", defaults=_DEFAULTS,
+        argv, AnalyzeOptions, _SHARED, prog="python -m flexgen_h2o.tasks.analyze",
+        defaults=_DEFAULTS,
         helps={"dtype": "number format of the model; the statistics are in float32"},
         description="What attention looks like: the observations behind H2O.")
-    options = Options(run=RunConfig(**_DEFAULTS | shared), **own)
+    options = AnalyzeOptions(run=RunConfig(**_DEFAULTS | shared), **own)
     for name, parts in _USED_BY.items():
         if name in own and not set(parts) & set(options.only):
             raise UserError(f"{flag_name(name)} has no effect without {' or '.join(parts)} in "
@@ -131,14 +132,14 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     return options
 
 
-def run(options: Options) -> None:
+def run(options: AnalyzeOptions) -> None:
     """Look at the texts, write the files, print the summary."""
     check_folder("--output-dir", options.output_dir, options.outputs())
     texts = options.texts()
     print(summary(analyze(options, texts)), flush=True)
 
 
-def analyze(options: Options, texts: Sequence[str]) -> dict[str, list[dict[str, object]]]:
+def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dict[str, object]]]:
     """The rows of each part; each part's files are written when it is done."""
     # Only now: they load torch, and bad flags answer at once.
     from flexgen_h2o.tasks.analysis.evicted import KINDS
@@ -163,7 +164,7 @@ def analyze(options: Options, texts: Sequence[str]) -> dict[str, list[dict[str, 
     return found
 
 
-def _pairs(llm, texts: Sequence[str], options: Options) -> list[Pair]:
+def _pairs(llm, texts: Sequence[str], options: AnalyzeOptions) -> list[Pair]:
     """Token ids of the halves of each text."""
     if llm.tokenizer is None:
         raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
@@ -197,7 +198,7 @@ def _run_columns(llm, pairs: Sequence[Pair]) -> dict[str, object]:
             "tokens_mean": fmean(len(head) + len(tail) for head, tail in pairs)}
 
 
-def _without_keys(options: Options, llm, pairs: Sequence[Pair], *, cases: Sequence[tuple],
+def _without_keys(options: AnalyzeOptions, llm, pairs: Sequence[Pair], *, cases: Sequence[tuple],
                   full: Sequence[Sequence[float]], run: dict, bar: tqdm) -> list[dict]:
     """Perplexities of the second halves without some keys of the first; rows as they come."""
     from flexgen_h2o.tasks.analysis.evicted import Without
@@ -220,14 +221,14 @@ def _without_keys(options: Options, llm, pairs: Sequence[Pair], *, cases: Sequen
     return _finish(options, "evicted", file, rows)
 
 
-def _file(options: Options, name: str) -> RowsFile:
+def _file(options: AnalyzeOptions, name: str) -> RowsFile:
     with writing("--output-dir", options.output_dir):
         os.makedirs(options.output_dir, exist_ok=True)
     path = os.path.join(options.output_dir, f"{name}.csv")
     return RowsFile(path, (*RUN, *PARTS.get(name, EVICTED)))
 
 
-def _save(options: Options, part: str, rows: list[dict]) -> list[dict]:
+def _save(options: AnalyzeOptions, part: str, rows: list[dict]) -> list[dict]:
     """Write the file of a part, and its plot."""
     file = _file(options, part)
     with writing("--output-dir", options.output_dir):
@@ -236,7 +237,7 @@ def _save(options: Options, part: str, rows: list[dict]) -> list[dict]:
     return _finish(options, part, file, rows)
 
 
-def _finish(options: Options, name: str, file: RowsFile, rows: list[dict]) -> list[dict]:
+def _finish(options: AnalyzeOptions, name: str, file: RowsFile, rows: list[dict]) -> list[dict]:
     with writing("--output-dir", options.output_dir):
         file.finish()
         analysis_plots.draw(name, rows, os.path.join(options.output_dir, f"{name}.png"))

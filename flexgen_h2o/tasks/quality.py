@@ -36,7 +36,7 @@ _FILES = ("input_path", "from_csv", "csv", "plot")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class QualityOptions:
     """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
 
     Raises `UserError` for a value out of range and for flags that contradict each other.
@@ -80,16 +80,17 @@ class Options:
         task_flags.check_files(self, _FILES)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Options:
-    """Flags as checked `Options`. Raises `UserError`."""
+def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
+    """Flags as checked `QualityOptions`. Raises `UserError`."""
     own, shared = task_flags.parse(
-        argv, Options, _SHARED, prog="python -m flexgen_h2o.tasks.quality", defaults=_DEFAULTS,
+        argv, QualityOptions, _SHARED, prog="python -m flexgen_h2o.tasks.quality",
+        defaults=_DEFAULTS,
         helps=_HELPS, description="Perplexity and greedy tokens by the budget of the KV cache.")
     task_flags.check_from_csv([*own, *shared])
-    return Options(run=RunConfig(**_DEFAULTS | shared), **own)
+    return QualityOptions(run=RunConfig(**_DEFAULTS | shared), **own)
 
 
-def run(options: Options) -> None:
+def run(options: QualityOptions) -> None:
     """Measure, or read what was measured; write the files and print the table."""
     for name in ("csv", "plot"):
         if getattr(options, name) is not None:
@@ -104,7 +105,7 @@ def run(options: Options) -> None:
             quality_plot.draw(rows, options.plot)
 
 
-def measure_all(options: Options, texts: Sequence[str]) -> list[dict[str, object]]:
+def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str, object]]:
     """Measure every cache on the articles; rows go to ``--csv`` as they come."""
     todo = configurations(options.budgets, options.only)
     file = RowsFile(options.csv, measures.COLUMNS) if options.csv is not None else None
@@ -123,7 +124,8 @@ def measure_all(options: Options, texts: Sequence[str]) -> list[dict[str, object
     return rows
 
 
-def _opener(options: Options, show: Callable[[str], None]) -> Callable[[Configuration], object]:
+def _opener(options: QualityOptions, show: Callable[[str], None]) -> Callable[[Configuration],
+                                                                              object]:
     """A function that loads the model with the cache of a configuration."""
     def open_llm(one: Configuration):
         show(one.name)
@@ -132,7 +134,7 @@ def _opener(options: Options, show: Callable[[str], None]) -> Callable[[Configur
     return open_llm
 
 
-def _pairs(llm, texts: Sequence[str], options: Options):
+def _pairs(llm, texts: Sequence[str], options: QualityOptions):
     """Token ids of the halves of each article."""
     if llm.tokenizer is None:
         raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")

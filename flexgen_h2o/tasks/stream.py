@@ -39,7 +39,7 @@ _PROMPT = "USER: {}\n\nASSISTANT: "  # the H2O repository's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class StreamOptions:
     """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
 
     Raises `UserError` for a value out of range and for flags that contradict each other.
@@ -103,10 +103,10 @@ class Options:
         return asdict(self.run.sampling()) | {"eos_token_id": -1 if self.run.ignore_eos else None}
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Options:
-    """Flags as checked `Options`. Raises `UserError`."""
+def parse_args(argv: Sequence[str] | None = None) -> StreamOptions:
+    """Flags as checked `StreamOptions`. Raises `UserError`."""
     own, shared = task_flags.parse(
-        argv, Options, _SHARED, prog="python -m flexgen_h2o.tasks.stream", defaults=_SHOWN,
+        argv, StreamOptions, _SHARED, prog="python -m flexgen_h2o.tasks.stream", defaults=_SHOWN,
         helps=_HELPS,
         description="Answer conversations one after the other through one cache of fixed size.")
     if own.get("enable_h2o_generation"):
@@ -118,10 +118,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         evicting = [name for name in shared if shared[name] != "full"]
         task_flags.refuse(evicting, _CACHE,
                           "has no effect on the full cache: add --enable-h2o-generation")
-    return Options(run=RunConfig(**_DEFAULTS | {"gpu_batch_size": 1} | shared), **own)
+    return StreamOptions(run=RunConfig(**_DEFAULTS | {"gpu_batch_size": 1} | shared), **own)
 
 
-def run(options: Options) -> None:
+def run(options: StreamOptions) -> None:
     """Stream all conversations; write the files as answers come, print the text and the totals."""
     for name in ("output_path", "csv"):
         if getattr(options, name) is not None:
@@ -141,14 +141,14 @@ def run(options: Options) -> None:
             _keep(answers, options)
 
 
-def _room(llm, options: Options) -> int | None:
+def _room(llm, options: StreamOptions) -> int | None:
     """Tokens that the cache has room for, where it keeps all."""
     if options.enable_h2o_generation:
         return None
     return options.max_tokens or llm.model_config.max_positions
 
 
-def _keep(answers: Iterable[Answer], options: Options) -> None:
+def _keep(answers: Iterable[Answer], options: StreamOptions) -> None:
     """Write each answer into the files that were asked for; tell the totals, however it ends."""
     lines = LinesFile(options.output_path) if options.output_path is not None else None
     rows = RowsFile(options.csv, stream_figures.COLUMNS) if options.csv is not None else None
@@ -190,7 +190,7 @@ def _encoder(tokenizer, chat_template: bool) -> Callable[[str], object]:
 
 
 def _printer(tokenizer):
-    """What prints the tokens of a stream as text."""
+    """A printer of the tokens of a stream."""
     from flexgen_h2o.tasks.streams.printer import Printer  # only now: it loads torch
 
     return Printer(tokenizer, skip_special_tokens=True)

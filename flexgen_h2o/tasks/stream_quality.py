@@ -24,7 +24,7 @@ from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.tasks.streams import plot as stream_plot
-from flexgen_h2o.tasks.streams import segments as stream_pieces
+from flexgen_h2o.tasks.streams import segments as segments
 from flexgen_h2o.tasks.streams.segments import Streamed
 
 _SCORES = {"h2o": "sum", "h2o-mean": "mean", "h2o-decay": "decay"}
@@ -37,7 +37,7 @@ _FILES = ("input_path", "from_csv", "csv", "plot")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class StreamQualityOptions:
     """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
 
     Raises `UserError` for a value out of range and for flags that contradict each other.
@@ -107,34 +107,34 @@ class Options:
         return Streamed(policy, self.config(policy).h2o(), most, self.blow_up)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Options:
-    """Flags as checked `Options`. Raises `UserError`."""
+def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
+    """Flags as checked `StreamQualityOptions`. Raises `UserError`."""
     own, shared = task_flags.parse(
-        argv, Options, _SHARED, prog="python -m flexgen_h2o.tasks.stream_quality",
+        argv, StreamQualityOptions, _SHARED, prog="python -m flexgen_h2o.tasks.stream_quality",
         defaults=_DEFAULTS,
         description="Perplexity and ms/token by position in one endless text.")
     task_flags.check_from_csv([*own, *shared])
-    return Options(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared), **own)
+    return StreamQualityOptions(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared), **own)
 
 
-def run(options: Options) -> None:
+def run(options: StreamQualityOptions) -> None:
     """Measure, or read what was measured; write the files and print the table."""
     for name in ("csv", "plot"):
         if getattr(options, name) is not None:
             check_writable(flag_name(name), getattr(options, name))
     if options.from_csv is not None:
-        rows = stream_pieces.read_rows(options.from_csv)
+        rows = segments.read_rows(options.from_csv)
     else:
         rows = measure_all(options, "\n\n".join(read_articles(options.input_path)))
-    show(stream_pieces.table(rows))
+    show(segments.table(rows))
     if options.plot is not None:
         with writing("--plot", options.plot):
             stream_plot.draw(rows, options.plot)
 
 
-def measure_all(options: Options, text: str) -> list[dict[str, object]]:
+def measure_all(options: StreamQualityOptions, text: str) -> list[dict[str, object]]:
     """Stream the text through every cache; rows go to ``--csv`` as they come."""
-    file = RowsFile(options.csv, stream_pieces.COLUMNS) if options.csv is not None else None
+    file = RowsFile(options.csv, segments.COLUMNS) if options.csv is not None else None
     rows: list[dict[str, object]] = []
     with keeping(file):
         for row in _rows(options, text):
@@ -148,7 +148,7 @@ def measure_all(options: Options, text: str) -> list[dict[str, object]]:
     return rows
 
 
-def _rows(options: Options, text: str) -> Iterator[dict[str, object]]:
+def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object]]:
     """The rows of one cache after the other."""
     tokens: list[int] | None = None
     todo = [options.streamed(policy) for policy in options.policies]
@@ -158,11 +158,11 @@ def _rows(options: Options, text: str) -> Iterator[dict[str, object]]:
             with task_flags.open_llm(options.config(one.policy), progress=False) as llm:
                 if tokens is None:
                     tokens = _tokens(llm, text, options)
-                yield from stream_pieces.measure(llm, one, tokens, piece=options.piece,
-                                                 on_piece=bar.update)
+                yield from segments.measure(llm, one, tokens, piece=options.piece,
+                                            on_segment=bar.update)
 
 
-def _tokens(llm, text: str, options: Options) -> list[int]:
+def _tokens(llm, text: str, options: StreamQualityOptions) -> list[int]:
     """The first ``--tokens`` token ids of the text."""
     if llm.tokenizer is None:
         raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")

@@ -26,7 +26,7 @@ from flexgen_h2o.files.rows import RowsFile
 from flexgen_h2o.tasks.summaries import plot as summary_plot
 from flexgen_h2o.tasks.summaries import rows as summary_rows
 from flexgen_h2o.tasks.summaries.articles import Score, check_rows, summarize
-from flexgen_h2o.tasks.summaries.flags import Options, parse_args
+from flexgen_h2o.tasks.summaries.flags import SummarizeOptions, parse_args
 from flexgen_h2o.tasks.summaries.rouge import Rouge
 
 # What the text of a summary depends on. Batches, placements and the device may change in between.
@@ -34,7 +34,7 @@ _DECIDING = ("model", "path", "dtype", "gen_len", "chat_template", "policy", "he
              "recent_tokens", "sink_tokens", "prompt_chunk", "positions", "cache_bits")
 
 
-def run(options: Options) -> None:
+def run(options: SummarizeOptions) -> None:
     """Summarise and score, or read what was measured; write the files and print the table."""
     for name in ("csv", "plot"):
         if getattr(options, name) is not None:
@@ -55,7 +55,7 @@ def run(options: Options) -> None:
             summary_plot.draw(rows, options.plot)
 
 
-def measure(options: Options) -> list[dict[str, object]]:
+def measure(options: SummarizeOptions) -> list[dict[str, object]]:
     """A row for each cache, whose summaries are gone on with where an earlier run stopped."""
     articles = read_article_prompts(options.input_path, most=options.sample_num,
                              max_tokens=options.gen_len)
@@ -77,7 +77,8 @@ def measure(options: Options) -> list[dict[str, object]]:
                                  model=options.run.model, chat=options.chat_template, score=score)
 
 
-def _rest(options: Options, config: RunConfig, articles: Sequence[Article], file: LineFile, *,
+def _rest(options: SummarizeOptions, config: RunConfig, articles: Sequence[Article], file: LineFile,
+          *,
           score: Score, bar: tqdm) -> list[dict[str, object]]:
     """Rows of the articles that the file lacks; they are in it, too."""
     found: list[dict[str, object]] = []
@@ -104,8 +105,8 @@ def _telling(file: LineFile, total: int) -> Iterator[None]:
         raise type(error)(f"{error} {where}".lstrip()) from None
 
 
-def _resolved(options: Options, cache: summary_rows.Cache) -> dict[str, object]:
-    """What is kept beside the lines of one cache, as plain YAML values."""
+def _resolved(options: SummarizeOptions, cache: summary_rows.SummaryCache) -> dict[str, object]:
+    """Settings kept beside the lines of one cache, as plain YAML values."""
     run = options.run
     return {
         "model": run.model, "path": run.path, "dtype": run.dtype, "gen_len": options.gen_len,

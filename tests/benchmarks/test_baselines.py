@@ -1,4 +1,4 @@
-"""The systems of benchmarks/compare.py, their floors, and the processes that they run in."""
+"""The systems of benchmarks/compare.py, their rooflines, and the processes that they run in."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODEL = ModelConfig(name="m", family="opt", vocab_size=1000, hidden_size=64, num
                     activation="relu", tie_word_embeddings=True)
 
 
-def test_a_floor_counts_bytes_and_products(bench):
+def test_a_roofline_counts_bytes_and_products(bench):
     load = partial(bench.rooflines.Load, batch=2, prompt_len=10, gen_len=4, cached=12)
     full = bench.rooflines.work(MODEL, load())
     assert full.cache_bytes == 2 * 12 * MODEL.kv_bytes_per_token(2)
@@ -49,21 +49,24 @@ def test_a_floor_counts_bytes_and_products(bench):
 
 
 def test_only_what_exceeds_memory_is_read_from_disk(bench):
-    amount = bench.rooflines.Work(all_bytes=120, weight_bytes=100, cache_bytes=10, step_flops=0,
+    amount = bench.rooflines.WorkAmount(all_bytes=120, weight_bytes=100, cache_bytes=10,
+                                        step_flops=0,
                                prefill_flops=0)
     rates = {"disk": 1.0, "memory": 100.0, "gemm": 1.0}
-    assert bench.rooflines.floors(amount, rates, None) == (0, 1.1)
-    assert bench.rooflines.floors(amount, rates, 100) == (0, 1.1), "in turn, the cache may fit too"
-    assert bench.rooflines.floors(amount, rates, 60) == (40, 50)
+    assert bench.rooflines.rooflines(amount, rates, None) == (0, 1.1)
+    assert bench.rooflines.rooflines(amount, rates, 100) == (0,
+                                                             1.1), "in turn, the cache may fit too"
+    assert bench.rooflines.rooflines(amount, rates, 60) == (40, 50)
 
 
 def test_what_exceeds_a_gpus_memory_goes_over_its_link(bench):
-    amount = bench.rooflines.Work(all_bytes=120, weight_bytes=100, cache_bytes=10, step_flops=0,
+    amount = bench.rooflines.WorkAmount(all_bytes=120, weight_bytes=100, cache_bytes=10,
+                                        step_flops=0,
                                prefill_flops=0)
     rates = {"disk": 1.0, "memory": 100.0, "gemm": 1.0, "link": 4.0}
-    assert bench.rooflines.floors(amount, rates, None, 100) == (0, 1.1)
-    assert bench.rooflines.floors(amount, rates, None, 60) == (10, 10), "without the cache"
-    assert bench.rooflines.floors(amount, rates, 20, 60) == (20, 30), "20 fit neither"
+    assert bench.rooflines.rooflines(amount, rates, None, 100) == (0, 1.1)
+    assert bench.rooflines.rooflines(amount, rates, None, 60) == (10, 10), "without the cache"
+    assert bench.rooflines.rooflines(amount, rates, 20, 60) == (20, 30), "20 fit neither"
 
 
 @given(prompt=st.integers(20, 4000), new=st.integers(2, 2000), share=st.floats(0.05, 0.9))
@@ -85,7 +88,7 @@ def test_steps_of_blocks_are_added(bench):
 
 
 def settings_of(bench, **others):
-    return bench.base.Settings(**{
+    return bench.base.BaselineSettings(**{
         "dtype": "float32", "batch": 4, "prompt_len": 8, "gen_len": 3, "scratch": "scratch",
         "mean_prompt_len": 8.0, **others})
 
@@ -120,16 +123,16 @@ def test_the_engine_plans_its_own_policy(tiny_model, bench, tmp_path, monkeypatc
                         lambda device, *_, **__: measured.append(device) or planning_cases.CPU)
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
     options = bench.ours.Ours.check("o", {"cache_share": 0.5, "cache_bits": 4, "weight_bits": 4})
-    peer = bench.ours.Ours(settings_of(bench, batch=3, options=options, scratch=str(tmp_path)))
-    peer.ready(folder)
+    baseline = bench.ours.Ours(settings_of(bench, batch=3, options=options, scratch=str(tmp_path)))
+    baseline.ready(folder)
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
     assert len(measured) == 1 and kept, "the machine, and weights in four bits"
     try:
-        assert peer.prepare(folder).startswith("--percent ")
-        found = peer.generate([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]], 2)
-        assert peer._llm.h2o.heavy_ratio == 0.5 * (8 + 3) / 2 / 8, "of the whole text"
+        assert baseline.prepare(folder).startswith("--percent ")
+        found = baseline.generate([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]], 2)
+        assert baseline._llm.h2o.heavy_ratio == 0.5 * (8 + 3) / 2 / 8, "of the whole text"
     finally:
-        peer.close()
+        baseline.close()
     assert kept == {path: path.stat().st_mtime_ns for path in kept}, "used as they are"
     assert [len(tokens) for tokens in found.tokens] == [2] * 3, "cut: the settings have 3"
     assert len(found.steps) == 1 and found.prefill > 0
@@ -175,8 +178,8 @@ def test_flexgens_log_is_read(bench):
 
 def test_flexgen_runs_by_its_command_line(bench, tmp_path, monkeypatch):
     options = bench.flexgen.FlexGen.check("f", {"num_gpu_batches": 2, "flags": "--percent 1 2"})
-    peer = bench.flexgen.FlexGen(settings_of(bench, scratch=str(tmp_path), options=options))
-    assert "random weights" in peer.prepare(Path("opt-1.3b"))
+    baseline = bench.flexgen.FlexGen(settings_of(bench, scratch=str(tmp_path), options=options))
+    assert "random weights" in baseline.prepare(Path("opt-1.3b"))
 
     commands = []
 
@@ -189,7 +192,7 @@ def test_flexgen_runs_by_its_command_line(bench, tmp_path, monkeypatch):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(bench.flexgen.subprocess, "run", fake)
-    found = peer.generate([[5] * 8] * 4, 3)
+    found = baseline.generate([[5] * 8] * 4, 3)
     assert (found.prefill, found.steps, found.tokens) == (1.5, (3.0, 3.0), None)
     assert commands[0][1:3] == ["-m", "flexgen.flex_opt"] and "--cut-gen-len" not in commands[0]
     long = bench.flexgen.FlexGen(settings_of(bench, scratch=str(tmp_path), options=options,
@@ -201,7 +204,7 @@ def test_flexgen_runs_by_its_command_line(bench, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="from four tokens"):
         long.generate([[5] * 8] * 4, 3)
     with pytest.raises(UserError, match="prompts of one length"):
-        peer.generate([[5], [5, 6]], 3)
+        baseline.generate([[5], [5, 6]], 3)
     with pytest.raises(UserError, match="does not divide"):
         bench.flexgen.FlexGen(settings_of(bench, batch=3, options=options)).prepare(Path("opt-1b"))
 
@@ -230,8 +233,8 @@ def test_who_cannot_run_here_says_why(bench, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     said = {}
     for module, cls in bench.baselines.CLASSES.items():
-        options = bench.baselines.peer_class(module).check(module, {})
-        said[module] = bench.baselines.peer_class(module)(
+        options = bench.baselines.baseline_class(module).check(module, {})
+        said[module] = bench.baselines.baseline_class(module)(
             settings_of(bench, options=options)).refusal()
         assert cls
     assert said["ours"] is None and said["transformers_memory"] is None
@@ -318,21 +321,21 @@ def test_who_loads_beyond_a_limit_enters_later(bench, tmp_path, monkeypatch, bey
 def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypatch):
     done, door, limit = [], tmp_path / "door", tmp_path / "memory.max"
     limit.write_text(str(1 << 40))
-    peer = SimpleNamespace(
+    baseline = SimpleNamespace(
         warms=False, version=lambda: "v", prepare=lambda model: done.append("loaded") or "so",
         generate=lambda prompts, count: bench.base.Timings(1.0, (1.0,), ((5, 6),)))
     monkeypatch.setattr(bench.worker, "drop_page_cache",
                         lambda: done.append("dropped" if not door.exists() else "late"))
     job = {"prompts": [[5]], "model": "m", "generate": 2, "loaded": str(tmp_path / "loaded")}
-    assert bench.worker.measure(peer, job)["settings"] == "so"
-    found = bench.worker.measure(peer, job | {"door": str(door)})
+    assert bench.worker.measure(baseline, job)["settings"] == "so"
+    found = bench.worker.measure(baseline, job | {"door": str(door)})
     assert found["settings"].startswith("so, limited once loaded (it held ")
     assert done == ["loaded", "loaded", "dropped"] and int(door.read_text()) == os.getpid()
     assert (tmp_path / "loaded").exists()
     assert 0 < found["held"] == (1 << 40) - int(limit.read_text()), "it counts all the same"
     limit.write_text("4096")
     with pytest.raises(MemoryError, match="GB when it has loaded"):
-        bench.worker.measure(peer, job | {"door": str(door)})
+        bench.worker.measure(baseline, job | {"door": str(door)})
 
 
 @pytest.mark.parametrize("error, status", [
@@ -344,7 +347,7 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
 def test_an_error_of_a_system_is_an_answer(bench, monkeypatch, error, status):
     closed = []
 
-    class Broken(bench.base.Peer):
+    class Broken(bench.base.Baseline):
         documented = ""
 
         def refusal(self):
@@ -362,9 +365,10 @@ def test_an_error_of_a_system_is_an_answer(bench, monkeypatch, error, status):
         def close(self):
             closed.append(True)
 
-    monkeypatch.setattr(bench.worker, "peer_class", lambda name: Broken)
+    monkeypatch.setattr(bench.worker, "baseline_class", lambda name: Broken)
     found = bench.worker.run({
-        "kind": "run", "peer": "x", "model": "m", "scratch": "s", "prompts": [[5]], "generate": 2,
+        "kind": "run", "baseline": "x", "model": "m", "scratch": "s", "prompts": [[5]],
+        "generate": 2,
         "settings": {"dtype": "float32", "batch": 1, "prompt_len": 1, "gen_len": 2,
                      "mean_prompt_len": 1, "options": {}}})
     assert found["status"] == status and closed == [True] and "\n" not in found["reason"]
@@ -380,8 +384,9 @@ def test_who_is_cut_short_has_less_memory(bench, tiny_model, monkeypatch):
         return ones(*size, **how)
 
     monkeypatch.setattr(torch, "ones", counted)
-    peer = bench.baselines.peer_class("transformers_memory")(settings_of(bench, batch=2, gen_len=9))
-    peer.prepare(tiny_model("opt").folder)
-    assert len(peer.generate([[5, 6, 7], [8, 9]], 4).steps) == 3
-    config = peer.model.config
+    baseline = bench.baselines.baseline_class("transformers_memory")(settings_of(bench, batch=2,
+                                                                                 gen_len=9))
+    baseline.prepare(tiny_model("opt").folder)
+    assert len(baseline.generate([[5, 6, 7], [8, 9]], 4).steps) == 3
+    config = baseline.model.config
     assert held == [2 * (9 - 4) * 2 * config.num_hidden_layers * config.hidden_size * 4]

@@ -40,7 +40,8 @@ def scenario(**others) -> dict:
     return {"model": "opt", "prompt_len": 8, "gen_len": 5, "dtype": "float32", **others}
 
 
-TWO = {"plain": {"peer": "transformers_memory"}, "h2o": {"peer": "ours", "cache_share": 0.5}}
+TWO = {"plain": {"baseline": "transformers_memory"},
+       "h2o": {"baseline": "ours", "cache_share": 0.5}}
 
 
 @pytest.mark.parametrize("rates, first, most, best, tried", [
@@ -84,7 +85,7 @@ def test_the_config_for_a_gpu_is_whole(bench):
     assert table3 == [(model, 512, new) for model in ("opt-6.7b", "opt-30b")
                       for new in (32, 512, 1024)]
     assert {"ours", "flexgen", "h2o_fork", "accelerate_offload", "deepspeed_zero"} == {
-        system.peer for system in found.systems.values()}
+        system.baseline for system in found.systems.values()}
     latency = found.scenarios[-1]
     assert (latency.batch, latency.best, latency.past_positions) == (24, False, True)
     used = {system for each in found.scenarios for system in each.systems}
@@ -100,21 +101,22 @@ def test_the_config_of_the_repository_is_whole(bench):
     assert (first.memory, third.memory, memory.memory) == (2_500_000_000, 6_000_000_000, None)
     assert (second.prompt_len, second.gen_len, second.memory) == (128, 512, first.memory)
     assert (memory.batch, memory.best) == (16, False) and real.prompt_len is None
-    assert {system.peer for system in found.systems.values()} == set(bench.baselines.CLASSES)
+    assert {system.baseline for system in found.systems.values()} == set(bench.baselines.CLASSES)
     assert [name for name, system in found.systems.items() if not system.exact] == [
         "h2o-fork", "h2o", "h2o-4bit"]
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"system": {"a": {"peer": "ours"}}}, "did you mean systems"),
-    ({"systems": {"a": {}}}, "system a: give its peer"),
-    ({"systems": {"a": {"peer": "vllm"}}}, "no peer 'vllm'"),
-    ({"systems": {"a": {"peer": "ours", "cash_share": 1}}}, "unknown option 'cash_share'"),
-    ({"systems": {"a": {"peer": "ours", "cache_share": 2}}}, "cache_share must be at most 1"),
-    ({"systems": {"a": {"peer": "ours", "weight_bits": 3}}}, "system a: --weight-bits must be"),
-    ({"systems": {"a": {"peer": "accelerate_offload", "offload": "moon"}}}, "offload must be one"),
-    ({"systems": {"a": {"peer": "deepspeed_zero", "offload": "disk"}}}, "offload must be one"),
-    ({"systems": {"a": {"peer": "flexgen", "num_gpu_batches": 0}}}, "num_gpu_batches must be"),
+    ({"system": {"a": {"baseline": "ours"}}}, "did you mean systems"),
+    ({"systems": {"a": {}}}, "system a: give its baseline"),
+    ({"systems": {"a": {"baseline": "vllm"}}}, "no baseline 'vllm'"),
+    ({"systems": {"a": {"baseline": "ours", "cash_share": 1}}}, "unknown option 'cash_share'"),
+    ({"systems": {"a": {"baseline": "ours", "cache_share": 2}}}, "cache_share must be at most 1"),
+    ({"systems": {"a": {"baseline": "ours", "weight_bits": 3}}}, "system a: --weight-bits must be"),
+    ({"systems": {"a": {"baseline": "accelerate_offload", "offload": "moon"}}},
+     "offload must be one"),
+    ({"systems": {"a": {"baseline": "deepspeed_zero", "offload": "disk"}}}, "offload must be one"),
+    ({"systems": {"a": {"baseline": "flexgen", "num_gpu_batches": 0}}}, "num_gpu_batches must be"),
     ({"repeats": 0}, "repeats must be at least 1"),
     ({"scenarios": {"s": {"model": "opt", "prompt_len": 8}}}, "scenario s: give its gen_len"),
     ({"scenarios": {"s": scenario(prompts="x.jsonl")}}, "prompt_len or prompts, one of them"),
@@ -263,8 +265,8 @@ def test_systems_take_turns_and_medians_count(bench, tiny_model, tmp_path):
     assert (plain["equal_tokens"], h2o["equal_tokens"]) == ("1", "0")
     assert plain["equal_tokens_with"] == h2o["equal_tokens_with"] == "plain"
     assert plain["documented"].startswith("https://") and plain["cpu"] == "a CPU"
-    floor = float(plain["prefill_floor_s"]) + 4 * float(plain["decode_step_floor_s"])
-    assert float(plain["total_over_floor"]) == pytest.approx(4 / floor, rel=1e-4)
+    roofline = float(plain["prefill_roofline_s"]) + 4 * float(plain["decode_step_roofline_s"])
+    assert float(plain["total_over_roofline"]) == pytest.approx(4 / roofline, rel=1e-4)
     again, nothing = cells(bench, tiny_model, tmp_path, answers,
                            {"batch": 2, "best": False, "cut_gen_len": {"h2o": 3}, "memory": "1MB"})
     assert nothing.jobs == [] and again == rows
@@ -283,7 +285,7 @@ def test_each_has_its_own_best_batch_and_memory_ends_in_a_row(bench, tiny_model,
         ("best", "plain", "2", "ok"), ("best", "h2o", "8", "ok")]
     (failed,) = [row for row in rows if row["status"] != "ok"]
     assert failed["reason"] == "killed" and failed["tokens_per_s"] == failed["total_s"] == ""
-    assert rows[0]["total_over_floor"] == "" and rows[-1]["total_over_floor"] != ""
+    assert rows[0]["total_over_roofline"] == "" and rows[-1]["total_over_roofline"] != ""
     assert rows[-1]["equal_tokens"] == "1", "of the prompts that both had"
 
 
@@ -407,9 +409,9 @@ def test_systems_generate_the_same_tokens_in_float32(bench, tiny_model, tmp_path
     folder = tiny_model("opt").folder
     config = config_of(bench, tmp_path, {
         "threads": 1, "repeats": 1,
-        "systems": {"transformers": {"peer": "transformers_memory"},
-                    "accelerate": {"peer": "accelerate_offload", "offload": "disk"},
-                    "ours": {"peer": "ours", "percent": [100, 0, 100, 0]}},
+        "systems": {"transformers": {"baseline": "transformers_memory"},
+                    "accelerate": {"baseline": "accelerate_offload", "offload": "disk"},
+                    "ours": {"baseline": "ours", "percent": [100, 0, 100, 0]}},
         "scenarios": {"s": scenario(model=str(folder), batch=3, best=False, prompt_len=12)}})
     table = bench.rows.Table(str(tmp_path / "out.csv"))
 

@@ -148,7 +148,7 @@ def test_an_error_leaves_nothing_either(links, tmp_path, no_odirect, tiny_model,
     assert not (tmp_path / "links.csv").exists()
 
 
-def test_copies_to_and_from_a_gpu_move_every_piece(links, monkeypatch):
+def test_copies_to_and_from_a_gpu_move_every_chunk(links, monkeypatch):
     """Host memory stands in for the GPU's."""
     calls = []
 

@@ -49,7 +49,7 @@ def write_csv(path: Path, rows: list[dict]) -> str:
 
 
 def system_row(bench, system: str, rate: float | None = None, **others) -> dict[str, str]:
-    """A row of a comparison: its floor is twice as fast."""
+    """A row of a comparison: its roofline is twice as fast."""
     row = dict.fromkeys(bench.comparison_rows.COLUMNS, "") | {
         "date": "2026-11-21T10:00:00+00:00", "host": "box", "cpu": "a CPU", "threads": "2",
         "version": "0.1.0", "commit": "abc1234", "scenario": "small", "model": "opt-1.3b",
@@ -61,8 +61,8 @@ def system_row(bench, system: str, rate: float | None = None, **others) -> dict[
                 "versions": "flexgen_h2o 0.1.0 torch 2.13.0"}
     if rate is not None:
         total = 4 * 9 / rate
-        row |= {"tokens_per_s": str(rate), "prefill_floor_s": str(total / 4),
-                "decode_step_floor_s": str(total / 4 / 8)}
+        row |= {"tokens_per_s": str(rate), "prefill_roofline_s": str(total / 4),
+                "decode_step_roofline_s": str(total / 4 / 8)}
     return row | others
 
 
@@ -76,7 +76,7 @@ def compared(bench):
         system_row(bench, "full", 5), system_row(bench, "h2o", 8)]
 
 
-def test_bars_floors_and_reasons_of_systems(bench, compared):
+def test_bars_rooflines_and_reasons_of_systems(bench, compared):
     figure = bench.systems.draw(compared)
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
@@ -264,7 +264,7 @@ def write_trace(path: Path, **about) -> str:
         trace.add("prefill", PHASES, start, start + 1)
         trace.add("decode", PHASES, start + 1, start + 3)
         trace.add("layer", COMPUTE, start, start + 2)
-        trace.add("piece", "disk->cpu", start + 1.5, start + 2.5, 10**9)
+        trace.add("chunk", "disk->cpu", start + 1.5, start + 2.5, 10**9)
     for at, nbytes in ((0, 1), (2, 4), (8, 2)):
         trace.sample(PROCESS_MEMORY, at, nbytes * 10**9)
         trace.sample(DEVICE_MEMORY, at, nbytes * 10**8)

@@ -1,4 +1,4 @@
-"""benchmarks/scenarios.py: floors from few layers, what a trace says, limits of memory."""
+"""benchmarks/scenarios.py: rooflines from few layers, what a trace says, limits of memory."""
 
 import os
 import signal

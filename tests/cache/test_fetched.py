@@ -15,7 +15,7 @@ from llm.test_llm import PLACES
 
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import fetched
-from flexgen_h2o.cache.fetched import GROWTH, TAIL, spread
+from flexgen_h2o.cache.fetched import GROWTH, WRITE_BACK_TOKENS, move_apart
 
 DISK = Placement(0, 0, 100)
 
@@ -31,14 +31,14 @@ def test_records_move_apart_in_place(lines, few, more, width, itemsize, seed):
                            generator=torch.Generator().manual_seed(seed))
     old = buffer[: math.prod(before) * itemsize].view(*before[:-1], -1).clone()
     rest = buffer[size:].clone()
-    spread(buffer, before, after, itemsize)
+    move_apart(buffer, before, after, itemsize)
     assert torch.equal(buffer[:size].view(*after[:-1], -1)[:, :, :, :few], old)
     assert torch.equal(buffer[size:], rest), "nothing beyond"
 
 
-@pytest.mark.parametrize("growth, bits", [(TAIL, 16), (5, 16), (5, 4)])
+@pytest.mark.parametrize("growth, bits", [(WRITE_BACK_TOKENS, 16), (5, 16), (5, 4)])
 def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth, bits):
-    """In step with the tail of what is on disk, and out of step."""
+    """In step with the write-back log of what is on disk, and out of step."""
     monkeypatch.setattr(fetched, "GROWTH", growth)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -85,7 +85,7 @@ def test_turns_grow_a_stream(tiny_model, device, monkeypatch):
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, chunk=8) as llm:
         expected = answers(llm, turns, 20, max_tokens=140)
-    for growth in (TAIL, 5):
+    for growth in (WRITE_BACK_TOKENS, 5):
         monkeypatch.setattr(fetched, "GROWTH", growth)
         for place in (Placement(0, 100, 0), DISK):
             with open_llm(tiny, chunk=8, cache=place) as llm:
@@ -102,10 +102,10 @@ def test_empty_slots_do_not_travel(tiny_model):
         size = 4 * 2 * 2 * 8 * 4 * min(slots, prompt + new - 1)  # of a layer
         return 3 * -(-size // page) * page
 
-    # A home is read as it was left, and grows when its slots are full.
+    # A backing store is read as it was left, and grows when its slots are full.
     reads = [nbytes(prompt + GROWTH * (1 + max(0, token - 2) // GROWTH)) for token in range(1, new)]
     assert stats.links["disk->cpu"][0] == sum(reads)
     assert sum(reads) < 0.8 * (new - 1) * nbytes(prompt + new)
     writes = [nbytes(prompt + GROWTH * (1 + token // GROWTH))
-              for token in range(TAIL, new - 1, TAIL)]
+              for token in range(WRITE_BACK_TOKENS, new - 1, WRITE_BACK_TOKENS)]
     assert stats.links["cpu->disk"][0] == nbytes(prompt + GROWTH) + sum(writes)

@@ -13,10 +13,10 @@ from inside import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
 from llm.test_llm import PLACES
 
 from flexgen_h2o import LLM, H2OConfig, Policy
-from flexgen_h2o.cache.appending import Standing, append
+from flexgen_h2o.cache.appending import CacheState, append
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.eviction import Eviction, new_book
+from flexgen_h2o.h2o.eviction import Eviction, new_state
 from flexgen_h2o.kernels.reference import dequantize_groups, quantize_groups
 
 # The operation
@@ -33,13 +33,13 @@ def naive(q, keys, values, alive):
     rows, group = len(q), q.shape[1] // heads
     newest = torch.arange(tokens - rows, tokens)
     seen = alive.T[:, None] & (torch.arange(tokens) <= newest[:, None])  # [kv_heads, rows, tokens]
-    out, mass = torch.empty_like(q), torch.zeros(heads, tokens)
+    out, scores = torch.empty_like(q), torch.zeros(heads, tokens)
     for head in range(q.shape[1]):
         logits = q[:, head] @ keys[:, head // group].T / 4
         row = logits.masked_fill(~seen[head // group], float("-inf")).softmax(-1)
         out[:, head] = row @ values[:, head // group]
-        mass[head // group] += row.sum(0)
-    return out, mass
+        scores[head // group] += row.sum(0)
+    return out, scores
 
 
 @settings(max_examples=60)
@@ -53,28 +53,30 @@ def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits,
     width = 16 if layout is None else layout.nbytes
     held = torch.full((2, kv_heads, budget, width), float("nan")) if layout is None else (
         torch.full((2, kv_heads, budget, width), 255, dtype=torch.uint8))
-    book = new_book((1, kv_heads, budget), Eviction(mean=mean, sinks=sinks), rope=None,
-                    device=torch.device("cpu"))
+    state = new_state((1, kv_heads, budget), Eviction(mean=mean, sinks=sinks), rope=None,
+                      device=torch.device("cpu"))
     k, v = draw(0, kv_heads, 0), draw(0, kv_heads, 0)
-    alive, mass = torch.ones(0, kv_heads, dtype=torch.bool), torch.zeros(kv_heads, 0)
+    alive, scores = torch.ones(0, kv_heads, dtype=torch.bool), torch.zeros(kv_heads, 0)
     for number, rows in enumerate(chunks):
         before = len(k)
         q, new_k, new_v = draw(rows, 4, 3 * number), draw(rows, kv_heads, 3 * number + 1), draw(
             rows, kv_heads, 3 * number + 2)
-        standing = Standing(min(before, budget), before, heavy, recent, scored=heavy > 0)
+        cache_state = CacheState(min(before, budget), before, heavy, recent, scored=heavy > 0)
         if shuffle:  # as decode leaves the slots
-            order = torch.randperm(standing.cached, generator=torch.Generator().manual_seed(number))
-            for x, dim in ((held, 2), (book.mass, 2), (book.positions, 2)):
-                x.narrow(dim, 0, standing.cached).copy_(x.index_select(dim, order))
-        out = append(q, new_k, new_v, held=held, standing=standing, book=book, layout=layout)
+            order = torch.randperm(cache_state.cached,
+                                   generator=torch.Generator().manual_seed(number))
+            for x, dim in ((held, 2), (state.scores, 2), (state.positions, 2)):
+                x.narrow(dim, 0, cache_state.cached).copy_(x.index_select(dim, order))
+        out = append(q, new_k, new_v, held=held, cache_state=cache_state, state=state,
+                     layout=layout)
         # What came before is read as it lies at rest.
         keys, values = torch.cat((k, new_k)), torch.cat((v, new_v))
         alive = torch.cat((alive, torch.ones(rows, kv_heads, dtype=torch.bool)))
         expected, received = naive(q, keys, values, alive)
         assert torch.allclose(out, expected, atol=1e-5)
-        mass = torch.cat((mass, torch.zeros(kv_heads, rows)), dim=1) + received
+        scores = torch.cat((scores, torch.zeros(kv_heads, rows)), dim=1) + received
         if heavy == 0:
-            mass.zero_()
+            scores.zero_()
         if layout is not None:
             new_k, new_v = (dequantize_groups(quantize_groups(x, layout), layout)
                             for x in (new_k, new_v))
@@ -83,25 +85,25 @@ def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits,
         for head in range(kv_heads):
             left = [p for p in range(total) if alive[p, head]]
             others = [p for p in left if sinks <= p < total - recent]
-            score = {p: mass[head, p].item() / (total - p if mean else 1) for p in others}
+            score = {p: scores[head, p].item() / (total - p if mean else 1) for p in others}
             for victim in sorted(others, key=lambda p, s=score: (s[p], p))[
                     : max(0, len(left) - budget)]:
                 alive[victim, head] = False
             stay = [p for p in range(total) if alive[p, head]]
-            assert book.positions[0, head, : len(stay)].tolist() == stay
-            assert torch.allclose(book.mass[0, head, : len(stay)], mass[head, stay], atol=1e-5)
+            assert state.positions[0, head, : len(stay)].tolist() == stay
+            assert torch.allclose(state.scores[0, head, : len(stay)], scores[head, stay], atol=1e-5)
             found = held if layout is None else dequantize_groups(held, layout)
             assert torch.equal(found[0, head, : len(stay)], k[stay, head])
             assert torch.equal(found[1, head, : len(stay)], v[stay, head])
 
 
-def test_without_a_book_a_chunk_takes_the_next_slots():
+def test_without_a_state_a_chunk_takes_the_next_slots():
     held = torch.full((2, 2, 9, 16), float("nan"))
     k, v = draw(7, 2, 1), draw(7, 2, 2)
     for start, end in ((0, 3), (3, 4), (4, 7)):
         q = draw(end - start, 4, end)
-        out = append(q, k[start:end], v[start:end], held=held, book=None, layout=None,
-                     standing=Standing(start, start))
+        out = append(q, k[start:end], v[start:end], held=held, state=None, layout=None,
+                     cache_state=CacheState(start, start))
         expected, _ = naive(q, k[:end], v[:end], torch.ones(end, 2, dtype=torch.bool))
         assert torch.allclose(out, expected, atol=1e-5)
     assert torch.equal(held[:, :, :7].transpose(1, 2), torch.stack((k, v)))

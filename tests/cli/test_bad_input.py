@@ -494,7 +494,7 @@ def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatc
 
     limits = MemoryLimits(None, 24 * 10**9, 500 * 10**9)
     monkeypatch.setattr(Checkpoint, "read", read)
-    monkeypatch.setattr(runner.Runtime, "load", read)
+    monkeypatch.setattr(runner.Runner, "load", read)
     monkeypatch.setattr(memory_check, "free_memory", lambda *_: limits)
     command = ("--model", "facebook/opt-30b", "--path", "_DUMMY_", "--prompt-len", "512",
                "--gen-len", "32", "--gpu-batch-size", "4", "--dtype", "auto")
@@ -563,7 +563,7 @@ def command(*argv: str | bytes, stdout: int = subprocess.PIPE) -> subprocess.Com
 ])
 def test_a_process_ends_the_same_way(model, here, monkeypatch, argv, words):
     shard(model)[0].unlink()
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there: no network
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there: no network
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     before = tree(here)
     done = command(*SHORT, *RESULTS, "--offload-dir", "offload", *argv)
@@ -594,12 +594,12 @@ def test_any_number_of_signals_leaves_nothing(model, here):
 # And what works
 
 
-SPREAD = ("--model", "model", "--percent", "30", "30", "50", "0", "50", "0", "--gen-len", "5",
-          "--num-gpu-batches", "2", "--seed", "4")
+ALL_TIERS = ("--model", "model", "--percent", "30", "30", "50", "0", "50", "0", "--gen-len", "5",
+             "--num-gpu-batches", "2", "--seed", "4")
 
 
 def test_a_good_run_writes_all_results(model, here, capfd):
-    assert generate.main([*SHORT, *RESULTS, "--offload-dir", "offload", *SPREAD]) == 0
+    assert generate.main([*SHORT, *RESULTS, "--offload-dir", "offload", *ALL_TIERS]) == 0
     out, err = capfd.readouterr()
     assert err == "" and "total throughput" in out
     assert list((here / "offload").iterdir()) == []
@@ -607,7 +607,7 @@ def test_a_good_run_writes_all_results(model, here, capfd):
     assert files == {"o.jsonl", "r.csv", "t.json", "l.log", "o.jsonl.config.yaml",
                      "r.csv.config.yaml", "l.log.config.yaml"}
 
-    config = parser.parse_args([*SHORT, *RESULTS, "--offload-dir", "offload", *SPREAD])
+    config = parser.parse_args([*SHORT, *RESULTS, "--offload-dir", "offload", *ALL_TIERS])
     with LLM("model", dtype="float32", device="cpu") as llm:
         prompts = input_files.synthetic_prompts(config, llm.vocab_size)
         expected = llm.generate(prompts, max_new_tokens=5, eos_token_id=-1)
@@ -638,7 +638,7 @@ def test_a_good_run_writes_all_results(model, here, capfd):
 
 
 def test_the_saved_config_repeats_the_run_in_another_process(model, here, capfd):
-    assert generate.main([*SHORT, *RESULTS, "--offload-dir", "offload", *SPREAD]) == 0
+    assert generate.main([*SHORT, *RESULTS, "--offload-dir", "offload", *ALL_TIERS]) == 0
     first = (here / "o.jsonl").read_text()
     done = command("--config", "o.jsonl.config.yaml", "--output", "again.jsonl", "--verbose", "0")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -696,7 +696,7 @@ def test_ctrl_c(model, here, capfd, monkeypatch, percent):
     def interrupt(step):
         # In the middle: files are on disk and transfers under way.
         seen.extend(path.stat().st_mode & 0o777 for path in Path("offload").glob("*"))
-        if step.sweep == 2:
+        if step.forward_pass == 2:
             raise KeyboardInterrupt
 
     before_logits(monkeypatch, interrupt)

@@ -338,11 +338,11 @@ def test_without_prompts_it_measures_random_ones(capsys, llm):
 
 
 def test_a_warm_up_comes_first_and_leaves_nothing(llm, monkeypatch):
-    asked, generate = [], llm.generate
+    asked, work = [], llm.generate
 
     def told(self, prompts, **options):
         asked.append((len(prompts), options.get("max_new_tokens")))
-        return generate(self, prompts, **options)
+        return work(self, prompts, **options)
 
     monkeypatch.setattr(llm, "generate", told)
     assert generate.main(["--warm-up", "--num-prompts", "5", "--gpu-batch-size", "2", "--no-log",

@@ -38,7 +38,7 @@ from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.hardware_file import save_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.search import ALIKE, Request, judge, search
+from flexgen_h2o.planning.search import ALIKE, PlanRequest, judge, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.tasks import generate
 
@@ -53,7 +53,7 @@ def limits_of(hardware: Hardware) -> MemoryLimits:
 
 def find(hardware: Hardware, **request):
     request = {"model": OPT, "prompt_len": 64, "gen_len": 16, "itemsize": 2} | request
-    return search(hardware, Request(**request), limits_of(hardware))
+    return search(hardware, PlanRequest(**request), limits_of(hardware))
 
 
 def batches(choice) -> tuple[int, int]:
@@ -162,7 +162,7 @@ def test_more_of_anything_never_makes_it_slower(hardware, request, more, factor)
         assert rate(after) >= 0.98 * rate(before)
 
 
-def brute_force(hardware: Hardware, request: Request) -> float:
+def brute_force(hardware: Hardware, request: PlanRequest) -> float:
     """Most tokens/s over a coarse grid of placements and the batch sizes of the request."""
     quarters = [(g, c, 100 - g - c) for g in range(0, 101, 25) for c in range(0, 101 - g, 25)
                 if hardware.has_gpu or c == 0]
@@ -186,9 +186,9 @@ def brute_force(hardware: Hardware, request: Request) -> float:
 @given(machines, st.sampled_from([(1, 1), (3, 4), (8, 2), (32, 1)]), st.sampled_from([8, 128]),
        st.none() | st.just(7), st.booleans(), st.sampled_from([None, H2OConfig(heavy_ratio=0.1)]))
 def test_as_good_as_trying_everything(hardware, batch, gen_len, prompts, overlap, h2o):
-    request = Request(model=published("opt-1.3b"), prompt_len=300, gen_len=gen_len, itemsize=2,
-                      prompts=prompts, policy=Policy(overlap=overlap), gpu_batch_size=batch[0],
-                      num_gpu_batches=batch[1], caches=(CacheOptions(h2o),))
+    request = PlanRequest(model=published("opt-1.3b"), prompt_len=300, gen_len=gen_len, itemsize=2,
+                          prompts=prompts, policy=Policy(overlap=overlap), gpu_batch_size=batch[0],
+                          num_gpu_batches=batch[1], caches=(CacheOptions(h2o),))
     most = brute_force(hardware, request)
     assume(most > 0)
     found = search(hardware, request, limits_of(hardware))[0].tokens_per_second

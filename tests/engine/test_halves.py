@@ -22,7 +22,7 @@ from flexgen_h2o.models import family
 from flexgen_h2o.models.spec import from_transformers
 from flexgen_h2o.storage.tiers import PAGE, round_up
 
-NEW = 20  # more than the tail of a cache on disk
+NEW = 20  # more than the write-back log of a cache on disk
 LENGTHS = [60, 41, 7, 23, 1, 30, 12]
 FAMILIES = ["opt", "opt_350m_style", "llama", "neox", "neox_sequential"]
 MIXED = Placement(30, 40, 30)
@@ -117,11 +117,11 @@ def test_the_cpu_attends_while_other_batches_compute(tiny_model, gpu, monkeypatc
     started = [threading.Event() for _ in range(jobs * (NEW - 1))]
     running = itertools.count()
     starts = itertools.count()
-    decode, start = kv_cache.ops.decode_attention, attending.HostAttention.start
+    decode, start = kv_cache.ops.decode_attention, attending.HostAttentionQueue.start
 
     def patient(*args, **options):
         number = next(running)  # one thread, one after the other
-        followed = number % jobs < jobs - 1  # by another of the sweep
+        followed = number % jobs < jobs - 1  # by another of the forward pass
         if followed and not late and not started[number + 1].wait(20):
             late.append(number)
         return decode(*args, **options)
@@ -132,7 +132,7 @@ def test_the_cpu_attends_while_other_batches_compute(tiny_model, gpu, monkeypatc
         return found
 
     monkeypatch.setattr(kv_cache.ops, "decode_attention", patient)
-    monkeypatch.setattr(attending.HostAttention, "start", noted)
+    monkeypatch.setattr(attending.HostAttentionQueue, "start", noted)
     prompts = prompts_of(tiny, [9, 5, 4, 2])
     got = tokens(tiny, prompts, gpu_batch_size=2, cache=HOST, cpu_cache_compute=True)
     assert not late and next(starts) == len(started)

@@ -45,7 +45,7 @@ pytestmark = LINUX
 
 HANG = 20  # seconds that a child may take: a hundred times what it does
 FILE = "model.safetensors"
-NEW = 20  # more than the tail of a cache on disk
+NEW = 20  # more than the write-back log of a cache on disk
 POOLS = {f"{lane}_0" for lane in LANES} | {f"disk_{worker}" for worker in range(WORKERS)}
 """Threads of an engine, which start when they are first needed together. They are not counted, once
 each; what another engine left behind is.
@@ -70,9 +70,9 @@ def forked(work: str, cases: dict[str, list]) -> dict[str, dict]:
         status (of the exit; negative for a signal), out, err, seconds (from the moment that the
         child noted with `note_time`, or None), and result: what the function returned, or None.
     """
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parent
     code = f"import test_long_runs; test_long_runs.fork_each({work!r})"
-    paths = [str(Path(flexgen_h2o.__file__).parents[1]), str(here)]
+    paths = [str(Path(flexgen_h2o.__file__).parents[1]), str(here), str(here.parent)]
     done = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(cases), capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
@@ -136,12 +136,12 @@ def placed(disk: int) -> Policy:
 
 @contextlib.contextmanager
 def at_each_token(look):
-    """Call ``look(sweep)`` whenever a sweep has its logits."""
+    """Call ``look(forward_pass)`` whenever a forward pass has its logits."""
     take = Generation.__call__
 
-    def watched(self, batch, sweep, *rest):
-        look(sweep)
-        take(self, batch, sweep, *rest)
+    def watched(self, batch, forward_pass, *rest):
+        look(forward_pass)
+        take(self, batch, forward_pass, *rest)
 
     with mock.patch.object(Generation, "__call__", watched):
         yield
@@ -154,9 +154,9 @@ def in_child_decode(folder: str, model: str, disk: int, heavy: float | None) -> 
     """What is held after 100 and after 300 tokens of one run."""
     seen = {}
 
-    def look(sweep: int) -> None:
-        if sweep in (100, 300):
-            seen[sweep] = {**held(), "bytes": resident()}
+    def look(forward_pass: int) -> None:
+        if forward_pass in (100, 300):
+            seen[forward_pass] = {**held(), "bytes": resident()}
 
     h2o = None if heavy is None else H2OConfig(heavy_ratio=heavy)
     with at_each_token(look), LLM(model, policy=placed(disk), h2o=h2o, device="cpu",
@@ -303,13 +303,14 @@ SAYS = {
 
 
 def in_child_fault(folder: str, model: str, *form) -> dict:
-    """What a run says to a fault in its fifth sweep, what it leaves, and how the next one does."""
+    """What a run says to a fault in its fifth forward pass, what it leaves, and how the next one
+    does."""
     bits, overlap, fault = form
     armed, offload = threading.Event(), Path(folder) / "offload"
     model = shutil.copytree(model, f"{folder}/tiny")
 
-    def look(sweep: int) -> None:
-        if sweep == 5 and not armed.is_set():
+    def look(forward_pass: int) -> None:
+        if forward_pass == 5 and not armed.is_set():
             armed.set()
             if fault in CHANGES:
                 CHANGES[fault](file)
@@ -386,7 +387,7 @@ def test_a_fault_of_the_disk_ends_the_run_in_one_line(faults, bits, overlap, fau
 QUANTIZE, PREFILL, DECODE = (f"kernels.ops:{name}" for name in (
     "quantize_matrix", "prefill_attention", "decode_attention"))
 REMOVE = "storage.disk:shutil.rmtree"
-CLEANING = ("llm:LLM.close", "engine.workspace:Room.close", "storage.transfer:Transfers.close",
+CLEANING = ("llm:LLM.close", "engine.workspace:Workspace.close", "storage.transfer:Transfers.close",
             "storage.disk:_remove_folder", REMOVE)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DISK = ["--percent", "0", "0", "0", "0"]
@@ -408,7 +409,7 @@ PHASES = {
 }
 """What is called, one after the other, before Ctrl-C comes in the last; flags that lead there; and
 another signal in place of Ctrl-C. While all is cleaned up more signals come than could be typed.
-Pieces are read and written in threads, matrices quantized in them: there the main one waits."""
+Chunks are read and written in threads, matrices quantized in them: there the main one waits."""
 
 
 def interrupt_at(spots: list[str], number: int = signal.SIGINT) -> None:

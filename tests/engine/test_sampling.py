@@ -214,7 +214,7 @@ def batch_of(requests, new=3, chunk=None):
 def test_generation_extends_each_request_until_eos_or_the_length():
     sink = Generation(Sampler(SamplingParams(), (7,)), (7,), max_new_tokens=3)
     batch = batch_of([request(key) for key in range(3)])
-    sink(batch, 0, 0, one_hot(1, 7))  # the head may come in pieces
+    sink(batch, 0, 0, one_hot(1, 7))  # the head may come in chunks
     sink(batch, 0, 2, one_hot(2))
     sink(batch, 1, 0, one_hot(3, 4, 7))
     assert not batch.finished
@@ -252,14 +252,14 @@ def test_scoring_finds_the_rows_that_predict_each_continuation(data):
     generator = torch.Generator().manual_seed(1)
     # As if a model had made them: logits for each position of each text.
     logits = [torch.randn(len(text), VOCAB, generator=generator) for text in texts]
-    for sweep in range(batch.seats.prefill_sweeps):
+    for forward_pass in range(batch.batch_layout.prefill_passes):
         assert not batch.finished
         rows = [logits[batch.requests[span.sequence].key][span.start : span.end]
-                for span in batch.seats.spans(sweep)]
-        wanted = torch.cat(rows)[sink.rows(batch, sweep)]
-        piece = data.draw(st.integers(1, 12))
-        for row in range(0, len(wanted), piece):
-            sink(batch, sweep, row, wanted[row : row + piece])
+                for span in batch.batch_layout.spans(forward_pass)]
+        wanted = torch.cat(rows)[sink.rows(batch, forward_pass)]
+        some_rows = data.draw(st.integers(1, 12))
+        for row in range(0, len(wanted), some_rows):
+            sink(batch, forward_pass, row, wanted[row : row + some_rows])
     for key, (text, context) in enumerate(zip(texts, contexts, strict=True)):
         expected = [logits[key][context - 1 + i].log_softmax(-1)[target].item()
                     for i, target in enumerate(text[context:])]
@@ -276,8 +276,8 @@ def test_forcing_feeds_the_continuation_whatever_the_model_would_say(data):
     new = max(map(len, continuations.values())) - 1
     batch = batch_of(requests, new, chunk=data.draw(st.sampled_from([None, 2])))
     sink, expected = Forcing(continuations), {key: [] for key in continuations}
-    first = batch.seats.prefill_sweeps - 1
-    assert all(len(sink.rows(batch, sweep)) == 0 for sweep in range(first))
+    first = batch.batch_layout.prefill_passes - 1
+    assert all(len(sink.rows(batch, forward_pass)) == 0 for forward_pass in range(first))
     for step in range(new + 1):
         logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(step))
         for request_, row in zip(batch.requests, logits, strict=True):
@@ -293,7 +293,7 @@ def test_forcing_feeds_the_continuation_whatever_the_model_would_say(data):
         assert sink.log_probs[key] == pytest.approx(values)
 
 
-# Batches, blocks, sweeps, chunks
+# Batches, blocks, forward passes, chunks
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 chunks = st.sampled_from([None, 1, 7, 16, 100])
@@ -317,7 +317,7 @@ def test_blocks_hold_every_request_once(lengths, size, batches, chunk):
     assert [(-len(r.prompt), r.key) for r in found] == sorted(
         (-n, key) for key, n in enumerate(lengths))
     for block in blocks:
-        assert len({batch.seats.prefill_sweeps for batch in block}) == 1
+        assert len({batch.batch_layout.prefill_passes for batch in block}) == 1
 
 
 def test_no_requests_are_no_blocks():
@@ -326,15 +326,15 @@ def test_no_requests_are_no_blocks():
 
 @few
 @given(lengths, chunks)
-def test_a_batch_packs_its_rows_sweep_by_sweep(lengths, chunk):
+def test_a_batch_packs_its_rows_pass_by_pass(lengths, chunk):
     batch = batch_of([request(k, range(100 * k, 100 * k + n)) for k, n in enumerate(lengths)],
                      chunk=chunk)
-    sweeps = batch.seats.prefill_sweeps
-    assert sweeps == (1 if chunk is None else math.ceil(max(lengths) / chunk))
+    passes = batch.batch_layout.prefill_passes
+    assert passes == (1 if chunk is None else math.ceil(max(lengths) / chunk))
     seen = {r.key: [] for r in batch.requests}
-    for sweep in range(sweeps):
-        ids, positions = batch.inputs(sweep)
-        assert len(ids) == len(positions) == batch.rows(sweep)
+    for forward_pass in range(passes):
+        ids, positions = batch.inputs(forward_pass)
+        assert len(ids) == len(positions) == batch.rows(forward_pass)
         assert positions == [i % 100 for i in ids]
         assert chunk is None or len(ids) <= chunk * len(lengths)
         keys = [i // 100 for i in ids]
@@ -342,34 +342,34 @@ def test_a_batch_packs_its_rows_sweep_by_sweep(lengths, chunk):
         for i in ids:
             seen[i // 100].append(i % 100)
         ended = [r.key for r in batch.requests if len(seen[r.key]) == lengths[r.key]]
-        assert (len(ended) == len(lengths)) == (sweep == sweeps - 1), "all end in the last sweep"
-        last = newest_rows(batch, sweep).tolist()
+        assert (len(ended) == len(lengths)) == (forward_pass == passes - 1), "all end in the last"
+        last = newest_rows(batch, forward_pass).tolist()
         assert [ids[row] % 100 for row in last] == (
-            [lengths[r.key] - 1 for r in batch.requests] if sweep == sweeps - 1 else [])
+            [lengths[r.key] - 1 for r in batch.requests] if forward_pass == passes - 1 else [])
     assert all(found == list(range(lengths[key])) for key, found in seen.items())
     for r in batch.requests:
         r.generated = [r.key, r.key + 7]
-    ids, positions = batch.inputs(sweeps + 1)
+    ids, positions = batch.inputs(passes + 1)
     assert ids == [r.key + 7 for r in batch.requests]
     assert positions == [lengths[r.key] + 1 for r in batch.requests]
-    assert batch.rows(sweeps + 1) == len(lengths)
+    assert batch.rows(passes + 1) == len(lengths)
 
 
 @few
 @given(lengths, st.integers(1, 80), chunks)
 def test_chunks_cover_all_rows_once_and_cut_between_sequences(lengths, most, chunk):
     batch = batch_of([request(key, [0] * n) for key, n in enumerate(lengths)], chunk=chunk)
-    for sweep in range(batch.seats.prefill_sweeps):
-        found = list(batch.chunks(sweep, most))
+    for forward_pass in range(batch.batch_layout.prefill_passes):
+        found = list(batch.chunks(forward_pass, most))
         spans = [span for each in found for span in each.spans]
-        assert spans == [span for span in batch.seats.spans(sweep) if len(span)]
+        assert spans == [span for span in batch.batch_layout.spans(forward_pass) if len(span)]
         row = 0
         for each in found:
             held = sum(map(len, each.spans))
             assert (each.row, each.end) == (row, row + held)
             assert 0 < held <= most or len(each.spans) == 1
             row = each.end
-        assert row == batch.rows(sweep)
+        assert row == batch.rows(forward_pass)
         # As few as can be, in this order: none could have taken in the next one's first span.
         for each, after in zip(found, found[1:], strict=False):
             assert each.end - each.row + len(after.spans[0]) > most
@@ -390,17 +390,17 @@ def test_equal_prompts_lie_together_and_are_computed_once(kinds, size, chunk):
     for batch in (batch for block in blocks for batch in block):
         unique = {tuple(request.prompt) for request in batch.requests}
         fed: dict[int, list[int]] = {lead: [] for lead in batch.alike}
-        for sweep in range(batch.seats.prefill_sweeps):
-            ids, _ = batch.inputs(sweep)
-            spans = list(batch.spans(sweep))
-            assert batch.rows(sweep) == len(ids) == sum(map(len, spans))
+        for forward_pass in range(batch.batch_layout.prefill_passes):
+            ids, _ = batch.inputs(forward_pass)
+            spans = list(batch.spans(forward_pass))
+            assert batch.rows(forward_pass) == len(ids) == sum(map(len, spans))
             for span in spans:
                 fed[span.sequence] += ids[: len(span)]
                 ids = ids[len(span):]
         assert len(fed) == len(unique)
         assert all(fed[lead] == batch.requests[place].prompt
                    for lead, places in batch.alike.items() for place in places)
-        sweep = batch.seats.prefill_sweeps - 1
-        ids, _ = batch.inputs(sweep)
-        assert [ids[row] for row in newest_rows(batch, sweep)] == [
+        forward_pass = batch.batch_layout.prefill_passes - 1
+        ids, _ = batch.inputs(forward_pass)
+        assert [ids[row] for row in newest_rows(batch, forward_pass)] == [
             request.prompt[-1] for request in batch.requests]

@@ -17,17 +17,18 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import checkpoint_folder
 
 # A token is some bytes: parts of characters and of stop strings, and more than one of them.
-PIECES = [*(bytes([byte]) for byte in "#ab\né€".encode()), b"##", b"###", b"a#", b"#b\n", b"ab" * 4,
-          "é#".encode(), "€".encode()]
+TOKEN_BYTES = [*(bytes([byte]) for byte in "#ab\né€".encode()), b"##", b"###", b"a#", b"#b\n",
+               b"ab" * 4,
+               "é#".encode(), "€".encode()]
 texts = st.text(st.sampled_from("#ab\né€"), min_size=1, max_size=6)
 
 
 def decode(tokens) -> str:
-    return b"".join(PIECES[token] for token in tokens).decode("utf-8", "replace")
+    return b"".join(TOKEN_BYTES[token] for token in tokens).decode("utf-8", "replace")
 
 
 @given(st.lists(texts, min_size=1, max_size=3),
-       st.lists(st.integers(0, len(PIECES) - 1), max_size=60))
+       st.lists(st.integers(0, len(TOKEN_BYTES) - 1), max_size=60))
 def test_the_end_is_where_the_whole_text_first_holds_one(strings, tokens):
     expected = next((i for i in range(1, len(tokens) + 1)
                      if any(text in decode(tokens[:i]) for text in strings)), None)

@@ -50,19 +50,19 @@ class Cache:
                      for n, size in zip(self.prompts, sizes, strict=True)]
         most = max(slots(self.h2o, self.layer, n, self.new) for n in self.prompts)
         shape = (len(self.prompts), self.rows.shape[1], most)
-        self.mass = torch.zeros(shape)
+        self.scores = torch.zeros(shape)
         self.positions = torch.full(shape, EMPTY, dtype=torch.int32)
 
     def prefill(self) -> None:
         for s, cut in enumerate(self.cuts):
-            mass = torch.zeros(self.rows.shape[1], cut.length)
+            scores = torch.zeros(self.rows.shape[1], cut.length)
             for query in range(cut.length):
-                mass = mass * self.eviction.decay + self.rows[s, :, query, : cut.length]
-            index = self.eviction.select(mass, cut)
+                scores = scores * self.eviction.decay + self.rows[s, :, query, : cut.length]
+            index = self.eviction.select(scores, cut)
             count = kept(self.h2o, self.layer, cut.length)
-            assert index.dtype == torch.int64 and index.shape == (len(mass), count)
+            assert index.dtype == torch.int64 and index.shape == (len(scores), count)
             assert self.eviction.kept(cut) == count
-            self.mass[s, :, :count] = mass.gather(1, index)
+            self.scores[s, :, :count] = scores.gather(1, index)
             self.positions[s, :, :count] = index
 
     def append(self, number: int) -> None:
@@ -71,9 +71,10 @@ class Cache:
         filled = self.positions != EMPTY
         rows = torch.stack([r[:, q] for r, q in zip(self.rows, query, strict=True)])
         seen = rows.gather(2, self.positions.long().where(filled, 0)).where(filled, 0)
-        self.mass = self.mass * self.eviction.decay + seen
+        self.scores = self.scores * self.eviction.decay + seen
         recent = torch.tensor([cut.recent or 1 for cut in self.cuts])
-        victims = self.eviction.victims(self.mass, self.positions, tokens=query + 1, recent=recent)
+        victims = self.eviction.victims(self.scores, self.positions, tokens=query + 1,
+                                        recent=recent)
         assert victims.dtype == torch.int64 and (victims >= 0).all()
         for s, length in enumerate(self.prompts):
             before = cached(self.h2o, self.layer, length, number - 1)
@@ -81,7 +82,7 @@ class Cache:
             for head in range(len(self.rows[s])):
                 slot = before if grows else victims[s, head]
                 self.positions[s, head, slot] = query[s]
-                self.mass[s, head, slot] = self.rows[s, head, query[s], query[s]]
+                self.scores[s, head, slot] = self.rows[s, head, query[s], query[s]]
 
     def held(self) -> list[list[list[int]]]:
         """Positions by sequence and KV head, ascending."""
@@ -166,25 +167,25 @@ def test_long_sequences(sizes, score, evict_generated):
 
 
 def test_select_by_example():
-    mass = torch.tensor([[9.0, 1, 5, 5, 5, 2, 0, 0]])
+    scores = torch.tensor([[9.0, 1, 5, 5, 5, 2, 0, 0]])
     select = Eviction().select
-    assert select(mass, Cut(8, 2, 2)).tolist() == [[0, 4, 6, 7]]  # 4: the newest of the fives
-    assert select(mass, Cut(8, 0, 1)).tolist() == [[7]]
-    assert Eviction(sinks=1).select(mass, Cut(8, 2, 2)).tolist() == [[0, 3, 4, 6, 7]]
+    assert select(scores, Cut(8, 2, 2)).tolist() == [[0, 4, 6, 7]]  # 4: the newest of the fives
+    assert select(scores, Cut(8, 0, 1)).tolist() == [[7]]
+    assert Eviction(sinks=1).select(scores, Cut(8, 2, 2)).tolist() == [[0, 3, 4, 6, 7]]
     mean = Eviction(mean=True)
-    assert mean.select(mass, Cut(8, 1, 2)).tolist() == [[4, 6, 7]]  # 5/4 over 9/8
+    assert mean.select(scores, Cut(8, 1, 2)).tolist() == [[4, 6, 7]]  # 5/4 over 9/8
     for eviction, cut in ((Eviction(), Cut(8, 4, 4)), (Eviction(sinks=9), Cut(8, 1, 1))):
-        assert eviction.select(mass, cut).tolist() == [list(range(8))]
+        assert eviction.select(scores, cut).tolist() == [list(range(8))]
     signs = torch.tensor([[0.0, -0.0, 0.0, -0.0, -1.0, 0.0]])  # the zeros are equal
     assert select(signs, Cut(6, 2, 1)).tolist() == [[2, 3, 5]]
 
 
 def test_victims_by_example():
-    mass = torch.tensor([[[3.0, 2, 2, 4, 0]], [[0.0, 2, 1, 0, 0]]])
+    scores = torch.tensor([[[3.0, 2, 2, 4, 0]], [[0.0, 2, 1, 0, 0]]])
     positions = torch.tensor([[[0, 7, 3, 5, 8]], [[0, 1, 2, EMPTY, EMPTY]]], dtype=torch.int32)
 
     def victims(**options):
-        return Eviction(**options).victims(mass, positions, tokens=torch.tensor([10, 4]),
+        return Eviction(**options).victims(scores, positions, tokens=torch.tensor([10, 4]),
                                            recent=torch.tensor([2, 1])).flatten().tolist()
 
     # Of the twos the older; the free slots of the second sequence hold the lowest score, but none.
@@ -215,13 +216,13 @@ def test_a_gpu_chooses_the_same(mean):
     generator = torch.Generator().manual_seed(0)
     eviction = Eviction(mean=mean, sinks=4)
     for levels in (3, 10_000):
-        mass = torch.randint(levels, (4, 8, 700), generator=generator).float()
+        scores = torch.randint(levels, (4, 8, 700), generator=generator).float()
         positions = torch.stack([torch.randperm(900, generator=generator)[:700]
                                  for _ in range(32)]).view(4, 8, 700).int()
         ask = {"tokens": torch.full((4,), 901), "recent": torch.tensor([1, 9, 99, 500])}
         on_gpu = {name: value.cuda() for name, value in ask.items()}
         cut = Cut(700, 100, 90)
-        assert torch.equal(eviction.select(mass[0].cuda(), cut).cpu(),
-                           eviction.select(mass[0], cut))
-        assert torch.equal(eviction.victims(mass.cuda(), positions.cuda(), **on_gpu).cpu(),
-                           eviction.victims(mass, positions, **ask))
+        assert torch.equal(eviction.select(scores[0].cuda(), cut).cpu(),
+                           eviction.select(scores[0], cut))
+        assert torch.equal(eviction.victims(scores.cuda(), positions.cuda(), **on_gpu).cpu(),
+                           eviction.victims(scores, positions, **ask))

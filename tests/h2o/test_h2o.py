@@ -287,7 +287,7 @@ def test_a_step_moves_down_only_what_changed(tiny_model, monkeypatch):
                  for new in (3, 3 + 32))
     page = 4096
     whole = -(-4 * 2 * 40 * head_bytes // page) * page
-    assert many - few == 2 * 3 * whole  # every 16 tokens, in one piece per layer
+    assert many - few == 2 * 3 * whole  # every 16 tokens, in one chunk per layer
 
 
 def test_attention_on_the_host_moves_no_cache(tiny_model, monkeypatch):
@@ -315,10 +315,10 @@ def test_what_cannot_be_is_refused_in_one_line(tiny_model, options, words):
 def test_what_eviction_knows_is_made_before_the_prompts(tiny_model, monkeypatch):
     """Small tensors that last, made between large ones that don't, take the heap apart."""
     began, made = [], []
-    begin, new_book, attend = KVCache.begin, kv_cache.new_book, KVCache.attend_prompt
+    begin, new_state, attend = KVCache.begin, kv_cache.new_state, KVCache.attend_prompt
     monkeypatch.setattr(KVCache, "begin", lambda *args: (began.append(0), begin(*args)))
-    monkeypatch.setattr(kv_cache, "new_book", lambda *args, **options: (
-        made.append(began[-1]), new_book(*args, **options))[1])
+    monkeypatch.setattr(kv_cache, "new_state", lambda *args, **options: (
+        made.append(began[-1]), new_state(*args, **options))[1])
     monkeypatch.setattr(KVCache, "attend_prompt", lambda *args, **options: (
         began.append(1), attend(*args, **options))[1])
     tiny = tiny_model("opt")

@@ -12,10 +12,10 @@ from definition import Definition, by_hand
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.h2o import SCORES, H2OConfig
-from flexgen_h2o.h2o.batch_layout import Seats
+from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.budget import budget, slots
-from flexgen_h2o.h2o.decode_metadata import turn_of
-from flexgen_h2o.h2o.eviction import EMPTY, Cut, eviction_of, new_book
+from flexgen_h2o.h2o.decode_metadata import decode_metadata
+from flexgen_h2o.h2o.eviction import EMPTY, Cut, eviction_of, new_state
 from flexgen_h2o.kernels import ops, reference
 
 DIM, HEADS = 64, 2
@@ -37,32 +37,34 @@ class Heads:
     def __post_init__(self) -> None:
         self.layout = GroupLayout(DIM, self.form) if isinstance(self.form, int) else None
         self.dtype = torch.bfloat16 if self.layout else self.form
-        self.seats, eviction = Seats(self.prompts, self.new), eviction_of(self.h2o)
+        self.batch_layout, eviction = BatchLayout(self.prompts, self.new), eviction_of(self.h2o)
         n = max(slots(self.h2o, 0, length, self.new) for length in self.prompts)
         rope = None
         if self.h2o.positions == "rolling":  # by an angle of 0: ranks alone are looked at
             rope = torch.ones(n + 1, DIM // 2), torch.zeros(n + 1, DIM // 2)
         shape = (len(self.prompts), HEADS, n)
-        self.book = new_book(shape, eviction, rope=rope, device=torch.device("cpu"))
+        self.state = new_state(shape, eviction, rope=rope, device=torch.device("cpu"))
         width, dtype = (self.layout.nbytes, torch.uint8) if self.layout else (DIM, self.dtype)
         self.slots = torch.full((2, *shape, width), 255).to(dtype)
 
     def prefill(self, q, k, v) -> None:
-        mass = torch.zeros(HEADS, len(k))
+        scores = torch.zeros(HEADS, len(k))
         q, k, v = (x.to(self.dtype) for x in (q, k, v))
-        self.module.prefill_attention(q, k, v, list(self.prompts), mass=mass,
-                                      decay=self.book.eviction.decay)
+        self.module.prefill_attention(q, k, v, list(self.prompts), scores=scores,
+                                      decay=self.state.eviction.decay)
         sizes = [budget(self.h2o, 0, length) for length in self.prompts]
         cuts = [Cut(length, size.heavy, size.recent)
                 for length, size in zip(self.prompts, sizes, strict=True)]
-        self.module.select_heavy_hitters(k, v, mass, cuts=cuts, slots=self.slots, book=self.book,
+        self.module.select_heavy_hitters(k, v, scores, cuts=cuts, slots=self.slots,
+                                         state=self.state,
                                          layout=self.layout)
 
     def append(self, number: int, q, k, v) -> None:
-        turn = turn_of(self.seats, slice(0, len(self.prompts)), self.h2o, layer=0, token=number,
-                       device=torch.device("cpu"))
+        metadata = decode_metadata(self.batch_layout, slice(0, len(self.prompts)), self.h2o,
+                                   layer=0, token=number,
+                                   device=torch.device("cpu"))
         self.module.decode_attention(*(x.to(self.dtype) for x in (q, k, v)), slots=self.slots,
-                                     turn=turn, layout=self.layout, book=self.book)
+                                     metadata=metadata, layout=self.layout, state=self.state)
 
     def hold_to(self, definitions: list[list[Definition]], keys: torch.Tensor) -> None:
         """keys [sequences, HEADS, tokens, DIM]: each slot has the key of the position it says."""
@@ -70,14 +72,14 @@ class Heads:
             reference.dequantize_groups(self.slots[0], self.layout))
         for s, heads in enumerate(definitions):
             for head, one in enumerate(heads):
-                positions, count = self.book.positions[s, head], len(one.held)
+                positions, count = self.state.positions[s, head], len(one.held)
                 assert sorted(positions[:count].tolist()) == one.held
                 assert (positions[count:] == EMPTY).all()
                 wanted = keys[s, head, positions[:count].long()]
                 assert (found[s, head, :count] - wanted).abs().max() < 0.3
-                if self.book.ranks is not None:
+                if self.state.ranks is not None:
                     order = positions[:count].argsort().argsort()
-                    assert self.book.ranks[s, head, :count].equal(order.int())
+                    assert self.state.ranks[s, head, :count].equal(order.int())
 
 
 def hold_operations_to_definition(module, h2o, prompts, new, *, form=torch.float32, group=1,

@@ -24,7 +24,7 @@ from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers import H2OCache, enable_h2o
 from flexgen_h2o.integrations.transformers.cache import NAME
-from flexgen_h2o.integrations.transformers.passes import Progress
+from flexgen_h2o.integrations.transformers.passes import PassTracker
 from flexgen_h2o.integrations.transformers.rotations import Rotations
 
 NEW = 40
@@ -238,10 +238,10 @@ def test_rotations_are_undone(tiny_model, positions, dtype, key):
     places = torch.tensor(positions)[None]
     cos, sin = (table[0, :, None] for table in rotary(x, places))
     width = cos.shape[-1]
-    turned = torch.cat((x[..., :width] * cos + rotate_half(x[..., :width]) * sin, x[..., width:]),
-                       dim=-1)
-    step = Progress().begin(0, 1, len(positions), None)
-    (found,) = Rotations(rotary).undone(step, places, turned)
+    rotated = torch.cat((x[..., :width] * cos + rotate_half(x[..., :width]) * sin, x[..., width:]),
+                        dim=-1)
+    step = PassTracker().begin(0, 1, len(positions), None)
+    (found,) = Rotations(rotary).undone(step, places, rotated)
     assert found.dtype == dtype and torch.equal(found[..., width:], x[..., width:])
     assert torch.allclose(found.float(), x.float(), rtol=0, atol=16 * torch.finfo(dtype).eps)
 

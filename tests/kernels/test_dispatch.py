@@ -28,7 +28,7 @@ def test_every_line_names_what_exists_and_why():
 @BUILT
 @pytest.mark.parametrize(("name", "operation", "rows", "chosen"), [
     ("portable", "linear", 1, "pytorch"), ("avx2", "linear", 16, "pytorch"),
-    ("avx512", "linear", 1, "pytorch"), ("avx512bf16", "linear", 16, "few_rows"),
+    ("avx512", "linear", 1, "pytorch"), ("avx512bf16", "linear", 16, "skinny"),
     ("avx512bf16", "linear", 17, "pytorch"), ("amx", "linear", 1, "pytorch"),
     ("avx512bf16", "linear_quantized", 999, "codes"), ("amx", "linear_quantized", 16, "codes"),
     ("amx", "linear_quantized", 17, "unpacked"), ("avx512bf16", "prefill_attention", 9, "blocks"),
@@ -86,12 +86,12 @@ def test_operations_do_what_is_chosen(monkeypatch, isa):
         monkeypatch.setattr(module, function, call)
 
     for module, function, name in (
-            (ops, "linear_few_rows", "few_rows"), (native, "linear_quantized", "codes"),
+            (ops, "linear_skinny", "skinny"), (native, "linear_quantized", "codes"),
             (ops, "_unpacked_product", "unpacked"), (native, "prefill_attention", "blocks"),
             (ops.sdpa, "prefill_attention", "sdpa")):
         listen(module, function, name)
     torch.manual_seed(1)
-    case = prefill_case([9, 4], dtype=torch.bfloat16) | {"mass": None, "key_lengths": None}
+    case = prefill_case([9, 4], dtype=torch.bfloat16) | {"scores": None, "key_lengths": None}
     x, weight = torch.randn(9, 64).bfloat16(), torch.randn(20, 64).bfloat16()
     layout = MatrixLayout(20, 64, 8)
     matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)

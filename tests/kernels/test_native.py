@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,9 +57,9 @@ def test_prefill(isa, dtype, group, dim):
                                                   dtype=dtype, decay=0.5))
 
 
-def library_prefill(q, k, v, lengths, *, key_lengths, mass, decay):
+def library_prefill(q, k, v, lengths, *, key_lengths, scores, decay):
     """The C++ also where `ops` prefers PyTorch's own kernels."""
-    return library.prefill_attention(q, k, v, lengths, key_lengths or lengths, mass, decay)
+    return library.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay)
 
 
 @BUILT
@@ -93,12 +94,12 @@ def test_of_equal_scores_the_oldest_goes(isa, mean):
 
 
 @BUILT
-@pytest.mark.parametrize("scores", [torch.randn, tied, None])
+@pytest.mark.parametrize("draw", [torch.randn, tied, None])
 @pytest.mark.parametrize("form", FORMS)
-def test_select(isa, scores, form):
+def test_select(isa, draw, form):
     cuts = [Cut(5, 1, 1), Cut(64, 20, 3), Cut(333, 100, 0), Cut(7, 9, 9)]
     check_select([ops.select_heavy_hitters],
-                 select_case(cuts, form=form, dim=20, scores=scores, rolls=True,
+                 select_case(cuts, form=form, dim=20, draw=draw, rolls=True,
                              eviction=Eviction(mean=form == 8, sinks=2)))
 
 
@@ -153,19 +154,19 @@ def calls():
     prompt = prefill_case([5, 2], [7, 2])
     yield native.prefill_attention, dict(
         q=prompt["q"], k=prompt["k"], v=prompt["v"], lengths=[5, 2], key_lengths=[7, 2],
-        mass=prompt["mass"], decay=0.9)
+        scores=prompt["scores"], decay=0.9)
     cut = select_case([Cut(9, 2, 3), Cut(2, 1, 1)], rolls=True)
-    book = cut["book"]
+    state = cut["state"]
     yield native.select_heavy_hitters, dict(
-        k=cut["k"], v=cut["v"], mass=cut["mass"], cuts=[9, 2, 3, 2, 1, 1], slots=cut["slots"],
-        kept_mass=book.mass, positions=book.positions, ranks=book.ranks, bits=16, mean=False,
+        k=cut["k"], v=cut["v"], scores=cut["scores"], cuts=[9, 2, 3, 2, 1, 1], slots=cut["slots"],
+        kept_scores=state.scores, positions=state.positions, ranks=state.ranks, bits=16, mean=False,
         sinks=1)
     case = decode_case([9, 3], full=(0,), eviction=Eviction(), rotary=8)
-    book = case["book"]
+    state = case["state"]
     yield native.decode_attention, dict(
-        q=case["q"], k=case["k"], v=case["v"], slots=case["slots"], turn=case["turn"],
-        mass=book.mass, positions=book.positions, ranks=book.ranks, cos=book.rope[0],
-        sin=book.rope[1], bits=16, mean=False, decay=0.9, sinks=1)
+        q=case["q"], k=case["k"], v=case["v"], slots=case["slots"], metadata=case["metadata"],
+        scores=state.scores, positions=state.positions, ranks=state.ranks, cos=state.rope[0],
+        sin=state.rope[1], bits=16, mean=False, decay=0.9, sinks=1)
     layout = MatrixLayout(20, 64, 4)
     weight = torch.randn(20, 64)
     data = reference_matrix.quantize_matrix(weight, layout)
@@ -180,7 +181,7 @@ def calls():
         records=reference.quantize_groups(torch.randn(3, 64), GroupLayout(64, 4)), bits=4,
         length=64)
     if native.multiplies_bfloat16():
-        yield native.linear_few_rows, dict(
+        yield native.linear_skinny, dict(
             x=torch.randn(3, 64).bfloat16(), weight=torch.randn(20, 64).bfloat16(),
             bias=torch.randn(20).bfloat16(), out=torch.randn(3, 20).bfloat16(), add=False)
 
@@ -241,31 +242,31 @@ def test_wrong_values_raise(name, change):
 
 
 @BUILT
-@pytest.mark.parametrize("turn", [
+@pytest.mark.parametrize("metadata", [
     [(-1, 3), (10, 10), (3, 3), (0, 0)],  # fewer than none are cached
     [(1 << 20, 3), (10, 10), (3, 3), (0, 0)],
-    ["full", (10, 10), (3, 3), (0, 0)],  # no slot is free, and nobody is evicted
-    [(0, 3), (10, 10), (3, 3), (1, 0)],  # nobody is there to be evicted
+    ["full", (10, 10), (3, 3), (0, 0)],  # no slot is free, and nothing is evicted
+    [(0, 3), (10, 10), (3, 3), (1, 0)],  # there is nothing to evict
 ])
-def test_a_decode_step_stays_within_its_slots(isa, turn):
+def test_a_decode_step_stays_within_its_slots(isa, metadata):
     case = decode_case([9, 3], eviction=Eviction())
-    slots, book = case["slots"], case["book"]
-    cached = (slots.shape[3], 3) if turn[0] == "full" else turn[0]
-    case["turn"] = torch.tensor([cached, *turn[1:]], dtype=torch.int32)
-    before = copied(slots), copied(book)
-    for held in (book, None):
-        if held is None and turn[3][0]:
-            continue  # without a book nobody is evicted
+    slots, state = case["slots"], case["state"]
+    cached = (slots.shape[3], 3) if metadata[0] == "full" else metadata[0]
+    case["metadata"] = torch.tensor([cached, *metadata[1:]], dtype=torch.int32)
+    before = copied(slots), copied(state)
+    for held in (state, None):
+        if held is None and metadata[3][0]:
+            continue  # without an eviction state nothing is evicted
         with pytest.raises(ValueError, match="points outside"):
-            ops.decode_attention(**case | {"book": held})
-    assert same(slots, before[0]) and same(book.mass, before[1].mass)
+            ops.decode_attention(**case | {"state": held})
+    assert same(slots, before[0]) and same(state.scores, before[1].scores)
 
 
 @BUILT
 def test_ranks_stay_within_the_tables():
     for rank in (-1, 1 << 20):
         case = decode_case([9, 3], eviction=Eviction(), rotary=8)
-        case["book"].ranks[1, 0, 2] = rank
+        case["state"].ranks[1, 0, 2] = rank
         with pytest.raises(ValueError, match="points outside"):
             ops.decode_attention(**case)
 
@@ -287,10 +288,10 @@ def results(function, case) -> list[torch.Tensor]:
     """All that a call returns or changes."""
     mine = {name: copied(x) for name, x in case.items()}
     out = function(**mine)
-    book = mine.get("book")
+    state = mine.get("state")
     found = list(out) if isinstance(out, tuple) else [out]
-    found += [mine.get("slots"), mine.get("mass")]
-    found += [] if book is None else [book.mass, book.positions, book.ranks]
+    found += [mine.get("slots"), mine.get("scores")]
+    found += [] if state is None else [state.scores, state.positions, state.ranks]
     return [x for x in found if x is not None]
 
 
@@ -330,7 +331,6 @@ def test_the_number_of_threads_changes_no_bit(isa):
 @contextmanager
 def address_space(more: int):
     """No more than `more` bytes beyond what the process has mapped."""
-    resource = pytest.importorskip("resource")
     status = Path("/proc/self/statm")
     if not status.exists():
         pytest.skip("reads Linux's /proc")
@@ -344,6 +344,7 @@ def address_space(more: int):
 
 
 @BUILT
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_prompt_takes_little_memory(dtype):
     """All weights of one of its heads would be 256 MB; it takes no more than 64."""
@@ -358,27 +359,27 @@ def test_no_memory_for_a_call():
     rows = 1 << 27  # each workspace would be 512 MB or more
     for dtype in BOUND:
         q, k = torch.randn(1, 1, 8).to(dtype), torch.randn(1, 1, 8).to(dtype).expand(rows, 1, 8)
-        mass, kept = torch.zeros(1, rows), select_case([Cut(9, 2, 3)], form=dtype, kv_heads=1)
-        book, wide = kept["book"], decode_case([1], kv_heads=1, form=dtype)
-        before = copied(book)
+        scores, kept = torch.zeros(1, rows), select_case([Cut(9, 2, 3)], form=dtype, kv_heads=1)
+        state, wide = kept["state"], decode_case([1], kv_heads=1, form=dtype)
+        before = copied(state)
         wide["slots"] = wide["slots"][:, :, :, :1].expand(2, 1, 1, rows, 16)
         with address_space(32 << 20):
-            for scores in (mass, None):
+            for given in (scores, None):
                 with pytest.raises(MemoryError, match="workspace of prefill_attention"):
-                    native.prefill_attention(q, k, k, [1], [rows], scores, 1.0)
+                    native.prefill_attention(q, k, k, [1], [rows], given, 1.0)
             with pytest.raises(MemoryError, match="workspace of select_heavy_hitters"):
-                native.select_heavy_hitters(k, k, mass, [rows, 2, 3], kept["slots"][..., :8],
-                                            book.mass, book.positions, None, 16, False, 0)
+                native.select_heavy_hitters(k, k, scores, [rows, 2, 3], kept["slots"][..., :8],
+                                            state.scores, state.positions, None, 16, False, 0)
             with pytest.raises(MemoryError, match="workspace of decode_attention"):
                 native.decode_attention(wide["q"], wide["k"], wide["v"], wide["slots"],
-                                        wide["turn"], *(None,) * 5, 16, False, 1.0, 0)
-        assert same(before.mass, book.mass)
+                                        wide["metadata"], *(None,) * 5, 16, False, 1.0, 0)
+        assert same(before.scores, state.scores)
         check_decode([ops.decode_attention], decode_case([1], kv_heads=1, form=dtype))
 
 
 @BUILT
 def test_calls_give_their_memory_back():
-    case = prefill_case([64], kv_heads=1) | {"mass": torch.zeros(1, 64)}
+    case = prefill_case([64], kv_heads=1) | {"scores": torch.zeros(1, 64)}
     wide = decode_case([3], n=1 << 16)  # a workspace of some MB a call
     with address_space(200 << 20):
         for _ in range(200):

@@ -24,7 +24,7 @@ from kernel_cases import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexgen_h2o.config.formats import GroupLayout
-from flexgen_h2o.h2o.eviction import Book, Cut, Eviction
+from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import library, native, ops, reference, sdpa
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -102,24 +102,24 @@ def test_any_prefill(lengths, group, kv_heads, dim, decay, dtype):
 def test_chunks_accumulate_what_the_whole_gives(decay, chunks, function):
     case = prefill_case([sum(chunks)], group=3, decay=decay)
     expected, whole = prefill64(**case)
-    mass, end = case["mass"], 0
+    scores, end = case["scores"], 0
     for rows in chunks:
         start, end = end, end + rows
         out = function(case["q"][start:end], case["k"][:end], case["v"][:end], [rows],
-                       key_lengths=[end], mass=mass[:, :end], decay=decay)
+                       key_lengths=[end], scores=scores[:, :end], decay=decay)
         # A prompt that comes whole decays what all of its keys had before.
-        mass[:, end:] *= decay**rows
+        scores[:, end:] *= decay**rows
         assert (out - expected[start:end]).abs().max() < BOUND[torch.float32]
-    torch.testing.assert_close(mass.double(), whole, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(scores.double(), whole, rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("function", PREFILL)
 @pytest.mark.parametrize("size", [300, 3e4])
 def test_large_logits_do_not_overflow(function, size):
     case = prefill_case([90], dim=12)
-    case["mass"].zero_()
-    out = function(case["q"] * size, case["k"] * size, case["v"], [90], mass=case["mass"])
-    assert out.isfinite().all() and abs(case["mass"].sum().item() - 2 * 90) < 1e-2
+    case["scores"].zero_()
+    out = function(case["q"] * size, case["k"] * size, case["v"], [90], scores=case["scores"])
+    assert out.isfinite().all() and abs(case["scores"].sum().item() - 2 * 90) < 1e-2
 
 
 class LargestTensor(TorchDispatchMode):
@@ -164,11 +164,11 @@ CUTS = [Cut(1, 1, 1), Cut(7, 2, 2), Cut(31, 10, 5), Cut(33, 1, 1), Cut(65, 0, 9)
         Cut(100, 40, 33), Cut(100, 90, 9), Cut(5, 4, 9), Cut(300, 1, 298)]
 
 
-@pytest.mark.parametrize("scores", [torch.rand, torch.randn, tied, torch.zeros, None])
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn, tied, torch.zeros, None])
 @pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(sinks=4)])
 @pytest.mark.parametrize("form", [torch.float32, 4])
-def test_select(scores, eviction, form):
-    check_select(SELECT, select_case(CUTS[:-1] if eviction.sinks else CUTS, scores=scores,
+def test_select(draw, eviction, form):
+    check_select(SELECT, select_case(CUTS[:-1] if eviction.sinks else CUTS, draw=draw,
                                      eviction=eviction, form=form, rolls=form == 4))
 
 
@@ -178,33 +178,33 @@ def test_select_of_every_form(form, dim):
     if isinstance(form, int) and dim % 2:
         pytest.skip("records have an even number of elements")
     check_select(SELECT, select_case([Cut(40, 13, 2), Cut(9, 3, 2)], form=form, dim=dim,
-                                     kv_heads=3, eviction=Eviction(sinks=1), scores=tied))
+                                     kv_heads=3, eviction=Eviction(sinks=1), draw=tied))
 
 
 def test_select_by_scores_of_every_size():
-    def scores(*shape):
+    def draw(*shape):
         return torch.randn(shape) * 10.0 ** torch.randint(-44, 38, shape)
 
-    check_select(SELECT, select_case([Cut(900, 250, 5)], scores=scores))
+    check_select(SELECT, select_case([Cut(900, 250, 5)], draw=draw))
 
 
-@pytest.mark.parametrize("scores", [torch.rand, torch.randn, tied,
-                                    lambda *shape: torch.randint(40, shape).float()])
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn, tied,
+                                  lambda *shape: torch.randint(40, shape).float()])
 @pytest.mark.parametrize("mean", [False, True])
-def test_select_from_long_prompts(scores, mean):
+def test_select_from_long_prompts(draw, mean):
     cuts = [Cut(131072, 8192, 8192), Cut(2048, 409, 409), Cut(4097, 4000, 1)]
-    check_select(SELECT, select_case(cuts, dim=2, kv_heads=1, scores=scores,
+    check_select(SELECT, select_case(cuts, dim=2, kv_heads=1, draw=draw,
                                      eviction=Eviction(mean=mean, sinks=4)))
 
 
 @given(cuts=st.lists(st.builds(Cut, st.integers(1, 150), st.integers(0, 60), st.integers(1, 60)),
                      min_size=1, max_size=5),
        sinks=st.integers(0, 5), mean=st.booleans(), kv_heads=st.integers(1, 4),
-       scores=st.sampled_from([torch.rand, tied, torch.ones]))
+       draw=st.sampled_from([torch.rand, tied, torch.ones]))
 @settings(max_examples=50)
-def test_any_selection(cuts, sinks, mean, kv_heads, scores):
+def test_any_selection(cuts, sinks, mean, kv_heads, draw):
     check_select(SELECT, select_case(cuts, eviction=Eviction(mean=mean, sinks=sinks),
-                                     kv_heads=kv_heads, scores=scores, dim=4))
+                                     kv_heads=kv_heads, draw=draw, dim=4))
 
 
 # decode_attention
@@ -315,7 +315,7 @@ def test_the_reference_can_be_forced(monkeypatch):
     layout = GroupLayout(16, 4)
     calls = [partial(function, **case) for function, case in (
         (ops.prefill_attention, prefill_case([9])),
-        (ops.prefill_attention, prefill_case([9]) | {"mass": None, "key_lengths": None}),
+        (ops.prefill_attention, prefill_case([9]) | {"scores": None, "key_lengths": None}),
         (ops.select_heavy_hitters, select_case([Cut(9, 2, 3)])),
         (ops.decode_attention, decode_case([9], eviction=Eviction())),
         (ops.decode_attention, decode_case([9], form=8)),
@@ -335,9 +335,10 @@ def test_a_device_without_kernels_gets_the_reference(monkeypatch, caplog):
     monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
     ops._fused.cache_clear()
     case = decode_case([3, 1], eviction=Eviction())
-    book = case.pop("book")
+    state = case.pop("state")
     meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in case.items()}
-    meta["book"] = Book(book.eviction, book.mass.to("meta"), book.positions.to("meta"))
+    meta["state"] = EvictionState(state.eviction, state.scores.to("meta"),
+                                  state.positions.to("meta"))
     for _ in range(2):
         out, taken = ops.decode_attention(**meta)
         assert out.shape == case["q"].shape and taken.shape == (2, 2)
@@ -348,6 +349,6 @@ def test_a_device_without_kernels_gets_the_reference(monkeypatch, caplog):
 
 def test_rotations_may_come_in_any_strides():
     case = decode_case([9, 4], eviction=Eviction(), rotary=16, full=(0,))
-    strided = tuple(table.T.contiguous().T for table in case["book"].rope)
+    strided = tuple(table.T.contiguous().T for table in case["state"].rope)
     assert not strided[0].is_contiguous()
-    check_decode([ops.decode_attention], case | {"book": replace(case["book"], rope=strided)})
+    check_decode([ops.decode_attention], case | {"state": replace(case["state"], rope=strided)})

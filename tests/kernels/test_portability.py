@@ -206,7 +206,7 @@ def make_calls() -> None:
         for lengths in ([1, 17, 33], [70]):
             case = prefill_case(lengths, group=3, dim=22, dtype=dtype, decay=0.97)
             library.prefill_attention(case["q"], case["k"], case["v"], lengths, lengths,
-                                      case["mass"], case["decay"])
+                                      case["scores"], case["decay"])
         torch.manual_seed(0)
         weight, rows = torch.randn(33, 200).to(dtype), torch.tensor([3, 0, 32])
         for bits in (4, 8):

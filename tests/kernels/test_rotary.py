@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import BOUND, same, turned
+from kernel_cases import BOUND, rotated, same
 
 from flexgen_h2o.kernels import chunks, rotary
 
@@ -15,12 +15,12 @@ def test_rotations(monkeypatch, dtype, rows, dim):
     angles = torch.rand(rows, 4) * 6
     tables = angles.cos(), angles.sin()
     x = torch.randn(rows, 3, dim + 5).to(dtype)
-    expected = turned(x[..., :dim], torch.arange(rows)[:, None], tables)
+    expected = rotated(x[..., :dim], torch.arange(rows)[:, None], tables)
     before = x.clone()
     out = rotary.rotated(x[..., :dim], *(table[:, None] for table in tables))
     assert out.dtype == dtype and same(x, before)
     torch.testing.assert_close(out.double(), expected, rtol=BOUND[dtype], atol=BOUND[dtype])
-    monkeypatch.setattr(chunks, "PIECE_BYTES", 500)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 500)
     result = rotary.apply_rope_(x[..., :dim], *(table.to(dtype) for table in tables))
     assert result.data_ptr() == x.data_ptr()
     torch.testing.assert_close(x[..., :dim].double(), expected, rtol=BOUND[dtype],
@@ -33,5 +33,5 @@ def test_rotations_broadcast_over_leading_dimensions():
     angles = torch.rand(5, 4)
     out = rotary.rotated(x, angles.cos(), angles.sin())
     for place in range(5):
-        one = turned(x[:, :, place], place, (angles.cos(), angles.sin()))
+        one = rotated(x[:, :, place], place, (angles.cos(), angles.sin()))
         torch.testing.assert_close(out[:, :, place].double(), one, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""linear_few_rows against float64: bfloat16 weights by up to 16 rows."""
+"""linear_skinny against float64: bfloat16 weights by up to 16 rows."""
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ def _bfloat16():
         yield
 
 
-@pytest.mark.parametrize("function", [pytest.param(ops.linear_few_rows, marks=HERE),
-                                      reference.linear_few_rows])
+@pytest.mark.parametrize("function", [pytest.param(ops.linear_skinny, marks=HERE),
+                                      reference.linear_skinny])
 @pytest.mark.parametrize("rows", [1, 2, 15, 16])
 @pytest.mark.parametrize("inputs, outputs", [(2, 1), (30, 8), (32, 7), (34, 9), (258, 33),
                                              (2048, 64)])
@@ -59,7 +59,7 @@ def test_threads_change_nothing():
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            ops.linear_few_rows(x, weight, bias, wide[:, :77])
+            ops.linear_skinny(x, weight, bias, wide[:, :77])
         finally:
             torch.set_num_threads(before)
         results.append(wide[:, :77])
@@ -71,7 +71,7 @@ def test_the_custom_op():
     x, weight, bias, wide = case(3, 32, 16)
     out = torch.randn(3, 16).bfloat16()
     for arguments in ((x, weight, bias, out, True), (x, weight, None, out, False)):
-        torch.library.opcheck(library.linear_few_rows, arguments)
+        torch.library.opcheck(library.linear_skinny, arguments)
 
 
 @pytest.mark.parametrize("rows", [16, 17])
@@ -89,9 +89,9 @@ def test_a_layer_gives_the_same_either_way(monkeypatch, rows):
 
 def test_what_is_admitted(monkeypatch):
     x, weight, *_ = case(16, 32, 8)
-    assert ops.few_rows(x, weight) == native.multiplies_bfloat16()
+    assert ops.skinny(x, weight) == native.multiplies_bfloat16()
     for bad in ((case(17, 32, 8)[0], weight), (x.float(), weight.float()), (x.T, weight),
                 (x, weight.T), (x[:, :31], weight[:, :31]), (x.to("meta"), weight.to("meta"))):
-        assert not ops.few_rows(*bad)
+        assert not ops.skinny(*bad)
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
-    assert not ops.few_rows(x, weight)
+    assert not ops.skinny(x, weight)

@@ -23,9 +23,9 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops, reference
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning import rows
-from flexgen_h2o.storage.transfer import DOWN, UP
+from flexgen_h2o.storage.transfer import D2H, H2D
 
-NEW = 20  # more than the tail of a cache on disk
+NEW = 20  # more than the write-back log of a cache on disk
 
 
 def floats(x, layout=None) -> np.ndarray:
@@ -45,7 +45,7 @@ def by_hand(case, sparsity: float) -> tuple[np.ndarray, dict]:
     keys, values = floats(case["slots"], case["layout"])
     group = q.shape[1] // k.shape[1]
     out, chosen = np.zeros_like(q), {}
-    for s, cached in enumerate(case["turn"][0].tolist()):
+    for s, cached in enumerate(case["metadata"][0].tolist()):
         for head in range(k.shape[1]):
             mine = slice(head * group, (head + 1) * group)
             every = np.concatenate([keys[s, head, :cached], k[s, head][None]])
@@ -61,12 +61,12 @@ def by_hand(case, sparsity: float) -> tuple[np.ndarray, dict]:
 def attend(case, sparsity: float):
     """Both steps, on a copy of the case: what came out, and the copy."""
     mine = {name: copied(x) for name, x in case.items()}
-    slots, turn, layout = mine["slots"], mine["turn"], mine["layout"]
-    index, weights = ops.choose_values(mine["q"], mine["k"], keys=slots[0], turn=turn,
+    slots, metadata, layout = mine["slots"], mine["metadata"], mine["layout"]
+    index, weights = ops.choose_values(mine["q"], mine["k"], keys=slots[0], metadata=metadata,
                                        sparsity=sparsity, layout=layout)
     values = picked(slots[1].contiguous(), index)
     out, taken = ops.attend_chosen(mine["k"], mine["v"], slots=slots, values=values,
-                                   weights=weights, turn=turn, layout=layout)
+                                   weights=weights, metadata=metadata, layout=layout)
     return index, weights, out, taken, mine
 
 
@@ -86,9 +86,9 @@ def hold_to_definition(case, sparsity: float) -> None:
     torch.testing.assert_close(out.float(), torch.from_numpy(expected), rtol=rounding, atol=2e-5)
     _, taken_by_full = reference.decode_attention(
         case["q"], case["k"], case["v"], slots=(wanted := copied(case["slots"])),
-        turn=case["turn"], layout=case["layout"])
+        metadata=case["metadata"], layout=case["layout"])
     assert same(after["slots"], wanted) and same(taken, taken_by_full)
-    for name in ("q", "k", "v", "turn"):
+    for name in ("q", "k", "v", "metadata"):
         assert same(after[name], case[name])
 
 
@@ -149,11 +149,11 @@ def test_the_memory_plan_covers_the_temporaries(form, sparsity):
     case = decode_case([300, 300], form=form, group=4, kv_heads=8, dim=128, n=301)
 
     def step():
-        slots, turn, layout = case["slots"], case["turn"], case["layout"]
+        slots, metadata, layout = case["slots"], case["metadata"], case["layout"]
         index, weights = ops.choose_values(case["q"], case["k"], keys=slots[0, :, :, :300],
-                                           turn=turn, sparsity=sparsity, layout=layout)
+                                           metadata=metadata, sparsity=sparsity, layout=layout)
         ops.attend_chosen(case["k"], case["v"], slots=slots, values=picked(slots[1], index),
-                          weights=weights, turn=turn, layout=layout)
+                          weights=weights, metadata=metadata, layout=layout)
 
     case["slots"] = case["slots"].contiguous()
     held = peak_bytes(step)
@@ -225,7 +225,7 @@ def test_only_chosen_values_travel(tiny_model, monkeypatch, bits):
     for share in (1.0, 0.25):
         _, links = run(tiny.folder, prompts, attn_sparsity=share, cache_bits=bits,
                        gpu_batch_size=2, cache=Placement(0, 100, 0))
-        moved[share] = [links[link][0] for link in (UP, DOWN)]
+        moved[share] = [links[link][0] for link in (H2D, D2H)]
     record = 4 * dim if bits == 16 else GroupLayout(dim, bits).nbytes
     vectors = len(lengths) * layers * heads
     chosen = vectors * sum(int(0.25 * (40 + token)) for token in range(NEW - 1))

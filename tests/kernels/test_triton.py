@@ -24,7 +24,7 @@ import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from flexgen_h2o.config.formats import GroupLayout  # noqa: E402
-from flexgen_h2o.h2o.eviction import EMPTY, Book, Cut, Eviction  # noqa: E402
+from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState  # noqa: E402
 from flexgen_h2o.kernels import (  # noqa: E402
     reference,
     triton_decode,
@@ -74,14 +74,14 @@ def random(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype)
 
 
-def clone(book: Book | None, copy=torch.clone) -> Book | None:
-    if book is None:
+def clone(state: EvictionState | None, copy=torch.clone) -> EvictionState | None:
+    if state is None:
         return None
-    return Book(book.eviction, copy(book.mass), copy(book.positions),
-                None if book.ranks is None else copy(book.ranks), book.rope)
+    return EvictionState(state.eviction, copy(state.scores), copy(state.positions),
+                         None if state.ranks is None else copy(state.ranks), state.rope)
 
 
-def turned(x):
+def rotated(x):
     """A copy that lies the other way round in memory."""
     return x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
@@ -101,12 +101,12 @@ def decode_case(cached, *, form=torch.float32, group=1, kv_heads=2, dim=16, n=No
                        float("nan") if layout is None else 255, dtype=held.dtype)[:, :, :, :n]
     slots.copy_(torch.where(filled[:, None, :, None], held, slots))
     tokens = [c + 1 + 5 * (s in full) for s, c in enumerate(cached)]
-    turn = torch.tensor([cached, tokens, [recent] * sequences,
-                         [int(s in full) for s in range(sequences)]], dtype=torch.int32)
-    book = None
+    metadata = torch.tensor([cached, tokens, [recent] * sequences,
+                             [int(s in full) for s in range(sequences)]], dtype=torch.int32)
+    state = None
     if eviction is not None:
         shape = (sequences, kv_heads, n)
-        mass = torch.rand(shape).masked_fill(~filled[:, None], 0)
+        scores = torch.rand(shape).masked_fill(~filled[:, None], 0)
         positions = torch.full(shape, EMPTY, dtype=torch.int32)
         ranks = torch.zeros(shape, dtype=torch.int32) if rotary else None
         for s, c in enumerate(cached):
@@ -116,34 +116,34 @@ def decode_case(cached, *, form=torch.float32, group=1, kv_heads=2, dim=16, n=No
                 if rotary:
                     ranks[s, h, :c] = chosen.argsort().argsort().int()
         angles = torch.rand(n + 1, rotary // 2) * 6
-        book = Book(eviction, mass, positions, ranks, (angles.cos(), angles.sin())
-                    if rotary else None)
-    return dict(q=q, k=k, v=v, slots=slots, turn=turn, layout=layout, book=book)
+        state = EvictionState(eviction, scores, positions, ranks, (angles.cos(), angles.sin())
+                              if rotary else None)
+    return dict(q=q, k=k, v=v, slots=slots, metadata=metadata, layout=layout, state=state)
 
 
-def triton_decode_step(q, k, v, *, slots, turn, layout, book):
-    eviction = book.eviction if book else Eviction()
-    parts = (book.mass, book.positions, book.ranks, *(book.rope or (None, None))) if book \
+def triton_decode_step(q, k, v, *, slots, metadata, layout, state):
+    eviction = state.eviction if state else Eviction()
+    parts = (state.scores, state.positions, state.ranks, *(state.rope or (None, None))) if state \
         else (None,) * 5
     return triton_decode.decode_attention(
-        q, k, v, slots, turn, *parts, layout.bits if layout else 16, eviction.mean,
+        q, k, v, slots, metadata, *parts, layout.bits if layout else 16, eviction.mean,
         eviction.decay, eviction.sinks)
 
 
 def check_decode(copy=torch.clone, **options):
     case = decode_case(**options)
-    other = case | {"slots": case["slots"].clone(), "book": clone(case["book"], copy)}
+    other = case | {"slots": case["slots"].clone(), "state": clone(case["state"], copy)}
     expected, place = reference.decode_attention(**case)
     out, taken = triton_decode_step(**other)
     assert torch.equal(taken, place) and taken.dtype == torch.int64
     assert out.dtype == case["q"].dtype and out.shape == case["q"].shape
     assert (out.double() - expected.double()).abs().max() < BOUND[out.dtype]
     torch.testing.assert_close(other["slots"], case["slots"], rtol=0, atol=0, equal_nan=True)
-    book, wanted = other["book"], case["book"]
+    state, wanted = other["state"], case["state"]
     if wanted is not None:
-        torch.testing.assert_close(book.mass, wanted.mass, rtol=1e-5, atol=1e-6)
-        assert torch.equal(book.positions, wanted.positions)
-        assert wanted.ranks is None or torch.equal(book.ranks, wanted.ranks)
+        torch.testing.assert_close(state.scores, wanted.scores, rtol=1e-5, atol=1e-6)
+        assert torch.equal(state.positions, wanted.positions)
+        assert wanted.ranks is None or torch.equal(state.ranks, wanted.ranks)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -157,13 +157,13 @@ def test_decode(form, group, rotary):
                                       Eviction(sinks=3), Eviction(True, 0.5, 1)])
 @pytest.mark.parametrize("recent", [1, 30])
 def test_decode_variants(monkeypatch, eviction, recent):
-    monkeypatch.setattr(triton_decode, "TILE", 64)
+    monkeypatch.setattr(triton_decode, "FINISH_ELEMENTS", 64)
     check_decode(cached=[31, 32, 65], full=(0, 1, 2), recent=recent, eviction=eviction, rotary=4)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cached", [[0], [1], [2], [15], [16], [17], [31], [32], [64, 63, 0]])
-def test_decode_lengths_without_book(form, cached):
+def test_decode_lengths_without_state(form, cached):
     check_decode(cached=cached, form=form, kv_heads=1, group=1 + 2 * (cached[0] % 2))
 
 
@@ -175,15 +175,15 @@ def test_decode_dims(form, dim):
                      group=2 if rotary == dim else 1, eviction=Eviction(), rotary=rotary)
 
 
-def test_decode_with_books_of_any_strides():
+def test_decode_with_states_of_any_strides():
     for rotary in (0, 16):
-        check_decode(turned, cached=[31, 20], full=(0, 1), eviction=Eviction(), rotary=rotary)
+        check_decode(rotated, cached=[31, 20], full=(0, 1), eviction=Eviction(), rotary=rotary)
 
 
 def attention64(q, k, v, allowed):
     """Of one head in float64: q [n, dim], k and v [t, dim], allowed [n, t]."""
-    scores = (q.double() @ k.double().T) * q.shape[-1] ** -0.5
-    return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v.double()
+    logits = (q.double() @ k.double().T) * q.shape[-1] ** -0.5
+    return logits.masked_fill(~allowed, float("-inf")).softmax(-1) @ v.double()
 
 
 @pytest.mark.parametrize("dtype", BOUND)
@@ -207,11 +207,11 @@ def test_equal_scores_evict_the_oldest():
     for mean in (False, True):
         case = decode_case(cached=[40], full=(0,), eviction=Eviction(mean=mean))
         case["q"].zero_()
-        book = case["book"]
-        book.mass.copy_(torch.rand(book.mass.shape).mul(3).floor())
+        state = case["state"]
+        state.scores.copy_(torch.rand(state.scores.shape).mul(3).floor())
         if mean:
-            book.mass.zero_()
-        other = case | {"slots": case["slots"].clone(), "book": clone(book)}
+            state.scores.zero_()
+        other = case | {"slots": case["slots"].clone(), "state": clone(state)}
         assert torch.equal(triton_decode_step(**other)[1],
                            reference.decode_attention(**case)[1])
 
@@ -224,16 +224,16 @@ def test_prefill(dtype, group, decay, rows, tokens):
     kv_heads, dim = 2 if group == 1 else 1, 20
     q = random(sum(rows), kv_heads * group, dim + 4, dtype=dtype)[..., :dim]
     k, v = random(2, kv_heads, sum(tokens), dim, dtype=dtype).transpose(1, 2)
-    mass = torch.full((kv_heads, sum(tokens) + 5), float("nan"))
-    mass[:, :-5] = torch.rand(kv_heads, sum(tokens))
-    wanted = mass.clone()
+    scores = torch.full((kv_heads, sum(tokens) + 5), float("nan"))
+    scores[:, :-5] = torch.rand(kv_heads, sum(tokens))
+    wanted = scores.clone()
     expected = reference.prefill_attention(
-        q.float(), k.float(), v.float(), rows, key_lengths=tokens, mass=wanted[:, :-5],
+        q.float(), k.float(), v.float(), rows, key_lengths=tokens, scores=wanted[:, :-5],
         decay=decay)
-    out = triton_prefill.prefill_attention(q, k, v, rows, tokens, mass[:, :-5], decay)
+    out = triton_prefill.prefill_attention(q, k, v, rows, tokens, scores[:, :-5], decay)
     assert out.dtype == dtype and out.shape == q.shape
     assert (out.float() - expected).abs().max() < BOUND[dtype]
-    torch.testing.assert_close(mass, wanted, rtol=2e-5, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(scores, wanted, rtol=2e-5, atol=2e-6, equal_nan=True)
     if group == 1:
         alone = triton_prefill.prefill_attention(q, k, v, rows, tokens, None, 1.0)
         assert torch.equal(alone, out)
@@ -243,10 +243,10 @@ def test_prefill(dtype, group, decay, rows, tokens):
 @pytest.mark.parametrize("dim", [2, 64, 80, 96, 128, 256])
 def test_prefill_dims_beside_float64(dtype, dim):
     q, k, v = random(3, 21, 2, dim, dtype=dtype)
-    mass, wanted = torch.zeros(2, 2, 21)
-    out = triton_prefill.prefill_attention(q, k, v, [21], [21], mass, 1.0)
-    reference.prefill_attention(q, k, v, [21], mass=wanted)
-    torch.testing.assert_close(mass, wanted, rtol=2e-5, atol=2e-6)
+    scores, wanted = torch.zeros(2, 2, 21)
+    out = triton_prefill.prefill_attention(q, k, v, [21], [21], scores, 1.0)
+    reference.prefill_attention(q, k, v, [21], scores=wanted)
+    torch.testing.assert_close(scores, wanted, rtol=2e-5, atol=2e-6)
     for h in range(2):
         right = attention64(q[:, h], k[:, h], v[:, h], torch.ones(21, 21, dtype=torch.bool).tril())
         assert (out[:, h] - right).abs().max() < BOUND[dtype]
@@ -254,39 +254,40 @@ def test_prefill_dims_beside_float64(dtype, dim):
 
 def test_large_logits_do_not_overflow():
     q, k, v = random(3, 40, 2, 16)
-    mass = torch.zeros(2, 40)
-    out = triton_prefill.prefill_attention(q * 300, k * 300, v, [40], [40], mass, 1.0)
+    scores = torch.zeros(2, 40)
+    out = triton_prefill.prefill_attention(q * 300, k * 300, v, [40], [40], scores, 1.0)
     # Logits of 1e5 have an error of 1e-2, not the same one in both passes.
-    assert out.isfinite().all() and abs(mass.sum().item() - 80) < 1
+    assert out.isfinite().all() and abs(scores.sum().item() - 80) < 1
 
 
 def check_select(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, rolls=False,
-                 scores=torch.rand, copy=torch.clone):
+                 draw=torch.rand, copy=torch.clone):
     dtype, layout = (form, None) if isinstance(form, torch.dtype) else (torch.bfloat16,
                                                                        GroupLayout(dim, form))
     eviction = eviction or Eviction()
     rows, sequences = sum(cut.length for cut in cuts), len(cuts)
     k = random(rows, kv_heads, dim + 2, dtype=dtype)[..., :dim]
     v = random(kv_heads, rows, dim, dtype=dtype).transpose(0, 1)
-    mass = None if scores is None else scores((kv_heads, rows + 3))[:, :rows]
+    scores = None if draw is None else draw((kv_heads, rows + 3))[:, :rows]
     n = max(eviction.kept(cut) for cut in cuts) + 2
     shape = (sequences, kv_heads, n)
     width, kind = (dim, dtype) if layout is None else (layout.nbytes, torch.uint8)
     cases = []
     for _ in range(2):
-        book = clone(Book(eviction, torch.full(shape, float("nan")), torch.full(shape, -7).int(),
-                          torch.full(shape, -7).int() if rolls else None), copy)
+        state = clone(EvictionState(eviction, torch.full(shape, float("nan")),
+                                    torch.full(shape, -7).int(),
+                                    torch.full(shape, -7).int() if rolls else None), copy)
         slots = torch.full((2, sequences, kv_heads, n + 1, width), 77.0).to(kind)[:, :, :, :n]
-        cases.append((slots, book))
-    (slots, book), (wanted_slots, wanted) = cases
-    reference.select_heavy_hitters(k, v, mass, cuts=cuts, slots=wanted_slots, book=wanted,
+        cases.append((slots, state))
+    (slots, state), (wanted_slots, wanted) = cases
+    reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=wanted_slots, state=wanted,
                                    layout=layout)
     triton_select.select_heavy_hitters(
-        k, v, mass, [x for cut in cuts for x in cut], slots, book.mass, book.positions,
-        book.ranks, layout.bits if layout else 16, eviction.mean, eviction.sinks)
-    assert torch.equal(book.positions, wanted.positions)
-    assert torch.equal(book.mass, wanted.mass)
-    assert not rolls or torch.equal(book.ranks, wanted.ranks)
+        k, v, scores, [x for cut in cuts for x in cut], slots, state.scores, state.positions,
+        state.ranks, layout.bits if layout else 16, eviction.mean, eviction.sinks)
+    assert torch.equal(state.positions, wanted.positions)
+    assert torch.equal(state.scores, wanted.scores)
+    assert not rolls or torch.equal(state.ranks, wanted.ranks)
     assert torch.equal(slots, wanted_slots)
 
 
@@ -300,24 +301,24 @@ CUTS = [Cut(1, 1, 1), Cut(7, 2, 2), Cut(31, 10, 5), Cut(33, 1, 1), Cut(65, 0, 9)
         Cut(100, 40, 33)]
 
 
-@pytest.mark.parametrize("scores", [torch.rand, torch.randn, tied, None])
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn, tied, None])
 @pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(sinks=4)])
-def test_select(scores, eviction):
+def test_select(draw, eviction):
     """The long ones of `CUTS` have more scores than registers, here; the short ones have not."""
     rolls = eviction.sinks > 0
-    check_select(CUTS, scores=scores, eviction=eviction, rolls=rolls, kv_heads=1 + rolls)
-    check_select(CUTS[:4], scores=scores, eviction=eviction, kv_heads=1)
+    check_select(CUTS, draw=draw, eviction=eviction, rolls=rolls, kv_heads=1 + rolls)
+    check_select(CUTS[:4], draw=draw, eviction=eviction, kv_heads=1)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dim", [12, 80, 128])
 def test_select_forms(form, dim):
     check_select([Cut(9, 3, 2), Cut(40, 15, 5)], form=form, dim=dim,
-                 copy=turned if dim == 80 else torch.clone)
+                 copy=rotated if dim == 80 else torch.clone)
 
 
 def test_select_with_scores_of_every_size():
-    check_select([Cut(60, 13, 5)], scores=lambda shape: torch.randn(shape) * 10.0 ** (
+    check_select([Cut(60, 13, 5)], draw=lambda shape: torch.randn(shape) * 10.0 ** (
         torch.randint(-44, 38, shape)))
 
 
@@ -421,7 +422,8 @@ def compiled(script: str, architecture: int, cache: Path) -> set[str]:
     """Names of the kernels that a file of tests, as a script, compiles for an architecture."""
     done = subprocess.run(
         [sys.executable, script, str(architecture)], capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)})
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache),
+             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])})
     assert done.returncode == 0, done.stderr
     return {line.split()[0] for line in done.stdout.splitlines()}
 

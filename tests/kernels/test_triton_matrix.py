@@ -10,9 +10,14 @@ import sys
 
 import pytest
 import torch
-from kernels.test_triton import SHARED, _AbsentGPU, compiled
+from kernels.test_triton import (  # noqa: F401 (_mended_interpreter is a fixture)
+    SHARED,
+    _AbsentGPU,
+    _mended_interpreter,
+    compiled,
+)
 
-from flexgen_h2o.config.formats import TILE, MatrixLayout
+from flexgen_h2o.config.formats import MATRIX_TILE, MatrixLayout
 from flexgen_h2o.kernels import reference_matrix, triton_matrix
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -34,15 +39,15 @@ def matrix(outputs, inputs, bits, group):
     data = reference_matrix.quantize_matrix(weight, layout)
     values = reference_matrix.unpack_rows(data, layout, torch.arange(outputs), torch.float32)
     blocks = data.view(layout.tiles, layout.groups, layout.block_bytes)
-    filled = TILE * layout.tiles - outputs
+    filled = MATRIX_TILE * layout.tiles - outputs
     if filled:
-        halves = blocks[-1, :, : 4 * TILE].unflatten(-1, (2, TILE, 2))
+        halves = blocks[-1, :, : 4 * MATRIX_TILE].unflatten(-1, (2, MATRIX_TILE, 2))
         halves[:, :, -filled:] = torch.tensor([0, 0x7E], dtype=torch.uint8)  # NaN
-        words = blocks[-1, :, 4 * TILE :].unflatten(-1, (layout.words, TILE, 4))
+        words = blocks[-1, :, 4 * MATRIX_TILE :].unflatten(-1, (layout.words, MATRIX_TILE, 4))
         words[:, :, -filled:] = torch.randint(256, (4,)).to(torch.uint8)
     rest = inputs % group
     if rest:  # whole bytes of codes past the inputs: of whole words, any bits
-        words = blocks[:, -1, 4 * TILE :].unflatten(-1, (layout.words, 4 * TILE))
+        words = blocks[:, -1, 4 * MATRIX_TILE :].unflatten(-1, (layout.words, 4 * MATRIX_TILE))
         words[:, -(-rest * bits // 32) :] = 0xA7
     return data, layout, values
 
@@ -74,7 +79,7 @@ def check_linear(rows, shape, form, *, bias=False, add=False, dtype=torch.float3
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 3, 16, 17])
-def test_linear_of_few_rows(rows, form):
+def test_linear_of_skinny_matrices(rows, form):
     for i, shape in enumerate(MATRICES):
         check_linear(rows, shape, form, bias=i % 2 == 0, add=i < 2)
 
@@ -186,7 +191,7 @@ def compile_kernels(architecture: int) -> None:
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_kernels_compile_without_a_gpu(architecture, tmp_path):
     """What the interpreter lets pass, the compiler may not."""
-    assert compiled(__file__, architecture, tmp_path) == {"_few", "_several", "_add_parts",
+    assert compiled(__file__, architecture, tmp_path) == {"_skinny", "_several", "_add_parts",
                                                           "_unpack"}
 
 

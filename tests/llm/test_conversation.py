@@ -60,10 +60,10 @@ def test_log_probabilities_are_those_of_one_text(tiny_model):
     with open_llm(tiny) as llm:
         (whole,) = llm.loglikelihood([(text[:1], text[1:])])
         with llm.stream(max_tokens=60) as stream:
-            pieces = [stream.loglikelihood(text[a:b])
+            chunks = [stream.loglikelihood(text[a:b])
                       for a, b in ((0, 1), (1, 2), (2, 20), (20, 21), (21, 60))]
-            assert [len(piece) for piece in pieces] == [0, 1, 18, 1, 39]
-            assert sum(pieces, []) == pytest.approx(whole, abs=1e-4)
+            assert [len(chunk) for chunk in chunks] == [0, 1, 18, 1, 39]
+            assert sum(chunks, []) == pytest.approx(whole, abs=1e-4)
             assert stream.tokens == 60 and stream.cached_tokens == 59
             assert len(stream.stats.step_seconds) == 38
             with pytest.raises(UserError, match="60 tokens, and 1 more would exceed max_tokens"):

@@ -18,7 +18,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.metrics.trace import Trace
 
-NEW = 20  # more than the tail of a cache on disk
+NEW = 20  # more than the write-back log of a cache on disk
 
 
 def make_prompts(vocab, lengths, seed=0):
@@ -75,7 +75,7 @@ def test_the_same_tokens_for_every_batch_split(tiny_model, tmp_path, split):
     assert got == transformers_tokens(tiny, prompts)
 
 
-def test_call_after_call_in_the_same_room(tiny_model, tmp_path, device):
+def test_call_after_call_in_the_same_workspace(tiny_model, tmp_path, device):
     """Smaller blocks after larger ones, scoring in between, an early end with loads under way."""
     tiny = tiny_model("llama")
     vocab = tiny.model.config.vocab_size
@@ -425,7 +425,7 @@ def test_damaged_small_files_show_before_the_work(tiny_model, tmp_path, monkeypa
 
     shutil.copytree(tiny_model("opt").folder, tmp_path / "model")
     (tmp_path / "model" / name).write_text(text)
-    monkeypatch.setattr(runner.Runtime, "run", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(runner.Runner, "run", lambda *_, **__: pytest.fail("it ran"))
     with pytest.raises(UserError, match="can't be") as caught, \
             LLM(str(tmp_path / "model"), dtype="float32") as llm:
         llm.generate([[5]], max_new_tokens=2, eos_token_id=-1)

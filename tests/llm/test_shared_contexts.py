@@ -68,9 +68,9 @@ def test_a_shared_context_is_computed_once(tiny_model, monkeypatch):
     pairs = pairs_of(tiny.config.vocab_size)
     fed, inputs = [], Batch.inputs
 
-    def counted(batch, sweep):
-        ids, positions = inputs(batch, sweep)
-        fed.append((batch.seats.in_prefill(sweep), len(ids)))
+    def counted(batch, forward_pass):
+        ids, positions = inputs(batch, forward_pass)
+        fed.append((batch.batch_layout.in_prefill(forward_pass), len(ids)))
         return ids, positions
 
     monkeypatch.setattr(Batch, "inputs", counted)

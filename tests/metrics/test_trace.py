@@ -23,7 +23,7 @@ def test_trace_is_chrome_json(tmp_path):
     with pytest.raises(ValueError, match="boom"), trace.span("layer 2", "compute"):
         raise ValueError("boom")
     start = trace.spans()[0][2]
-    trace.add("piece", "disk->cpu", start + 1, start + 3, 4 * 10**9)
+    trace.add("chunk", "disk->cpu", start + 1, start + 3, 4 * 10**9)
     trace.write_chrome(tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -39,7 +39,7 @@ def test_trace_is_chrome_json(tmp_path):
 def test_disabled_trace_records_nothing():
     trace = Trace(enabled=False)
     with trace.span("layer", "compute"):
-        trace.add("piece", "disk->cpu", 0.0, 1.0, 5)
+        trace.add("chunk", "disk->cpu", 0.0, 1.0, 5)
     assert trace.spans() == []
     with sampled_memory(trace, lambda: pytest.fail("sampled")):
         assert not samplers()
@@ -52,14 +52,14 @@ def test_a_trace_comes_back_from_its_file(tmp_path):
     trace.about = {"model": "opt", "decode_steps": 3, "predicted_prefill_seconds": None}
     base = origin_of(trace)
     trace.add("decode", "phases", base + 1, base + 3)
-    trace.add("piece", "disk->cpu", base + 1.5, base + 2, 4096)
+    trace.add("chunk", "disk->cpu", base + 1.5, base + 2, 4096)
     trace.sample(PROCESS_MEMORY, base + 0.5, 10**9)
     trace.sample(DEVICE_MEMORY, base + 2, 7)
     trace.write_chrome(tmp_path / "t.json")
     found = Trace.read_chrome(tmp_path / "t.json")
     assert found.about == trace.about
     assert [(*span[:2], span[4]) for span in found.spans()] == [
-        ("decode", "phases", 0), ("piece", "disk->cpu", 4096)]
+        ("decode", "phases", 0), ("chunk", "disk->cpu", 4096)]
     assert [time for span in found.spans() for time in span[2:4]] == pytest.approx([1, 3, 1.5, 2])
     assert found.samples() == [(PROCESS_MEMORY, pytest.approx(0.5), 10**9),
                                (DEVICE_MEMORY, pytest.approx(2), 7)]

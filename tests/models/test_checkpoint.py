@@ -69,9 +69,9 @@ def raw_safetensors(path: Path, header: object, data: bytes = b"") -> Path:
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS)
-@pytest.mark.parametrize("piece_bytes", [8, 4 << 20])
-def test_safetensors_reads_and_converts(tmp_path, monkeypatch, out_dtype, piece_bytes):
-    monkeypatch.setattr(checkpoint_module, "_CONVERT_BYTES", piece_bytes)
+@pytest.mark.parametrize("chunk_bytes", [8, 4 << 20])
+def test_safetensors_reads_and_converts(tmp_path, monkeypatch, out_dtype, chunk_bytes):
+    monkeypatch.setattr(checkpoint_module, "_CONVERT_BYTES", chunk_bytes)
     save_file(tensors(), tmp_path / "model.safetensors")
     with SafetensorsCheckpoint(tmp_path) as checkpoint:
         assert set(checkpoint.names()) == set(tensors())

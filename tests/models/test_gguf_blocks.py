@@ -101,11 +101,11 @@ def of_heads(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return torch.cat([torch.cat((head[0::2], head[1::2])) for head in weight.chunk(heads)])
 
 
-@pytest.mark.parametrize("piece_elements", [1, 1 << 18])
+@pytest.mark.parametrize("chunk_elements", [1, 1 << 18])
 @pytest.mark.parametrize("kind", BITS, ids=lambda kind: kind.name)
-def test_values_are_those_of_the_file(tmp_path, monkeypatch, kind, piece_elements):
+def test_values_are_those_of_the_file(tmp_path, monkeypatch, kind, chunk_elements):
     """Quantized by gguf and random, less and more than a tile of rows, several groups."""
-    monkeypatch.setattr(gguf_blocks, "_PIECE_ELEMENTS", piece_elements)
+    monkeypatch.setattr(gguf_blocks, "_CHUNK_ELEMENTS", chunk_elements)
     source = write_gguf(tmp_path / "a.gguf", {
         "token_embd.weight": (normal(5, 32), kind),
         "blk.0.ffn_up.weight": (normal(43, 96), kind),
@@ -125,7 +125,7 @@ def test_values_are_those_of_the_file(tmp_path, monkeypatch, kind, piece_element
 
 @pytest.mark.parametrize("kind", BITS, ids=lambda kind: kind.name)
 def test_rows_of_query_and_key_projections_are_put_in_order(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(gguf_blocks, "_PIECE_ELEMENTS", 1)  # pieces of a tile, smaller than a head
+    monkeypatch.setattr(gguf_blocks, "_CHUNK_ELEMENTS", 1)  # chunks of a tile, smaller than a head
     source = write_gguf(tmp_path / "a.gguf", {"blk.0.attn_q.weight": (normal(96, 64), kind),
                                               "blk.0.attn_k.weight": (normal(40, 64), kind)})
     blocks = GgufBlocks(source, BITS[kind])
@@ -176,7 +176,7 @@ def test_only_matrices_of_these_bits_are_kept(tmp_path):
 ])
 def test_a_zero_point_that_float16_cannot_hold(tmp_path, monkeypatch, kind, scale, place, kept):
     """One block in one of two matrices decides, wherever it is."""
-    monkeypatch.setattr(gguf_blocks, "_PIECE_ELEMENTS", 1)
+    monkeypatch.setattr(gguf_blocks, "_CHUNK_ELEMENTS", 1)
     raw = with_scale(quantize(normal(33, 64), kind), scale, kind, place)
     source = write_gguf(tmp_path / "a.gguf", {"blk.0.ffn_up.weight": (raw, kind),
                                               "blk.0.ffn_down.weight": (normal(32, 32), kind)})

@@ -91,9 +91,9 @@ def test_logits_of_prefill_and_ten_steps(tiny_model, key):
 
 
 @pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "neox", "neox_sequential"])
-def test_blocks_and_pieces_of_rows_change_nothing(tiny_model, key, monkeypatch):
+def test_blocks_and_chunks_of_rows_change_nothing(tiny_model, key, monkeypatch):
     monkeypatch.setattr(layers, "ROW_BLOCK", 7)
-    monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
     model = tiny_model(key).model
     runner = Runner(model)
     ids = random_ids(runner.cfg, 30)
@@ -207,17 +207,17 @@ def test_rotation_keeps_lengths_and_depends_on_distance(rotary, extra, positions
     generator = torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, 3, rotary + extra, generator=generator, dtype=torch.float64)
 
-    def turned(x, position):
+    def rotated(x, position):
         tables = layers.rope_tables(rope, torch.tensor([position]), torch.float64)
         return apply_rope_(x[None].clone(), *tables)[0]
 
     for position in positions:
-        at = turned(q, position)
+        at = rotated(q, position)
         torch.testing.assert_close(at.norm(dim=-1), q.norm(dim=-1))
         assert torch.equal(at[:, rotary:], q[:, rotary:])
     start = positions[0] % 1000  # float32 angles: exact enough only near the beginning
-    near = (turned(q, 5) * turned(k, 2)).sum(-1)
-    far = (turned(q, start + 5) * turned(k, start + 2)).sum(-1)
+    near = (rotated(q, 5) * rotated(k, 2)).sum(-1)
+    far = (rotated(q, start + 5) * rotated(k, start + 2)).sum(-1)
     torch.testing.assert_close(near, far, atol=2e-3, rtol=1e-3)
 
 

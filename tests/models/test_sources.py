@@ -328,7 +328,7 @@ converted_folder({str(tmp_path / "mine")!r}, "float16", lambda done, total: os.k
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == -9
     (left,) = folders(cache)
     assert left.endswith(".tmp")
-    # Another build's temporary folder stays as long as somebody holds its lock.
+    # Another build's temporary folder stays as long as its lock is held.
     (cache / ".alive.tmp").mkdir()
     with open(cache / ".alive.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -430,11 +430,11 @@ def write_gguf(path: Path, *, extra=None, architecture="llama", experts=0) -> Pa
 
 
 @pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize("piece_elements", [70, 4 << 20])
-def test_gguf_equals_transformers(tmp_path, monkeypatch, untied, piece_elements):
+@pytest.mark.parametrize("chunk_elements", [70, 4 << 20])
+def test_gguf_equals_transformers(tmp_path, monkeypatch, untied, chunk_elements):
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    monkeypatch.setattr(from_gguf, "_PIECE_ELEMENTS", piece_elements)
+    monkeypatch.setattr(from_gguf, "_CHUNK_ELEMENTS", chunk_elements)
     head = {"output.weight": np.ones((260, HIDDEN), np.float32)} if untied else {}
     source = write_gguf(tmp_path / "tiny.gguf", extra=head)
     folder = checkpoint_folder(str(source))
@@ -507,8 +507,8 @@ def test_gguf_refusals(tmp_path, cache):
     refused(converting(architecture="qwen2"), "qwen2", "llama")
     refused(converting(experts=8), "mixture of experts")
     refused(converting(extra={"blk.0.odd.weight": np.ones(3, np.float32)}), "blk.0.odd.weight")
-    turned = 3 * llama3_factors(8.0, HEAD_DIM, 5e5)[::-1].copy()
-    for factors in (np.array([1, 2, 1, 2], np.float32), turned):
+    rotated = 3 * llama3_factors(8.0, HEAD_DIM, 5e5)[::-1].copy()
+    for factors in (np.array([1, 2, 1, 2], np.float32), rotated):
         refused(converting(extra={"rope_freqs.weight": factors}), "rope factors")
     raw = write_gguf(tmp_path / "cut.gguf").read_bytes()
     for length in (0, 3, 40, 3000, len(raw) - 40_000):

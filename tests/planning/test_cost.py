@@ -24,7 +24,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.planning.cost import estimate, interpolate
-from flexgen_h2o.planning.hardware import HostAttention
+from flexgen_h2o.planning.hardware import HostAttentionRates
 from flexgen_h2o.planning.rows import part_bytes
 
 LAYER = OPT.layer_parameters() * 2  # bytes
@@ -42,7 +42,7 @@ def seconds(hardware, run) -> tuple[float, float]:
 # Weights
 
 
-def test_weights_in_host_memory_come_once_a_sweep():
+def test_weights_in_host_memory_come_once_a_pass():
     run = planned(weights=ON_HOST, batch=(4, 3))
     found = estimate(machine(up=2.0), run)
     # Of the embeddings only the rows travel that are looked up: of the prompts, or new tokens.
@@ -85,12 +85,12 @@ def test_quantized_weights_travel_as_they_lie():
         12 * layer + options.matrix_bytes((50272, 768), 2) + 4 * ROW)
 
 
-def test_a_prompt_in_pieces_loads_the_weights_for_each():
-    whole, pieces = (estimate(machine(), planned(weights=ON_HOST, prefill_chunk=chunk))
+def test_a_prompt_in_chunks_loads_the_weights_for_each():
+    whole, chunks = (estimate(machine(), planned(weights=ON_HOST, prefill_chunk=chunk))
                      for chunk in (None, 16))
     tokens = 4 * 64 * ROW
-    assert pieces.prefill.seconds - tokens == pytest.approx(4 * (whole.prefill.seconds - tokens))
-    assert pieces.step == whole.step
+    assert chunks.prefill.seconds - tokens == pytest.approx(4 * (whole.prefill.seconds - tokens))
+    assert chunks.step == whole.step
 
 
 # Compute
@@ -173,7 +173,7 @@ def test_overlap_takes_the_largest_and_without_it_all_add_up():
 
 def test_the_host_attends_beside_the_gpu_if_there_are_two_batches():
     compute = replace(FREE, layer_seconds=3.0)
-    host = HostAttention({16: SLOT * 68.5 / 2}, head_seconds=1 / 24)  # 2.5 s a sequence
+    host = HostAttentionRates({16: SLOT * 68.5 / 2}, head_seconds=1 / 24)  # 2.5 s a sequence
     hardware = machine(compute, host=host, up=1e30, down=1e30)
     for batches, layer in ((1, 3 + 4 * 2.5), (2, 2 * 4 * 2.5)):
         run = planned(cache=ON_HOST, batch=(4, batches), cpu_cache_compute=True)

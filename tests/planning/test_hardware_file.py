@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.links import LINKS
-from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttention
+from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.hardware_file import (
     BITS,
     HOST_LINKS,
@@ -46,7 +46,7 @@ def machines(draw) -> Hardware:
             decode_attention=draw(tables(BITS)),
             **{name: draw(figures) for name in (
                 "head_seconds", "elementwise", "layer_seconds", "logit_seconds")}),
-        host_attention=HostAttention(draw(tables(BITS)), draw(figures))
+        host_attention=HostAttentionRates(draw(tables(BITS)), draw(figures))
         if has_gpu and draw(st.booleans()) else None,
         interference=draw(st.floats(0, 1)))
 

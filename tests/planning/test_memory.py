@@ -53,13 +53,13 @@ def write_model(folder: Path, config: dict) -> None:
     shapes = {spec.name: spec.shape for group in groups for spec in group.values()}
     dummy = DummyCheckpoint(shapes, torch.bfloat16, seed=0)
 
-    def pieces(name: str):
+    def chunks(name: str):
         tensor = torch.empty(shapes[name], dtype=torch.bfloat16)
         dummy.read(name, tensor)
         yield tensor
 
     layout = {name: (torch.bfloat16, shapes[name]) for name in sorted(shapes, key=natural_key)}
-    write_safetensors(folder / "model.safetensors", layout, pieces)
+    write_safetensors(folder / "model.safetensors", layout, chunks)
 
 
 @pytest.fixture(scope="module")

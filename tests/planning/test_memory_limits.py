@@ -12,7 +12,7 @@ import flexgen_h2o.llm as llm_module
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.engine.runner import Runtime
+from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planning.memory_plan import memory_plan
@@ -72,7 +72,7 @@ def test_a_run_over_its_limit_is_refused_before_loading(options, monkeypatch):
     def load(*_, **__):
         pytest.fail("it began to load")
 
-    monkeypatch.setattr(Runtime, "load", load)
+    monkeypatch.setattr(Runner, "load", load)
     with pytest.raises(UserError, match="host memory: needs .* 100.0 MB free"):
         LLM(**options, workload=LOAD, memory_limit=10**8)
 

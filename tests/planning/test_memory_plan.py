@@ -16,7 +16,13 @@ from inside import own_attention
 
 from flexgen_h2o import kernels
 from flexgen_h2o.cache import fetched
-from flexgen_h2o.config.formats import TILE, CacheOptions, GroupLayout, MatrixLayout, WeightOptions
+from flexgen_h2o.config.formats import (
+    MATRIX_TILE,
+    CacheOptions,
+    GroupLayout,
+    MatrixLayout,
+    WeightOptions,
+)
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
@@ -327,10 +333,10 @@ def test_staging_is_of_the_largest_layer():
     assert found["cache buffers"] == (staging, staging, 0)
 
 
-def test_tails_of_a_cache_on_disk_hold_records_and_their_slots():
+def test_logs_of_a_cache_on_disk_hold_records_and_their_slots():
     found = rows(cache_plan(100, 0, 50, 0, h2o={"heavy_ratio": 0.1}))
-    staging, tails = 3 * 2 * 102 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
-    assert found["cache buffers"] == (0, staging + tails, 0)
+    staging, logs = 3 * 2 * 102 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
+    assert found["cache buffers"] == (0, staging + logs, 0)
 
 
 def test_a_cache_that_is_used_on_the_host_is_not_staged():
@@ -339,8 +345,8 @@ def test_a_cache_that_is_used_on_the_host_is_not_staged():
     found = rows(cache_plan(100, 0, 25, 75, has_gpu=True, on_cpu=True, h2o=h2o))
     token = (2 * 32 + 2 * 8) * 128 * 2
     assert found["cache buffers"] == (2 * 3 * token, 3 * token, 0)
-    book = 2 * 102 * 32 * 8 * 8
-    assert found["cache bookkeeping"] == (book, 3 * book, 0), "where attention runs"
+    state = 2 * 102 * 32 * 8 * 8
+    assert found["cache bookkeeping"] == (state, 3 * state, 0), "where attention runs"
     disk = rows(cache_plan(100, 0, 0, 50, has_gpu=True, on_cpu=True))
     assert disk["cache buffers"][0] == 3 * 2 * 543 * 4096 + 2 * 2 * token
     assert cache_plan(100, 0, 0, 50, on_cpu=True).rows == cache_plan(100, 0, 0, 50).rows
@@ -355,13 +361,13 @@ def test_a_simulation_is_exact_and_where_it_computes():
     assert found["cache buffers"] == found["prompt cache"] == (0, 0, 0)
 
 
-# Prompts in pieces
+# Prompts in chunks
 
 
 @pytest.mark.parametrize("cache", [
     {"h2o": {"heavy_ratio": 0.1}}, {"h2o": {"recent_ratio": 0.1}}, {"bits": 4},
 ])
-def test_prompts_in_pieces_are_held_until_they_are_cut(cache):
+def test_prompts_in_chunks_are_held_until_they_are_cut(cache):
     scores = 8 * 512 * 8 * 32 * 4 if "heavy_ratio" in cache.get("h2o", {}) else 0
     found = rows(cache_plan(100, 0, 25, 25, chunk=64, has_gpu=True, **cache))
     part = 2 * 512 * 32 * 4096
@@ -369,21 +375,21 @@ def test_prompts_in_pieces_are_held_until_they_are_cut(cache):
     whole = rows(cache_plan(100, 0, 25, 25, chunk=512, has_gpu=True, **cache))
     assert whole["prompt cache"] == (0, 0, 0)
     assert whole["cache"] == found["cache"]
-    staging, tails = 3 * 3 * 512 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
+    staging, logs = 3 * 3 * 512 * 4096, 2 * 2 * 16 * 32 * (4096 + 8 * 8)
     more = [b - a for a, b in zip(whole["cache buffers"], found["cache buffers"], strict=True)]
-    assert more == [staging, staging + tails, 0]
+    assert more == [staging, staging + logs, 0]
 
 
 def test_the_full_cache_gathers_prompts_itself():
-    pieces, whole = (cache_plan(*ALL_GPU, chunk=chunk) for chunk in (64, None))
-    assert rows(pieces)["prompt cache"] == (0, 0, 0)
-    assert rows(pieces)["cache"] == rows(whole)["cache"]
-    assert rows(pieces)["activations"] == (0, 8 * 64 * 4096 * 2, 0)
+    chunks, whole = (cache_plan(*ALL_GPU, chunk=chunk) for chunk in (64, None))
+    assert rows(chunks)["prompt cache"] == (0, 0, 0)
+    assert rows(chunks)["cache"] == rows(whole)["cache"]
+    assert rows(chunks)["activations"] == (0, 8 * 64 * 4096 * 2, 0)
     assert rows(whole)["activations"] == (0, 8 * 512 * 4096 * 2, 0)
     assert cache_plan(*ALL_GPU, chunk=600).rows == whole.rows
 
 
-def test_a_piece_of_a_long_prompt_needs_less_workspace():
+def test_a_chunk_of_a_long_prompt_needs_less_workspace():
     load = Workload(prompt_len=30_000, gen_len=32, gpu_batch_size=1, num_gpu_batches=1)
     found = {}
     for chunk in (None, 256):
@@ -494,9 +500,9 @@ def test_workload_refuses_nothing_to_do(field):
 
 def test_the_plan_knows_the_engines_own_numbers():
     """It may not load torch, so that it repeats them."""
-    assert plan_rows.TAIL_TOKENS == fetched.TAIL
+    assert plan_rows.WRITE_BACK_TOKENS == fetched.WRITE_BACK_TOKENS
     assert plan_rows.GROWTH_SLOTS == fetched.GROWTH
-    assert plan_rows.STAGING_BUFFERS == fetched.STAGING == hidden.WORKING
+    assert plan_rows.CACHE_BUFFERS == fetched.CACHE_BUFFERS == hidden.HIDDEN_BUFFERS
     assert plan_rows.LOGIT_ROWS == executor.HEAD_ROWS
     assert list(plan_rows.CHUNK_ROWS.values()) == [
         executor.CHUNK_ROWS[kind] for kind in ("cpu", "cuda")]
@@ -506,7 +512,7 @@ def test_the_plan_knows_the_engines_own_numbers():
     assert f"FEWEST_TASKS = {plan_rows.FEWEST_TASKS};" in source
     source = (folder / "matrix.cpp").read_text() + (folder / "matrix.h").read_text()
     assert f"PANEL = {plan_rows.PRODUCT_ROWS};" in source
-    assert "COLUMNS = 2 * TILE;" in source and plan_rows.PRODUCT_OUTPUTS == 2 * TILE
+    assert "COLUMNS = 2 * MATRIX_TILE;" in source and plan_rows.PRODUCT_OUTPUTS == 2 * MATRIX_TILE
 
 
 # What is free

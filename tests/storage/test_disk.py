@@ -1,4 +1,4 @@
-"""Disk I/O: aligned pieces of any extents, errors that come back, folders that go away."""
+"""Disk I/O: aligned chunks of any extents, errors that come back, folders that go away."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ from flexgen_h2o.storage.transfer import ATTENTION, Transfers
 @pytest.fixture
 def disk():
     moved = []
-    with_record = Disk(record=lambda *piece: moved.append(piece))
+    with_record = Disk(record=lambda *chunk: moved.append(chunk))
     with_record.moved = moved
     yield with_record
     with_record.close()
@@ -66,8 +66,8 @@ def test_neighbours_become_one_read(tmp_path):
     assert size == sum(r.nbytes for r in reads)
 
 
-def test_large_transfers_are_cut_into_pieces_and_counted(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(disk_module, "PIECE", 2 * PAGE)
+def test_large_transfers_are_cut_into_chunks_and_counted(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr(disk_module, "CHUNK", 2 * PAGE)
     content = torch.randint(0, 256, (9 * PAGE,), dtype=torch.uint8)
     source = Device().host_empty(9 * PAGE).copy_(content)
     path = tmp_path / "a"
@@ -129,7 +129,7 @@ def test_a_file_system_that_moves_less_than_it_is_asked_for(tmp_path, disk, monk
 
 def test_jobs_submit_others_while_somebody_waits_for_all(monkeypatch):
     class Changing(dict):
-        """Gets another job as soon as somebody goes through it without the lock that guards it."""
+        """Gets another job as soon as it is walked through without the lock that guards it."""
 
         def items(self):
             items = iter(super().items())

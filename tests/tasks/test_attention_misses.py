@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexgen_h2o.h2o.budget import Budget
-from flexgen_h2o.h2o.eviction import EMPTY, Book, Cut, Eviction
+from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import reference
 from flexgen_h2o.tasks.analysis.evicted import KINDS, Without, attend_without, chosen_keys
 from flexgen_h2o.tasks.analysis.misses import EVICTING, POLICIES, Caches, miss_rates, sizes
@@ -24,23 +24,23 @@ def naive_misses(full, context: int, size: Budget) -> float:
     kv_heads, group, tokens, _ = full.shape
     missed = []
     for probabilities in full:
-        mass = probabilities[:, :context, :context].sum((0, 1)).tolist()
+        scores = probabilities[:, :context, :context].sum((0, 1)).tolist()
         held = list(range(context))
         excess = context - size.total
         free = held[size.sinks : context - size.recent]
-        for key in sorted(free, key=lambda i: (mass[i], i))[: max(excess, 0)]:
+        for key in sorted(free, key=lambda i: (scores[i], i))[: max(excess, 0)]:
             held.remove(key)
         for t in range(context, tokens):
             held.append(t)
-            mass.append(0.0)
+            scores.append(0.0)
             rows = probabilities[:, t, held]
             missed += (1 - rows.sum(-1)).tolist()
             for key, value in zip(held, (rows / rows.sum(-1, keepdim=True)).sum(0).tolist(),
                                   strict=True):
-                mass[key] += value
+                scores[key] += value
             if len(held) > size.total:
                 free = [i for i in held if size.sinks <= i < t + 1 - size.recent]
-                held.remove(min(free, key=lambda i: (mass[i], i)))
+                held.remove(min(free, key=lambda i: (scores[i], i)))
     assert len(missed) == kv_heads * group * (tokens - context)
     return sum(missed) / len(missed)
 
@@ -94,25 +94,25 @@ def test_what_is_cached_is_what_the_engine_caches(size):
     context, tokens = 24, 60
     q, k, v = qkv(tokens, seed=3)
     eviction = Eviction(sinks=size.sinks)
-    mass = torch.zeros(KV_HEADS, context)
-    reference.prefill_attention(q[:context], k[:context], v[:context], [context], mass=mass)
-    caches = Caches([size, Budget(1, 2, size.sinks)], observe(q[:context], k[:context]).mass)
+    scores = torch.zeros(KV_HEADS, context)
+    reference.prefill_attention(q[:context], k[:context], v[:context], [context], scores=scores)
+    caches = Caches([size, Budget(1, 2, size.sinks)], observe(q[:context], k[:context]).scores)
     slots = torch.zeros(2, 1, KV_HEADS, size.total, DIM)
     shape = (1, KV_HEADS, size.total)
-    book = Book(eviction, torch.zeros(shape), torch.full(shape, EMPTY, dtype=torch.int32))
+    state = EvictionState(eviction, torch.zeros(shape), torch.full(shape, EMPTY, dtype=torch.int32))
     cut = Cut(context, size.heavy, size.recent)
-    reference.select_heavy_hitters(k[:context], v[:context], mass, cuts=[cut], slots=slots,
-                                   book=book)
+    reference.select_heavy_hitters(k[:context], v[:context], scores, cuts=[cut], slots=slots,
+                                   state=state)
     cached = eviction.kept(cut)
     rows = [row for _, block in logit_blocks(q, k, begin=context) for row in block.unbind(2)]
     for t, row in enumerate(rows, context):
-        turn = torch.tensor([[cached], [t + 1], [size.recent], [int(cached == size.total)]],
-                            dtype=torch.int32)
+        metadata = torch.tensor([[cached], [t + 1], [size.recent], [int(cached == size.total)]],
+                                dtype=torch.int32)
         reference.decode_attention(q[t : t + 1], k[t : t + 1], v[t : t + 1], slots=slots,
-                                   turn=turn, book=book)
+                                   metadata=metadata, state=state)
         cached = min(cached + 1, size.total)
         caches.step(row[..., : t + 1])
-        assert torch.equal(caches.positions[0, :, : size.total], book.positions[0])
+        assert torch.equal(caches.positions[0, :, : size.total], state.positions[0])
     assert (caches.positions[1] != EMPTY).sum(-1).tolist() == [3 + size.sinks] * KV_HEADS
 
 
@@ -120,13 +120,14 @@ def test_what_is_cached_is_what_the_engine_caches(size):
 
 
 def test_which_keys_are_taken_away():
-    mass = torch.tensor([[5.0, 1.0, 4.0, 1.0, 3.0]])
-    assert chosen_keys("heavy", mass, 2).tolist() == [[0, 2]]
+    scores = torch.tensor([[5.0, 1.0, 4.0, 1.0, 3.0]])
+    assert chosen_keys("heavy", scores, 2).tolist() == [[0, 2]]
     many = torch.tensor([[9.0, 8, 7, 6, 1, 3, 2]])
     assert chosen_keys("heavy but sinks", many, 2).tolist() == [[5, 6]]
     assert chosen_keys("heavy but sinks", many, 4).tolist() == [[3, 4, 5, 6]]
-    assert chosen_keys("lowest", mass, 2).tolist() == [[1, 3]]
-    draws = [chosen_keys("random", mass.expand(3, 5), 2, seed=seed).tolist() for seed in (1, 1, 2)]
+    assert chosen_keys("lowest", scores, 2).tolist() == [[1, 3]]
+    draws = [chosen_keys("random", scores.expand(3, 5), 2, seed=seed).tolist()
+             for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
     assert all(len(set(keys)) == 2 and set(keys) < set(range(5)) for keys in draws[0])
     many = chosen_keys("random", torch.zeros(400, 5), 2)
@@ -150,8 +151,8 @@ def test_attention_without_keys_is_that_of_a_masked_matrix(tokens, seed, scale):
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_for_the_engine_takes_away_as_many_as_it_should(kind):
     q, k, v = qkv(90)
-    mass = observe(q[:40], k[:40]).mass
-    keys = chosen_keys(kind, mass, 7, seed=1 << 16 | 2)
+    scores = observe(q[:40], k[:40]).scores
+    keys = chosen_keys(kind, scores, 7, seed=1 << 16 | 2)
     gone = torch.zeros(KV_HEADS, 40, dtype=torch.bool).scatter_(1, keys, True)
     assert gone.sum(1).tolist() == [7, 7]
     attend = Without(kind, [12, 40], [3, 7])
@@ -205,4 +206,4 @@ def test_half_precision_is_widened_before_anything_is_summed(name, dtype):
     elif name == "misses":
         assert torch.equal(found, wide)
     else:
-        assert torch.equal(found.mass, wide.mass) and torch.equal(found.sparsity, wide.sparsity)
+        assert torch.equal(found.scores, wide.scores) and torch.equal(found.sparsity, wide.sparsity)

@@ -30,7 +30,7 @@ from flexgen_h2o.tasks.analysis.stats import (
 
 @cases
 @settings(max_examples=30)
-def test_sparsity_and_mass_are_those_of_the_whole_matrix(tokens, seed, scale):
+def test_sparsity_and_scores_are_those_of_the_whole_matrix(tokens, seed, scale):
     q, k, _ = qkv(tokens, seed=seed, scale=scale)
     stops = [share_of(percent, tokens) for percent in (10, 50, 100)]
     seen, full = observe(q, k, stops), matrix(q, k)
@@ -38,7 +38,7 @@ def test_sparsity_and_mass_are_those_of_the_whole_matrix(tokens, seed, scale):
     small = (full < 0.01 * full.amax(-1, keepdim=True)) & visible
     assert seen.sparsity == pytest.approx(
         (small.sum((2, 3)) / visible.sum()).flatten().numpy(), abs=1e-6)
-    torch.testing.assert_close(seen.mass, full.sum((1, 2)).float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(seen.scores, full.sum((1, 2)).float(), rtol=1e-4, atol=1e-5)
     assert sorted(seen.local) == sorted(set(stops))
     for stop, local in seen.local.items():
         torch.testing.assert_close(local, full[:, :, :stop, :stop].sum((1, 2)).float(),
@@ -62,7 +62,7 @@ def test_uniform_attention_has_no_small_entry():
     seen = observe(torch.zeros_like(q), k)
     assert seen.sparsity.tolist() == [0.0] * KV_HEADS * GROUP
     by_hand = [GROUP * sum(1 / (row + 1) for row in range(key, tokens)) for key in range(tokens)]
-    assert seen.mass[0].tolist() == pytest.approx(by_hand, rel=1e-5)
+    assert seen.scores[0].tolist() == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_where_all_look_at_the_first_token_all_else_is_small():
@@ -72,21 +72,21 @@ def test_where_all_look_at_the_first_token_all_else_is_small():
     seen = observe(q, k)
     # Row i has i + 1 entries, and all but one are small.
     assert seen.sparsity.tolist() == pytest.approx([(tokens - 1) / (tokens + 1)] * 2)
-    assert seen.mass[0, 0] == pytest.approx(2 * tokens)
+    assert seen.scores[0, 0] == pytest.approx(2 * tokens)
 
 
 # --- ranks
 
 
 def test_scores_by_rank_by_hand():
-    mass = torch.tensor([[1.0, 8.0, 2.0, 5.0], [4.0, 4.0, 4.0, 4.0]])
-    assert at_ranks(mass, 2, [0.1, 0.25, 0.5, 0.51, 1.0]).tolist() == [3.0, 3.0, 2.25, 1.5, 1.25]
+    scores = torch.tensor([[1.0, 8.0, 2.0, 5.0], [4.0, 4.0, 4.0, 4.0]])
+    assert at_ranks(scores, 2, [0.1, 0.25, 0.5, 0.51, 1.0]).tolist() == [3.0, 3.0, 2.25, 1.5, 1.25]
 
 
 def test_the_mean_score_is_one():
     q, k, _ = qkv(200)
     every = [(rank + 1) / 200 for rank in range(200)]
-    scores = at_ranks(observe(q, k).mass, GROUP, every)
+    scores = at_ranks(observe(q, k).scores, GROUP, every)
     assert scores.mean() == pytest.approx(1, rel=1e-5)
     assert (np.diff(scores) <= 0).all()
     by_hand = matrix(q, k).sum((1, 2)).sort(dim=1, descending=True).values.mean(0) / GROUP
@@ -132,7 +132,7 @@ def test_a_key_that_dominates_is_a_heavy_hitter_from_the_start():
     k[3, :, 0] = 20
     seen = observe(q, k, [30, 150])
     for stop, local in seen.local.items():
-        assert overlap(local, seen.mass[:, :stop], 1) == 1
+        assert overlap(local, seen.scores[:, :stop], 1) == 1
         assert heaviest(local, 1).tolist() == [[3], [3]]
 
 
@@ -147,13 +147,13 @@ def test_a_share_is_whole_tokens_and_one_at_least(percent, tokens, share):
 
 @given(ids=st.lists(st.integers(0, 9), min_size=3, max_size=60), seed=st.integers(0, 99))
 def test_correlations_are_scipys(ids, seed):
-    mass = torch.rand(2, len(ids), generator=torch.Generator().manual_seed(seed))
-    scores = defaultdict(list)
-    for token, score in zip(ids, mass.double().mean(0).tolist(), strict=True):
-        scores[token].append(score)
-    counts = [len(values) for values in scores.values()]
-    means = [sum(values) / len(values) for values in scores.values()]
-    found = correlations(ids, mass)
+    scores = torch.rand(2, len(ids), generator=torch.Generator().manual_seed(seed))
+    by_token = defaultdict(list)
+    for token, score in zip(ids, scores.double().mean(0).tolist(), strict=True):
+        by_token[token].append(score)
+    counts = [len(values) for values in by_token.values()]
+    means = [sum(values) / len(values) for values in by_token.values()]
+    found = correlations(ids, scores)
     if len(set(counts)) == 1:
         assert all(map(math.isnan, found))
     else:
@@ -162,6 +162,6 @@ def test_correlations_are_scipys(ids, seed):
 
 
 def test_correlation_by_hand():
-    mass = torch.tensor([[1.0, 3.0, 2.0, 4.0, 4.0, 4.0]])  # 7: 2.0 twice, 8: 2.0, 9: 4.0 thrice
-    assert correlations([7, 7, 8, 9, 9, 9], mass) == pytest.approx((math.sqrt(3) / 2,) * 2)
-    assert all(map(math.isnan, correlations([1, 2, 3], mass[:, :3])))
+    scores = torch.tensor([[1.0, 3.0, 2.0, 4.0, 4.0, 4.0]])  # 7: 2.0 twice, 8: 2.0, 9: 4.0 thrice
+    assert correlations([7, 7, 8, 9, 9, 9], scores) == pytest.approx((math.sqrt(3) / 2,) * 2)
+    assert all(map(math.isnan, correlations([1, 2, 3], scores[:, :3])))

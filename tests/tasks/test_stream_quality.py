@@ -20,7 +20,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.tasks import stream_quality
 from flexgen_h2o.tasks.streams import plot as stream_plot
-from flexgen_h2o.tasks.streams import segments as stream_pieces
+from flexgen_h2o.tasks.streams import segments as segments
 from flexgen_h2o.tasks.streams.segments import Streamed
 
 H2O = H2OConfig(heavy_tokens=8, recent_tokens=8, positions="rolling")
@@ -86,8 +86,8 @@ def articles(tmp_path) -> str:
 
 def measure(h2o, *, most=240, tokens=240, piece=20, llm=None) -> list[dict]:
     one = Streamed("full" if h2o is None else "h2o", h2o, most, 10.0)
-    return list(stream_pieces.measure(llm or FakeLLM(h2o=h2o), one, list(range(tokens)),
-                                      piece=piece))
+    return list(segments.measure(llm or FakeLLM(h2o=h2o), one, list(range(tokens)),
+                                 piece=piece))
 
 
 # --- pieces
@@ -96,7 +96,7 @@ def measure(h2o, *, most=240, tokens=240, piece=20, llm=None) -> list[dict]:
 def test_an_evicting_cache_goes_to_the_end():
     llm = FakeLLM(h2o=H2O)
     rows = measure(H2O, llm=llm)
-    assert set(rows[0]) == set(stream_pieces.COLUMNS)
+    assert set(rows[0]) == set(segments.COLUMNS)
     assert [row["position"] for row in rows] == list(range(20, 260, 20))
     assert [row["tokens"] for row in rows] == [19] + [20] * 11  # the first has no prediction
     assert llm.given.seen == list(range(240)) and llm.asked == {}
@@ -136,7 +136,7 @@ def test_a_refused_full_cache_is_a_row_and_another_an_error(monkeypatch):
     row, = measure(None)
     assert (row["position"], row["tokens"], row["perplexity"], row["reason"]) == (
         0, 0, None, "it takes 9 GB and 1 GB is free")
-    assert set(row) == set(stream_pieces.COLUMNS)
+    assert set(row) == set(segments.COLUMNS)
     with pytest.raises(UserError, match="it takes 9 GB"):
         measure(H2O)
 
@@ -185,8 +185,8 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
                "--csv", out) == 0
     with open(out, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == stream_pieces.COLUMNS
-    its = stream_pieces.by_policy(rows)
+    assert tuple(rows[0]) == segments.COLUMNS
+    its = segments.by_policy(rows)
     assert {policy: len(some) for policy, some in its.items()} == {
         "h2o": 12, "sink-window": 12, "window": 12, "full": 8}
     assert [llm.options["h2o"] for llm in fake.opened] == [
@@ -220,7 +220,7 @@ def test_flags_reach_the_engine(fake, articles):
 def test_a_higher_limit_is_further_to_go(fake, articles, tmp_path):
     out = tmp_path / "out.csv"
     assert run(articles, "--policies", "full", "--blow-up", 5000, "--csv", out) == 0
-    assert len(stream_pieces.read_rows(str(out))) == 12  # exp(8) is less
+    assert len(segments.read_rows(str(out))) == 12  # exp(8) is less
 
 
 def test_a_run_that_stops_keeps_its_rows(fake, articles, tmp_path, monkeypatch, capsys):
@@ -236,7 +236,7 @@ def test_a_run_that_stops_keeps_its_rows(fake, articles, tmp_path, monkeypatch, 
     monkeypatch.setattr(FakeStream, "loglikelihood", stop)
     assert run(articles, *SMALL, "--csv", out) == 130
     assert capsys.readouterr().err == f"interrupted (rows measured before that: {partial})\n"
-    assert len(stream_pieces.read_rows(str(partial))) == 3 and out.read_text() == "older"
+    assert len(segments.read_rows(str(partial))) == 3 and out.read_text() == "older"
 
 
 @pytest.mark.parametrize(("flags", "message"), [

@@ -13,7 +13,7 @@ from read_back import read_jsonl
 from flexgen_h2o import LLM
 from flexgen_h2o.conversation import CHUNK
 from flexgen_h2o.tasks import stream, stream_quality
-from flexgen_h2o.tasks.streams import segments as stream_pieces
+from flexgen_h2o.tasks.streams import segments as segments
 from flexgen_h2o.tasks.streams.segments import Streamed
 
 LETTERS = "\n" + "".join(map(chr, [*range(32, 127), *range(224, 248)]))
@@ -179,7 +179,7 @@ def test_perplexity_by_position(model, articles, tmp_path, capsys):
         "300", "--piece", "50", "--num-window-length", "24", "--blow-up", "1e9",
         "--policies", "h2o", "sink-window", "window", "full", "--csv", str(out),
         "--plot", str(plot)]) == 0
-    its = stream_pieces.by_policy(stream_pieces.read_rows(str(out)))
+    its = segments.by_policy(segments.read_rows(str(out)))
     assert list(its) == ["h2o", "sink-window", "window", "full"]
     for policy, rows in its.items():
         assert [row["position"] for row in rows] == [50, 100, 150, 200, 250, 300]
@@ -202,12 +202,12 @@ def test_a_wide_cache_predicts_as_the_full_one_does(model, articles, tmp_path):
         "--model-name", model("llama"), "--input-path", articles, "--device", "cpu", "--tokens",
         "90", "--piece", "30", "--num-window-length", "200", "--policies", "h2o", "full",
         "--csv", str(out)]) == 0
-    h2o, full = stream_pieces.by_policy(stream_pieces.read_rows(str(out))).values()
+    h2o, full = segments.by_policy(segments.read_rows(str(out))).values()
     for ours, theirs in zip(h2o, full, strict=True):
         assert ours["nll_mean"] == pytest.approx(theirs["nll_mean"], rel=1e-4)
 
 
-def test_pieces_do_not_matter(model, articles, tmp_path):
+def test_segments_do_not_matter(model, articles, tmp_path):
     """A token is predicted from the same cache wherever a piece begins."""
     folder, out, found = model("llama"), tmp_path / "out.csv", []
     for piece in (40, 80):
@@ -215,13 +215,13 @@ def test_pieces_do_not_matter(model, articles, tmp_path):
             "--model-name", folder, "--input-path", articles, "--device", "cpu", "--tokens", "160",
             "--piece", str(piece), "--num-window-length", "24", "--policies", "h2o",
             "--csv", str(out)]) == 0
-        rows = stream_pieces.read_rows(str(out))
+        rows = segments.read_rows(str(out))
         found.append(sum(row["nll_mean"] * row["tokens"] for row in rows[-80 // piece:]))
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_a_full_cache_that_does_not_fit_is_a_row(tiny_model):
     with LLM(str(tiny_model("llama").folder), device="cpu", progress=False) as llm:
-        row, = stream_pieces.measure(llm, Streamed("full", None, 10**10, 10.0), [1] * 50, piece=10)
+        row, = segments.measure(llm, Streamed("full", None, 10**10, 10.0), [1] * 50, piece=10)
     assert (row["position"], row["tokens"], row["perplexity"]) == (0, 0, None)
     assert "does not fit" in row["reason"]

@@ -32,7 +32,7 @@ from flexgen_h2o.tasks.summaries import plot as summary_plot
 from flexgen_h2o.tasks.summaries import rouge
 from flexgen_h2o.tasks.summaries import rows as summary_rows
 from flexgen_h2o.tasks.summaries.articles import until
-from flexgen_h2o.tasks.summaries.flags import Options, parse_args
+from flexgen_h2o.tasks.summaries.flags import SummarizeOptions, parse_args
 from flexgen_h2o.tasks.summaries.rouge import Rouge
 
 STOP = "###"
@@ -146,10 +146,11 @@ def test_only_articles_that_every_cache_has_summarised_count():
     """Numbers 1 and 3 of four: the full cache lacks 0, the other 2."""
     articles = [Article("Text. More.", f"text {number}") for number in range(4)]
     h2o = H2OConfig(heavy_tokens=3, recent_tokens=4, sink_tokens=1, positions="rolling")
-    runs = {summary_rows.Cache("h2o", h2o, 8): [row(0, "a"), row(1, "text 1"), row(2, None),
-                                                row(3, "none", 6)],
-            summary_rows.Cache("full", None): [row(0, None), row(1, "text 1"), row(2, "text 2"),
-                                               row(3, "text 3")]}
+    runs = {summary_rows.SummaryCache("h2o", h2o, 8): [row(0, "a"), row(1, "text 1"), row(2, None),
+                                                       row(3, "none", 6)],
+            summary_rows.SummaryCache("full", None): [row(0, None), row(1, "text 1"),
+                                                      row(2, "text 2"),
+                                                      row(3, "text 3")]}
     small, full, lead = summary_rows.all_rows(runs, articles, model="m", chat=True, score=Rouge())
     assert [(one["articles"], one["too_long"]) for one in (small, full, lead)] == [(2, 2)] * 3
     assert [one["rouge2"] for one in (small, full, lead)] == [0.5, 1, 0]
@@ -452,7 +453,7 @@ def test_every_flag_has_both_spellings_and_its_help(capsys):
         summarize.main(["--help"])
     assert done.value.code == 0
     words = capsys.readouterr().out.replace(",", " ").split()
-    for spec in own_fields(Options):
+    for spec in own_fields(SummarizeOptions):
         assert {f"--{spec.name}", f"--{spec.name.replace('_', '-')}"} <= set(words)
     one, other = (parse_args([*GIVEN, f"--sample{mark}num", "3", f"--gen{mark}len", "5"])
                   for mark in "-_")

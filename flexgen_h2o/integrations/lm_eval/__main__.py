@@ -65,7 +65,7 @@ def _fetching() -> Iterator[None]:
 
 
 def _not_fetched(error: BaseException) -> bool:
-    """Whether something that isn't on this machine could not be brought here."""
+    """True if something that isn't on this machine could not be brought here."""
     from flexgen_h2o.models.sources import hub_failures
 
     if isinstance(error, OSError):

@@ -23,7 +23,7 @@ FLAGS = (
     "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity", "compress_cache",
     "cache_bits", "prefill_chunk", "seed",
 )
-"""Those that are flags of `flex_opt` too."""
+"""Model arguments that are flags of `flex_opt` too."""
 
 PROMPT_CHUNK = 64
 """Tokens between evictions inside a prompt, unless `prompt_chunk` says."""
@@ -106,7 +106,7 @@ class Arguments:
             check_int("batch_size", self.batch_size, low=1)
             if self.max_batch_size is not None:
                 raise UserError("max_batch_size has no effect without --batch_size auto")
-        # 1 is also what the harness says where nobody has.
+        # 1 is also the harness's own default.
         if "gpu_batch_size" in self.flags and self.batch_size != 1:
             raise UserError("give --batch_size or gpu_batch_size, not both")
 
@@ -114,7 +114,7 @@ class Arguments:
         if self.prompt_chunk is not None and not self.evict_prompt:
             raise UserError("prompt_chunk has no effect: add evict_prompt=true")
         if self.evict_prompt and "prefill_chunk" in self.flags:
-            raise UserError("prefill_chunk and evict_prompt both cut prompts into pieces: give "
+            raise UserError("prefill_chunk and evict_prompt both cut prompts into chunks: give "
                             "prompt_chunk alone")
         for name in ("evict_prompt", "simulate"):
             if getattr(self, name) and not self._evicts:
@@ -137,7 +137,7 @@ class Arguments:
         return _Flags(**given)
 
     def h2o(self) -> H2OConfig | None:
-        """What stays cached; None for everything."""
+        """The H2O configuration; None for the full cache."""
         h2o = self.run_config().h2o()
         return replace(h2o, simulate=True) if self.simulate else h2o
 
@@ -163,7 +163,7 @@ class Arguments:
 
 
 def parse(given: Mapping[str, object]) -> Arguments:
-    """What the harness hands over, by name, as checked `Arguments`; None stands for not given.
+    """Parse the harness's arguments into checked `Arguments`; None stands for not given.
 
     Raises `UserError`.
     """

@@ -68,7 +68,8 @@ class FlexGenLM(TemplateLM):
     @classmethod
     def create_from_arg_obj(cls, arg_dict: Mapping[str, object],
                             additional_config: Mapping[str, object] | None = None) -> FlexGenLM:
-        """Of ``--model_args`` and of the harness's own flags of batches and the device."""
+        """The names of ``--model_args`` and of the harness's own flags of batches and the
+        device."""
         more = {name: value for name, value in (additional_config or {}).items()
                 if value is not None and value != _UNASKED.get(name)}
         twice = sorted(more.keys() & arg_dict.keys())
@@ -79,7 +80,7 @@ class FlexGenLM(TemplateLM):
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None
                                ) -> FlexGenLM:
-        """As `create_from_arg_obj`, of ``name=value,name=value``."""
+        """Make the model from ``name=value,name=value``; see `create_from_arg_obj`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
@@ -89,7 +90,7 @@ class FlexGenLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness keeps templated requests under."""
+        """The key of templated requests in the harness's cache."""
         return self.arguments.pretrained.replace("/", "__")
 
     @property
@@ -146,7 +147,7 @@ class FlexGenLM(TemplateLM):
             continue_final_message=not add_generation_prompt)
 
     def get_model_info(self) -> dict[str, object]:
-        """What the harness writes beside its results."""
+        """Facts about the model, which the harness writes beside its results."""
         stats = self.llm.stats
         return {
             "model_num_parameters": self.llm.model_config.num_parameters(),
@@ -156,7 +157,8 @@ class FlexGenLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], disable_tqdm: bool = False
                               ) -> list[tuple[float, bool]]:
-        """Of (key for the harness's cache or None, context, continuation), tokens both."""
+        """Log-probabilities for (key for the harness's cache or None, context, continuation),
+        tokens both."""
         pairs = [self._fitting(*request[1:]) for request in requests]
         if not pairs:
             return []
@@ -191,7 +193,7 @@ class FlexGenLM(TemplateLM):
         return self._last(context, len(context) - over), continuation
 
     def _last(self, context: list[int], room: int) -> list[int]:
-        """What of a context finds room."""
+        """The end of a context, cut to the tokens there is room for."""
         if len(context) > room:
             _log.warning("a context of %d tokens is cut on the left to %d", len(context), room)
         return context[-room:]

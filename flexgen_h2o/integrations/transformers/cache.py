@@ -17,11 +17,11 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers.layer import H2OLayer
 from flexgen_h2o.integrations.transformers.layers import SimulatedLayer, SlotLayer
-from flexgen_h2o.integrations.transformers.passes import Progress
+from flexgen_h2o.integrations.transformers.passes import PassTracker
 from flexgen_h2o.integrations.transformers.rotations import Rotations
 
 NAME = "flexgen_h2o"
-"""Of the attention implementation."""
+"""The name of the attention implementation in transformers."""
 
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 """`model_type` of the models that are tested."""
@@ -56,7 +56,7 @@ class H2OCache(Cache):
         rotations = Rotations(rotary) if h2o.positions == "rolling" else None
         self.h2o = h2o
         self._config = config
-        self._progress = Progress()
+        self._progress = PassTracker()
         layout = None if cache_bits == 16 else GroupLayout(head_dim(config), cache_bits)
         super().__init__(layers=[
             SimulatedLayer(index, h2o, self._progress, rotations) if h2o.simulate

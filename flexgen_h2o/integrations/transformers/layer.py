@@ -1,4 +1,4 @@
-"""What every layer of an `H2OCache` does, however it keeps tokens.
+"""The base of the layers of an `H2OCache`.
 
 `update` caches nothing: it hands its layer on to the attention function, which sees queries too
 and so can score.
@@ -15,19 +15,19 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.budget import Budget
-from flexgen_h2o.integrations.transformers.passes import Progress, Step
+from flexgen_h2o.integrations.transformers.passes import ForwardPass, PassTracker
 from flexgen_h2o.integrations.transformers.rotations import Rotations
 
 
 class H2OLayer(CacheLayerMixin):
-    """What every layer does: count columns, tell pads from tokens, and pass work on.
+    """Base of the layers: count columns, tell pads from tokens, and pass work on.
 
     Parameters
     ----------
     index : int
         Of the layer, from 0.
     h2o : H2OConfig
-    progress : Progress
+    progress : PassTracker
         Shared by the layers of a cache; the first one drives it.
     rotations : Rotations or None
         With positions that roll.
@@ -35,7 +35,7 @@ class H2OLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, index: int, h2o: H2OConfig, progress: Progress,
+    def __init__(self, index: int, h2o: H2OConfig, progress: PassTracker,
                  rotations: Rotations | None):
         super().__init__()
         self._index, self._h2o, self._progress = index, h2o, progress
@@ -125,9 +125,9 @@ class H2OLayer(CacheLayerMixin):
         q, k, v = (step.packed(x.transpose(1, 2)) for x in (q, k, v))
         bare = (q, k) if self._rotations is None else self._rotations.undone(step, positions, q, k)
         if step.decodes:
-            return step.spread(self._decode(step, *bare, v))
+            return step.padded(self._decode(step, *bare, v))
         if step.is_prompt and self._h2o.prompt_chunk is None:
-            return step.spread(self._prompt(step, q, k, v, bare=bare))
+            return step.padded(self._prompt(step, q, k, v, bare=bare))
         out = torch.empty_like(q)
         parts = (x.split(step.new) for x in (*bare, v, out))
         for sequence, (past, new, *tensors) in enumerate(
@@ -135,13 +135,13 @@ class H2OLayer(CacheLayerMixin):
             for rows in _chunks(new, self._h2o.prompt_chunk):
                 *chunk, answer = (x[rows] for x in tensors)
                 answer.copy_(self._extend(step, sequence, past + rows.start, *chunk))
-        return step.spread(out)
+        return step.padded(out)
 
-    def _budget(self, step: Step, sequence: int) -> Budget | None:
+    def _budget(self, step: ForwardPass, sequence: int) -> Budget | None:
         return budgets.budget(self._h2o, self._index, step.prompts[sequence])
 
-    def _evicts(self, step: Step, sequence: int, tokens: int) -> bool:
-        """Whether what is over the budget goes once a sequence has `tokens` tokens."""
+    def _evicts(self, step: ForwardPass, sequence: int, tokens: int) -> bool:
+        """True if what is over the budget goes once a sequence has `tokens` tokens."""
         return self._h2o.evict_generated or tokens <= step.prompts[sequence]
 
     @abstractmethod
@@ -149,18 +149,18 @@ class H2OLayer(CacheLayerMixin):
         """Bytes of the cached keys and values."""
 
     @abstractmethod
-    def _prompt(self, step: Step, q, k, v, *, bare) -> torch.Tensor:
+    def _prompt(self, step: ForwardPass, q, k, v, *, bare) -> torch.Tensor:
         """Attend within whole prompts, packed [tokens, heads, head_dim], and cut them.
 
         bare is q and k as they are cached: where positions roll, before rotation.
         """
 
     @abstractmethod
-    def _extend(self, step: Step, sequence: int, past: int, q, k, v) -> torch.Tensor:
+    def _extend(self, step: ForwardPass, sequence: int, past: int, q, k, v) -> torch.Tensor:
         """Put a chunk [tokens, heads, head_dim], bare, onto `past` tokens of one sequence."""
 
     @abstractmethod
-    def _decode(self, step: Step, q, k, v) -> torch.Tensor:
+    def _decode(self, step: ForwardPass, q, k, v) -> torch.Tensor:
         """One new token of each sequence, [sequences, heads, head_dim], bare."""
 
     @abstractmethod

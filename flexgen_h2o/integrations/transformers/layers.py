@@ -11,15 +11,15 @@ from functools import partial
 
 import torch
 
-from flexgen_h2o.cache.appending import Standing, append
+from flexgen_h2o.cache.appending import CacheState, append
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o import budget as budgets
-from flexgen_h2o.h2o.batch_layout import Seats, Span
-from flexgen_h2o.h2o.eviction import Book, Cut, eviction_of, narrowed, new_book
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.eviction import Cut, EvictionState, eviction_of, narrowed, new_state
 from flexgen_h2o.h2o.simulation import SimulatedCache
 from flexgen_h2o.integrations.transformers.layer import H2OLayer
-from flexgen_h2o.integrations.transformers.passes import Progress, Step
+from flexgen_h2o.integrations.transformers.passes import ForwardPass, PassTracker
 from flexgen_h2o.integrations.transformers.rotations import Rotations
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import rotated_to
@@ -34,7 +34,7 @@ class SlotLayer(H2OLayer):
     A layer that evicts has as many slots as the budget has tokens once that many have come.
     """
 
-    def __init__(self, index: int, h2o: H2OConfig, progress: Progress,
+    def __init__(self, index: int, h2o: H2OConfig, progress: PassTracker,
                  rotations: Rotations | None, *, layout: GroupLayout | None):
         super().__init__(index, h2o, progress, rotations)
         self._layout = layout
@@ -42,25 +42,25 @@ class SlotLayer(H2OLayer):
 
     def _forget(self) -> None:
         self._slots: torch.Tensor | None = None
-        self._book: Book | None = None
+        self._state: EvictionState | None = None
 
     def nbytes(self) -> int:
         """Bytes of the slots; what eviction knows of them comes on top."""
         return 0 if self._slots is None else self._slots.nbytes
 
-    def _prompt(self, step: Step, q, k, v, *, bare) -> torch.Tensor:
+    def _prompt(self, step: ForwardPass, q, k, v, *, bare) -> torch.Tensor:
         sizes = [self._budget(step, sequence) for sequence in range(len(step.new))]
-        evicts, mass = sizes[0] is not None, None
+        evicts, scores = sizes[0] is not None, None
         if evicts and self._h2o.scored:
-            mass = torch.zeros((k.shape[1], len(k)), device=k.device)
-        out = ops.prefill_attention(q, k, v, list(step.new), mass=mass,
+            scores = torch.zeros((k.shape[1], len(k)), device=k.device)
+        out = ops.prefill_attention(q, k, v, list(step.new), scores=scores,
                                     decay=eviction_of(self._h2o).decay)
         self._reserve(step, max(budgets.kept(self._h2o, self._index, new) for new in step.new), k)
         if evicts:
             cuts = [Cut(new, size.heavy, size.recent)
                     for new, size in zip(step.new, sizes, strict=True)]
-            ops.select_heavy_hitters(bare[1], v, mass, cuts=cuts, slots=self._slots,
-                                     book=self._book, layout=self._layout)
+            ops.select_heavy_hitters(bare[1], v, scores, cuts=cuts, slots=self._slots,
+                                     state=self._state, layout=self._layout)
             self._settle()
             return out
         for held, keys, values in zip(self._slots.unbind(1), k.split(step.new), v.split(step.new),
@@ -70,32 +70,34 @@ class SlotLayer(H2OLayer):
                                        else ops.quantize_groups(fresh, self._layout))
         return out
 
-    def _extend(self, step: Step, sequence: int, past: int, q, k, v) -> torch.Tensor:
+    def _extend(self, step: ForwardPass, sequence: int, past: int, q, k, v) -> torch.Tensor:
         size, tokens = self._budget(step, sequence), past + len(q)
         cached = self._cached(step, sequence, past)
         self._reserve(step, self._cached(step, sequence, tokens), k)
-        standing, book = Standing(cached, past), None
-        if self._book is not None:
-            # With rotations there is a book although nothing more is to go: all are heavy then.
+        cache_state, state = CacheState(cached, past), None
+        if self._state is not None:
+            # With rotations there is an eviction state although nothing more is to go: all are
+            # heavy then.
             heavy = size.heavy if self._evicts(step, sequence, tokens) else tokens
-            standing = Standing(cached, past, heavy, size.recent, scored=self._h2o.scored)
-            book = narrowed(self._book, slice(sequence, sequence + 1))
+            cache_state = CacheState(cached, past, heavy, size.recent, scored=self._h2o.scored)
+            state = narrowed(self._state, slice(sequence, sequence + 1))
             if self._rotations is not None:
-                book = replace(book, rope=self._rope(cached + len(q), k.device))
-        out = append(q, k, v, held=self._slots[:, sequence], standing=standing, book=book,
+                state = replace(state, rope=self._rope(cached + len(q), k.device))
+        out = append(q, k, v, held=self._slots[:, sequence], cache_state=cache_state, state=state,
                      layout=self._layout)
         if sequence == len(step.new) - 1 and tokens == step.prompts[sequence]:
             self._settle()
         return out
 
-    def _decode(self, step: Step, q, k, v) -> torch.Tensor:
-        turn, needed = step.turn(self._h2o, self._index, q.device)
+    def _decode(self, step: ForwardPass, q, k, v) -> torch.Tensor:
+        metadata, needed = step.metadata(self._h2o, self._index, q.device)
         self._reserve(step, needed, k)
-        out, _ = ops.decode_attention(q, k, v, slots=self._slots, turn=turn, layout=self._layout,
-                                      book=self._book)
+        out, _ = ops.decode_attention(q, k, v, slots=self._slots, metadata=metadata,
+                                      layout=self._layout,
+                                      state=self._state)
         return out
 
-    def _cached(self, step: Step, sequence: int, tokens: int) -> int:
+    def _cached(self, step: ForwardPass, sequence: int, tokens: int) -> int:
         """Slots that a sequence fills once it has so many tokens."""
         prompt = step.prompts[sequence]
         if tokens < prompt:
@@ -106,13 +108,13 @@ class SlotLayer(H2OLayer):
     def _settle(self) -> None:
         """Prompts are cut: where that was all, scores are of no use from here on."""
         if not self._h2o.evict_generated and self._rotations is None:
-            self._book = None
+            self._state = None
 
     def _rope(self, ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotations by rank."""
         return self._rotations.tables(torch.arange(ranks, device=device))
 
-    def _reserve(self, step: Step, needed: int, k: torch.Tensor) -> None:
+    def _reserve(self, step: ForwardPass, needed: int, k: torch.Tensor) -> None:
         """Have at least so many slots; k's last two dimensions are [kv_heads, head_dim]."""
         old = self._slots
         if old is not None and old.shape[3] >= needed:
@@ -127,30 +129,30 @@ class SlotLayer(H2OLayer):
             width, dtype = self._layout.nbytes, torch.uint8
         shape = (len(step.prompts), k.shape[-2], slots)
         self._slots = torch.empty((2, *shape, width), dtype=dtype, device=k.device)
-        book = self._book
-        if evicts and (old is None or book is not None):
+        state = self._state
+        if evicts and (old is None or state is not None):
             rope = None if self._rotations is None else self._rope(slots + 1, k.device)
-            self._book = new_book(shape, eviction_of(self._h2o), rope=rope, device=k.device)
+            self._state = new_state(shape, eviction_of(self._h2o), rope=rope, device=k.device)
         if old is not None:
             self._slots[..., : old.shape[3], :] = old
-        if book is not None:
-            for name in ("mass", "positions", *(("ranks",) if self._rotations else ())):
-                getattr(self._book, name)[..., : old.shape[3]] = getattr(book, name)
+        if state is not None:
+            for name in ("scores", "positions", *(("ranks",) if self._rotations else ())):
+                getattr(self._state, name)[..., : old.shape[3]] = getattr(state, name)
 
     def _choose(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self._slots.device)
         self._slots = self._slots.index_select(1, index)
-        if self._book is not None:
-            ranks = self._book.ranks
-            self._book = replace(self._book, mass=self._book.mass[index],
-                                 positions=self._book.positions[index],
-                                 ranks=None if ranks is None else ranks[index])
+        if self._state is not None:
+            ranks = self._state.ranks
+            self._state = replace(self._state, scores=self._state.scores[index],
+                                  positions=self._state.positions[index],
+                                  ranks=None if ranks is None else ranks[index])
 
 
 class SimulatedLayer(H2OLayer):
     """The definition: everything stays, and what eviction took is masked (`H2OConfig.simulate`)."""
 
-    def __init__(self, index: int, h2o: H2OConfig, progress: Progress,
+    def __init__(self, index: int, h2o: H2OConfig, progress: PassTracker,
                  rotations: Rotations | None):
         super().__init__(index, h2o, progress, rotations)
         self._forget()
@@ -162,21 +164,21 @@ class SimulatedLayer(H2OLayer):
         """Bytes of all keys and values, in float32."""
         return sum(one.nbytes() for one in self._sequences)
 
-    def _prompt(self, step: Step, q, k, v, *, bare) -> torch.Tensor:
+    def _prompt(self, step: ForwardPass, q, k, v, *, bare) -> torch.Tensor:
         rows = zip(*(x.split(step.new) for x in (*bare, v)), strict=True)
         return torch.cat([self._extend(step, sequence, 0, *some)
                           for sequence, some in enumerate(rows)])
 
-    def _extend(self, step: Step, sequence: int, past: int, q, k, v) -> torch.Tensor:
+    def _extend(self, step: ForwardPass, sequence: int, past: int, q, k, v) -> torch.Tensor:
         if past == 0:
             self._start(step, sequence)
         one, tokens = self._sequences[sequence], past + len(q)
         # A span is evicted from if it ends its prompt.
         end = tokens if self._evicts(step, sequence, tokens) else tokens + 1
-        one.resume([Seats((end,), 0)])
-        return one.attend_prompt(0, 0, q, k, v, spans=[Span(0, past, tokens)])
+        one.resume([BatchLayout((end,), 0)])
+        return one.attend_prompt(0, 0, q, k, v, spans=[PromptChunk(0, past, tokens)])
 
-    def _start(self, step: Step, sequence: int) -> None:
+    def _start(self, step: ForwardPass, sequence: int) -> None:
         """Give a sequence a cache of its own, its budget in tokens."""
         size = self._budget(step, sequence)
         h2o = H2OConfig(simulate=True)
@@ -186,13 +188,13 @@ class SimulatedLayer(H2OLayer):
                 score=self._h2o.score, decay=self._h2o.decay, positions=self._h2o.positions,
                 evict_generated=self._h2o.evict_generated, simulate=True)
         one = SimulatedCache(h2o, partial(rotated_to, rope=self._rope))
-        one.begin([Seats((step.prompts[sequence],), 0)])
+        one.begin([BatchLayout((step.prompts[sequence],), 0)])
         self._sequences.append(one)
 
     def _rope(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None if self._rotations is None else self._rotations.tables(places)
 
-    def _decode(self, step: Step, q, k, v) -> torch.Tensor:
+    def _decode(self, step: ForwardPass, q, k, v) -> torch.Tensor:
         rows = zip(*(x.split(1) for x in (q, k, v)), strict=True)
         return torch.cat([one.attend_token(0, 0, *some)
                           for one, some in zip(self._sequences, rows, strict=True)])

@@ -1,4 +1,4 @@
-"""Where the sequences of an `H2OCache` stand: their tokens so far, and those of a forward pass."""
+"""Progress of the sequences of an `H2OCache`: their tokens so far, and those of a forward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexgen_h2o.h2o import budget as budgets
 
 
 @dataclass(frozen=True)
-class Step:
+class ForwardPass:
     """One forward pass: `columns` of the padded batch, and the real tokens among them.
 
     Attributes
@@ -42,12 +42,12 @@ class Step:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether nothing came before."""
+        """True if nothing came before."""
         return self.start == 0
 
     @property
     def decodes(self) -> bool:
-        """Whether every sequence goes on by one token."""
+        """True if every sequence goes on by one token."""
         return self.start > 0 and self.columns == 1 and self.index is None
 
     def packed(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Step:
         rows = x.flatten(0, 1)
         return rows if self.index is None else rows[self.index.to(x.device)]
 
-    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+    def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """The opposite of `packed`; 0 where pads are."""
         shape = (len(self.new), self.columns)
         if self.index is None:
@@ -63,37 +63,39 @@ class Step:
         out = rows.new_zeros((shape[0] * shape[1], *rows.shape[1:]))
         return out.index_copy_(0, self.index.to(rows.device), rows).unflatten(0, shape)
 
-    def turn(self, h2o: H2OConfig, layer: int, device: torch.device) -> tuple[torch.Tensor, int]:
-        """The `turn` of `reference.decode_attention`, and the slots that it needs.
+    def metadata(self, h2o: H2OConfig, layer: int, device: torch.device) -> tuple[torch.Tensor,
+                                                                                  int]:
+        """The `metadata` of `reference.decode_attention`, and the slots that it needs.
 
         Made once for all layers that share the budgets of each sequence.
         """
         sizes = tuple(budgets.budget(h2o, layer, prompt) for prompt in self.prompts)
-        key = ("turn", sizes, device)
+        key = ("metadata", sizes, device)
         if key not in self.memo:
             rows = []
             for size, prompt, past in zip(sizes, self.prompts, self.past, strict=True):
                 before = budgets.cached(h2o, layer, prompt, past - prompt)
                 full = size is not None and h2o.evict_generated and before >= size.total
                 rows.append((before, past + 1, size.recent if size else 0, int(full)))
-            turn = torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
-            self.memo[key] = turn, max(row[0] + 1 - row[3] for row in rows)
+            metadata = torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
+            self.memo[key] = metadata, max(row[0] + 1 - row[3] for row in rows)
         return self.memo[key]
 
 
-class Progress:
-    """What all layers of a cache share: how long each sequence is."""
+class PassTracker:
+    """Lengths of the sequences, which all layers of a cache share."""
 
     def __init__(self):
         self.reset()
 
     def reset(self) -> None:
         """Forget all sequences."""
-        self.step: Step | None = None
+        self.step: ForwardPass | None = None
         self._prompts: tuple[int, ...] = ()
         self._tokens: tuple[int, ...] = ()
 
-    def begin(self, start: int, sequences: int, columns: int, mask: torch.Tensor | None) -> Step:
+    def begin(self, start: int, sequences: int, columns: int,
+              mask: torch.Tensor | None) -> ForwardPass:
         """Start a forward pass.
 
         Parameters
@@ -123,7 +125,7 @@ class Progress:
             if 0 in new:
                 raise UserError(f"prompt {new.index(0)} of the batch has no token, only pads")
             self._prompts, self._tokens = new, (0,) * sequences
-        self.step = Step(start, columns, self._prompts, self._tokens, new, index)
+        self.step = ForwardPass(start, columns, self._prompts, self._tokens, new, index)
         self._tokens = tuple(a + b for a, b in zip(self._tokens, new, strict=True))
         return self.step
 
@@ -134,7 +136,8 @@ class Progress:
 
 
 def _real(mask: torch.Tensor, start: int, columns: int) -> torch.Tensor:
-    """What is no pad, bool [sequences, start + columns or columns], by either kind of mask."""
+    """Mask of tokens that are no pad, bool [sequences, start + columns or columns], by either kind
+    of mask."""
     if mask.ndim == 2 and mask.shape[1] in (columns, start + columns):
         return mask.bool()
     if mask.ndim == 4 and mask.shape[1:3] == (1, columns) and mask.shape[3] >= start + columns:

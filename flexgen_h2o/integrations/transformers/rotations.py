@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.integrations.transformers.passes import Step
-from flexgen_h2o.kernels.rotary import turn_
+from flexgen_h2o.integrations.transformers.passes import ForwardPass
+from flexgen_h2o.kernels.rotary import rotate_
 
 GROWING = ("dynamic", "longrope")
 """Types of rotary embedding whose angles depend on how long the text is."""
@@ -47,9 +47,9 @@ class Rotations:
         return tuple(x[0, :, : x.shape[-1] // 2].to(positions.device, torch.float32).contiguous()
                      for x in both)
 
-    def undone(self, step: Step, positions: torch.Tensor | None, *rows: torch.Tensor
+    def undone(self, step: ForwardPass, positions: torch.Tensor | None, *rows: torch.Tensor
                ) -> list[torch.Tensor]:
-        """What packed rows [tokens, heads, head_dim] were before the model rotated them.
+        """Packed rows [tokens, heads, head_dim] as they were before the model rotated them.
 
         Exact but for one rounding to their dtype. positions are int [sequences or 1, columns].
         """
@@ -62,4 +62,4 @@ class Rotations:
             # Rounded tables, and those of some types, change lengths too.
             scale = cos.square() + sin.square()
             step.memo[key] = (cos / scale)[:, None], (-sin / scale)[:, None]
-        return [turn_(x.to(torch.float32, copy=True), *step.memo[key]).to(x.dtype) for x in rows]
+        return [rotate_(x.to(torch.float32, copy=True), *step.memo[key]).to(x.dtype) for x in rows]

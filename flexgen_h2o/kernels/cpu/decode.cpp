@@ -32,10 +32,10 @@ struct Head {
 
     Head(const Decode& a, int64_t index)
         : a(a), sequence(index / a.kv_heads), kv_head(index % a.kv_heads),
-          group(a.heads / a.kv_heads), width(padded(a.head_dim)), cached(a.turn[sequence]) {}
+          group(a.heads / a.kv_heads), width(padded(a.head_dim)), cached(a.metadata[sequence]) {}
 
-    int64_t turn(int row) const { return a.turn[row * a.sequences + sequence]; }
-    // Of the book's tensors.
+    int64_t metadata(int row) const { return a.metadata[row * a.sequences + sequence]; }
+    // Of the eviction state's tensors.
     int64_t first() const { return (sequence * a.kv_heads + kv_head) * a.num_slots; }
 
     template <class T>
@@ -117,9 +117,9 @@ Partial partial(const Head& h, const Space& space, int64_t index, int64_t part, 
 }
 
 void span(const Head& h, const Space& space, int64_t part, int64_t& begin, int64_t& end) {
-    const int64_t tiles = (h.cached + TILE - 1) / TILE;
-    begin = tiles * part / space.parts * TILE;
-    end = tiles * (part + 1) / space.parts * TILE;
+    const int64_t tiles = (h.cached + SLOT_TILE - 1) / SLOT_TILE;
+    begin = tiles * part / space.parts * SLOT_TILE;
+    end = tiles * (part + 1) / space.parts * SLOT_TILE;
     if (end > h.cached) end = h.cached;
 }
 
@@ -132,8 +132,8 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     span(h, space, part, begin, end);
     queries<T>(h, q);
     with_rows<T>(h, 0, space_of_tile, [&](const auto& rows) {
-        for (int64_t t = begin; t < end; t += TILE) {
-            const int64_t count = t + TILE < end ? TILE : end - t;
+        for (int64_t t = begin; t < end; t += SLOT_TILE) {
+            const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
             const auto tile = rows.tile(t, count);
             by_queries(h.group, [&](auto G, int64_t g) {
                 key_products<G()>(tile, Queries{q + g * h.width, h.width,
@@ -146,7 +146,7 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     for (int64_t g = 0; g < h.group; g++) {
         float *row = logits + g * space.stride, *at = partial(h, space, index, part, g).out - 2;
         for (int64_t t = end; t < stop; t++) row[t] = NONE;
-        Floats most = spread(NONE), total{};
+        Floats most = broadcast(NONE), total{};
         for (int64_t t = begin; t < stop; t += WIDTH) most = larger(load(row + t), most);
         at[0] = widest(most);
         for (int64_t t = begin; t < stop; t += WIDTH) {
@@ -159,8 +159,8 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     }
     float* out = partial(h, space, index, part, 0).out;
     with_rows<T>(h, 1, space_of_tile, [&](const auto& rows) {
-        for (int64_t t = begin; t < end; t += TILE) {
-            const int64_t count = t + TILE < end ? TILE : end - t;
+        for (int64_t t = begin; t < end; t += SLOT_TILE) {
+            const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
             const auto tile = rows.tile(t, count);
             by_queries(h.group, [&](auto G, int64_t g) {
                 value_products<G()>(tile, Queries{nullptr, h.width,
@@ -174,23 +174,23 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
 // The slot with the lowest score that may go; of equals the oldest. Each lane finds its own.
 int64_t victim(const Head& h) {
     const int64_t first = h.first();
-    const int32_t tokens = static_cast<int32_t>(h.turn(1));
-    const int32_t safe = tokens - static_cast<int32_t>(h.turn(2));
+    const int32_t tokens = static_cast<int32_t>(h.metadata(1));
+    const int32_t safe = tokens - static_cast<int32_t>(h.metadata(2));
     const int32_t sinks = static_cast<int32_t>(h.a.sinks);
-    const float* mass = h.a.mass + first;
+    const float* scores = h.a.scores + first;
     const int32_t* positions = h.a.positions + first;
-    Floats lowest = spread(-NONE);
+    Floats lowest = broadcast(-NONE);
     Ints oldest = Ints{} + EMPTY, found{}, slot{};
     for (int i = 0; i < WIDTH; i++) slot[i] = i;
     for (int64_t t = 0; t < h.cached; t += WIDTH, slot += WIDTH) {
         Floats score{};
         Ints position = Ints{} + EMPTY;
         if (t + WIDTH <= h.cached) {
-            score = load(mass + t);
+            score = load(scores + t);
             position = load_raw<Ints>(positions + t);
         } else {
             const size_t some = static_cast<size_t>(h.cached - t);
-            std::memcpy(&score, mass + t, some * sizeof *mass);
+            std::memcpy(&score, scores + t, some * sizeof *scores);
             std::memcpy(&position, positions + t, some * sizeof *positions);
         }
         if (h.a.mean) score /= __builtin_convertvector(tokens - position, Floats);
@@ -220,10 +220,10 @@ void write_slot(const Head& h, int kind, const T* from, int64_t slot, uint8_t* c
 // Notes the new token, whose own attention is `own`, and gives it its slot.
 int64_t take_slot(const Head& h, float own) {
     const Decode& a = h.a;
-    const bool full = h.turn(3);
+    const bool full = h.metadata(3);
     const int64_t slot = full ? victim(h) : h.cached, first = h.first();
-    a.mass[first + slot] = own;
-    a.positions[first + slot] = static_cast<int32_t>(h.turn(1) - 1);
+    a.scores[first + slot] = own;
+    a.positions[first + slot] = static_cast<int32_t>(h.metadata(1) - 1);
     if (a.ranks) {
         int32_t* ranks = a.ranks + first;
         if (full) {
@@ -236,12 +236,12 @@ int64_t take_slot(const Head& h, float own) {
 }
 
 // Adds to the scores what one query gave to each slot: its weights times `factor`.
-INLINE void add_received(float* mass, const float* weights, int64_t begin, int64_t end,
+INLINE void add_received(float* scores, const float* weights, int64_t begin, int64_t end,
                          float keep, float factor) {
     int64_t t = begin;
     for (; t + WIDTH <= end; t += WIDTH)
-        store(mass + t, load(mass + t) * keep + load(weights + t) * factor);
-    for (; t < end; t++) mass[t] = mass[t] * keep + weights[t] * factor;
+        store(scores + t, load(scores + t) * keep + load(weights + t) * factor);
+    for (; t < end; t++) scores[t] = scores[t] * keep + weights[t] * factor;
 }
 
 template <class T>
@@ -280,15 +280,15 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
         T* out = static_cast<T*>(a.out) +
                  (h.sequence * a.heads + h.kv_head * h.group + g) * a.head_dim;
         for (int64_t i = 0; i < a.head_dim; i++) put(out + i, sums[i] / total);
-        for (int64_t p = 0; a.mass && p < space.parts; p++) {
+        for (int64_t p = 0; a.scores && p < space.parts; p++) {
             int64_t begin, end;
             span(h, space, p, begin, end);
-            add_received(a.mass + h.first(), logits + g * space.stride, begin, end,
+            add_received(a.scores + h.first(), logits + g * space.stride, begin, end,
                          g == 0 ? static_cast<float>(a.decay) : 1.0f,
                          expf(partial(h, space, index, p, g).top - top) / total);
         }
     }
-    const int64_t slot = a.mass ? take_slot(h, own_received) : h.cached;
+    const int64_t slot = a.scores ? take_slot(h, own_received) : h.cached;
     uint8_t* codes = reinterpret_cast<uint8_t*>(scratch);
     write_slot(h, 0, new_key, slot, codes);
     write_slot(h, 1, new_value, slot, codes);
@@ -298,8 +298,8 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
 // Whether every slot and position that the call would touch is there.
 bool valid(const Decode& a) {
     for (int64_t s = 0; s < a.sequences; s++) {
-        const int64_t cached = a.turn[s];
-        const bool evicts = a.mass && a.turn[3 * a.sequences + s];
+        const int64_t cached = a.metadata[s];
+        const bool evicts = a.scores && a.metadata[3 * a.sequences + s];
         // A new token takes its victim's slot, or the next one, which then has to be free.
         if (cached < evicts || cached > a.num_slots - !evicts) return false;
         if (!a.ranks) continue;
@@ -317,7 +317,7 @@ template <class T>
 int decode(const Decode& a) {
     if (!valid(a)) return INVALID;
     const int64_t heads = a.sequences * a.kv_heads, group = a.heads / a.kv_heads;
-    const int64_t width = padded(a.head_dim), slots = padded(a.num_slots) + TILE;
+    const int64_t width = padded(a.head_dim), slots = padded(a.num_slots) + SLOT_TILE;
     Space space;
     space.parts = (FEWEST_TASKS + heads - 1) / (heads ? heads : 1);
     const int64_t most = (a.num_slots + PART_SLOTS - 1) / PART_SLOTS;
@@ -325,7 +325,7 @@ int decode(const Decode& a) {
     space.stride = slots;
     space.size = width + WIDTH;
     const bool split = space.parts > 1;
-    const int64_t each = group * width + (TILE + 3) * width;
+    const int64_t each = group * width + (SLOT_TILE + 3) * width;
     space.scratch = memory<float>(a.threads * each);
     space.logits = memory<float>((split ? heads : a.threads) * group * slots);
     space.partials = memory<float>(heads * space.parts * group * space.size);

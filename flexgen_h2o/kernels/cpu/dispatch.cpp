@@ -12,12 +12,12 @@ constexpr int SETS = 5;
 
 // Whether the CPU has tiles of bfloat16 and the system saves their registers.
 bool amx() {
-    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, OSXSAVE = 1u << 27, STATE = 3u << 17;
+    constexpr unsigned BF16 = 1u << 22, AMX_TILE = 1u << 24, OSXSAVE = 1u << 27, STATE = 3u << 17;
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (low & STATE) == STATE && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
-           (d & (BF16 | TILE)) == (BF16 | TILE);
+           (d & (BF16 | AMX_TILE)) == (BF16 | AMX_TILE);
 }
 
 int best() {
@@ -74,7 +74,7 @@ EXPORT int h2o_select_heavy_hitters(int isa, const Select* a) { CALL(select_heav
 EXPORT int h2o_decode_attention(int isa, const Decode* a) { CALL(decode_attention, a) }
 EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, a) }
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
-EXPORT int h2o_linear_few_rows(int isa, const Linear* a) { CALL(linear_few_rows, a) }
+EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL(linear_skinny, a) }
 EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL(linear_quantized, a) }
 EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, a) }
 EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, a) }

@@ -19,8 +19,8 @@ inline uint16_t half_below(float x) {
 }
 
 INLINE Floats clamped(Floats x) {
-    x = x > HALF_MAX ? spread(HALF_MAX) : x;
-    return x < -HALF_MAX ? spread(-HALF_MAX) : x;
+    x = x > HALF_MAX ? broadcast(HALF_MAX) : x;
+    return x < -HALF_MAX ? broadcast(-HALF_MAX) : x;
 }
 
 template <class T>
@@ -33,7 +33,7 @@ inline void bounds(const T* x, int64_t count, float& low, float& high) {
     int64_t i = 0;
     low = HALF_MAX, high = -HALF_MAX;
     if (count >= WIDTH) {
-        Floats lows = spread(low), highs = spread(high);
+        Floats lows = broadcast(low), highs = broadcast(high);
         for (; i + WIDTH <= count; i += WIDTH) {
             Floats some = clamped(load(x + i));
             lows = some < lows ? some : lows;

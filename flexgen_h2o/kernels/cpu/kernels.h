@@ -21,7 +21,7 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2, INVALID = 3 };
     int decode_attention(const Decode&);         \
     int quantize_groups(const Groups&);          \
     int dequantize_groups(const Groups&);        \
-    int linear_few_rows(const Linear&);          \
+    int linear_skinny(const Linear&);          \
     int linear_quantized(const Product&);        \
     int unpack_rows(const Rows&);                \
     int quantize_matrix(const Quantize&);        \

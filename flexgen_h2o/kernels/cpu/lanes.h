@@ -1,5 +1,5 @@
-// Matrix products whose right operand stands in LANES: blocks of queries. As float32, or as pairs of
-// bfloat16 where the CPU multiplies those.
+// Matrix products whose right operand stands in LANES: blocks of queries. As float32, or as pairs
+// of bfloat16 where the CPU multiplies those.
 #pragma once
 
 #include "simd.h"
@@ -24,7 +24,7 @@ INLINE void product_rows(const float* a, int64_t row, int64_t column, const floa
         Floats lanes[VECTORS];
         for (int n = 0; n < VECTORS; n++) lanes[n] = load(b + k * LANES + n * WIDTH);
         for (int m = 0; m < M; m++) {
-            const Floats x = spread(a[m * row + k * column]);
+            const Floats x = broadcast(a[m * row + k * column]);
             for (int n = 0; n < VECTORS; n++) sums[m][n] = fma(x, lanes[n], sums[m][n]);
         }
     }

@@ -1,7 +1,7 @@
-// linear_few_rows: a matrix of bfloat16 weights, read once, times few rows of bfloat16.
+// linear_skinny: a matrix of bfloat16 weights, read once, times few rows of bfloat16.
 //
-// The rows of x stand in lanes, so that weights are used as they lie in memory, pair by pair, and at
-// the speed at which they come: the weights of OUTPUTS outputs flow through as so many streams.
+// The rows of x stand in lanes, so that weights are used as they lie in memory, pair by pair, and
+// at the speed at which they come: the weights of OUTPUTS outputs flow through as so many streams.
 // Only with AVX512_BF16; the caller asks first.
 #include "kernels.h"
 #include "memory.h"
@@ -61,7 +61,7 @@ void outputs(const Linear& a, const uint32_t* x, int64_t first) {
 
 }  // namespace
 
-int linear_few_rows(const Linear& a) {
+int linear_skinny(const Linear& a) {
     const int64_t pairs = a.inputs / 2;
     const Memory<uint32_t> x = memory<uint32_t>(pairs * WIDTH);
     if (!x) return NO_MEMORY;
@@ -78,7 +78,7 @@ int linear_few_rows(const Linear& a) {
     return DONE;
 }
 #else
-int linear_few_rows(const Linear&) { return NOT_HERE; }
+int linear_skinny(const Linear&) { return NOT_HERE; }
 #endif
 
 }  // namespace ISA

@@ -1,8 +1,8 @@
 // linear_quantized and unpack_rows: what is done with a quantized matrix.
 //
 // A block of the matrix is taken apart once, into codes that stay in L1, and meets all rows of a
-// panel there. Outputs are the lanes of vectors, so that blocks are read as they lie, in one stream,
-// and nothing is summed across lanes. Sums of codes by x are scaled group by group.
+// panel there. Outputs are the lanes of vectors, so that blocks are read as they lie, in one
+// stream, and nothing is summed across lanes. Sums of codes by x are scaled group by group.
 #include "matrix.h"
 #include "memory.h"
 
@@ -11,7 +11,7 @@ namespace ISA {
 namespace {
 
 constexpr int64_t PANEL = 64;            // rows of x that meet a block while it is in L1
-constexpr int64_t COLUMNS = 2 * TILE;    // outputs that are computed together
+constexpr int64_t COLUMNS = 2 * MATRIX_TILE;    // outputs that are computed together
 constexpr int64_t AHEAD = 8;             // blocks of a tile that are asked for beforehand
 constexpr int VECTORS = 2;               // of outputs, in registers together
 #if defined(__AVX512F__)
@@ -49,7 +49,7 @@ struct Single {
             }
     }
 
-    static INLINE Floats spread_x(uint32_t x) { return spread(bits_of<float>(x)); }
+    static INLINE Floats broadcast_x(uint32_t x) { return broadcast(bits_of<float>(x)); }
     static INLINE Floats add_product(Floats sum, Words codes, Floats x) {
         return fma(bits_of<Floats>(codes), x, sum);
     }
@@ -85,7 +85,7 @@ struct Pairs {
         }
     }
 
-    static INLINE __m512bh spread_x(uint32_t x) {
+    static INLINE __m512bh broadcast_x(uint32_t x) {
         return bits_of<__m512bh>(_mm512_set1_epi32(static_cast<int>(x)));
     }
     static INLINE Floats add_product(Floats sum, Words codes, __m512bh x) {
@@ -137,12 +137,12 @@ void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows,
 template <class A, int bits>
 INLINE void unpack(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, const Workspace& w) {
     constexpr int64_t STEPS = 32 / bits / A::inputs;  // of a word
-    for (int64_t t = 0; t < COLUMNS / TILE; t++) {
-        const int64_t column = t * TILE;
+    for (int64_t t = 0; t < COLUMNS / MATRIX_TILE; t++) {
+        const int64_t column = t * MATRIX_TILE;
         if (t >= tiles) {
             for (int64_t step = 0; step < m.group / A::inputs; step++)
-                std::memset(w.codes + step * COLUMNS + column, 0, 4 * TILE);
-            for (int64_t i = column; i < column + TILE; i++) w.scales[i] = w.zeros[i] = 0.0f;
+                std::memset(w.codes + step * COLUMNS + column, 0, 4 * MATRIX_TILE);
+            for (int64_t i = column; i < column + MATRIX_TILE; i++) w.scales[i] = w.zeros[i] = 0.0f;
             continue;
         }
         const uint8_t* block = m.at(tile + t, g);
@@ -150,19 +150,19 @@ INLINE void unpack(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, cons
         const int64_t ahead = g + AHEAD;
         const uint8_t* later =
             ahead < m.groups ? m.at(tile + t, ahead)
-                             : m.at(tile + t + COLUMNS / TILE, ahead - m.groups);
+                             : m.at(tile + t + COLUMNS / MATRIX_TILE, ahead - m.groups);
         for (int64_t line = 0; line < m.block_bytes; line += 64)
             __builtin_prefetch(later + line, 0, 3);
-        for (int64_t i = 0; i < TILE; i += WIDTH) {
+        for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
             const Floats scale = load(reinterpret_cast<const fp16*>(scales_of(block)) + i);
             const Floats zero = load(reinterpret_cast<const fp16*>(zeros_of(block)) + i);
             store(w.scales + column + i, scale);
-            store(w.zeros + column + i, fma(scale, spread(-A::shift(bits)), zero));
+            store(w.zeros + column + i, fma(scale, broadcast(-A::shift(bits)), zero));
         }
         const uint8_t* words = words_of(block);
         for (int64_t n = 0; n < m.words; n++)
-            for (int64_t i = 0; i < TILE; i += WIDTH)
-                A::template take_apart<bits>(load_words(words + 4 * (n * TILE + i)),
+            for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH)
+                A::template take_apart<bits>(load_words(words + 4 * (n * MATRIX_TILE + i)),
                                              w.codes + n * STEPS * COLUMNS + column + i);
     }
 }
@@ -184,7 +184,7 @@ INLINE void add_group(const Workspace& w, int64_t steps, int64_t rows, int64_t g
                 for (int v = 0; v < VECTORS; v++)
                     codes[v] = load_words(w.codes + (step + c) * COLUMNS + column + v * WIDTH);
                 for (int r = 0; r < R; r++) {
-                    const auto element = A::spread_x(x[r * steps + step + c]);
+                    const auto element = A::broadcast_x(x[r * steps + step + c]);
                     for (int v = 0; v < VECTORS; v++)
                         mine[c][r][v] = A::add_product(mine[c][r][v], codes[v], element);
                 }
@@ -196,7 +196,7 @@ INLINE void add_group(const Workspace& w, int64_t steps, int64_t rows, int64_t g
                 Floats all = mine[0][r][v];
                 if (CHAINS == 2) all += mine[CHAINS - 1][r][v];
                 all = fma(all, load(w.scales + at), load(total));
-                store(total, fma(load(w.zeros + at), spread(sums[r]), all));
+                store(total, fma(load(w.zeros + at), broadcast(sums[r]), all));
             }
     }
 }
@@ -221,7 +221,7 @@ template <class A, class T, int bits>
 void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t first,
                       int64_t rows, const Workspace& w) {
     const int64_t all = tiles_of(a.matrix), steps = m.group / A::inputs;
-    const int64_t tiles = all - tile < COLUMNS / TILE ? all - tile : COLUMNS / TILE;
+    const int64_t tiles = all - tile < COLUMNS / MATRIX_TILE ? all - tile : COLUMNS / MATRIX_TILE;
     std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
     for (int64_t g = 0; g < m.groups; g++) {
         unpack<A, bits>(m, tile, tiles, g, w);
@@ -229,7 +229,7 @@ void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t f
         for (; row + ROWS <= rows; row += ROWS) add_group<A, ROWS>(w, steps, rows, g, row);
         add_rest<A>(w, steps, rows, g, row);
     }
-    const int64_t begin = tile * TILE;
+    const int64_t begin = tile * MATRIX_TILE;
     const int64_t end = begin + COLUMNS < a.matrix.outputs ? begin + COLUMNS : a.matrix.outputs;
     const T* bias = static_cast<const T*>(a.bias);
     for (int64_t row = 0; row < rows; row++) {
@@ -252,7 +252,7 @@ int product(const Product& a) {
     const Memory<uint32_t> everyone = memory<uint32_t>(a.threads * size);
     if (!everyone) return NO_MEMORY;
     const int64_t panels = (a.rows + PANEL - 1) / PANEL;
-    const int64_t chunks = (tiles_of(a.matrix) * TILE + COLUMNS - 1) / COLUMNS;
+    const int64_t chunks = (tiles_of(a.matrix) * MATRIX_TILE + COLUMNS - 1) / COLUMNS;
 #pragma omp parallel num_threads(a.threads)
     {
         Workspace w;
@@ -270,7 +270,7 @@ int product(const Product& a) {
                 const int64_t rows = left < PANEL ? left : PANEL;
                 if (panel != packed) pack_panel<A, T>(a, m, first, rows, w);
                 packed = panel;
-                chunk_of_outputs<A, T, bits>(a, m, chunk * (COLUMNS / TILE), first, rows, w);
+                chunk_of_outputs<A, T, bits>(a, m, chunk * (COLUMNS / MATRIX_TILE), first, rows, w);
             }
     }
     return DONE;
@@ -283,9 +283,9 @@ int product_of(const Product& a) {
 
 // Row `row` of the matrix to floats.
 INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float* to) {
-    const int64_t lane = row % TILE, levels = (1 << m.bits) - 1, half = 16 / m.bits;
+    const int64_t lane = row % MATRIX_TILE, levels = (1 << m.bits) - 1, half = 16 / m.bits;
     for (int64_t g = 0; g < m.groups; g++) {
-        const uint8_t* block = m.at(row / TILE, g);
+        const uint8_t* block = m.at(row / MATRIX_TILE, g);
         const float scale = half_at(scales_of(block) + 2 * lane);
         const float zero = half_at(zeros_of(block) + 2 * lane);
         const int64_t left = matrix.inputs - g * m.group;
@@ -293,7 +293,7 @@ INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float
         for (int64_t i = 0; i < size; i++) {
             const int64_t n = i / (2 * half), t = i % (2 * half);
             uint32_t word;
-            std::memcpy(&word, words_of(block) + 4 * (n * TILE + lane), 4);
+            std::memcpy(&word, words_of(block) + 4 * (n * MATRIX_TILE + lane), 4);
             const uint32_t code = word >> (16 * (t % 2) + m.bits * (t / 2)) & levels;
             to[g * m.group + i] = zero + scale * static_cast<float>(code);
         }
@@ -303,21 +303,21 @@ INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float
 // A block to floats [group, TILE].
 template <int bits>
 INLINE void unpack_block(const Blocks& m, const uint8_t* block, float* to) {
-    for (int64_t i = 0; i < TILE; i += WIDTH) {
+    for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
         const Floats scale = load(reinterpret_cast<const fp16*>(scales_of(block)) + i);
         const Floats zero = load(reinterpret_cast<const fp16*>(zeros_of(block)) + i);
         for (int64_t n = 0; n < m.words; n++) {
-            const Words word = load_words(words_of(block) + 4 * (n * TILE + i));
+            const Words word = load_words(words_of(block) + 4 * (n * MATRIX_TILE + i));
             for (int t = 0; t < 32 / bits; t++) {
                 const Ints code = Ints(word >> (16 * (t % 2) + bits * (t / 2)));
                 const Floats x = __builtin_convertvector(code & ((1 << bits) - 1), Floats);
-                store(to + (n * (32 / bits) + t) * TILE + i, zero + scale * x);
+                store(to + (n * (32 / bits) + t) * MATRIX_TILE + i, zero + scale * x);
             }
         }
     }
 }
 
-// The rows of a whole tile. Blocks are turned around on the way, in vectors where a tile is one.
+// The rows of a whole tile. Blocks are transposed on the way, in vectors where a tile is one.
 template <class T, int bits>
 void unpack_tile(const Matrix& matrix, const Blocks& m, int64_t tile, T* out, float* block) {
     for (int64_t g = 0; g < m.groups; g++) {
@@ -326,23 +326,23 @@ void unpack_tile(const Matrix& matrix, const Blocks& m, int64_t tile, T* out, fl
         const int64_t size = left < m.group ? left : m.group;
         int64_t i = 0;
 #if defined(__AVX512F__)
-        for (; i + TILE <= size; i += TILE) {
-            Floats some[TILE];
-            for (int k = 0; k < TILE; k++) some[k] = load(block + (i + k) * TILE);
-            turn_around(some);
-            for (int lane = 0; lane < TILE; lane++)
+        for (; i + MATRIX_TILE <= size; i += MATRIX_TILE) {
+            Floats some[MATRIX_TILE];
+            for (int k = 0; k < MATRIX_TILE; k++) some[k] = load(block + (i + k) * MATRIX_TILE);
+            transpose(some);
+            for (int lane = 0; lane < MATRIX_TILE; lane++)
                 put_all(out + lane * matrix.inputs + g * m.group + i, some[lane]);
         }
 #endif
-        for (int64_t lane = 0; lane < TILE; lane++)
+        for (int64_t lane = 0; lane < MATRIX_TILE; lane++)
             for (int64_t k = i; k < size; k++)
-                put(out + lane * matrix.inputs + g * m.group + k, block[k * TILE + lane]);
+                put(out + lane * matrix.inputs + g * m.group + k, block[k * MATRIX_TILE + lane]);
     }
 }
 
 INLINE bool whole_tile(const Rows& a, int64_t i) {
-    if (i + TILE > a.count || a.rows[i] % TILE) return false;
-    for (int64_t k = 1; k < TILE; k++)
+    if (i + MATRIX_TILE > a.count || a.rows[i] % MATRIX_TILE) return false;
+    for (int64_t k = 1; k < MATRIX_TILE; k++)
         if (a.rows[i + k] != a.rows[i] + k) return false;
     return true;
 }
@@ -352,21 +352,21 @@ int rows_of(const Rows& a) {
     for (int64_t i = 0; i < a.count; i++)
         if (a.rows[i] < 0 || a.rows[i] >= a.matrix.outputs) return INVALID;
     const Blocks m(a.matrix);
-    const int64_t inputs = a.matrix.inputs, size = inputs + TILE * m.group;
+    const int64_t inputs = a.matrix.inputs, size = inputs + MATRIX_TILE * m.group;
     const Memory<float> floats = memory<float>(a.threads * size);
     if (!floats) return NO_MEMORY;
 #pragma omp parallel for schedule(static) num_threads(a.threads)
-    for (int64_t i = 0; i < (a.count + TILE - 1) / TILE; i++) {
+    for (int64_t i = 0; i < (a.count + MATRIX_TILE - 1) / MATRIX_TILE; i++) {
         float* mine = floats.get() + thread_number() * size;
-        const int64_t first = i * TILE, left = a.count - first;
+        const int64_t first = i * MATRIX_TILE, left = a.count - first;
         T* out = static_cast<T*>(a.out) + first * inputs;
         if (whole_tile(a, first)) {
-            const int64_t tile = a.rows[first] / TILE;
+            const int64_t tile = a.rows[first] / MATRIX_TILE;
             a.matrix.bits == 4 ? unpack_tile<T, 4>(a.matrix, m, tile, out, mine)
                                : unpack_tile<T, 8>(a.matrix, m, tile, out, mine);
             continue;
         }
-        for (int64_t row = 0; row < (left < TILE ? left : TILE); row++, out += inputs) {
+        for (int64_t row = 0; row < (left < MATRIX_TILE ? left : MATRIX_TILE); row++, out += inputs) {
             unpack_row(a.matrix, m, a.rows[first + row], mine);
             for (int64_t k = 0; k < inputs; k++) put(out + k, mine[k]);
         }

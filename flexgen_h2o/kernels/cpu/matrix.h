@@ -6,7 +6,7 @@
 
 namespace ISA {
 
-constexpr int TILE = 16;  // outputs of a block
+constexpr int MATRIX_TILE = 16;  // outputs of a block
 
 // Where the blocks of a matrix are, and what is in them.
 struct Blocks {
@@ -16,17 +16,17 @@ struct Blocks {
     explicit Blocks(const Matrix& m)
         : data(static_cast<const uint8_t*>(m.data)), bits(m.bits), group(m.group),
           groups((m.inputs + m.group - 1) / m.group), words(m.group * m.bits / 32),
-          block_bytes(4 * TILE + 4 * TILE * words) {}
+          block_bytes(4 * MATRIX_TILE + 4 * MATRIX_TILE * words) {}
 
     const uint8_t* at(int64_t tile, int64_t g) const {
         return data + (tile * groups + g) * block_bytes;
     }
 };
 
-inline int64_t tiles_of(const Matrix& m) { return (m.outputs + TILE - 1) / TILE; }
+inline int64_t tiles_of(const Matrix& m) { return (m.outputs + MATRIX_TILE - 1) / MATRIX_TILE; }
 
 INLINE const uint8_t* scales_of(const uint8_t* block) { return block; }
-INLINE const uint8_t* zeros_of(const uint8_t* block) { return block + 2 * TILE; }
-INLINE const uint8_t* words_of(const uint8_t* block) { return block + 4 * TILE; }
+INLINE const uint8_t* zeros_of(const uint8_t* block) { return block + 2 * MATRIX_TILE; }
+INLINE const uint8_t* words_of(const uint8_t* block) { return block + 4 * MATRIX_TILE; }
 
 }  // namespace ISA

@@ -54,14 +54,14 @@ struct Block {
         return static_cast<const P*>(x) + sequence.key_row * row_stride + kv_head * head_stride;
     }
 
-    void run(float* mass) {
+    void run(float* scores) {
         load_queries();
         Floats top[VECTORS], total[VECTORS];
         key_products(top);
         value_products(top, total);
         for (int n = 0; n < VECTORS; n++) total[n] = 1.0f / total[n];
         write(total);
-        if (mass) add_received(mass, total);
+        if (scores) add_received(scores, total);
     }
 
     void load_queries() const {
@@ -82,7 +82,7 @@ struct Block {
         for (int64_t lane = 0; lane < LANES; lane++)
             limits[lane / WIDTH][lane % WIDTH] =
                 static_cast<int32_t>(limit(lane < count ? lane : count - 1));
-        for (int n = 0; n < VECTORS; n++) top[n] = spread(NONE);
+        for (int n = 0; n < VECTORS; n++) top[n] = broadcast(NONE);
         const T* k = cached<T>(a.k, a.k_row, a.k_head);
         const int64_t seen = this->seen(), open = limit(0);
         for (int64_t t = 0; t < seen; t += CHUNK) {
@@ -98,7 +98,7 @@ struct Block {
                 for (int n = 0; n < VECTORS; n++) {
                     Floats x = load(mine + n * WIDTH);
                     if (t + i > open) {
-                        x = limits[n] < static_cast<int32_t>(t + i) ? spread(NONE) : x;
+                        x = limits[n] < static_cast<int32_t>(t + i) ? broadcast(NONE) : x;
                         store(mine + n * WIDTH, x);
                     }
                     top[n] = larger(x, top[n]);
@@ -145,7 +145,7 @@ struct Block {
         As::outputs(sums, a.head_dim, to, count);
     }
 
-    void add_received(float* mass, const Floats* inverse) const {
+    void add_received(float* scores, const Floats* inverse) const {
         Floats factors[VECTORS]{};
         for (int64_t lane = 0; lane < LANES; lane++) {
             const double age = static_cast<double>(sequence.rows - 1 - row(lane));
@@ -160,7 +160,7 @@ struct Block {
             Floats received{};
             for (int n = 0; n < VECTORS; n++)
                 received = fma(load(weights + n * WIDTH), factors[n], received);
-            mass[t] += sum(received);
+            scores[t] += sum(received);
         }
     }
 };
@@ -188,32 +188,32 @@ struct Work {
     }
 };
 
-// Blocks part, part + parts, ... of one KV head of a sequence; mass [tokens] is the task's own.
+// Blocks part, part + parts, ... of one KV head of a sequence; scores [tokens] is the task's own.
 template <class T, class As>
 void attend(const Prefill& a, const Sequence& sequence, int64_t kv_head, int64_t part,
-            int64_t parts, Space<typename As::Element>& space, float* mass) {
-    if (mass) std::memset(mass, 0, static_cast<size_t>(sequence.tokens) * sizeof *mass);
+            int64_t parts, Space<typename As::Element>& space, float* scores) {
+    if (scores) std::memset(scores, 0, static_cast<size_t>(sequence.tokens) * sizeof *scores);
     const int64_t lanes = sequence.rows * (a.heads / a.kv_heads);
     for (int64_t first = part * LANES; first < lanes; first += parts * LANES) {
         const int64_t count = first + LANES < lanes ? LANES : lanes - first;
-        Block<T, As>{a, sequence, kv_head, first, count, space}.run(mass);
+        Block<T, As>{a, sequence, kv_head, first, count, space}.run(scores);
     }
 }
 
-// The tasks' shares of the mass to the whole, in a fixed order.
-void gather_mass(const Prefill& a, const Work& work, const float* shares) {
+// The tasks' shares of the attention score to the whole, in a fixed order.
+void gather_scores(const Prefill& a, const Work& work, const float* shares) {
 #pragma omp parallel for schedule(static) num_threads(a.threads)
     for (int64_t index = 0; index < a.sequences * a.kv_heads; index++) {
         const Sequence& sequence = work.sequences[index / a.kv_heads];
         const int64_t head = index % a.kv_heads;
         const double kept = pow(a.decay, static_cast<double>(sequence.rows));
-        float* mass = a.mass + head * a.mass_head + sequence.key_row;
+        float* scores = a.scores + head * a.scores_head + sequence.key_row;
         for (int64_t t = 0; t < sequence.tokens; t++) {
             float received = 0;
             for (int64_t part = 0; part < work.parts; part++)
                 received += shares[(part * a.kv_heads + head) * work.key_rows +
                                    sequence.key_row + t];
-            mass[t] = mass[t] * static_cast<float>(kept) + received;
+            scores[t] = scores[t] * static_cast<float>(kept) + received;
         }
     }
 }
@@ -223,7 +223,7 @@ int prefill(const Prefill& a) {
     Work work;
     if (!work.make(a)) return NO_MEMORY;
     Memory<float> shares;
-    if (a.mass) {
+    if (a.scores) {
         shares = memory<float>(work.parts * a.kv_heads * work.key_rows);
         if (!shares) return NO_MEMORY;
     }
@@ -241,15 +241,15 @@ int prefill(const Prefill& a) {
             const int64_t part = task % work.parts, index = task / work.parts;
             const Sequence& sequence = work.sequences[index / a.kv_heads];
             const int64_t head = index % a.kv_heads;
-            float* mass = !a.mass ? nullptr
+            float* scores = !a.scores ? nullptr
                                   : shares.get() + (part * a.kv_heads + head) * work.key_rows +
                                         sequence.key_row;
             if (ready)
-                attend<T, As>(a, sequence, head, part, work.parts, space, mass);
+                attend<T, As>(a, sequence, head, part, work.parts, space, scores);
         }
     }
     if (short_of_memory) return NO_MEMORY;
-    if (a.mass) gather_mass(a, work, shares.get());
+    if (a.scores) gather_scores(a, work, shares.get());
     return DONE;
 }
 

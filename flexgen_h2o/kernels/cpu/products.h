@@ -52,13 +52,13 @@ INLINE void key_run(const RecordTile<bits>& tile, const Queries& to, int64_t row
             for (int g = 0; g < G; g++)
                 high[g * R + r] = fma(y, load(to.q + g * to.width + half + i), high[g * R + r]);
         }
-    const float* scale = tile.scales() + start / group * TILE + row;
-    const float* other = tile.scales() + (groups == 1 ? 0 : start + half) / group * TILE + row;
+    const float* scale = tile.scales() + start / group * SLOT_TILE + row;
+    const float* other = tile.scales() + (groups == 1 ? 0 : start + half) / group * SLOT_TILE + row;
     for (int g = 0; g < G; g++)
         for (int r = 0; r < R; r++) {
             Floats& mine = total[g * R + r];
-            mine = fma(low[g * R + r], spread(scale[r]), mine);
-            if (bits == 4) mine = fma(high[g * R + r], spread(other[r]), mine);
+            mine = fma(low[g * R + r], broadcast(scale[r]), mine);
+            if (bits == 4) mine = fma(high[g * R + r], broadcast(other[r]), mine);
         }
 }
 
@@ -96,10 +96,10 @@ INLINE void add_zeros(const RecordTile<bits>& tile, const Queries& to, int64_t g
         Floats all{};
         for (int64_t i = 0; i < group; i += WIDTH)
             all += load(to.q + g * to.width + k * group + i);
-        const float part = sum(all), *zeros = tile.zeros() + k * TILE;
+        const float part = sum(all), *zeros = tile.zeros() + k * SLOT_TILE;
         float* row = to.row + g * to.stride;
         for (int64_t t = 0; t < count; t += WIDTH)  // what is behind the last row is overwritten
-            store(row + t, fma(spread(part), load(zeros + t), load(row + t)));
+            store(row + t, fma(broadcast(part), load(zeros + t), load(row + t)));
     }
 }
 
@@ -129,7 +129,7 @@ INLINE void value_block(const PlainTile<T>& tile, const Queries& weights, int64_
         for (int n = 0; n < N; n++) {
             const Floats x = tile.at(t, column + n * WIDTH);
             for (int g = 0; g < G; g++)
-                sums[g][n] = fma(spread(weights.row[g * weights.stride + t]), x, sums[g][n]);
+                sums[g][n] = fma(broadcast(weights.row[g * weights.stride + t]), x, sums[g][n]);
         }
     }
     for (int g = 0; g < G; g++)
@@ -149,7 +149,8 @@ INLINE void value_products(const PlainTile<T>& tile, const Queries& weights, int
         value_block<G, 1>(tile, weights, count, column, out, apart);
 }
 
-// The same of N vectors of codes, all of one group, and with 4 bits of as many in their high halves.
+// The same of N vectors of codes, all of one group, and with 4 bits of as many in their high
+// halves.
 template <int G, int N, int bits>
 INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t column, float* out,
                         int64_t apart) {
@@ -160,7 +161,7 @@ INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t col
     const float* scaled[SIDES];
     for (int side = 0; side < SIDES; side++) {
         const int64_t at = column + side * half;
-        scaled[side] = tile.scaled() + at / group * TILE;
+        scaled[side] = tile.scaled() + at / group * SLOT_TILE;
         for (int g = 0; g < G; g++)
             for (int n = 0; n < N; n++) sums[g][side][n] = load(out + g * apart + at + n * WIDTH);
     }
@@ -169,7 +170,7 @@ INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t col
         Floats weights[G][SIDES];
         for (int g = 0; g < G; g++)
             for (int side = 0; side < SIDES; side++)
-                weights[g][side] = spread(scaled[side][g * groups * TILE + t]);
+                weights[g][side] = broadcast(scaled[side][g * groups * SLOT_TILE + t]);
         for (int n = 0; n < N; n++) {
             const Ints bytes = widen(tile.base + t * tile.stride + column + n * WIDTH);
             for (int side = 0; side < SIDES; side++) {
@@ -194,8 +195,8 @@ INLINE void value_products(const RecordTile<bits>& tile, const Queries& weights,
     for (int g = 0; g < G; g++)
         for (int64_t k = 0; k < groups; k++) {
             const float *weight = weights.row + g * weights.stride;
-            const float *scales = tile.scales() + k * TILE, *zeros = tile.zeros() + k * TILE;
-            float* scaled = tile.scaled() + (g * groups + k) * TILE;
+            const float *scales = tile.scales() + k * SLOT_TILE, *zeros = tile.zeros() + k * SLOT_TILE;
+            float* scaled = tile.scaled() + (g * groups + k) * SLOT_TILE;
             Floats zero{};
             for (int64_t t = 0; t < count; t += WIDTH) {  // behind the last row all is 0
                 const Floats some = load(weight + t);

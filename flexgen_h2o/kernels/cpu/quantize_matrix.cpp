@@ -36,10 +36,10 @@ INLINE Floats as_half(Floats x) {
 }
 
 INLINE Floats code_of(Floats x, float levels) {
-    return smaller(larger(rounded(x), Floats{}), spread(levels));
+    return smaller(larger(rounded(x), Floats{}), broadcast(levels));
 }
 
-INLINE Floats step_of(const Fit& fit) { return larger(fit.scale, spread(TINY)); }
+INLINE Floats step_of(const Fit& fit) { return larger(fit.scale, broadcast(TINY)); }
 
 INLINE Floats error_of(const Group& g, const Fit& fit) {
     const Floats inverse = 1.0f / step_of(fit);
@@ -73,22 +73,22 @@ INLINE Fit refitted(const Group& g, Floats low, Floats wide, Ints& possible) {
         products = fma(code, x, products);
         values += x;
     }
-    const Floats count = spread(static_cast<float>(g.size));
+    const Floats count = broadcast(static_cast<float>(g.size));
     const Floats apart = count * squares - codes * codes;
-    const Floats scale = (count * products - codes * values) / larger(apart, spread(1.0f));
+    const Floats scale = (count * products - codes * values) / larger(apart, broadcast(1.0f));
     possible = apart > 0.0f;
     Fit fit;
-    fit.scale = as_half(smaller(larger(scale, Floats{}), spread(HALF_MAX)));
+    fit.scale = as_half(smaller(larger(scale, Floats{}), broadcast(HALF_MAX)));
     fit.zero = as_half(clamped((values - fit.scale * codes) / count));
     return fit;
 }
 
 INLINE Fit searched(const Group& g, Floats low, Floats high, Fit best) {
     Floats least = error_of(g, best);
-    const Floats width = larger(high - low, spread(TINY));
+    const Floats width = larger(high - low, broadcast(TINY));
     for (int step = 0; step < STEPS; step++) {
         Ints better;
-        const Floats wide = spread(g.levels - 1.0f + 0.1f * static_cast<float>(step)) / width;
+        const Floats wide = broadcast(g.levels - 1.0f + 0.1f * static_cast<float>(step)) / width;
         const Fit fit = refitted(g, low, wide, better);
         const Floats error = error_of(g, fit);
         better &= error < least;
@@ -102,7 +102,7 @@ INLINE Fit searched(const Group& g, Floats low, Floats high, Fit best) {
 // WIDTH outputs of a block, from `lane` on; x holds their values.
 INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t* block,
                            int64_t lane) {
-    Floats low = spread(HALF_MAX), high = spread(-HALF_MAX);
+    Floats low = broadcast(HALF_MAX), high = broadcast(-HALF_MAX);
     for (int64_t i = 0; i < g.size; i++) {
         low = smaller(g.at(i), low);
         high = larger(g.at(i), high);
@@ -112,7 +112,7 @@ INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t
     for (int i = 0; i < WIDTH; i++) {
         const uint16_t scale = to_half(fit.scale[i]), zero = to_half(fit.zero[i]);
         std::memcpy(block + 2 * (lane + i), &scale, 2);
-        std::memcpy(block + 2 * (TILE + lane + i), &zero, 2);
+        std::memcpy(block + 2 * (MATRIX_TILE + lane + i), &zero, 2);
     }
     const Floats step = step_of(fit);
     const int64_t per_word = 32 / m.bits;
@@ -123,12 +123,12 @@ INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t
             word |= Words(__builtin_convertvector(code, Ints))
                     << static_cast<int>(16 * (t % 2) + m.bits * (t / 2));
         }
-        std::memcpy(block + 4 * TILE + 4 * (n * TILE + lane), &word, sizeof word);
+        std::memcpy(block + 4 * MATRIX_TILE + 4 * (n * MATRIX_TILE + lane), &word, sizeof word);
     }
 }
 
-// Values of WIDTH outputs from `output` on, to [size, WIDTH]; zeros, of which all comes out as zeros,
-// for outputs that are not there.
+// Values of WIDTH outputs from `output` on, to [size, WIDTH]; zeros, of which all comes out as
+// zeros, for outputs that are not there.
 template <class T>
 INLINE void gather(const Quantize& a, int64_t output, int64_t input, int64_t size, float* to) {
     const T* x = static_cast<const T*>(a.weight) + output * a.weight_row + input;
@@ -137,7 +137,7 @@ INLINE void gather(const Quantize& a, int64_t output, int64_t input, int64_t siz
     for (; k + WIDTH <= size && output + WIDTH <= a.matrix.outputs; k += WIDTH) {
         Floats some[WIDTH];
         for (int64_t i = 0; i < WIDTH; i++) some[i] = clamped(load(x + i * a.weight_row + k));
-        turn_around(some);
+        transpose(some);
         for (int64_t i = 0; i < WIDTH; i++) store(to + (k + i) * WIDTH, some[i]);
     }
 #endif
@@ -151,8 +151,8 @@ template <class T>
 void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g, float* values) {
     uint8_t* block = static_cast<uint8_t*>(a.matrix.data) + (tile * m.groups + g) * m.block_bytes;
     const int64_t left = a.matrix.inputs - g * m.group, size = left < m.group ? left : m.group;
-    for (int64_t lane = 0; lane < TILE; lane += WIDTH) {
-        gather<T>(a, tile * TILE + lane, g * m.group, size, values);
+    for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH) {
+        gather<T>(a, tile * MATRIX_TILE + lane, g * m.group, size, values);
         quantize_lanes({values, size, m.bits == 8 ? 255.0f : 15.0f}, m, a.search, block, lane);
     }
 }

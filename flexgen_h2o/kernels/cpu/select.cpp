@@ -58,7 +58,7 @@ struct Gather {
         const int64_t mine = (sequence * a.kv_heads + head) * a.num_slots + slot;
         put_in(0, static_cast<const T*>(a.k) + row * a.k_row + head * a.k_head);
         put_in(1, static_cast<const T*>(a.v) + row * a.v_row + head * a.v_head);
-        a.kept_mass[mine] = a.mass ? a.mass[head * a.mass_head + row] : 0.0f;
+        a.kept_scores[mine] = a.scores ? a.scores[head * a.scores_head + row] : 0.0f;
         a.positions[mine] = static_cast<int32_t>(i);
         if (a.ranks) a.ranks[mine] = static_cast<int32_t>(slot);
         slot++;
@@ -77,7 +77,7 @@ struct Gather {
     void finish() {
         const int64_t mine = (sequence * a.kv_heads + head) * a.num_slots;
         for (int64_t i = slot; i < a.num_slots; i++) {
-            a.kept_mass[mine + i] = 0;
+            a.kept_scores[mine + i] = 0;
             a.positions[mine + i] = EMPTY;
             if (a.ranks) a.ranks[mine + i] = 0;
         }
@@ -95,14 +95,14 @@ void cut(const Select& a, const Prompt& prompt, int64_t sequence, int64_t head, 
         return;
     }
     for (int64_t i = 0; i < first; i++) gather.take(i);
-    if (prompt.heavy > 0 && !a.mass) {  // all equal: the newest
+    if (prompt.heavy > 0 && !a.scores) {  // all equal: the newest
         for (int64_t i = last - prompt.heavy; i < last; i++) gather.take(i);
     } else if (prompt.heavy > 0) {
-        const float* mass = a.mass + head * a.mass_head + prompt.first;
+        const float* scores = a.scores + head * a.scores_head + prompt.first;
         const int64_t count = last - first;
         for (int64_t i = first; i < last; i++)
             keys[i - first] =
-                ordered(a.mean ? mass[i] / static_cast<float>(tokens - i) : mass[i]);
+                ordered(a.mean ? scores[i] / static_cast<float>(tokens - i) : scores[i]);
         uint32_t* bins = keys + count;
         Threshold limit = threshold(keys, count, prompt.heavy, bins);
         for (int64_t i = 0; i < count; i++) {

@@ -60,7 +60,7 @@ INLINE V load_raw(const P* from) {
     return to;
 }
 
-INLINE Floats spread(float x) { return x - Floats{}; }
+INLINE Floats broadcast(float x) { return x - Floats{}; }
 
 INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
@@ -215,7 +215,7 @@ INLINE void put_all(fp16* to, Floats x) {
 }
 
 // Rows of a matrix of 16 x 16 to its columns.
-INLINE void turn_around(Floats* x) {
+INLINE void transpose(Floats* x) {
     __m512 pairs[16], fours[16];
     for (int i = 0; i < 16; i += 2) {
         pairs[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
@@ -246,19 +246,19 @@ INLINE Floats rounded(Floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
 // e^x for x <= 0, to 2 units in the last place; 0 below -87, and of -inf.
 INLINE Floats exp(Floats x) {
-    const Floats lowest = spread(-87.0f);
+    const Floats lowest = broadcast(-87.0f);
     const Ints under = x < lowest;
     Floats clamped = under ? lowest : x;
-    Floats shifted = fma(clamped, spread(1.44269504f), spread(0x1.8p23f));
+    Floats shifted = fma(clamped, broadcast(1.44269504f), broadcast(0x1.8p23f));
     Floats n = shifted - 0x1.8p23f;
-    Floats r = fma(n, spread(-0.693359375f), clamped);
-    r = fma(n, spread(2.12194440e-4f), r);
-    Floats p = spread(1.9875691500e-4f);
-    p = fma(p, r, spread(1.3981999507e-3f));
-    p = fma(p, r, spread(8.3334519073e-3f));
-    p = fma(p, r, spread(4.1665795894e-2f));
-    p = fma(p, r, spread(1.6666665459e-1f));
-    p = fma(p, r, spread(5.0000001201e-1f));
+    Floats r = fma(n, broadcast(-0.693359375f), clamped);
+    r = fma(n, broadcast(2.12194440e-4f), r);
+    Floats p = broadcast(1.9875691500e-4f);
+    p = fma(p, r, broadcast(1.3981999507e-3f));
+    p = fma(p, r, broadcast(8.3334519073e-3f));
+    p = fma(p, r, broadcast(4.1665795894e-2f));
+    p = fma(p, r, broadcast(1.6666665459e-1f));
+    p = fma(p, r, broadcast(5.0000001201e-1f));
     p = fma(p, r * r, r + 1.0f);
     // The low bits of `shifted` are n: into the exponent with them.
     Floats scale = bits_of<Floats>((bits_of<Words>(shifted) + 127) << 23);

@@ -6,7 +6,7 @@
 
 namespace ISA {
 
-constexpr int TILE = 64;
+constexpr int SLOT_TILE = 64;
 constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is computed with
 
 // Up to TILE rows of cached vectors as they are computed with: plain ones, or floats in scratch.
@@ -38,12 +38,12 @@ struct RecordTile {
     }
     static constexpr int rows_at_once(int queries) { return 4 / queries; }
     // The next tile's scales are all read at its beginning.
-    INLINE int64_t ahead() const { return TILE * stride + AHEAD; }
+    INLINE int64_t ahead() const { return SLOT_TILE * stride + AHEAD; }
     // [groups, TILE] each.
     INLINE float* scales() const { return scratch; }
-    INLINE float* zeros() const { return scratch + layout.groups * TILE; }
+    INLINE float* zeros() const { return scratch + layout.groups * SLOT_TILE; }
     // Weights by scale [queries, groups, TILE].
-    INLINE float* scaled() const { return scratch + 2 * layout.groups * TILE; }
+    INLINE float* scaled() const { return scratch + 2 * layout.groups * SLOT_TILE; }
 };
 
 // Where rows lie, and how some of them come to be a tile.
@@ -63,12 +63,12 @@ struct RecordRows {
     const Layout& layout;
     float* scratch;
     INLINE RecordTile<bits> tile(int64_t first, int64_t count) const {
-        fp16 raw[TILE];
+        fp16 raw[SLOT_TILE];
         for (int64_t i = 0; i < 2 * layout.groups; i++) {
             const uint8_t* from = base + first * stride + layout.code_bytes + 2 * i;
             for (int64_t t = 0; t < count; t++) std::memcpy(raw + t, from + t * stride, 2);
             for (int64_t t = count; t % WIDTH; t++) raw[t].bits = 0;
-            for (int64_t t = 0; t < count; t += WIDTH) store(scratch + i * TILE + t, load(raw + t));
+            for (int64_t t = 0; t < count; t += WIDTH) store(scratch + i * SLOT_TILE + t, load(raw + t));
         }
         return {base + first * stride, stride, layout, scratch};
     }
@@ -96,11 +96,11 @@ struct ExpandedRows {
                 for (; i < dim; i++) to[i] = one(from + i);
             }
             for (int64_t i = dim; i < width; i++) to[i] = 0;
-            if (ranks) turn(to, ranks[first + t]);
+            if (ranks) rotate(to, ranks[first + t]);
         }
         return {scratch, width};
     }
-    INLINE void turn(float* x, int64_t position) const {
+    INLINE void rotate(float* x, int64_t position) const {
         const float *c = cos + position * half_rotary, *s = sin + position * half_rotary;
         for (int64_t i = 0; i < half_rotary; i++) {
             float a = x[i], b = x[i + half_rotary];

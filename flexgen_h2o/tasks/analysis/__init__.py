@@ -1,1 +1,1 @@
-"""What `tasks.analyze` finds, shows and draws."""
+"""The parts of `tasks.analyze`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexgen_h2o.metrics.provenance import ORIGIN
 
 RUN = (*ORIGIN, "device", "model", "dtype", "articles", "tokens_mean")
-"""What every row begins with."""
+"""First columns of every row."""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "sparsity": ("layer", "head", "sparsity"),
@@ -14,7 +14,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "frequency": ("layer", "pearson", "spearman", "articles_with_correlation"),
     "misses": ("layer", "policy", "budget_percent", "cached_tokens_mean", "miss_rate"),
 }
-"""What is found of each layer, and the columns of its file. Layers and heads count from 0."""
+"""Figures of each layer, the columns of its file. Layers and heads count from 0."""
 
 EVICTED = ("evicted", "evicted_percent", "evicted_tokens_mean", "scored_tokens", "perplexity",
            "perplexity_over_full", "delta_nats", "delta_nats_low", "delta_nats_high")

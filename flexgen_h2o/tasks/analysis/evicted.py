@@ -18,7 +18,7 @@ from flexgen_h2o.tasks.analysis.stats import heaviest, logit_blocks, observe
 KINDS = ("heavy", "heavy but sinks", "random", "lowest")
 
 
-def chosen_keys(kind: str, mass: Tensor, count: int, *, seed: int = 0) -> Tensor:
+def chosen_keys(kind: str, scores: Tensor, count: int, *, seed: int = 0) -> Tensor:
     """The `count` keys of each KV head that are taken away: int64 [kv_heads, count].
 
     Parameters
@@ -26,22 +26,22 @@ def chosen_keys(kind: str, mass: Tensor, count: int, *, seed: int = 0) -> Tensor
     kind : str
         One of `KINDS`. Of equal scores the newer is the heavier; random keys are of the `seed`;
         the sinks go last of all.
-    mass : Tensor [kv_heads, tokens]
+    scores : Tensor [kv_heads, tokens]
         Accumulated scores.
     count : int
         At most tokens.
     """
     if kind == "heavy":
-        return heaviest(mass, count)
+        return heaviest(scores, count)
     if kind == "heavy but sinks":
-        mass = mass.clone()
-        mass[:, :SINK_WINDOW_SINKS] = -1  # below all that attention sums up to
-        return heaviest(mass, count)
+        scores = scores.clone()
+        scores[:, :SINK_WINDOW_SINKS] = -1  # below all that attention sums up to
+        return heaviest(scores, count)
     if kind == "lowest":
-        return mass.argsort(dim=1, stable=True)[:, :count]
+        return scores.argsort(dim=1, stable=True)[:, :count]
     generator = torch.Generator().manual_seed(seed)  # the processor's: alike on every device
-    draws = torch.rand(mass.shape, generator=generator)
-    return draws.argsort(dim=1)[:, :count].to(mass.device)
+    draws = torch.rand(scores.shape, generator=generator)
+    return draws.argsort(dim=1)[:, :count].to(scores.device)
 
 
 def attend_without(q: Tensor, k: Tensor, v: Tensor, gone: Tensor) -> Tensor:
@@ -84,9 +84,9 @@ class Without:
         self._kind, self._contexts, self._counts = kind, contexts, counts
 
     def __call__(self, layer: int, pair: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `LLM.probe` wants it."""
+        """Attend for `LLM.probe`."""
         context = self._contexts[pair]
-        mass = observe(q[:context], k[:context]).mass
-        keys = chosen_keys(self._kind, mass, self._counts[pair], seed=pair << 16 | layer)
-        gone = torch.zeros(mass.shape, dtype=torch.bool, device=q.device).scatter_(1, keys, True)
+        scores = observe(q[:context], k[:context]).scores
+        keys = chosen_keys(self._kind, scores, self._counts[pair], seed=pair << 16 | layer)
+        gone = torch.zeros(scores.shape, dtype=torch.bool, device=q.device).scatter_(1, keys, True)
         return attend_without(q, k, v, gone)

@@ -25,7 +25,7 @@ POLICIES = (*EVICTING, "best")
 
 
 def sizes(policy: str, percent: float, prompt_len: int) -> Budget:
-    """What a policy keeps of a prompt: all keep as many tokens as h2o does at this budget.
+    """The budget of a policy for a prompt: all keep as many tokens as h2o does at this budget.
 
     But ``sink-window`` has its sinks and one recent token at least.
     """
@@ -53,8 +53,8 @@ def miss_rates(q: Tensor, k: Tensor, *, context: int, percents: Sequence[float])
     float64 Tensor [policies, percents], on the CPU
         Of `POLICIES`, mean over rows and query heads.
     """
-    mass = observe(q[:context], k[:context]).mass
-    caches = [Caches([sizes(policy, percent, context) for percent in percents], mass)
+    scores = observe(q[:context], k[:context]).scores
+    caches = [Caches([sizes(policy, percent, context) for percent in percents], scores)
               for policy in EVICTING]
     totals = [sizes("best", percent, context).total for percent in percents]
     missed = torch.zeros(len(POLICIES), len(percents), dtype=torch.float64, device=q.device)
@@ -67,7 +67,7 @@ def miss_rates(q: Tensor, k: Tensor, *, context: int, percents: Sequence[float])
 
 
 def _best(logits: Tensor, start: int, totals: Sequence[int]) -> Tensor:
-    """What rows lose at best, summed over rows and heads: float64 [totals].
+    """The least that rows lose, summed over rows and heads: float64 [totals].
 
     A row of t tokens before it attends over min(t, total) of them and itself.
     """
@@ -92,7 +92,7 @@ class Caches:
     ----------
     budgets : sequence of Budget
         All with the same sinks.
-    mass : float32 Tensor [kv_heads, prompt_len]
+    scores : float32 Tensor [kv_heads, prompt_len]
         Of the prompt, all its queries done.
 
     Attributes
@@ -101,20 +101,20 @@ class Caches:
         Of the tokens held; `EMPTY` where there is none.
     """
 
-    def __init__(self, budgets: Sequence[Budget], mass: Tensor):
-        kv_heads, length = mass.shape
+    def __init__(self, budgets: Sequence[Budget], scores: Tensor):
+        kv_heads, length = scores.shape
         shape = (len(budgets), kv_heads, max(budget.total for budget in budgets))
-        self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=mass.device)
-        self._mass = torch.zeros(shape, device=mass.device)
+        self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=scores.device)
+        self._scores = torch.zeros(shape, device=scores.device)
         (sinks,) = {budget.sinks for budget in budgets}
         self._eviction = Eviction(sinks=sinks)
         self._total, self._recent = torch.tensor(
-            [(budget.total, budget.recent) for budget in budgets], device=mass.device).T
+            [(budget.total, budget.recent) for budget in budgets], device=scores.device).T
         self._tokens = length
-        for budget, positions, held in zip(budgets, self.positions, self._mass, strict=True):
-            index = self._eviction.select(mass, Cut(length, budget.heavy, budget.recent))
+        for budget, positions, held in zip(budgets, self.positions, self._scores, strict=True):
+            index = self._eviction.select(scores, Cut(length, budget.heavy, budget.recent))
             positions[:, : index.shape[1]] = index.to(torch.int32)
-            held[:, : index.shape[1]] = mass.gather(1, index)
+            held[:, : index.shape[1]] = scores.gather(1, index)
 
     def step(self, row: Tensor) -> Tensor:
         """Attend from one more token, cache it, evict where the cache is over its budget.
@@ -130,17 +130,18 @@ class Caches:
         attended = torch.cat([held, every[..., -1:]], dim=-1)
         kept = attended.logsumexp(-1) - row.logsumexp(-1)  # the log of its share
         received = attended.softmax(-1).sum(2)
-        self._mass += received[..., :-1]
+        self._scores += received[..., :-1]
         self._cache(received[..., -1:])
         return -kept.double().clamp(max=0).expm1().sum((1, 2))
 
     def _cache(self, own: Tensor) -> None:
-        """Put the new token, which has the mass `own` [budgets, kv_heads, 1], into its slot."""
+        """Put the new token, which has the attention score `own` [budgets, kv_heads, 1], into its
+        slot."""
         new, self._tokens = self._tokens, self._tokens + 1
         taken = self._eviction.victims(
-            self._mass, self.positions, tokens=torch.full_like(self._recent, self._tokens),
+            self._scores, self.positions, tokens=torch.full_like(self._recent, self._tokens),
             recent=self._recent)
         # Where all tokens so far fit in, nothing was evicted and they stand in order.
         taken = taken.where((self._total < self._tokens)[:, None], new)[..., None]
-        self._mass.scatter_(-1, taken, own)
+        self._scores.scatter_(-1, taken, own)
         self.positions.scatter_(-1, taken, torch.full_like(taken, new, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""What attention looks like: sparsity, accumulated scores, overlap, token frequency.
+"""Statistics of attention: sparsity, accumulated scores, overlap, token frequency.
 
 The observations that the H2O paper rests on (arXiv 2306.14048, sections 3 and 4), as functions of
 one layer's rotated queries and keys for one text: q [tokens, heads, head_dim] and
@@ -59,31 +59,31 @@ def _future(start: int, end: int, device: torch.device) -> Tensor:
 
 
 class Seen(NamedTuple):
-    """What all rows of one layer add up to.
+    """Sums over all rows of one layer.
 
     Attributes
     ----------
     sparsity : float64 Tensor [heads]
         Share of the entries on and below the diagonal that are below `THRESHOLD` of the maximum of
         their row.
-    mass : float32 Tensor [kv_heads, tokens]
+    scores : float32 Tensor [kv_heads, tokens]
         Attention that each key has received, summed over queries and the group's query heads.
     local : dict of int to float32 Tensor [kv_heads, t]
-        For each stop t, the mass of the first t keys from the first t queries alone.
+        For each stop t, the attention score of the first t keys from the first t queries alone.
     """
 
     sparsity: Tensor
-    mass: Tensor
+    scores: Tensor
     local: dict[int, Tensor]
 
 
 def observe(q: Tensor, k: Tensor, stops: Sequence[int] = ()) -> Seen:
     """Go through the rows once.
 
-    `stops` are numbers of tokens, from 1 to all, at which the mass so far is kept.
+    `stops` are numbers of tokens, from 1 to all, at which the attention score so far is kept.
     """
     tokens, kv_heads = len(q), k.shape[1]
-    mass = torch.zeros(kv_heads, tokens, device=q.device)
+    scores = torch.zeros(kv_heads, tokens, device=q.device)
     small = torch.zeros(kv_heads, q.shape[1] // kv_heads, dtype=torch.int64, device=q.device)
     local = {}
     for _, logits in logit_blocks(q, k, stops=stops):
@@ -92,22 +92,22 @@ def observe(q: Tensor, k: Tensor, stops: Sequence[int] = ()) -> Seen:
         below = probabilities < THRESHOLD * probabilities.amax(-1, keepdim=True)
         # What a row cannot see is 0, and not an entry.
         small += below.sum((2, 3)) - rows * (rows - 1) // 2
-        mass[:, :end] += probabilities.sum((1, 2))
+        scores[:, :end] += probabilities.sum((1, 2))
         if end in stops:
-            local[end] = mass[:, :end].clone()
+            local[end] = scores[:, :end].clone()
     entries = tokens * (tokens + 1) // 2
-    return Seen(small.flatten().double() / entries, mass, local)
+    return Seen(small.flatten().double() / entries, scores, local)
 
 
-def at_ranks(mass: Tensor, group: int, ranks: Sequence[float]) -> np.ndarray:
+def at_ranks(scores: Tensor, group: int, ranks: Sequence[float]) -> np.ndarray:
     """The accumulated score by rank, highest first: mean over heads, float64 [ranks].
 
     In units of the mean score, which is that of a token that receives as much as it gives: the
-    mass [kv_heads, tokens] of a text over its `group` query heads per KV head. `ranks` are
+    scores [kv_heads, tokens] of a text over its `group` query heads per KV head. `ranks` are
     relative: r is the ceil(r * tokens)-th of all.
     """
-    ordered = mass.double().sort(dim=1, descending=True).values / group
-    places = np.ceil(np.asarray(ranks) * mass.shape[1] - 1e-9).astype(int).clip(min=1) - 1
+    ordered = scores.double().sort(dim=1, descending=True).values / group
+    places = np.ceil(np.asarray(ranks) * scores.shape[1] - 1e-9).astype(int).clip(min=1) - 1
     return ordered.mean(0).cpu().numpy()[places]
 
 
@@ -127,12 +127,12 @@ def power_law(ranks: Sequence[float], scores: Sequence[float]) -> tuple[float, f
     return float(slope), float(1 - left / total) if total > 0 else float("nan")
 
 
-def heaviest(mass: Tensor, count: int) -> Tensor:
-    """Indices of the `count` keys with the most mass [kv_heads, tokens]: int64 [kv_heads, count].
+def heaviest(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` keys with the most scores [kv_heads, tokens]: int64 [kv_heads, count].
 
     Ascending; of equals the newer, as when a prompt is cut (`Eviction.select`).
     """
-    return Eviction().select(mass, Cut(mass.shape[1], count, 0))
+    return Eviction().select(scores, Cut(scores.shape[1], count, 0))
 
 
 def share_of(percent: float, tokens: int) -> int:
@@ -141,23 +141,26 @@ def share_of(percent: float, tokens: int) -> int:
 
 
 def overlap(local: Tensor, full: Tensor, count: int) -> float:
-    """Share of the `count` heaviest keys by one mass that are so by the other; mean over heads.
+    """Share of the `count` heaviest keys by one attention score that are so by the other; mean over
+    heads.
 
-    Both masses are [kv_heads, tokens], of the same keys. Keys by chance: count / tokens.
+    Both accumulated scores are [kv_heads, tokens], of the same keys. Keys by chance: count /
+    tokens.
     """
-    one, other = (torch.zeros_like(mass, dtype=torch.bool).scatter_(1, heaviest(mass, count), True)
-                  for mass in (local, full))
+    one, other = (torch.zeros_like(scores, dtype=torch.bool).scatter_(1, heaviest(scores, count),
+                                                                      True)
+                  for scores in (local, full))
     return ((one & other).sum() / (count * len(full))).item()
 
 
-def correlations(ids: Sequence[int], mass: Tensor) -> tuple[float, float]:
+def correlations(ids: Sequence[int], scores: Tensor) -> tuple[float, float]:
     """Pearson's and Spearman's correlation of a token's count in the text with its mean score.
 
     Parameters
     ----------
     ids : sequence of int
         Token ids of the text.
-    mass : Tensor [kv_heads, tokens]
+    scores : Tensor [kv_heads, tokens]
         Accumulated scores. A token id's score is the mean over its occurrences and the heads.
 
     Returns
@@ -166,8 +169,8 @@ def correlations(ids: Sequence[int], mass: Tensor) -> tuple[float, float]:
         nan where counts or scores are all the same.
     """
     _, which, counts = np.unique(np.asarray(ids), return_inverse=True, return_counts=True)
-    scores = mass.double().mean(0).cpu().numpy()
-    means = np.bincount(which, scores) / counts
+    means_of_heads = scores.double().mean(0).cpu().numpy()
+    means = np.bincount(which, means_of_heads) / counts
     return _pearson(counts, means), _pearson(rankdata(counts), rankdata(means))
 
 

@@ -61,18 +61,18 @@ class Survey:
         if "sparsity" in self._parts:
             self._keep("sparsity", layer, seen.sparsity.cpu().numpy())
         if "scores" in self._parts:
-            self._keep("scores", layer, at_ranks(seen.mass, group, RANKS))
+            self._keep("scores", layer, at_ranks(seen.scores, group, RANKS))
         if "local" in self._parts:
             self._keep("local", layer, [
                 [self._overlap(seen, stop, percent) for percent in self._percents]
                 for stop in stops])
         if "frequency" in self._parts:
-            self._keep("frequency", layer, correlations(self._ids[pair], seen.mass))
+            self._keep("frequency", layer, correlations(self._ids[pair], seen.scores))
 
     def _overlap(self, seen, stop: int, percent: float) -> tuple[float, float]:
         """The overlap, and what it is by chance."""
         count = share_of(percent, stop)
-        return overlap(seen.local[stop], seen.mass[:, :stop], count), count / stop
+        return overlap(seen.local[stop], seen.scores[:, :stop], count), count / stop
 
     def _keep(self, part: str, layer: int, values) -> None:
         self._found[part].setdefault(layer, []).append(values)

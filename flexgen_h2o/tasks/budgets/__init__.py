@@ -1,1 +1,1 @@
-"""What `tasks.quality` compares: caches of some budgets, measured and drawn."""
+"""The parts of `tasks.quality`: caches of some budgets, measured and drawn."""

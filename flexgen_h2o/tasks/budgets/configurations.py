@@ -39,7 +39,7 @@ class Configuration:
 
     @property
     def variant(self) -> str:
-        """What makes it another than the plain policy; empty for that itself.
+        """The difference from the plain policy, in words; empty for that itself.
 
         Such as ``4-bit``, ``chunks of 64`` (eviction inside the prompt), ``4-bit weights`` or
         ``4-bit, 4-bit weights``: the cache's, the weights'.

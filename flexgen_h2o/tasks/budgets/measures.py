@@ -1,4 +1,5 @@
-"""What a cache does to a model's output, in figures and rows: the arithmetic of the quality task.
+"""The effect of a cache on a model's output, in figures and rows: the arithmetic of the quality
+task.
 
 No torch: an `LLM`, or anything with its `loglikelihood`, `generate` and `stats`, is handed in.
 """
@@ -40,7 +41,7 @@ _HEADERS = [tuple(name for name in COLUMNS if name not in list(_ADDED)[:lacking]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one cache gave: for each article the natural log-probability of each token of its
+    """Results of one cache: for each article the natural log-probability of each token of its
     second half, and the greedy tokens after its first. `stats` is that of the scoring; `seconds`
     are those of scoring and generation, without loading.
     """

@@ -1,1 +1,1 @@
-"""What the streaming jobs answer, measure and draw."""
+"""The parts of the streaming tasks."""

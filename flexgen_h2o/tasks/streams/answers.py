@@ -1,4 +1,4 @@
-"""What a stream's turns took, in rows and in one line at the end. No torch.
+"""Times of a stream's turns, in rows and in one line at the end. No torch.
 
 A stream, or anything with its `generate`, `tokens`, `cached_tokens` and `stats`, is handed in.
 """

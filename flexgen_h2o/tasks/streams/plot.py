@@ -12,7 +12,7 @@ _MARKS = 12  # markers on the longest line, however many pieces it has
 
 
 def draw(rows: Sequence[dict], path: str) -> None:
-    """Draw rows of `stream_pieces` into a file, which is there whole or not at all.
+    """Draw rows of `segments` into a file, which is there whole or not at all.
 
     A cache that stopped early ends in a cross. OSError if the file cannot be written.
     """

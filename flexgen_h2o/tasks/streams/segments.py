@@ -50,7 +50,7 @@ class Streamed:
         return llm.stream()
 
     def cells(self) -> dict[str, object]:
-        """What a row says of the cache."""
+        """The columns of a row about the cache."""
         if self.h2o is None:
             return {"policy": self.policy, **dict.fromkeys(_SIZES), "positions": "original"}
         heavy, recent, sinks = (getattr(self.h2o, f"{part}_tokens")
@@ -61,7 +61,7 @@ class Streamed:
 
 
 def measure(llm, one: Streamed, tokens: Sequence[int], *, piece: int,
-            on_piece: Callable[[int], None] = lambda _: None) -> Iterator[dict[str, object]]:
+            on_segment: Callable[[int], None] = lambda _: None) -> Iterator[dict[str, object]]:
     """Stream the tokens, and yield a row of each piece by `COLUMNS`.
 
     A cache that fails stops early, and the last row says why. One that keeps all may also be
@@ -73,16 +73,16 @@ def measure(llm, one: Streamed, tokens: Sequence[int], *, piece: int,
     tokens : sequence of int
     piece : int
         Tokens of a row.
-    on_piece : callable
+    on_segment : callable
         Called with the tokens of each piece when it is done.
     """
-    for row in _pieces(llm, one, tokens, piece, on_piece):
+    for row in _segments(llm, one, tokens, piece, on_segment):
         yield {**origin(), **one.cells(), "trained_positions": llm.model_config.max_positions,
                **row}
 
 
-def _pieces(llm, one: Streamed, tokens: Sequence[int], piece: int,
-            on_piece: Callable[[int], None]) -> Iterator[dict[str, object]]:
+def _segments(llm, one: Streamed, tokens: Sequence[int], piece: int,
+              on_segment: Callable[[int], None]) -> Iterator[dict[str, object]]:
     """The cells of each row that differ from row to row."""
     found: list[list[float]] = []
     position, refused = 0, None
@@ -95,7 +95,7 @@ def _pieces(llm, one: Streamed, tokens: Sequence[int], piece: int,
                 reason = _failure(found, one.blow_up)
                 if not reason and one.most == position < len(tokens):
                     reason = f"stopped at {position} tokens, as asked"
-                on_piece(len(part))
+                on_segment(len(part))
                 yield {**_figures(found[-1], stream), "position": position, "reason": reason}
                 if reason:
                     return

@@ -1,1 +1,1 @@
-"""What `tasks.summarize` makes, scores and draws."""
+"""The parts of `tasks.summarize`."""

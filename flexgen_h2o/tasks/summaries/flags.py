@@ -16,7 +16,7 @@ from flexgen_h2o.config.h2o import EVICTIONS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.tasks.summaries.rouge import check_rouge
-from flexgen_h2o.tasks.summaries.rows import Cache
+from flexgen_h2o.tasks.summaries.rows import SummaryCache
 
 POLICIES = tuple(name for name in EVICTIONS if name != "full")
 WINDOW = 256
@@ -37,7 +37,7 @@ _FILES = ("input_path", "csv", "plot", "from_csv")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SummarizeOptions:
     """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
 
     Raises `UserError` for a value out of range and for flags that contradict each other.
@@ -128,9 +128,9 @@ class Options:
         found += [replace(self.run, **_FULL)] if "full" in self.sweep else []
         return {_name(config): config for config in found}
 
-    def caches(self) -> dict[str, Cache]:
-        """What stays cached in each of `configs`, by the same names."""
-        return {name: Cache(one.eviction, one.h2o(), one.resolved_cache_bits)
+    def caches(self) -> dict[str, SummaryCache]:
+        """The H2O configuration of each of `configs`, by the same names."""
+        return {name: SummaryCache(one.eviction, one.h2o(), one.resolved_cache_bits)
                 for name, one in self.configs().items()}
 
     def outputs(self) -> dict[str, str]:
@@ -148,14 +148,15 @@ def _name(config: RunConfig) -> str:
     return f"{config.eviction}-{h2o.heavy_tokens + h2o.recent_tokens + h2o.sink_tokens}"
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Options:
-    """Flags as checked `Options`. Raises `UserError`."""
+def parse_args(argv: Sequence[str] | None = None) -> SummarizeOptions:
+    """Flags as checked `SummarizeOptions`. Raises `UserError`."""
     own, shared = task_flags.parse(
-        argv, Options, _SHARED, prog="python -m flexgen_h2o.tasks.summarize", defaults=_SHOWN,
+        argv, SummarizeOptions, _SHARED, prog="python -m flexgen_h2o.tasks.summarize",
+        defaults=_SHOWN,
         helps=_HELPS,
         description="Summaries and their ROUGE with the full or an evicting KV cache.")
     task_flags.check_from_csv([*own, *shared])
-    return Options(run=RunConfig(**_DEFAULTS | _cache(own, shared)), **own)
+    return SummarizeOptions(run=RunConfig(**_DEFAULTS | _cache(own, shared)), **own)
 
 
 def _cache(own: dict[str, object], shared: dict[str, object]) -> dict[str, object]:

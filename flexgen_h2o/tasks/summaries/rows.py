@@ -37,7 +37,7 @@ _MAY_LACK = (*_OF_A_CACHE, *_DELTAS)  # lead-1 has no cache; without a full one 
 
 
 @dataclass(frozen=True)
-class Cache:
+class SummaryCache:
     """A cache that summaries were made with: the policy in words of --eviction, and its sizes."""
 
     policy: str
@@ -58,7 +58,8 @@ class Cache:
                 "positions": "original" if self.h2o is None else self.h2o.positions}
 
 
-def all_rows(runs: Mapping[Cache, Sequence[dict]], articles: Sequence[Article], *, model: str,
+def all_rows(runs: Mapping[SummaryCache, Sequence[dict]], articles: Sequence[Article], *,
+             model: str,
              chat: bool, score: Score) -> list[dict[str, object]]:
     """A row for each cache, and one of ``lead-1``, by column name.
 
@@ -118,7 +119,7 @@ def scores(rows: Sequence[Mapping], full: Sequence[Mapping] | None) -> dict[str,
 
 
 def _costs(rows: Sequence[Mapping]) -> dict[str, object]:
-    """What the summaries took: lengths, bytes, time."""
+    """Costs of the summaries: lengths, bytes, time."""
     seconds = sum(row["seconds"] for row in rows)
     return {
         "device": _one_text(rows, "device"), "dtype": _one_text(rows, "dtype"),
@@ -145,7 +146,7 @@ def read_rows(path: str) -> list[dict[str, object]]:
 
 
 def name_of(policy: str, budget: float | None) -> str:
-    """What to call a cache: ``full``, ``h2o 128``."""
+    """The name of a cache: ``full``, ``h2o 128``."""
     return policy if budget is None else f"{policy} {budget:.0f}"
 
 
