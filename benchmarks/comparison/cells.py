@@ -225,7 +225,7 @@ class _Group:
         return left // 2 if grows else 0
 
     def job(self, system: System, *, later: bool = False) -> dict:
-        """As `comparison.worker` reads it; or that of one which measures steps from the middle."""
+        """The job that `comparison.worker` reads; `later`: steps from the middle are measured."""
         prompts = self.subject.prompts[: self.batches[system.name]]
         before = self.left_out(system) if later else 0
         prompts = [[*islice(cycle(prompt), len(prompt) + before)] for prompt in prompts]

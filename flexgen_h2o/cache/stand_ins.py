@@ -32,7 +32,7 @@ class SimulatedBlockCache:
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
                       rope) -> Tensor:
-        """As `KVCache.attend_prompt`; rotations are the simulation's own."""
+        """Like `KVCache.attend_prompt`; rotations are the simulation's own."""
         return self._cache.attend_prompt(layer, batch, q, k, v, spans=spans)
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,

@@ -115,6 +115,6 @@ def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
 
 
 def not_finite(key: int, value: float) -> UserError:
-    """What to say where the logits of prompt `key` hold `value`, or nothing above it."""
+    """The error for logits of prompt `key` that hold `value`, or nothing above it."""
     return UserError(f"the model's logits of prompt {key} are not finite ({value}): its weights "
                      "are damaged, or too large for this dtype (try another --dtype)")

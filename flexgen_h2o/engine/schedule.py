@@ -148,7 +148,7 @@ class _Run:
             yield replace(compute, kind=Kind.LOAD_CACHE)
 
     def store_cache(self, compute: LayerStep) -> Iterator[LayerStep]:
-        """What the last forward pass adds to the cache is read only if the cache is kept."""
+        """Stores of the cache; those of the last pass are read only if the cache is kept."""
         if self.attends(compute) and (self.keeps or compute.forward_pass < self.passes - 1):
             yield replace(compute, kind=Kind.STORE_CACHE)
 

@@ -89,7 +89,7 @@ class SimulatedCache:
                 self._memories[layer, batch, source])
 
     def attend_token(self, layer: int, batch: int, q, k, v) -> Tensor:
-        """As `KVCache.attend_token`, and done: [sequences, heads, head_dim]."""
+        """Like `KVCache.attend_token`, at once: [sequences, heads, head_dim]."""
         outputs = []
         for sequence in range(len(q)):
             row, key = slice(sequence, sequence + 1), (layer, batch, sequence)

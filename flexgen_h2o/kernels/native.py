@@ -147,7 +147,7 @@ def _address(x: Tensor | None) -> int | None:
 
 
 def _strides(k: Tensor, v: Tensor) -> dict[str, int]:
-    """Of keys and values [rows, heads, head_dim], as the structs name them."""
+    """Strides of keys and values [rows, heads, head_dim], as the structs name them."""
     return {"k_row": k.stride(0), "k_head": k.stride(1), "v_row": v.stride(0),
             "v_head": v.stride(1)}
 
@@ -228,12 +228,12 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: T
     expect(name, torch.int32, metadata=(metadata, (4, sequences)), positions=(positions, state),
             ranks=(ranks, state))
     expect(name, torch.float32, scores=(scores, state))
-    need((scores is None) == (positions is None), name, "mass and positions come together")
+    need((scores is None) == (positions is None), name, "scores and positions come together")
     rope = (0, 0)
     if ranks is not None:
         need(scores is not None and cos is not None and cos.dim() == 2
               and 2 * cos.shape[1] <= q.shape[2], name,
-              "ranks need mass, and cos and sin [positions, at most head_dim / 2]")
+              "ranks need scores, and cos and sin [positions, at most head_dim / 2]")
         rope = tuple(cos.shape)
         expect(name, torch.float32, cos=(cos, rope), sin=(sin, rope))
     contiguous(name, metadata=metadata, scores=scores, positions=positions, ranks=ranks, cos=cos,
