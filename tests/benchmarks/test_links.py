@@ -45,14 +45,14 @@ def test_rates_are_medians_and_the_first_round_does_not_count(links, monkeypatch
     times, clock, order = [100, 7, 2, 4, 9], iter(range(10)), []
     ticks = iter([tick for took in times for tick in (0, took)])
     monkeypatch.setattr("shared.raw_file.time.perf_counter", lambda: next(ticks))
-    found = links.rates({("a",): links.Work(lambda: order.append(next(clock)), 55)}, 4)
+    found = links.rates({("a",): links.TimedWork(lambda: order.append(next(clock)), 55)}, 4)
     assert found == {("a",): 55 / 5.5}
     assert order == [0, 1, 2, 3, 4]
 
 
 def test_works_take_turns(links):
     order = []
-    links.rates({(name,): links.Work(lambda name=name: order.append(name), 1)
+    links.rates({(name,): links.TimedWork(lambda name=name: order.append(name), 1)
                  for name in "ab"}, 2)
     assert order == list("ababab")
 
@@ -63,7 +63,7 @@ def test_the_ratio_is_that_of_neighbours(links, monkeypatch):
     ticks = iter([tick for took in seconds for tick in (0, took)])
     monkeypatch.setattr("shared.raw_file.time.perf_counter", lambda: next(ticks))
     order = []
-    raw, engine = (links.Work(lambda name=name: order.append(name), 60) for name in "re")
+    raw, engine = (links.TimedWork(lambda name=name: order.append(name), 60) for name in "re")
     assert links.beside(raw, engine, 3) == (20, 10, 0.5)
     assert order == list("reerre")
 

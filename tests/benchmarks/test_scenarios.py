@@ -64,7 +64,7 @@ def test_rows_of_scenarios_share_a_file(scenarios, tmp_path):
 
 def test_a_folder_without_weights_is_refused(scenarios, tmp_path):
     with pytest.raises(UserError, match="no safetensors file"):
-        scenarios.Scenario(tmp_path / "c.yaml", tmp_path, scratch=tmp_path, memory=None)
+        scenarios.MemoryScenario(tmp_path / "c.yaml", tmp_path, scratch=tmp_path, memory=None)
 
 
 def test_a_group_limits_a_child_and_goes(memory_group):

@@ -25,7 +25,7 @@ from flexgen_h2o.errors import UserError
 
 def test_light_imports():
     code = (
-        "import sys, flexgen_h2o, flexgen_h2o.flex_opt, flexgen_h2o.results\n"
+        "import sys, flexgen_h2o, flexgen_h2o.flex_opt, flexgen_h2o.cli.result_rows\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
