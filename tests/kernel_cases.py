@@ -22,7 +22,7 @@ BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of prefill's outputs: weights may be rounded before they meet the values. Decode's are not."""
 FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
 HUGE = 2.0**27
-"""A attention score to which float32 cannot add what one query gives: scores stay exact whole
+"""An attention score to which float32 cannot add what one query gives: scores stay exact whole
 numbers."""
 
 
@@ -38,6 +38,17 @@ def using(name: str | None):
         if name is not None:
             patch.setenv("FLEXGEN_H2O_ISA", name)
         yield
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """That many threads of PyTorch's and the kernels'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

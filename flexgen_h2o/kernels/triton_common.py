@@ -162,7 +162,7 @@ def _partners(rows, live, places, cos, sin, element, ROTARY: tl.constexpr, LENGT
 @triton.jit
 def load_rotated(rows, live, places, cos, sin, ROTARY: tl.constexpr, LENGTH: tl.constexpr,
                  GROUP: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Both halves of vectors, rotated in float32 to the places `places`, unless ROTARY is 0."""
+    """Both halves of vectors, rotated in float32 to `places`, unless ROTARY is 0."""
     low, high = load_halves(rows, live, LENGTH, GROUP, BITS, WIDTH)
     lane = tl.arange(0, WIDTH)
     if ROTARY > 0:

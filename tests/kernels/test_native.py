@@ -25,6 +25,7 @@ from kernel_cases import (
     prefill_case,
     same,
     select_case,
+    threads,
     tied,
     using,
 )
@@ -272,16 +273,6 @@ def test_ranks_stay_within_the_tables():
 
 
 # Threads
-
-
-@contextmanager
-def threads(count: int):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def results(function, case) -> list[torch.Tensor]:

@@ -3,11 +3,10 @@
 import os
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
+from kernel_cases import threads
 
 from flexgen_h2o import LLM
 from flexgen_h2o.kernels import native, spinning
@@ -16,16 +15,6 @@ from flexgen_h2o.kernels.spinning import IdleTeam, Spinning, busy_seconds
 pytestmark = pytest.mark.skipif(
     native.missing() is not None or not Path("/proc/stat").exists(),
     reason="threads are left alone without the C++ kernels or Linux's /proc")
-
-
-@contextmanager
-def threads(count: int):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Machine:
