@@ -20,7 +20,7 @@ from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import library, native, ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ARM = "aarch64-linux-gnu"
 
 
