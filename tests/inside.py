@@ -6,9 +6,12 @@ the package breaks is found in one place.
 
 from __future__ import annotations
 
+from functools import partial
+
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.schedule import Kind
+from flexgen_h2o.kernels import native, ops
 from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.models import from_gguf, quantized
 from flexgen_h2o.planning import rows
@@ -21,6 +24,8 @@ own_attention, sparse_attention = rows._own_attention, rows._sparse_attention
 stream_failure, save_analysis = segments._failure, analyze._save
 MOST_OPEN_INTERVALS = LinkStats._MOST_OPEN
 LLAMA3_ROPE = from_gguf._LLAMA3_ROPE
+STRUCTS = native._STRUCTS  # of the library's calls, by name
+UNPACKED_PRODUCT = ops._unpacked_product.__name__
 
 # Where a run can be made to fail, as "module:path" below the package.
 READ, WRITE = "storage.disk:Disk._read_chunk", "storage.disk:Disk._write_chunk"
@@ -73,6 +78,16 @@ def weight_sizes(llm) -> dict[str, int]:
 def staging_bytes(llm) -> list[int]:
     """Bytes on the device of each buffer for fetched weights."""
     return [slot.device.nbytes for slot in weights_of(llm)._slots]
+
+
+def is_asleep(spinning) -> bool:
+    """Whether OpenMP's threads are kept from spinning."""
+    return spinning._team is not None
+
+
+def is_running(team) -> bool:
+    """Whether an idle team's threads are there."""
+    return team._thread.is_alive()
 
 
 def open_intervals(links, link: str) -> int:
@@ -154,6 +169,47 @@ def quantize_in_a_new_way(monkeypatch) -> None:
 def draw_at(monkeypatch, choose, point: float) -> None:
     """Let a sampler draw this number, from 0 to 1, for each request."""
     monkeypatch.setattr(choose, "_draw", lambda key: point)
+
+
+def forget_kernels() -> None:
+    """Let the next operation look for the library of kernels afresh."""
+    for cached in (native._library, ops._fused):
+        cached.cache_clear()
+
+
+def load_library(monkeypatch, library) -> None:
+    """Let ``library()`` be the library of kernels."""
+    monkeypatch.setattr(native, "_library", library)
+
+
+def hide_library(monkeypatch) -> None:
+    """Let there be no file of kernels."""
+    monkeypatch.setattr(native, "_file", lambda: None)
+
+
+def refuse_calls(monkeypatch) -> None:
+    """Let each call of the library of kernels fail."""
+    def refuse(*args, **fields):
+        raise AssertionError("the library was called")
+
+    monkeypatch.setattr(native, "_call", refuse)
+
+
+def before_calls(monkeypatch, look) -> None:
+    """Let ``look(call, name, kind, **fields)`` make each call of the library, by ``call``."""
+    monkeypatch.setattr(native, "_call", partial(look, native._call))
+
+
+def before_arrays(monkeypatch, look) -> None:
+    """Call ``look(array)`` with each array of integers that is made for the library."""
+    make = native._integers
+
+    def watched(values):
+        made = make(values)
+        look(made)
+        return made
+
+    monkeypatch.setattr(native, "_integers", watched)
 
 
 def plan_with(llm, change) -> None:

@@ -2,6 +2,7 @@
 
 import math
 
+import inside
 import pytest
 import torch
 from hypothesis import given
@@ -87,7 +88,7 @@ def test_operations_do_what_is_chosen(monkeypatch, isa):
 
     for module, function, name in (
             (ops, "linear_skinny", "skinny"), (native, "linear_quantized", "codes"),
-            (ops, "_unpacked_product", "unpacked"), (native, "prefill_attention", "blocks"),
+            (ops, inside.UNPACKED_PRODUCT, "unpacked"), (native, "prefill_attention", "blocks"),
             (ops.sdpa, "prefill_attention", "sdpa")):
         listen(module, function, name)
     torch.manual_seed(1)

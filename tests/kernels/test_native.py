@@ -7,6 +7,7 @@ import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 from hypothesis import given, settings
@@ -142,7 +143,7 @@ def test_what_a_cpu_chooses_and_can_be_made_to_choose(monkeypatch, best, chosen,
         h2o_isa_best = staticmethod(lambda: best)
 
     monkeypatch.delenv("FLEXGEN_H2O_ISA", raising=False)
-    monkeypatch.setattr(native, "_library", Library)
+    inside.load_library(monkeypatch, Library)
     assert native.instruction_set() == chosen
     assert native.available_sets() == native.SETS[:available]
 
@@ -387,8 +388,7 @@ def reloaded(monkeypatch, caplog):
     def load(file=None):
         if file is not None:
             monkeypatch.setenv("FLEXGEN_H2O_NATIVE", str(file))
-        for cached in (native._library, ops._fused):
-            cached.cache_clear()
+        inside.forget_kernels()
         caplog.clear()
 
     caplog.set_level(logging.INFO)
@@ -412,7 +412,7 @@ def hold_to_one_line(caplog, reason: str):
 
 
 def test_no_library(reloaded, caplog, monkeypatch):
-    monkeypatch.setattr(native, "_file", lambda: None)
+    inside.hide_library(monkeypatch)
     reloaded()
     hold_to_one_line(caplog, "the C++ kernels were not built (pip install found no working "
                              "compiler)")

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 from kernel_cases import BUILT, FORMS, decode_case, prefill_case, select_case, using
@@ -159,27 +160,25 @@ def calls(monkeypatch) -> list[Call]:
     """Every call of the library from here on, with the portable kernels."""
     regions: dict[int, tuple[int, torch.dtype]] = {}  # by address: bytes, and of what
     found: list[Call] = []
-    address, integers, call = torch.Tensor.data_ptr, native._integers, native._call
+    address = torch.Tensor.data_ptr
 
     def data_ptr(x):
         storage = x.untyped_storage()
         regions[storage.data_ptr()] = storage.nbytes(), x.dtype
         return address(x)
 
-    def as_integers(values):
-        made = integers(values)
-        regions[ctypes.addressof(made)] = ctypes.sizeof(made), torch.int64
-        return made
+    def keep(array):
+        regions[ctypes.addressof(array)] = ctypes.sizeof(array), torch.int64
 
-    def recorded(name, kind, **fields):
-        record = bytes(native._STRUCTS[kind](**fields, threads=2))
+    def recorded(call, name, kind, **fields):
+        record = bytes(inside.STRUCTS[kind](**fields, threads=2))
         starts: list[int] = []
         pointers = []
-        for place in places(native._STRUCTS[kind]):
+        for place in places(inside.STRUCTS[kind]):
             pointer, = struct.unpack_from("<Q", record, place)
             start = next((start for start, (size, _) in reversed(regions.items())
                           if start <= pointer < start + size), None)
-            assert (start is None) == (pointer == 0), "memory that nobody told of"
+            assert (start is None) == (pointer == 0), "memory that no tensor told of"
             if start is not None:
                 if start not in starts:
                     starts.append(start)
@@ -193,8 +192,8 @@ def calls(monkeypatch) -> list[Call]:
         regions.clear()
 
     monkeypatch.setattr(torch.Tensor, "data_ptr", data_ptr)
-    monkeypatch.setattr(native, "_integers", as_integers)
-    monkeypatch.setattr(native, "_call", recorded)
+    inside.before_arrays(monkeypatch, keep)
+    inside.before_calls(monkeypatch, recorded)
     monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
     with using("portable"):
         yield found

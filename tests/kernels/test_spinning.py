@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from inside import is_asleep, is_running
 from kernel_cases import threads
 
 from flexgen_h2o import LLM
@@ -54,18 +55,18 @@ def test_threads_sleep_while_others_want_more_than_is_left(machine, count, other
     with threads(count):
         machine.pass_time(9, others)
         with waiting.watched():
-            assert (waiting._team is not None) == asleep
+            assert is_asleep(waiting) == asleep
             machine.pass_time(spinning.WINDOW / 2, 4.2 - others)
             waiting.look()
-            assert (waiting._team is not None) == asleep, "too soon to tell"
+            assert is_asleep(waiting) == asleep, "too soon to tell"
             machine.pass_time(spinning.WINDOW, 0)
             machine.busy = machine.clock * 3  # nobody else since the start
             waiting.look()
-            assert waiting._team is None
+            assert not is_asleep(waiting)
             machine.pass_time(1, 4)
             waiting.look()
-            assert (waiting._team is not None) == (count > 1)
-        assert waiting._team is None, "it ends with the run"
+            assert is_asleep(waiting) == (count > 1)
+        assert not is_asleep(waiting), "it ends with the run"
 
 
 @pytest.mark.parametrize("name", spinning.SETTINGS)
@@ -74,7 +75,7 @@ def test_what_the_environment_says_stays(machine, monkeypatch, name):
     waiting = Spinning()
     machine.pass_time(9, 4)
     with threads(4), waiting.watched():
-        assert waiting._team is None
+        assert not is_asleep(waiting)
     assert os.environ[name] == "ACTIVE"
 
 
@@ -125,5 +126,5 @@ def test_a_run_beside_others_writes_the_same_tokens(tiny_model, monkeypatch):
         monkeypatch.setattr(spinning, "WINDOW", 0)
         monkeypatch.setattr(spinning, "busy_seconds", lambda: 1e3 * time.monotonic())
         assert [out.token_ids for out in llm.generate(prompts, max_new_tokens=4)] == alone
-        assert made and not any(team._thread.is_alive() for team in made)
+        assert made and not any(is_running(team) for team in made)
     assert all(thread.name != "idle-team" for thread in threading.enumerate())

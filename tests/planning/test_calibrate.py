@@ -4,11 +4,12 @@ import logging
 import math
 from dataclasses import fields, replace
 
+import inside
 import pytest
 import torch
 from fakes import LazyDevice
 
-from flexgen_h2o.kernels import dispatch, native, ops
+from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.planning import calibrate as module
@@ -100,21 +101,15 @@ def test_the_fastest_implementation_is_kept(monkeypatch, isa):
 
 @pytest.fixture
 def no_library(monkeypatch, tmp_path):
-    caches = native._library, ops._fused
     monkeypatch.setenv("FLEXGEN_H2O_NATIVE", str(tmp_path / "none.so"))
-    for cache in caches:
-        cache.cache_clear()
+    inside.forget_kernels()
     yield
     monkeypatch.undo()
-    for cache in caches:
-        cache.cache_clear()
+    inside.forget_kernels()
 
 
 def test_without_the_library_the_reference_is_measured(tmp_path, no_library, monkeypatch):
-    def refuse(*args):
-        raise AssertionError("the library was called")
-
-    monkeypatch.setattr(native, "_call", refuse)
+    inside.refuse_calls(monkeypatch)
     check(calibrate(Device(), tmp_path / "run", progress=ignore, sizes=TINY), count=CPU_FIGURES)
 
 
