@@ -6,6 +6,7 @@ They are made and saved when first asked for. Nothing is downloaded, and no toke
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # A slow machine is no failure, and a failure is the same one every time.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("project")
+
+# Under nohup hang-ups are ignored, and what is ignored stays so in every program that is started.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 @dataclass(frozen=True)
