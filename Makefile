@@ -86,7 +86,8 @@ $(TORCH_STAMP): | $(BIN)/python
 	rm -f $(VENV)/.have-*
 	touch $@
 
-SOURCES := setup.py pyproject.toml flexgen_h2o/kernels/abi.py $(wildcard flexgen_h2o/kernels/cpu/*)
+SOURCES := setup.py pyproject.toml flexgen_h2o/kernels/abi.py flexgen_h2o/config/limits.py \
+    $(wildcard flexgen_h2o/kernels/cpu/*)
 
 $(VENV)/.have-package: $(SOURCES) $(TORCH_STAMP)
 	$(PIP) install -e .

@@ -43,6 +43,7 @@ from kernel_timing.rows import (
 )
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import native, ops, reference, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -261,7 +262,7 @@ def linear(rows: TimedRows, quick: bool) -> None:
                 wanted = F.linear(x.float(), first.float())
             function(first)
             check(f"linear: {name}, {count} rows", error(out, wanted))
-        flops = 2 * count * weight.numel() if count > native.SKINNY_ROWS else 0
+        flops = 2 * count * weight.numel() if count > SKINNY_ROWS else 0
         endless = {name: itertools.cycle({"weight": one} for one in inputs[name])
                    for name in functions}
         rows.measure("linear", f"{count} x {MATRIX[1]} x {len(weight)}", functions, endless,

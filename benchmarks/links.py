@@ -28,10 +28,11 @@ from pathlib import Path
 import torch
 from shared.raw_file import RawFile, Row, TimedWork, beside, rates, spans
 
-from flexgen_h2o.cache.fetched import CACHE_BUFFERS, FetchedPart
+from flexgen_h2o.cache.fetched import FetchedPart
 from flexgen_h2o.cache.parts import Grid, Records
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.config.limits import CACHE_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.engine.weights import WeightStore

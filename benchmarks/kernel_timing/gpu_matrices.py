@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.config.formats import MATRIX_TILE, MatrixLayout
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.kernels import ops, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 

@@ -24,7 +24,7 @@ import torch
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import fetched
-from flexgen_h2o.cache.fetched import GROWTH
+from flexgen_h2o.config.limits import GROWTH
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.storage.links import disk_read_rate, memory_read_rate

@@ -16,20 +16,11 @@ from itertools import accumulate
 import torch
 
 from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, ResidentPart, picked
+from flexgen_h2o.config.limits import CACHE_BUFFERS, GROWTH, WRITE_BACK_TOKENS
 from flexgen_h2o.storage.disk import AlignedRead
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, Handle, Lane, Transfers
-
-WRITE_BACK_TOKENS = 16
-"""Tokens whose changes to a cache on disk wait in memory before the whole is written in bulk."""
-
-CACHE_BUFFERS = 3
-"""Staging buffers: one computed with, one fetched, and one being stored and then fetched into."""
-
-GROWTH = 64
-"""Slots that a growing backing store is given at a time: a multiple of `WRITE_BACK_TOKENS`, for it
-is rewritten then."""
 
 
 @dataclass

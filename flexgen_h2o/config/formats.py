@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flexgen_h2o.config.checks import check_number
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
 
 GROUP = 64
@@ -79,10 +80,6 @@ class GroupLayout:
     def nbytes(self) -> int:
         """Bytes of a record."""
         return self.code_bytes + 4 * self.groups
-
-
-MATRIX_TILE = 16
-"""Outputs of a quantized matrix that lie together: the lanes of a vector."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from flexgen_h2o.cache.attending import PendingAttention
+from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
@@ -19,12 +20,8 @@ from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
 from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Halves, finish
-from flexgen_h2o.models.spec import ROW_BLOCK, ModelConfig
+from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
-
-CHUNK_ROWS = {"cpu": ROW_BLOCK, "cuda": 8 * ROW_BLOCK}
-"""Rows of a prefill that go through a layer together. The temporaries of so many rows fit near the
-caches of a CPU and keep its GEMMs busy; more would only cost memory."""
 
 
 class Sink(Protocol):
@@ -35,10 +32,6 @@ class Sink(Protocol):
 
     def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
         """Take logits [rows, vocab] of the chosen rows from number `row` on."""
-
-
-HEAD_ROWS = 512
-"""Rows that get logits together: a vocabulary is wide."""
 
 
 @dataclass
@@ -248,7 +241,7 @@ class Executor:
         wanted = self._sink.rows(batch, step.forward_pass)
         if batch.shares or len(wanted) < len(x):
             x = x[wanted.to(self._device.torch)]
-        for rows in _row_chunks(len(x), HEAD_ROWS):
+        for rows in _row_chunks(len(x), LOGIT_ROWS):
             logits = self._family.head(self._config, weights, x[rows])
             self._sink(batch, step.forward_pass, rows.start, logits)
         self._hidden.drop(step.batch)

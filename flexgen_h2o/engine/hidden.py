@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flexgen_h2o.config.limits import HIDDEN_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.storage.disk import AlignedRead, RunFolder
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, Handle, Lane, Transfers
-
-HIDDEN_BUFFERS = 3
-"""Staging buffers: one being stored, one computed with, one being loaded."""
 
 
 @dataclass

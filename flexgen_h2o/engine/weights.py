@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from flexgen_h2o.config.formats import MATRIX_TILE
+from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.packs import ALIGN, Pack, Slot, Unit, Weight
 from flexgen_h2o.errors import UserError

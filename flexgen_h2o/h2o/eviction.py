@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 
 from flexgen_h2o.config.h2o import H2OConfig
-
-EMPTY = 2**31 - 1
-"""The position of a slot that holds no token: later than all, so it is never a victim."""
+from flexgen_h2o.config.limits import EMPTY
 
 
 class Cut(NamedTuple):

@@ -1,15 +1,17 @@
 """The C ABI of the CPU kernels: one table, from which both sides are made.
 
 setup.py writes `header` for the C++ sources, `structs` are ctypes' mirrors for `native`, and
-`FINGERPRINT` tells whether a library was built from the same table: a field that was moved,
-renamed or retyped changes it. The module imports nothing of the package, since setup.py runs it by
-its path.
+`FINGERPRINT` tells whether a library was built from the same table and sizes: a field that was
+moved, renamed or retyped changes it, and so does another size in config/limits.py. The module
+imports nothing of the package, since setup.py runs it by its path.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import runpy
+from pathlib import Path
 from types import MappingProxyType
 
 STRUCTS = MappingProxyType({
@@ -71,14 +73,22 @@ def fields(struct: str) -> list[tuple[str, str]]:
             for kind, _, names in [part.partition(":")] for name in names.split()]
 
 
-FINGERPRINT = hashlib.sha256(repr([(name, fields(name)) for name in STRUCTS]).encode()
+def _sizes() -> dict[str, int]:
+    """What config/limits.py has for the kernels, by name."""
+    limits = runpy.run_path(str(Path(__file__).parents[1] / "config" / "limits.py"))
+    return {name: limits[name] for name in limits["KERNELS"]}
+
+
+SIZES = _sizes()
+FINGERPRINT = hashlib.sha256(repr(([(name, fields(name)) for name in STRUCTS], SIZES)).encode()
                              ).hexdigest()[:16]
 
 
 def header() -> str:
     """The C++ header `abi.h` of the build."""
-    lines = ["// Written by setup.py from flexgen_h2o/kernels/abi.py.", "#pragma once",
-             "#include <cstdint>", f'#define H2O_ABI "{FINGERPRINT}"']
+    lines = ["// Written by setup.py from kernels/abi.py and config/limits.py.", "#pragma once",
+             "#include <cstdint>", f'#define H2O_ABI "{FINGERPRINT}"',
+             *(f"constexpr int {name} = {size};" for name, size in SIZES.items())]
     for struct in STRUCTS:
         members = "".join(f"    {kind} {name};\n" for kind, name in fields(struct))
         lines.append(f"struct {struct} {{\n{members}}};")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (
     DTYPES,
@@ -35,9 +36,6 @@ from flexgen_h2o.kernels.arguments import (
 SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 """Instruction sets, each with what the one before it has. The kernels of amx are avx512bf16's: it
 stands for a CPU on which PyTorch multiplies matrices of bfloat16 in tiles."""
-
-SKINNY_ROWS = 16
-"""The most rows of `linear_skinny`: the lanes of a vector."""
 
 _STRUCTS = abi.structs()
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import (
     dispatch,
@@ -148,7 +149,7 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
 
 def skinny(x: Tensor, weight: Tensor) -> bool:
     """True if `linear_skinny` can do a product, and `dispatch` prefers it to PyTorch's."""
-    return (len(x) <= native.SKINNY_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
+    return (len(x) <= SKINNY_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
             and x.shape[1] % 2 == 0 and x.stride(1) == weight.stride(1) == 1
             and not _plain_torch("cpu")
             and dispatch.choice("linear", len(x), x.dtype) == "skinny")

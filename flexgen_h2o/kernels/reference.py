@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from flexgen_h2o.h2o.eviction import EMPTY
+from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.kernels.rotary import rotated
 
 FLOAT16_MAX = torch.finfo(torch.float16).max

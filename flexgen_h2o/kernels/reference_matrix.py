@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexgen_h2o.config.formats import MATRIX_TILE
+from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.kernels.reference import FLOAT16_MAX, half_below
 
 STEPS = 20

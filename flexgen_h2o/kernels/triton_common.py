@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from flexgen_h2o.config import limits
+
+EMPTY = tl.constexpr(limits.EMPTY)
 FEWEST = 16
 """The shortest side of a matrix that `tl.dot` takes."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels.triton_common import (
+    EMPTY,
     FEWEST,
     configs,
     in_units,
@@ -32,8 +33,6 @@ from flexgen_h2o.kernels.triton_common import (
 
 LOWEST = tl.constexpr(-3.0e38)
 """Below every logit, and finite: the difference of two is never NaN."""
-NOWHERE = tl.constexpr(2**31 - 1)
-"""`EMPTY`: a position later than all."""
 
 MOST_SPLITS = 128
 FINISH_ELEMENTS = 8192
@@ -200,7 +199,7 @@ def _score(logits, scores, positions, mine, heads, lse, cached, tokens, recent, 
     """
     lane = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("inf"), tl.float32)
-    oldest = tl.full((BLOCK,), NOWHERE, tl.int32)
+    oldest = tl.full((BLOCK,), EMPTY, tl.int32)
     victim = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, cached, BLOCK):
         slot = start + lane
@@ -210,7 +209,7 @@ def _score(logits, scores, positions, mine, heads, lse, cached, tokens, recent, 
         received = tl.sum(tl.exp2(logit - lse[:, None]), axis=0)
         score = tl.load(scores + slot, mask=live, other=0.0) * decay + received
         tl.store(scores + slot, score, mask=live)
-        position = tl.load(positions + slot, mask=live, other=NOWHERE)
+        position = tl.load(positions + slot, mask=live, other=EMPTY)
         may = live & (position >= sinks) & (position < tokens - recent)
         if MEAN:
             score = tl.div_rn(score, tl.maximum(tokens - position, 1).to(tl.float32))
@@ -219,8 +218,8 @@ def _score(logits, scores, positions, mine, heads, lse, cached, tokens, recent, 
         oldest = tl.where(may, position, oldest)
         victim = tl.where(may, slot, victim)
     lowest = best == tl.min(best, axis=0)
-    first = tl.min(tl.where(lowest, oldest, NOWHERE), axis=0)
-    return tl.min(tl.where(lowest & (oldest == first), victim, NOWHERE), axis=0)
+    first = tl.min(tl.where(lowest, oldest, EMPTY), axis=0)
+    return tl.min(tl.where(lowest & (oldest == first), victim, EMPTY), axis=0)
 
 
 @triton.jit

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import MATRIX_TILE, MatrixLayout
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
 from flexgen_h2o.kernels.triton_common import (
     FEWEST,
     configs,
@@ -32,8 +33,6 @@ VECTOR_ROWS = 2
 """Up to so many rows no matrix units are used. An estimate: no GPU has confirmed it."""
 FUSED_ROWS = 64
 """Up to so many rows weights are not unpacked to memory. An estimate: no GPU has confirmed it."""
-BUFFER = 64 << 20
-"""The most bytes of unpacked weights."""
 CHUNK = 64
 """The most inputs of a group that go to the matrix units at once."""
 MAGIC = 0x4B000000
@@ -292,9 +291,9 @@ def _split(words: int, programs: int, wanted: int) -> int:
 
 def _multiply_unpacked(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
                        out: Tensor, *, add: bool) -> None:
-    """A product of many rows, through a buffer of `BUFFER` bytes at most (but of one tile)."""
+    """A product of many rows, through a buffer of `UNPACKED_BYTES` (but of one tile)."""
     stride = triton.cdiv(layout.inputs, 8) * 8  # aligned rows suit cuBLAS
-    most = max(1, BUFFER // (MATRIX_TILE * stride * x.element_size()))
+    most = max(1, UNPACKED_BYTES // (MATRIX_TILE * stride * x.element_size()))
     slices = triton.cdiv(layout.tiles, most)
     some = min(triton.cdiv(layout.tiles, slices) * MATRIX_TILE, layout.outputs)
     buffer = x.new_empty((some, stride))

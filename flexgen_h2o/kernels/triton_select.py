@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels.triton_common import (
+    EMPTY,
     device_ints,
     in_units,
     interpreted,
@@ -25,9 +26,6 @@ from flexgen_h2o.kernels.triton_common import (
     store_records,
     unit_stride,
 )
-
-EMPTY = tl.constexpr(2**31 - 1)
-"""`eviction.EMPTY`"""
 
 MOST_IN_REGISTERS = 32768
 """Scores of one program of 32 warps: 32 registers of each thread."""

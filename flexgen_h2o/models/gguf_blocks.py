@@ -10,7 +10,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from flexgen_h2o.config.formats import MATRIX_TILE, MatrixLayout
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference_matrix import assembled
 from flexgen_h2o.models.from_gguf import GgufTensor, read_gguf

@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.chunks import chunk_rows
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.models.spec import ROW_BLOCK, RopeConfig
+from flexgen_h2o.models.spec import RopeConfig
 
 
 class Scratch:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
 
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
 ROPE_KINDS = ("default", "linear", "llama3")
-
-# Rows that a decoder layer takes at once through whatever is row by row (norms, projections, MLP).
-# It bounds the MLP's workspace, and is far more than a matrix product needs to run at full speed.
-ROW_BLOCK = 2048
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from flexgen_h2o.files.readers import regular_file
 from flexgen_h2o.models.model_config import (
     ACTIVATIONS,
     ROPE_KINDS,
-    ROW_BLOCK,
     ModelConfig,
     ModelWeights,
     RopeConfig,
@@ -25,7 +24,7 @@ from flexgen_h2o.models.model_config import (
 )
 from flexgen_h2o.models.shapes import DEFAULTS, PUBLISHED, SAME_AS
 
-__all__ = ["ACTIVATIONS", "ROPE_KINDS", "ROW_BLOCK", "ModelConfig", "ModelWeights", "RopeConfig",
+__all__ = ["ACTIVATIONS", "ROPE_KINDS", "ModelConfig", "ModelWeights", "RopeConfig",
            "TensorSpec", "from_transformers", "published", "read_config", "renamed"]
 
 

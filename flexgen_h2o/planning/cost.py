@@ -15,16 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexgen_h2o.config.limits import GROWTH, ROW_BLOCK, WRITE_BACK_TOKENS
 from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.metrics.links import LINKS
-from flexgen_h2o.models.model_config import ROW_BLOCK
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.rows import (
-    CHUNK_ROWS,
-    GROWTH_SLOTS,
-    WRITE_BACK_TOKENS,
     PlannedRun,
     layer_slots,
     part_bytes,
@@ -227,7 +224,7 @@ class _Costs:
         """A decoder layer with a part of all prompts."""
         tokens, batch = self.prompt / self.passes, self._run.workload.gpu_batch_size
         # Chunks are cut between sequences.
-        together = min(batch, max(1, int(CHUNK_ROWS[self._run.has_gpu] // tokens)))
+        together = min(batch, max(1, int(self._run.chunk_rows // tokens)))
         tally = self._rows(batch * tokens)
         for sequences, chunks in ((together, batch // together), (batch % together, 1)):
             if sequences:
@@ -286,7 +283,7 @@ class _Costs:
         """The cut cache is written once. Until then, prompts in chunks go to and fro whole."""
         run, model, passes = self._run, self._model, self.passes
         plain = self._sequences * 2 * model.kv_size * run.itemsize
-        cut = self._sequences * self._slots(self.prompt + GROWTH_SLOTS) * self._record
+        cut = self._sequences * self._slots(self.prompt + GROWTH) * self._record
         fetched = ("cpu", "disk")
         if run.attends_on_host:
             fetched = ("disk",)
@@ -309,7 +306,7 @@ class _Costs:
             by = hardware.host_attention if host else hardware.compute
             each = read / by.decode_attention[run.cache.bits] + model.num_kv_heads * by.head_seconds
             tally.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
-        mean = self.prompt + (run.workload.gen_len + GROWTH_SLOTS) / 2
+        mean = self.prompt + (run.workload.gen_len + GROWTH) / 2
         whole = self._sequences * self._slots(mean) * self._record
         if run.attends_on_host:
             rows = self._sequences * run.itemsize

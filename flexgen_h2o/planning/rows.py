@@ -1,8 +1,4 @@
-"""The rows of the memory plan: which data of a run takes how many bytes on which tier. No torch.
-
-The numbers of buffers and the sizes of blocks are the engine's own, whose modules load torch; a
-test holds the two together.
-"""
+"""The rows of the memory plan: which data of a run takes how many bytes on which tier. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +9,24 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.formats import CacheOptions, GroupLayout, WeightOptions
+from flexgen_h2o.config.limits import (
+    CACHE_BUFFERS,
+    CHUNK_ROWS,
+    FEWEST_TASKS,
+    HIDDEN_BUFFERS,
+    LOGIT_ROWS,
+    PRODUCT_OUTPUTS,
+    PRODUCT_ROWS,
+    QUERY_LANES,
+    SLOT_TILE,
+    STARTED_BATCHES,
+    UNPACKED_BYTES,
+    WEIGHT_BUFFERS,
+    WRITE_BACK_TOKENS,
+)
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.h2o.budget import budget, slots
-from flexgen_h2o.models.model_config import ROW_BLOCK
 from flexgen_h2o.storage.placement import split
 
 if TYPE_CHECKING:
@@ -24,34 +34,6 @@ if TYPE_CHECKING:
 
 WEIGHT_ROWS = ("weights", "embeddings", "weight buffers")
 """The rows that are in place once the model is loaded."""
-
-WEIGHT_BUFFERS = 2
-CACHE_BUFFERS = 3
-WRITE_BACK_TOKENS = 16
-GROWTH_SLOTS = 64
-ATTENDING = 2
-"""Buffers beside the data, as `engine.weights`, `cache.fetched`, `engine.hidden` and (batches
-whose attention on the host is under way) `engine.schedule` say.
-"""
-
-CHUNK_ROWS = {False: ROW_BLOCK, True: 8 * ROW_BLOCK}
-"""Rows of a prefill that go through a layer together, by whether there is a GPU (as `Executor`)."""
-
-LOGIT_ROWS = 512
-"""Rows that get logits together (as `Executor`)."""
-
-QUERY_LANES, FEWEST_TASKS = 64, 64
-"""Sizes of kernels/cpu: queries of a block, of whose weights each thread holds whole rows; the
-tasks that are made of few heads, each with results of its own.
-"""
-
-PRODUCT_ROWS, PRODUCT_OUTPUTS = 64, 32
-"""Floats that each thread of a CPU holds for a product with a quantized matrix: so many whole
-rows of the input, and as many rows of so many outputs.
-"""
-
-UNPACKED_BYTES = 64 << 20
-"""Room on a GPU for the part of a quantized matrix that is unpacked before a product."""
 
 RESERVE = 128 << 20
 """Bytes for thread stacks, the libraries' own workspaces and the allocators' slack."""
@@ -75,6 +57,11 @@ class PlannedRun:
         """Tokens of the longest prompt that go through the network together."""
         prompt = self.workload.prompt_len
         return min(prompt, self.policy.prefill_chunk or prompt)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a prefill that go through a layer together, if no prompt is longer."""
+        return CHUNK_ROWS["cuda" if self.has_gpu else "cpu"]
 
     @property
     def gathers_prompts(self) -> bool:
@@ -177,7 +164,7 @@ def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
     if run.attends_on_host:
         # Queries, keys and values on their way down, and what comes up.
         rows = cached[1] * 2 * (model.q_size + model.kv_size) * run.itemsize
-        here, host = here + ATTENDING * rows, host + rows
+        here, host = here + STARTED_BATCHES * rows, host + rows
     if run.gathers_prompts:
         plain = 2 * model.kv_size * run.itemsize
         more = _staging(run, placed, record=plain, most=load.prompt_len)
@@ -239,7 +226,7 @@ def _activation_rows(run: PlannedRun) -> Iterator[PlanRow]:
     total = batch * load.num_gpu_batches
     yield PlanRow("activations", *(int(total * share) for share in placement.fractions()))
     away = placement.disk > 0 or (run.has_gpu and placement.cpu > 0)
-    staging = CACHE_BUFFERS * batch if away else 0
+    staging = HIDDEN_BUFFERS * batch if away else 0
     yield PlanRow("activation buffers", staging, staging if placement.disk > 0 else 0)
 
 
@@ -247,7 +234,7 @@ def _workspace(run: PlannedRun) -> PlanRow:
     """Temporaries of the widest step: a chunk of prefill in a layer, or the logits."""
     model, load = run.model, run.workload
     # Chunks are cut between sequences: one that is longer is a chunk of its own.
-    chunk = max(CHUNK_ROWS[run.has_gpu], run.pass_rows)
+    chunk = max(run.chunk_rows, run.pass_rows)
     rows = min(load.gpu_batch_size * run.pass_rows, chunk)
     # Beside the layer's own scratch, attention makes its output and copies of what it reads.
     attention = rows * (2 * model.q_size + 2 * model.kv_size)
@@ -277,7 +264,7 @@ def _own_attention(run: PlannedRun) -> int:
     if not cache.plain or run.pass_rows < load.prompt_len:
         # Prompts in chunks, and rotated copies; with eviction also what stays, before and after.
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
-    most = held + QUERY_LANES
+    most = held + SLOT_TILE
     decode = 4 * tasks * (most + 2 * model.head_dim)
     return max(prefill, decode, _sparse_attention(run) if cache.attn_sparsity < 1 else 0)
 

@@ -15,7 +15,8 @@ from llm.test_llm import PLACES
 
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import fetched
-from flexgen_h2o.cache.fetched import GROWTH, WRITE_BACK_TOKENS, move_apart
+from flexgen_h2o.cache.fetched import move_apart
+from flexgen_h2o.config.limits import GROWTH, WRITE_BACK_TOKENS
 
 DISK = Placement(0, 0, 100)
 

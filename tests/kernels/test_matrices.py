@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, poisoned_memory, using
 
-from flexgen_h2o.config.formats import MATRIX_TILE, MatrixLayout
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import dispatch, library, native, ops, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix

@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+import runpy
 import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
@@ -442,16 +443,23 @@ def test_a_library_built_from_other_sources(reloaded, caplog, monkeypatch):
     hold_to_one_line(caplog, "was built from other sources: install again")
 
 
-@pytest.mark.parametrize("change", [
-    ("rows inputs outputs", "rows outputs inputs"), ("const void*: x weight", "void*: x weight"),
-    ("out_row add", "out_row accumulate"), ("add threads", "threads")])
-def test_every_change_of_a_struct_changes_the_fingerprint(change):
-    """Also one that leaves its size as it was."""
-    source = Path(abi.__file__).read_text(encoding="utf-8")
-    assert source.count(change[0]) >= 1
-    changed = {"__name__": "changed"}
-    exec(source.replace(*change), changed)
+@pytest.mark.parametrize("file, old, new", [
+    ("kernels/abi.py", "rows inputs outputs", "rows outputs inputs"),
+    ("kernels/abi.py", "const void*: x weight", "void*: x weight"),
+    ("kernels/abi.py", "out_row add", "out_row accumulate"),
+    ("kernels/abi.py", "add threads", "threads"),
+    ("config/limits.py", "MATRIX_TILE = 16", "MATRIX_TILE = 32"),
+    ("config/limits.py", "SLOT_TILE = 64", "SLOT_TILE = 32")])
+def test_every_change_of_a_struct_or_a_size_changes_the_fingerprint(tmp_path, file, old, new):
+    """Also one that leaves the size of a struct as it was."""
+    for name in ("kernels/abi.py", "config/limits.py"):
+        source = Path(abi.__file__).parents[1].joinpath(name).read_text(encoding="utf-8")
+        assert name != file or old in source
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(source.replace(old, new) if name == file else source)
+    changed = runpy.run_path(str(tmp_path / "kernels" / "abi.py"))
     assert changed["FINGERPRINT"] != abi.FINGERPRINT
+    assert changed["header"]() != abi.header()
 
 
 @BUILT

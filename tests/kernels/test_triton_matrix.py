@@ -17,7 +17,8 @@ from kernels.test_triton import (  # noqa: F401 (_mended_interpreter is a fixtur
     compiled,
 )
 
-from flexgen_h2o.config.formats import MATRIX_TILE, MatrixLayout
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.kernels import reference_matrix, triton_matrix
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -91,7 +92,7 @@ def test_linear_of_skinny_matrices(rows, form):
 def test_linear_options(monkeypatch, rows, dtype, bias, add):
     """9 are beyond the threshold here, and their weights do not fit into the buffer at once."""
     monkeypatch.setattr(triton_matrix, "FUSED_ROWS", 8)
-    monkeypatch.setattr(triton_matrix, "BUFFER", 40 * 136 * dtype.itemsize)
+    monkeypatch.setattr(triton_matrix, "UNPACKED_BYTES", 40 * 136 * dtype.itemsize)
     check_linear(rows, (70, 129), (4, 64), bias=bias, add=add, dtype=dtype)
     check_linear(rows, (33, 72), (8, 32), bias=bias, add=add, dtype=dtype)
 

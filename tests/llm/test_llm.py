@@ -101,7 +101,7 @@ def test_prompts_longer_than_a_chunk_of_rows(tiny_model, monkeypatch):
     from flexgen_h2o.engine import executor
 
     monkeypatch.setitem(executor.CHUNK_ROWS, "cpu", 8)
-    monkeypatch.setattr(executor, "HEAD_ROWS", 2)
+    monkeypatch.setattr(executor, "LOGIT_ROWS", 2)
     tiny = tiny_model("opt")
     prompts = make_prompts(tiny.model.config.vocab_size, [5, 3, 20, 8, 1])
     assert tokens_of(tiny.folder, prompts, gpu_batch_size=5) == transformers_tokens(tiny, prompts)

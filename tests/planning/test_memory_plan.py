@@ -14,10 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import own_attention
 
-from flexgen_h2o import kernels
-from flexgen_h2o.cache import fetched
 from flexgen_h2o.config.formats import (
-    MATRIX_TILE,
     CacheOptions,
     GroupLayout,
     MatrixLayout,
@@ -27,7 +24,6 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.engine import executor, hidden
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import kept
 from flexgen_h2o.models import family
@@ -496,23 +492,6 @@ def test_the_table_shows_every_row_and_the_sums():
 def test_workload_refuses_nothing_to_do(field):
     with pytest.raises(UserError, match=field):
         replace(LOAD, **{field: 0})
-
-
-def test_the_plan_knows_the_engines_own_numbers():
-    """It may not load torch, so that it repeats them."""
-    assert plan_rows.WRITE_BACK_TOKENS == fetched.WRITE_BACK_TOKENS
-    assert plan_rows.GROWTH_SLOTS == fetched.GROWTH
-    assert plan_rows.CACHE_BUFFERS == fetched.CACHE_BUFFERS == hidden.HIDDEN_BUFFERS
-    assert plan_rows.LOGIT_ROWS == executor.HEAD_ROWS
-    assert list(plan_rows.CHUNK_ROWS.values()) == [
-        executor.CHUNK_ROWS[kind] for kind in ("cpu", "cuda")]
-    folder = Path(kernels.__file__).parent / "cpu"
-    source = (folder / "lanes.h").read_text() + (folder / "memory.h").read_text()
-    assert "VECTORS = WIDTH == 16 ? 4 : 2" in source and plan_rows.QUERY_LANES == 16 * 4
-    assert f"FEWEST_TASKS = {plan_rows.FEWEST_TASKS};" in source
-    source = (folder / "matrix.cpp").read_text() + (folder / "matrix.h").read_text()
-    assert f"PANEL = {plan_rows.PRODUCT_ROWS};" in source
-    assert "COLUMNS = 2 * MATRIX_TILE;" in source and plan_rows.PRODUCT_OUTPUTS == 2 * MATRIX_TILE
 
 
 # What is free

@@ -14,6 +14,7 @@ import torch
 from flexgen_h2o.cache.appending import CacheState, append
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.limits import GROWTH
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.eviction import Cut, EvictionState, eviction_of, narrowed, new_state
@@ -23,9 +24,6 @@ from flexgen_h2o.integrations.transformers.passes import ForwardPass, PassTracke
 from flexgen_h2o.integrations.transformers.rotations import Rotations
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import rotated_to
-
-GROWTH = 64
-"""Slots by which a layer grows that is not at its budget yet."""
 
 
 class SlotLayer(H2OLayer):

@@ -1,5 +1,6 @@
 // What the sources share. The structs of the C ABI come from kernels/abi.py, which says what is in
-// them. Strides count elements; the last dimension is contiguous.
+// them; the sizes beside them from config/limits.py. Strides count elements; the last dimension is
+// contiguous.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +8,6 @@
 #include "abi.h"
 
 enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-
-// The position of a slot that holds no token.
-constexpr int32_t EMPTY = 0x7fffffff;
 
 // What a call returns. After anything but DONE nothing has been written.
 enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2, INVALID = 3 };

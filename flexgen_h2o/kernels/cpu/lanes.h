@@ -2,12 +2,14 @@
 // of bfloat16 where the CPU multiplies those.
 #pragma once
 
+#include "kernels.h"
 #include "simd.h"
 
 namespace ISA {
 
 constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
 constexpr int LANES = VECTORS * WIDTH;
+static_assert(LANES <= QUERY_LANES, "the memory plan counts fewer");
 constexpr int ROWS = 4;       // of a product that are computed together
 constexpr int CHUNK = 128;    // keys or values that are widened or packed together
 

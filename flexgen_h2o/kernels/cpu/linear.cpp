@@ -12,6 +12,7 @@ namespace ISA {
 #if defined(__AVX512BF16__)
 namespace {
 
+static_assert(SKINNY_ROWS <= WIDTH, "rows are lanes of one vector");
 constexpr int OUTPUTS = 8;   // that are computed together: more streams push each other out of L1
 constexpr int64_t LINE = 16; // pairs of a cache line
 constexpr int64_t AHEAD = 8; // lines of a stream that are asked for beforehand

@@ -10,8 +10,8 @@ namespace ISA {
 
 namespace {
 
-constexpr int64_t PANEL = 64;            // rows of x that meet a block while it is in L1
-constexpr int64_t COLUMNS = 2 * MATRIX_TILE;    // outputs that are computed together
+constexpr int64_t PANEL = PRODUCT_ROWS;
+constexpr int64_t COLUMNS = PRODUCT_OUTPUTS;
 constexpr int64_t AHEAD = 8;             // blocks of a tile that are asked for beforehand
 constexpr int VECTORS = 2;               // of outputs, in registers together
 #if defined(__AVX512F__)

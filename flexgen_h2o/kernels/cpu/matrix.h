@@ -6,8 +6,6 @@
 
 namespace ISA {
 
-constexpr int MATRIX_TILE = 16;  // outputs of a block
-
 // Where the blocks of a matrix are, and what is in them.
 struct Blocks {
     const uint8_t* data;

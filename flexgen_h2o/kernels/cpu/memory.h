@@ -10,9 +10,6 @@
 
 namespace ISA {
 
-// So many are worth making out of few heads, whatever the number of threads.
-constexpr int FEWEST_TASKS = 64;
-
 // An array that is freed with its owner. Not std::unique_ptr: the linker would keep one instruction
 // set's copy of its functions for all.
 template <class T>

@@ -1,15 +1,14 @@
-// Cached vectors as decode reads them: where rows lie, and up to TILE of them as they are computed
-// with.
+// Cached vectors as decode reads them: where rows lie, and up to SLOT_TILE of them as they are
+// computed with.
 #pragma once
 
 #include "groups.h"
 
 namespace ISA {
 
-constexpr int SLOT_TILE = 64;
 constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is computed with
 
-// Up to TILE rows of cached vectors as they are computed with: plain ones, or floats in scratch.
+// Up to SLOT_TILE rows of cached vectors as they are computed with: plain, or floats in scratch.
 template <class T>
 struct PlainTile {
     const T* base;
@@ -39,10 +38,10 @@ struct RecordTile {
     static constexpr int rows_at_once(int queries) { return 4 / queries; }
     // The next tile's scales are all read at its beginning.
     INLINE int64_t ahead() const { return SLOT_TILE * stride + AHEAD; }
-    // [groups, TILE] each.
+    // [groups, SLOT_TILE] each.
     INLINE float* scales() const { return scratch; }
     INLINE float* zeros() const { return scratch + layout.groups * SLOT_TILE; }
-    // Weights by scale [queries, groups, TILE].
+    // Weights by scale [queries, groups, SLOT_TILE].
     INLINE float* scaled() const { return scratch + 2 * layout.groups * SLOT_TILE; }
 };
 
@@ -83,7 +82,7 @@ struct ExpandedRows {
     const int32_t* ranks;  // null: no rotation
     const float *cos, *sin;
     int64_t half_rotary;
-    float* scratch;  // [TILE, width]
+    float* scratch;  // [SLOT_TILE, width]
     INLINE PlainTile<float> tile(int64_t first, int64_t count) const {
         for (int64_t t = 0; t < count; t++) {
             float* to = scratch + t * width;

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.h2o import SINK_WINDOW_SINKS
+from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.budget import Budget
-from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction
+from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.tasks.analysis.stats import logit_blocks, observe
 from flexgen_h2o.tasks.budgets.configurations import Configuration
 

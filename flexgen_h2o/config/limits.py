@@ -1,0 +1,66 @@
+"""Sizes of blocks and buffers that several rooms go by: what the engine makes, the plan counts.
+
+The C++ kernels are compiled with those of `KERNELS`: kernels/abi.py writes them into their header.
+The module imports nothing, since setup.py runs it by its path.
+"""
+
+ROW_BLOCK = 2048
+"""Rows that a decoder layer takes at once through whatever is row by row (norms, projections, MLP).
+It bounds the MLP's workspace, and is far more than a matrix product needs to run at full speed."""
+
+CHUNK_ROWS = {"cpu": ROW_BLOCK, "cuda": 8 * ROW_BLOCK}
+"""Rows of a prefill that go through a layer together, by the kind of device. The temporaries of so
+many rows fit near the caches of a CPU and keep its products busy; more would only cost memory."""
+
+LOGIT_ROWS = 512
+"""Rows that get logits together: a vocabulary is wide."""
+
+WEIGHT_BUFFERS = 2
+"""Staging buffers of weights: one computed with, one being filled."""
+
+HIDDEN_BUFFERS = 3
+"""Staging buffers of hidden states: one being stored, one computed with, one being loaded."""
+
+CACHE_BUFFERS = 3
+"""Staging buffers of a cache: one computed with, one fetched, and one being stored and then
+fetched into."""
+
+STARTED_BATCHES = 2
+"""Batches whose attention on the host may be under way: the one computed, and the next."""
+
+WRITE_BACK_TOKENS = 16
+"""Tokens whose changes to a cache on disk wait in memory before the whole is written in bulk."""
+
+GROWTH = 64
+"""Slots that a growing cache is given at a time: a multiple of `WRITE_BACK_TOKENS`, for a backing
+store is rewritten then."""
+
+UNPACKED_BYTES = 64 << 20
+"""The most bytes of a quantized matrix that a GPU unpacks at a time before a product."""
+
+EMPTY = 2**31 - 1
+"""The position of a slot that holds no token: later than all, so it is never a victim."""
+
+MATRIX_TILE = 16
+"""Outputs of a quantized matrix that lie together: the lanes of a vector."""
+
+PRODUCT_ROWS, PRODUCT_OUTPUTS = 64, 2 * MATRIX_TILE
+"""Rows of the input that meet a block of a quantized matrix while it is in a CPU's nearest cache,
+and the outputs that are computed together: each thread holds so many in float32."""
+
+SKINNY_ROWS = 16
+"""The most rows of `linear_skinny`: the lanes of a vector."""
+
+QUERY_LANES = 64
+"""The most queries that a thread attends with at once, of each of which it holds all weights."""
+
+SLOT_TILE = 64
+"""Slots of a cache whose keys or values a thread expands at once."""
+
+FEWEST_TASKS = 64
+"""So many tasks are made out of few heads, whatever the number of threads; each has results of its
+own."""
+
+KERNELS = ("EMPTY", "MATRIX_TILE", "PRODUCT_ROWS", "PRODUCT_OUTPUTS", "SKINNY_ROWS", "QUERY_LANES",
+           "SLOT_TILE", "FEWEST_TASKS")
+"""What the C++ kernels are compiled with."""
