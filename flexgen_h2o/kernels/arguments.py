@@ -1,18 +1,47 @@
-"""Checks of what is handed to the C++ kernels, which take pointers at their word.
+"""What is handed to the kernels, and checks of it for C++, which takes pointers at their word.
 
-Each raises ValueError with the operation's name and what does not hold; nothing has been written by
-then. They cost some microseconds a call.
+Each check raises ValueError with the operation's name and what does not hold; nothing has been
+written by then. They cost some microseconds a call.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.h2o.eviction import EvictionState
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of floating-point inputs, and their numbers in the C ABI (DType of cpu/kernels.h)."""
+
+
+class EvictionArguments(NamedTuple):
+    """An `EvictionState` in the kernels' types; without tensors, nothing is evicted.
+
+    The custom ops of `library` take its fields one by one, in this order.
+    """
+
+    scores: Tensor | None = None
+    positions: Tensor | None = None
+    ranks: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    mean: bool = False
+    decay: float = 1.0
+    sinks: int = 0
+
+    @classmethod
+    def of(cls, state: EvictionState | None) -> EvictionArguments:
+        """A state's arguments: the tensors themselves, which the operation updates."""
+        if state is None:
+            return cls()
+        rope = (None, None) if state.rope is None else (table.contiguous() for table in state.rope)
+        eviction = state.eviction
+        return cls(state.scores, state.positions, state.ranks, *rope, mean=eviction.mean,
+                   decay=eviction.decay, sinks=eviction.sinks)
 
 
 def need(holds: bool, name: str, what: str) -> None:
@@ -72,6 +101,16 @@ def check_slots(name: str, slots: Tensor, sequences: int, k: Tensor, bits: int) 
     expect(name, k.dtype if bits == 16 else torch.uint8,
            slots=(slots, (2, sequences, k.shape[1], slots.shape[3], width)))
     lines(name, slots=slots)
+
+
+def check_state(name: str, eviction: EvictionArguments, shape: tuple[int, ...]) -> None:
+    """Scores, positions and ranks [sequences, kv_heads, slots], contiguous; not one of the first
+    two alone."""
+    scores, positions, ranks = eviction[:3]
+    need((scores is None) == (positions is None), name, "scores and positions come together")
+    expect(name, torch.float32, kept_scores=(scores, shape))
+    expect(name, torch.int32, positions=(positions, shape), ranks=(ranks, shape))
+    contiguous(name, kept_scores=scores, positions=positions, ranks=ranks)
 
 
 def product_shapes(name: str, x: Tensor, outputs: int, bias: Tensor | None, out: Tensor

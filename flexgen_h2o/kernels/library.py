@@ -1,8 +1,9 @@
 """The operations as PyTorch's custom ops: C++ on the CPU, Triton on a GPU, shapes alone under meta.
 
-Their arguments are flat, as PyTorch's schemas want them; `ops` has the same in the engine's words.
-`cuts` has three integers a prompt (`Cut`); `bits` is 16 for plain vectors, else 8 or 4. What
-`native` and the Triton modules offer has these names and arguments too.
+What `native` and the Triton modules offer has the names and arguments of the functions here; `ops`
+has the same in the engine's words. `cuts` has three integers a prompt (`Cut`); `bits` is 16 for
+plain vectors, else 8 or 4. PyTorch's schemas know no structs: an op that takes one has a twin whose
+arguments are flat.
 """
 
 # No `from __future__ import annotations` here: PyTorch reads the schemas off the annotations.
@@ -15,15 +16,17 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels.arguments import EvictionArguments
 
 NAMESPACE = "flexgen_h2o"
 
 
 def _triton(module: str, name: str):
     """A function of a Triton module, which is imported when it is first called."""
-    def call(*args):
+    def call(*args, **named):
         with torch.cuda.device_of(args[0]):  # Triton launches on the current device
-            return getattr(import_module(f"flexgen_h2o.kernels.triton_{module}"), name)(*args)
+            found = import_module(f"flexgen_h2o.kernels.triton_{module}")
+            return getattr(found, name)(*args, **named)
 
     return call
 
@@ -44,43 +47,62 @@ def _(q, k, v, lengths, key_lengths, scores, decay):
     return q.new_empty(q.shape)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::select_heavy_hitters",
-                         mutates_args=("slots", "kept_scores", "positions", "ranks"),
-                         device_types="cpu")
-def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts: Sequence[int],
-                         slots: Tensor, kept_scores: Tensor, positions: Tensor,
-                         ranks: Tensor | None, bits: int, mean: bool, sinks: int) -> None:
+def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
+                         slots: Tensor, bits: int, eviction: EvictionArguments) -> None:
     """See `reference.select_heavy_hitters`."""
-    native.select_heavy_hitters(k, v, scores, cuts, slots, kept_scores, positions, ranks, bits,
-                                mean,
-                                sinks)
+    kept, positions, ranks, _, _, mean, _, sinks = eviction
+    flat_select_heavy_hitters(k, v, scores, cuts, slots, bits, kept, positions, ranks, mean, sinks)
 
 
-select_heavy_hitters.register_kernel("cuda")(_triton("select", "select_heavy_hitters"))
+@torch.library.custom_op(f"{NAMESPACE}::select_heavy_hitters",
+                         mutates_args=("slots", "kept", "positions", "ranks"), device_types="cpu")
+def flat_select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts: Sequence[int],
+                              slots: Tensor, bits: int, kept: Tensor, positions: Tensor,
+                              ranks: Tensor | None, mean: bool, sinks: int) -> None:
+    """`select_heavy_hitters` as a custom op."""
+    native.select_heavy_hitters(
+        k, v, scores, cuts=cuts, slots=slots, bits=bits,
+        eviction=EvictionArguments(kept, positions, ranks, mean=mean, sinks=sinks))
 
 
-@select_heavy_hitters.register_fake
-def _(k, v, scores, cuts, slots, kept_scores, positions, ranks, bits, mean, sinks):
+@flat_select_heavy_hitters.register_kernel("cuda")
+def _(k, v, scores, cuts, slots, bits, kept, positions, ranks, mean, sinks):
+    _triton("select", "select_heavy_hitters")(
+        k, v, scores, cuts=cuts, slots=slots, bits=bits,
+        eviction=EvictionArguments(kept, positions, ranks, mean=mean, sinks=sinks))
+
+
+@flat_select_heavy_hitters.register_fake
+def _(k, v, scores, cuts, slots, bits, kept, positions, ranks, mean, sinks):
     return None
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
+                     bits: int, eviction: EvictionArguments) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_attention`."""
+    return flat_decode_attention(q, k, v, slots, metadata, bits, *eviction)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::decode_attention",
                          mutates_args=("slots", "scores", "positions", "ranks"), device_types="cpu")
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: Tensor,
-                     scores: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
-                     cos: Tensor | None, sin: Tensor | None, bits: int, mean: bool,
-                     decay: float, sinks: int) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_attention`; attention score and positions come together, or neither."""
-    return native.decode_attention(q, k, v, slots, metadata, scores, positions, ranks, cos, sin,
-                                   bits,
-                                   mean, decay, sinks)
+def flat_decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: Tensor,
+                          bits: int, scores: Tensor | None, positions: Tensor | None,
+                          ranks: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+                          mean: bool, decay: float, sinks: int) -> tuple[Tensor, Tensor]:
+    """`decode_attention` as a custom op."""
+    return native.decode_attention(
+        q, k, v, slots=slots, metadata=metadata, bits=bits,
+        eviction=EvictionArguments(scores, positions, ranks, cos, sin, mean, decay, sinks))
 
 
-decode_attention.register_kernel("cuda")(_triton("decode", "decode_attention"))
+@flat_decode_attention.register_kernel("cuda")
+def _(q, k, v, slots, metadata, bits, *eviction):
+    return _triton("decode", "decode_attention")(q, k, v, slots=slots, metadata=metadata, bits=bits,
+                                                 eviction=EvictionArguments(*eviction))
 
 
-@decode_attention.register_fake
-def _(q, k, v, slots, metadata, scores, positions, ranks, cos, sin, bits, mean, decay, sinks):
+@flat_decode_attention.register_fake
+def _(q, k, v, slots, metadata, bits, *eviction):
     return q.new_empty(q.shape), q.new_empty(k.shape[:2], dtype=torch.int64)
 
 

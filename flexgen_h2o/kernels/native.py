@@ -23,7 +23,9 @@ from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (
     DTYPES,
+    EvictionArguments,
     check_slots,
+    check_state,
     contiguous,
     expect,
     floats,
@@ -181,13 +183,12 @@ def _slot_strides(slots: Tensor) -> dict[str, int]:
             "slots_slot": slot}
 
 
-def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts: Sequence[int],
-                         slots: Tensor, kept_scores: Tensor, positions: Tensor,
-                         ranks: Tensor | None, bits: int, mean: bool, sinks: int) -> None:
-    """See `library.select_heavy_hitters`."""
+def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
+                         slots: Tensor, bits: int, eviction: EvictionArguments) -> None:
+    """See `reference.select_heavy_hitters`; the tables of rotations are not used."""
     name = "select_heavy_hitters"
     dtype = head_shapes(name, k, k, v)
-    sequences = len(cuts) // 3
+    sequences, sinks = len(cuts) // 3, eviction.sinks
     check_slots(name, slots, sequences, k, bits)
     state = tuple(slots.shape[1:4])
     need(len(cuts) == 3 * sequences and sum(cuts[::3]) == len(k) and min((*cuts, sinks)) >= 0
@@ -195,60 +196,53 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts: Sequ
                   for length, heavy, recent in zip(*(cuts[i::3] for i in range(3)), strict=True)),
           name, f"cuts {list(cuts)} and {sinks} sinks do not fit {len(k)} tokens and {state[2]} "
           "slots")
-    expect(name, torch.float32, scores=(scores, (k.shape[1], len(k))),
-           kept_scores=(kept_scores, state))
-    expect(name, torch.int32, positions=(positions, state), ranks=(ranks, state))
+    expect(name, torch.float32, scores=(scores, (k.shape[1], len(k))))
+    check_state(name, eviction, state)
+    need(eviction.scores is not None, name, "there is no state to write")
     lines(name, scores=scores)
-    contiguous(name, kept_scores=kept_scores, positions=positions, ranks=ranks)
     k, v = map(_rows, (k, v))
     cuts = _integers(cuts)
     _call(name, "Select",
           k=k.data_ptr(), v=v.data_ptr(), scores=_address(scores), cuts=ctypes.addressof(cuts),
-          slots=slots.data_ptr(), kept_scores=kept_scores.data_ptr(),
-          positions=positions.data_ptr(),
-          ranks=_address(ranks), layout=_layout(k.shape[2], bits, slots.shape[-1]),
-          dtype=DTYPES[dtype], sequences=sequences, kv_heads=k.shape[1], head_dim=k.shape[2],
-          num_slots=state[2], **_strides(k, v),
-          scores_head=0 if scores is None else scores.stride(0), **_slot_strides(slots), mean=mean,
-          sinks=sinks)
+          slots=slots.data_ptr(), kept_scores=_address(eviction.scores),
+          positions=_address(eviction.positions), ranks=_address(eviction.ranks),
+          layout=_layout(k.shape[2], bits, slots.shape[-1]), dtype=DTYPES[dtype],
+          sequences=sequences, kv_heads=k.shape[1], head_dim=k.shape[2], num_slots=state[2],
+          **_strides(k, v), scores_head=0 if scores is None else scores.stride(0),
+          **_slot_strides(slots), mean=eviction.mean, sinks=sinks)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: Tensor,
-                     scores: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
-                     cos: Tensor | None, sin: Tensor | None, bits: int, mean: bool, decay: float,
-                     sinks: int) -> tuple[Tensor, Tensor]:
-    """See `library.decode_attention`."""
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
+                     bits: int, eviction: EvictionArguments) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_attention`."""
     name = "decode_attention"
     dtype, sequences = head_shapes(name, q, k, v), len(q)
     need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
     check_slots(name, slots, sequences, k, bits)
-    state = tuple(slots.shape[1:4])
-    expect(name, torch.int32, metadata=(metadata, (4, sequences)), positions=(positions, state),
-            ranks=(ranks, state))
-    expect(name, torch.float32, scores=(scores, state))
-    need((scores is None) == (positions is None), name, "scores and positions come together")
+    state, cos, sin = tuple(slots.shape[1:4]), eviction.cos, eviction.sin
+    expect(name, torch.int32, metadata=(metadata, (4, sequences)))
+    check_state(name, eviction, state)
     rope = (0, 0)
-    if ranks is not None:
-        need(scores is not None and cos is not None and cos.dim() == 2
+    if eviction.ranks is not None:
+        need(eviction.scores is not None and cos is not None and cos.dim() == 2
               and 2 * cos.shape[1] <= q.shape[2], name,
               "ranks need scores, and cos and sin [positions, at most head_dim / 2]")
         rope = tuple(cos.shape)
         expect(name, torch.float32, cos=(cos, rope), sin=(sin, rope))
-    contiguous(name, metadata=metadata, scores=scores, positions=positions, ranks=ranks, cos=cos,
-               sin=sin)
+    contiguous(name, metadata=metadata, cos=cos, sin=sin)
     q, k, v = map(_rows, (q, k, v))
     out = q.new_empty(q.shape)
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     _call(name, "Decode",
           q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
-          slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=_address(scores),
-          positions=_address(positions), ranks=_address(ranks), cos=_address(cos),
-          sin=_address(sin), taken=taken.data_ptr(),
+          slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=_address(eviction.scores),
+          positions=_address(eviction.positions), ranks=_address(eviction.ranks),
+          cos=_address(cos), sin=_address(sin), taken=taken.data_ptr(),
           layout=_layout(q.shape[2], bits, slots.shape[-1]), dtype=DTYPES[dtype],
           sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
           num_slots=state[2], rope_rows=rope[0], half_rotary=rope[1],
           q_row=q.stride(0), q_head=q.stride(1), **_strides(k, v), **_slot_strides(slots),
-          mean=mean, sinks=sinks, decay=decay)
+          mean=eviction.mean, sinks=eviction.sinks, decay=eviction.decay)
     return out, taken
 
 

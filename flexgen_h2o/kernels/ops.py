@@ -30,6 +30,7 @@ from flexgen_h2o.kernels import (
     reference_sparse,
     sdpa,
 )
+from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 __all__ = ["attend_chosen", "choose_values", "decode_attention", "dequantize_groups", "skinny",
@@ -95,10 +96,9 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
         reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                        layout=layout)
         return
-    _backend(k).select_heavy_hitters(
-        k, v, scores, list(chain.from_iterable(cuts)), slots, state.scores, state.positions,
-        state.ranks,
-        _bits(layout), state.eviction.mean, state.eviction.sinks)
+    _backend(k).select_heavy_hitters(k, v, scores, cuts=list(chain.from_iterable(cuts)),
+                                     slots=slots, bits=_bits(layout),
+                                     eviction=EvictionArguments.of(state))
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
@@ -108,14 +108,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     if _plain_torch(q.device.type):
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
                                           state=state)
-    if state is None:
-        return _backend(q).decode_attention(q, k, v, slots, metadata, None, None, None, None, None,
-                                        _bits(layout), False, 1.0, 0)
-    eviction = state.eviction
-    rope = (None, None) if state.rope is None else (table.contiguous() for table in state.rope)
-    return _backend(q).decode_attention(
-        q, k, v, slots, metadata, state.scores, state.positions, state.ranks, *rope,
-        _bits(layout), eviction.mean, eviction.decay, eviction.sinks)
+    return _backend(q).decode_attention(q, k, v, slots=slots, metadata=metadata,
+                                        bits=_bits(layout), eviction=EvictionArguments.of(state))
 
 
 def choose_values(q: Tensor, k: Tensor, *, keys: Tensor, metadata: Tensor, sparsity: float,

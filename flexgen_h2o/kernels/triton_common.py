@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import triton
 import triton.language as tl
 
 from flexgen_h2o.config import limits
+from flexgen_h2o.kernels.arguments import EvictionArguments
 
 EMPTY = tl.constexpr(limits.EMPTY)
 FEWEST = 16
@@ -35,6 +37,22 @@ def configs(small: dict[str, int], *tuned: tuple[dict[str, int], int, int]) -> l
         return [triton.Config(small)]
     return [triton.Config(constants, num_warps=warps, num_stages=stages)
             for constants, warps, stages in tuned]
+
+
+@contextmanager
+def one_layout(eviction: EvictionArguments) -> Iterator[EvictionArguments]:
+    """Within it, scores, positions and ranks have the same strides, which is all that kernels know.
+
+    Where they do not, they are copies that are written back at the end.
+    """
+    states = [x for x in eviction[:3] if x is not None]
+    if all(x.stride() == (*states[0].stride()[:2], 1) for x in states):
+        yield eviction
+        return
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in states]
+    yield EvictionArguments(*copies, *(None,) * (3 - len(states)), *eviction[3:])
+    for x, copy in zip(states, copies, strict=True):
+        x.copy_(copy)
 
 
 @functools.lru_cache(maxsize=32)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.triton_common import (
     EMPTY,
     FEWEST,
@@ -27,6 +28,7 @@ from flexgen_h2o.kernels.triton_common import (
     load_halves,
     load_rotated,
     multiprocessors,
+    one_layout,
     store_records,
     unit_stride,
 )
@@ -303,20 +305,17 @@ def _split(n: int, programs: int, device: torch.device) -> int:
     return max(least, triton.cdiv(triton.cdiv(n, splits), least) * least)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: Tensor,
-                     scores: Tensor | None, positions: Tensor | None, ranks: Tensor | None,
-                     cos: Tensor | None, sin: Tensor | None, bits: int, mean: bool,
-                     decay: float, sinks: int) -> tuple[Tensor, Tensor]:
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
+                     bits: int, eviction: EvictionArguments) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; it never waits for the device."""
-    states = [x for x in (scores, positions, ranks) if x is not None]
-    if any(x.stride() != (*scores.stride()[:2], 1) for x in states):  # the kernels know one layout
-        copies = [x.clone(memory_format=torch.contiguous_format) for x in states]
-        result = decode_attention(q, k, v, slots, metadata, *copies, *(None,) * (3 - len(states)),
-                                  cos,
-                                  sin, bits, mean, decay, sinks)
-        for x, copy in zip(states, copies, strict=True):
-            x.copy_(copy)
-        return result
+    with one_layout(eviction) as eviction:
+        return _decode_attention(q, k, v, slots=slots, metadata=metadata, bits=bits,
+                                 eviction=eviction)
+
+
+def _decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
+                      bits: int, eviction: EvictionArguments) -> tuple[Tensor, Tensor]:
+    scores, positions, ranks, cos, sin, mean, decay, sinks = eviction
     (sequences, heads, length), kv_heads, n = q.shape, k.shape[1], slots.shape[3]
     out, taken = q.new_empty(q.shape), q.new_empty((sequences, kv_heads), dtype=torch.int64)
     pairs, group = sequences * kv_heads, heads // kv_heads
@@ -326,8 +325,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: T
     split = _split(n, pairs, q.device)
     splits = triton.cdiv(n, split)
     logits, parts, stats = (q.new_empty(pairs * group * size, dtype=torch.float32)
-                            for size in (n if states else 0, splits * length, splits * 2))
-    logits = logits if states else None
+                            for size in (0 if scores is None else n, splits * length, splits * 2))
+    logits = None if scores is None else logits
     rotary = 0 if ranks is None else 2 * cos.shape[-1]
     tables = (None, None) if ranks is None else (cos.contiguous(), sin.contiguous())
     unit, strides = in_units(slots)
@@ -335,7 +334,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: T
         "UNIT": unit, "HEADS": group, "LENGTH": length, "BITS": bits, "ROTARY": rotary,
         "GROUP": length if bits == 16 else GroupLayout(length, bits).group}
     half, tall = triton.next_power_of_2(length // 2), triton.next_power_of_2(group)
-    stride = scores.stride()[:2] if states else (0, 0)
+    stride = (0, 0) if scores is None else scores.stride()[:2]
     scale = math.log2(math.e) * length**-0.5
     least = 1 if group == 1 else FEWEST  # groups go to `tl.dot`
     _read[(pairs, splits)](

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.triton_common import (
     EMPTY,
     device_ints,
     in_units,
     interpreted,
+    one_layout,
     starts,
     store_records,
     unit_stride,
@@ -172,18 +173,16 @@ def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, 
         store_records(v, values, live, LENGTH, GROUP, BITS)
 
 
-def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts: Sequence[int],
-                         slots: Tensor, kept_scores: Tensor, positions: Tensor,
-                         ranks: Tensor | None, bits: int, mean: bool, sinks: int) -> None:
+def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
+                         slots: Tensor, bits: int, eviction: EvictionArguments) -> None:
     """See `reference.select_heavy_hitters`; no sort."""
-    states = [x for x in (kept_scores, positions, ranks) if x is not None]
-    if any(x.stride() != (*kept_scores.stride()[:2], 1) for x in states):
-        copies = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in states]
-        select_heavy_hitters(k, v, scores, cuts, slots, *copies, *(None,) * (3 - len(states)), bits,
-                             mean, sinks)
-        for x, copy in zip(states, copies, strict=True):
-            x.copy_(copy)
-        return
+    with one_layout(eviction) as eviction:
+        _select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, bits=bits, eviction=eviction)
+
+
+def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
+                          slots: Tensor, bits: int, eviction: EvictionArguments) -> None:
+    kept_scores, positions, ranks, _, _, mean, _, sinks = eviction
     lengths, heavy, recent = cuts[::3], cuts[1::3], cuts[2::3]
     if not kept_scores.numel():
         return
@@ -200,9 +199,8 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts: Sequ
     kv_heads, length, state = k.shape[1], k.shape[2], kept_scores.stride()[:2]
     _choose[(len(lengths), kv_heads)](
         scores, *((0, 0) if scores is None else scores.stride()), table, kept_scores, positions,
-        ranks,
-        *state, kept_scores.shape[2], sinks, MEAN=mean, WHOLE=whole, BLOCK=block, CHUNK=chunk,
-        num_warps=max(4, min(32, max(block, chunk) // 1024)))
+        ranks, *state, kept_scores.shape[2], sinks, MEAN=mean, WHOLE=whole, BLOCK=block,
+        CHUNK=chunk, num_warps=max(4, min(32, max(block, chunk) // 1024)))
     group = length if bits == 16 else GroupLayout(length, bits).group
     rows = max(1, 4096 // triton.next_power_of_2(length))
     kept = max(min(n, h + r + sinks) for n, h, r in zip(lengths, heavy, recent, strict=True))

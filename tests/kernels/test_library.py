@@ -6,29 +6,30 @@ from kernel_cases import copied, decode_case, of_form, prefill_case, select_case
 
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import library, native, reference
+from flexgen_h2o.kernels.arguments import EvictionArguments
 
 pytestmark = pytest.mark.skipif(native.missing() is not None,
                                 reason="the C++ kernels were not built")
 
 
 def arguments(form=torch.float32, *, state=True, rolls=True):
-    """Flat ones of every operation of `library`."""
+    """Of every custom op, its arguments."""
     dtype, layout = of_form(form, 16)
     case = decode_case([9, 3], full=(0,), form=form, eviction=Eviction(), rotary=8 * rolls)
     kept = case["state"]
-    parts = (kept.scores, kept.positions, kept.ranks, *(kept.rope or (None, None)))
+    eviction = EvictionArguments.of(kept if state else None)
     cut = select_case([Cut(9, 2, 3), Cut(2, 1, 1)], form=form, rolls=rolls)
     prompt = prefill_case([5, 2], [7, 2], dtype=dtype)
     bits = 16 if layout is None else layout.bits
     yield library.prefill_attention, (prompt["q"], prompt["k"], prompt["v"], [5, 2], [7, 2],
                                       prompt["scores"] if state else None, 0.9)
-    yield library.select_heavy_hitters, (
+    yield library.flat_select_heavy_hitters, (
         cut["k"], cut["v"], cut["scores"] if state else None, [9, 2, 3, 2, 1, 1], cut["slots"],
-        cut["state"].scores, cut["state"].positions, cut["state"].ranks, bits, True, 1)
-    yield library.decode_attention, (
+        bits, cut["state"].scores, cut["state"].positions, cut["state"].ranks, True, 1)
+    yield library.flat_decode_attention, (
         case["q"], case["k"], case["v"], case["slots"], case["metadata"] if state else
         case["metadata"] * torch.tensor([[1], [1], [1], [0]], dtype=torch.int32),
-        *(parts if state else (None,) * 5), bits, True, 0.9, 1)
+        bits, *eviction)
     if layout is not None:
         yield library.quantize_groups, (prompt["q"], bits)
         records = reference.quantize_groups(prompt["q"], layout)
@@ -53,12 +54,18 @@ def test_meta_tensors_have_the_right_shapes():
                                      and one.dtype == other.dtype)
 
 
+def decode_with_a_struct(q, k, v, slots, metadata, bits, *eviction):
+    return library.decode_attention(q, k, v, slots=slots, metadata=metadata, bits=bits,
+                                    eviction=EvictionArguments(*eviction))
+
+
 @pytest.mark.parametrize("form", [torch.bfloat16, 4])
 def test_compiled_graphs_hold_the_ops_whole(form):
     torch.compiler.reset()
     for op, args in arguments(form):
         mine, again = ([copied(x) for x in args] for _ in range(2))
         expected = op(*mine)
+        op = decode_with_a_struct if op is library.flat_decode_attention else op
         found = torch.compile(lambda *x, op=op: op(*x), fullgraph=True, backend="aot_eager")(*again)
         for one, other in zip([found, *again], [expected, *mine], strict=True):
             if one is not None:

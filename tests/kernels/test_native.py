@@ -1,5 +1,6 @@
 """What is special to the C++: instruction sets, threads, memory, and what can be missing."""
 
+import functools
 import logging
 import os
 import resource
@@ -36,6 +37,7 @@ from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import abi, library, native, ops, reference, reference_matrix
+from flexgen_h2o.kernels.arguments import EvictionArguments
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +154,18 @@ def test_what_a_cpu_chooses_and_can_be_made_to_choose(monkeypatch, best, chosen,
 # Arguments: what does not hold together is refused, and nothing is written
 
 
+def by_fields(function):
+    """The function with the fields of `EvictionArguments` as arguments, its scores by a name of
+    their own."""
+    @functools.wraps(function)
+    def call(*, kept_scores, **named):
+        eviction = {name: named.pop(name) for name in EvictionArguments._fields[1:]
+                    if name in named}
+        return function(**named, eviction=EvictionArguments(kept_scores, **eviction))
+
+    return call
+
+
 def calls():
     """Of every operation of `native`, its arguments by name."""
     prompt = prefill_case([5, 2], [7, 2])
@@ -160,16 +174,15 @@ def calls():
         scores=prompt["scores"], decay=0.9)
     cut = select_case([Cut(9, 2, 3), Cut(2, 1, 1)], rolls=True)
     state = cut["state"]
-    yield native.select_heavy_hitters, dict(
+    yield by_fields(native.select_heavy_hitters), dict(
         k=cut["k"], v=cut["v"], scores=cut["scores"], cuts=[9, 2, 3, 2, 1, 1], slots=cut["slots"],
-        kept_scores=state.scores, positions=state.positions, ranks=state.ranks, bits=16, mean=False,
-        sinks=1)
+        bits=16, kept_scores=state.scores, positions=state.positions, ranks=state.ranks, sinks=1)
     case = decode_case([9, 3], full=(0,), eviction=Eviction(), rotary=8)
     state = case["state"]
-    yield native.decode_attention, dict(
+    yield by_fields(native.decode_attention), dict(
         q=case["q"], k=case["k"], v=case["v"], slots=case["slots"], metadata=case["metadata"],
-        scores=state.scores, positions=state.positions, ranks=state.ranks, cos=state.rope[0],
-        sin=state.rope[1], bits=16, mean=False, decay=0.9, sinks=1)
+        bits=16, kept_scores=state.scores, positions=state.positions, ranks=state.ranks,
+        cos=state.rope[0], sin=state.rope[1], decay=0.9, sinks=1)
     layout = MatrixLayout(20, 64, 4)
     weight = torch.randn(20, 64)
     data = reference_matrix.quantize_matrix(weight, layout)
@@ -361,11 +374,13 @@ def test_no_memory_for_a_call():
                 with pytest.raises(MemoryError, match="workspace of prefill_attention"):
                     native.prefill_attention(q, k, k, [1], [rows], given, 1.0)
             with pytest.raises(MemoryError, match="workspace of select_heavy_hitters"):
-                native.select_heavy_hitters(k, k, scores, [rows, 2, 3], kept["slots"][..., :8],
-                                            state.scores, state.positions, None, 16, False, 0)
+                native.select_heavy_hitters(
+                    k, k, scores, cuts=[rows, 2, 3], slots=kept["slots"][..., :8], bits=16,
+                    eviction=EvictionArguments.of(state))
             with pytest.raises(MemoryError, match="workspace of decode_attention"):
-                native.decode_attention(wide["q"], wide["k"], wide["v"], wide["slots"],
-                                        wide["metadata"], *(None,) * 5, 16, False, 1.0, 0)
+                native.decode_attention(
+                    wide["q"], wide["k"], wide["v"], slots=wide["slots"],
+                    metadata=wide["metadata"], bits=16, eviction=EvictionArguments())
         assert same(before.scores, state.scores)
         check_decode([ops.decode_attention], decode_case([1], kv_heads=1, form=dtype))
 

@@ -32,6 +32,7 @@ from flexgen_h2o.kernels import (  # noqa: E402
     triton_prefill,
     triton_select,
 )
+from flexgen_h2o.kernels.arguments import EvictionArguments  # noqa: E402
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
@@ -122,12 +123,9 @@ def decode_case(cached, *, form=torch.float32, group=1, kv_heads=2, dim=16, n=No
 
 
 def triton_decode_step(q, k, v, *, slots, metadata, layout, state):
-    eviction = state.eviction if state else Eviction()
-    parts = (state.scores, state.positions, state.ranks, *(state.rope or (None, None))) if state \
-        else (None,) * 5
     return triton_decode.decode_attention(
-        q, k, v, slots, metadata, *parts, layout.bits if layout else 16, eviction.mean,
-        eviction.decay, eviction.sinks)
+        q, k, v, slots=slots, metadata=metadata, bits=layout.bits if layout else 16,
+        eviction=EvictionArguments.of(state))
 
 
 def check_decode(copy=torch.clone, **options):
@@ -283,8 +281,8 @@ def check_select(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None,
     reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=wanted_slots, state=wanted,
                                    layout=layout)
     triton_select.select_heavy_hitters(
-        k, v, scores, [x for cut in cuts for x in cut], slots, state.scores, state.positions,
-        state.ranks, layout.bits if layout else 16, eviction.mean, eviction.sinks)
+        k, v, scores, cuts=[x for cut in cuts for x in cut], slots=slots,
+        bits=layout.bits if layout else 16, eviction=EvictionArguments.of(state))
     assert torch.equal(state.positions, wanted.positions)
     assert torch.equal(state.scores, wanted.scores)
     assert not rolls or torch.equal(state.ranks, wanted.ranks)
@@ -409,8 +407,9 @@ def _compile_select(dtype, dim, bits, length, heavy):
     if layout:
         triton_groups.dequantize_groups(triton_groups.quantize_groups(k, bits), bits, dim)
     triton_select.select_heavy_hitters(
-        k, k, torch.empty(1, length), [length, heavy, 0], slots, torch.empty(shape),
-        *torch.empty((2, *shape), dtype=torch.int32), bits, dim == 96, 0)
+        k, k, torch.empty(1, length), cuts=[length, heavy, 0], slots=slots, bits=bits,
+        eviction=EvictionArguments(
+            torch.empty(shape), *torch.empty((2, *shape), dtype=torch.int32), mean=dim == 96))
 
 
 def _compile_prefill(dtype, dim, decay):
