@@ -8,18 +8,18 @@ roofline makes it, under `linear_roofline`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeVar
 
 import yaml
+from msgspec import Meta, defstruct, field
+from msgspec.structs import asdict
 
-from flexgen_h2o.config.checks import check_int, check_number
 from flexgen_h2o.config.formats import MatrixLayout
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.config.schema import Entries, Positive, Share, Text, checked, each_of
 from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.readers import read_yaml
-from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
+from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 from flexgen_h2o.metrics.links import GB, LINKS
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 
@@ -31,9 +31,6 @@ HOST_LINKS = tuple(link for link in LINKS if "gpu" not in link)
 
 TERA, MICRO, BILLION = 1e12, 1e-6, 1e9
 
-_TABLE, _ROOFLINE = "linear_seconds_per_billion_weights", "linear_roofline"
-_PREFILL, _DECODE = "prefill_attention_tflop_per_s", "decode_attention_gb_per_s"
-_CHOSEN = "implementations"
 _FIGURES = {
     "head_microseconds": ("head_seconds", MICRO),
     "elementwise_seconds_per_billion": ("elementwise", 1),
@@ -41,6 +38,63 @@ _FIGURES = {
     "logit_seconds_per_billion": ("logit_seconds", 1),
 }
 """Keys of single figures of `Compute`: the field, and the unit in that of the field."""
+
+_Size = Annotated[float, Meta(ge=0.001, le=1e18)]
+_Key = TypeVar("_Key")
+_Rows = Annotated[int, Meta(ge=1, title="a count of rows")]
+_Winners = defstruct("_Winners", [
+    (operation, dict[Literal[BITS], dict[_Rows, Literal[names]]], field(default_factory=dict))
+    for operation, names in IMPLEMENTATIONS.items()], bases=(Entries,))
+
+
+class _HostRates(Entries):
+    decode_attention_gb_per_s: each_of(BITS, Positive)
+    head_microseconds: Positive
+
+
+class _Roofline(Entries):
+    tflop_per_s: Positive
+    memory_gb_per_s: Positive
+
+
+class _ComputeRates(Entries):
+    prefill_attention_tflop_per_s: each_of(("plain", "scored"), Positive)
+    decode_attention_gb_per_s: each_of(BITS, Positive)
+    head_microseconds: Positive
+    elementwise_seconds_per_billion: Positive
+    layer_microseconds: Positive
+    logit_seconds_per_billion: Positive
+    linear_seconds_per_billion_weights: each_of(BITS, dict[_Rows, Positive]) | None = None
+    linear_roofline: _Roofline | None = None
+    implementations: _Winners = _Winners()
+
+    def __post_init__(self) -> None:
+        table = self.linear_seconds_per_billion_weights
+        if (self.linear_roofline is None) == (table is None):
+            raise ValueError("give either linear_seconds_per_billion_weights or linear_roofline")
+        tables = {"linear_seconds_per_billion_weights": table or {},
+                  **asdict(self.implementations)}
+        for name, table in tables.items():
+            for bits, column in table.items():
+                if not column or list(column) != sorted(column):
+                    raise ValueError(f"{name}: {bits} must list one count of rows or more, in "
+                                     "ascending order")
+
+
+class _Machine(Entries):
+    name: Text
+    cpu_gb: _Size
+    disk_gb: _Size
+    links_gb_per_s: dict[str, Positive]
+    compute: _ComputeRates
+    gpu_gb: _Size | None = None
+    host_attention: _HostRates | None = None
+    interference: Share = 0.0
+
+    def __post_init__(self) -> None:
+        if self.host_attention and not self.gpu_gb:
+            raise ValueError("host_attention is for machines with a GPU: add gpu_gb, or leave it "
+                             "out")
 
 
 def load_hardware(path: str | os.PathLike) -> Hardware:
@@ -52,22 +106,33 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
         The file can't be read, or a key is unknown, missing or has a value that cannot be; the
         message names the file and the key.
     """
-    top = _Entry(str(path), read_yaml("hardware file", path)).fields(
-        ("name", "cpu_gb", "disk_gb", "links_gb_per_s", "compute"),
-        ("gpu_gb", "host_attention", "interference"))
-    links = LINKS if "gpu_gb" in top else HOST_LINKS
-    if "gpu_gb" not in top and "host_attention" in top:
-        raise UserError(f"{path}: host_attention is for machines with a GPU: add gpu_gb, or leave "
-                        "it out")
+    file = checked(_Machine, read_yaml("hardware file", path), str(path))
+    checked(each_of(LINKS if file.gpu_gb else HOST_LINKS, Positive), file.links_gb_per_s,
+            f"{path}: links_gb_per_s")
+    host = file.host_attention
     return Hardware(
-        name=top["name"].text(),
-        gpu_bytes=_bytes(top["gpu_gb"]) if "gpu_gb" in top else None,
-        cpu_bytes=_bytes(top["cpu_gb"]),
-        disk_bytes=_bytes(top["disk_gb"]),
-        links=top["links_gb_per_s"].figures(links, GB),
-        compute=_compute(top["compute"]),
-        host_attention=_host(top["host_attention"]) if "host_attention" in top else None,
-        interference=top["interference"].share() if "interference" in top else 0.0,
+        name=file.name,
+        gpu_bytes=file.gpu_gb and int(_rounded(file.gpu_gb * GB)),
+        cpu_bytes=int(_rounded(file.cpu_gb * GB)),
+        disk_bytes=int(_rounded(file.disk_gb * GB)),
+        links=_times(GB, file.links_gb_per_s),
+        compute=_compute(file.compute),
+        host_attention=host and HostAttentionRates(_times(GB, host.decode_attention_gb_per_s),
+                                                   _rounded(host.head_microseconds * MICRO)),
+        interference=file.interference,
+    )
+
+
+def _compute(file: _ComputeRates) -> Compute:
+    table, rates = file.linear_seconds_per_billion_weights, file.linear_roofline
+    return Compute(
+        linear=roofline(_rounded(rates.tflop_per_s * TERA), _rounded(rates.memory_gb_per_s * GB))
+        if rates else {bits: _times(1, column) for bits, column in table.items()},
+        prefill_attention=_times(TERA, file.prefill_attention_tflop_per_s),
+        decode_attention=_times(GB, file.decode_attention_gb_per_s),
+        **{each: _rounded(getattr(file, key) * unit) for key, (each, unit) in _FIGURES.items()},
+        implementations={name: by_bits for name, by_bits in asdict(file.implementations).items()
+                         if by_bits},
     )
 
 
@@ -84,16 +149,16 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
         "disk_gb": _rounded(hardware.disk_bytes / GB),
         "links_gb_per_s": _in_units(hardware.links, GB),
         "compute": {
-            _TABLE: {bits: _in_units(dict(sorted(table.items())), 1)
+            "linear_seconds_per_billion_weights": {bits: _in_units(dict(sorted(table.items())), 1)
                      for bits, table in compute.linear.items()},
-            _PREFILL: _in_units(compute.prefill_attention, TERA),
-            _DECODE: _in_units(compute.decode_attention, GB),
+            "prefill_attention_tflop_per_s": _in_units(compute.prefill_attention, TERA),
+            "decode_attention_gb_per_s": _in_units(compute.decode_attention, GB),
             **{key: _rounded(getattr(compute, field) / unit)
                for key, (field, unit) in _FIGURES.items()},
-            **({_CHOSEN: compute.implementations} if compute.implementations else {}),
+            **({"implementations": compute.implementations} if compute.implementations else {}),
         },
         "host_attention": host and {
-            _DECODE: _in_units(host.decode_attention, GB),
+            "decode_attention_gb_per_s": _in_units(host.decode_attention, GB),
             "head_microseconds": _rounded(host.head_seconds / MICRO),
         },
         "interference": hardware.interference,
@@ -115,105 +180,11 @@ def roofline(flops: float, bandwidth: float) -> dict[int, dict[int, float]]:
                    for rows in ROWS} for bits, size in sizes.items()}
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A value of the file, and where it stands: the file, and the keys down to it."""
-
-    where: str
-    value: object
-
-    def fields(self, names: Sequence[object], optional: Sequence[object] = ()
-               ) -> dict[object, _Entry]:
-        """The values of a mapping with the keys `names`, maybe `optional` ones, and no other."""
-        known = (*names, *optional)
-        entries = self._mapping()
-        for name in entries:
-            if name not in known:
-                raise UserError(f"{self.where}: unknown key {name}; the keys here are "
-                                f"{', '.join(map(str, known))}")
-        for name in names:
-            if name not in entries:
-                raise UserError(f"{self.where}: the key {name} is missing; add it")
-        return entries
-
-    def figures(self, names: Sequence[object], unit: float) -> dict[object, float]:
-        """A mapping of exactly `names` to positive numbers, times their unit."""
-        return {name: entry.figure(unit) for name, entry in self.fields(names).items()}
-
-    def by_rows(self, read: Callable[..., Any], *arguments: object) -> dict[int, Any]:
-        """A mapping of counts of rows, in ascending order, to what `read` makes of each value."""
-        entries = self._mapping()
-        for rows in entries:
-            check_int(f"{self.where}: a count of rows", rows, low=1)
-        if not entries or list(entries) != sorted(entries):
-            raise UserError(f"{self.where} must list one count of rows or more, in ascending order")
-        return {rows: read(entry, *arguments) for rows, entry in entries.items()}
-
-    def figure(self, unit: float) -> float:
-        """A positive number, times its unit."""
-        check_number(self.where, self.value, above=0, high=1e18)
-        return _rounded(self.value * unit)
-
-    def share(self) -> float:
-        """A number from 0 to 1."""
-        check_number(self.where, self.value, low=0, high=1)
-        return float(self.value)
-
-    def one_of(self, names: Sequence[str]) -> str:
-        """One of some names."""
-        if self.value not in names:
-            raise UserError(f"{self.where} must be one of {', '.join(names)}, got {self.value!r}")
-        return self.value
-
-    def text(self) -> str:
-        """A text that is not empty."""
-        if not isinstance(self.value, str) or not self.value.strip():
-            raise UserError(f"{self.where} must be text that is not empty, got {self.value!r}")
-        return self.value
-
-    def _mapping(self) -> dict[object, _Entry]:
-        if not isinstance(self.value, dict):
-            raise UserError(f"{self.where} must hold lines of `key: value`, got {self.value!r}")
-        return {key: _Entry(f"{self.where}: {key}", value) for key, value in self.value.items()}
+def _times(unit: float, figures: Mapping[_Key, float]) -> dict[_Key, float]:
+    return {key: _rounded(figure * unit) for key, figure in figures.items()}
 
 
-def _compute(entry: _Entry) -> Compute:
-    entries = entry.fields((_PREFILL, _DECODE, *_FIGURES), (_TABLE, _ROOFLINE, _CHOSEN))
-    if (_TABLE in entries) == (_ROOFLINE in entries):
-        raise UserError(f"{entry.where} must have either {_TABLE} or {_ROOFLINE}")
-    if _TABLE in entries:
-        linear = {bits: table.by_rows(_Entry.figure, 1)
-                  for bits, table in entries[_TABLE].fields(BITS).items()}
-    else:
-        rates = entries[_ROOFLINE].fields(("tflop_per_s", "memory_gb_per_s"))
-        linear = roofline(rates["tflop_per_s"].figure(TERA), rates["memory_gb_per_s"].figure(GB))
-    return Compute(
-        linear=linear,
-        prefill_attention=entries[_PREFILL].figures(("plain", "scored"), TERA),
-        decode_attention=entries[_DECODE].figures(BITS, GB),
-        **{field: entries[key].figure(unit) for key, (field, unit) in _FIGURES.items()},
-        implementations=_implementations(entries[_CHOSEN]) if _CHOSEN in entries else {},
-    )
-
-
-def _implementations(entry: _Entry) -> Winners:
-    return {operation: {bits: of_bits.by_rows(_Entry.one_of, IMPLEMENTATIONS[operation])
-                        for bits, of_bits in table.fields((), BITS).items()}
-            for operation, table in entry.fields((), tuple(IMPLEMENTATIONS)).items()}
-
-
-def _host(entry: _Entry) -> HostAttentionRates:
-    entries = entry.fields((_DECODE, "head_microseconds"))
-    return HostAttentionRates(entries[_DECODE].figures(BITS, GB),
-                              entries["head_microseconds"].figure(MICRO))
-
-
-def _bytes(entry: _Entry) -> int:
-    check_number(entry.where, entry.value, low=0.001)
-    return int(entry.figure(GB))
-
-
-def _in_units(figures: Mapping[object, float], unit: float) -> dict[object, float]:
+def _in_units(figures: Mapping[_Key, float], unit: float) -> dict[_Key, float]:
     return {key: _rounded(figure / unit) for key, figure in figures.items()}
 
 

@@ -112,8 +112,8 @@ HOST = {"decode_attention_gb_per_s": {16: 40, 8: 30, 4: 20}, "head_microseconds"
 # Where, what is put there (DROP: nothing), and what the message must say.
 DROP = object()
 MISTAKES = {
-    "unknown": (("speed",), 3, "unknown key speed"),
-    "unknown below": (("compute", "tflops"), 3, "compute: unknown key tflops"),
+    "unknown": (("speed",), 3, "unknown key 'speed': it takes name, cpu_gb,"),
+    "unknown below": (("compute", "tflops"), 3, "compute: unknown key 'tflops'"),
     "missing": (("cpu_gb",), DROP, "cpu_gb is missing"),
     "missing below": (("compute", "layer_microseconds"), DROP, "layer_microseconds is missing"),
     "missing bits": ((*TABLE, 8), DROP, "key 8 is missing"),
@@ -129,15 +129,18 @@ MISTAKES = {
     "no memory": (("cpu_gb",), 1e-9, "cpu_gb must be at least"),
     "no mapping": (("links_gb_per_s",), [3, 6], "links_gb_per_s must hold lines"),
     "no name": (("name",), " ", "name must be text"),
-    "a link of a GPU": (("links_gb_per_s", "cpu->gpu"), 12, "unknown key cpu->gpu"),
+    "a link of a GPU": (("links_gb_per_s", "cpu->gpu"), 12, "it takes disk->cpu, cpu->disk"),
+    "no implementation": (("compute", "implementations"), {"linear": {16: {4: "magic"}}},
+                          "linear: 16: 4 must be one of pytorch, skinny, got 'magic'"),
+    "no operation": (("compute", "implementations"), {"liner": {}}, "did you mean linear?"),
     "host attention": (("host_attention",), HOST, "host_attention is for machines with a GPU"),
     "links of a GPU missing": (("gpu_gb",), 16, "cpu->gpu is missing"),
     "rows descend": ((*TABLE, 16), {64: 0.3, 1: 0.1}, "16 must list"),
     "no rows": ((*TABLE, 16), {}, "16 must list"),
     "half a row": ((*TABLE, 16), {0.5: 0.1}, "16: a count of rows must be a whole number"),
     "row 0": ((*TABLE, 16), {0: 0.1}, "16: a count of rows must be at least 1"),
-    "two forms": (("compute", "linear_roofline"), ROOFLINE, "must have either"),
-    "no form": (TABLE, DROP, "must have either"),
+    "two forms": (("compute", "linear_roofline"), ROOFLINE, "compute: give either"),
+    "no form": (TABLE, DROP, "compute: give either"),
 }
 
 

@@ -1,0 +1,144 @@
+"""Values of files, flags and calls, held against types: msgspec checks them, the words are ours.
+
+A type is bool, int, float or str, one of these with bounds (``Annotated[int, Meta(ge=1)]``), a
+``Literal``, a list or mapping of types, or a class of `Entries`; ``| None`` may follow. No torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from flexgen_h2o.errors import UserError, shown
+
+Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Positive = Annotated[float, Meta(gt=0, le=1e18)]
+Text = Annotated[str, Meta(pattern=r"\S")]
+"""Text that is not empty."""
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+_BOUNDS = {"gt": "greater than", "ge": "at least", "le": "at most"}
+
+
+class Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mapping whose keys are known: the fields of a subclass; those with a default may be absent.
+
+    A `__post_init__` raises `ValueError` for values that contradict each other.
+    """
+
+
+def checked(kind: Any, value: object, name: str) -> Any:
+    """`value` as `kind`: text is no number, and 1 is no bool.
+
+    Raises
+    ------
+    UserError
+        In one line that begins with `name` and the keys down to what is wrong: "NAME must be at
+        least 1, got 0", "cpu.yaml: compute: unknown key 'tflops'".
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # numpy's, too
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
+    try:
+        found = msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise UserError(_complaint(kind, value, name)) from None
+    if not _finite(found):
+        raise UserError(f"{name} must be a finite number, got {found}")
+    return found
+
+
+def each_of(keys: Iterable[object], kind: Any) -> Any:
+    """The type of a mapping from each of `keys`, and no other, to a `kind`."""
+    keys = tuple(keys)
+    return Annotated[dict[Literal[keys], kind], Meta(min_length=len(keys))]  # type: ignore
+
+
+def check_keys(values: Iterable[object], known: Iterable[object], where: str) -> None:
+    """Raise `UserError` for a key that is not known, with the one that is near."""
+    names = list(map(str, known))
+    for key in values:
+        if str(key) not in names:
+            near = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(names)}"
+            raise UserError(f"{where}: unknown key {key!r:.80}: {hint}")
+
+
+def _complaint(kind: Any, value: object, name: str) -> str:
+    """What is wrong with a value that does not fit, at the first place in it that does not."""
+    kind, rules = _bare(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
+    wanted = _WORDS.get(kind, "a list")
+    if origin is dict or isinstance(kind, type) and issubclass(kind, Entries):
+        return _complaint_of_mapping(kind, rules, value, name)
+    if origin is Literal:
+        wanted = f"one of {', '.join(map(str, arguments))}"
+    elif origin is tuple and isinstance(value, (list, tuple)):
+        place = next(place for place, each in enumerate(value) if not _fits(arguments[0], each))
+        return _complaint(arguments[0], value[place], f"{name} {place + 1}")
+    elif rules.pattern is not None:
+        wanted = "text that is not empty"
+    elif _fits(kind, value) and _finite(value):  # so that it breaks a bound
+        wanted = next(f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
+                      for rule, words in _BOUNDS.items()
+                      if (bound := getattr(rules, rule)) is not None
+                      and not _fits(Annotated[kind, Meta(**{rule: bound})], value))
+    return f"{name} must be {wanted}, got {shown(value)}"
+
+
+def _complaint_of_mapping(kind: Any, rules: Meta, value: object, name: str) -> str:
+    if not isinstance(value, Mapping):
+        return f"{name} must hold lines of `key: value`, got {shown(value)}"
+    if get_origin(kind) is dict:
+        key_kind, inner = get_args(kind)
+        bare, about = _bare(key_kind)
+        for key in value:
+            if get_origin(bare) is not Literal and not _fits(key_kind, key):
+                return _complaint(key_kind, key, f"{name}: {about.title or 'a key'}")
+        known = dict.fromkeys(get_args(bare) if get_origin(bare) is Literal else value, inner)
+        needed = list(known) if rules.min_length else []
+    else:
+        fields = msgspec.structs.fields(kind)
+        known = {each.name: each.type for each in fields}
+        needed = [each.name for each in fields if each.required]
+    check_keys(value, known, name)
+    for key in needed:
+        if key not in value:
+            return f"{name}: the key {key} is missing; add it"
+    for key, each in value.items():
+        if not _fits(known[key], each):
+            return _complaint(known[key], each, f"{name}: {key}")
+    return f"{name}: {_refusal(kind, value)}"
+
+
+def _bare(kind: Any) -> tuple[Any, Meta]:
+    """A type without ``| None`` and bounds, and the bounds."""
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+    if get_origin(kind) is Annotated:
+        kind, rules = get_args(kind)
+        return kind, rules
+    return kind, Meta()
+
+
+def _finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _fits(kind: Any, value: object) -> bool:
+    return _refusal(kind, value) is None
+
+
+def _refusal(kind: Any, value: object) -> msgspec.ValidationError | None:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        return error
+    return None

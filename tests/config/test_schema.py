@@ -1,0 +1,87 @@
+"""Types of values from outside: what fits comes back, and what does not is told in one line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Meta
+
+from flexgen_h2o.config.schema import Count, Entries, Positive, Share, Text, checked, each_of
+from flexgen_h2o.errors import UserError
+
+
+class Inner(Entries):
+    rates: each_of((16, 8), Positive)
+
+
+class Outer(Entries):
+    name: Text
+    inner: Inner | None = None
+    places: dict[Annotated[int, Meta(ge=1, title="a count")], Share] = {}
+    names: tuple[Literal["a", "b"], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.name in self.names:
+            raise ValueError("its own name is among the names")
+
+
+KINDS = (bool, int, float, str, Count, Share, Positive, Text, Count | None, Literal["a", 4],
+         tuple[Count, ...], dict[str, Share], each_of((16, 8), Positive), Outer, Outer | None)
+plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4),
+                  st.sampled_from([10**400, "inner", "rates", "name", "a"]))
+values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+    plain.filter(lambda key: key == key), inner, max_size=3), max_leaves=8)
+
+
+@given(kind=st.sampled_from(KINDS), value=values)
+def test_whatever_does_not_fit_is_told_in_one_line(kind, value):
+    try:
+        found = checked(kind, value, "here")
+    except UserError as error:
+        assert str(error).startswith("here") and "\n" not in str(error) and len(str(error)) < 300
+    else:
+        assert checked(kind, found, "here") == found
+
+
+@pytest.mark.parametrize("kind, value, said", [
+    (int, True, "here must be a whole number, got True"),
+    (int, "1", "here must be a whole number, got '1'"),
+    (Count, 0, "here must be at least 1, got 0"),
+    (Count | None, 0, "here must be at least 1, got 0"),
+    (float, float("nan"), "here must be a finite number, got nan"),
+    (Positive, float("inf"), "here must be a finite number, got inf"),
+    (Positive, 1e300, "here must be at most 1e+18, got 1e+300"),
+    (Share, -0.5, "here must be at least 0, got -0.5"),
+    (bool, 1, "here must be true or false, got 1"),
+    (str, 1, "here must be text, got 1"),
+    (Text, " ", "here must be text that is not empty, got ' '"),
+    (Literal["a", 4], "b", "here must be one of a, 4, got 'b'"),
+    (Outer, 3, "here must hold lines of `key: value`, got 3"),
+    (Outer, {"nam": "x"}, "here: unknown key 'nam': did you mean name?"),
+    (Outer, {"name": "x", "speed": 1},
+     "here: unknown key 'speed': it takes name, inner, places, names"),
+    (Outer, {}, "here: the key name is missing; add it"),
+    (Outer, {"name": "x", "inner": {"rates": {16: 1}}},
+     "here: inner: rates: the key 8 is missing; add it"),
+    (Outer, {"name": "x", "inner": {"rates": {16: 1, 8: 0}}},
+     "here: inner: rates: 8 must be greater than 0, got 0"),
+    (Outer, {"name": "x", "places": {0: 1}}, "here: places: a count must be at least 1, got 0"),
+    (Outer, {"name": "x", "names": ["a", "c"]}, "here: names 2 must be one of a, b, got 'c'"),
+    (Outer, {"name": "x", "names": "a"}, "here: names must be a list, got 'a'"),
+    (Outer, {"name": "a", "names": ["a"]}, "here: its own name is among the names"),
+])
+def test_the_place_and_what_is_wrong_there_are_named(kind, value, said):
+    with pytest.raises(UserError) as caught:
+        checked(kind, value, "here")
+    assert str(caught.value) == said
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert checked(Count, np.int64(3), "here") == 3
+    assert checked(Share, np.float32(0.5), "here") == 0.5
+    with pytest.raises(UserError, match="must be a whole number"):
+        checked(Count, np.float64(3), "here")
