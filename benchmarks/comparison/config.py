@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from baselines import baseline_class
+from msgspec import Meta
+from msgspec.structs import asdict, replace
 
 from flexgen_h2o.cli.values import load_yaml, parse_size
-from flexgen_h2o.config.checks import check_bool, check_choice, check_int
+from flexgen_h2o.config.schema import Count, Entries, check_keys, checked
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.keys import check_keys
 
-DTYPES = ("float32", "bfloat16", "float16")
+_Tokens = Annotated[int, Meta(ge=2)]
+_Named = Annotated[dict[str, dict[str, Any]],
+                   Meta(min_length=1, description="give each under its name")]
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,7 @@ class System:
         return self.weight_bits == self.cache_bits == 16 and self.cache_share == 1
 
 
-@dataclass(frozen=True)
-class ComparisonScenario:
+class ComparisonScenario(Entries):
     """A model, lengths and a limit of memory.
 
     Attributes
@@ -90,50 +92,37 @@ class ComparisonScenario:
 
     name: str
     model: str
-    gen_len: int
-    prompt_len: int | None = None
+    gen_len: _Tokens
+    prompt_len: Count | None = None
     prompts: str | None = None
     prompt_key: str = "article"
-    dtype: str = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     memory: int | None = None
     device_memory: int | None = None
     past_positions: bool = False
-    batch: int | None = None
+    batch: Count | None = None
     best: bool = True
-    best_batch: Mapping[str, int] = field(default_factory=dict)
-    first_batch: int = 1
-    most: int = 256
-    search_gen_len: int | None = None
-    repeats: int | None = None
-    timeout: int | None = None
-    cut_gen_len: Mapping[str, int] = field(default_factory=dict)
+    best_batch: dict[str, Count] = {}
+    first_batch: Count = 1
+    most: Count = 256
+    search_gen_len: _Tokens | None = None
+    repeats: Count | None = None
+    timeout: Count | None = None
+    cut_gen_len: dict[str, _Tokens] = {}
     systems: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int("gen_len", self.gen_len, low=2)
         if (self.prompt_len is None) == (self.prompts is None):
-            raise UserError("give prompt_len or prompts, one of them")
-        for key in ("prompt_len", "batch", "repeats", "timeout"):
-            if getattr(self, key) is not None:
-                check_int(key, getattr(self, key), low=1)
-        check_choice("dtype", self.dtype, DTYPES)
-        check_bool("best", self.best)
-        check_bool("past_positions", self.past_positions)
-        check_int("most", self.most, low=1)
-        check_int("first_batch", self.first_batch, low=1, high=self.most)
-        if self.search_gen_len is not None:
-            check_int("search_gen_len", self.search_gen_len, low=2, high=self.gen_len)
+            raise ValueError("give prompt_len or prompts, one of them")
         if self.batch is None and not self.best:
-            raise UserError("nothing to measure: give batch, or best: true")
-        for key in ("memory", "device_memory"):
-            if getattr(self, key) is not None:
-                object.__setattr__(self, key, parse_size(key, getattr(self, key)))
-        if self.prompts is not None:
-            object.__setattr__(self, "prompts", os.path.expanduser(self.prompts))
-        for system, tokens in self.cut_gen_len.items():
-            check_int(f"cut_gen_len of {system}", tokens, low=2, high=self.gen_len)
-        for system, batch in self.best_batch.items():
-            check_int(f"best_batch of {system}", batch, low=1)
+            raise ValueError("nothing to measure: give batch, or best: true")
+        bounds = {"first_batch": (self.first_batch, self.most),
+                  "search_gen_len": (self.search_gen_len or 0, self.gen_len),
+                  **{f"cut_gen_len of {system}": (tokens, self.gen_len)
+                     for system, tokens in self.cut_gen_len.items()}}
+        for name, (value, most) in bounds.items():
+            if value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}")
 
     @property
     def largest(self) -> int:
@@ -146,20 +135,24 @@ class ComparisonScenario:
         return min(found, self.search_gen_len or found) if search else found
 
 
+class _File(Entries):
+    systems: _Named
+    scenarios: _Named
+    threads: Count = os.cpu_count() or 1
+    repeats: Count = 3
+    timeout: Count = 3600  # seconds of one run
+
+
 @dataclass(frozen=True)
 class Comparison:
     """All of the file: scenarios and systems in its order."""
 
     systems: Mapping[str, System]
     scenarios: tuple[ComparisonScenario, ...]
-    threads: int = os.cpu_count() or 1
-    repeats: int = 3
-    timeout: int = 3600  # seconds of one run
-    models: Path = Path(".")
-
-    def __post_init__(self) -> None:
-        for name in ("threads", "repeats", "timeout"):
-            check_int(name, getattr(self, name), low=1)
+    threads: int
+    repeats: int
+    timeout: int
+    models: Path
 
 
 def load(path: Path, *, models: Path, systems: Iterable[str] = (), scenarios: Iterable[str] = ()
@@ -171,59 +164,40 @@ def load(path: Path, *, models: Path, systems: Iterable[str] = (), scenarios: It
     UserError
         The file cannot be read, a key or a name in it is unknown, a value is wrong.
     """
-    values = load_yaml(str(path))
-    known = ("systems", "scenarios", "threads", "repeats", "timeout")
-    check_keys(values, known, str(path))
-    found = {name: _system(name, spec) for name, spec in _mapping(values, "systems").items()}
+    values = asdict(checked(_File, load_yaml(str(path)), str(path)))
+    found = {name: _system(name, spec) for name, spec in values.pop("systems").items()}
     kept = _chosen(systems, found, "--systems")
-    parts = _mapping(values, "scenarios")
-    built = tuple(_scenario(name, spec, kept, found)
-                  for name, spec in _chosen(scenarios, parts, "--scenarios").items())
-    others = {name: values[name] for name in known[2:] if name in values}
-    return Comparison(kept, tuple(each for each in built if each.systems), models=models, **others)
+    built = tuple(_scenario(name, spec, kept, found) for name, spec
+                  in _chosen(scenarios, values.pop("scenarios"), "--scenarios").items())
+    return Comparison(kept, tuple(each for each in built if each.systems), models=models, **values)
 
 
-def _system(name: str, spec: object) -> System:
-    if not isinstance(spec, dict) or "baseline" not in spec:
+def _system(name: str, spec: Mapping[str, Any]) -> System:
+    if "baseline" not in spec:
         raise UserError(f"system {name}: give its baseline")
     options = {key: value for key, value in spec.items() if key != "baseline"}
     return System(name, spec["baseline"], baseline_class(spec["baseline"]).check(name, options))
 
 
-def _scenario(name: str, spec: object, kept: Mapping[str, System], known: Mapping[str, System]
-              ) -> ComparisonScenario:
+def _scenario(name: str, spec: Mapping[str, Any], kept: Mapping[str, System],
+              known: Mapping[str, System]) -> ComparisonScenario:
     """A scenario with those of its systems that are kept."""
-    if not isinstance(spec, dict):
-        raise UserError(f"scenario {name}: give its model, lengths and memory")
-    check_keys(spec, [each.name for each in fields(ComparisonScenario)][1:], f"scenario {name}")
-    named = spec.get("systems", list(known))
-    for system in named:
-        if system not in known:
-            raise UserError(f"scenario {name}: {system!r} is none of the systems")
-    own: dict[str, dict[str, int]] = {}
-    for key in ("cut_gen_len", "best_batch"):
-        own[key] = {}
-        for system, number in (spec.get(key) or {}).items():
-            if system not in named:
-                raise UserError(f"scenario {name}: {key} names {system!r}, which is none of its "
-                                "systems")
-            if system in kept:
-                own[key][system] = number
-    for key in ("model", "gen_len"):
-        if key not in spec:
-            raise UserError(f"scenario {name}: give its {key}")
-    try:
-        return ComparisonScenario(**{**spec, **own, "name": name,
-                                     "systems": tuple(system
-                                                      for system in named if system in kept)})
-    except UserError as error:
-        raise UserError(f"scenario {name}: {error}") from None
-
-
-def _mapping(values: Mapping, key: str) -> dict:
-    if not isinstance(values.get(key), dict) or not values[key]:
-        raise UserError(f"--config has no {key}: give each under its name")
-    return values[key]
+    where = f"scenario {name}"
+    check_keys(spec, ComparisonScenario.__struct_fields__[1:], where)
+    sizes = {key: parse_size(f"{where}: {key}", spec[key]) for key in ("memory", "device_memory")
+             if spec.get(key) is not None}
+    given = {key: value for key, value in spec.items() if value is not None}  # null: left out
+    found = checked(ComparisonScenario,
+                    {"systems": list(known), **given, **sizes, "name": name}, where)
+    for key, names in (("systems", known), ("cut_gen_len", found.systems),
+                       ("best_batch", found.systems)):
+        for system in getattr(found, key):
+            if system not in names:
+                raise UserError(f"{where}: {key} names {system!r}, which is none of the systems")
+    own = {key: {system: number for system, number in getattr(found, key).items()
+                 if system in kept} for key in ("cut_gen_len", "best_batch")}
+    return replace(found, **own, prompts=found.prompts and os.path.expanduser(found.prompts),
+                   systems=tuple(system for system in found.systems if system in kept))
 
 
 def _chosen(names: Iterable[str], known: Mapping[str, Any], flag: str) -> dict[str, Any]:

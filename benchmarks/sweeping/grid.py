@@ -7,14 +7,16 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from flexgen_h2o.cli.input_files import read_prompts
 from flexgen_h2o.cli.result_rows import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name, load_yaml
-from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.config.schema import Count, Entries, checked
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.keys import check_keys
 from flexgen_h2o.files.rows import csv_cell
 
 PLACE = ("sweep", "flags", "repeat")
@@ -76,15 +78,19 @@ class Sweep:
 
     name: str
     cells: tuple[Cell, ...]
-    repeats: int = 1
-
-    def __post_init__(self) -> None:
-        check_int("repeats", self.repeats, low=1)
+    repeats: int
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The keys of the grid."""
         return tuple(self.cells[0].axes)
+
+
+class _File(Entries):
+    grid: Annotated[dict[str, Any], Meta(
+        min_length=1, description="give flags with a list of values each")]
+    base: dict[str, Any] = {}
+    repeats: Count = 1
 
 
 def load(path: Path, *, models: Path) -> Sweep:
@@ -102,16 +108,11 @@ def load(path: Path, *, models: Path) -> Sweep:
         The file cannot be read, a key in it is unknown, a value is wrong, or the flags of a cell
         contradict each other; it names the cell.
     """
-    values = load_yaml(path)
+    file = checked(_File, load_yaml(path), str(path))
+    base = file.base
     try:
-        check_keys(values, ("base", "grid", "repeats"), "top level")
-        base, grid = values.get("base", {}), values.get("grid")
-        if not isinstance(base, dict):
-            raise UserError("base must hold lines of `flag: value`")
-        if not isinstance(grid, dict) or not grid:
-            raise UserError("there is no grid: give flags with a list of values each")
         _check_swept("base", base)
-        axes = {str(name): _axis(str(name), spec) for name, spec in grid.items()}
+        axes = {name: _axis(name, spec) for name, spec in file.grid.items()}
         _check_apart(base, axes)
         cells = tuple(_cell(path.stem, base, dict(zip(axes, point, strict=True)),
                             models=models)
@@ -119,7 +120,7 @@ def load(path: Path, *, models: Path) -> Sweep:
         _check_different(cells)
         for prompts in {cell.config.prompts for cell in cells} - {None}:
             read_prompts(prompts)
-        return Sweep(path.stem, cells, values.get("repeats", 1))
+        return Sweep(path.stem, cells, file.repeats)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 

@@ -109,6 +109,8 @@ def _complaint_of_mapping(kind: Any, rules: Meta, value: object, name: str) -> s
         known = {each.name: each.type for each in fields}
         needed = [each.name for each in fields if each.required]
     check_keys(value, known, name)
+    if rules.min_length and not value:
+        return f"{name} is empty: {rules.description or 'add a line'}"
     for key in needed:
         if key not in value:
             return f"{name}: the key {key} is missing; add it"
