@@ -6,11 +6,13 @@ Imports neither torch nor transformers: the memory plan needs the sizes before t
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from flexgen_h2o.config.schema import checked
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import regular_file
 from flexgen_h2o.models.model_config import (
@@ -32,6 +34,8 @@ __all__ = ["ACTIVATIONS", "ROPE_KINDS", "ModelConfig", "ModelWeights", "RopeConf
 # would make work without end before that: the largest of published models have 126 layers, a
 # million words, tens of thousands of features and positions of ten to a hundred million.
 MOST_TOKENS, _MOST_POSITIONS, _WIDEST = 1 << 24, 1 << 30, 1 << 20
+_Token = Annotated[int, Meta(ge=0, le=MOST_TOKENS - 1)]
+_Positive = Annotated[float, Meta(gt=0)]
 _MOST = {"num_hidden_layers": 1 << 12, "vocab_size": MOST_TOKENS,
          "max_position_embeddings": _MOST_POSITIONS, "sliding_window": _MOST_POSITIONS,
          "original_max_position_embeddings": _MOST_POSITIONS}
@@ -130,50 +134,33 @@ class _Fields:
         value = self.values.get(key)
         return self.defaults.get(key) if value is None else value
 
-    def check(self, key: str, value: Any, right: bool, wanted: str) -> Any:
-        if not right:
-            raise UserError(f"{self.name}: config value {key} = {value!r:.60} must be {wanted}")
-        return value
+    def fit(self, kind: Any, value: Any, key: str) -> Any:
+        return checked(kind, value, f"{self.name}: config value {key}")
+
+    def value(self, kind: Any, key: str) -> Any:
+        return self.fit(kind, self.raw(key), key)
+
+    def size(self, key: str, value: Any) -> int:
+        return self.fit(Annotated[int, Meta(ge=1, le=_MOST.get(key, _WIDEST))], value, key)
 
     def count(self, key: str) -> int:
         return self.size(key, self.raw(key))
 
-    def size(self, key: str, value: Any) -> int:
-        most = _MOST.get(key, _WIDEST)
-        return self.check(key, value, _is_int(value) and 0 < value <= most,
-                          f"a positive whole number, at most {most}")
-
     def count_or(self, key: str, default: int) -> int:
         return default if self.raw(key) is None else self.count(key)
-
-    def positive(self, key: str, value: Any) -> float:
-        number = _is_int(value) or isinstance(value, float)
-        right = number and 0 < value <= sys.float_info.max
-        return float(self.check(key, value, right, "a positive number"))
-
-    def number(self, key: str) -> float:
-        return self.positive(key, self.raw(key))
-
-    def flag(self, key: str) -> bool:
-        value = self.raw(key)
-        return self.check(key, value, isinstance(value, bool), "true or false")
-
-    def text(self, key: str) -> str:
-        value = self.raw(key)
-        return self.check(key, value, isinstance(value, str), "a name")
 
     def tokens(self, key: str) -> tuple[int, ...]:
         """Token ids given as one or as a list; null, unlike a missing key, means none."""
         value = self.values.get(key, self.defaults.get(key))
         ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
-        return tuple(self.check(key, i, _is_int(i) and 0 <= i < MOST_TOKENS, "a token id or null")
-                     for i in ids)
+        return self.fit(tuple[_Token, ...], ids, key)
 
     def head_dim(self) -> int:
         """hidden_size / num_attention_heads, which must be whole."""
         hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
-        self.check("hidden_size", hidden, hidden % heads == 0,
-                   f"a multiple of num_attention_heads = {heads}")
+        if hidden % heads:
+            raise UserError(f"{self.name}: config value hidden_size must be a multiple of "
+                            f"num_attention_heads = {heads}, got {hidden}")
         return hidden // heads
 
     def common(self) -> dict[str, Any]:
@@ -186,15 +173,11 @@ class _Fields:
             "num_layers": self.count("num_hidden_layers"),
             "num_heads": self.count("num_attention_heads"),
             "max_positions": self.count("max_position_embeddings"),
-            "tie_word_embeddings": self.flag("tie_word_embeddings"),
+            "tie_word_embeddings": self.value(bool, "tie_word_embeddings"),
             "eos_token_ids": self.tokens("eos_token_id"),
             "bos_token_id": next(iter(self.tokens("bos_token_id")), None),
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         }
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _first(*values: Any) -> Any:
@@ -203,19 +186,19 @@ def _first(*values: Any) -> Any:
 
 
 def _opt(f: _Fields) -> ModelConfig:
-    pre_norm, bias = f.flag("do_layer_norm_before"), f.flag("enable_bias")
+    pre_norm, bias = f.value(bool, "do_layer_norm_before"), f.value(bool, "enable_bias")
     return ModelConfig(
         **f.common(),
         family="opt",
         num_kv_heads=f.count("num_attention_heads"),
         head_dim=f.head_dim(),
         ffn_size=f.count("ffn_dim"),
-        activation=f.text("activation_function"),
+        activation=f.value(str, "activation_function"),
         attention_bias=bias,
         mlp_bias=bias,
         pre_norm=pre_norm,
-        final_norm=pre_norm and not f.flag("_remove_final_layer_norm"),
-        norm_affine=f.flag("layer_norm_elementwise_affine"),
+        final_norm=pre_norm and not f.value(bool, "_remove_final_layer_norm"),
+        norm_affine=f.value(bool, "layer_norm_elementwise_affine"),
         embed_dim=f.count_or("word_embed_proj_dim", f.count("hidden_size")),
     )
 
@@ -229,10 +212,10 @@ def _llama(f: _Fields) -> ModelConfig:
         num_kv_heads=f.count_or("num_key_value_heads", f.count("num_attention_heads")),
         head_dim=head_dim,
         ffn_size=f.count("intermediate_size"),
-        activation=f.text("hidden_act"),
-        norm_eps=f.number("rms_norm_eps"),
-        attention_bias=not mistral and f.flag("attention_bias"),
-        mlp_bias=not mistral and f.flag("mlp_bias"),
+        activation=f.value(str, "hidden_act"),
+        norm_eps=f.value(_Positive, "rms_norm_eps"),
+        attention_bias=not mistral and f.value(bool, "attention_bias"),
+        mlp_bias=not mistral and f.value(bool, "mlp_bias"),
         rope=_rope(f, head_dim, theta=f.raw("rope_theta")),
         sliding_window=_window(f) if mistral else None,
     )
@@ -248,12 +231,12 @@ def _gpt_neox(f: _Fields) -> ModelConfig:
         num_kv_heads=f.count("num_attention_heads"),
         head_dim=head_dim,
         ffn_size=f.count("intermediate_size"),
-        activation=f.text("hidden_act"),
-        norm_eps=f.number("layer_norm_eps"),
-        attention_bias=f.flag("attention_bias"),
+        activation=f.value(str, "hidden_act"),
+        norm_eps=f.value(_Positive, "layer_norm_eps"),
+        attention_bias=f.value(bool, "attention_bias"),
         mlp_bias=True,
         rope=_rope(f, head_dim, theta=_first(theta, f.raw("rotary_emb_base"))),
-        parallel_residual=f.flag("use_parallel_residual"),
+        parallel_residual=f.value(bool, "use_parallel_residual"),
     )
 
 
@@ -278,26 +261,25 @@ def _rope(f: _Fields, head_dim: int, *, theta: Any) -> RopeConfig:
     if kind not in ROPE_KINDS:
         raise UserError(f"{f.name}: rope type {kind!r} is not supported "
                         f"(supported: {', '.join(ROPE_KINDS)})")
-    partial = f.positive("partial_rotary_factor", _first(
+    partial = f.fit(Annotated[float, Meta(gt=0, le=1)], _first(
         given.get("partial_rotary_factor"), f.raw("partial_rotary_factor"),
-        f.raw("rotary_pct"), 1.0))
-    f.check("partial_rotary_factor", partial, partial <= 1, "at most 1")
+        f.raw("rotary_pct"), 1.0), "partial_rotary_factor")
     if f.values["model_type"] != "gpt_neox" and partial != 1.0:
         raise UserError(f"{f.name}: partial_rotary_factor = {partial} is not supported "
                         f"in a {f.values['model_type']} model")
     scaling: dict[str, Any] = {}
     if kind != "default":
-        scaling["factor"] = f.positive("rope factor", given.get("factor"))
+        scaling["factor"] = f.fit(_Positive, given.get("factor"), "rope factor")
     if kind == "llama3":
         for key in ("low_freq_factor", "high_freq_factor"):
-            scaling[key] = f.positive(f"rope {key}", given.get(key))
-        f.check("rope high_freq_factor", scaling["high_freq_factor"],
-                scaling["high_freq_factor"] > scaling["low_freq_factor"],
-                "above low_freq_factor")
+            scaling[key] = f.fit(_Positive, given.get(key), f"rope {key}")
+        if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+            raise UserError(f"{f.name}: config value rope high_freq_factor must be above "
+                            f"low_freq_factor, got {scaling['high_freq_factor']}")
         # As transformers: a key beside the rope parameters wins over one inside.
         original = _first(f.raw("original_max_position_embeddings"),
                           given.get("original_max_position_embeddings"),
                           f.count("max_position_embeddings"))
         scaling["original_max_positions"] = f.size("original_max_position_embeddings", original)
-    return RopeConfig(theta=f.positive("rope_theta", _first(given.get("rope_theta"), theta)),
+    return RopeConfig(theta=f.fit(_Positive, _first(given.get("rope_theta"), theta), "rope_theta"),
                       rotary_dim=int(head_dim * partial), kind=kind, **scaling)
