@@ -13,11 +13,10 @@ from flexgen_h2o.config.checks import check_bool, check_int
 from flexgen_h2o.config.sampling import sampling_params
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Request, next_turn
-from flexgen_h2o.engine.calls import Calls, one_at_a_time
+from flexgen_h2o.engine.calls import Session, one_at_a_time
 from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.runner import Runner
-from flexgen_h2o.engine.sampling import Sampler
-from flexgen_h2o.engine.sinks import Forcing, Generation
+from flexgen_h2o.engine.sinks import Forcing
 from flexgen_h2o.engine.tokenization import Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError
@@ -45,7 +44,7 @@ class Streamer(Protocol):
         """Know that the last token has come."""
 
 
-class Stream:
+class Stream(Session):
     """A text that goes on: what comes next is put onto what the cache holds of it.
 
     An evicting cache keeps its size whatever comes, and so does the time of a token; a turn is read
@@ -81,7 +80,7 @@ class Stream:
         self._limit = check_stream(runtime.config, self._h2o, chunk=self._chunk,
                                    max_tokens=max_tokens, past_context=past_context)
         self._layers = runtime.config.num_layers
-        self._runtime, self._prompts = runtime, prompts
+        self._runtime, self._prompts, self.calls = runtime, prompts, runtime.calls
         self._past = 0  # tokens that the model has computed
         self._pending: list[int] = []  # the newest one, which it has not
         self._turns = 0
@@ -94,18 +93,6 @@ class Stream:
         workspace = runtime.workspace(WorkspaceSize(CacheSize(1, 1, slots), self._chunk))
         workspace.cache.begin([most])
         self._workspace: Workspace | None = workspace
-
-    def __enter__(self) -> Stream:
-        self._check_open()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    @property
-    def calls(self) -> Calls:
-        """The lock that an LLM and its streams share."""
-        return self._runtime.calls
 
     @one_at_a_time
     def close(self) -> None:
@@ -157,20 +144,17 @@ class Stream:
         ids = self._encode(turn)
         self._check_length(len(ids) + params.max_new_tokens)
         request = Request(self._turns, [*self._pending, *ids])
-        eos = self._prompts.end_tokens(params)
-        stops = self._prompts.stops(params.stop_strings)
         on_token: Callable[[int], None] | None = None
         if streamer is not None:
-            streamer.put(torch.tensor([ids]))
             on_token = lambda token: streamer.put(torch.tensor([token]))  # noqa: E731
-        sink = Generation(Sampler(params, eos), eos, params.max_new_tokens, stops=stops,
-                          on_token=on_token)
+        sink = self._prompts.generation(params, on_token=on_token)
+        if streamer is not None:
+            streamer.put(torch.tensor([ids]))
         self._run(request, params.max_new_tokens - 1, sink)
         if streamer is not None:
             streamer.end()
         self._turns += 1
-        return Output(turn if isinstance(turn, str) else None, ids, request.generated,
-                      self._prompts.decode(request.generated), request.finish_reason)
+        return self._prompts.output(turn, ids, request)
 
     @one_at_a_time
     def loglikelihood(self, text: str | Sequence[int]) -> list[float]:

@@ -30,9 +30,10 @@ def shown(value: object) -> str:
     return f"{' '.join(repr(value).split()):.80}"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message on an unknown name: the known one that is most like it, or where they
-    are."""
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "see --help for the names"
+                 ) -> str:
+    """The end of a message on an unknown name: the known one that is most like it, or `otherwise`.
+    """
     names = {each.lstrip("-"): each for each in known}
     near = difflib.get_close_matches(name.lstrip("-"), names, n=1)
-    return f": did you mean {names[near[0]]}?" if near else ": see --help for the names"
+    return f": did you mean {names[near[0]]}?" if near else f": {otherwise}"

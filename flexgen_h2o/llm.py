@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import time
 import weakref
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexgen_h2o.cache.stand_ins import ProbedCache
 from flexgen_h2o.config.argument_types import typed
 from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
@@ -22,19 +22,17 @@ from flexgen_h2o.config.sampling import sampling_params
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.conversation import CHUNK, Stream
 from flexgen_h2o.engine.batch import Request, make_blocks
-from flexgen_h2o.engine.calls import Calls, one_at_a_time
+from flexgen_h2o.engine.calls import Session, one_at_a_time
 from flexgen_h2o.engine.executor import Sink
+from flexgen_h2o.engine.load_options import load_options
 from flexgen_h2o.engine.loader import find
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.engine.runner import Block, Runner, RunnerSettings
-from flexgen_h2o.engine.sampling import Sampler
-from flexgen_h2o.engine.sinks import Forcing, Generation, Scoring
+from flexgen_h2o.engine.sinks import Forcing, Scoring
 from flexgen_h2o.engine.tokenization import Prompts, several
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError, shown
-from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.metrics.run_stats import RunStats
-from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models.positions import check_cache, check_halves, longest_prompt
 from flexgen_h2o.outputs import Output, Scored
 from flexgen_h2o.planning.memory_check import MemoryCheck
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM:
+class LLM(Session):
     """A language model whose weights, cache and activations are spread over the tiers.
 
     Calls take turns: one from another thread, of a stream too, waits for the one under way, and so
@@ -55,8 +53,6 @@ class LLM:
     ----------
     model : str or path
         Hugging Face repo id, local folder, `.gguf` file, or ``smollm2-135m``.
-    path : str or path, optional
-        Folder or `.gguf` file of the weights, if not by name; ``_DUMMY_`` for random ones.
     policy : Policy, optional
         Placements, batch sizes, overlap: decides speed and never results.
     h2o : H2OConfig, optional
@@ -66,39 +62,15 @@ class LLM:
         and a zero point.
     cache_bits : int
         16: the run's dtype. 8 or 4: groups of codes, each with a scale and a zero point.
-    attn_sparsity : float
-        Share of the full cache's values, over 0 and at most 1, that a new token reads: those of the
-        most attention (FlexGen, arXiv 2303.06865, section 5). It changes results. Keys are all
-        read, and prompts are exact. Of a cache in host memory beside a GPU the other values don't
-        travel; one on disk is read whole, as single values are too small for a disk.
     device : str
         auto, cpu, cuda or cuda:N.
     dtype : str
         auto, float16, bfloat16 or float32.
-    weight_cache : str or path, optional
-        Folder that keeps quantized weights for later runs; "auto": in the user's cache; None: they
-        are quantized anew each time.
     offload_dir : str or path, optional
         Where the disk tier writes. A private folder in it lives as long as it is needed.
-    seed : int
-        Of dummy weights.
-    memory_limit, device_memory_limit : int, optional
-        Bytes of host memory and of the GPU's that are counted as free at most; PyTorch is held to
-        the latter.
-    workload : Workload, optional
-        Lengths and batch sizes to come: what cannot fit is refused before anything is loaded.
-    implementations : mapping, optional
-        Which implementation multiplies, by operation, bits and rows, as calibration has measured it
-        (`--percent auto` passes it on); None: a table decides by the CPU's instruction set.
-    texts : sequence of str
-        Prompts to come: if the longest has more tokens than the model has positions, it is refused
-        before anything is loaded.
-    progress : bool, optional
-        Show progress bars. Default: on a terminal.
-    trace : Trace, optional
-        Records transfers, compute and memory.
-    verbose : bool
-        Print the memory plan.
+    **options
+        Fields of `LoadOptions`: path, attn_sparsity, weight_cache, seed, memory_limit,
+        device_memory_limit, workload, texts, implementations, progress, trace, verbose.
 
     Raises
     ------
@@ -113,33 +85,17 @@ class LLM:
     """
 
     @typed
-    def __init__(self, model: str | os.PathLike, *, path: str | os.PathLike | None = None,
-                 policy: Policy | None = None, h2o: H2OConfig | None = None, weight_bits: int = 16,
-                 cache_bits: int = 16, attn_sparsity: float = 1.0, device: str = "auto",
-                 dtype: str = "auto", weight_cache: str | os.PathLike | None = "auto",
-                 offload_dir: str | os.PathLike | None = None, seed: int = 0,
-                 memory_limit: int | None = None, device_memory_limit: int | None = None,
-                 workload: Workload | None = None, texts: Sequence[str] = (),
-                 implementations: Winners | None = None, progress: bool | None = None,
-                 trace: Trace | None = None, verbose: bool = False):
+    def __init__(self, model: str | os.PathLike, *, policy: Policy | None = None,
+                 h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
+                 device: str = "auto", dtype: str = "auto",
+                 offload_dir: str | os.PathLike | None = None, **options: Any):
         name = os.fspath(model)
-        self.policy = _with_chunks(policy or Policy(), h2o)
-        self.h2o = h2o
-        if weight_bits not in (4, 8, 16):
-            raise UserError(f"weight_bits must be 16, 8 or 4, got {weight_bits!r}")
-        check_int("seed", seed, low=0, high=2**63 - 1)
-        for limit, most in (("memory_limit", memory_limit),
-                            ("device_memory_limit", device_memory_limit)):
-            if most is not None:
-                check_int(limit, most, low=1)
-        self._cache = CacheOptions(h2o, cache_bits, attn_sparsity)
-        settings = RunnerSettings(
-            name, self.policy, self._cache,
-            weight_cache=None if weight_cache is None else os.fspath(weight_cache),
-            offload_dir=os.fspath(offload_dir or OFFLOAD_DIR),
-            implementations=implementations,
-            no_bars=None if progress is None else not progress,
-            trace=trace or Trace(enabled=False))
+        (*named, _options) = inspect.signature(LLM).parameters
+        load = load_options(options, beside=named)
+        self._cache = CacheOptions(h2o, cache_bits, load.attn_sparsity)
+        settings = RunnerSettings(name, policy or Policy(), self._cache,
+                                  os.fspath(offload_dir or OFFLOAD_DIR), load)
+        self.policy, self.h2o = settings.policy, h2o
         self.stats: RunStats | None = None
         self._workspace: Workspace | None = None
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -147,45 +103,34 @@ class LLM:
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
             opened_device = open_device(device)
-            opened_device.limit(device_memory_limit)
-            with byte_bar("converting", off=settings.no_bars) as bar:
-                source = find(name, path=None if path is None else os.fspath(path), dtype=dtype,
-                              bits=weight_bits, device=opened_device, progress=bar)
+            opened_device.limit(load.device_memory_limit)
+            with byte_bar("converting", off=load.no_bars) as bar:
+                source = find(name, path=load.path, dtype=dtype, bits=weight_bits,
+                              device=opened_device, progress=bar)
             self.model_config = source.config
             check_cache(self.model_config, h2o)
             check_halves(self.model_config, self.policy)
             self._prompts = Prompts(source, name, h2o)
-            self._prompts.check_longest(texts)
+            self._prompts.check_longest(load.texts)
             self._runtime = Runner(source, opened_device, settings)
-            not_kept = source.bits != 16 and weight_cache is None
+            self.calls = self._runtime.calls
+            not_kept = source.bits != 16 and load.weight_cache is None
             self._memory = MemoryCheck(
                 source.config, WeightOptions(source.form.bits, source.form.group),
                 itemsize=source.dtype.itemsize, writes_weights=source.dummy or not_kept,
                 offload_dir=settings.offload_dir,
-                most={"cpu": memory_limit, "gpu": device_memory_limit},
+                most={"cpu": load.memory_limit, "gpu": load.device_memory_limit},
                 device_bytes=opened_device.free_bytes)
-            if workload is not None:
-                if texts:  # whose length is an estimate, and may be of more than was let pass
-                    workload = workload.cut(longest_prompt(self.model_config, h2o))
-                self._memory.refuse(self.policy, self._cache, workload, loaded_bytes=None,
-                                    show=verbose)
+            if load.workload is not None:
+                # The length of texts is an estimate, and may be of more than was let pass.
+                longest = longest_prompt(self.model_config, h2o) if load.texts else None
+                self._memory.refuse(self.policy, self._cache, load.workload.cut(longest),
+                                    loaded_bytes=None, show=load.verbose)
             with self._runtime.sampled_memory():
-                self._runtime.load(opened, seed=seed)
+                self._runtime.load(opened)
             # From here on it is close() that closes.
             self._opened = opened.pop_all()
         self._runtime.load_seconds = time.perf_counter() - began
-
-    def __enter__(self) -> LLM:
-        self._check_open()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    @property
-    def calls(self) -> Calls:
-        """The lock that this LLM and its streams share."""
-        return self._runtime.calls
 
     @one_at_a_time
     def close(self) -> None:
@@ -242,19 +187,14 @@ class LLM:
         if cut_gen_len is not None:
             check_int("cut_gen_len", cut_gen_len, low=1)
             steps = min(cut_gen_len, steps)
-        eos = self._prompts.end_tokens(params)
-        stops = self._prompts.stops(params.stop_strings)
-        sink = Generation(Sampler(params, eos), eos, steps, stops=stops)
+        sink = self._prompts.generation(params, steps=steps)
         if requests:
             self._prompts.check_lengths(requests, params.max_new_tokens)
         stats = self._run(requests, steps - 1, sink, planned=params.max_new_tokens)
         if steps < params.max_new_tokens and requests:
             self.stats = stats.project(cut=steps, gen_len=params.max_new_tokens)
-        return [
-            Output(prompt if isinstance(prompt, str) else None, request.prompt, request.generated,
-                   self._prompts.decode(request.generated), request.finish_reason)
-            for prompt, request in zip(prompts, requests, strict=True)
-        ]
+        return [self._prompts.output(prompt, request.prompt, request)
+                for prompt, request in zip(prompts, requests, strict=True)]
 
     def loglikelihood(self, pairs: Sequence[tuple]) -> list[list[float]]:
         """Log-probability of each continuation token, teacher-forced.
@@ -291,10 +231,8 @@ class LLM:
         """
         requests, continuations = self._prompts.encode_pairs(pairs)
         new = max(map(len, continuations.values()), default=1)
-        evicts = self.h2o is not None and not self.h2o.is_full
-        if evicts or self._cache.bits != 16 or self._cache.attn_sparsity < 1:
-            sink: Forcing | Scoring = Forcing(continuations)
-        else:
+        sink: Forcing | Scoring = Forcing(continuations)
+        if self._cache.plain and self._cache.attn_sparsity == 1:
             sink, new = Scoring(continuations), 1
             requests = sink.joined(requests)
         if requests:
@@ -322,12 +260,10 @@ class LLM:
         check_int("most", most, low=1)
         self._check_open()
         self._leave()  # its memory counts as free
-        size = most
-        while size > 1 and not self._memory.fits(self.policy, self._cache, Workload(
-                prompt_len=prompt_len, gen_len=gen_len, gpu_batch_size=size,
-                num_gpu_batches=self.policy.num_gpu_batches),
-                loaded_bytes=self._runtime.loaded_bytes):
-            size = 1 << ((size - 1).bit_length() - 1)  # the next power of two below
+        workload = Workload(prompt_len, gen_len, gpu_batch_size=most,
+                            num_gpu_batches=self.policy.num_gpu_batches)
+        size = self._memory.largest_batch(self.policy, self._cache, workload,
+                                          loaded_bytes=self._runtime.loaded_bytes)
         self.policy = replace(self.policy, gpu_batch_size=size)
         self._runtime = self._runtime.in_batches(size)
         return size
@@ -395,13 +331,7 @@ class LLM:
         if requests:
             self._prompts.check_lengths(requests, 1)
             self._leave()
-            blocks = make_blocks(requests, 0, gpu_batch_size=1, num_gpu_batches=1)
-            cache = ProbedCache(attend, [block[0].requests[0].key for block in blocks])
-            size = WorkspaceSize.of(blocks, None, self.model_config.num_layers)
-            # Nothing follows a prompt here: the stand-in has no more than prompts need.
-            opened = self._runtime.workspace(size, cache)  # type: ignore[arg-type]
-            with contextlib.closing(opened) as workspace:
-                self.stats = self._runtime.run(workspace, blocks, sink)
+            self.stats = self._runtime.probe(requests, attend, sink)
         return [sink.log_probs[key] for key in range(len(requests))]
 
     def _check_open(self) -> None:
@@ -442,14 +372,3 @@ class LLM:
         if self._workspace is not None:
             self._workspace.close()
         self._workspace = None
-
-
-def _with_chunks(policy: Policy, h2o: H2OConfig | None) -> Policy:
-    """The policy, with prompts in the chunks that they are evicted by."""
-    chunk = None if h2o is None else h2o.prompt_chunk
-    if chunk is None:
-        return policy
-    if policy.prefill_chunk not in (None, chunk):
-        raise UserError(f"the policy's prefill_chunk is {policy.prefill_chunk} and h2o's "
-                        f"prompt_chunk {chunk}: give one of them, or the same")
-    return replace(policy, prefill_chunk=chunk)

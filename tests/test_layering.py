@@ -57,8 +57,9 @@ TORCH = {"h2o.eviction", "h2o.decode_metadata", "h2o.simulation", "planning.rate
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
          "storage.extent", "storage.placement", "cache", "models", "models.model_config",
          "models.shapes", "models.positions", "models.spec", "engine", "engine.schedule",
-         "engine.batch", "engine.stop_strings", "engine.calls", "integrations",
-         "integrations.lm_eval", "integrations.lm_eval.arguments", "integrations.lm_eval.__main__"}
+         "engine.batch", "engine.calls", "engine.load_options", "engine.stop_strings",
+         "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",
+         "integrations.lm_eval.__main__"}
 
 
 def short(name: str) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from flexgen_h2o.errors import UserError
 
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
+_Self = TypeVar("_Self", bound="Session")
 
 
 class Calls:
@@ -21,13 +23,31 @@ class Calls:
         self.under_way = False
 
 
-class _Called(Protocol):
-    @property
-    def calls(self) -> Calls:
-        """The lock that calls on one model share."""
+class Session(ABC):
+    """A model or a text while it is open, as a context manager.
 
+    Attributes
+    ----------
+    calls : Calls
+        What all that runs on one model shares: see `one_at_a_time`.
+    """
 
-_Self = TypeVar("_Self", bound=_Called)
+    calls: Calls
+
+    def __enter__(self: _Self) -> _Self:
+        self._check_open()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what it holds; a second call does nothing."""
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise `UserError` if it has been closed."""
 
 
 def one_at_a_time(method: Callable[Concatenate[_Self, _Options], _Result]

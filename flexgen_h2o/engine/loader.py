@@ -69,7 +69,7 @@ class Source:
         quantized = self.gguf is not None and self.bits != 16
         return quantized and not KINDS[self.bits].isdisjoint(gguf_types(self.folder))
 
-    def open(self, placement: Placement, *, seed: int, weight_cache: str | None,
+    def open(self, placement: Placement, *, seed: int, weight_cache: str | os.PathLike | None,
              progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
         """The checkpoint in `form`, and its own name for each tensor that the model needs.
 
@@ -82,7 +82,7 @@ class Source:
         placement : Placement
         seed : int
             Of dummy weights.
-        weight_cache : str or None
+        weight_cache : str, path or None
             Folder for quantized weights; "auto": in the user's cache; None: they are made anew,
             as dummy weights always are.
         progress : callable
@@ -112,8 +112,8 @@ class Source:
             checkpoint, names = self._resolve(folder, specs)
         return checkpoint, names
 
-    def _quantized(self, checkpoint: Checkpoint, names: dict[str, str], weight_cache: str | None,
-                   progress: ByteProgress) -> Checkpoint:
+    def _quantized(self, checkpoint: Checkpoint, names: dict[str, str],
+                   weight_cache: str | os.PathLike | None, progress: ByteProgress) -> Checkpoint:
         """The checkpoint in `form`, by canonical names: from the cache, or quantized when read."""
         quantizing = QuantizingCheckpoint(checkpoint, names, self.form,
                                           gguf=self.gguf if self._keeps_groups else None)
@@ -137,13 +137,13 @@ class Source:
         return plain and info.dtype == self.dtype
 
 
-def _weight_cache(chosen: str) -> Keep:
+def _weight_cache(chosen: str | os.PathLike) -> Keep:
     advice = "choose another --weight-cache, or --no-weight-cache"
     root = cache_dir() / "weights" if chosen == "auto" else Path(os.path.expanduser(chosen))
     return Keep(root, advice)
 
 
-def find(model: str, *, path: str | None, dtype: str, bits: int, device: Device,
+def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, device: Device,
          progress: ByteProgress) -> Source:
     """Find a model by name, download or convert it if need be, and read its configuration.
 
@@ -151,7 +151,7 @@ def find(model: str, *, path: str | None, dtype: str, bits: int, device: Device,
     ----------
     model : str
         Repo id, local folder, `.gguf` file, ``smollm2-135m``, or a published shape's name.
-    path : str, optional
+    path : str or path, optional
         Folder or `.gguf` file of the weights; ``_DUMMY_`` for random weights of the shape.
     dtype : str
         auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU, and on a GPU the
@@ -162,8 +162,12 @@ def find(model: str, *, path: str | None, dtype: str, bits: int, device: Device,
     Raises
     ------
     UserError
-        The model is unknown or not to be had, or its architecture is not supported.
+        The model is unknown or not to be had, its architecture is not supported, or there are no
+        weights of so many bits.
     """
+    if bits not in (4, 8, 16):
+        raise UserError(f"weight_bits must be 16, 8 or 4, got {bits!r}")
+    path = None if path is None else os.fspath(path)
     dummy = path == DUMMY
     config = published(model) if dummy else None
     name = model if path is None or dummy else path

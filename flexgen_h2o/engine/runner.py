@@ -9,19 +9,23 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from flexgen_h2o.cache.shape import CacheShape
+from flexgen_h2o.cache.stand_ins import ProbedCache
 from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.engine.batch import Batch, Request
+from flexgen_h2o.engine.batch import Batch, Request, make_blocks
 from flexgen_h2o.engine.calls import Calls
 from flexgen_h2o.engine.executor import Executor, Sink, Timing
+from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.engine.loader import Source
 from flexgen_h2o.engine.progress import byte_bar, run_bars
 from flexgen_h2o.engine.schedule import LayerStep, num_layer_steps
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import dispatch
-from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.kernels.spinning import Spinning
 from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.metrics.memory import peak_process_bytes, sampled_memory
@@ -39,17 +43,25 @@ Block = Sequence[Batch]
 class RunnerSettings:
     """The options of an `LLM` that every run needs; `LLM` documents them.
 
-    `no_bars` is tqdm's `disable`.
+    The policy's `prefill_chunk` is h2o's `prompt_chunk`, where there is one. Raises `UserError` if
+    each says another.
     """
 
     name: str
     policy: Policy
     cache: CacheOptions
-    weight_cache: str | None
     offload_dir: str
-    implementations: Winners | None
-    no_bars: bool | None
-    trace: Trace
+    load: LoadOptions = LoadOptions()
+
+    def __post_init__(self) -> None:
+        given = self.policy.prefill_chunk
+        chunk = None if self.cache.h2o is None else self.cache.h2o.prompt_chunk
+        if chunk is None or chunk == given:
+            return
+        if given is not None:
+            raise UserError(f"the policy's prefill_chunk is {given} and h2o's prompt_chunk "
+                            f"{chunk}: give one of them, or the same")
+        object.__setattr__(self, "policy", replace(self.policy, prefill_chunk=chunk))
 
 
 class Runner:
@@ -69,6 +81,7 @@ class Runner:
         self.settings = settings
         self.calls = Calls()  # of all that runs on these weights
         self._device = device
+        self._trace = settings.load.trace or Trace(enabled=False)
         self._links = LinkStats()
         self._spinning = Spinning()
         self._transfers: Transfers | None = None
@@ -93,19 +106,16 @@ class Runner:
         other.settings = settings
         return other
 
-    def load(self, opened: contextlib.ExitStack, *, seed: int) -> None:
-        """Read the weights to where they live; `opened` gets what has to be closed.
-
-        `seed` is that of random weights.
-        """
-        settings, source = self.settings, self.source
-        self._transfers = Transfers(self._device, links=self._links, trace=settings.trace)
+    def load(self, opened: contextlib.ExitStack) -> None:
+        """Read the weights to where they live; `opened` gets what has to be closed."""
+        settings, source, options = self.settings, self.source, self.settings.load
+        self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
         opened.callback(self._transfers.close)
         placement = settings.policy.weights
         doing = "converting" if source.bits == 16 else "quantizing"
-        with byte_bar(doing, off=settings.no_bars) as bar:
-            checkpoint, names = source.open(
-                placement, seed=seed, weight_cache=settings.weight_cache, progress=bar)
+        with byte_bar(doing, off=options.no_bars) as bar:
+            checkpoint, names = source.open(placement, seed=options.seed,
+                                            weight_cache=options.weight_cache, progress=bar)
         opened.callback(checkpoint.close)
         weights = source.weights
         if settings.policy.sep_layer:
@@ -119,13 +129,13 @@ class Runner:
             opened.callback(folder.close)
             return folder
 
-        with byte_bar("loading", off=settings.no_bars) as bar:
+        with byte_bar("loading", off=options.no_bars) as bar:
             self.weights.load(run_folder, bar)
         self.loaded_bytes = resident_bytes()
 
     def sampled_memory(self) -> AbstractContextManager[None]:
         """Sample memory into the trace, if there is one, during a ``with`` statement."""
-        return sampled_memory(self.settings.trace, self._device.used_bytes)
+        return sampled_memory(self._trace, self._device.used_bytes)
 
     def workspace(self, size: WorkspaceSize, cache: BlockCache | None = None) -> Workspace:
         """A workspace for blocks up to `size`, with a cache as set or the given one."""
@@ -133,6 +143,16 @@ class Runner:
         return Workspace(self.config, self._cache_shape(), size, policy=settings.policy,
                          h2o=settings.cache.h2o, transfers=self._transfers,
                          offload_dir=settings.offload_dir, cache=cache)
+
+    def probe(self, requests: Sequence[Request], attend: Callable[..., torch.Tensor], sink: Sink
+              ) -> RunStats:
+        """Run prompts one by one and whole, while `attend` computes the attention: `LLM.probe`."""
+        blocks = make_blocks(requests, 0, gpu_batch_size=1, num_gpu_batches=1)
+        cache = ProbedCache(attend, [block[0].requests[0].key for block in blocks])
+        size = WorkspaceSize.of(blocks, None, self.config.num_layers)
+        # Nothing follows a prompt here: the stand-in has no more than prompts need.
+        with contextlib.closing(self.workspace(size, cache)) as workspace:
+            return self.run(workspace, blocks, sink)
 
     def run(self, workspace: Workspace | None, blocks: Sequence[Block], sink: Sink, *,
             keeps: bool = False) -> RunStats:
@@ -149,7 +169,7 @@ class Runner:
                                 dtype=self.source.dtype, policy=self.settings.policy)
             run = partial(executor.run, sink=sink, keeps=keeps)
             with (self.sampled_memory(), self._spinning.watched(),
-                  dispatch.measured(self.settings.implementations)):
+                  dispatch.measured(self.settings.load.implementations)):
                 self._run_blocks(run, workspace, blocks, stats)
                 self._transfers.drain()
         self._transfers.settle()
@@ -163,7 +183,7 @@ class Runner:
                     stats: RunStats) -> None:
         per_token = self.config.kv_bytes_per_token(self.source.dtype.itemsize)
         layer_steps = num_layer_steps(self.config.num_layers, self.settings.policy.sep_layer)
-        with run_bars(blocks, layer_steps, off=self.settings.no_bars) as progress:
+        with run_bars(blocks, layer_steps, off=self.settings.load.no_bars) as progress:
             def computed(block: Block, step: LayerStep) -> None:
                 progress(block, step)
                 self._spinning.look()
@@ -182,7 +202,7 @@ class Runner:
     def _trace_phases(self, timing: Timing) -> None:
         start = timing.began
         for name, seconds in (("prefill", timing.prefill), ("decode", sum(timing.steps))):
-            self.settings.trace.add(name, PHASES, start, start + seconds)
+            self._trace.add(name, PHASES, start, start + seconds)
             start += seconds
 
     def _new_stats(self, requests: Sequence[Request]) -> RunStats:

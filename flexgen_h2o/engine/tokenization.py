@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.loader import Source, load_tokenizer
+from flexgen_h2o.engine.sampling import Sampler
+from flexgen_h2o.engine.sinks import Generation
 from flexgen_h2o.engine.stop_strings import StopStrings
 from flexgen_h2o.errors import UserError, check_text, shown
 from flexgen_h2o.models.positions import check_length, longest_prompt
+from flexgen_h2o.outputs import Output
 
 _Each = TypeVar("_Each")
 
@@ -129,19 +132,22 @@ class Prompts:
         self.encode(head + tail, key)
         return head, tail
 
-    def end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
-        """The tokens that end a text: those of `params`, or the model's."""
-        if params.eos_token_id is None:
-            return self._source.end_tokens
-        return params.end_tokens
+    def generation(self, params: SamplingParams, *, steps: int | None = None,
+                   on_token: Callable[[int], None] | None = None) -> Generation:
+        """A sink that continues texts as `params` say, by `steps` tokens if that is given."""
+        eos = params.end_tokens if params.eos_token_id is not None else self._source.end_tokens
+        return Generation(Sampler(params, eos), eos, steps or params.max_new_tokens,
+                          stops=self._stops(params.stop_strings), on_token=on_token)
 
-    def decode(self, tokens: list[int]) -> str | None:
-        """The text of generated tokens, or None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+    def output(self, given: str | Sequence[int], ids: list[int], request: Request) -> Output:
+        """The result of a request that has ended, for the prompt that was given and its ids."""
+        tokens = request.generated
+        text = None if self.tokenizer is None else self.tokenizer.decode(
+            tokens, skip_special_tokens=True)
+        return Output(given if isinstance(given, str) else None, ids, tokens, text,
+                      request.finish_reason)
 
-    def stops(self, strings: Sequence[str] | None) -> StopStrings | None:
+    def _stops(self, strings: Sequence[str] | None) -> StopStrings | None:
         """A finder of these stop strings in generated tokens; None for none."""
         if strings is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
@@ -68,11 +69,20 @@ class MemoryCheck:
             print(plan.table(limits), flush=True)
         plan.check(limits)
 
-    def fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
-             loaded_bytes: int | None) -> bool:
-        """True if there is memory for a run; parameters as of `refuse`."""
-        plan, limits = self._planned(policy, cache, workload, loaded_bytes)
-        return not plan.shortfalls(limits)
+    def largest_batch(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
+                      loaded_bytes: int | None) -> int:
+        """Sequences together for which there is memory; parameters as of `refuse`.
+
+        Returns the workload's own number, or a power of two below; 1 where nothing fits.
+        """
+        size = workload.gpu_batch_size
+        while size > 1:
+            plan, limits = self._planned(policy, cache, replace(workload, gpu_batch_size=size),
+                                         loaded_bytes)
+            if not plan.shortfalls(limits):
+                break
+            size = 1 << ((size - 1).bit_length() - 1)  # the next power of two below
+        return size
 
     def _planned(self, policy: Policy, cache: CacheOptions, workload: Workload,
                  loaded_bytes: int | None) -> tuple[MemoryPlan, MemoryLimits]:

@@ -1,9 +1,12 @@
 """The engine end to end on tiny random models: the same tokens whatever the policy."""
 
+import inspect
 import itertools
 import random
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from word_models import with_words
 import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.engine import runner
+from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.metrics.trace import Trace
@@ -284,11 +288,24 @@ def test_bad_pairs_and_a_closed_llm_are_one_line(tiny_model):
     ({"device": torch.device("cpu")}, "device must be text"),
     ({"dtype": torch.float32}, "dtype must be text"),
     ({"texts": "one"}, "texts must be a list"),
+    ({"wieght_bits": 4}, "LLM has no option 'wieght_bits': did you mean weight_bits?"),
+    ({"atn_sparsity": 0.5}, "LLM has no option 'atn_sparsity': did you mean attn_sparsity?"),
+    ({"options": {}}, r"LLM has no option 'options': see help\(LLM\)"),
 ])
 def test_arguments_of_wrong_types_are_one_line(tiny_model, options, words):
     with pytest.raises(UserError, match=words) as caught:
         LLM(**{"model": str(tiny_model("opt").folder), "dtype": "float32"} | options)
     assert "\n" not in str(caught.value)
+
+
+def test_the_signature_is_short_and_the_docstring_names_the_rest():
+    names = set(inspect.signature(LLM).parameters)
+    assert len(names) <= 10 and names >= {"policy", "h2o", "weight_bits", "cache_bits", "device",
+                                          "dtype", "offload_dir"}
+    for spec in fields(LoadOptions):
+        assert spec.name not in names
+        assert re.search(rf"\b{spec.name}[,.]", LLM.__doc__), spec.name
+        assert re.search(rf"^    (\w+, )?{spec.name}(, \w+)? : ", LoadOptions.__doc__, re.M)
 
 
 def test_paths_need_not_be_text(tiny_model, tmp_path):
