@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines.base import Baseline, BaselineSettings, Timings, installed
+from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.plan_flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.checks import check_number
@@ -68,7 +69,6 @@ class Ours(Baseline):
         return installed("flexgen_h2o", "torch")
 
     def ready(self, model: Path) -> None:
-        from flexgen_h2o.llm import LLM
         from flexgen_h2o.planning.calibrate import machine
         from flexgen_h2o.storage.tiers import open_device
 
@@ -76,24 +76,19 @@ class Ours(Baseline):
         if config.percent == AUTO:
             machine(open_device(config.device), config.offload_dir, progress=lambda words: None)
         if config.resolved_weight_bits != 16:  # quantized, into the cache of such weights
-            LLM(config.model, dtype=config.dtype, weight_bits=config.resolved_weight_bits,
-                policy=Policy(weights=Placement(0, 0, 100)), offload_dir=config.offload_dir,
-                progress=False).close()
+            open_llm(config, policy=Policy(weights=Placement(0, 0, 100)), progress=False).close()
 
     def prepare(self, model: Path) -> str:
         from flexgen_h2o.cli import planner
         from flexgen_h2o.cli.input_files import workload
-        from flexgen_h2o.llm import LLM
 
-        config = self.config(model, self.settings)
+        config, implementations = self.config(model, self.settings), None
         if config.percent == AUTO:
-            config = planner.plan(config, workload(config, ()), self.settings.batch).config
+            plan = planner.plan(config, workload(config, ()), self.settings.batch)
+            config, implementations = plan.config, plan.implementations
         policy = config.policy()
-        self._llm = LLM(config.model, policy=policy, h2o=config.h2o(), dtype=config.dtype,
-                        weight_bits=config.resolved_weight_bits,
-                        cache_bits=config.resolved_cache_bits, offload_dir=config.offload_dir,
-                        device_memory_limit=config.device_memory_limit,
-                        workload=workload(config, ()), progress=False)
+        self._llm = open_llm(config, workload=workload(config, ()),
+                             implementations=implementations, progress=False)
         return (f"--percent {percent_text(policy)} --gpu-batch-size {policy.gpu_batch_size} "
                 f"--num-gpu-batches {policy.num_gpu_batches}")
 

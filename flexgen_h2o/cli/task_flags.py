@@ -17,8 +17,8 @@ from flexgen_h2o.cli.values import checked, flag_name
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
 
-ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "cache_bits", "offload_dir",
-          "memory_limit", "device_memory_limit")
+ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "weight_cache", "no_weight_cache",
+          "cache_bits", "offload_dir", "memory_limit", "device_memory_limit")
 """Flags of `flex_opt` that say how a model runs, beside its name."""
 
 # Where what `flex_opt` says of a flag is not so here.
@@ -119,21 +119,6 @@ def refuse(given: Iterable[str], names: Collection[str], why: str) -> None:
     for name in given:
         if name in names:
             raise UserError(f"{flag_name(name)} {why}")
-
-
-def open_llm(config: RunConfig, **options: object):
-    """The `LLM` of a checked config, and of `options` of an LLM in place of it. Loads torch.
-
-    Raises `UserError`.
-    """
-    from flexgen_h2o.llm import LLM  # only now: bad flags answer at once
-
-    return LLM(config.model, **{
-        "path": config.path, "policy": config.policy(), "h2o": config.h2o(),
-        "weight_bits": config.resolved_weight_bits, "cache_bits": config.resolved_cache_bits,
-        "device": config.device, "dtype": config.dtype, "offload_dir": config.offload_dir,
-        "seed": config.seed, "memory_limit": config.memory_limit,
-        "device_memory_limit": config.device_memory_limit} | options)
 
 
 def check_placed(config: RunConfig) -> None:

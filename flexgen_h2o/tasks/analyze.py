@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from flexgen_h2o.cli import task_flags
 from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
@@ -148,7 +149,7 @@ def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dic
     parts = [part for part in PARTS if part in options.only]
     cases = [(kind, percent) for percent in options.evict for kind in KINDS]
     cases = cases if "evicted" in options.only else []
-    with task_flags.open_llm(options.run, progress=False) as llm:
+    with open_llm(options.run, progress=False) as llm:
         pairs = _pairs(llm, texts, options)
         survey = Survey(parts, [head + tail[:-1] for head, tail in pairs],
                         [len(head) for head, _ in pairs], options.budgets)

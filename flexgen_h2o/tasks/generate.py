@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.input_files import read_prompts, synthetic_prompts, workload
+from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.parser import parse_args
 from flexgen_h2o.cli.plan_flags import AUTO
 from flexgen_h2o.cli.result_files import _write_results, check_results, result_files
@@ -40,29 +41,9 @@ def run(config: RunConfig) -> None:
         files = result_files(config)
         check_results(files)
     trace = Trace(enabled=config.trace is not None or config.debug_mode is not None)
-    from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad flags answer at once
-
-    with LLM(
-        config.model,
-        path=config.path,
-        policy=config.policy(),
-        h2o=config.h2o(),
-        weight_bits=config.resolved_weight_bits,
-        weight_cache=config.resolved_weight_cache,
-        cache_bits=config.resolved_cache_bits,
-        attn_sparsity=config.attn_sparsity,
-        device=config.device,
-        dtype=config.dtype,
-        offload_dir=config.offload_dir,
-        seed=config.seed,
-        memory_limit=config.memory_limit,
-        device_memory_limit=config.device_memory_limit,
-        progress=None if config.verbose else False,
-        trace=trace,
-        verbose=config.verbose >= 3,
-        workload=workload(config, texts),
-        implementations=implementations,
-        texts=texts,
+    with open_llm(
+        config, texts=texts, workload=workload(config, texts), implementations=implementations,
+        progress=None if config.verbose else False, trace=trace, verbose=config.verbose >= 3,
     ) as llm:
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
         if config.warm_up:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from flexgen_h2o.cli import task_flags
+from flexgen_h2o.cli import llm_arguments, task_flags
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
@@ -129,7 +129,7 @@ def _opener(options: QualityOptions, show: Callable[[str], None]) -> Callable[[C
     """A function that loads the model with the cache of a configuration."""
     def open_llm(one: Configuration):
         show(one.name)
-        return task_flags.open_llm(options.run, progress=False, **one.arguments())
+        return llm_arguments.open_llm(options.run, progress=False, **one.arguments())
 
     return open_llm
 

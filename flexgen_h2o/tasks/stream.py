@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 from flexgen_h2o.cli import task_flags
 from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
@@ -27,7 +28,7 @@ _CACHE = ("eviction", "num_heavy_hitter_tokens", "num_window_length", "score", "
           "sink_tokens", "enable_position_rolling")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
              "no_repeat_ngram_size", "min_new_tokens", "ignore_eos", "seed")
-_SHARED = (*task_flags.ENGINE, "prefill_chunk", "gen_len", *_CACHE, *_SAMPLING)
+_SHARED = (*task_flags.ENGINE, "attn_sparsity", "prefill_chunk", "gen_len", *_CACHE, *_SAMPLING)
 _WINDOW = 512
 _DEFAULTS = {"model": "smollm2-135m", "gen_len": 256}
 _SHOWN = _DEFAULTS | {"num_window_length": f"{_WINDOW} with --enable-h2o-generation",
@@ -129,7 +130,7 @@ def run(options: StreamOptions) -> None:
     turns = [turn for each in read_conversations(options.input_path)[: options.sample_num]
              for turn in each]
     # Bars would break into the text.
-    with task_flags.open_llm(options.run, progress=None if options.verbose == 1 else False) as llm:
+    with open_llm(options.run, progress=None if options.verbose == 1 else False) as llm:
         if llm.tokenizer is None:
             raise UserError(f"{options.run.model} has no tokenizer here, and turns are text")
         encode = _encoder(llm.tokenizer, options.chat_template)

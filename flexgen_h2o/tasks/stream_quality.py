@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from flexgen_h2o.cli import task_flags
 from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
@@ -155,7 +156,7 @@ def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object
     with tqdm(total=sum(one.most for one in todo), unit="token", disable=None) as bar:
         for one in todo:
             bar.set_description(one.policy)
-            with task_flags.open_llm(options.config(one.policy), progress=False) as llm:
+            with open_llm(options.config(one.policy), progress=False) as llm:
                 if tokens is None:
                     tokens = _tokens(llm, text, options)
                 yield from segments.measure(llm, one, tokens, piece=options.piece,

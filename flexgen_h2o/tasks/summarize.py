@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from flexgen_h2o.cli import task_flags
 from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.errors import UserError
@@ -83,7 +83,7 @@ def _rest(options: SummarizeOptions, config: RunConfig, articles: Sequence[Artic
     """Rows of the articles that the file lacks; they are in it, too."""
     found: list[dict[str, object]] = []
     with (_telling(file, len(articles)),
-          task_flags.open_llm(config, progress=False) as llm):
+          open_llm(config, progress=False) as llm):
         for rows in summarize(llm, articles, begin=file.count, chat=options.chat_template,
                               score=score):
             with writing("--output-path", file.path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import random
 import sys
 import types
@@ -14,8 +13,9 @@ import pytest
 from refusals import command_refused
 
 from flexgen_h2o import LLM, Policy
+from flexgen_h2o.cli.llm_arguments import llm_arguments
+from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import choose, halves, read_articles, unwrap
 from flexgen_h2o.metrics import statistics
@@ -286,9 +286,8 @@ def test_what_the_engine_is_opened_with(fake, articles):
     assert run(articles, "--only", "bits", "weights", "--model", "m", "--path", "p",
                "--device", "cpu", "--dtype", "bfloat16", "--gpu-batch-size", 7) == 0
     assert fake.opened == [
+        llm_arguments(RunConfig()) |
         {"model": "m", "path": "p", "device": "cpu", "dtype": "bfloat16", "progress": False,
-         "offload_dir": os.path.expanduser(OFFLOAD_DIR), "seed": 0, "memory_limit": None,
-         "device_memory_limit": None,
          "policy": Policy(gpu_batch_size=7), "h2o": h2o, "cache_bits": bits, "weight_bits": weights}
         for h2o, bits, weights in (
             (None, 16, 16), (H2O.h2o(), 8, 16), (H2O.h2o(), 4, 16), (None, 16, 8), (None, 16, 4),

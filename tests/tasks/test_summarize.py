@@ -19,6 +19,8 @@ from refusals import command_refused
 from word_models import WORDS, with_words
 
 from flexgen_h2o import LLM, H2OConfig, Policy
+from flexgen_h2o.cli.llm_arguments import llm_arguments
+from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.task_flags import own_fields
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.errors import UserError
@@ -482,10 +484,9 @@ def test_what_the_engine_is_opened_with(fake, articles, tmp_path):
                "cpu", "--dtype", "bfloat16", "--batch-size", 7, "--num-gpu-batches", 3,
                "--percent", 0, 100, 50, 50, "--offload-dir", "d", "--cache-bits", 4,
                "--enable-h2o-generation", "--enable-position-rolling", "--sample_num", 1) == 0
-    assert fake.opened == [{
+    assert fake.opened == [llm_arguments(RunConfig()) | {
         "model": "m", "path": "p", "device": "cpu", "dtype": "bfloat16", "progress": False,
-        "offload_dir": "d", "cache_bits": 4, "weight_bits": 16, "seed": 0, "memory_limit": None,
-        "device_memory_limit": None,
+        "offload_dir": "d", "cache_bits": 4,
         "policy": Policy(gpu_batch_size=7, num_gpu_batches=3, weights=Placement(0, 100, 0),
                          cache=Placement(50, 50, 0)),
         "h2o": H2OConfig(heavy_tokens=128, recent_tokens=128, positions="rolling")}]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from flexgen_h2o.cli.llm_arguments import llm_arguments
 from flexgen_h2o.cli.plan_flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.checks import check_bool, check_int
@@ -141,18 +143,9 @@ class Arguments:
         h2o = self.run_config().h2o()
         return replace(h2o, simulate=True) if self.simulate else h2o
 
-    def for_llm(self) -> dict[str, object]:
-        """Keywords of `LLM`; the model's name is `pretrained`."""
-        config = self.run_config()
-        alike = ("path", "attn_sparsity", "device", "dtype", "offload_dir", "seed", "memory_limit",
-                 "device_memory_limit")
-        return {
-            "policy": config.policy(), "h2o": self.h2o(),
-            "weight_bits": config.resolved_weight_bits,
-            "weight_cache": config.resolved_weight_cache,
-            "cache_bits": config.resolved_cache_bits, "progress": False,
-            **{name: getattr(config, name) for name in alike},
-        }
+    def for_llm(self) -> dict[str, Any]:
+        """Arguments of `LLM` by name."""
+        return llm_arguments(self.run_config(), h2o=self.h2o(), progress=False)
 
     @property
     def most(self) -> int | None:

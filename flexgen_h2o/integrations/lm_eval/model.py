@@ -53,7 +53,7 @@ class FlexGenLM(TemplateLM):
         self.arguments = parse(given)
         from flexgen_h2o.llm import LLM  # only now: it loads torch, and bad arguments answer first
 
-        self.llm = LLM(self.arguments.pretrained, **self.arguments.for_llm())
+        self.llm = LLM(**self.arguments.for_llm())
         self.close = weakref.finalize(self, self.llm.close)
         self.batch_sizes: dict[str, int] = {}
         self.kv_cache_bytes = 0

@@ -1,0 +1,123 @@
+"""A run's configuration and the `LLM` that it describes, through every command that opens one."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+import types
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from programs import benchmark_modules
+
+import flexgen_h2o
+from flexgen_h2o import LLM, H2OConfig, Policy
+from flexgen_h2o.cli.llm_arguments import llm_arguments
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.engine.load_options import LoadOptions
+from flexgen_h2o.integrations.lm_eval import arguments
+from flexgen_h2o.tasks import generate, stream
+
+OF_A_CALL = {"workload", "texts", "implementations", "progress", "trace", "verbose"}
+"""What a command knows beside a configuration."""
+
+# Flags of `RunConfig`, and what becomes of them: the keyword of `LLM` and its value.
+FIELDS = [
+    ({"model": "n"}, "model", "n"),
+    ({"path": "folder"}, "path", "folder"),
+    ({"device": "cpu"}, "device", "cpu"),
+    ({"dtype": "float32"}, "dtype", "float32"),
+    ({"weight_bits": 8}, "weight_bits", 8),
+    ({"weight_bits": 4, "weight_cache": "kept"}, "weight_cache", "kept"),
+    ({"weight_bits": 4, "no_weight_cache": True}, "weight_cache", None),
+    ({"cache_bits": 4}, "cache_bits", 4),
+    ({"attn_sparsity": 0.25}, "attn_sparsity", 0.25),
+    ({"offload_dir": "there"}, "offload_dir", "there"),
+    ({"seed": 5}, "seed", 5),
+    ({"memory_limit": 9 << 30}, "memory_limit", 9 << 30),
+    ({"device_memory_limit": 1 << 30}, "device_memory_limit", 1 << 30),
+    ({"percent": (0, 100, 100, 0, 100, 0)}, "policy",
+     Policy(weights=Placement(0, 100, 0), gpu_batch_size=1)),
+    ({"num_window_length": 8, "num_heavy_hitter_tokens": 3}, "h2o",
+     H2OConfig(heavy_tokens=3, recent_tokens=5)),
+]
+
+
+class Opened(Exception):
+    """In place of an LLM, with the arguments that it was to be made of."""
+
+
+@pytest.fixture
+def opening(monkeypatch, tmp_path):
+    def made(**given):
+        raise Opened(given)
+
+    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", types.SimpleNamespace(LLM=made))
+    monkeypatch.chdir(tmp_path)
+
+
+def typed(given: dict[str, object]) -> list[str]:
+    """A configuration as a command line."""
+    line = []
+    for name, value in given.items():
+        words = value if isinstance(value, tuple) else () if value is True else (value,)
+        line += [f"--{name.replace('_', '-')}", *map(str, words)]
+    return line
+
+
+def through_generate(given):
+    generate.main([*typed({"model": "m", "gpu_batch_size": 1} | given), "--no-log"])
+
+
+def through_a_task(given):
+    Path("in.jsonl").write_text(json.dumps({"turns": ["Hi."]}))
+    evicts = ["--enable-h2o-generation"] if "num_window_length" in given else []
+    stream.main([*typed({"model": "m"} | given), "--input-path", "in.jsonl", *evicts])
+
+
+def through_the_harness(given):
+    given = {"pretrained": "m"} | given
+    given["pretrained"] = given.pop("model", given["pretrained"])
+    raise Opened(arguments.parse(given).for_llm())
+
+
+def through_the_benchmarks(given):
+    with benchmark_modules("baselines.ours") as bench:
+        ours = object.__new__(bench.ours.Ours)
+        ours.settings = None
+        ours.config = lambda *_: RunConfig(**{"model": "m", "gpu_batch_size": 1} | given)
+        ours.prepare(Path("m"))
+
+
+@pytest.mark.parametrize("front_end", [
+    through_generate, through_a_task, through_the_harness, through_the_benchmarks])
+@pytest.mark.parametrize(("given", "keyword", "value"), FIELDS,
+                         ids=["-".join(given) for given, *_ in FIELDS])
+def test_each_option_arrives_by_every_command(opening, front_end, given, keyword, value):
+    with pytest.raises(Opened) as caught:
+        front_end(given)
+    (found,) = caught.value.args
+    assert found[keyword] == value
+    plain = llm_arguments(RunConfig(model="m", gpu_batch_size=1))
+    assert plain[keyword] != value, "another than by default"
+    kept = found.keys() & plain.keys() - {keyword, *({"weight_bits"} & given.keys())}
+    assert {name: found[name] for name in kept} == {name: plain[name] for name in kept}
+
+
+def test_a_configuration_sets_all_that_an_llm_takes_but_what_is_of_one_call():
+    (*named, _options) = inspect.signature(LLM).parameters
+    taken = {*named, *(spec.name for spec in fields(LoadOptions))}
+    assert set(llm_arguments(RunConfig())) == taken - OF_A_CALL
+    assert {keyword for _, keyword, _ in FIELDS} == taken - OF_A_CALL
+
+
+def test_no_command_makes_an_llm_of_its_own():
+    root = Path(flexgen_h2o.__file__).parent
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py")
+             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "LLM"}
+    assert found == {"cli/llm_arguments.py", "integrations/lm_eval/model.py"}
