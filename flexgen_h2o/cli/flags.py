@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexgen_h2o.cli.plan_flags import GOALS
-from flexgen_h2o.cli.values import flag
+from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.config.h2o import EVICTIONS, SCORES, SINK_WINDOW_SINKS, H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 
+AUTO = "auto"
+"""`--percent auto` searches for a policy."""
+GOALS = ("throughput", "latency")
 GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", "sampling",
           "results")
 
@@ -265,3 +267,8 @@ class RunFlags:
         "results", "text", None, shown="none", choices=("breakdown",),
         help="breakdown: print where the time went: compute, each link, and what binds",
     )
+
+    @staticmethod
+    def called(name: str) -> str:
+        """The name of a flag in errors; a front end whose users type other names overrides it."""
+        return flag_name(name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli.plan_flags import AUTO, GOALS
+from flexgen_h2o.cli.flags import AUTO, GOALS
 from flexgen_h2o.cli.plan_text import plan_text
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexgen_h2o.cli import result_rows
-from flexgen_h2o.cli.plan_flags import AUTO
+from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.errors import UserError

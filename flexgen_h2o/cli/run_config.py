@@ -1,6 +1,6 @@
 """The flags of a run together: what they contradict, and what the engine takes of them.
 
-`flex_opt` builds argparse from the table in `run_flags`, YAML keys are checked against its names,
+`flex_opt` builds argparse from the table in `flags`, YAML keys are checked against its names,
 and the resolved values are what is saved beside results. No torch.
 """
 
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from flexgen_h2o.cli.cache_flags import CacheFlags
-from flexgen_h2o.cli.flags import RunFlags
-from flexgen_h2o.cli.plan_flags import AUTO, PlanFlags
+from flexgen_h2o.cli.cache_flags import h2o_config
+from flexgen_h2o.cli.flags import AUTO, GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, parse_percent
@@ -26,7 +25,7 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.errors import UserError, did_you_mean
 
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_Made = TypeVar("_Made", CacheFlags, PlanFlags, Policy, SamplingParams)
+_Made = TypeVar("_Made", Policy, SamplingParams)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +48,14 @@ class RunConfig(RunFlags):
         self._check_lengths()
         self._check_files(ratio_files)
         self._check_bits()
+        self._check_planning()
         # These check what they are made of.
-        self._make(PlanFlags, called=self.called)
         self.policy()
         self.h2o()
         for name in _ONLY_WHEN_SAMPLING:
             if not self.do_sample and getattr(self, name) != getattr(RunConfig, name):
                 raise UserError(f"{flag_name(name)} has no effect: add --do-sample")
         self.sampling()
-
-    @staticmethod
-    def called(name: str) -> str:
-        """The name of a flag in errors; a front end whose users type other names overrides it."""
-        return flag_name(name)
 
     def _check_lengths(self) -> None:
         cut = self.cut_gen_len
@@ -87,6 +81,38 @@ class RunConfig(RunFlags):
             if given and self.resolved_weight_bits == 16:
                 raise UserError(f"{self.called(name)} has no effect on weights of 16 bits: add "
                                 f"{self.called('weight_bits')} 4")
+
+    def _check_planning(self) -> None:
+        """Refuse flags of the planner that would do nothing."""
+        for flag, given, reason in self._idle():
+            if given:
+                raise UserError(f"{flag} has no effect {reason}")
+        if self.hardware is not None and not self.plan_only:
+            raise UserError("--hardware describes another machine: add --plan-only")
+
+    def _idle(self) -> Iterator[tuple[str, bool, str]]:
+        """Each flag that may do nothing, whether it is given and does, and why."""
+        fixed = self.percent != AUTO
+        yield "--goal", fixed and self.goal != GOALS[0], "on a fixed policy: add --percent auto"
+        yield ("--allow-compression", fixed and self.allow_compression,
+               "on a fixed policy: add --percent auto")
+        chosen = [self.weight_bits is not None or self.compress_weight,
+                  self.cache_bits is not None or self.compress_cache]
+        yield ("--allow-compression", self.allow_compression and all(chosen),
+               "as the bits of weights and cache are both given: leave one of them out")
+        elsewhere = self.hardware is not None
+        yield ("--recalibrate", self.recalibrate and fixed and not self.plan_only,
+               "on a fixed policy: add --percent auto or --plan-only")
+        yield ("--recalibrate", self.recalibrate and elsewhere,
+               "with --hardware: that file says how fast the machine is")
+        yield ("--device", elsewhere and self.device != "auto",
+               "with --hardware: that file says what computes")
+        yield (self.called("device_memory_limit"),
+               self.device_memory_limit is not None and self.device == "cpu",
+               f"on {self.called('device')} cpu: give {self.called('memory_limit')}")
+        for name in ("output", "csv", "trace", "debug_mode"):
+            yield (flag_name(name), self.plan_only and getattr(self, name) is not None,
+                   "with --plan-only, which runs nothing")
 
     def _check_files(self, ratio_files: Mapping[str, str | None]) -> None:
         if self.prompt and self.prompts:
@@ -150,7 +176,7 @@ class RunConfig(RunFlags):
 
     def h2o(self) -> H2OConfig | None:
         """The H2O configuration; None for the full cache."""
-        return self._make(CacheFlags, called=self.called).h2o()
+        return h2o_config(self)
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters. Synthetic prompts never stop at EOS, as in FlexGen's

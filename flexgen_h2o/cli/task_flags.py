@@ -10,8 +10,8 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 
+from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.parser import Parser, arguments
-from flexgen_h2o.cli.plan_flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import checked, flag_name
 from flexgen_h2o.config.policy import Policy

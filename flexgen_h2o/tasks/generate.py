@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.input_files import read_prompts, synthetic_prompts, workload
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.parser import parse_args
-from flexgen_h2o.cli.plan_flags import AUTO
 from flexgen_h2o.cli.result_files import _write_results, check_results, result_files
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.files.terminal import show

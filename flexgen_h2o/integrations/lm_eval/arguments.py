@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.llm_arguments import llm_arguments
-from flexgen_h2o.cli.plan_flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.checks import check_bool, check_int
 from flexgen_h2o.config.h2o import H2OConfig
