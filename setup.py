@@ -29,6 +29,7 @@ INSTALL = [
     # holds files and flags against types, for config.schema; it loads in 20 ms, and needs nothing
     # else; 0.19 has the first wheels for Python 3.13
     "msgspec>=0.19",
+    "shtab>=1.7",  # flexgen-h2o --print-completion: scripts for shells, from argparse's parsers
     "pyyaml>=6.0.1",  # --config and the resolved configs; 6.0.1 has the first wheels for 3.12
 ]
 
@@ -175,7 +176,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["flexgen_h2o", "flexgen_h2o.*"]),
     package_data={"flexgen_h2o": ["py.typed"]},  # type checkers may trust the annotations
-    entry_points={"console_scripts": ["flexgen-h2o=flexgen_h2o.flex_opt:main"]},
+    entry_points={"console_scripts": ["flexgen-h2o=flexgen_h2o.cli.commands:main"]},
     ext_modules=[Extension("flexgen_h2o.kernels._cpu", optional=True,
                            sources=sorted(map(str, KERNELS.glob("*.cpp"))),
                            depends=[*sorted(map(str, KERNELS.glob("*.h"))),

@@ -13,7 +13,7 @@ import pytest
 from programs import ROOT, program
 
 import flexgen_h2o
-from flexgen_h2o.cli import parser
+from flexgen_h2o.cli import commands, parser
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
@@ -34,16 +34,19 @@ def prose(text: str) -> str:
     return re.sub(r"^(    |```).*$", "", text, flags=re.MULTILINE)
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
+def shown_commands() -> Iterator[tuple[str, list[str]]]:
     """Each command that a page shows: the page's name, and the command's words."""
     for page in PAGES:
         text = read(page).replace("\\\n", " ")
-        for line in re.findall(r"^ {4}(?:\$ )?((?:python|make|pip) .*)$", text, re.MULTILINE):
+        for line in re.findall(r"^ {4}(?:\$ )?((?:python|make|pip|flexgen-h2o) .*)$", text,
+                               re.MULTILINE):
             yield name(page), shlex.split(line, comments=True)
 
 
-COMMANDS = list(commands())
-OURS = [(page, words[2:]) for page, words in COMMANDS if words[:2] == ["python", "-m"]]
+COMMANDS = list(shown_commands())
+OURS = [(page, words[2:] if words[0] == "python" else [f"flexgen_h2o.{words[1]}", *words[2:]])
+        for page, words in COMMANDS
+        if words[:2] == ["python", "-m"] or words[0] == "flexgen-h2o" and words[1][0] != "-"]
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +64,11 @@ def test_the_page_of_flags_is_what_the_tables_say(flag_page, capsys):
 def test_each_flag_is_explained_on_a_page_that_somebody_wrote(flag_page):
     written = "\n".join(read(page) for page in PAGES if page != flag_page.PAGE)
     named = set(re.findall(r"--[a-z0-9-]*[a-z0-9]", written))
-    known = {command: set(flag_page.flags(command)) for command in flag_page.COMMANDS}
-    assert known["flex_opt"] == {
+    known = {command: set(flag_page.flags(command)) for command in flag_page.MODULES}
+    known["the program"] = {"--version", "--print-completion"}
+    assert known["generate"] == {
         each for each in parser.build_parser()._option_string_actions
-        if each.startswith("--")} - {"--help"}
+        if each.startswith("--")} - {"--help", "--version"}
     assert not {command: missing for command, flags in known.items()
                 if (missing := sorted(flags - named))}
 
@@ -86,10 +90,10 @@ def test_each_link_leads_somewhere(page):
 @pytest.mark.parametrize("page, words", OURS, ids=[f"{page} {words[0]}" for page, words in OURS])
 def test_each_command_of_the_package_takes_the_flags_that_are_shown(page, words, monkeypatch):
     monkeypatch.chdir(ROOT)
-    module = importlib.import_module(words[0])
-    if words[0].startswith("flexgen_h2o.integrations"):
+    name = words[0].removeprefix("flexgen_h2o.")
+    if name.startswith("integrations"):
         return  # its command line is the harness's
-    module.parse_args(words[1:])
+    (parser if name == "flex_opt" else commands.command(name)).parse_args(words[1:])
 
 
 def test_each_file_that_a_command_reads_is_in_the_repository():

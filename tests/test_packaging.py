@@ -28,15 +28,8 @@ def test_the_changelog_knows_this_version():
     assert [name for name in versions if name != "Unreleased"][0] == flexgen_h2o.__version__
 
 
-def test_usage_names_the_command_as_it_was_called(monkeypatch):
-    for called, shown in (("/usr/bin/flexgen-h2o", "flexgen-h2o"),
-                          ("/src/flexgen_h2o/flex_opt.py", "python -m flexgen_h2o.flex_opt")):
-        monkeypatch.setattr(sys, "argv", [called])
-        assert parser.build_parser().format_usage().startswith(f"usage: {shown} [--model")
-
-
 def test_the_installed_command_is_the_command_line(wheel):
-    script = f"{parser.SCRIPT}=flexgen_h2o.flex_opt:main"
+    script = f"{parser.SCRIPT}=flexgen_h2o.cli.commands:main"
     assert script in (ROOT / "setup.py").read_text(encoding="utf-8")
     assert wheel.SCRIPT == parser.SCRIPT
 

@@ -7,51 +7,40 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
-from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.cli.commands import COMMANDS, command
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "command-line.md"
-COMMANDS = ("flex_opt", "tasks.summarize", "tasks.stream", "tasks.stream_quality", "tasks.quality",
-            "tasks.analyze")
-"""Modules of the package that parse flags by `parse_args`."""
+MODULES = (*COMMANDS, "stream_quality")
+"""The modules of tasks/ whose `parser` has flags."""
+LIKE_GENERATE = ("plan",)
+"""Those of which only flags that are not exactly `generate`'s get rows of their own."""
 
 HEAD = """\
 # Command line
 
-Every command is `python -m` its module, and has `--help`; `flexgen-h2o` is `flexgen_h2o.flex_opt`.
-Names are FlexGen's and the H2O fork's where those have the flag. Tasks take underscores for dashes
-too. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`.
+Every command is `flexgen-h2o NAME` or `python -m flexgen_h2o.NAME`, and has `--help` and
+`--version`. `flexgen-h2o` with flags alone is `generate`, as is `python -m flexgen_h2o.flex_opt`.
+Names are FlexGen's and the H2O fork's where those have the flag. Studies take underscores for
+dashes too. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`. The script that
+`flexgen-h2o --print-completion bash` (`zsh`, `tcsh`) prints completes all of this in a shell.
 
 `tools/command_line_page.py` makes this page from the tables that parse the flags."""
 
 
-class _Caught(Exception):
-    """Carries the parser of a command out of its `parse_args`."""
-
-
-def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser that a command makes for its flags."""
-    def caught(self: argparse.ArgumentParser, *_: object) -> None:
-        raise _Caught(self)
-
-    module = importlib.import_module(f"flexgen_h2o.{command}")
-    try:
-        with mock.patch.object(Parser, "parse_args", caught):
-            module.parse_args([])
-    except _Caught as found:
-        return found.args[0]
-    raise LookupError(f"flexgen_h2o.{command} parses no flags by cli.Parser")
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a command's flags."""
+    return command(name).parser()
 
 
 def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse.Action]]]:
-    """Each group of flags that is not empty: its title and the flags, without ``--help``."""
+    """Each group of flags that is not empty: its title and the flags but those of all commands."""
     for group in parser._action_groups:
-        actions = [each for each in group._group_actions if "--help" not in each.option_strings]
+        actions = [each for each in group._group_actions
+                   if not {"--help", "--version"} & {*each.option_strings}]
         if actions:
             yield group.title or "", actions
 
@@ -73,18 +62,27 @@ def row(action: argparse.Action) -> str:
     return f"| {shown} | {default.removesuffix(')')} | {words.replace('_DUMMY_', '`_DUMMY_`')} |"
 
 
+def section(name: str) -> Iterator[str]:
+    """The parts of the page on one command."""
+    parser, same = parser_of(name), set()
+    yield f"## {name}"
+    yield parser.description or ""
+    if name in LIKE_GENERATE:
+        same = {row(each) for _, actions in groups(parser_of("generate")) for each in actions}
+        shared = [each.option_strings[0] for _, actions in groups(parser) for each in actions
+                  if row(each) in same]
+        yield f"As of [generate](#generate): {', '.join(f'`{each}`' for each in shared)}."
+    for title, actions in groups(parser):
+        rows = [each for each in map(row, actions) if each not in same]
+        if rows:
+            if title != "options":
+                yield f"### {title[0].upper()}{title[1:]}" if not same else f"{title.capitalize()}:"
+            yield "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows])
+
+
 def page() -> str:
     """The page in markdown."""
-    parts = [HEAD]
-    for command in COMMANDS:
-        parser = parser_of(command)
-        parts += [f"## flexgen_h2o.{command}", parser.description or ""]
-        for title, actions in groups(parser):
-            if title != "options":
-                parts.append(f"### {title[0].upper()}{title[1:]}")
-            parts.append("\n".join(["| flag | default | meaning |", "|---|---|---|",
-                                    *map(row, actions)]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([HEAD, *(part for name in MODULES for part in section(name))]) + "\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,13 +13,29 @@ from typing import Any, NoReturn
 from flexgen_h2o.cli.flags import GROUPS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name, load_yaml
+from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.errors import UserError, did_you_mean
+
+SCRIPT = "flexgen-h2o"
+"""The command that setup.py installs."""
+PACKAGE = __name__.partition(".")[0]
+FLEX_OPT = f"python -m {PACKAGE}.flex_opt"
+VERSION_HELP = "print the version and end"
 
 _KINDS = {"int": int, "float": float}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are `UserError`, one line like all others, with no usage before."""
+    """argparse whose errors are `UserError`, one line like all others, with no usage before.
+
+    `version` is what ``--help`` says of the flag ``--version``; None: there is none.
+    """
+
+    def __init__(self, *, version: str | None = VERSION_HELP, **options: Any):
+        super().__init__(**options)
+        if version is not None:
+            self.add_argument("--version", action="version", version=f"{PACKAGE} {VERSION}",
+                              help=version)
 
     def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:
@@ -76,18 +92,41 @@ def arguments(spec: Field[Any]) -> dict[str, Any]:
     return options
 
 
-SCRIPT = "flexgen-h2o"
-"""The command that setup.py installs."""
+def program(command: str = "") -> str:
+    """A command's name for its usage: as it was called, by script, by package or by module.
+
+    Without a command, the name of the program that has all of them.
+    """
+    called = Path(sys.argv[0])
+    if called.name == SCRIPT:
+        return f"{SCRIPT} {command}".rstrip()
+    if not command or (called.parent.name, called.name) == (PACKAGE, "__main__.py"):
+        return f"python -m {PACKAGE} {command}".rstrip()
+    return f"python -m {PACKAGE}.{command}"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags, from the fields of `RunConfig`. A flag not given stays unset."""
+def build_parser(
+    specs: Iterable[Field[Any]] = fields(RunConfig), *, prog: str = FLEX_OPT,
+    usage: str = "%(prog)s [--model NAME] [--prompts FILE] [--percent P P P P] [flags]",
+    description: str = "Generate text with a model larger than memory: weights, KV cache and "
+    "activations spread over device, host memory and disk.",
+    version: str = argparse.SUPPRESS,
+) -> Parser:
+    """The parser of some flags, in their groups. A flag that is not given stays unset.
+
+    Parameters
+    ----------
+    specs : fields of dataclasses
+        What `values.flag` made, each with one of `GROUPS`. By default all of `flex_opt`, whose
+        other defaults are its own as well.
+    prog, usage, description, version : str
+        What ``--help`` shows.
+    """
     parser = Parser(
-        # As it was called: by the script that pip installs, or by module.
-        prog=SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m flexgen_h2o.flex_opt",
-        usage="%(prog)s [--model NAME] [--prompts FILE] [--percent P P P P] [flags]",
-        description="Generate text with a model larger than memory: weights, KV cache and "
-        "activations spread over device, host memory and disk.",
+        prog=prog,
+        usage=usage,
+        description=description,
+        version=version,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(
@@ -95,16 +134,21 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
-    for spec in fields(RunConfig):
+    for spec in specs:
         groups[spec.metadata["group"]].add_argument(flag_name(spec.name), **arguments(spec))
     return parser
 
 
-def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
-    """Flags, over those of ``--config``, as a checked `RunConfig`. Raises `UserError`."""
-    given = vars(build_parser().parse_args(argv))
+def parse_args(argv: Sequence[str] | None = None, parser: Parser | None = None) -> RunConfig:
+    """Flags, of `flex_opt` by default, as a checked `RunConfig`. Raises `UserError`."""
+    return RunConfig.from_mapping(given_flags(parser or build_parser(), argv))
+
+
+def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
+    """Values of the flags that were given, over those of ``--config``. Raises `UserError`."""
+    given = vars(parser.parse_args(argv))
     values = load_yaml(given["config"]) if "config" in given else {}
     # Prompts of the command line replace the file's, whichever of the two ways each uses.
     if "prompt" in given or "prompts" in given:
         values = {k: v for k, v in values.items() if k not in ("prompt", "prompts")}
-    return RunConfig.from_mapping(values | given)
+    return values | given

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 
 from flexgen_h2o.cli.flags import AUTO
-from flexgen_h2o.cli.parser import Parser, arguments
+from flexgen_h2o.cli.parser import Parser, arguments, program
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import checked, flag_name
 from flexgen_h2o.config.policy import Policy
@@ -47,32 +47,24 @@ def check_own(options: object) -> None:
         object.__setattr__(options, spec.name, checked(spec, getattr(options, spec.name)))
 
 
-def parse(argv: Sequence[str] | None, options: type, shared: Collection[str], *, prog: str,
-          description: str, defaults: Mapping[str, object], helps: Mapping[str, str] | None = None
-          ) -> tuple[dict[str, object], dict[str, object]]:
-    """The flags that were given: values of the options' own fields, and of `RunConfig`'s.
+def build_parser(options: type, shared: Collection[str], *, name: str, description: str,
+                 defaults: Mapping[str, object], helps: Mapping[str, str] | None = None) -> Parser:
+    """The parser of a task.
 
     Parameters
     ----------
-    argv : sequence of str, optional
-        Default: those of the process.
     options : type
         Dataclass of the task's own flags.
     shared : collection of str
         Fields of `RunConfig` that are flags here, beside `model`.
-    prog, description : str
-        What ``--help`` shows.
+    name, description : str
+        The task's name among the commands, and what ``--help`` says of it.
     defaults : mapping
         What ``--help`` shows as defaults of shared flags where they are not `RunConfig`'s.
     helps : mapping, optional
         And what it says of them.
-
-    Raises
-    ------
-    UserError
-        A flag is unknown, lacks its value or has one of a wrong type.
     """
-    parser = Parser(prog=prog, description=description, allow_abbrev=False,
+    parser = Parser(prog=program(name), description=description, allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
     for spec in fields(RunConfig):
         if spec.name == "model" or spec.name in shared:
@@ -80,6 +72,16 @@ def parse(argv: Sequence[str] | None, options: type, shared: Collection[str], *,
             parser.add_argument(*_spellings(spec), **words)
     for spec in own_fields(options):
         parser.add_argument(*_spellings(spec), **arguments(spec))
+    return parser
+
+
+def parse(argv: Sequence[str] | None, parser: Parser, options: type
+          ) -> tuple[dict[str, object], dict[str, object]]:
+    """The flags that were given: values of the options' own fields, and of `RunConfig`'s.
+
+    `argv` None is the process's; `parser` is that of `options`. Raises `UserError` for a flag that
+    is unknown, lacks its value or has one of a wrong type.
+    """
     given = vars(parser.parse_args(argv))
     own = {spec.name for spec in own_fields(options)} & given.keys()
     return ({name: given[name] for name in given if name in own},

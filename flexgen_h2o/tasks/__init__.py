@@ -1,1 +1,1 @@
-"""Jobs done with the engine, one command each: ``python -m flexgen_h2o.tasks.NAME``."""
+"""Jobs done with the engine, one command each: ``python -m flexgen_h2o.NAME``."""

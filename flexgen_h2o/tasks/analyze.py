@@ -1,4 +1,4 @@
-"""Analyse attention: ``python -m flexgen_h2o.tasks.analyze --input-path FILE ...``.
+"""Analyse attention: ``flexgen-h2o analyze --input-path FILE ...``.
 
 The observations of the H2O paper (arXiv 2306.14048) on any model: a CSV file and a plot of each,
 and a short summary. All that can be refused is refused before torch is loaded.
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from flexgen_h2o.cli import task_flags
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
@@ -118,13 +119,18 @@ class AnalyzeOptions:
         return [read_text("--input-path", self.input_path, if_empty="holds no text")]
 
 
-def parse_args(argv: Sequence[str] | None = None) -> AnalyzeOptions:
-    """Flags as checked `AnalyzeOptions`. Raises `UserError`."""
-    own, shared = task_flags.parse(
-        argv, AnalyzeOptions, _SHARED, prog="python -m flexgen_h2o.tasks.analyze",
+def parser() -> Parser:
+    """The parser of the flags."""
+    return task_flags.build_parser(
+        AnalyzeOptions, _SHARED, name="analyze",
         defaults=_DEFAULTS,
         helps={"dtype": "number format of the model; the statistics are in float32"},
         description="What attention looks like: the observations behind H2O.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> AnalyzeOptions:
+    """Flags as checked `AnalyzeOptions`. Raises `UserError`."""
+    own, shared = task_flags.parse(argv, parser(), AnalyzeOptions)
     options = AnalyzeOptions(run=RunConfig(**_DEFAULTS | shared), **own)
     for name, parts in _USED_BY.items():
         if name in own and not set(parts) & set(options.only):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.input_files import read_prompts, synthetic_prompts, workload
 from flexgen_h2o.cli.llm_arguments import open_llm
-from flexgen_h2o.cli.parser import parse_args
 from flexgen_h2o.cli.result_files import _write_results, check_results, result_files
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.files.terminal import show
@@ -86,6 +87,21 @@ def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
         show(f"{text.strip()}\n{'-' * 70}")
 
 
+def parser() -> flag_parser.Parser:
+    """The parser of the flags."""
+    return flag_parser.build_parser(prog=flag_parser.program("generate"),
+                                    version=flag_parser.VERSION_HELP)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
+    """Flags as a checked `RunConfig`. Raises `UserError`."""
+    return flag_parser.parse_args(argv, parser())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
     return exit_status(lambda: run(parse_args(argv)), last=argv is None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Quality by cache budget: ``python -m flexgen_h2o.tasks.quality --input-path FILE.jsonl ...``.
+"""Quality by cache budget: ``flexgen-h2o quality --input-path FILE.jsonl ...``.
 
 On the same articles, each cache gives the perplexity of the second half after the first (teacher-
 forced, so that its figures are of the same tokens) and the share of greedy tokens that are those
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from flexgen_h2o.cli import llm_arguments, task_flags
 from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
@@ -80,12 +81,17 @@ class QualityOptions:
         task_flags.check_files(self, _FILES)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
-    """Flags as checked `QualityOptions`. Raises `UserError`."""
-    own, shared = task_flags.parse(
-        argv, QualityOptions, _SHARED, prog="python -m flexgen_h2o.tasks.quality",
+def parser() -> Parser:
+    """The parser of the flags."""
+    return task_flags.build_parser(
+        QualityOptions, _SHARED, name="quality",
         defaults=_DEFAULTS,
         helps=_HELPS, description="Perplexity and greedy tokens by the budget of the KV cache.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
+    """Flags as checked `QualityOptions`. Raises `UserError`."""
+    own, shared = task_flags.parse(argv, parser(), QualityOptions)
     task_flags.check_from_csv([*own, *shared])
     return QualityOptions(run=RunConfig(**_DEFAULTS | shared), **own)
 

@@ -1,4 +1,4 @@
-"""One endless conversation: ``python -m flexgen_h2o.tasks.stream --input-path FILE.jsonl ...``.
+"""One endless conversation: ``flexgen-h2o stream --input-path FILE.jsonl ...``.
 
 All conversations of a file go one after the other through one cache of fixed size, which survives
 the turns, and text is printed as it comes. All that can be refused is refused before torch is
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from flexgen_h2o.cli import task_flags
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
@@ -104,12 +105,17 @@ class StreamOptions:
         return asdict(self.run.sampling()) | {"eos_token_id": -1 if self.run.ignore_eos else None}
 
 
-def parse_args(argv: Sequence[str] | None = None) -> StreamOptions:
-    """Flags as checked `StreamOptions`. Raises `UserError`."""
-    own, shared = task_flags.parse(
-        argv, StreamOptions, _SHARED, prog="python -m flexgen_h2o.tasks.stream", defaults=_SHOWN,
+def parser() -> Parser:
+    """The parser of the flags."""
+    return task_flags.build_parser(
+        StreamOptions, _SHARED, name="stream", defaults=_SHOWN,
         helps=_HELPS,
         description="Answer conversations one after the other through one cache of fixed size.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> StreamOptions:
+    """Flags as checked `StreamOptions`. Raises `UserError`."""
+    own, shared = task_flags.parse(argv, parser(), StreamOptions)
     if own.get("enable_h2o_generation"):
         if shared.get("eviction") == "full":
             raise UserError("--enable-h2o-generation evicts: leave --eviction full out")

@@ -1,4 +1,4 @@
-"""A stream by position: ``python -m flexgen_h2o.tasks.stream_quality --input-path FILE.jsonl ...``.
+"""A stream by position: ``python -m flexgen_h2o.stream_quality --input-path FILE.jsonl ...``.
 
 One long text, articles joined, goes token by token through each cache, far past the context that
 the model was trained on: perplexity, ms/token and memory of each piece. The full cache goes until
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from flexgen_h2o.cli import task_flags
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
@@ -108,12 +109,17 @@ class StreamQualityOptions:
         return Streamed(policy, self.config(policy).h2o(), most, self.blow_up)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
-    """Flags as checked `StreamQualityOptions`. Raises `UserError`."""
-    own, shared = task_flags.parse(
-        argv, StreamQualityOptions, _SHARED, prog="python -m flexgen_h2o.tasks.stream_quality",
+def parser() -> Parser:
+    """The parser of the flags."""
+    return task_flags.build_parser(
+        StreamQualityOptions, _SHARED, name="stream_quality",
         defaults=_DEFAULTS,
         description="Perplexity and ms/token by position in one endless text.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
+    """Flags as checked `StreamQualityOptions`. Raises `UserError`."""
+    own, shared = task_flags.parse(argv, parser(), StreamQualityOptions)
     task_flags.check_from_csv([*own, *shared])
     return StreamQualityOptions(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared), **own)
 

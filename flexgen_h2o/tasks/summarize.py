@@ -1,4 +1,4 @@
-"""Summarisation: ``python -m flexgen_h2o.tasks.summarize --input-path FILE.jsonl ...``.
+"""Summarisation: ``flexgen-h2o summarize --input-path FILE.jsonl ...``.
 
 Each article's prompt is continued greedily, so that figures repeat, and what comes is scored by
 ROUGE against the reference. ``--sweep`` does so for one cache after the other: the table of H2O
@@ -26,8 +26,10 @@ from flexgen_h2o.files.rows import RowsFile
 from flexgen_h2o.tasks.summaries import plot as summary_plot
 from flexgen_h2o.tasks.summaries import rows as summary_rows
 from flexgen_h2o.tasks.summaries.articles import Score, check_rows, summarize
-from flexgen_h2o.tasks.summaries.flags import SummarizeOptions, parse_args
+from flexgen_h2o.tasks.summaries.flags import SummarizeOptions, parse_args, parser
 from flexgen_h2o.tasks.summaries.rouge import Rouge
+
+__all__ = ["main", "parse_args", "parser", "run"]
 
 # What the text of a summary depends on. Batches, placements and the device may change in between.
 _DECIDING = ("model", "path", "dtype", "gen_len", "chat_template", "policy", "heavy_tokens",

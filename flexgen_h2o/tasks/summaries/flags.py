@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexgen_h2o.cli import task_flags
+from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.config.h2o import EVICTIONS
@@ -148,13 +149,18 @@ def _name(config: RunConfig) -> str:
     return f"{config.eviction}-{h2o.heavy_tokens + h2o.recent_tokens + h2o.sink_tokens}"
 
 
-def parse_args(argv: Sequence[str] | None = None) -> SummarizeOptions:
-    """Flags as checked `SummarizeOptions`. Raises `UserError`."""
-    own, shared = task_flags.parse(
-        argv, SummarizeOptions, _SHARED, prog="python -m flexgen_h2o.tasks.summarize",
+def parser() -> Parser:
+    """The parser of the flags."""
+    return task_flags.build_parser(
+        SummarizeOptions, _SHARED, name="summarize",
         defaults=_SHOWN,
         helps=_HELPS,
         description="Summaries and their ROUGE with the full or an evicting KV cache.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> SummarizeOptions:
+    """Flags as checked `SummarizeOptions`. Raises `UserError`."""
+    own, shared = task_flags.parse(argv, parser(), SummarizeOptions)
     task_flags.check_from_csv([*own, *shared])
     return SummarizeOptions(run=RunConfig(**_DEFAULTS | _cache(own, shared)), **own)
 

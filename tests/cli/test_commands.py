@@ -1,0 +1,146 @@
+"""The commands of the program: how each is called, found, told apart and completed in a shell."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import ROOT
+from refusals import command_refused
+
+import flexgen_h2o
+from flexgen_h2o import flex_opt
+from flexgen_h2o.cli import commands, parser
+from flexgen_h2o.cli.commands import COMMANDS
+from flexgen_h2o.tasks import generate, plan
+
+VERSION = f"flexgen_h2o {flexgen_h2o.__version__}\n"
+MODULES = (*COMMANDS, "stream_quality")
+
+
+def printed(capsys, call, *argv: object) -> str:
+    """What a call prints that ends the program well; nothing is on stderr."""
+    with pytest.raises(SystemExit) as ended:
+        call(*argv)
+    out, err = capsys.readouterr()
+    assert (ended.value.code or 0, err) == (0, "")
+    return out
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_command_has_help_and_a_version_in_every_spelling(name, capsys, monkeypatch):
+    main = commands.command(name).main
+    for called, usage in (("/usr/bin/flexgen-h2o", f"flexgen-h2o {name}"),
+                          ("/src/flexgen_h2o/__main__.py", f"python -m flexgen_h2o {name}"),
+                          (f"/src/flexgen_h2o/tasks/{name}.py", f"python -m flexgen_h2o.{name}")):
+        monkeypatch.setattr(sys, "argv", [called])
+        text = printed(capsys, main, ["--help"])
+        assert text.startswith(f"usage: {usage} [") and "--version" in text
+        if name in COMMANDS:
+            assert printed(capsys, commands.main, [name, "--help"]) == text
+    assert printed(capsys, main, ["--version"]) == VERSION
+    monkeypatch.setattr(sys, "argv", [name, "--version"])
+    assert printed(capsys, lambda: runpy.run_module(f"flexgen_h2o.{name}", run_name="__main__")
+                   ) == VERSION
+
+
+def test_python_runs_the_package_and_its_commands_without_a_warning():
+    for words in (["flexgen_h2o"], ["flexgen_h2o", "plan"], ["flexgen_h2o.analyze"],
+                  ["flexgen_h2o.tasks.quality"], ["flexgen_h2o.flex_opt"]):
+        done = subprocess.run([sys.executable, "-W", "error", "-m", *words, "--version"], cwd=ROOT,
+                              capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, VERSION, "")
+
+
+def test_the_program_lists_its_commands(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/flexgen-h2o"])
+    text = printed(capsys, commands.main, ["--help"])
+    assert text.startswith("usage: flexgen-h2o COMMAND [flags]\n")
+    assert all(f"\n  {name} " in text for name in COMMANDS)
+    assert printed(capsys, commands.main, []) == printed(capsys, commands.main) == text
+    assert printed(capsys, commands.main, ["--version"]) == VERSION
+
+
+def test_flags_alone_are_those_of_generate(monkeypatch):
+    ran = []
+    monkeypatch.setattr(generate, "run", ran.append)
+    flags = ["--model", "summarize", "--gen-len", "3"]
+    assert [commands.main(words) for words in (flags, ["generate", *flags])] == [0, 0]
+    assert ran == [parser.parse_args(flags)] * 2
+
+
+def test_a_name_that_is_no_command_is_told_in_a_line(capsys):
+    command_refused(commands.main, capsys, ["sumarize", "--gen-len", "3"],
+                    "unknown command 'sumarize': did you mean summarize?")
+    command_refused(commands.main, capsys, ["xyz"], "unknown command 'xyz': see --help")
+    command_refused(commands.main, capsys, ["--modle", "a"], "did you mean --model?")
+    command_refused(commands.main, capsys, ["--print-completion", "fish"], "bash, zsh, tcsh")
+    command_refused(commands.main, capsys, ["--print-completion"], "expected one argument")
+
+
+def test_flex_opt_is_generate_by_its_old_name(capsys):
+    old, new = (printed(capsys, main, ["--help"]) for main in (flex_opt.main, generate.main))
+    lines = [line for line in new.splitlines(keepends=True) if "--version" not in line]
+    assert "".join(lines).replace("flexgen_h2o.generate", "flexgen_h2o.flex_opt") == old
+    assert printed(capsys, flex_opt.main, ["--version"]) == VERSION
+
+
+def test_plan_prints_what_plan_only_prints(capsys, tmp_path):
+    flags = ["--model", "opt-6.7b", "--path", "_DUMMY_", "--percent", "auto", "--hh-ratio", "0.1",
+             "--hardware", str(ROOT / "configs/hardware/t4.yaml")]
+    saved = tmp_path / "run.yaml"
+    plan.parse_args(flags).save(saved)
+    outputs = []
+    for main, argv in ((generate.main, [*flags, "--plan-only"]), (plan.main, flags),
+                       (commands.main, ["plan", "--config", str(saved)])):
+        assert main(argv) == 0
+        outputs.append(capsys.readouterr())
+    assert outputs[0] == outputs[1] == outputs[2] and "predicted" in outputs[0].out
+    for flag in ("--plan-only", "--output", "--do-sample", "--warm-up"):
+        command_refused(plan.main, capsys, [*flags, flag], f"unknown flag {flag}")
+
+
+# --- completion
+
+
+def completed(script: str, *words: str, folder: Path) -> set[str]:
+    """What bash offers for the last of these words of a command line."""
+    shell = (f"{script}\nCOMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}\n"
+             'COMP_LINE="${COMP_WORDS[*]}"; COMP_POINT=${#COMP_LINE}\n'
+             f"$(complete -p {words[0]} | sed 's/.*-F \\([^ ]*\\) .*/\\1/') {words[0]} "
+             f"{words[-1]!r}\n" 'printf "%s\\n" "${COMPREPLY[@]}"')
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("shell", commands.SHELLS)
+def test_a_shell_takes_the_script_of_completion(shell, capsys, tmp_path):
+    assert commands.main(["--print-completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS) and "hh-ratio" in script
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    path = tmp_path / "script"
+    path.write_text(script)
+    done = subprocess.run([shell, "-n", str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_bash_completes_commands_flags_values_and_files(capsys, tmp_path):
+    if shutil.which("bash") is None:
+        pytest.skip("no bash here")
+    (tmp_path / "articles.jsonl").touch()
+    assert commands.main(["--print-completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for words, offered in (
+            (("s",), {"summarize", "stream"}),
+            (("",), {*COMMANDS}),
+            (("generate", "--hh-r"), {"--hh-ratio"}),
+            (("plan", "--goal", "lat"), {"latency"}),
+            (("quality", "--input-path", "art"), {"articles.jsonl"})):
+        assert completed(script, "flexgen-h2o", *words, folder=tmp_path) == offered
