@@ -16,7 +16,7 @@ from flexgen_h2o.cli.commands import COMMANDS, command
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "command-line.md"
 MODULES = (*COMMANDS, "stream_quality")
 """The modules of tasks/ whose `parser` has flags."""
-LIKE_GENERATE = ("plan",)
+LIKE_GENERATE = ("plan", "bench")
 """Those of which only flags that are not exactly `generate`'s get rows of their own."""
 
 HEAD = """\
@@ -71,7 +71,7 @@ def section(name: str) -> Iterator[str]:
         same = {row(each) for _, actions in groups(parser_of("generate")) for each in actions}
         shared = [each.option_strings[0] for _, actions in groups(parser) for each in actions
                   if row(each) in same]
-        yield f"As of [generate](#generate): {', '.join(f'`{each}`' for each in shared)}."
+        yield f"As in [generate](#generate): {', '.join(f'`{each}`' for each in shared)}."
     for title, actions in groups(parser):
         rows = [each for each in map(row, actions) if each not in same]
         if rows:

@@ -22,6 +22,7 @@ from flexgen_h2o.errors import UserError, did_you_mean
 COMMANDS = {
     "generate": "generate text: the command where none is named",
     "plan": "choose a policy for this machine or another, or predict what one does",
+    "bench": "throughput and latency of one configuration, beside its roofline",
     "summarize": "summaries of articles, and their ROUGE",
     "stream": "conversations without end through one cache of fixed size",
     "quality": "perplexity and greedy tokens by the budget of the cache",

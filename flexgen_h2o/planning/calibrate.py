@@ -62,11 +62,11 @@ def machine(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool
     UserError
         The disk cannot be measured.
     """
-    path = _kept(device, offload_dir)
-    if not recalibrate and path.exists():
+    path = _file(device, offload_dir)
+    if not recalibrate:
         try:
-            # A container may have another limit on its memory by now.
-            return replace(load_hardware(path), **_memory(device, offload_dir))
+            if (found := kept(device, offload_dir)) is not None:
+                return found
         except UserError as error:
             _log.warning("measuring this machine anew: %s", error)
     hardware = calibrate(device, offload_dir, progress=progress)
@@ -79,6 +79,22 @@ def machine(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool
     return hardware
 
 
+def kept(device: Device, offload_dir: str | os.PathLike) -> Hardware | None:
+    """This machine as an earlier call of `machine` has measured it; None if none has.
+
+    Raises `UserError` for a file of its figures that is damaged.
+    """
+    path = _file(device, offload_dir)
+    # A container may have another limit on its memory by now.
+    return (replace(load_hardware(path), **_memory(device, offload_dir)) if path.exists()
+            else None)
+
+
+def measured_dtype(device: Device) -> torch.dtype:
+    """The dtype in which a device is measured: the engine's default."""
+    return torch.float16 if device.torch.type == "cuda" else torch.bfloat16
+
+
 @torch.inference_mode()
 def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
               sizes: Sizes | None = None) -> Hardware:
@@ -89,7 +105,7 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
     `sizes` None are those that suit the device.
     """
     sizes = sizes or Sizes.of(device)
-    dtype = torch.float16 if device.torch.type == "cuda" else torch.bfloat16
+    dtype = measured_dtype(device)
     rates = Rates(device, dtype, sizes)
     links, interference = _links(rates, device, offload_dir, progress)
     compute = _compute(rates, progress)
@@ -161,7 +177,7 @@ def _name(device: Device) -> str:
     return f"{platform.node()}: {compute}, {torch.get_num_threads()} CPU threads"
 
 
-def _kept(device: Device, offload_dir: str | os.PathLike) -> Path:
+def _file(device: Device, offload_dir: str | os.PathLike) -> Path:
     """File of the figures of this machine, named after all that they depend on."""
     parts = (_FORMAT, platform.node(), cpu_model(), os.cpu_count(), torch.get_num_threads(),
              device.description(), torch.__version__, nearest_folder(offload_dir).stat().st_dev,

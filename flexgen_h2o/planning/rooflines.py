@@ -1,0 +1,63 @@
+"""The roofline of a run: the least time by the rates that were measured on a machine. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexgen_h2o.config.formats import WeightOptions
+from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
+from flexgen_h2o.planning.hardware_file import BILLION, BITS
+from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.search import Choice, judge
+
+_SIDE = 1 << 15  # of a matrix so large that the ends of its groups do not count
+
+
+def bytes_of_a_weight(bits: int) -> float:
+    """Bytes of a number of a large matrix at rest, with those of its group's scale."""
+    return WeightOptions(bits).matrix_bytes((_SIDE, _SIDE), 2) / _SIDE**2
+
+
+def ideal(hardware: Hardware) -> Hardware:
+    """A machine that does everything at the best rates of this one.
+
+    Memory is read as fast as in any measured product or attention, products and attention have the
+    FLOP/s of the fastest of them, nothing else takes time, and transfers do not disturb compute.
+    Links keep their rates.
+    """
+    compute = hardware.compute
+    timed = [(bits, rows, seconds / BILLION) for bits, by_rows in compute.linear.items()
+             for rows, seconds in by_rows.items()]
+    host = hardware.host_attention
+    bandwidth = max(*(bytes_of_a_weight(bits) / seconds for bits, _, seconds in timed),
+                    *compute.decode_attention.values())
+    flops = max(*(2 * rows / seconds for _, rows, seconds in timed),
+                *compute.prefill_attention.values())
+    linear = {}
+    for bits in BITS:
+        # Up to `turn` rows a product takes as long as reading its weights, beyond as its FLOPs.
+        read = bytes_of_a_weight(bits) / bandwidth
+        turn = max(1.0, flops * read / 2)
+        linear[bits] = {1: BILLION * max(read, 2 / flops), turn: BILLION * 2 * turn / flops}
+    return replace(
+        hardware, interference=0.0,
+        compute=Compute(linear=linear,
+                        prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
+                        decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),
+                        head_seconds=0.0, elementwise=0.0, layer_seconds=0.0, logit_seconds=0.0),
+        host_attention=host and HostAttentionRates(
+            dict.fromkeys(host.decode_attention, max(host.decode_attention.values())), 0.0))
+
+
+def roofline(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> Choice:
+    """The least seconds of a run with its placements and batches, all of its transfers overlapped.
+
+    Parameters
+    ----------
+    hardware : Hardware
+        As it was measured, in the run's dtype.
+    run : PlannedRun
+    prompts : int or None
+        See `search.judge`.
+    """
+    return judge(ideal(hardware), replace(run, policy=replace(run.policy, overlap=True)), prompts)

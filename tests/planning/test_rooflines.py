@@ -1,0 +1,55 @@
+"""Rooflines: below what the cost model says of any run, and bytes or FLOPs by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import BITS, CPU, GPU, ON_DISK, OPT, machine, planned, roofline
+
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.planning.cost import interpolate
+from flexgen_h2o.planning.rooflines import bytes_of_a_weight, ideal
+from flexgen_h2o.planning.rooflines import roofline as least
+from flexgen_h2o.planning.search import judge
+
+shares = st.tuples(st.integers(0, 50), st.integers(0, 50))
+
+
+@given(st.booleans(), shares, shares, st.tuples(st.integers(1, 300), st.integers(1, 3)),
+       st.tuples(st.integers(1, 600), st.integers(1, 40)),
+       st.tuples(st.sampled_from(BITS), st.sampled_from(BITS)),
+       st.sampled_from([None, H2OConfig(heavy_ratio=0.1)]), st.booleans(), st.booleans(),
+       st.none() | st.integers(1, 500))
+def test_nothing_is_predicted_to_beat_the_roofline(gpu, weights, cache, batch, lengths, bits, h2o,
+                                                   overlap, host, prompts):
+    run = planned(weights, cache, batch=batch, lengths=lengths, gpu=gpu, bits=bits, h2o=h2o,
+                  overlap=overlap, cpu_cache_compute=gpu and host)
+    hardware = replace(GPU if gpu else CPU, interference=0.2)
+    best, found = least(hardware, run, prompts), judge(hardware, run, prompts)
+    assert best.sequences == found.sequences
+    for phase in ("prefill", "decode"):
+        assert 0 <= getattr(best, phase) <= getattr(found, phase) * (1 + 1e-9)
+    assert best.prefill > 0
+
+
+@given(st.sampled_from(BITS), st.floats(1, 5000))
+def test_products_take_their_bytes_or_their_flops(bits, rows):
+    found = ideal(CPU).compute
+    bandwidth = CPU.compute.decode_attention[16]
+    bandwidth = max(bandwidth, *(bytes_of_a_weight(each) / CPU.compute.linear[each][1] * 1e9
+                                 for each in BITS))
+    seconds = max(bytes_of_a_weight(bits) / bandwidth, 2 * rows / 1.2e12)
+    assert interpolate(found.linear[bits], rows) == pytest.approx(1e9 * seconds, rel=1e-6)
+    assert {*found.decode_attention.values()} == {bandwidth}
+    assert [*found.prefill_attention.values()] == pytest.approx([1.2e12] * 2)
+
+
+def test_weights_on_disk_are_read_at_the_rate_of_the_disk():
+    hardware = machine(roofline(1e6, 1e6), gpu=False, read=2e9)
+    best = least(hardware, planned(weights=ON_DISK, gpu=False, overlap=False))
+    nbytes = 2 * OPT.num_layers * OPT.layer_parameters()
+    head = 2 * OPT.vocab_size * OPT.embed_dim
+    assert best.estimate.step.seconds == pytest.approx((nbytes + head) / 2e9, rel=1e-2)
