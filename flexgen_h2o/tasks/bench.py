@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.input_files import synthetic_prompts, workload
-from flexgen_h2o.cli.plan_flags import AUTO
+from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.result_files import check_results
 from flexgen_h2o.cli.result_rows import append_csv
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.task_flags import check_own, open_llm, own_fields
+from flexgen_h2o.cli.task_flags import check_own, own_fields
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.errors import UserError
@@ -100,9 +101,7 @@ def run(options: BenchOptions) -> None:
         plan = planner.plan(config, workload(config, ()), config.num_prompts)
         show(plan.text + "\n")
         config, best, implementations = plan.config, plan.best, plan.implementations
-    with open_llm(config, weight_cache=config.resolved_weight_cache,
-                  attn_sparsity=config.attn_sparsity, workload=workload(config, ()),
-                  implementations=implementations,
+    with open_llm(config, workload=workload(config, ()), implementations=implementations,
                   progress=None if config.verbose else False) as llm:
         repeats = measure(llm, config, options.repeats, best)
         least = roofline(llm, config, repeats[0].dtype)
