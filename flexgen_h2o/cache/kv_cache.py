@@ -401,13 +401,13 @@ class KVCache:
         return self._states[key]
 
     def _metadata(self, layer: int, batch: int, part: CachePart, token: int) -> torch.Tensor:
-        """The turn of a token, made once for all layers that share it."""
+        """The metadata of new token `token` (from 1), made once for all layers that share it."""
         key = (batch, part.first, self._plans[batch][layer].like)
         made, metadata = self._shared_metadata.get(key, (0, None))
         if made != token:
-            metadata = decode_metadata(self._batch_layouts[batch], part.sequences(batch), self._h2o,
-                                       layer=layer,
-                                       token=token, device=self._place(part))
+            prompts = self._batch_layouts[batch].lengths[part.sequences(batch)]
+            metadata = decode_metadata(prompts, [prompt + token for prompt in prompts], self._h2o,
+                                       layer).to(self._place(part))
             self._shared_metadata[key] = (token, metadata)
         return metadata
 

@@ -12,7 +12,6 @@ from definition import Definition, by_hand
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.h2o import SCORES, H2OConfig
-from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.budget import budget, slots
 from flexgen_h2o.h2o.decode_metadata import decode_metadata
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, eviction_of, new_state
@@ -37,7 +36,7 @@ class Heads:
     def __post_init__(self) -> None:
         self.layout = GroupLayout(DIM, self.form) if isinstance(self.form, int) else None
         self.dtype = torch.bfloat16 if self.layout else self.form
-        self.batch_layout, eviction = BatchLayout(self.prompts, self.new), eviction_of(self.h2o)
+        eviction = eviction_of(self.h2o)
         n = max(slots(self.h2o, 0, length, self.new) for length in self.prompts)
         rope = None
         if self.h2o.positions == "rolling":  # by an angle of 0: ranks alone are looked at
@@ -60,9 +59,8 @@ class Heads:
                                          layout=self.layout)
 
     def append(self, number: int, q, k, v) -> None:
-        metadata = decode_metadata(self.batch_layout, slice(0, len(self.prompts)), self.h2o,
-                                   layer=0, token=number,
-                                   device=torch.device("cpu"))
+        metadata = decode_metadata(self.prompts, [length + number for length in self.prompts],
+                                   self.h2o, 0)
         self.module.decode_attention(*(x.to(self.dtype) for x in (q, k, v)), slots=self.slots,
                                      metadata=metadata, layout=self.layout, state=self.state)
 

@@ -8,7 +8,8 @@ import torch
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o import budget as budgets
+from flexgen_h2o.h2o.budget import budget
+from flexgen_h2o.h2o.decode_metadata import decode_metadata
 
 
 @dataclass(frozen=True)
@@ -63,22 +64,18 @@ class ForwardPass:
         out = rows.new_zeros((shape[0] * shape[1], *rows.shape[1:]))
         return out.index_copy_(0, self.index.to(rows.device), rows).unflatten(0, shape)
 
-    def metadata(self, h2o: H2OConfig, layer: int, device: torch.device) -> tuple[torch.Tensor,
-                                                                                  int]:
+    def metadata(self, h2o: H2OConfig, layer: int, device: torch.device
+                 ) -> tuple[torch.Tensor, int]:
         """The `metadata` of `reference.decode_attention`, and the slots that it needs.
 
         Made once for all layers that share the budgets of each sequence.
         """
-        sizes = tuple(budgets.budget(h2o, layer, prompt) for prompt in self.prompts)
+        sizes = tuple(budget(h2o, layer, prompt) for prompt in self.prompts)
         key = ("metadata", sizes, device)
         if key not in self.memo:
-            rows = []
-            for size, prompt, past in zip(sizes, self.prompts, self.past, strict=True):
-                before = budgets.cached(h2o, layer, prompt, past - prompt)
-                full = size is not None and h2o.evict_generated and before >= size.total
-                rows.append((before, past + 1, size.recent if size else 0, int(full)))
-            metadata = torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
-            self.memo[key] = metadata, max(row[0] + 1 - row[3] for row in rows)
+            made = decode_metadata(self.prompts, [past + 1 for past in self.past], h2o, layer)
+            cached, _, _, full = made
+            self.memo[key] = made.to(device), int((cached + 1 - full).max())
         return self.memo[key]
 
 
