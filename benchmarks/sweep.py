@@ -34,7 +34,7 @@ from flexgen_h2o.files.row_table import RowTable
 from flexgen_h2o.files.rows import csv_cell, keeping
 from flexgen_h2o.metrics.links import GB
 from flexgen_h2o.metrics.provenance import origin
-from flexgen_h2o.metrics.tables import aligned
+from flexgen_h2o.metrics.text import aligned
 
 Run = Callable[[RunConfig], Outcome]
 FIGURES = ("total_tokens_per_second", "decode_tokens_per_second", "prefill_seconds",

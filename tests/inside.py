@@ -12,7 +12,6 @@ from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.schedule import Kind
 from flexgen_h2o.kernels import native, ops
-from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.models import from_gguf, quantized
 from flexgen_h2o.planning import rows
 from flexgen_h2o.storage.disk import Disk
@@ -22,7 +21,6 @@ from flexgen_h2o.tasks.streams import segments
 # Functions that are tested by themselves.
 own_attention, sparse_attention = rows._own_attention, rows._sparse_attention
 stream_failure, save_analysis = segments._failure, analyze._save
-MOST_OPEN_INTERVALS = LinkStats._MOST_OPEN
 LLAMA3_ROPE = from_gguf._LLAMA3_ROPE
 STRUCTS = native._STRUCTS  # of the library's calls, by name
 UNPACKED_PRODUCT = ops._unpacked_product.__name__
@@ -90,9 +88,9 @@ def is_running(team) -> bool:
     return team._thread.is_alive()
 
 
-def open_intervals(links, link: str) -> int:
-    """Intervals of a link that are not added up yet."""
-    return len(links._open[link])
+def kept_intervals(links, link: str) -> int:
+    """Intervals of a link that are kept one by one."""
+    return len(links._busy[link].intervals)
 
 
 def origin_of(trace) -> float:

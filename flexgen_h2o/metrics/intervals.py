@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 
 Interval = tuple[float, float]
 """Start and end, in seconds."""
 
 
+class Union:
+    """A growing union of intervals.
+
+    Parameters
+    ----------
+    most : int or None
+        Intervals that are kept; beyond that the earlier half is closed into a sum, as a long run
+        has millions, and what is added there later counts again. None: all.
+
+    Attributes
+    ----------
+    intervals : list of Interval
+        Those kept: disjoint, in order.
+    """
+
+    def __init__(self, most: int | None = None):
+        self.intervals: list[Interval] = []
+        self._most = most
+        self._closed = 0.0
+
+    def add(self, start: float, end: float) -> None:
+        """Merge an interval with those that it touches."""
+        intervals = self.intervals
+        first = bisect.bisect_left(intervals, start, key=lambda span: span[1])
+        last = bisect.bisect_right(intervals, end, key=lambda span: span[0])
+        if first < last:
+            start, end = min(start, intervals[first][0]), max(end, intervals[last - 1][1])
+        intervals[first:last] = [(start, end)]
+        if self._most is not None and len(intervals) > self._most:
+            half = self._most // 2
+            self._closed += seconds(intervals[:half])
+            del intervals[:half]
+
+    def seconds(self) -> float:
+        """Total length."""
+        return self._closed + seconds(self.intervals)
+
+
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same instants in disjoint intervals, in order."""
-    merged: list[Interval] = []
+    merged = Union()
     for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
+        merged.add(start, end)
+    return merged.intervals
 
 
 def minus(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:

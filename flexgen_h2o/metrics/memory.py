@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,5 +68,4 @@ def peak_process_bytes() -> int:
         for line in status:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

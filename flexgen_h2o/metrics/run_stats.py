@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.links import GB
 
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
           "latency_p50_seconds", "latency_p95_seconds")
@@ -71,12 +68,19 @@ class RunStats:
     @property
     def latency_p50_seconds(self) -> float | None:
         """Median seconds of a decode step."""
-        return percentile(self.step_seconds, 50)
+        return self._step_percentile(50)
 
     @property
     def latency_p95_seconds(self) -> float | None:
         """95th percentile of the seconds of a decode step."""
-        return percentile(self.step_seconds, 95)
+        return self._step_percentile(95)
+
+    def _step_percentile(self, percent: float) -> float | None:
+        if not self.step_seconds:
+            return None
+        import numpy as np  # takes a tenth of a second: not before a wrong flag is answered
+
+        return float(np.percentile(self.step_seconds, percent))
 
     def project(self, *, cut: int, gen_len: int) -> RunStats:
         """Projected figures for `gen_len` tokens, from a run that was cut at `cut` tokens each.
@@ -98,27 +102,6 @@ class RunStats:
         )
 
 
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The percentile by linear interpolation, as numpy's default; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def over(amount: float, seconds: float) -> float | None:
     """A rate; None where no time was measured."""
     return amount / seconds if seconds > 0 else None
-
-
-def to_json(stats: RunStats) -> str:
-    """All fields and rates as one JSON object; each link as bytes, seconds and gb_per_s."""
-    values = asdict(stats) | {name: getattr(stats, name) for name in RATES}
-    values["links"] = {
-        link: {"bytes": nbytes, "seconds": seconds, "gb_per_s": over(nbytes / GB, seconds)}
-        for link, (nbytes, seconds) in stats.links.items()
-    }
-    return json.dumps(values)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 import torch
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.sizes import sizes
+from flexgen_h2o.metrics.text import sizes
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.models.spec import read_config

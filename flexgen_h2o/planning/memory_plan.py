@@ -16,7 +16,7 @@ from flexgen_h2o.config.policy import Policy, percent_text
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.links import GB
-from flexgen_h2o.metrics.sizes import sizes
+from flexgen_h2o.metrics.text import sizes
 from flexgen_h2o.planning.rows import WEIGHT_ROWS, PlannedRun, PlanRow, plan_rows
 from flexgen_h2o.storage.free_memory import MemoryLimits
 

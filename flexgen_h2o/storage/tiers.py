@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.sizes import sizes
+from flexgen_h2o.metrics.text import sizes
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20

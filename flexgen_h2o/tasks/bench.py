@@ -28,7 +28,7 @@ from flexgen_h2o.files.checks import writing
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.metrics.run_stats import RunStats, over
 from flexgen_h2o.metrics.run_table import table
-from flexgen_h2o.metrics.tables import aligned
+from flexgen_h2o.metrics.text import aligned
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM

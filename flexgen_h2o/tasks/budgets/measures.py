@@ -17,7 +17,7 @@ from flexgen_h2o.files.articles import Pair
 from flexgen_h2o.files.rows import read_csv
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.statistics import against
-from flexgen_h2o.metrics.tables import aligned
+from flexgen_h2o.metrics.text import aligned
 from flexgen_h2o.tasks.budgets.configurations import Configuration
 
 _TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",

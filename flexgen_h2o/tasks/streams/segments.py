@@ -16,7 +16,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import read_csv
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
-from flexgen_h2o.metrics.run_stats import RunStats, percentile
+from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.statistics import perplexity
 from flexgen_h2o.storage.free_memory import resident_bytes
 
@@ -123,7 +123,7 @@ def _failure(found: Sequence[Sequence[float]], blow_up: float) -> str:
 
 def _figures(log_probs: Sequence[float], stream) -> dict[str, object]:
     stats: RunStats = stream.stats
-    median, p95 = (percentile(stats.step_seconds, percent) for percent in (50, 95))
+    median, p95 = stats.latency_p50_seconds, stats.latency_p95_seconds
     return {
         **{name: getattr(stats, name) for name in ("device", "model", "dtype")},
         "tokens": len(log_probs), "nll_mean": -fmean(log_probs),

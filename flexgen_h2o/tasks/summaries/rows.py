@@ -17,7 +17,7 @@ from flexgen_h2o.files.rows import read_csv
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.metrics.run_stats import over
 from flexgen_h2o.metrics.statistics import bootstrap
-from flexgen_h2o.metrics.tables import aligned
+from flexgen_h2o.metrics.text import aligned
 from flexgen_h2o.tasks.summaries.articles import Score
 from flexgen_h2o.tasks.summaries.rouge import ROUGES
 

@@ -1,6 +1,8 @@
-"""Bytes as people read them."""
+"""Figures as text: bytes as people read them, cells in aligned columns."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from flexgen_h2o.metrics.links import GB
 
@@ -24,3 +26,10 @@ def _size(nbytes: int, digits: int) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.{digits}f} {unit}"
     return f"{nbytes} bytes"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Cells as text in columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join([line[0].ljust(widths[0]),
+                                *map(str.rjust, line[1:], widths[1:])]) for line in lines)
