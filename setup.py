@@ -22,6 +22,7 @@ INSTALL = [
     "huggingface_hub>=1.0",  # downloads checkpoints by repo id; what transformers 5 builds on
     "safetensors>=0.4.3",  # the checkpoint format, as transformers 5 reads and writes it
     "gguf>=0.10",  # reads .gguf files; `gguf.quants.dequantize` came with 0.10
+    "filelock>=3.12",  # one process makes a converted model, others wait; PyTorch brings it, too
     "tqdm>=4.66",  # progress bars of loading, prefill and decode
     "psutil>=5.9",  # free memory, for the plan that is made before anything is allocated
     # the linear programmes of --percent auto, ranks of tasks.analyze; 1.11 has Python 3.12 wheels

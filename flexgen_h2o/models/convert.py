@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from filelock import FileLock, Timeout
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.text import sizes
@@ -254,21 +254,16 @@ def _sampled(fd: int, size: int, has_header: bool) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    # flock ends with the process, however that ends, so a lock is never stale. The file stays:
-    # removing it would let a third process lock a new one while the second holds the old.
-    with open(path, "ab") as file:
-        if not _try_lock(file.fileno()):
-            logging.getLogger(__name__).info("waiting for another process that makes %s", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _try_lock(fd: int) -> bool:
+    lock = FileLock(path)  # ends with the process, however that ends, and so is never stale
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        lock.acquire(timeout=0)
+    except Timeout:
+        logging.getLogger(__name__).info("waiting for another process that makes %s", path)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _build(temporary: Path, target: Path, build: Callable[[Path], None]) -> None:
@@ -286,6 +281,5 @@ def _build(temporary: Path, target: Path, build: Callable[[Path], None]) -> None
 def _remove_left_over(root: Path) -> None:
     """Remove the temporary folders that no living process holds the lock of."""
     for temporary in root.glob(".*.tmp"):
-        with open(temporary.with_suffix(".lock"), "ab") as lock:
-            if _try_lock(lock.fileno()):
-                shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(Timeout), FileLock(temporary.with_suffix(".lock"), timeout=0):
+            shutil.rmtree(temporary, ignore_errors=True)
