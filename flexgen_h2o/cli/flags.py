@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.config.formats import DTYPES
 from flexgen_h2o.config.h2o import EVICTIONS, SCORES, SINK_WINDOW_SINKS, H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 
@@ -40,7 +41,7 @@ class RunFlags:
         "model", "text", "auto", metavar="auto|cpu|cuda[:n]", help="the device that computes",
     )
     dtype: str = _flag(
-        "model", "text", "auto", choices=("auto", "float16", "bfloat16", "float32"),
+        "model", "text", "auto", choices=("auto", *DTYPES),
         help="number format of weights, cache and compute",
     )
     compress_weight: bool = _flag(

@@ -1,4 +1,4 @@
-"""Storage formats of quantized vectors: one record each, codes and scales together. No torch."""
+"""Number formats, and storage formats of quantized vectors and matrices. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from flexgen_h2o.config.checks import check_number
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
+
+DTYPES = ("float16", "bfloat16", "float32")
+"""Formats in which a run computes, by PyTorch's names."""
 
 GROUP = 64
 """The most elements that share a scale and a zero point."""

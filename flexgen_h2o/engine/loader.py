@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from flexgen_h2o.config.formats import DTYPES
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.errors import UserError
@@ -33,8 +34,6 @@ from flexgen_h2o.models.spec import (
 )
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.tiers import Device
-
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 ByteProgress = Callable[[int, int], None]
 
@@ -218,7 +217,7 @@ def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:
         name = on_gpu if device.torch.type == "cuda" else "bfloat16"
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}: use auto, float16, bfloat16 or float32")
-    return DTYPES[name]
+    return getattr(torch, name)
 
 
 def load_tokenizer(folder: Path | None):

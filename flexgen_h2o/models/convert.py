@@ -13,20 +13,17 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from filelock import FileLock, Timeout
 
+from flexgen_h2o.config.formats import DTYPES
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.text import sizes
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.models.spec import read_config
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-)
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ByteProgress = Callable[[int, int], None]
 
@@ -186,10 +183,10 @@ def natural_key(name: str) -> list:
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """The torch dtype of "float32", "float16" or "bfloat16"; UserError for any other name."""
+    """The torch dtype of one of `DTYPES`; UserError for any other name."""
     if dtype not in DTYPES:
         raise UserError(f"cannot convert weights to dtype {dtype!r}; use {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    return getattr(torch, dtype)
 
 
 def _layout(checkpoint: Checkpoint, dtype: torch.dtype) -> Layout:

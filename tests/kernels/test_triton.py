@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -357,13 +358,14 @@ class _AbsentGPU:
         return 0
 
 
-def compile_kernels(architecture: int) -> None:
-    """Compile what some calls would launch, and check that it fits; prints what it compiled."""
+def compile_kernels(launches: Callable[[int], None]) -> None:
+    """Compile what some calls for the architecture in this script's arguments would launch, and
+    check that it fits; prints what it compiled."""
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    run = JITFunction.run
+    architecture, run = int(sys.argv[1]), JITFunction.run
 
     def compiled(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=(1,), warmup=True, **options)
@@ -379,6 +381,10 @@ def compile_kernels(architecture: int) -> None:
 
     driver.set_active(_AbsentGPU(architecture))
     JITFunction.run, Autotuner.run = compiled, tuned
+    launches(architecture)
+
+
+def launches(architecture: int) -> None:
     half = torch.float16
     if architecture >= 90:
         half = torch.bfloat16
@@ -436,4 +442,4 @@ def test_kernels_compile_without_a_gpu(architecture, tmp_path):
 
 
 if __name__ == "__main__":
-    compile_kernels(int(sys.argv[1]))
+    compile_kernels(launches)

@@ -6,14 +6,11 @@ architecture.
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from kernels.test_triton import (  # noqa: F401 (_mended_interpreter is a fixture)
-    SHARED,
-    _AbsentGPU,
     _mended_interpreter,
+    compile_kernels,
     compiled,
 )
 
@@ -156,26 +153,7 @@ def test_unpack_rows(form, shape):
     assert none.shape == (0, shape[1])
 
 
-def compile_kernels(architecture: int) -> None:
-    """Compile what some calls would launch, and check that it fits; prints what it compiled."""
-    from triton.runtime import driver
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
-
-    run = JITFunction.run
-
-    def compiled(self, *args, grid, warmup, **options):
-        kernel = run(self, *args, grid=(1,), warmup=True, **options)
-        print(self.fn.__name__, kernel.metadata.shared)
-        assert kernel.metadata.shared <= SHARED[architecture], (self.fn, options)
-
-    def tuned(self, *args, **options):
-        """The largest config."""
-        options.pop("grid", None), options.pop("warmup", None)
-        self.fn.run(*args, grid=None, warmup=True, **options, **self.configs[-1].all_kwargs())
-
-    driver.set_active(_AbsentGPU(architecture))
-    JITFunction.run, Autotuner.run = compiled, tuned
+def launches(architecture: int) -> None:
     half = torch.float16 if architecture < 80 else torch.bfloat16
     for bits, dtype, rows in ((4, half, (1, 64, 65)), (8, torch.float16, (4, 16)),
                               (4, torch.float32, (16,))):
@@ -197,4 +175,4 @@ def test_kernels_compile_without_a_gpu(architecture, tmp_path):
 
 
 if __name__ == "__main__":
-    compile_kernels(int(sys.argv[1]))
+    compile_kernels(launches)
