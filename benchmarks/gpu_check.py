@@ -24,7 +24,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from kernel_timing.gpu_matrices import MATRICES, check_matrix, check_rows, time_matrices
+from kernel_timing.gpu_matrices import (
+    BRAIN,
+    FULL,
+    GPU,
+    HALF,
+    MATRICES,
+    check_matrix,
+    check_rows,
+    time_matrices,
+)
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
@@ -33,12 +42,10 @@ from flexgen_h2o.metrics.provenance import source_commit
 
 COLUMNS = ("date", "commit", "host", "device", "torch", "triton", "kind", "operation", "shape",
            "dtype", "measured", "unit", "limit", "roofline_ms", "passed")
-HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 BOUND = {HALF: 3e-3, BRAIN: 2e-2, FULL: 2e-5}
 """Bounds of the relative error of outputs, by dtype. Scores come from the same logits, before any
 rounding to 16 bits but that of products with rotated or quantized keys."""
 SCORES_BOUND = {HALF: 2e-3, BRAIN: 2e-3, FULL: 2e-5}
-GPU = "cuda"
 
 # dtype, head_dim, group, bits, rotary dimensions, slots: every value of each, not every tuple.
 DECODES = [
