@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import Field, field
 from typing import Any
 
+from flexgen_h2o.config import schema
 from flexgen_h2o.config.checks import check_bool, check_choice, check_int, check_number
 from flexgen_h2o.config.placement import parse_percent
-from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_yaml
 
 
@@ -57,7 +58,7 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
         case "ratios":
             value = _ratios(name, value)
         case "path":
-            value = os.path.expanduser(_text(name, value))
+            value = os.path.expanduser(schema.checked(schema.Text, value, name))
         case "texts" | "words":
             value = _texts(name, value)
         case "numbers":
@@ -66,7 +67,7 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
                 check_number(f"each of {name}", number, above=rules.get("above"),
                              high=rules.get("high"))
         case "text":
-            value = _text(name, value)
+            value = schema.checked(schema.Text, value, name)
     if "choices" in rules:
         each = f"each of {name}" if isinstance(value, tuple) else name
         for one in _several(value):
@@ -74,19 +75,11 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
     return value
 
 
-def _text(flag: str, value: object) -> str:
-    """A text that is not empty."""
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{flag} must be text that is not empty, got {shown(value)}")
-    check_text(flag, value)
-    return value
-
-
 def _texts(flag: str, value: object) -> tuple[str, ...]:
     """One or several texts, none of them empty."""
     texts = _several(value)
     names = [flag] if len(texts) == 1 else [f"{flag} {place}" for place in range(1, len(texts) + 1)]
-    return tuple(map(_text, names, texts))
+    return tuple(schema.checked(schema.Text, *each) for each in zip(texts, names, strict=True))
 
 
 def _several(value: object) -> tuple:

@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from flexgen_h2o.config.checks import check_bool, check_int, check_number
+from flexgen_h2o.config import schema
 from flexgen_h2o.errors import UserError, check_text, shown
 
 _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
-
-_CHECKS: Mapping[type, Callable[..., object]] = {
-    bool: check_bool, int: check_int, float: check_number, str: check_text}
 
 
 def typed(function: Callable[_Options, _Result]) -> Callable[_Options, _Result]:
@@ -46,17 +43,16 @@ def _check(name: str, value: object, kinds: tuple[type, ...]) -> None:
     if value is None and NoneType in kinds:
         return
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
-    if len(kinds) == 1 and kinds[0] in _CHECKS:
-        _CHECKS[kinds[0]](name, value)
-        return
-    if not isinstance(value, kinds):
+    if len(kinds) == 1 and kinds[0] in (bool, int, float, str):
+        schema.checked(kinds[0], value, name)
+    elif not isinstance(value, kinds):
         advice = ""
         if isinstance(value, Mapping) and len(kinds) == 1:
             fields = ", ".join(f"{key}={each!r}" for key, each in value.items())
             advice = f": write {kinds[0].__name__}({fields})"
         raise UserError(f"{name} must be {' or '.join(map(_words, kinds))}, got {shown(value)}"
                         f"{advice}")
-    if isinstance(value, str):
+    elif isinstance(value, str):
         check_text(name, value)
 
 

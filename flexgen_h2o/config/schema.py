@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.errors import UserError, check_text, shown
 
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -52,6 +52,8 @@ def checked(kind: Any, value: object, name: str) -> Any:
         raise UserError(_complaint(kind, value, name)) from None
     if not _finite(found):
         raise UserError(f"{name} must be a finite number, got {found}")
+    if isinstance(found, str):
+        check_text(name, found)
     return found
 
 
