@@ -475,7 +475,7 @@ def test_fit_batch_halves_until_the_plan_fits(folder):
     ({"device": "cpu", "device_memory_limit": "1GB"},
      "device_memory_limit has no effect on device cpu: give memory_limit"),
     ({"evict_prmpt": True}, "did you mean evict_prompt?"),
-    ({"qqq": 1}, "unknown model argument 'qqq'"),
+    ({"qqq": 1}, "model_args: unknown key 'qqq': it takes pretrained, "),
 ])
 def test_bad_arguments_answer_in_their_own_words(given, said):
     with pytest.raises(UserError) as error:

@@ -5,16 +5,15 @@ Most are flags of `flex_opt`, with underscores, and are checked as it checks the
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.llm_arguments import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.checks import check_bool, check_int
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.schema import Count, Entries, check_keys, checked
 from flexgen_h2o.errors import UserError
 
 FLAGS = (
@@ -45,8 +44,7 @@ class _Flags(RunConfig):
         return _OTHER_NAMES.get(name, name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(Entries):
     """All model arguments, checked. Lengths are tokens.
 
     Attributes
@@ -79,24 +77,17 @@ class Arguments:
     """
 
     pretrained: str
-    flags: Mapping[str, object]
+    flags: dict[str, Any]
     evict_prompt: bool = False
-    prompt_chunk: int | None = None
+    prompt_chunk: Count | None = None
     simulate: bool = False
     add_bos_token: bool | None = None
-    max_length: int | None = None
-    max_gen_toks: int = 256
-    batch_size: int | str = 1
-    max_batch_size: int | None = None
+    max_length: Count | None = None
+    max_gen_toks: Count = 256
+    batch_size: Any = 1
+    max_batch_size: Count | None = None
 
     def __post_init__(self) -> None:
-        for name in ("evict_prompt", "simulate"):
-            check_bool(name, getattr(self, name))
-        if self.add_bos_token is not None:
-            check_bool("add_bos_token", self.add_bos_token)
-        for name in ("prompt_chunk", "max_length", "max_gen_toks", "max_batch_size"):
-            if name == "max_gen_toks" or getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low=1)
         self._check_batch_size()
         self._check_eviction()
         config = self.run_config()  # which checks the flags
@@ -105,7 +96,7 @@ class Arguments:
 
     def _check_batch_size(self) -> None:
         if self.batch_size != "auto":
-            check_int("batch_size", self.batch_size, low=1)
+            checked(Count, self.batch_size, "batch_size")
             if self.max_batch_size is not None:
                 raise UserError("max_batch_size has no effect without --batch_size auto")
         # 1 is also the harness's own default.
@@ -160,13 +151,9 @@ def parse(given: Mapping[str, object]) -> Arguments:
 
     Raises `UserError`.
     """
-    own = [spec.name for spec in fields(Arguments) if spec.name != "flags"]
+    own = [name for name in Arguments.__struct_fields__ if name != "flags"]
     given = {name: value for name, value in given.items() if value is not None}
-    for name in given:
-        if name not in (*own, *FLAGS):
-            near = difflib.get_close_matches(name, [*own, *FLAGS], n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join([*own, *FLAGS])}"
-            raise UserError(f"unknown model argument {name!r}: {hint}")
+    check_keys(given, (*own, *FLAGS), "model_args")
     if "pretrained" not in given:
         raise UserError("model_args name no model: give pretrained=NAME")
     flags = {name: value for name, value in given.items() if name in FLAGS}
@@ -175,7 +162,7 @@ def parse(given: Mapping[str, object]) -> Arguments:
     rest = {name: value for name, value in given.items() if name in own}
     if "batch_size" in rest:
         rest["batch_size"] = _batch_size(rest["batch_size"])
-    return Arguments(flags=flags, **rest)
+    return checked(Arguments, {"flags": flags, **rest}, "model_args")
 
 
 def _percent(value: object) -> object:
