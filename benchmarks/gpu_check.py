@@ -13,14 +13,12 @@ Most of the time goes to Triton's compiler and tuner; all of it has to stay belo
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +34,7 @@ from kernel_timing.gpu_matrices import (
 )
 
 from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import ops, reference
 from flexgen_h2o.metrics.provenance import source_commit
@@ -100,12 +99,7 @@ class GpuRows:
               f"{measured:10.4g} {unit} {bound} {roofline}", flush=True)
 
     def write(self, path: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            writer.writerows([f"{row[c]:.4g}" if isinstance(row[c], float) else row[c]
-                              for c in COLUMNS] for row in self.rows)
+        write_csv(path, COLUMNS, self.rows)
 
 
 def normal(*shape: int, dtype=FULL) -> torch.Tensor:

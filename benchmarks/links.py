@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import ctypes
 import datetime
 import itertools
 import platform
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -37,7 +35,8 @@ from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.checks import writing
+from flexgen_h2o.files.checks import check_writable, writing
+from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.links import GB, LinkStats
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.trace import Trace
@@ -316,12 +315,7 @@ def show(rows: list[dict]) -> None:
 def write(path: Path, rows: list[dict], repeats: int) -> None:
     common = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
               "commit": source_commit(), "host": platform.node(), "repeats": repeats}
-    with writing("--out", str(path)), open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for row in rows:
-            values = map((common | row).get, COLUMNS)
-            writer.writerow(f"{v:.4g}" if isinstance(v, float) else v for v in values)
+    write_csv(path, COLUMNS, (common | row for row in rows))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -348,10 +342,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.repeats = 1 if args.quick else args.repeats
     args.file = args.file or default_file(args.model)
     with writing("--out", str(args.out)):
-        if args.out.is_dir():
-            raise UserError(f"--out {args.out} is a folder")
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.out.parent).close()
+    check_writable("--out", str(args.out))
     return args
 
 

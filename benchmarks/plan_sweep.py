@@ -11,7 +11,6 @@ time of prefill and decode together, beside what the planner had predicted. Best
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import statistics
 import sys
@@ -23,6 +22,7 @@ from shared.engine_run import OK, TOO_LARGE, run_engine
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser, parse_args
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.provenance import source_commit
 
 BATCHES = ((4, 1), (8, 4), (16, 2), (32, 1), (64, 1))
@@ -108,13 +108,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_sweep.csv"))
     args = parser.parse_args(argv)
     table = sweep(args)
-    with open(args.out, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for row in table:
-            writer.writerow({key: f"{value:.4g}" if isinstance(value, float) else value
-                             for key, value in row.items()})
-            print(f"{row['seconds']:8.2f} s  {row['best_over_this']:.3f}  {row['policy']}")
+    write_csv(args.out, COLUMNS, table)
+    for row in table:
+        print(f"{row['seconds']:8.2f} s  {row['best_over_this']:.3f}  {row['policy']}")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.values import parse_size
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.checks import writing
+from flexgen_h2o.files.shared_csv import append_row
 from flexgen_h2o.metrics import breakdown
 from flexgen_h2o.metrics.links import GB
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
@@ -197,17 +199,6 @@ def policy_text(values: dict) -> str:
             f"--num-gpu-batches {values['num_gpu_batches']}")
 
 
-def add_row(path: Path, row: dict[str, object]) -> None:
-    """Append to the CSV file, which gets its header first."""
-    new = not path.exists()
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow({key: f"{value:.4g}" if isinstance(value, float) else value
-                         for key, value in row.items()})
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -222,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         row = {"date": now, "commit": source_commit(), "host": platform.node(),
                "cpu": cpu_model(), **scenario.row()}
-    add_row(args.out, row)
+    with writing("--out", str(args.out)):
+        append_row(args.out, COLUMNS, row, flag="--out", digits=4)
     for name, value in row.items():
         print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
 

@@ -14,7 +14,6 @@ or FLOPs over the rate of matrix products, whichever is longer.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import json
 import os
@@ -28,6 +27,9 @@ from pathlib import Path
 from comparison.processes import TUNED
 from comparison.prompts import random_prompts
 from comparison.rooflines import ITEMSIZES, Load, WorkAmount, measure_rates, work
+
+from flexgen_h2o.files.atomic import open_atomic
+from flexgen_h2o.files.rows import RowsFile, keeping
 
 SYSTEMS = ("engine", "engine h2o", "engine disk", "engine 8-bit", "engine 4-bit",
            "engine 4-bit h2o", "transformers", "transformers tuned")
@@ -253,16 +255,15 @@ def main() -> int:
         return 0
     if "engine" not in args.systems:
         parser.error("--systems needs 'engine'")
-    table = []
-    with open(args.csv, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    table, file = [], RowsFile(args.csv, COLUMNS, end="\r\n")
+    with keeping(file):
         for row in compare(args):
             table.append(row)
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-            file.flush()
+            file.write(dict.fromkeys(COLUMNS) | row)
+    file.finish()
     text = show(table)
-    Path(args.csv).with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    with open_atomic(Path(args.csv).with_suffix(".md")) as beside:
+        beside.write(text + "\n")
     print(text)
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
 import functools
 import math
@@ -14,7 +13,9 @@ from pathlib import Path
 
 import torch
 
+from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels import native
+from flexgen_h2o.metrics.figures import new_figure, save
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.storage.links import gemm_rate, memory_read_rate
 
@@ -91,12 +92,7 @@ class TimedRows:
             "threads": torch.get_num_threads(), "torch": torch.__version__,
             "isa": native.instruction_set(), "dtype": str(DTYPE).removeprefix("torch."),
             "repeats": self.repeats}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            writer.writerows([f"{row[c]:.4g}" if isinstance(row[c], float) else row[c]
-                              for c in COLUMNS] for row in (common | row for row in self.rows))
+        write_csv(path, COLUMNS, (common | row for row in self.rows))
 
 
 def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:
@@ -119,9 +115,7 @@ def check(what: str, *errors: float, same: bool = True, bound: float = 1e-2) -> 
 
 def draw(rows: list[dict], path: Path, title: str) -> None:
     """Bars: the share of its roofline that each contestant reaches, its time beside it."""
-    from matplotlib.figure import Figure  # no pyplot: it holds state, and wants a screen
-
-    figure = Figure(figsize=(9, 2 + 0.24 * len(rows)), layout="constrained")
+    figure = new_figure(9, 2 + 0.24 * len(rows))
     axes = figure.subplots()
     ticks: dict[str, list[float]] = {}
     labels = dict.fromkeys(row["contestant"] for row in rows)
@@ -145,4 +139,4 @@ def draw(rows: list[dict], path: Path, title: str) -> None:
                     "this machine's own rate")
     axes.set_title(title, fontsize=9)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    save(figure, str(path))

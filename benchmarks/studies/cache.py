@@ -11,7 +11,6 @@ the raw O_DIRECT rate of the same run (page cache bypassed).
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import os
 import platform
@@ -26,6 +25,7 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import fetched
 from flexgen_h2o.config.limits import GROWTH
 from flexgen_h2o.config.policy import OFFLOAD_DIR
+from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.storage.links import disk_read_rate, memory_read_rate
 
@@ -122,12 +122,7 @@ def write(args, found, memory_rate: float, disk_rate: float) -> None:
                 middle["full, on disk" if "disk" in name else "full"]["decode_step_s"]
                 / row["decode_step_s"]),
         })
-    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
-    with open(args.csv, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows([f"{row[c]:.4g}" if isinstance(row[c], float) else row[c]
-                          for c in COLUMNS] for row in rows)
+    write_csv(args.csv, COLUMNS, rows, flag="--csv")
     shown = ("cache", "kv_cache_mb", "of_full", "prefill_s", "decode_step_s", "step_over_roofline",
              "decode_speedup_over_full")
     for row in [dict(zip(shown, shown, strict=True)), *rows]:

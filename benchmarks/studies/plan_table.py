@@ -12,7 +12,6 @@ another engine's measurements.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.input_files import workload
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.provenance import source_commit
 
 HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
@@ -76,15 +76,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_table.csv"))
     args = parser.parse_args(argv)
-    with open(args.out, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for found in rows():
-            writer.writerow({key: f"{value:.4g}" if isinstance(value, float) else value
-                             for key, value in found.items()})
-            print(f"{found['machine']:5} {found['model']:18} {found['prompt_len']}+"
-                  f"{found['gen_len']:<5} {found['system']:24} paper {found['paper'] or '-':>5}  "
-                  f"planned {found['planned']:6.1f} {found['quantity']}", flush=True)
+    table = []
+    for found in rows():
+        table.append(found)
+        print(f"{found['machine']:5} {found['model']:18} {found['prompt_len']}+"
+              f"{found['gen_len']:<5} {found['system']:24} paper {found['paper'] or '-':>5}  "
+              f"planned {found['planned']:6.1f} {found['quantity']}", flush=True)
+    write_csv(args.out, COLUMNS, table)
 
 
 if __name__ == "__main__":

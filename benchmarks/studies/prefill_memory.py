@@ -11,13 +11,14 @@ where chunks have to find them again, or the hidden states where the prompt is o
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from flexgen_h2o.files.rows import write_csv
 
 COLUMNS = ("prompt_len", "cache", "prefill_chunk", "peak_above_weights_mb", "least_mb",
            "kv_cache_mb", "scores_matrix_mb", "prefill_seconds", "prefill_tokens_per_second")
@@ -79,12 +80,7 @@ def main() -> None:
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             print({key: round(value, 1) if isinstance(value, float) else value
                    for key, value in rows[-1].items()}, flush=True)
-    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
-    with open(args.csv, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: f"{value:.5g}" if isinstance(value, float) else value
-                          for key, value in row.items()} for row in rows)
+    write_csv(args.csv, COLUMNS, rows, digits=5, flag="--csv")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ tokens are left in (``evict_generated=False``).
 from __future__ import annotations
 
 import argparse
-import csv
-from pathlib import Path
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.files.articles import choose, halves, read_articles
+from flexgen_h2o.files.rows import write_csv
 
 CACHES = {
     "full": None,
@@ -55,15 +54,11 @@ def main() -> None:
             found[name] = quarters(llm.loglikelihood(halves(chosen)))
         print(name, [f"{a - b:+.3f}" for a, b in zip(found[name], found["full"], strict=True)],
               flush=True)
-    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
-    with open(args.csv, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("model", "articles", "cache", "quarter", "nats_per_token",
-                         "nats_over_full"))
-        for name, values in found.items():
-            for quarter, (value, full) in enumerate(zip(values, found["full"], strict=True), 1):
-                writer.writerow((args.model, args.articles, name, quarter, f"{value:.4f}",
-                                 f"{value - full:.4f}"))
+    rows = [{"model": args.model, "articles": args.articles, "cache": name, "quarter": quarter,
+             "nats_per_token": f"{value:.4f}", "nats_over_full": f"{value - full:.4f}"}
+            for name, values in found.items()
+            for quarter, (value, full) in enumerate(zip(values, found["full"], strict=True), 1)]
+    write_csv(args.csv, tuple(rows[0]), rows, flag="--csv")
 
 
 if __name__ == "__main__":

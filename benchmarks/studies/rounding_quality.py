@@ -10,7 +10,6 @@ teacher-forced. The model itself is measured in bfloat16 too, to compare with.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import math
 import platform
@@ -23,6 +22,7 @@ import torch
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.files.articles import choose, read_articles
+from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.metrics.provenance import source_commit
@@ -88,14 +88,12 @@ def main() -> None:
             write_rounded(source, made, bits, group, search)
             rows.append((bits, group, search, "float32", perplexity(made, texts, args)[0]))
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
-    with open(args.csv, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for *row, value in rows:
-            print(*row, f"perplexity {value:.3f}, {value / plain:.4f} of float32", flush=True)
-            writer.writerow((now, source_commit(), platform.node(), args.model, args.articles,
-                             count, *row, f"{value:.4f}", f"{value / plain:.4f}"))
+    for *row, value in rows:
+        print(*row, f"perplexity {value:.3f}, {value / plain:.4f} of float32", flush=True)
+    write_csv(args.csv, COLUMNS, (dict(zip(COLUMNS, (
+        now, source_commit(), platform.node(), args.model, args.articles, count, *row,
+        f"{value:.4f}", f"{value / plain:.4f}"), strict=True)) for *row, value in rows),
+        flag="--csv")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ sample during which other processes than these used more than `--quiet` CPUs is 
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import os
 import platform
@@ -24,6 +23,7 @@ from contextlib import ExitStack
 
 import psutil
 
+from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels.spinning import busy_seconds
 
 WAYS: dict[str, dict[str, str]] = {
@@ -106,20 +106,19 @@ def write(args, found: dict[tuple[int, str], list[float]]) -> None:
     from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 
     alone = statistics.median(found[min(args.busy), "spinning"])
-    with open(args.csv, "w", newline="", encoding="utf-8") as file:
-        rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        rows.writeheader()
-        for (busy, way), seconds in found.items():
-            step = statistics.median(seconds)
-            rows.writerow({
-                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "commit": source_commit(), "host": platform.node(), "cpu": cpu_model(),
-                "cpus": len(os.sched_getaffinity(0)), "torch": torch.__version__,
-                "model": args.model, "batch": args.batch, "gen_len": args.gen_len, "busy": busy,
-                "waiting": way, "repeats": len(seconds), "step_ms": f"{step * 1e3:.1f}",
-                "least_ms": f"{min(seconds) * 1e3:.1f}", "most_ms": f"{max(seconds) * 1e3:.1f}",
-                "over_alone": f"{step / alone:.2f}"})
-            print(f"{busy} busy, {way:12} {step * 1e3:7.1f} ms  {step / alone:5.2f}")
+    rows = []
+    for (busy, way), seconds in found.items():
+        step = statistics.median(seconds)
+        rows.append({
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "commit": source_commit(), "host": platform.node(), "cpu": cpu_model(),
+            "cpus": len(os.sched_getaffinity(0)), "torch": torch.__version__,
+            "model": args.model, "batch": args.batch, "gen_len": args.gen_len, "busy": busy,
+            "waiting": way, "repeats": len(seconds), "step_ms": f"{step * 1e3:.1f}",
+            "least_ms": f"{min(seconds) * 1e3:.1f}", "most_ms": f"{max(seconds) * 1e3:.1f}",
+            "over_alone": f"{step / alone:.2f}"})
+        print(f"{busy} busy, {way:12} {step * 1e3:7.1f} ms  {step / alone:5.2f}")
+    write_csv(args.csv, COLUMNS, rows, flag="--csv")
 
 
 def main() -> None:

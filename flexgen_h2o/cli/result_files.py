@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +11,9 @@ from flexgen_h2o.cli import result_rows
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import atomic
-from flexgen_h2o.files.checks import writing
+from flexgen_h2o.files.checks import check_writable, writing
+from flexgen_h2o.files.shared_csv import check_header
 from flexgen_h2o.metrics import run_stats
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.outputs import Output
@@ -72,21 +70,10 @@ def _cache_suffix(config: RunConfig) -> str:
 def check_results(files: dict[str, str]) -> None:
     """Raise `UserError` for a result that could not be written, before anything is computed."""
     for name, path in files.items():
-        hint = ": give --log-file or --no-log" if name == "log_file" else ""
-        for target in (path, f"{path}.config.yaml"):
-            if os.path.lexists(target) and not os.path.isfile(target):
-                raise UserError(f"{flag_name(name)} {target} is not a regular file{hint}")
-            if os.path.exists(target) and not os.access(target, os.W_OK):
-                raise UserError(f"{flag_name(name)} {target} is not writable{hint}")
-        folder = os.path.dirname(path) or "."
-        try:
-            # Only trying tells: root passes os.access on a read-only file system.
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise UserError(f"cannot write {flag_name(name)} into the folder {folder}: "
-                            f"{error.strerror}{hint}") from None
+        check_writable(flag_name(name), path, beside=(f"{path}.config.yaml",),
+                       hint=": give --log-file or --no-log" if name == "log_file" else "")
     if "csv" in files:
-        result_rows.check_csv(files["csv"])
+        check_header(files["csv"], result_rows.CSV_COLUMNS, flag="--csv")
 
 
 def _write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
-import io
 import os
 import platform
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.version import VERSION
-from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import _csv_line, csv_cell
+from flexgen_h2o.files.rows import csv_cell
+from flexgen_h2o.files.shared_csv import append_row
 from flexgen_h2o.metrics.links import GB, LINKS
 from flexgen_h2o.metrics.provenance import _installed, source_commit
 from flexgen_h2o.metrics.run_stats import RATES, RunStats, over
@@ -95,33 +93,6 @@ def _resolved(config: RunConfig) -> dict[str, object]:
 
 
 def append_csv(path: str | os.PathLike, stats: RunStats, config: RunConfig) -> None:
-    """Append a row under the header `CSV_COLUMNS`, which a new or empty file gets first.
-
-    A row is one write, and writers take turns, so that parallel runs share a file. Raises
-    `UserError`, with nothing changed, when the file has another header; OSError if it cannot write.
-    """
-    row = _csv_line([csv_cell(value) for value in csv_row(stats, config).values()])
-    with open(path, "a+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        _check_header(file, path)
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            row = _csv_line(CSV_COLUMNS) + row
-        else:
-            file.seek(size - 1)
-            row = row if file.read(1) == b"\n" else "\n" + row
-        file.write(row.encode("utf-8"))
-
-
-def check_csv(path: str | os.PathLike) -> None:
-    """Raise `UserError` when `path` has another header, so that it shows before a long run."""
-    if os.path.exists(path):
-        with open(path, "rb") as file:
-            _check_header(file, path)
-
-
-def _check_header(file: io.IOBase, path: str | os.PathLike) -> None:
-    found = file.readline(1 << 16)
-    if found and found.rstrip(b"\r\n") != _csv_line(CSV_COLUMNS).strip().encode():
-        raise UserError(f"{path} has other columns than this version writes: choose a new --csv")
+    """Append a row of `CSV_COLUMNS`, as `shared_csv.append_row` does."""
+    row = {name: csv_cell(value) for name, value in csv_row(stats, config).items()}
+    append_row(path, CSV_COLUMNS, row, flag="--csv")

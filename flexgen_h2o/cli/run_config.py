@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -23,6 +22,7 @@ from flexgen_h2o.config.placement import PLACED, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.errors import UserError, did_you_mean
+from flexgen_h2o.files.atomic import open_atomic
 
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _Made = TypeVar("_Made", Policy, SamplingParams)
@@ -201,5 +201,5 @@ class RunConfig(RunFlags):
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the resolved config as YAML that ``--config`` reads. OSError if it cannot."""
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
-        Path(path).write_text(text, encoding="utf-8")
+        with open_atomic(path) as file:
+            yaml.safe_dump(self.to_dict(), file, sort_keys=False, allow_unicode=True)

@@ -10,15 +10,23 @@ from contextlib import contextmanager
 from flexgen_h2o.errors import UserError
 
 
-def check_writable(flag: str, path: str) -> None:
-    """Raise `UserError` for a result that could not be written, before anything is computed."""
-    if os.path.lexists(path) and not os.path.isfile(path):
-        raise UserError(f"{flag} {path} is not a regular file")
+def check_writable(flag: str, path: str, *, beside: Iterable[str] = (), hint: str = "") -> None:
+    """Raise `UserError` for a result that could not be written, before anything is computed.
+
+    Files `beside` it are looked at, too; `hint` ends the message.
+    """
+    for target in (path, *beside):
+        if os.path.lexists(target) and not os.path.isfile(target):
+            raise UserError(f"{flag} {target} is not a regular file{hint}")
+        if os.path.exists(target) and not os.access(target, os.W_OK):
+            raise UserError(f"{flag} {target} is not writable{hint}")
     folder = os.path.dirname(path) or "."
     try:
-        tempfile.TemporaryFile(dir=folder).close()  # only trying tells
+        # Only trying tells: root passes os.access on a read-only file system.
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(f"cannot write {flag} into the folder {folder}: {error.strerror}") from None
+        raise UserError(f"cannot write {flag} into the folder {folder}: {error.strerror}{hint}"
+                        ) from None
 
 
 @contextmanager

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 import yaml
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.readers import read_yaml
+from flexgen_h2o.files.rows import GrowingFile
 
 
-class LineFile:
+class LineFile(GrowingFile):
     """Lines in their order, and the options that they were made with in `path`.config.yaml.
 
     Nothing is written before there is a line. A last line without its end is what a run was
@@ -30,13 +32,13 @@ class LineFile:
 
     def __init__(self, flag: str, path: str, options: Mapping[str, object],
                  deciding: Sequence[str]):
+        super().__init__(path, ending="")
         self._flag = flag
         self.path = path
         self._beside = f"{path}.config.yaml"
         self._options = dict(options)
         self._deciding = tuple(deciding)
         self._whole = 0  # bytes up to the end of the last whole line
-        self.count = 0
 
     def read(self) -> list[dict]:
         """The lines of an earlier run; none where there was none.
@@ -82,13 +84,9 @@ class LineFile:
 
     def add(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Write more lines; they are in the file when this returns. OSError if it cannot."""
-        if not self._whole:
-            with open(self._beside, "w", encoding="utf-8") as file:
+        if self._whole:
+            os.truncate(self.path, self._whole)
+        else:
+            with open_atomic(self._beside) as file:
                 yaml.safe_dump(self._options, file, sort_keys=False, allow_unicode=True)
-        text = "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8")
-        with open(self.path, "r+b" if os.path.exists(self.path) else "wb") as file:
-            file.truncate(self._whole)
-            file.seek(self._whole)
-            file.write(text)
-        self._whole += len(text)
-        self.count += len(rows)
+        self._whole += self._add("".join(json.dumps(row) + "\n" for row in rows), len(rows))

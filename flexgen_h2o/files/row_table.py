@@ -12,7 +12,7 @@ from pathlib import Path
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.checks import check_writable, writing
-from flexgen_h2o.files.rows import RowsFile, cell
+from flexgen_h2o.files.rows import RowsFile, cell, csv_line
 
 
 class RowTable:
@@ -72,9 +72,8 @@ class RowTable:
 
     def _rewrite(self, rows: Mapping[tuple[str, ...], dict[str, str]]) -> None:
         with open_atomic(self.file.partial) as file:
-            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows.values())
+            file.write(csv_line(self.columns))
+            file.writelines(csv_line(row.values()) for row in rows.values())
 
     def rows(self) -> list[dict[str, str]]:
         """All of them, as text, in the order of the file."""

@@ -7,50 +7,74 @@ import errno
 import io
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.atomic import open_atomic
+from flexgen_h2o.files.checks import writing
 
 
-def _csv_line(cells: Sequence[object]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue()
+def cell(value: object, digits: int = 6) -> object:
+    """A value as a CSV file holds it: empty for None, so many digits of a float."""
+    if value is None:
+        return ""
+    return f"{value:.{digits}g}" if isinstance(value, float) else value
 
 
 def csv_cell(value: object) -> object:
-    """A value as the file holds it: empty for None, six digits of a float, spaces in a tuple."""
-    if value is None:
-        return ""
+    """A flag's value as `cell`, a truth in YAML's words, spaces in a tuple."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
         return " ".join(str(csv_cell(each)) for each in value)
-    return f"{value:.6g}" if isinstance(value, float) else value
+    return cell(value)
 
 
-def cell(value: object) -> object:
-    """A value as a CSV file holds it: empty for None, six digits of a float."""
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else value
+def csv_line(values: Iterable[object], *, digits: int = 6, end: str = "\n") -> str:
+    """A line of a CSV file."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator=end).writerow([cell(value, digits) for value in values])
+    return line.getvalue()
 
 
-class _Growing:
+def write_csv(path: str | os.PathLike, columns: Sequence[str], rows: Iterable[Mapping[str, object]],
+              *, digits: int = 4, flag: str = "--out") -> None:
+    """Write a CSV file whole, or not at all, and the folder that it is in.
+
+    Columns that a row lacks are empty. Raises `UserError`, which names the `flag`, if it cannot
+    write.
+    """
+    with writing(flag, str(path)):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open_atomic(path) as file:
+            file.write(csv_line(columns))
+            file.writelines(csv_line(map(row.get, columns), digits=digits) for row in rows)
+
+
+class GrowingFile:
     """A file that is under its name when it is whole, and until then `path`.partial.
 
     What was added is on disk when `_add` returns, so that a run that is stopped keeps what it has,
     and a file never holds a part of it. OSError if it cannot write.
+
+    Parameters
+    ----------
+    path : str
+    ending : str
+        Of the name until the file is whole; none if that is its own from the beginning.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, *, ending: str = ".partial"):
         self._path = Path(path)
-        self.partial = Path(f"{path}.partial")
+        self.partial = Path(f"{path}{ending}")
         self.count = 0
 
-    def _add(self, text: str) -> None:
+    def _add(self, text: str, count: int = 1) -> int:
+        """Add the text of `count` rows; the first ones replace what an earlier run has left.
+        Returns the bytes of it.
+        """
         data = text.encode("utf-8")
         # Unbuffered: what does not fit on the disk would be tried again when the file is closed.
         with open(self.partial, "ab" if self.count else "wb", buffering=0) as file:
@@ -61,39 +85,36 @@ class _Growing:
             except BaseException:
                 file.truncate(start)
                 raise
-        self.count += 1
+        self.count += count
+        return len(data)
 
     def finish(self) -> None:
         """Give the file its name."""
         self.partial.replace(self._path)
 
 
-class RowsFile(_Growing):
+class RowsFile(GrowingFile):
     """A CSV file, of which each row is on disk when `write` returns; `path`.partial until `finish`.
 
-    OSError if it cannot write.
+    OSError if it cannot write. Lines end with `end`.
     """
 
-    def __init__(self, path: str, columns: Sequence[str]):
+    def __init__(self, path: str, columns: Sequence[str], *, end: str = "\n"):
         super().__init__(path)
-        self._columns = tuple(columns)
+        self._columns, self._end = tuple(columns), end
 
-    def write(self, row: dict[str, object]) -> None:
+    def write(self, row: Mapping[str, object]) -> None:
         """Add a row; the first one replaces what an earlier run has left."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self._columns, lineterminator="\n")
-        if not self.count:
-            writer.writeheader()
-        writer.writerow({name: cell(row[name]) for name in self._columns})
-        self._add(text.getvalue())
+        header = "" if self.count else csv_line(self._columns, end=self._end)
+        self._add(header + csv_line([row[name] for name in self._columns], end=self._end))
 
 
-class LinesFile(_Growing):
+class LinesFile(GrowingFile):
     """A .jsonl file, of which each line is on disk when `write` returns; `path`.partial until
     `finish`. OSError if it cannot write.
     """
 
-    def write(self, record: dict[str, object]) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Add a line; the first one replaces what an earlier run has left."""
         self._add(json.dumps(record, ensure_ascii=False) + "\n")
 

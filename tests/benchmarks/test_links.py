@@ -186,7 +186,7 @@ def test_copies_to_and_from_a_gpu_move_every_chunk(links, monkeypatch):
     (["--model", "{model}", "--file", "{tmp}/x"], "cannot read --file"),
     (["--model", "{model}", "--file", "{tmp}"], "is not a file"),
     (["--model", "{model}", "--offload-dir", "{model}/config.json"], "config.json is a file"),
-    (["--model", "{model}", "--out", "{tmp}"], "is a folder"),
+    (["--model", "{model}", "--out", "{tmp}"], "is not a regular file"),
     (["--model", "{model}", "--out", "{model}/config.json/x"], "cannot write --out"),
 ])
 def test_bad_input_is_one_line(links, tmp_path, tiny_model, capsys, flags, message):

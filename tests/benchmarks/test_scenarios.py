@@ -53,15 +53,6 @@ def test_raw_reads_are_of_parts_that_were_not_read(scenarios, tmp_path, monkeypa
     assert ranges[-1][1] <= 1 << 20
 
 
-def test_rows_of_scenarios_share_a_file(scenarios, tmp_path):
-    path = tmp_path / "s.csv"
-    for name in ("a", "b"):
-        scenarios.add_row(path, {"scenario": name, "step_s": 1.23456})
-    lines = path.read_text().splitlines()
-    assert lines[0].split(",") == list(scenarios.COLUMNS) and len(lines) == 3
-    assert lines[2].count("1.235") == 1 and ",b," in lines[2]
-
-
 def test_a_folder_without_weights_is_refused(scenarios, tmp_path):
     with pytest.raises(UserError, match="no safetensors file"):
         scenarios.MemoryScenario(tmp_path / "c.yaml", tmp_path, scratch=tmp_path, memory=None)

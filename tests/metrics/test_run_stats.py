@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from inside import kept_intervals
 from read_back import read_csv
 
-from flexgen_h2o.cli.result_rows import CSV_COLUMNS, append_csv, check_csv
+from flexgen_h2o.cli.result_rows import CSV_COLUMNS, append_csv
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import atomic
+from flexgen_h2o.files.shared_csv import check_header
 from flexgen_h2o.metrics import provenance, run_stats, run_table
 from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -232,7 +233,8 @@ def test_csv_says_what_was_cached(tmp_path, flags, cells):
 def test_csv_leaves_a_file_of_another_header_alone(tmp_path):
     path = tmp_path / "r.csv"
     path.write_text("date,speed\n1,2\n")
-    for attempt in (lambda: append_csv(path, make_stats(), RunConfig()), lambda: check_csv(path)):
+    for attempt in (lambda: append_csv(path, make_stats(), RunConfig()),
+                    lambda: check_header(path, CSV_COLUMNS, flag="--csv")):
         with pytest.raises(UserError, match="other columns"):
             attempt()
     assert path.read_text() == "date,speed\n1,2\n"
@@ -242,7 +244,7 @@ def test_csv_mends_a_missing_line_end(tmp_path):
     path = tmp_path / "r.csv"
     append_csv(path, make_stats(), RunConfig())
     path.write_text(path.read_text().rstrip("\n"))
-    check_csv(path)
+    check_header(path, CSV_COLUMNS, flag="--csv")
     append_csv(path, make_stats(), RunConfig())
     assert len(read_csv(path)) == 2
 

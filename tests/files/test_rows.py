@@ -1,0 +1,69 @@
+"""Files of rows: their bytes, and files that are whole, that grow and that are shared."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.rows import RowsFile, write_csv
+from flexgen_h2o.files.shared_csv import append_row
+
+COLUMNS = ("name", "a,b", "value")
+cells = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(),
+                  st.text(st.characters(codec="utf-8")))
+tables = st.lists(st.fixed_dictionaries(dict.fromkeys(COLUMNS, cells)), min_size=1, max_size=4)
+
+
+def by_hand(rows, digits: int, end: str) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS, lineterminator=end)
+    writer.writeheader()
+    writer.writerows({key: f"{value:.{digits}g}" if isinstance(value, float) else value
+                      for key, value in row.items()} for row in rows)
+    return text.getvalue().encode()
+
+
+@given(rows=tables, digits=st.integers(1, 17))
+def test_every_writer_makes_the_same_bytes(tmp_path_factory, rows, digits):
+    folder = tmp_path_factory.mktemp("rows")
+    write_csv(folder / "new/whole.csv", COLUMNS, rows, digits=digits)
+    for row in rows:
+        append_row(folder / "shared.csv", COLUMNS, row, flag="--out", digits=digits)
+    for name in ("new/whole.csv", "shared.csv"):
+        assert (folder / name).read_bytes() == by_hand(rows, digits, "\n")
+    growing = RowsFile(str(folder / "growing.csv"), COLUMNS, end="\r\n")
+    for row in rows:
+        growing.write(row)
+    growing.finish()
+    assert (folder / "growing.csv").read_bytes() == by_hand(rows, 6, "\r\n")
+
+
+def test_a_file_that_cannot_be_written_is_told_and_stays(tmp_path):
+    path = tmp_path / "r.csv"
+    write_csv(path, COLUMNS, [{"name": "old"}])
+    before = path.read_bytes()
+
+    def stopping():
+        yield {"name": "new"}
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="cannot write --csv .*r.csv: No space left"):
+        write_csv(path, COLUMNS, stopping(), flag="--csv")
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(UserError, match="other columns .* choose a new --out"):
+        append_row(path, COLUMNS[1:], {}, flag="--out")
+    assert path.read_bytes() == before
+
+
+def test_what_stands_beside_a_result_is_looked_at_too(tmp_path):
+    check_writable("--csv", str(tmp_path / "r.csv"), beside=[str(tmp_path / "r.yaml")])
+    (tmp_path / "r.yaml").mkdir()
+    with pytest.raises(UserError, match=r"^--csv .*r.yaml is not a regular file: take another$"):
+        check_writable("--csv", str(tmp_path / "r.csv"), beside=[str(tmp_path / "r.yaml")],
+                       hint=": take another")
