@@ -6,7 +6,6 @@ A type is bool, int, float or str, one of these with bounds (``Annotated[int, Me
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.errors import UserError, check_text, did_you_mean, shown
 
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -68,9 +67,8 @@ def check_keys(values: Iterable[object], known: Iterable[object], where: str) ->
     names = list(map(str, known))
     for key in values:
         if str(key) not in names:
-            near = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(names)}"
-            raise UserError(f"{where}: unknown key {key!r:.80}: {hint}")
+            hint = did_you_mean(str(key), names, f"it takes {', '.join(names)}")
+            raise UserError(f"{where}: unknown key {shown(key)}{hint}")
 
 
 def _complaint(kind: Any, value: object, name: str) -> str:
