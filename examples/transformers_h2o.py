@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 
 from flexgen_h2o import H2OConfig
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.models import checkpoint_folder
@@ -24,7 +25,7 @@ PROMPT = (
 )
 
 
-def parse_args(argv: list[str] | None) -> tuple[Namespace, H2OConfig]:
+def parse_args(argv: Sequence[str] | None) -> tuple[Namespace, H2OConfig]:
     """Flags, all of them checked; torch is not loaded for them."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m",
@@ -65,8 +66,9 @@ def run(args: Namespace, h2o: H2OConfig) -> None:
     print(f"{nbytes:,} bytes of keys and values with the full cache, {cache.nbytes():,} with H2O")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_status(lambda: run(*parse_args(argv)), last=argv is None)
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    run(*parse_args(argv))
 
 
 if __name__ == "__main__":

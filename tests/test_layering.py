@@ -8,9 +8,11 @@ import graphlib
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import planning_cases
 import pytest
 
 import flexgen_h2o
@@ -40,6 +42,8 @@ MOST_FILES = 8
 """At the package's top."""
 MOST_COMMANDS = 10
 """At the top of benchmarks/, whose helpers stand in folders."""
+MOST_ON_THE_WAY = 12
+"""Files that a run's configuration passes before the model loads."""
 
 # Modules that import by a computed name, which no parser can follow, and why they may.
 DYNAMIC = {
@@ -174,6 +178,57 @@ def test_the_house_stays_small():
     assert max(map(floor, rooms)) <= MOST_FLOORS
     assert len(list(ROOT.glob("*.py"))) <= MOST_FILES
     assert len(list(BENCHMARKS.glob("*.py"))) <= MOST_COMMANDS
+
+
+@pytest.mark.parametrize("flags", [["--weight-bits", "4", "--hh-ratio", "0.2"],
+                                   ["--percent", "auto", "--goal", "latency"]])
+def test_a_configuration_goes_down_through_few_files(monkeypatch, tmp_path, flags):
+    """The files whose functions take it, or the `argv` that it is made of, until a model loads."""
+    from flexgen_h2o.cli.run_config import RunConfig
+    from flexgen_h2o.tasks import generate
+
+    class Loading(Exception):
+        """In place of an LLM."""
+
+    def load(**_):
+        raise Loading
+
+    monkeypatch.chdir(tmp_path)
+    for name, contents in {"c.yaml": "gen_len: 4\nlog_file: run.log", "p.txt": "A prompt."}.items():
+        Path(name).write_text(contents)
+    for module, names in {"llm": {"LLM": load}, "planning.calibrate": {
+            "machine": lambda *_, **__: planning_cases.CPU}}.items():
+        monkeypatch.setitem(sys.modules, f"{PACKAGE}.{module}", types.SimpleNamespace(**names))
+    argv = [*flags, "--config", "c.yaml", "--prompts", "p.txt", "--csv", "r.csv", "--model",
+            "opt-125m", "--path", "_DUMMY_", "--device", "cpu", "--verbose", "0"]
+    calls: list[tuple[str, str]] = []
+
+    def note(frame, event, _):
+        name, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if event != "call" or not ours(name):
+            return
+        taken = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
+        if any(frame.f_locals[each] is argv or isinstance(frame.f_locals[each], RunConfig)
+               for each in taken):
+            caller = frame.f_back
+            while caller and not ours(caller.f_globals.get("__name__")):
+                caller = caller.f_back
+            calls.append((short(caller.f_globals["__name__"]) if caller else "flex_opt",
+                          short(name)))
+
+    sys.setprofile(note)
+    try:
+        with pytest.raises(Loading):
+            generate.main.__wrapped__(argv)
+    finally:
+        sys.setprofile(None)
+    passed = {name for _, name in calls}
+    assert {"tasks.generate", "cli.parser", "cli.run_config", "cli.llm_arguments"} <= passed
+    assert len(passed) <= MOST_ON_THE_WAY
+    level = {name: number for number, line in enumerate(ROOMS.splitlines())
+             for name in line.split()}
+    climbs = {(caller, name) for caller, name in calls if level[room(name)] > level[room(caller)]}
+    assert not climbs
 
 
 def test_only_those_with_a_reason_import_by_a_computed_name():

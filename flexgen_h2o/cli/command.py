@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from flexgen_h2o.cli.signals import _Signals
 from flexgen_h2o.errors import UserError
+
+
+class Main(Protocol):
+    """The entry of a command."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        """Run the command line `argv`, or the process's. Returns the `exit_status`."""
+
+
+def command(main: Callable[[Sequence[str] | None], None]) -> Main:
+    """Let a command's `main` do the work alone: errors and signals become its `exit_status`.
+
+    With no `argv` it is the process's last work.
+    """
+    @functools.wraps(main)
+    def entry(argv: Sequence[str] | None = None) -> int:
+        return exit_status(lambda: main(argv), last=argv is None)
+
+    return entry
 
 
 def exit_status(work: Callable[[], None], *, last: bool = False) -> int:

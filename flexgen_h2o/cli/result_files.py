@@ -76,8 +76,8 @@ def check_results(files: dict[str, str]) -> None:
         check_header(files["csv"], result_rows.CSV_COLUMNS, flag="--csv")
 
 
-def _write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,
-                   stats: run_stats.RunStats, summary: str, trace: Trace) -> None:
+def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,
+                  stats: run_stats.RunStats, summary: str, trace: Trace) -> None:
     """Write every file that was asked for, and the resolved config beside the results."""
     for name, path in files.items():
         with writing(flag_name(name), path):

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.input_files import synthetic_prompts, workload
 from flexgen_h2o.cli.llm_arguments import open_llm
@@ -200,9 +200,10 @@ def _least(least: Choice, stats: RunStats) -> list[float | None]:
             over(stats.generated_tokens, least.seconds), step, step]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    return exit_status(lambda: run(parse_args(argv)), last=argv is None)
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.input_files import read_prompts, synthetic_prompts, workload
 from flexgen_h2o.cli.llm_arguments import open_llm
-from flexgen_h2o.cli.result_files import _write_results, check_results, result_files
+from flexgen_h2o.cli.result_files import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.metrics import breakdown, run_table
@@ -64,7 +64,7 @@ def run(config: RunConfig) -> None:
         if config.verbose >= 1:
             show(summary)
     finally:  # a full disk behind stdout must not lose the files too
-        _write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
+        write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
 
 
 def _warm_up(llm: LLM, prompts: Sequence[str | Sequence[int]], config: RunConfig,
@@ -98,9 +98,10 @@ def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
     return flag_parser.parse_args(argv, parser())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    return exit_status(lambda: run(parse_args(argv)), last=argv is None)
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
 
 
 if __name__ == "__main__":

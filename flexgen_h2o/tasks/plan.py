@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.tasks.generate import run
@@ -47,9 +47,10 @@ def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
     return RunConfig.from_mapping(given | {"plan_only": True})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    return exit_status(lambda: run(parse_args(argv)), last=argv is None)
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from flexgen_h2o.cli import task_flags
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
@@ -203,9 +203,10 @@ def _printer(tokenizer):
     return Printer(tokenizer, skip_special_tokens=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    return exit_status(lambda: run(parse_args(argv)), last=argv is None)
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
 
 
 if __name__ == "__main__":

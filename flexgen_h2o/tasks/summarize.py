@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
@@ -120,9 +120,10 @@ def _resolved(options: SummarizeOptions, cache: summary_rows.SummaryCache) -> di
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    return exit_status(lambda: run(parse_args(argv)), last=argv is None)
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -12,23 +12,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.command import command
 from flexgen_h2o.errors import UserError
 
 _MODEL = ("--model", "-M")
 _FLAGS_WITH_MODELS = ("--config", "-C")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the harness. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C.
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the harness.
 
     What the harness itself refuses it refuses in its own way, but for data that it can't fetch.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return exit_status(lambda: _run(arguments), last=argv is None)
-
-
-def _run(arguments: list[str]) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("this needs the evaluation harness: pip install 'flexgen_h2o[eval]'")
     from lm_eval.__main__ import cli_evaluate
