@@ -8,7 +8,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 from flexgen_h2o.config.sampling import sampling_params
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.conversation import CHUNK, Stream
-from flexgen_h2o.engine.batch import Request, make_blocks
+from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.calls import Session, one_at_a_time
 from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.load_options import load_options
@@ -114,10 +113,10 @@ class LLM(Session):
             self._prompts.check_longest(load.texts)
             self._runtime = Runner(source, opened_device, settings)
             self.calls = self._runtime.calls
-            not_kept = source.bits != 16 and load.weight_cache is None
             self._memory = MemoryCheck(
                 source.config, WeightOptions(source.form.bits, source.form.group),
-                itemsize=source.dtype.itemsize, writes_weights=source.dummy or not_kept,
+                itemsize=source.dtype.itemsize,
+                writes_weights=source.writes_weights(load.weight_cache),
                 offload_dir=settings.offload_dir,
                 most={"cpu": load.memory_limit, "gpu": load.device_memory_limit},
                 device_bytes=opened_device.free_bytes)
@@ -188,8 +187,7 @@ class LLM(Session):
             check_int("cut_gen_len", cut_gen_len, low=1)
             steps = min(cut_gen_len, steps)
         sink = self._prompts.generation(params, steps=steps)
-        if requests:
-            self._prompts.check_lengths(requests, params.max_new_tokens)
+        self._prompts.check_lengths(requests, params.max_new_tokens)
         stats = self._run(requests, steps - 1, sink, planned=params.max_new_tokens)
         if steps < params.max_new_tokens and requests:
             self.stats = stats.project(cut=steps, gen_len=params.max_new_tokens)
@@ -235,10 +233,9 @@ class LLM(Session):
         if self._cache.plain and self._cache.attn_sparsity == 1:
             sink, new = Scoring(continuations), 1
             requests = sink.joined(requests)
-        if requests:
-            self._prompts.check_lengths(requests, new)
+        self._prompts.check_lengths(requests, new)
         self._run(requests, new - 1, sink, planned=new)
-        return [Scored(sink.log_probs[key], sink.greedy[key]) for key in range(len(requests))]
+        return sink.scored()
 
     @one_at_a_time
     def fit_batch(self, *, prompt_len: int, gen_len: int, most: int) -> int:
@@ -264,8 +261,8 @@ class LLM(Session):
                             num_gpu_batches=self.policy.num_gpu_batches)
         size = self._memory.largest_batch(self.policy, self._cache, workload,
                                           loaded_bytes=self._runtime.loaded_bytes)
-        self.policy = replace(self.policy, gpu_batch_size=size)
         self._runtime = self._runtime.in_batches(size)
+        self.policy = self._runtime.settings.policy
         return size
 
     @one_at_a_time
@@ -332,7 +329,7 @@ class LLM(Session):
             self._prompts.check_lengths(requests, 1)
             self._leave()
             self.stats = self._runtime.probe(requests, attend, sink)
-        return [sink.log_probs[key] for key in range(len(requests))]
+        return [scored.log_probs for scored in sink.scored()]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -341,11 +338,7 @@ class LLM(Session):
     def _run(self, requests: list[Request], new: int, sink: Sink, *, planned: int) -> RunStats:
         """Run all blocks, each request with up to `new` tokens appended; sets `stats` too."""
         self._check_open()
-        policy = self.policy
-        blocks = make_blocks(requests, new, gpu_batch_size=policy.gpu_batch_size,
-                             num_gpu_batches=policy.num_gpu_batches,
-                             prefill_chunk=policy.prefill_chunk,
-                             shares=isinstance(sink, Forcing))
+        blocks = self._runtime.blocks(requests, new, shares=isinstance(sink, Forcing))
         workspace = self._enter(blocks, planned) if blocks else None
         try:
             self.stats = stats = self._runtime.run(workspace, blocks, sink)

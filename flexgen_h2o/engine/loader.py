@@ -63,6 +63,10 @@ class Source:
             return WeightFormat(self.dtype, self.bits, GgufBlocks.GROUP)
         return WeightFormat(self.dtype, self.bits)
 
+    def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
+        """True if no file keeps the weights in `form`: the disk tier writes what it holds."""
+        return self.dummy or self.bits != 16 and weight_cache is None
+
     @property
     def _keeps_groups(self) -> bool:
         quantized = self.gguf is not None and self.bits != 16

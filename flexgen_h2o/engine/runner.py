@@ -144,6 +144,13 @@ class Runner:
                          h2o=settings.cache.h2o, transfers=self._transfers,
                          offload_dir=settings.offload_dir, cache=cache)
 
+    def blocks(self, requests: Sequence[Request], new: int, *, shares: bool) -> list[list[Batch]]:
+        """The requests in blocks of the policy's batches: see `make_blocks`."""
+        policy = self.settings.policy
+        return make_blocks(requests, new, gpu_batch_size=policy.gpu_batch_size,
+                           num_gpu_batches=policy.num_gpu_batches,
+                           prefill_chunk=policy.prefill_chunk, shares=shares)
+
     def probe(self, requests: Sequence[Request], attend: Callable[..., torch.Tensor], sink: Sink
               ) -> RunStats:
         """Run prompts one by one and whole, while `attend` computes the attention: `LLM.probe`."""

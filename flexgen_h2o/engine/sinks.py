@@ -9,6 +9,7 @@ import torch
 
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.sampling import Sampler, not_finite
+from flexgen_h2o.outputs import Scored
 
 
 class Generation:
@@ -69,6 +70,10 @@ class _Continuations:
         self._continuations = continuations
         self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
         self.greedy = dict.fromkeys(continuations, True)
+
+    def scored(self) -> list[Scored]:
+        """What was found of each continuation, by ascending keys."""
+        return [Scored(self.log_probs[key], self.greedy[key]) for key in sorted(self.log_probs)]
 
     def _note(self, key: int, log_prob: float, likeliest: bool) -> None:
         """Add what was found of the next token of a continuation.

@@ -158,6 +158,8 @@ class Prompts:
 
     def check_lengths(self, requests: list[Request], new_tokens: int) -> None:
         """Refuse what would run past the model's positions."""
+        if not requests:
+            return
         longest = max(requests, key=lambda request: len(request.prompt))
         check_length(self._config, self._h2o, prompt=f"prompt {longest.key}",
                      length=len(longest.prompt), new_tokens=new_tokens)
