@@ -27,6 +27,7 @@ COMMANDS = {
     "stream": "conversations without end through one cache of fixed size",
     "quality": "perplexity and greedy tokens by the budget of the cache",
     "analyze": "what attention looks like: the observations behind H2O",
+    "doctor": "what this machine has, and what would be slow on it and why",
 }
 """What each command is for, in the order of ``--help``."""
 

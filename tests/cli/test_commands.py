@@ -90,7 +90,7 @@ def test_flex_opt_is_generate_by_its_old_name(capsys):
 
 
 def test_plan_prints_what_plan_only_prints(capsys, tmp_path):
-    flags = ["--model", "opt-6.7b", "--path", "_DUMMY_", "--percent", "auto", "--hh-ratio", "0.1",
+    flags = ["--model", "opt-6.7b", "--path", "_DUMMY_", "--percent", "0", "50", "100", "0",
              "--hardware", str(ROOT / "configs/hardware/t4.yaml")]
     saved = tmp_path / "run.yaml"
     plan.parse_args(flags).save(saved)

@@ -1,0 +1,1 @@
+"""What `doctor` finds out about a machine, and how it says it."""
