@@ -116,11 +116,14 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def try_out(commands: Path, folder: Path) -> None:
-    """Import, --help, and a run of a tiny model with the compiled kernels."""
+    """Import, --help, a look at the machine, and a run of a tiny model with the compiled kernels.
+    """
     print("installed:", run(commands / "python", "-c", PROBE, folder=folder).strip())
     usage = run(commands / SCRIPT, "--help", folder=folder)
     if f"usage: {SCRIPT} " not in usage:
         sys.exit(f"{SCRIPT} --help says something else:\n{usage}")
+    run(commands / "python", "-W", "error", "-m", f"{PACKAGE}.plan", "--version", folder=folder)
+    print(run(commands / SCRIPT, "doctor", "--offload-dir", folder, folder=folder))
     model = folder / "tiny"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(TINY), encoding="utf-8")

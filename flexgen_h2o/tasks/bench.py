@@ -146,7 +146,7 @@ def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
         return f"not known in {dtype}: rates are measured in {measured}"
     try:
         hardware = calibrate.kept(device, config.offload_dir)
-    except UserError as error:
+    except (OSError, UserError) as error:
         return f"not known: {error}"
     if hardware is None:
         return "not known: flexgen-h2o plan, with the same --offload-dir, measures this machine"

@@ -63,7 +63,7 @@ def test_this_machine_is_looked_at_and_left_as_it_was(capsys, tmp_path):
         assert found["kernels"]["instruction set"] == native.instruction_set()
         assert found["kernels"]["measured"].startswith("not yet: flexgen-h2o plan")
         assert {"linear", "linear_quantized", "prefill_attention"} <= {*found["kernels"]}
-    assert found["disk"]["folder"] == str(tmp_path) and "GB/s" in found["disk"]["reads"]
+    assert found["disk"]["folder"].startswith(f"{tmp_path} (") and "GB/s" in found["disk"]["reads"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -93,8 +93,7 @@ def test_a_machine_where_nothing_works_is_told_about_all_the_same(capsys, tmp_pa
     assert "Permission denied" in facts.disk("/secret").problem
     monkeypatch.undo()
     monkeypatch.setattr(facts.shutil, "disk_usage", lambda path: SimpleNamespace(total=9, free=1))
-    assert facts.disk(str(tmp_path), 1 << 20) == DiskFacts(str(tmp_path), 9, 1,
-                                                           problem="the disk is full")
+    assert facts.disk(str(tmp_path), 1 << 20).problem == "the disk is full"
 
 
 @pytest.mark.skipif(native.missing() is not None, reason="no C++ kernels")
@@ -141,6 +140,16 @@ def test_a_gpu_is_told_by_its_memory(monkeypatch):
     assert ("cuda:0", "T4, 15.0 of 16.0 GB free") in sections.gpus(found).rows
 
 
+def test_a_folder_has_the_file_system_of_the_nearest_mount(tmp_path, monkeypatch):
+    mounts = [SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (
+        ("/", "ext4"), (tmp_path, "tmpfs"), (tmp_path / "far", "nfs"))]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    assert [facts._file_system(place) for place in (
+        tmp_path.parent, tmp_path / "a" / "b", tmp_path / "far")] == ["ext4", "tmpfs", "nfs"]
+    mounts.clear()
+    assert facts._file_system(tmp_path) == ""
+
+
 def test_the_time_that_a_cgroup_allows(tmp_path):
     path = tmp_path / "cpu.max"
     for text, quota in (("max 100000\n", None), ("250000 100000\n", 2.5), ("odd", None)):
@@ -168,11 +177,13 @@ def test_the_time_that_a_cgroup_allows(tmp_path):
     (sections.memory(MemoryFacts(64 * GB, 60 * GB, None, None)), ()),
     (sections.memory(MemoryFacts(64 * GB, 60 * GB, 8 * GB, 3 * GB)),
      ("3.0 GB of host memory are free",)),
-    (sections.disk(DiskFacts("/d", 9 * GB, 5 * GB, 2.5e9, 1e9)), ()),
-    (sections.disk(DiskFacts("/d", 9 * GB, 5 * GB, 0.1e9, 1e9)),
+    (sections.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 2.5e9, 1e9)), ()),
+    (sections.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 0.1e9, 1e9)),
      ("the disk reads 0.1 GB/s: weights of 10 GB on it take 100 s a step",)),
-    (sections.disk(DiskFacts("/d", 9 * GB, 5 * GB, 9e9, 1e9, direct=False)),
+    (sections.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 9e9, 1e9, direct=False)),
      ("the file system refuses O_DIRECT",)),
+    (sections.disk(DiskFacts("/d", "tmpfs", 9 * GB, 5 * GB, 0.1e9, 1e9)),
+     ("/d is host memory (tmpfs): what is put on disk takes memory",)),
 ])
 def test_what_would_be_slow_and_why(section, slow):
     assert len(section.slow) == len(slow)
@@ -186,6 +197,6 @@ def test_what_would_be_slow_and_why(section, slow):
 @pytest.mark.parametrize("rate, kind", [
     (0.1, "hard disk"), (0.5, "SATA"), (1.2, "slow NVMe"), (3, "an NVMe")])
 def test_a_disk_has_a_class_by_its_speed(rate, kind):
-    (row,) = [text for name, text in sections.disk(DiskFacts("/d", 1, 1, rate * GB, 1.0)).rows
+    (row,) = [text for name, text in sections.disk(DiskFacts("/d", "", 1, 1, rate * GB, 1.0)).rows
               if name == "reads"]
     assert kind in row and "past the page cache" in row

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -217,11 +217,12 @@ def memory() -> MemoryFacts:
 class DiskFacts:
     """The disk of a folder: bytes, and bytes per second of aligned reads and writes.
 
-    `direct` is False where the file system refuses O_DIRECT, so that the rates are the page
-    cache's; `problem` says why nothing was measured.
+    `system` is the kind of file system. `direct` is False where it refuses O_DIRECT, so that the
+    rates are the page cache's; `problem` says why nothing was measured.
     """
 
     folder: str
+    system: str = ""
     total: int = 0
     free: int = 0
     read: float = 0.0
@@ -236,20 +237,30 @@ def disk(offload_dir: str, nbytes: int = SAMPLE) -> DiskFacts:
     from flexgen_h2o.storage.free_memory import nearest_folder
     from flexgen_h2o.storage.links import disk_read_rate, disk_write_rate
 
-    place = offload_dir
+    found = DiskFacts(offload_dir)
     try:
         folder = nearest_folder(offload_dir)  # no folder is made that would stay
-        place, space = str(folder), shutil.disk_usage(folder)
+        space = shutil.disk_usage(folder)
+        found = DiskFacts(str(folder), _file_system(folder), space.total, space.free)
         if space.free < 2 * nbytes:
-            return DiskFacts(place, space.total, space.free, problem="the disk is full")
+            return replace(found, problem="the disk is full")
         with contextlib.closing(RunFolder(folder)) as run:
             file = run.file("doctor.bin", nbytes)
             # Written first: what is read must be no hole in the file.
             write = disk_write_rate(file, nbytes=nbytes)
-            return DiskFacts(place, space.total, space.free, disk_read_rate(file, nbytes=nbytes),
-                             write, _takes_direct(file))
+            return replace(found, read=disk_read_rate(file, nbytes=nbytes), write=write,
+                           direct=_takes_direct(file))
     except (OSError, UserError) as error:
-        return DiskFacts(place, problem=str(error))
+        return replace(found, problem=str(error))
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of the file system that a folder is on; empty where the system does not say."""
+    import psutil
+
+    mounted = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    place = folder.resolve()
+    return next((mounted[each] for each in (place, *place.parents) if each in mounted), "")
 
 
 def _takes_direct(file: Path) -> bool:

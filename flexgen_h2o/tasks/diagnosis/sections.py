@@ -19,9 +19,12 @@ from flexgen_h2o.tasks.diagnosis.facts import (
 
 Row = tuple[str, str]
 
-SPEEDS = ((0.25, "as a hard disk or a network's"), (0.7, "as a SATA SSD"), (2.0, "as a slow NVMe"),
-          (float("inf"), "as an NVMe SSD"))
+SPEEDS = ((0.25, "that of a hard disk or a network's"), (0.7, "that of a SATA SSD"),
+          (2.0, "that of a slow NVMe SSD"), (float("inf"), "that of an NVMe SSD"))
 """Classes of disks: below so many GB/s of reading."""
+
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems without a disk."""
 
 SLOW_DISK = 1.0
 """GB/s below which reading weights from disk is called slow."""
@@ -164,17 +167,20 @@ def disk(found: DiskFacts) -> Section:
     kind = next(name for most, name in SPEEDS if rate < most)
     how = "past the page cache" if found.direct else "through the page cache"
     slow = []
-    if not found.direct:
+    if found.system in IN_MEMORY:
+        kind = "that of memory"
+        slow.append(f"{found.folder} is host memory ({found.system}): what is put on disk takes "
+                    "memory; choose another --offload-dir")
+    elif not found.direct:
         slow.append("the file system refuses O_DIRECT: what is on disk passes, and takes, memory "
                     "of the page cache")
     elif rate < SLOW_DISK:
         slow.append(f"the disk reads {rate:.2g} GB/s: weights of 10 GB on it take "
                     f"{10 / rate:.0f} s a step; more sequences in a block share them")
     return Section("disk", (
-        ("folder", found.folder),
+        ("folder", f"{found.folder} ({found.system or 'a file system of unknown kind'})"),
         ("space", f"{found.free / GB:.1f} of {found.total / GB:.1f} GB free"),
-        ("reads", f"{rate:.2f} GB/s {how}, fast {kind}" if found.direct else
-                  f"{rate:.2f} GB/s {how}"),
+        ("reads", f"{rate:.2f} GB/s {how}" + (f", {kind}" if found.direct else "")),
         ("writes", f"{found.write / GB:.2f} GB/s"),
     ), tuple(slow))
 
