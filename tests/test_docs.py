@@ -93,7 +93,7 @@ def test_each_command_of_the_package_takes_the_flags_that_are_shown(page, words,
     name = words[0].removeprefix("flexgen_h2o.")
     if name.startswith("integrations"):
         return  # its command line is the harness's
-    (parser if name == "flex_opt" else commands.command(name)).parse_args(words[1:])
+    (parser if name == "flex_opt" else commands.command_module(name)).parse_args(words[1:])
 
 
 def test_each_file_that_a_command_reads_is_in_the_repository():

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexgen_h2o.cli.commands import COMMANDS, command
+from flexgen_h2o.cli.commands import COMMANDS, command_module
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "command-line.md"
 MODULES = (*COMMANDS, "stream_quality")
@@ -33,7 +33,7 @@ dashes too. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`. The script
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser of a command's flags."""
-    return command(name).parser()
+    return command_module(name).parser()
 
 
 def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse.Action]]]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.parser import PACKAGE, SCRIPT, Parser, program
 from flexgen_h2o.config.checks import check_choice
 from flexgen_h2o.errors import UserError, did_you_mean
@@ -36,7 +36,7 @@ _OWN = ("-h", "--help", "--version", "--print-completion")
 """Flags of the program itself. Any other begins those of `generate`."""
 
 
-def command(name: str) -> ModuleType:
+def command_module(name: str) -> ModuleType:
     """The module of a command."""
     return importlib.import_module(f"{PACKAGE}.tasks.{name}")
 
@@ -75,7 +75,7 @@ def run(words: Sequence[str]) -> None:
     """Run the command that these words call. Raises `UserError`."""
     name, flags = split(words)
     if name:
-        module = command(name)
+        module = command_module(name)
         module.run(module.parse_args(flags))
         return
     shell = parser().parse_args(flags).print_completion
@@ -91,7 +91,7 @@ def completion(shell: str) -> str:
     whole = Parser(prog=SCRIPT, version=None, parents=[parser()], add_help=False)
     commands = whole.add_subparsers(metavar="COMMAND")
     for name, text in COMMANDS.items():
-        added = commands.add_parser(name, help=text, parents=[command(name).parser()],
+        added = commands.add_parser(name, help=text, parents=[command_module(name).parser()],
                                     add_help=False, version=None)
         for action in added._actions:
             value = str(action.metavar or "")
@@ -103,7 +103,7 @@ def completion(shell: str) -> str:
     return shtab.complete(whole, shell=shell)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    words = sys.argv[1:] if argv is None else argv
-    return exit_status(lambda: run(words), last=argv is None)
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command."""
+    run(sys.argv[1:] if argv is None else argv)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.task_flags import check_own
 from flexgen_h2o.cli.values import flag
@@ -69,9 +69,10 @@ def run(options: DoctorOptions) -> None:
     show("\n".join(sections.verdict(found)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
-    return exit_status(lambda: run(parse_args(argv)), last=argv is None)
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
 
 
 if __name__ == "__main__":

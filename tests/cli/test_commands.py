@@ -33,7 +33,7 @@ def printed(capsys, call, *argv: object) -> str:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_each_command_has_help_and_a_version_in_every_spelling(name, capsys, monkeypatch):
-    main = commands.command(name).main
+    main = commands.command_module(name).main
     for called, usage in (("/usr/bin/flexgen-h2o", f"flexgen-h2o {name}"),
                           ("/src/flexgen_h2o/__main__.py", f"python -m flexgen_h2o {name}"),
                           (f"/src/flexgen_h2o/tasks/{name}.py", f"python -m flexgen_h2o.{name}")):
