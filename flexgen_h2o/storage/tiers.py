@@ -169,7 +169,7 @@ class Device:
 
 
 class _CudaEvent(Event):
-    def __init__(self, stream: torch.cuda.CopyStream, *, timed: bool = False):
+    def __init__(self, stream: torch.cuda.Stream, *, timed: bool = False):
         # Blocking: a thread that waits must not take a core from the disk's workers.
         self.event = torch.cuda.Event(enable_timing=timed, blocking=not timed)
         self.event.record(stream)
@@ -180,7 +180,7 @@ class _CudaEvent(Event):
 
 class _CudaStream(CopyStream):
     def __init__(self, device: torch.device):
-        self.stream = torch.cuda.CopyStream(device)
+        self.stream = torch.cuda.Stream(device)
 
     def wait(self, event: Event) -> None:
         if isinstance(event, _CudaEvent):
