@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from concurrent.futures import Future
 
 import torch
 
@@ -73,6 +75,59 @@ class LazyDevice(Device):
 
     def total_bytes(self) -> int | None:
         return 16 << 30
+
+
+class LazyComputeDevice(LazyDevice):
+    """Compute, too, does nothing until it is waited for; give it work with `compute`."""
+
+    def __init__(self):
+        super().__init__()
+        self.stream_of_compute = LazyStream()
+
+    def compute(self, work) -> None:
+        """Queue a call."""
+        with _lock:
+            self.stream_of_compute.queue.append(work)
+
+    def mark(self) -> Event:
+        return self.stream_of_compute.mark()
+
+    def wait(self, event: Event) -> None:
+        self.stream_of_compute.wait(event)
+
+
+class LazyPool:
+    """A lane's thread that runs a job when its result is asked for, after those before it."""
+
+    def __init__(self):
+        self.jobs = deque()
+
+    def submit(self, job) -> Future:
+        future = LazyFuture(self)
+        self.jobs.append((future, job))
+        return future
+
+    def run_one(self) -> None:
+        """Run the job that has waited longest."""
+        future, job = self.jobs.popleft()
+        try:
+            future.set_result(job())
+        except Exception as error:
+            future.set_exception(error)
+
+    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+        self.jobs.clear()
+
+
+class LazyFuture(Future):
+    def __init__(self, pool: LazyPool):
+        super().__init__()
+        self.pool = pool
+
+    def result(self, timeout=None):
+        while not self.done():
+            self.pool.run_one()
+        return super().result(timeout)
 
 
 class PoisonedDevice(Device):

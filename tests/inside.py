@@ -148,6 +148,13 @@ def before_reads(monkeypatch, look) -> None:
     before(monkeypatch, Disk, "_read_chunk", lambda *_: look())
 
 
+def lanes_with(transfers, pool) -> list:
+    """Let each lane's jobs run in a ``pool()``; these pools."""
+    for lane in transfers._lanes.values():
+        lane._pool = pool()
+    return [lane._pool for lane in transfers._lanes.values()]
+
+
 def before_conversions(monkeypatch, look) -> None:
     """Call ``look()`` before a GGUF file is opened to be converted."""
     convert = from_gguf._open

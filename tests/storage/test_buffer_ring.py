@@ -1,0 +1,174 @@
+"""A ring of staging buffers: in any order of use, nothing is read or written while in use."""
+
+import itertools
+
+import pytest
+import torch
+from fakes import LazyComputeDevice, LazyPool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside import lanes_with
+
+from flexgen_h2o.metrics.links import LinkStats
+from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
+from flexgen_h2o.storage.transfer import D2H, H2D, LANES, Transfers
+
+KEYS = frozenset(range(4))
+ACTS = ("load", "load_and_write_back", "take", "compute", "compute", "store", "release",
+        "run a job", "run copies", "wait for all")
+
+
+class Engine:
+    """Loads, computes with and stores the bytes of four keys, and knows what each has to be.
+
+    Jobs, copies and compute are as late as allowed unless an act runs them: where a wait is
+    missing, something sees wrong bytes.
+    """
+
+    def __init__(self, count: int = 3):
+        self.device = LazyComputeDevice()
+        self.transfers = Transfers(self.device, links=LinkStats(), trace=Trace(enabled=False))
+        self.pools = dict(zip(LANES, lanes_with(self.transfers, LazyPool), strict=True))
+        self.ring = BufferRing(self.transfers, [
+            StagingBuffer(self.device.empty(1), self.device.host_empty(1)) for _ in range(count)])
+        self.turns = itertools.cycle(range(count))
+        self.owners = [None] * count
+        self.values = itertools.cycle(range(1, 251))
+        self.stores = [BackingStore(host=torch.zeros(4096, dtype=torch.uint8)) for _ in KEYS]
+        self.stored = [0] * len(KEYS)
+        self.live: dict[int, int] = {}
+        self.unread: set[int] = set()
+        self.met: list[tuple[list[int], int]] = []
+
+    def act(self, act: str, number: int) -> None:
+        """Do what `act` says to the lane, or to the key or one that is fit for it, of a number."""
+        lane = LANES[number % len(LANES)]
+        if act == "run a job":
+            if self.pools[lane].jobs:
+                self.pools[lane].run_one()
+        elif act == "run copies":
+            self.transfers._lanes[lane].flush()
+        elif act == "wait for all":
+            self.wait_for_all(drop_errors=number % 2 == 1)
+        else:
+            # As in the engine: a load is used before the key is loaded again or stored, and what is
+            # stored is loaded before it is made anew.
+            loadable, held = KEYS - self.unread, self.live.keys()
+            fit = {"store": held - self.unread, "release": held, "compute": held,
+                   "take": {key for key in loadable if not self.stores[key].busy}
+                   }.get(act, loadable)
+            if fit:
+                getattr(self, act)(sorted(fit)[number % len(fit)])
+        for key in KEYS - self.live.keys():
+            with pytest.raises(KeyError):
+                self.ring.get(key)
+
+    def wait_for_all(self, *, drop_errors: bool = False) -> None:
+        self.ring.reset() if drop_errors else self.ring.settle()
+        self.live, self.unread, self.owners = {}, set(), [None] * len(self.owners)
+
+    def meet(self, tensor: torch.Tensor, value: int) -> None:
+        self.met.append((tensor.unique().tolist(), value))
+
+    def own(self, key: int, value: int) -> None:
+        """The next buffer becomes the key's and nobody else's."""
+        turn = next(self.turns)
+        self.live.pop(self.owners[turn], None)
+        self.owners = [None if owner == key else owner for owner in self.owners]
+        self.owners[turn], self.live[key] = key, value
+
+    def load(self, key: int, *, writes: bool = False) -> None:
+        store, value = self.stores[key], self.stored[key]
+
+        def fill(lane, buffer):
+            buffer.host.copy_(store.host)  # at once, as a disk is read
+            lane.copy(buffer.device, buffer.host, H2D)
+            return [self.transfers.submit("stores", lambda lane: self.meet(buffer.host, value))
+                    ] if writes else None
+
+        before, store.busy = store.busy, []
+        self.ring.load(key, fill, after=before)
+        self.own(key, value)
+        self.unread.add(key)
+
+    def load_and_write_back(self, key: int) -> None:
+        self.load(key, writes=True)
+
+    def take(self, key: int) -> None:
+        device, value = self.ring.take(key).device, next(self.values)
+        self.device.compute(lambda: device.fill_(value))
+        self.own(key, value)
+
+    def compute(self, key: int) -> None:
+        device, value, new = self.ring.get(key).device, self.live[key], next(self.values)
+        self.device.compute(lambda: (self.meet(device, value), device.fill_(new)))
+        self.live[key] = new
+        self.unread.discard(key)
+
+    def store(self, key: int) -> None:
+        store = self.stores[key]
+
+        def empty(lane, buffer):
+            lane.copy(buffer.host, buffer.device, D2H)
+            lane.flush()
+            store.host.copy_(buffer.host)  # at once, as a disk is written
+
+        store.busy.append(self.ring.store(key, empty))
+        self.stored[key] = self.live.pop(key)
+
+    def release(self, key: int) -> None:
+        self.ring.release(key)
+        del self.live[key]
+
+
+@settings(max_examples=60)
+@given(count=st.integers(1, 3),
+       acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 11)), min_size=30,
+                     max_size=60))
+def test_in_any_order_nothing_is_touched_while_it_is_in_use(count, acts):
+    engine = Engine(count)
+    for act, number in acts:
+        engine.act(act, number)
+    engine.wait_for_all()
+    engine.device.mark().synchronize()
+    assert all(found == [value] for found, value in engine.met), engine.met
+    assert [store.host.unique().tolist() for store in engine.stores] == [
+        [value] for value in engine.stored]
+
+
+def test_a_buffer_waits_for_its_own_use_alone():
+    engine = Engine(2)
+    for key in (0, 1):
+        engine.load(key)
+    engine.compute(1)
+    assert len(engine.pools["loads 0"].jobs) == 1, "the other buffer's load is still to come"
+    engine.compute(0)
+    engine.release(0)
+    engine.compute(1)
+    engine.load(2)  # where 0 was
+    engine.pools["loads 0"].run_one()
+    engine.act("run copies", LANES.index("loads 0"))
+    assert [value for _, value in engine.met] == [0, 0], "compute up to the release, and no more"
+
+
+def test_errors_come_out_where_a_job_is_waited_for():
+    def fail(lane, buffer):
+        raise OSError("no such disk")
+
+    def failing(wait):
+        """A load that has failed in the only buffer, and one after it."""
+        engine = Engine(1)
+        engine.ring.load(0, fail)
+        engine.ring.load(1, lambda lane, buffer: None)
+        with pytest.raises(OSError, match="no such disk"):
+            wait(engine.ring)
+        engine.wait_for_all(drop_errors=True)
+        engine.take(2)
+        engine.compute(2)
+        engine.load(2)
+        engine.compute(2)
+        engine.wait_for_all()
+
+    for wait in (lambda ring: ring.get(1), lambda ring: ring.take(2), BufferRing.settle):
+        failing(wait)
