@@ -7,38 +7,19 @@ its rows on host and disk are written back after each layer.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from flexgen_h2o.config.limits import HIDDEN_BUFFERS
 from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import AlignedRead, RunFolder
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
-from flexgen_h2o.storage.transfer import D2H, H2D, Handle, Lane, Transfers
-
-
-@dataclass
-class StagingBuffer:
-    """Hidden states that compute uses, and a host buffer for the rows that go to disk."""
-
-    device: torch.Tensor
-    host: torch.Tensor | None
-    busy: list[Handle] = field(default_factory=list)
-
-
-@dataclass
-class BackingStore:
-    """The backing store of a batch's hidden states: host rows and an extent for disk rows."""
-
-    gpu: torch.Tensor
-    cpu: torch.Tensor | None = None
-    disk: Extent | None = None
-    stored: Handle | None = None
+from flexgen_h2o.storage.transfer import D2H, H2D, Lane, Transfers
 
 
 class HiddenStates:
@@ -63,92 +44,53 @@ class HiddenStates:
         self._width = hidden
         self._dtype = dtype
         self._row_bytes = hidden * dtype.itemsize
-        away = placement.disk > 0 or (self._device.separate and placement.cpu > 0)
+        self._away = placement.disk > 0 or (self._device.separate and placement.cpu > 0)
         size = rows * self._row_bytes
         gpu, cpu, _ = (min(size, self._row_bytes + int(size * f)) for f in placement.fractions())
-        self._stores = [BackingStore(gpu=self._device.empty(gpu if away else size))
+        self._stores = [BackingStore(self._device.empty(gpu if self._away else size))
                         for _ in range(batches)]
-        self._live: dict[int, tuple[StagingBuffer, Handle | None]] = {}
-        self._staging: list[StagingBuffer] = []
-        self._next = 0
-        if not away:
-            return
         disk_bytes = round_up(size, PAGE) if placement.disk > 0 else 0
         path = run_folder().file("hidden.bin", disk_bytes * batches) if disk_bytes else None
-        for index, store in enumerate(self._stores):
+        for index, store in enumerate(self._stores if self._away else ()):
             if placement.cpu > 0:
-                store.cpu = self._device.host_empty(cpu)
+                store.host = self._device.host_empty(cpu)
             if path:
-                store.disk = Extent(path, index * disk_bytes, disk_bytes)
-        for _ in range(HIDDEN_BUFFERS):
-            host = self._device.host_empty(size) if path else None
-            self._staging.append(StagingBuffer(self._device.empty(size), host))
+                store.extent = Extent(path, index * disk_bytes, disk_bytes)
+        self._ring: BufferRing[int] = BufferRing(transfers, [
+            StagingBuffer(self._device.empty(size), self._device.host_empty(size) if path else None)
+            for _ in range(HIDDEN_BUFFERS if self._away else 0)])
 
     def _view(self, buffer: torch.Tensor, rows: int) -> torch.Tensor:
         return typed(buffer, 0, (rows, self._width), self._dtype)
 
-    def _take(self) -> StagingBuffer:
-        staging = self._staging[self._next]
-        self._next = (self._next + 1) % HIDDEN_BUFFERS
-        return staging
-
     def load(self, batch: int, rows: int) -> None:
         """Start gathering a batch's hidden states for compute."""
-        if not self._staging:
-            return
-        store, staging = self._stores[batch], self._take()
-        before = [*staging.busy, *([store.stored] if store.stored else [])]
-
-        def job(lane: Lane) -> None:
-            for handle in before:
-                handle.synchronize()
-            self._gather(lane, store, staging, rows)
-
-        handle = self._transfers.submit("loads", job, after=(self._device.mark(),))
-        staging.busy = [handle]
-        self._live[batch] = (staging, handle)
+        if self._away:
+            store = self._stores[batch]
+            self._ring.load(batch, partial(self._gather, store=store, rows=rows), after=store.busy)
 
     def get(self, batch: int, rows: int, *, fresh: bool = False) -> torch.Tensor:
         """[rows, hidden] for compute to read and overwrite. fresh: the contents do not matter."""
-        if not self._staging:
+        if not self._away:
             return self._view(self._stores[batch].gpu, rows)
-        if fresh:
-            staging = self._take()
-            for handle in staging.busy:
-                self._transfers.ready(handle)
-            staging.busy = []
-            self._live[batch] = (staging, None)
-        staging, handle = self._live[batch]
-        if handle is not None:
-            self._transfers.ready(handle)
-        return self._view(staging.device, rows)
+        buffer = self._ring.take(batch) if fresh else self._ring.get(batch)
+        return self._view(buffer.device, rows)
 
     def store(self, batch: int, rows: int) -> None:
         """Start putting a batch's hidden states to rest."""
-        if not self._staging:
-            return
-        store, (staging, _) = self._stores[batch], self._live.pop(batch)
-
-        def job(lane: Lane) -> None:
-            self._scatter(lane, store, staging, rows)
-
-        store.stored = self._transfers.submit("stores", job, after=(self._device.mark(),))
-        staging.busy.append(store.stored)
+        if self._away:
+            store = self._stores[batch]
+            store.busy = [self._ring.store(batch, partial(self._scatter, store=store, rows=rows))]
 
     def drop(self, batch: int) -> None:
         """Compute is done with a batch's hidden states and nothing of them is kept."""
-        self._live.pop(batch, None)
+        self._ring.release(batch)
 
     def reset(self) -> None:
         """Wait for what is under way; call between blocks."""
-        for staging in self._staging:
-            for handle in staging.busy:
-                with contextlib.suppress(Exception):  # they are not used again
-                    handle.synchronize()
-            staging.busy = []
+        self._ring.reset()
         for store in self._stores:
-            store.stored = None
-        self._live.clear()
+            store.busy = []
 
     def _spans(self, rows: int) -> tuple[slice, slice, slice]:
         """Byte ranges of the staging buffer that rest on (gpu, cpu, disk)."""
@@ -156,29 +98,31 @@ class HiddenStates:
         first, second, third = (n * self._row_bytes for n in (gpu, gpu + cpu, gpu + cpu + disk))
         return slice(0, first), slice(first, second), slice(second, third)
 
-    def _gather(self, lane: Lane, store: BackingStore, staging: StagingBuffer, rows: int) -> None:
+    def _gather(self, lane: Lane, staging: StagingBuffer, *, store: BackingStore, rows: int
+                ) -> None:
         gpu, cpu, disk = self._spans(rows)
         lane.stream.copy(staging.device[gpu], store.gpu[gpu])
         if cpu.stop > cpu.start:
-            self._move(lane, staging.device[cpu], store.cpu[: cpu.stop - cpu.start], H2D)
+            self._move(lane, staging.device[cpu], store.host[: cpu.stop - cpu.start], H2D)
         nbytes = disk.stop - disk.start
         if nbytes:
             whole = round_up(nbytes, PAGE)
-            lane.disk.read([AlignedRead(store.disk.path, store.disk.offset, whole, 0)],
+            lane.disk.read([AlignedRead(store.extent.path, store.extent.offset, whole, 0)],
                            staging.host[:whole])
             self._move(lane, staging.device[disk], staging.host[:nbytes], H2D)
 
-    def _scatter(self, lane: Lane, store: BackingStore, staging: StagingBuffer, rows: int) -> None:
+    def _scatter(self, lane: Lane, staging: StagingBuffer, *, store: BackingStore, rows: int
+                 ) -> None:
         gpu, cpu, disk = self._spans(rows)
         lane.stream.copy(store.gpu[gpu], staging.device[gpu])
         if cpu.stop > cpu.start:
-            self._move(lane, store.cpu[: cpu.stop - cpu.start], staging.device[cpu], D2H)
+            self._move(lane, store.host[: cpu.stop - cpu.start], staging.device[cpu], D2H)
         nbytes = disk.stop - disk.start
         if nbytes:
-            whole = round_up(nbytes, PAGE)
+            extent = Extent(store.extent.path, store.extent.offset, round_up(nbytes, PAGE))
             self._move(lane, staging.host[:nbytes], staging.device[disk], D2H)
             lane.flush()
-            lane.disk.write(Extent(store.disk.path, store.disk.offset, whole), staging.host[:whole])
+            lane.disk.write(extent, staging.host[: extent.nbytes])
 
     def _move(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, link: str) -> None:
         """Between host and compute memory: counted only where they are separate."""
