@@ -7,33 +7,21 @@ travel.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 
 from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, ResidentPart, picked
 from flexgen_h2o.config.limits import CACHE_BUFFERS, GROWTH, WRITE_BACK_TOKENS
+from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import AlignedRead
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, Handle, Lane, Transfers
-
-
-@dataclass
-class StagingBuffer:
-    """A buffer pair that one (layer, batch) of a fetched part occupies; the same on a CPU.
-
-    `landing` is where the records and slots arrive that a decode step changed on a GPU.
-    """
-
-    device: torch.Tensor
-    host: torch.Tensor
-    landing: tuple[torch.Tensor, ...] = ()
-    busy: list[Handle] = field(default_factory=list)
 
 
 @dataclass
@@ -47,18 +35,14 @@ class WriteBackLog:
 
 
 @dataclass
-class BackingStore:
+class CachedRecords(BackingStore):
     """The backing store of one (layer, batch) of a fetched part.
 
     `slots` are those of a head, once all that has been submitted is done; 0: nothing rests here.
     """
 
     slots: int = 0
-    host: torch.Tensor | None = None
-    extent: Extent | None = None
     log: WriteBackLog | None = None
-    stored: Handle | None = None
-    written: Handle | None = None
 
 
 class FetchedPart(CachePart):
@@ -79,22 +63,21 @@ class FetchedPart(CachePart):
         self._transfers = transfers
         self._device = transfers.device
         self.gathers_values = path is None
-        self._next = 0
-        self._live: dict[tuple[int, int], tuple[StagingBuffer, Handle, tuple[int, ...]]] = {}
         sequences = last - first
         sizes = [round_up(records.nbytes(sequences, slots), PAGE) for slots in grid.slots]
         keys = [(layer, b) for layer in range(len(sizes)) for b in range(grid.batches)]
         if path is None:
-            self._stores = {key: BackingStore(host=self._device.host_empty(sizes[key[0]]))
+            self._stores = {key: CachedRecords(host=self._device.host_empty(sizes[key[0]]))
                             for key in keys}
         else:
             starts = accumulate((sizes[layer] for layer, _ in keys), initial=0)
             self._stores = {
-                key: BackingStore(extent=Extent(path, start, sizes[key[0]]),
-                                  log=self._log(sequences))
+                key: CachedRecords(extent=Extent(path, start, sizes[key[0]]),
+                                   log=self._log(sequences))
                 for key, start in zip(keys, starts, strict=False)
             }
-        self._ring = [self._staging(max(sizes), sequences) for _ in range(CACHE_BUFFERS)]
+        self._ring: BufferRing[tuple[int, int]] = BufferRing(
+            transfers, [self._staging(max(sizes), sequences) for _ in range(CACHE_BUFFERS)])
 
     @staticmethod
     def file_bytes(records: Records, sequences: int, grid: Grid) -> int:
@@ -119,52 +102,32 @@ class FetchedPart(CachePart):
                                                dtype=torch.int64))
 
     def begin(self, sizes):
-        for staging in self._ring:
-            for handle in staging.busy:
-                with contextlib.suppress(Exception):  # what was cached is not used again
-                    handle.synchronize()
-            staging.busy = []
+        self._ring.reset()
         for store in self._stores.values():
-            store.slots, store.stored, store.written = 0, None, None
-        self._live.clear()
+            store.slots, store.busy = 0, []
         super().begin(sizes)
 
     def settle(self):
-        for staging in self._ring:
-            for handle in staging.busy:
-                handle.synchronize()
-        self._live.clear()
+        self._ring.settle()
+
+    def _shape(self, batch: int, slots: int) -> tuple[int, ...]:
+        return self.records.shape(self._sequences[batch], slots)
 
     def load(self, layer, batch, *, fetch, keys_only=False, cached=None):
         store = self._stores[layer, batch]
-        staging = self._ring[self._next]
-        self._next = (self._next + 1) % CACHE_BUFFERS
-        before = [*staging.busy, *filter(None, (store.stored, store.written))]
-        # The buffer's last compute, too, must be over before anything is put into it.
-        mark = self._device.mark()
-        staging.busy = busy = []
         slots = self._slots[batch][layer]
         if cached is not None:
             fits = fetch and cached < store.slots
             slots = store.slots if fits else min(slots, cached + GROWTH)
-        stored_shape, shape = (self.records.shape(self._sequences[batch], count)
-                               for count in (store.slots or slots, slots))
-        store.slots = slots
+        fill = partial(self._fetch, store=store, keys_only=keys_only,
+                       stored_shape=self._shape(batch, store.slots or slots),
+                       shape=self._shape(batch, slots))
+        before, store.busy, store.slots = store.busy, [], slots
+        self._ring.load((layer, batch), fill if fetch else lambda lane, staging: None, after=before)
 
-        def job(lane: Lane) -> None:
-            for handle in before:
-                handle.synchronize()
-            if fetch:
-                busy.extend(self._fetch(lane, store, staging, stored_shape, shape,
-                                        keys_only=keys_only))
-
-        handle = self._transfers.submit("loads", job, after=(mark, *before))
-        busy.append(handle)
-        self._live[layer, batch] = (staging, handle, shape)
-
-    def _fetch(self, lane: Lane, store: BackingStore, staging: StagingBuffer,
-               stored_shape: tuple[int, ...],
-               shape: tuple[int, ...], *, keys_only: bool) -> list[Handle]:
+    def _fetch(self, lane: Lane, staging: StagingBuffer, *, store: CachedRecords,
+               stored_shape: tuple[int, ...], shape: tuple[int, ...], keys_only: bool
+               ) -> list[Handle]:
         """Fill the staging buffer; what else must be over before it is filled again.
 
         A backing store of shape `stored_shape` grows to `shape`.
@@ -188,13 +151,13 @@ class FetchedPart(CachePart):
             Changed(fresh[:, : shape[1]], slots[: shape[1]]).write(host)
         if log.count == WRITE_BACK_TOKENS or stored_shape != shape:
             log.count = 0
-            store.written = self._write_back(store, staging.host[: round_up(host.nbytes, PAGE)])
-            writes.append(store.written)
+            writes.append(self._write_back(store, staging.host[: round_up(host.nbytes, PAGE)]))
+            store.busy.extend(writes)
         if self._device.separate:
             lane.copy(device, host, H2D)
         return writes
 
-    def _write_back(self, store: BackingStore, staged: torch.Tensor) -> Handle:
+    def _write_back(self, store: CachedRecords, staged: torch.Tensor) -> Handle:
         """Write the staged bytes to disk. What compute changes meanwhile is in the write-back log
         too."""
         extent = Extent(store.extent.path, store.extent.offset, staged.nbytes)
@@ -205,31 +168,24 @@ class FetchedPart(CachePart):
         return self._transfers.submit("stores", job)
 
     def get(self, layer, batch):
-        staging, handle, shape = self._live[layer, batch]
-        self._transfers.ready(handle)
-        return typed(staging.device, 0, shape, self.records.dtype)
+        shape = self._shape(batch, self._stores[layer, batch].slots)
+        return typed(self._ring.get((layer, batch)).device, 0, shape, self.records.dtype)
 
     def gather(self, layer, batch, index):
         # The buffer's host side is free, as nothing of a backing store in memory passes through it.
-        staging, _, shape = self._live[layer, batch]
-        values = typed(self._stores[layer, batch].host, 0, shape, self.records.dtype)[1]
+        staging, store = self._ring.get((layer, batch)), self._stores[layer, batch]
+        values = typed(store.host, 0, self._shape(batch, store.slots), self.records.dtype)[1]
         chosen = (index.numel(), self.records.width)
         return picked(values, index, typed(staging.host, 0, chosen, self.records.dtype))
 
     def store(self, layer, batch, changed):
-        staging, _, shape = self._live.pop((layer, batch))
         store = self._stores[layer, batch]
+        some = {"store": store, "shape": self._shape(batch, store.slots)}
+        empty = partial(self._store_all, **some) if changed is None else (
+            partial(self._store_changed, **some, changed=changed))
+        store.busy.append(self._ring.store((layer, batch), empty))
 
-        def job(lane: Lane) -> None:
-            if changed is None:
-                self._store_all(lane, store, staging, shape)
-            else:
-                self._store_changed(lane, store, changed, staging=staging, shape=shape)
-
-        store.stored = self._transfers.submit("stores", job, after=(self._device.mark(),))
-        staging.busy.append(store.stored)
-
-    def _store_all(self, lane: Lane, store: BackingStore, staging: StagingBuffer,
+    def _store_all(self, lane: Lane, staging: StagingBuffer, *, store: CachedRecords,
                    shape: tuple[int, ...]) -> None:
         held = typed(staging.device, 0, shape, self.records.dtype)
         if store.host is not None:
@@ -242,9 +198,8 @@ class FetchedPart(CachePart):
         extent = Extent(store.extent.path, store.extent.offset, round_up(held.nbytes, PAGE))
         lane.disk.write(extent, staging.host[: extent.nbytes])
 
-    def _store_changed(self, lane: Lane, store: BackingStore, changed: Changed, *,
-                       staging: StagingBuffer,
-                       shape: tuple[int, ...]) -> None:
+    def _store_changed(self, lane: Lane, staging: StagingBuffer, *, store: CachedRecords,
+                       changed: Changed, shape: tuple[int, ...]) -> None:
         if self._device.separate:
             sources = (changed.fresh, changed.slots)
             landed = [typed(buffer, 0, source.shape, source.dtype)
