@@ -75,7 +75,7 @@ def weight_sizes(llm) -> dict[str, int]:
 
 def staging_bytes(llm) -> list[int]:
     """Bytes on the device of each buffer for fetched weights."""
-    return [slot.device.nbytes for slot in weights_of(llm)._slots]
+    return [buffer.device.nbytes for buffer in weights_of(llm)._ring.buffers]
 
 
 def is_asleep(spinning) -> bool:

@@ -1,4 +1,4 @@
-"""Packs of a unit's weights: a buffer for each tier, and slots for what is fetched."""
+"""Packs of a unit's weights: a buffer for each tier."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.spec import TensorSpec
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.disk import AlignedRead
-from flexgen_h2o.storage.tiers import PAGE, Event, round_up
-from flexgen_h2o.storage.transfer import Handle
+from flexgen_h2o.storage.tiers import PAGE, round_up
 
 ALIGN = 64
 """Bytes to a multiple of which a tensor that is not read as it lies is put."""
@@ -52,18 +51,3 @@ class Unit:
         """Bytes that every load of this unit brings to compute memory."""
         packs = [pack for pack, _ in self.host] + [self.packs[t] for t in self.packs if t == "disk"]
         return sum(round_up(pack.nbytes, PAGE) for pack in packs)
-
-
-@dataclass
-class Slot:
-    """A buffer that one unit's fetched weights occupy while they are live.
-
-    host is where the disk's share lands on its way to a GPU; None where nothing is to land.
-    """
-
-    device: torch.Tensor
-    host: torch.Tensor | None
-    free: Event | None = None
-    sent: Event | None = None
-    unit: int | None = None
-    handle: Handle | None = None

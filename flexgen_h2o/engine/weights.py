@@ -7,21 +7,22 @@ copy and a few large reads. On disk they are the checkpoint's own bytes, or the 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.placement import Placement
-from flexgen_h2o.engine.packs import ALIGN, Pack, Slot, Unit, Weight
+from flexgen_h2o.engine.packs import ALIGN, Pack, Unit, Weight
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.spec import ModelWeights, TensorSpec
 from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import RunFolder, plan_reads
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import assign
@@ -61,8 +62,7 @@ class WeightStore:
         self.units = [Unit(dict(specs)) for specs in (weights.embed, *weights.layers, weights.head)]
         self.tiers = self._place(placement)
         self._tables: dict[str, Weight] = {}
-        self._slots: list[Slot] = []
-        self._next = 0
+        self._ring: BufferRing[int] = BufferRing(transfers, ())
         self._spill: dict[str, Extent] = {}
 
     @property
@@ -102,7 +102,7 @@ class WeightStore:
             done += sum(self._bytes(spec) for spec in unit.specs.values())
             progress(done, total)
         self._tie_tables()
-        self._make_slots()
+        self._make_buffers()
 
     def _wanted(self, index: int, tier: str) -> dict[str, TensorSpec]:
         """A unit's tensors on `tier` that are its own: no tied copy, no table left on disk."""
@@ -206,52 +206,38 @@ class WeightStore:
                     source = data.view(-1).view(torch.uint8)
                     head.host.append((Pack(data.nbytes, {name: 0}), source))
 
-    def _make_slots(self) -> None:
+    def _make_buffers(self) -> None:
         # The embedding unit's host packs hold its tables too, but those are never fetched whole.
         self.units[0].host = [(pack, host) for pack, host in self.units[0].host
                               if not set(pack.places) <= set(self.tables)]
         largest = max(unit.fetched_bytes for unit in self.units)
-        staged = max(unit.packs["disk"].nbytes if "disk" in unit.packs else 0
-                     for unit in self.units)
-        if largest:
-            for _ in LANES_OF["weights"]:
-                host = None
-                if self._device.separate and staged:
-                    host = self._device.host_empty(staged)
-                self._slots.append(Slot(self._device.empty(largest), host))
+        read = max(unit.packs["disk"].nbytes if "disk" in unit.packs else 0 for unit in self.units)
+        passes_host = self._device.separate and read > 0
+        self._ring = BufferRing(self._transfers, [
+            StagingBuffer(self._device.empty(largest),
+                          self._device.host_empty(read) if passes_host else None)
+            for _ in (LANES_OF["weights"] if largest else ())], kind="weights")
 
     def fetch(self, index: int) -> None:
         """Start bringing unit `index` to compute memory; nothing to do when it is there."""
         unit = self.units[index]
-        if not unit.fetched_bytes:
-            return
-        slot = self._slots[self._next]
-        self._next = 1 - self._next
-        after = () if slot.free is None else (slot.free,)
+        if unit.fetched_bytes:
+            self._ring.load(index, partial(self._bring, unit=unit))
 
-        def job(lane: Lane) -> None:
-            self._bring(lane, unit, slot)
-
-        slot.handle = self._transfers.submit("weights", job, after=after)
-        slot.unit = index
-
-    def _bring(self, lane: Lane, unit: Unit, slot: Slot) -> None:
+    def _bring(self, lane: Lane, buffer: StagingBuffer, *, unit: Unit) -> None:
         start = 0
         for pack, host in unit.host:
-            lane.copy(slot.device[start : start + pack.nbytes], host[: pack.nbytes], H2D)
+            lane.copy(buffer.device[start : start + pack.nbytes], host[: pack.nbytes], H2D)
             start += round_up(pack.nbytes, PAGE)
         pack = unit.packs.get("disk")
         if pack is None:
             return
         end = start + round_up(pack.nbytes, PAGE)
-        if not self._device.separate:
-            lane.disk.read(pack.reads, slot.device[start:end])
-            return
-        if slot.sent is not None:
-            slot.sent.synchronize()  # the last copy out of this host buffer
-        lane.disk.read(pack.reads, slot.host)
-        lane.copy(slot.device[start:end], slot.host[: end - start], H2D)
-        slot.sent = lane.stream.mark()
+        if self._device.separate:
+            lane.disk.read(pack.reads, buffer.host)
+            lane.copy(buffer.device[start:end], buffer.host[: end - start], H2D)
+        else:
+            lane.disk.read(pack.reads, buffer.device[start:end])
 
     def get(self, index: int) -> dict[str, Weight]:
         """A unit's weights by local name, on the compute device, ready for compute to use.
@@ -259,30 +245,23 @@ class WeightStore:
         A fetched tensor stays valid until `release`.
         """
         unit = self.units[index]
-        slot = next((s for s in self._slots if s.unit == index), None)
-        if slot is None:
+        if not unit.fetched_bytes:
             return unit.resident
-        self._transfers.ready(slot.handle)
+        buffer = self._ring.get(index)
         weights = dict(unit.resident)
         start = 0
         for pack in [p for p, _ in unit.host] + [p for t, p in unit.packs.items() if t == "disk"]:
-            weights.update(pack.views(slot.device[start:], unit.specs, self._form))
+            weights.update(pack.views(buffer.device[start:], unit.specs, self._form))
             start += round_up(pack.nbytes, PAGE)
         return weights
 
     def reset(self) -> None:
         """Forget what was fetched ahead and will not be used; call between runs."""
-        for slot in self._slots:
-            if slot.handle is not None:
-                with contextlib.suppress(Exception):  # they are not used again
-                    slot.handle.synchronize()
-            slot.free, slot.unit, slot.handle = self._device.mark(), None, None
+        self._ring.reset()
 
     def release(self, index: int) -> None:
         """Compute has been given its last use of the unit: its buffer may be filled again."""
-        for slot in self._slots:
-            if slot.unit == index:
-                slot.free, slot.unit, slot.handle = self._device.mark(), None, None
+        self._ring.release(index)
 
     def lookup(self, table: str, index: torch.Tensor) -> torch.Tensor:
         """Rows of an embedding table, gathered where the table lives; only they travel.
