@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from flexgen_h2o.config.limits import MATRIX_TILE
+from flexgen_h2o.config.limits import MATRIX_TILE, WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.packs import ALIGN, Pack, Unit, Weight
 from flexgen_h2o.errors import UserError
@@ -27,7 +27,7 @@ from flexgen_h2o.storage.disk import RunFolder, plan_reads
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import assign
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
-from flexgen_h2o.storage.transfer import H2D, LANES_OF, Lane, Transfers
+from flexgen_h2o.storage.transfer import H2D, Lane, Transfers
 
 
 class WeightStore:
@@ -216,7 +216,7 @@ class WeightStore:
         self._ring = BufferRing(self._transfers, [
             StagingBuffer(self._device.empty(largest),
                           self._device.host_empty(read) if passes_host else None)
-            for _ in (LANES_OF["weights"] if largest else ())], kind="weights")
+            for _ in range(WEIGHT_BUFFERS if largest else 0)], kind="weights")
 
     def fetch(self, index: int) -> None:
         """Start bringing unit `index` to compute memory; nothing to do when it is there."""
