@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,12 +14,12 @@ from flexgen_h2o.cache.attending import PendingAttention
 from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.engine.batch import Batch
+from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
 from flexgen_h2o.models import family
-from flexgen_h2o.models.layers import Halves, finish
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -77,7 +77,7 @@ class Executor:
         self._chunk_rows = CHUNK_ROWS[self._device.torch.type]
         self._rope: dict[int, tuple | None] = {}
         self._batches: list[Batch] = []
-        self._started: dict[int, tuple[Halves, PendingAttention]] = {}
+        self._started: dict[int, PendingAttention] = {}
 
     @torch.inference_mode()
     def run(self, batches: Sequence[Batch], sink: Sink, *, keeps: bool = False,
@@ -157,7 +157,7 @@ class Executor:
             elif batch.batch_layout.in_prefill(step.forward_pass):
                 self._prompt_layer(step, batch)
             else:
-                self._token_layer(step)
+                self._token_layer(step, batch)
 
     @contextmanager
     def _span(self, step: LayerStep, what: str = "") -> Iterator[None]:
@@ -177,14 +177,15 @@ class Executor:
             self._config, positions.to(self._device.torch), self._dtype)
 
     def _prompt_layer(self, step: LayerStep, batch: Batch) -> None:
+        weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
         rope = self._rope[step.batch]
+        attend = self._attend_once if batch.shares else self._attend_prompts
         for chunk in batch.chunks(step.forward_pass, self._chunk_rows):
             rows = slice(chunk.row, chunk.end)
-            layer = self._layer(step, x[rows])
-            attend = self._attend_once if batch.shares else self._attend_prompts
-            finish(layer, attend(step, chunk.spans, next(layer), None if rope is None else tuple(
-                table[rows] for table in rope)))
+            tables = None if rope is None else tuple(table[rows] for table in rope)
+            qkv = self._family.attention_inputs(self._config, weights, x[rows], self._scratch)
+            self._finish(weights, x[rows], attend(step, chunk.spans, qkv, tables))
 
     def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
                         rope) -> torch.Tensor:
@@ -208,24 +209,28 @@ class Executor:
                 self._cache.repeat(self._cached(step), step.batch, *batch.alike[span.sequence])
         return torch.cat(outputs)
 
-    def _token_layer(self, step: LayerStep) -> None:
-        layer, attending = self._started.pop(step.batch, None) or self._start(step)
-        finish(layer, attending.result(self._transfers))
+    def _token_layer(self, step: LayerStep, batch: Batch) -> None:
+        attending = self._started.pop(step.batch, None) or self._start(step)
+        weights = self._weights.get(step.layer)
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        self._finish(weights, x, attending.result(self._transfers))
 
-    def _start(self, step: LayerStep) -> tuple[Halves, PendingAttention]:
-        """The first half of a decoder layer over new tokens."""
+    def _start(self, step: LayerStep) -> PendingAttention:
+        """Give compute a decoder layer's attention over new tokens."""
         batch = self._batches[step.batch]
-        layer = self._layer(step, self._hidden.get(step.batch, batch.rows(step.forward_pass)))
-        attending = self._cache.attend_token(
-            self._cached(step), step.batch, *next(layer),
-            token=batch.batch_layout.token(step.forward_pass),
-            rope=self._rope[step.batch])
-        return layer, attending
+        weights = self._weights.get(step.layer)
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        qkv = self._family.attention_inputs(self._config, weights, x, self._scratch)
+        return self._cache.attend_token(
+            self._cached(step), step.batch, *qkv, rope=self._rope[step.batch],
+            token=batch.batch_layout.token(step.forward_pass))
 
-    def _layer(self, step: LayerStep, x: torch.Tensor) -> Halves:
-        """The computation of a layer step around attention."""
-        function = self._family.attention if self._sep_layer else self._family.decoder_layer
-        return function(self._config, self._weights.get(step.layer), x, self._scratch)
+    def _finish(self, weights: Mapping[str, Weight], x: torch.Tensor, attended: torch.Tensor
+                ) -> None:
+        """The rest of a layer step, once attention is done; x [rows, hidden] is updated."""
+        self._family.attention_output(self._config, weights, x, attended, self._scratch)
+        if not (self._sep_layer or self._config.parallel_residual):
+            self._family.mlp(self._config, weights, x, self._scratch)
 
     def _cached(self, step: LayerStep) -> int:
         """The decoder layer of a layer step, from 0."""

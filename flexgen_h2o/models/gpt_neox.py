@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.models.layers import (
-    Halves,
     Scratch,
     activation,
     add_linear_,
@@ -84,27 +83,9 @@ def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return rope_tables(cfg.rope, positions, dtype)
 
 
-def decoder_layer(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
-                  scratch: Scratch) -> Halves:
-    """One layer; x [rows, hidden] is updated in place and returned.
-
-    With a parallel residual the MLP reads x as it was before attention, so it comes first.
-    """
-    attended = yield _qkv(cfg, w, x, scratch)
-    if cfg.parallel_residual:
-        mlp(cfg, w, x, scratch)
-        return _add_attention_(cfg, w, x, attended)
-    _add_attention_(cfg, w, x, attended)
-    return mlp(cfg, w, x, scratch)
-
-
-def attention(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Halves:
-    """The part of a layer up to the MLP, without a parallel residual; x is updated in place."""
-    return _add_attention_(cfg, w, x, (yield _qkv(cfg, w, x, scratch)))
-
-
-def _qkv(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch
-         ) -> tuple[Tensor, ...]:
+def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of x [rows, hidden], strided [rows, heads, head_dim] of scratch."""
     rows = x.shape[0]
     # The fused matrix gives each head's query, key and value in turn.
     qkv = scratch.get("qkv", (rows, cfg.num_heads, 3 * cfg.head_dim), x.dtype)
@@ -114,8 +95,14 @@ def _qkv(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch
     return qkv.split(cfg.head_dim, dim=-1)
 
 
-def _add_attention_(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor
-                    ) -> Tensor:
+def attention_output(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor,
+                     scratch: Scratch) -> Tensor:
+    """Add attention's output to x and return it; attended [rows, heads, head_dim].
+
+    With a parallel residual the MLP reads x as it was before attention: it comes first, and here.
+    """
+    if cfg.parallel_residual:
+        mlp(cfg, w, x, scratch)
     attended = attended.reshape(len(x), cfg.q_size)
     for block in row_blocks(len(x)):
         add_linear_(x[block], attended[block], w["out"], w.get("out_bias"))

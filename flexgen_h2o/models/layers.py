@@ -10,7 +10,7 @@ into a fresh output and 80 ms into a reused one), so everything large goes throu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -53,26 +53,6 @@ class Scratch:
     def nbytes(self) -> int:
         """Bytes held by all buffers together."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
-
-
-Halves = Generator[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]
-"""A layer in two halves around attention, which is not its own to do.
-
-It yields (q, k, v) once, is sent causal attention over the cache and these rows with softmax scale
-head_dim ** -0.5, and returns the residual stream. q is [rows, heads, head_dim]; k and v are
-[rows, kv_heads, head_dim]; what is sent is like q. q and k come before rotation, since the cache
-decides at which positions, and may be overwritten. All three may be strided views of scratch: they
-hold only until the next step of any layer.
-"""
-
-
-def finish(layer: Halves, attended: Tensor) -> Tensor:
-    """The second half of a layer that waits for `attended`: the residual stream."""
-    try:
-        layer.send(attended)
-    except StopIteration as end:
-        return end.value
-    raise RuntimeError("a layer attends once; this is a bug")
 
 
 def row_blocks(rows: int) -> list[slice]:

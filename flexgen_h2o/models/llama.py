@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.models.layers import (
-    Halves,
     Scratch,
     activation,
     add_linear_,
@@ -81,15 +80,10 @@ def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return rope_tables(cfg.rope, positions, dtype)
 
 
-def decoder_layer(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
-                  scratch: Scratch) -> Halves:
-    """One layer; x [rows, hidden] is updated in place and returned."""
-    yield from attention(cfg, w, x, scratch)
-    return mlp(cfg, w, x, scratch)
-
-
-def attention(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Halves:
-    """The part of a layer up to the MLP; x is updated in place and returned."""
+def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [rows, heads, head_dim] of x [rows, hidden], and keys and values [rows, kv_heads,
+    head_dim], all of scratch."""
     rows = x.shape[0]
     q = scratch.get("q", (rows, cfg.num_heads, cfg.head_dim), x.dtype)
     k, v = (scratch.get(name, (rows, cfg.num_kv_heads, cfg.head_dim), x.dtype) for name in "kv")
@@ -97,8 +91,14 @@ def attention(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scr
         normed = _normed(cfg, w["ln1"], x[block], scratch)
         for name, out in (("q", q), ("k", k), ("v", v)):
             linear(normed, w[name], w.get(f"{name}_bias"), out=out[block].view(len(normed), -1))
-    attended = (yield q, k, v).reshape(rows, cfg.q_size)
-    for block in row_blocks(rows):
+    return q, k, v
+
+
+def attention_output(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor,
+                     scratch: Scratch) -> Tensor:
+    """Add attention's output to x and return it; attended [rows, heads, head_dim]."""
+    attended = attended.reshape(len(x), cfg.q_size)
+    for block in row_blocks(len(x)):
         add_linear_(x[block], attended[block], w["out"], w.get("out_bias"))
     return x
 

@@ -128,7 +128,7 @@ class ModelConfig:
     final_norm: bool = True
     norm_affine: bool = True
     embed_dim: int = 0
-    parallel_residual: bool = True
+    parallel_residual: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "embed_dim", self.embed_dim or self.hidden_size)

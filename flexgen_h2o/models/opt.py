@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.models.layers import (
-    Halves,
     Scratch,
     activation,
     add_linear_,
@@ -108,15 +107,9 @@ def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> None:
     return None
 
 
-def decoder_layer(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
-                  scratch: Scratch) -> Halves:
-    """One layer; x [rows, hidden] is updated in place and returned."""
-    yield from attention(cfg, w, x, scratch)
-    return mlp(cfg, w, x, scratch)
-
-
-def attention(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Halves:
-    """The part of a layer up to the MLP; x is updated in place and returned."""
+def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of x [rows, hidden], each [rows, heads, head_dim] of scratch."""
     rows, heads = x.shape[0], (x.shape[0], cfg.num_heads, cfg.head_dim)
     q, k, v = (scratch.get(name, (rows, cfg.q_size), x.dtype) for name in "qkv")
     for block in row_blocks(rows):
@@ -124,8 +117,15 @@ def attention(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scr
         source = _normed(cfg, w, "ln1", part, scratch) if cfg.pre_norm else part
         for name, out in (("q", q), ("k", k), ("v", v)):
             linear(source, w[name], w.get(f"{name}_bias"), out=out[block])
-    attended = (yield q.view(heads), k.view(heads), v.view(heads)).reshape(rows, cfg.q_size)
-    for block in row_blocks(rows):
+    return q.view(heads), k.view(heads), v.view(heads)
+
+
+def attention_output(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor,
+                     scratch: Scratch) -> Tensor:
+    """Add attention's output to x (a norm after it included) and return it; attended [rows, heads,
+    head_dim]."""
+    attended = attended.reshape(len(x), cfg.q_size)
+    for block in row_blocks(len(x)):
         part = x[block]
         add_linear_(part, attended[block], w["out"], w.get("out_bias"))
         if not cfg.pre_norm:

@@ -71,7 +71,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
 
 def check_halves(config: ModelConfig, policy: Policy) -> None:
     """Raise `UserError` where attention and MLP are to be two layers, and cannot be."""
-    if policy.sep_layer and config.family == "gpt_neox" and config.parallel_residual:
+    if policy.sep_layer and config.parallel_residual:
         raise UserError(f"{config.name} feeds attention and MLP the same input: they can't be two "
                         "layers; leave --sep-layer off")
 

@@ -24,7 +24,7 @@ from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.choice import likeliest
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import opt
-from flexgen_h2o.models.layers import Scratch, add_linear_, finish, linear
+from flexgen_h2o.models.layers import Scratch, add_linear_, linear
 from flexgen_h2o.models.spec import ModelConfig, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.planning.hardware_file import BILLION, BITS, ROWS
@@ -327,8 +327,9 @@ class DecodeStep:
 def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, scratch: Scratch, *,
               attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """A decoder layer, as the executor calls it; x [rows, hidden] is updated in place."""
-    layer = opt.decoder_layer(config, weights, x, scratch)
-    finish(layer, attend(*next(layer)))
+    attended = attend(*opt.attention_inputs(config, weights, x, scratch))
+    opt.attention_output(config, weights, x, attended, scratch)
+    opt.mlp(config, weights, x, scratch)
 
 
 def run_products(weights: dict[str, Tensor], source: Tensor, x: Tensor, scratch: Scratch) -> None:

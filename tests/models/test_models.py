@@ -16,7 +16,7 @@ from safetensors import safe_open
 from flexgen_h2o.kernels import chunks
 from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.models import family, layers
-from flexgen_h2o.models.layers import Scratch, finish
+from flexgen_h2o.models.layers import Scratch
 from flexgen_h2o.models.spec import ACTIVATIONS, RopeConfig, from_transformers
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -52,8 +52,11 @@ class Runner:
                               ids, positions)
         rope = self.family.rope(self.cfg, positions, self.dtype)
         for w, cache in zip(self.layers, self.caches, strict=True):
-            layer = self.family.decoder_layer(self.cfg, w, x, self.scratch)
-            x = finish(layer, attend(*next(layer), cache=cache, rope=rope))
+            qkv = self.family.attention_inputs(self.cfg, w, x, self.scratch)
+            attended = attend(*qkv, cache=cache, rope=rope)
+            x = self.family.attention_output(self.cfg, w, x, attended, self.scratch)
+            if not self.cfg.parallel_residual:
+                x = self.family.mlp(self.cfg, w, x, self.scratch)
         return self.family.head(self.cfg, self.head, x)
 
 
