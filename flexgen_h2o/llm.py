@@ -110,7 +110,8 @@ class LLM(Session):
             check_cache(self.model_config, h2o)
             check_halves(self.model_config, self.policy)
             self._prompts = Prompts(source, name, h2o)
-            self._prompts.check_longest(load.texts)
+            self._prompts.check_longest(
+                load.texts, 1 if load.workload is None else load.workload.gen_len)
             self._runtime = Runner(source, opened_device, settings)
             self.calls = self._runtime.calls
             self._memory = MemoryCheck(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,8 @@ class Plan:
     text: str
 
 
-def plan(config: RunConfig, load: Workload, prompts: int | None) -> Plan:
+def plan(config: RunConfig, load: Workload, prompts: int | None,
+         texts: Sequence[str] = ()) -> Plan:
     """Plan a run: choose its policy if it is `--percent auto`, else predict the one it has.
 
     Parameters
@@ -83,14 +84,18 @@ def plan(config: RunConfig, load: Workload, prompts: int | None) -> Plan:
         Lengths, and the batch sizes that a fixed policy comes to.
     prompts : int or None
         How many there are; None: synthetic ones, a block.
+    texts : sequence of str
+        The prompts, if they are texts. Planning for this machine, the longest is counted in tokens.
 
     Raises
     ------
     UserError
-        The model or the machine can't be had, or nothing fits.
+        The model or the machine can't be had, the longest text is too long for the model, or
+        nothing fits.
     """
-    subject = _here(config) if config.hardware is None else _elsewhere(config, config.hardware)
-    if not config.synthetic:  # their length is an estimate; a run refuses those that are too long
+    subject = (_here(config, texts) if config.hardware is None
+               else _elsewhere(config, config.hardware))
+    if not config.synthetic:  # their length is an estimate
         load = load.cut(longest_prompt(subject.model, config.h2o()))
     if config.percent == AUTO:
         request = _request(config, subject, load, prompts)
@@ -102,10 +107,11 @@ def plan(config: RunConfig, load: Workload, prompts: int | None) -> Plan:
                 plan_text(subject.hardware, choices, subject.limits))
 
 
-def _here(config: RunConfig) -> PlanSubject:
+def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     """This machine, with what is free on it, and the model as a run would find it."""
     from flexgen_h2o.engine.loader import find
     from flexgen_h2o.engine.progress import byte_bar
+    from flexgen_h2o.engine.tokenization import Prompts
     from flexgen_h2o.planning.calibrate import machine
     from flexgen_h2o.storage.tiers import open_device
 
@@ -119,6 +125,9 @@ def _here(config: RunConfig) -> PlanSubject:
         source = find(config.model, path=config.path, dtype=config.dtype,
                       bits=config.resolved_weight_bits, device=device, progress=bar)
     _check(config, source.config)
+    prompts = Prompts(source, config.model, config.h2o())
+    if texts and prompts.tokenizer is not None:  # a plan for dummy weights goes by the estimate
+        prompts.check_longest(texts, config.gen_len)
     hardware = machine(device, config.offload_dir, recalibrate=config.recalibrate, progress=tell)
     free = free_memory(config.offload_dir, device.free_bytes())
     limits = MemoryLimits(None if free.gpu_bytes is None else int(HEADROOM * free.gpu_bytes),

@@ -90,15 +90,16 @@ class Prompts:
                                 f"than {why}")
             length *= 4  # such as blanks, of which some tokenizers keep none
 
-    def check_longest(self, texts: Sequence[str]) -> None:
-        """Refuse the longest of these prompts if it is too long, and all that are no text."""
+    def check_longest(self, texts: Sequence[str], new_tokens: int = 1) -> None:
+        """Refuse the longest of these prompts if it is too long for so many new tokens, and all
+        that are no text."""
         texts = several("text", texts)
         for key, text in enumerate(texts):
             check_text(f"prompt {key}", text)
         if texts:
             key = max(range(len(texts)), key=lambda key: len(texts[key]))
             ids = self._tokenize(texts[key], f"prompt {key}")
-            self.check_lengths([Request(key, ids)], 1)
+            self.check_lengths([Request(key, ids)], new_tokens)
 
     def encode_pairs(self, pairs: Sequence[tuple]) -> tuple[list[Request], dict[int, list[int]]]:
         """A request for each pair's context, and its continuation by key."""

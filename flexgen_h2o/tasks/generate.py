@@ -33,7 +33,8 @@ def run(config: RunConfig) -> None:
     if config.percent == AUTO or config.plan_only:
         from flexgen_h2o.cli import planner  # only now: it loads scipy
 
-        plan = planner.plan(config, workload(config, texts), len(texts) or config.num_prompts)
+        plan = planner.plan(config, workload(config, texts), len(texts) or config.num_prompts,
+                            texts)
         if config.plan_only or config.verbose >= 1:
             show(plan.text)
         if config.plan_only:

@@ -93,6 +93,11 @@ def refused(capfd, here, *argv: str) -> str:
     return message
 
 
+def plan_refused(capfd, here, *argv: str) -> str:
+    """The message of a run that is only planned."""
+    return command_refused(generate.main, capfd, [*SHORT, "--plan-only", *argv])
+
+
 def shard(model: Path) -> list[Path]:
     """Cut a model's one file into two shards with an index."""
     tensors = load_file(model / "model.safetensors")
@@ -357,7 +362,8 @@ def test_prompt_longer_than_the_positions(model, here, capfd, percent):
     assert "generate at most 7" in message
 
 
-def test_a_line_far_too_long_is_refused_for_its_tokens(model, here, capfd, monkeypatch):
+@pytest.mark.parametrize("refused", [refused, plan_refused])
+def test_a_line_far_too_long_is_refused_for_its_tokens(model, here, capfd, monkeypatch, refused):
     """And not for the memory that so many would take, which is not there either."""
     monkeypatch.setattr(memory_check, "free_memory", lambda *_: MemoryLimits(None, 10**9, 10**9))
     words = with_words(model, here / "words")
@@ -367,6 +373,9 @@ def test_a_line_far_too_long_is_refused_for_its_tokens(model, here, capfd, monke
     (here / "p.txt").write_text("w1\n" + "w23 " * 300)
     message = refused(capfd, here, "--model", words, "--prompts", "p.txt")
     assert "prompt 1 has 300 tokens, more than the model's 256 positions" in message
+    (here / "p.txt").write_text("w1\n" + "w23 " * 250)
+    message = refused(capfd, here, "--model", words, "--prompts", "p.txt", "--gen-len", "8")
+    assert "prompt 1 of 250 tokens and 8 new ones exceed the model's 256 positions" in message
 
 
 @pytest.mark.parametrize(("read", "keys"), [
