@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from flexgen_h2o.cache.shape import CacheSize, slots_of
 from flexgen_h2o.config.argument_types import typed
 from flexgen_h2o.config.checks import check_bool, check_int
-from flexgen_h2o.config.sampling import sampling_params
+from flexgen_h2o.config.sampling import mixed_seed, sampling_params
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Request, next_turn
 from flexgen_h2o.engine.calls import Session, one_at_a_time
@@ -141,13 +142,14 @@ class Stream(Session):
             The turn is empty, an option is unknown, the text would get longer than it may be.
         """
         params = sampling_params(sampling)
+        params = replace(params, seed=mixed_seed(params.seed, self._turns))
         ids = self._encode(turn)
         self._check_length(len(ids) + params.max_new_tokens)
-        request = Request(self._turns, [*self._pending, *ids])
+        request = Request(self._turns, [*self._pending, *ids], seed=params.seed)
         on_token: Callable[[int], None] | None = None
         if streamer is not None:
             on_token = lambda token: streamer.put(torch.tensor([token]))  # noqa: E731
-        sink = self._prompts.generation(params, on_token=on_token)
+        sink = self._prompts.generation({self._turns: params}, on_token=on_token)
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
         self._run(request, params.max_new_tokens - 1, sink)

@@ -7,7 +7,7 @@ import inspect
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
-from flexgen_h2o.config.sampling import sampling_params
+from flexgen_h2o.config.sampling import SamplingParams, params_of_each
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.conversation import CHUNK, Stream
 from flexgen_h2o.engine.batch import Request
@@ -154,20 +154,24 @@ class LLM(Session):
         return self._prompts.tokenizer
 
     @one_at_a_time
-    def generate(self, prompts: Sequence[str | Sequence[int]], *, cut_gen_len: int | None = None,
-                 **sampling: Any) -> list[Output]:
+    def generate(self, prompts: Sequence[str | Sequence[int]],
+                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 cut_gen_len: int | None = None, **sampling: Any) -> list[Output]:
         """Continue every prompt.
 
         Parameters
         ----------
         prompts : sequence of str or of token id sequences
             Any number; they are sorted by length and cut into blocks of batches.
+        sampling_params : SamplingParams or a sequence of them, optional
+            For all prompts, whose random numbers then differ; or one for each, whose seed alone
+            decides the random numbers of its prompt.
         cut_gen_len : int, optional
             Generate only so many tokens and project the times in `stats` to max_new_tokens.
         **sampling
-            Fields of `SamplingParams`, with transformers' names and meaning: max_new_tokens,
-            min_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
-            no_repeat_ngram_size, eos_token_id (-1: never stop early), stop_strings, seed.
+            In place of `sampling_params`: fields of `SamplingParams`, with transformers' names and
+            meaning, such as max_new_tokens, do_sample, temperature, top_p, eos_token_id (-1: never
+            stop early), stop_strings, seed.
 
         Returns
         -------
@@ -178,20 +182,21 @@ class LLM(Session):
         UserError
             A prompt is empty or too long, an option is unknown, the run does not fit in memory.
         """
-        params = sampling_params(sampling)
         prompts = several("prompt", prompts)
+        each = params_of_each(sampling_params, sampling, len(prompts))
         _ = self.tokenizer  # a damaged one must show now and not after the work
-        requests = [Request(key, self._prompts.encode(prompt, key))
-                    for key, prompt in enumerate(prompts)]
-        steps = params.max_new_tokens
+        requests = [Request(key, self._prompts.encode(prompt, key), seed=params.seed)
+                    for key, (prompt, params) in enumerate(zip(prompts, each, strict=True))]
+        most = {key: params.max_new_tokens for key, params in enumerate(each)}
+        self._prompts.check_lengths(requests, most)
         if cut_gen_len is not None:
             check_int("cut_gen_len", cut_gen_len, low=1)
-            steps = min(cut_gen_len, steps)
-        sink = self._prompts.generation(params, steps=steps)
-        self._prompts.check_lengths(requests, params.max_new_tokens)
-        stats = self._run(requests, steps - 1, sink, planned=params.max_new_tokens)
-        if steps < params.max_new_tokens and requests:
-            self.stats = stats.project(cut=steps, gen_len=params.max_new_tokens)
+        sink = self._prompts.generation(dict(enumerate(each)), steps=cut_gen_len)
+        planned = max(most.values(), default=1)
+        stats = self._run(requests, {key: min(new, cut_gen_len or new) - 1
+                                     for key, new in most.items()}, sink, planned=planned)
+        if cut_gen_len is not None and cut_gen_len < planned:
+            self.stats = stats.project(cut=cut_gen_len, gen_len=planned)
         return [self._prompts.output(prompt, request.prompt, request)
                 for prompt, request in zip(prompts, requests, strict=True)]
 
@@ -336,8 +341,10 @@ class LLM(Session):
         if self._closed:
             raise UserError("this LLM has been closed: make a new one")
 
-    def _run(self, requests: list[Request], new: int, sink: Sink, *, planned: int) -> RunStats:
-        """Run all blocks, each request with up to `new` tokens appended; sets `stats` too."""
+    def _run(self, requests: list[Request], new: int | Mapping[int, int], sink: Sink, *,
+             planned: int) -> RunStats:
+        """Run all blocks, each request with up to `new` tokens appended (or so many as it has by
+        key); sets `stats` too."""
         self._check_open()
         blocks = self._runtime.blocks(requests, new, shares=isinstance(sink, Forcing))
         workspace = self._enter(blocks, planned) if blocks else None

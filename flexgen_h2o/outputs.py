@@ -6,12 +6,26 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class TokenLogProb:
+    """The natural log-probability of a generated token, by the model's own logits.
+
+    `top` are the likeliest tokens at its place with theirs, the likeliest first, as many as
+    `SamplingParams.logprobs` says. Penalties, temperature and cuts of the sampling do not count.
+    """
+
+    token_id: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Output:
     """The generated continuation of one prompt.
 
     finish_reason is ``"stop"`` (an end token came and is the last of token_ids, or a stop string,
     with which token_ids and text end, but for what its last token has after it) or ``"length"``.
     prompt and text are None where there is no text (token id prompts, no tokenizer).
+    log_probs has an entry for each of token_ids where `SamplingParams.logprobs` asks for it.
     """
 
     prompt: str | None
@@ -19,6 +33,7 @@ class Output:
     token_ids: list[int]
     text: str | None
     finish_reason: str
+    log_probs: list[TokenLogProb] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from flexgen_h2o.config.checks import check_bool, check_int, check_number
-from flexgen_h2o.errors import UserError, check_text
+from flexgen_h2o.errors import UserError, check_text, shown
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,11 @@ class SamplingParams:
 
     Lengths are tokens. `top_k` 0 is off. `eos_token_id` is None (the model's own), -1 (never stop
     early), or one or more token ids. `stop_strings` is a text or several that end a generation once
-    it contains one. The same `seed` gives the same tokens for every batch split.
+    it contains one. The same `seed` gives the same tokens for every batch split. Two penalties are
+    those of OpenAI's API, from -2 to 2: `frequency_penalty` is taken off a token's logit for each
+    time that it has been generated, `presence_penalty` once if it has. `logprobs` is how many of
+    the likeliest tokens come with each generated one in `Output.log_probs`, 0 to 20; None: there
+    are none.
     Raises `UserError` for a value of a wrong type or range.
     """
 
@@ -29,9 +33,12 @@ class SamplingParams:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
     seed: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, low=1)
@@ -49,7 +56,11 @@ class SamplingParams:
             check_number("min_p", self.min_p, low=0, high=1)
         check_number("repetition_penalty", self.repetition_penalty, above=0)
         check_int("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0)
+        check_number("presence_penalty", self.presence_penalty, low=-2, high=2)
+        check_number("frequency_penalty", self.frequency_penalty, low=-2, high=2)
         check_int("seed", self.seed, low=0, high=2**63 - 1)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, low=0, high=20)
         self._check_eos()
         self._check_stop_strings()
 
@@ -92,3 +103,28 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
         if name not in known:
             raise UserError(f"generate has no option {name!r}; it has {', '.join(known)}")
     return SamplingParams(**options)
+
+
+def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None,
+                   keywords: Mapping[str, Any], count: int) -> list[SamplingParams]:
+    """The sampling parameters of each of so many prompts, with the seed of its random numbers.
+
+    One set for all of them, also as keywords, gives each prompt random numbers of its own; a
+    sequence has one set for each prompt. Raises `UserError` for anything else.
+    """
+    if given is not None and keywords:
+        raise UserError(f"give sampling_params or {', '.join(keywords)}, not both")
+    if given is None:
+        given = sampling_params(keywords)
+    if isinstance(given, SamplingParams):
+        return [replace(given, seed=mixed_seed(given.seed, key)) for key in range(count)]
+    if (not isinstance(given, Sequence) or len(given) != count
+            or not all(isinstance(params, SamplingParams) for params in given)):
+        raise UserError("sampling_params must be SamplingParams, or a list of one for each of the "
+                        f"{count} prompts, got {shown(given)}")
+    return list(given)
+
+
+def mixed_seed(seed: int, number: int) -> int:
+    """A seed for stream `number` of those that `seed` has; nearby ones give unrelated streams."""
+    return (seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9) % 2**63

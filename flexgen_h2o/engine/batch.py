@@ -5,23 +5,27 @@ In the prefill the sequences of a batch lie packed, one after the other, with no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk, prefill_passes
+from flexgen_h2o.outputs import TokenLogProb
 
 
 @dataclass
 class Request:
     """One prompt on its way: `key` is its place among the prompts of the call.
 
-    `finish_reason` is empty until it has ended.
+    `finish_reason` is empty until it has ended. `seed` is that of its random numbers, `log_probs`
+    what is known of the generated tokens if that was asked for.
     """
 
     key: int
     prompt: list[int]
     generated: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    seed: int = 0
+    log_probs: list[TokenLogProb] = field(default_factory=list)
 
     @property
     def history(self) -> list[int]:
@@ -127,27 +131,32 @@ def next_turn(request: Request, new: int, *, past: int, chunk: int) -> Batch:
                                            past))
 
 
-def make_blocks(requests: Sequence[Request], new: int, *, gpu_batch_size: int,
+def make_blocks(requests: Sequence[Request], new: int | Mapping[int, int], *, gpu_batch_size: int,
                 num_gpu_batches: int, prefill_chunk: int | None = None, shares: bool = False
                 ) -> list[list[Batch]]:
     """Sort requests by length, so that a batch's are alike, and cut them into blocks of batches.
 
     The longest come first: what does not fit shows at once. The last block may be partial. Up to
-    `new` tokens will be appended to each; prompts come in chunks of `prefill_chunk` tokens. With
+    `new` tokens will be appended to each, or so many as `new` has by its key: those that may go on
+    for twice as long come before others. Prompts come in chunks of `prefill_chunk` tokens. With
     `shares`, equal prompts come next to each other, and a batch computes them once.
     """
+    most = new if isinstance(new, Mapping) else {request.key: new for request in requests}
     first: dict[tuple[int, ...], int] = {}
     if shares:
         for request in requests:
             first.setdefault(tuple(request.prompt), request.key)
     ordered = sorted(requests, key=lambda request: (
-        -len(request.prompt), first[tuple(request.prompt)] if shares else 0, request.key))
+        -most[request.key].bit_length(), -len(request.prompt),
+        first[tuple(request.prompt)] if shares else 0, request.key))
     groups = [ordered[i : i + gpu_batch_size] for i in range(0, len(ordered), gpu_batch_size)]
     blocks = []
     for start in range(0, len(groups), num_gpu_batches):
         block = groups[start : start + num_gpu_batches]
-        passes = prefill_passes(len(block[0][0].prompt), prefill_chunk)
-        batch_layout = BatchLayout((), new, prefill_chunk if passes > 1 else None, passes)
+        inside = [request for group in block for request in group]
+        passes = prefill_passes(max(len(request.prompt) for request in inside), prefill_chunk)
+        batch_layout = BatchLayout((), max(most[request.key] for request in inside),
+                                   prefill_chunk if passes > 1 else None, passes)
         blocks.append([
             Batch(index, group,
                   replace(batch_layout, lengths=tuple(len(request.prompt) for request in group)),

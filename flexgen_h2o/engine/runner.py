@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -144,7 +144,8 @@ class Runner:
                          h2o=settings.cache.h2o, transfers=self._transfers,
                          offload_dir=settings.offload_dir, cache=cache)
 
-    def blocks(self, requests: Sequence[Request], new: int, *, shares: bool) -> list[list[Batch]]:
+    def blocks(self, requests: Sequence[Request], new: int | Mapping[int, int], *, shares: bool
+               ) -> list[list[Batch]]:
         """The requests in blocks of the policy's batches: see `make_blocks`."""
         policy = self.settings.policy
         return make_blocks(requests, new, gpu_batch_size=policy.gpu_batch_size,

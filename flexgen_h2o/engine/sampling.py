@@ -14,14 +14,15 @@ from flexgen_h2o.kernels.choice import likeliest, on_host
 
 
 class Sampler:
-    """Chooses next tokens for the sequences of a run.
+    """Chooses next tokens for sequences that are sampled alike.
 
-    Each sequence draws from a generator of its own, seeded by (seed, its place among the prompts):
-    what it gets does not depend on the batch that it runs in.
+    Each sequence draws from a generator of its own, by the seed of its request: what it gets does
+    not depend on the batch that it runs in.
 
     Parameters
     ----------
     params : SamplingParams
+        Its `seed` does not count.
     eos_token_ids : tuple of int
         Tokens that end a sequence; min_new_tokens keeps them away.
     """
@@ -49,17 +50,14 @@ class Sampler:
         if params.min_p is not None:
             self._warpers.append(hf.MinPLogitsWarper(params.min_p))
 
-    def __call__(self, logits: torch.Tensor, requests: Sequence[Request], num_new: int
-                 ) -> list[int]:
+    def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """Choose a token for each row.
 
         Parameters
         ----------
         logits : Tensor [sequences, vocab]
         requests : sequence of Request
-            The rows' requests: their keys and what they hold so far, without pads.
-        num_new : int
-            Tokens generated so far.
+            The rows' requests: their seeds, and what they hold so far, without pads.
 
         Raises
         ------
@@ -68,10 +66,17 @@ class Sampler:
             ended are not looked at.
         """
         raw = logits
-        if num_new < self._params.min_new_tokens:
+        early = [row for row, request in enumerate(requests)
+                 if len(request.generated) < self._params.min_new_tokens]
+        if early:
             ends = [token for token in self._suppressed if token < logits.shape[1]]
-            index = torch.tensor(ends, dtype=torch.int64, device=logits.device)
-            logits = logits.index_fill(1, index, float("-inf"))
+            rows, index = (torch.tensor(each, dtype=torch.int64, device=logits.device)
+                           for each in (early, ends))
+            logits = logits.clone()
+            logits[rows[:, None], index] = float("-inf")
+        if self._params.presence_penalty or self._params.frequency_penalty:
+            logits = torch.stack([self._penalized(row, request.generated)
+                                  for row, request in zip(logits.float(), requests, strict=True)])
         if self._history:
             logits = torch.cat([
                 self._history(torch.tensor([request.history], device=logits.device), row[None])
@@ -81,7 +86,7 @@ class Sampler:
             return _checked(*likeliest(logits), raw, requests)
         probabilities = self._warpers(None, logits.float()).softmax(-1)
         cumulative = probabilities.cumsum(-1)
-        draws = torch.tensor([self._draw(request.key) for request in requests])
+        draws = torch.tensor([self._draw(request) for request in requests])
         # Inverse transform; scaled by the last sum, which rounding keeps from being exactly 1.
         points = draws[:, None].to(cumulative) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, points, right=True)[:, 0]
@@ -89,12 +94,16 @@ class Sampler:
         chosen, sums = on_host(torch.minimum(tokens, last), cumulative[:, -1])
         return _checked(chosen, sums, raw, requests)
 
-    def _draw(self, key: int) -> float:
-        if key not in self._generators:
-            # Nearby seeds of one generator family give unrelated streams only after mixing.
-            mixed = (self._params.seed * 0x9E3779B97F4A7C15 + key * 0xBF58476D1CE4E5B9) % 2**63
-            self._generators[key] = torch.Generator().manual_seed(mixed)
-        return torch.rand((), generator=self._generators[key], dtype=torch.float64).item()
+    def _penalized(self, logits: torch.Tensor, generated: Sequence[int]) -> torch.Tensor:
+        """The logits [vocab] less what each token's number among the generated ones costs."""
+        tokens, counts = torch.tensor(generated, dtype=torch.int64).unique(return_counts=True)
+        cost = self._params.presence_penalty + self._params.frequency_penalty * counts
+        return logits.index_add(0, tokens.to(logits.device), -cost.to(logits))
+
+    def _draw(self, request: Request) -> float:
+        if request.key not in self._generators:
+            self._generators[request.key] = torch.Generator().manual_seed(request.seed)
+        return torch.rand((), generator=self._generators[request.key], dtype=torch.float64).item()
 
 
 def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
@@ -109,7 +118,7 @@ def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
             if not math.isfinite(top):
                 raise not_finite(request.key, top)
             raise UserError(f"prompt {request.key}: the sampling options leave no token to choose: "
-                            "relax min_new_tokens, no_repeat_ngram_size, repetition_penalty or "
+                            "relax min_new_tokens, no_repeat_ngram_size, penalties or "
                             "temperature")
     return tokens
 

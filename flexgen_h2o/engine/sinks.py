@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.sampling import Sampler, not_finite
-from flexgen_h2o.outputs import Scored
+from flexgen_h2o.outputs import Scored, TokenLogProb
+
+
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """How requests go on, and when they end.
+
+    Attributes
+    ----------
+    sampler : Sampler
+    max_new_tokens : int
+    end_tokens : collection of int
+        A sequence ends with any of them.
+    stops : callable, optional
+        Whether a sequence ends with what it has generated; asked after each token.
+    top : int or None
+        Log-probabilities that are kept of each place, beside the token's own; None: none.
+    """
+
+    sampler: Sampler
+    max_new_tokens: int
+    end_tokens: Collection[int] = ()
+    stops: Callable[[Sequence[int]], bool] | None = None
+    top: int | None = None
+
+    def reason_to_end(self, generated: Sequence[int]) -> str:
+        """The finish reason of a sequence after its newest token; empty while it goes on."""
+        if generated[-1] in self.end_tokens or self.stops and self.stops(generated):
+            return "stop"
+        return "length" if len(generated) == self.max_new_tokens else ""
 
 
 class Generation:
@@ -17,24 +47,16 @@ class Generation:
 
     Parameters
     ----------
-    sampler : Sampler
-    eos_token_ids : tuple of int
-        A sequence ends with any of them.
-    max_new_tokens : int
-    stops : callable, optional
-        Whether a sequence ends with what it has generated; asked after each token.
+    rules : mapping
+        By the requests' keys. Those that share a sampler are sampled together.
     on_token : callable, optional
         Called with each new token as it comes.
     """
 
-    def __init__(self, sampler: Sampler, eos_token_ids: tuple[int, ...], max_new_tokens: int, *,
-                 stops: Callable[[Sequence[int]], bool] | None = None,
+    def __init__(self, rules: Mapping[int, Rules], *,
                  on_token: Callable[[int], None] | None = None):
         self._on_token = on_token
-        self._sampler = sampler
-        self._stops = stops or (lambda tokens: False)
-        self._eos = frozenset(eos_token_ids)
-        self._max_new_tokens = max_new_tokens
+        self._rules = rules
 
     def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
         """Rows that get logits: the newest token of each sequence, once its prompt has ended."""
@@ -42,17 +64,38 @@ class Generation:
 
     def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
         requests = batch.requests[row : row + len(logits)]
-        chosen = self._sampler(logits, requests, batch.batch_layout.token(forward_pass))
-        for request, choice in zip(requests, chosen, strict=True):
-            if request.finish_reason:
-                continue
-            request.generated.append(choice)
-            if self._on_token is not None:
-                self._on_token(choice)
-            if choice in self._eos or self._stops(request.generated):
-                request.finish_reason = "stop"
-            elif len(request.generated) == self._max_new_tokens:
-                request.finish_reason = "length"
+        alike: dict[Sampler, list[int]] = {}
+        for place, request in enumerate(requests):
+            alike.setdefault(self._rules[request.key].sampler, []).append(place)
+        for sampler, places in alike.items():
+            some = logits if len(alike) == 1 else logits[torch.tensor(places).to(logits.device)]
+            mine = [requests[place] for place in places]
+            chosen = sampler(some, mine)
+            self._keep_log_probs(some, mine, chosen)
+            for request, choice in zip(mine, chosen, strict=True):
+                if request.finish_reason:
+                    continue
+                request.generated.append(choice)
+                if self._on_token is not None:
+                    self._on_token(choice)
+                request.finish_reason = self._rules[request.key].reason_to_end(request.generated)
+
+    def _keep_log_probs(self, logits: torch.Tensor, requests: Sequence[Request],
+                        chosen: Sequence[int]) -> None:
+        """Note the log-probabilities of the chosen tokens, and of the likeliest, where asked."""
+        tops = [self._rules[request.key].top for request in requests]
+        wanted = [row for row, top in enumerate(tops)
+                  if top is not None and not requests[row].finish_reason]
+        if not wanted:
+            return
+        index = torch.tensor(wanted, device=logits.device)
+        known = logits[index].float().log_softmax(-1)
+        own = known.gather(1, torch.tensor(chosen, device=logits.device)[index, None])[:, 0]
+        best = known.topk(min(known.shape[1], max(top or 0 for top in tops)))
+        for row, log_prob, values, tokens in zip(
+                wanted, own.tolist(), best.values.tolist(), best.indices.tolist(), strict=True):
+            likeliest = tuple(zip(tokens, values, strict=True))[: tops[row]]
+            requests[row].log_probs.append(TokenLogProb(chosen[row], log_prob, likeliest))
 
 
 class _Continuations:

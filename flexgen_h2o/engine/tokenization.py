@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from flexgen_h2o.config.h2o import H2OConfig
@@ -11,7 +12,7 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.loader import Source, load_tokenizer
 from flexgen_h2o.engine.sampling import Sampler
-from flexgen_h2o.engine.sinks import Generation
+from flexgen_h2o.engine.sinks import Generation, Rules
 from flexgen_h2o.engine.stop_strings import StopStrings
 from flexgen_h2o.errors import UserError, check_text, shown
 from flexgen_h2o.models.positions import check_length, longest_prompt
@@ -133,12 +134,26 @@ class Prompts:
         self.encode(head + tail, key)
         return head, tail
 
-    def generation(self, params: SamplingParams, *, steps: int | None = None,
+    def generation(self, params: Mapping[int, SamplingParams], *, steps: int | None = None,
                    on_token: Callable[[int], None] | None = None) -> Generation:
-        """A sink that continues texts as `params` say, by `steps` tokens if that is given."""
+        """A sink that continues texts by at most `steps` tokens if that is given.
+
+        `params` has the sampling parameters by the requests' keys. Requests whose parameters differ
+        in nothing but the seed are sampled together.
+        """
+        alike: dict[SamplingParams, Rules] = {}
+        rules = {}
+        for key, own in params.items():
+            kind = replace(own, seed=0)
+            if kind not in alike:
+                alike[kind] = self._rules(kind, steps or kind.max_new_tokens)
+            rules[key] = alike[kind]
+        return Generation(rules, on_token=on_token)
+
+    def _rules(self, params: SamplingParams, steps: int) -> Rules:
         eos = params.end_tokens if params.eos_token_id is not None else self._source.end_tokens
-        return Generation(Sampler(params, eos), eos, steps or params.max_new_tokens,
-                          stops=self._stops(params.stop_strings), on_token=on_token)
+        return Rules(Sampler(params, eos), min(steps, params.max_new_tokens), frozenset(eos),
+                     self._stops(params.stop_strings), params.logprobs)
 
     def output(self, given: str | Sequence[int], ids: list[int], request: Request) -> Output:
         """The result of a request that has ended, for the prompt that was given and its ids."""
@@ -146,7 +161,7 @@ class Prompts:
         text = None if self.tokenizer is None else self.tokenizer.decode(
             tokens, skip_special_tokens=True)
         return Output(given if isinstance(given, str) else None, ids, tokens, text,
-                      request.finish_reason)
+                      request.finish_reason, request.log_probs or None)
 
     def _stops(self, strings: Sequence[str] | None) -> StopStrings | None:
         """A finder of these stop strings in generated tokens; None for none."""
@@ -157,13 +172,18 @@ class Prompts:
                             "them out")
         return StopStrings(strings, self.tokenizer.decode)
 
-    def check_lengths(self, requests: list[Request], new_tokens: int) -> None:
-        """Refuse what would run past the model's positions."""
-        if not requests:
-            return
-        longest = max(requests, key=lambda request: len(request.prompt))
-        check_length(self._config, self._h2o, prompt=f"prompt {longest.key}",
-                     length=len(longest.prompt), new_tokens=new_tokens)
+    def check_lengths(self, requests: Sequence[Request], new_tokens: int | Mapping[int, int]
+                      ) -> None:
+        """Refuse what would run past the model's positions with so many new tokens, or with those
+        that a request has by its key."""
+        longest: dict[int, Request] = {}  # by new tokens
+        for request in requests:
+            new = new_tokens if isinstance(new_tokens, int) else new_tokens[request.key]
+            if new not in longest or len(request.prompt) > len(longest[new].prompt):
+                longest[new] = request
+        for new, request in longest.items():
+            check_length(self._config, self._h2o, prompt=f"prompt {request.key}",
+                         length=len(request.prompt), new_tokens=new)
 
 
 def several(what: str, values: Iterable[_Each]) -> list[_Each]:

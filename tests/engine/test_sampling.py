@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import draw_at
 
-from flexgen_h2o.config.sampling import SamplingParams
+from flexgen_h2o.config.sampling import SamplingParams, mixed_seed
 from flexgen_h2o.engine.batch import Request, make_blocks
 from flexgen_h2o.engine.sampling import Sampler
-from flexgen_h2o.engine.sinks import Forcing, Generation, Scoring, newest_rows
+from flexgen_h2o.engine.sinks import Forcing, Generation, Rules, Scoring, newest_rows
 from flexgen_h2o.errors import UserError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -3.0])
@@ -23,18 +23,18 @@ NONE = float("-inf")
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def request(key=0, prompt=(1,)):
-    return Request(key, list(prompt))
+def request(key=0, prompt=(1,), generated=(), seed=0):
+    return Request(key, list(prompt), list(generated), seed=mixed_seed(seed, key))
 
 
 def sampler(eos=(), **options):
     return Sampler(SamplingParams(**{"do_sample": True, "top_k": 0} | options), tuple(eos))
 
 
-def draw(logits, count, **options):
+def draw(logits, count, seed=0, **options):
     """How often each token comes out of `count` draws of one request."""
-    choose, one = sampler(**options), [request()]
-    return Counter(choose(logits[None], one, 0)[0] for _ in range(count))
+    choose, one = sampler(**options), [request(seed=seed)]
+    return Counter(choose(logits[None], one)[0] for _ in range(count))
 
 
 # Sampling
@@ -76,13 +76,13 @@ def test_a_removed_token_is_never_drawn(data):
     top_k = data.draw(st.integers(1, vocab))
     top_p = data.draw(st.floats(0.05, 1.0))
     min_p = data.draw(st.floats(0.01, 1.0))
-    choose = sampler(top_k=top_k, top_p=top_p, min_p=min_p, seed=data.draw(st.integers(0, 99)))
+    choose, seed = sampler(top_k=top_k, top_p=top_p, min_p=min_p), data.draw(st.integers(0, 99))
     ranks = logits.argsort(descending=True)
     probabilities = torch.zeros(vocab, dtype=torch.float64)
     probabilities[ranks[:top_k]] = logits[ranks[:top_k]].double().softmax(-1)
     before = probabilities[ranks].cumsum(0) - probabilities[ranks]
     slack = 1e-5  # of float32 sums
-    for token in choose(logits.repeat(20, 1), [request(key) for key in range(20)], 0):
+    for token in choose(logits.repeat(20, 1), [request(key, seed=seed) for key in range(20)]):
         rank = ranks.tolist().index(token)
         assert rank < top_k
         assert rank == 0 or before[rank] <= top_p + slack
@@ -97,27 +97,27 @@ def test_a_token_of_probability_0_is_never_drawn(monkeypatch, point, impossible)
     draw_at(monkeypatch, choose, point)
     logits = LOGITS.clone()
     logits[list(impossible)] = NONE
-    assert choose(logits[None], [request()], 0)[0] not in impossible
+    assert choose(logits[None], [request()])[0] not in impossible
 
 
 @few
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=12, unique=True), st.randoms())
-def test_what_a_request_draws_depends_on_its_key_alone(keys, rng):
-    """Not on its row, nor on who is beside it."""
-    alone = {key: sampler(seed=5) for key in keys}
-    together = sampler(seed=5)
+def test_what_a_request_draws_depends_on_its_seed_alone(keys, rng):
+    """Not on its row, nor on what is beside it."""
+    alone = {key: sampler() for key in keys}
+    together = sampler()
     for step in range(4):
         order = rng.sample(keys, len(keys))
         rows = {key: torch.randn(50, generator=torch.Generator().manual_seed(key + step))
                 for key in keys}
-        got = together(torch.stack([rows[key] for key in order]), list(map(request, order)), step)
-        assert got == [alone[key](rows[key][None], [request(key)], step)[0] for key in order]
+        got = together(torch.stack([rows[key] for key in order]), list(map(request, order)))
+        assert got == [alone[key](rows[key][None], [request(key)])[0] for key in order]
 
 
 def test_seeds_and_keys_give_streams_of_their_own():
     flat = torch.zeros(200, 1000)
-    rows = [sampler(seed=seed)(flat, [request(key) for key in range(200)], 0) for seed in range(3)]
-    rows.append([sampler(seed=seed)(flat[:1], [request()], 0)[0] for seed in range(200)])
+    rows = [sampler()(flat, [request(key, seed=seed) for key in range(200)]) for seed in range(3)]
+    rows.append([sampler()(flat[:1], [request(seed=seed)])[0] for seed in range(200)])
     for row in rows:
         # Of 200 draws among 1000 tokens about 181 differ.
         assert 160 < len(set(row)) < 198
@@ -128,14 +128,15 @@ def test_seeds_and_keys_give_streams_of_their_own():
 def test_greedy_takes_the_likeliest_and_of_equals_the_first():
     choose = Sampler(SamplingParams(), ())
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 2.0]])
-    assert choose(logits, [request(0), request(1)], 0) == [1, 0]
-    assert choose(logits.bfloat16(), [request(0), request(1)], 0) == [1, 0]
+    assert choose(logits, [request(0), request(1)]) == [1, 0]
+    assert choose(logits.bfloat16(), [request(0), request(1)]) == [1, 0]
 
 
 def test_end_tokens_stay_away_until_min_new_tokens():
     logits = torch.tensor([[0.0, 9.0, 8.0, 1.0]])
     choose = Sampler(SamplingParams(min_new_tokens=2), (1, 2))
-    assert [choose(logits, [request()], n)[0] for n in range(4)] == [3, 3, 1, 1]
+    assert choose(logits.repeat(4, 1), [request(n, generated=[0] * n) for n in range(4)]) == [
+        3, 3, 1, 1]
     assert logits[0, 1] == 9.0, "the caller's logits are not changed"
 
 
@@ -144,9 +145,60 @@ def test_penalties_look_at_each_request_without_its_neighbours():
     logits = torch.tensor([5.0, 4.0, 3.0]).repeat(3, 1)
     requests = [request(0, [2]), request(1, [0]), request(2, [2, 2, 2])]
     requests[2].generated = [0, 1]
-    assert choose(logits, requests, 2) == [0, 1, 0]
+    assert choose(logits, requests) == [0, 1, 0]
     pairs = Sampler(SamplingParams(no_repeat_ngram_size=2), ())
-    assert pairs(logits[:2], [request(0, [1, 0, 1]), request(1, [1, 2, 1])], 0) == [1, 0]
+    assert pairs(logits[:2], [request(0, [1, 0, 1]), request(1, [1, 2, 1])]) == [1, 0]
+
+
+def test_presence_and_frequency_penalties_count_what_has_been_generated():
+    """As in OpenAI's API: not the prompt, once or for each time."""
+    logits = torch.tensor([5.0, 4.0, 3.5, 0.0]).repeat(3, 1)
+    requests = [request(0, [0, 0, 0]), request(1, generated=[0]), request(2, generated=[0, 1, 0])]
+    for options, chosen in [({"presence_penalty": 1.2}, [0, 1, 0]),
+                            ({"frequency_penalty": 0.8}, [0, 0, 2]),
+                            ({"presence_penalty": -2, "frequency_penalty": 2.0}, [0, 0, 1])]:
+        assert Sampler(SamplingParams(**options), ())(logits, requests) == chosen
+    assert logits[2, 0] == 5.0, "the caller's logits are not changed"
+
+
+@few
+@given(st.data())
+def test_requests_of_all_kinds_share_a_batch(data):
+    """Each goes on as it does alone, with log-probabilities of the model's own logits."""
+    kinds = st.builds(
+        SamplingParams, do_sample=st.booleans(), top_k=st.sampled_from([0, 3]),
+        temperature=st.sampled_from([0.5, 1.0]), max_new_tokens=st.integers(1, 4),
+        presence_penalty=st.sampled_from([0.0, 1.5]), logprobs=st.sampled_from([None, 0, 2]))
+    kept = data.draw(st.lists(kinds, min_size=1, max_size=4))
+    each = data.draw(st.lists(st.sampled_from(kept), min_size=1, max_size=6))
+    logits = [torch.randn(len(each), 9, generator=torch.Generator().manual_seed(step))
+              for step in range(4)]
+
+    def run(keys):
+        samplers = {params: Sampler(params, (0,)) for params in each}
+        rules = {key: Rules(samplers[each[key]], each[key].max_new_tokens, (0,),
+                            top=each[key].logprobs) for key in keys}
+        batch = batch_of([request(key, seed=3) for key in keys], new=3)
+        keys = [one.key for one in batch.requests]
+        for step in range(4):
+            Generation(rules)(batch, step, 0, logits[step][keys])
+        return {one.key: one for one in batch.requests}
+
+    together = run(range(len(each)))
+    for key, params in enumerate(each):
+        assert run([key])[key] == together[key]
+        found = together[key].log_probs
+        if params.logprobs is None:
+            assert found == []
+            continue
+        assert [one.token_id for one in found] == together[key].generated
+        for step, one in enumerate(found):
+            known = logits[step][key].log_softmax(-1)
+            assert one.log_prob == pytest.approx(known[one.token_id].item(), abs=1e-5)
+            likeliest = known.argsort(descending=True)[: params.logprobs].tolist()
+            assert [token for token, _ in one.top] == likeliest
+            assert [value for _, value in one.top] == pytest.approx(
+                known[likeliest].tolist(), abs=1e-5)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -165,11 +217,11 @@ def test_logits_that_are_not_finite_choose_nothing(options, place, value, shown,
     requests = [request(4), request(7), request(2)]
     choose = sampler(eos=[4], **options)
     with pytest.raises(UserError) as caught:
-        choose(logits.to(dtype), requests, 1)
+        choose(logits.to(dtype), requests)
     assert str(caught.value).startswith(f"the model's logits of prompt 7 are not finite ({shown})")
     assert "\n" not in str(caught.value)
     requests[1].finish_reason = "stop"  # what it would go on with is nobody's business
-    assert len(choose(logits.to(dtype), requests, 1)) == 3
+    assert len(choose(logits.to(dtype), requests)) == 3
     for sink in (Scoring({7: [1, 2]}), Forcing({7: [1, 2]})):
         batch = batch_of([request(7, [0, 1])])
         with pytest.raises(UserError, match="logits of prompt 7 are not finite"):
@@ -184,11 +236,11 @@ def test_tokens_that_are_ruled_out_are_no_harm_until_none_is_left(monkeypatch, o
         monkeypatch.setattr(torch.Tensor, name,
                             lambda tensor, real=real: (waits.append(1), real(tensor))[1])
     logits = torch.tensor([[1.0, NONE, 0.5, NONE]])
-    assert sampler(eos=[0], **options)(logits, [request()], 0)[0] in (0, 2)
+    assert sampler(eos=[0], **options)(logits, [request()])[0] in (0, 2)
     drawn = options.get("do_sample", True)  # which is done on the host
     assert len(waits) == 1 + drawn, "the device is waited for once, with the token"
     with pytest.raises(UserError, match="prompt 3: the sampling options leave no token"):
-        sampler(eos=[0, 2], **{**options, "min_new_tokens": 3})(logits, [request(3)], 0)
+        sampler(eos=[0, 2], **{**options, "min_new_tokens": 3})(logits, [request(3)])
 
 
 def test_a_continuation_may_be_impossible():
@@ -212,7 +264,7 @@ def batch_of(requests, new=3, chunk=None):
 
 
 def test_generation_extends_each_request_until_eos_or_the_length():
-    sink = Generation(Sampler(SamplingParams(), (7,)), (7,), max_new_tokens=3)
+    sink = Generation(dict.fromkeys(range(3), Rules(Sampler(SamplingParams(), (7,)), 3, (7,))))
     batch = batch_of([request(key) for key in range(3)])
     sink(batch, 0, 0, one_hot(1, 7))  # the head may come in chunks
     sink(batch, 0, 2, one_hot(2))

@@ -15,7 +15,7 @@ from inside import before_logits, before_reads
 from word_models import with_words
 
 import flexgen_h2o.llm as llm_module
-from flexgen_h2o import LLM, Placement, Policy
+from flexgen_h2o import LLM, Placement, Policy, SamplingParams
 from flexgen_h2o.engine import runner
 from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.errors import UserError
@@ -155,6 +155,30 @@ def test_sampling_depends_on_the_seed_and_not_on_the_batch_split(tiny_model):
     for seed in (1, 2):
         assert runs[seed, 1] == runs[seed, 2] == runs[seed, 5]
     assert runs[1, 1] != runs[2, 1]
+
+
+def test_each_prompt_may_have_sampling_parameters_of_its_own(tiny_model):
+    """It gets what it gets alone, whatever goes beside it."""
+    tiny = tiny_model("llama")
+    prompts = make_prompts(100, [5, 30, 3, 17, 9, 5])
+    kinds = [{}, {"do_sample": True, "seed": 3}, {"presence_penalty": 2.0, "logprobs": 2},
+             {"do_sample": True, "seed": 4, "logprobs": 0}, {"repetition_penalty": 3.0}, {}]
+    each = [SamplingParams(max_new_tokens=2 + 5 * key % 13, eos_token_id=-1, **kind)
+            for key, kind in enumerate(kinds)]
+    with LLM(str(tiny.folder), dtype="float32", policy=Policy(gpu_batch_size=2)) as llm:
+        together = llm.generate(prompts, each)
+        for prompt, params, out in zip(prompts, each, together, strict=True):
+            [alone] = llm.generate([prompt], [params])
+            assert (alone.token_ids, alone.finish_reason) == (out.token_ids, "length")
+            assert len(out.token_ids) == params.max_new_tokens
+            assert (out.log_probs is None) == (params.logprobs is None)
+        scored = llm.loglikelihood([(prompts[3], together[3].token_ids)])[0]
+        assert [one.log_prob for one in together[3].log_probs] == pytest.approx(scored, abs=1e-4)
+        for wrong in (each[:2], 5, [*each[:5], {}]):
+            with pytest.raises(UserError, match="one for each of the 6 prompts"):
+                llm.generate(prompts, wrong)
+        with pytest.raises(UserError, match="give sampling_params or seed, not both"):
+            llm.generate(prompts, each, seed=1)
 
 
 def test_min_new_tokens_keeps_eos_away(tiny_model):
