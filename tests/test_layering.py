@@ -44,6 +44,8 @@ MOST_COMMANDS = 10
 """At the top of benchmarks/, whose helpers stand in folders."""
 MOST_ON_THE_WAY = 12
 """Files that a run's configuration passes before the model loads."""
+CLAUSES = {"Of", "As", "Whether", "What", "Where", "Who", "How"}
+"""Words that a docstring which stands alone does not begin with."""
 
 # Modules that import by a computed name, which no parser can follow, and why they may.
 DYNAMIC = {
@@ -178,6 +180,18 @@ def test_the_house_stays_small():
     assert max(map(floor, rooms)) <= MOST_FLOORS
     assert len(list(ROOT.glob("*.py"))) <= MOST_FILES
     assert len(list(BENCHMARKS.glob("*.py"))) <= MOST_COMMANDS
+
+
+def test_names_and_docstrings_stand_alone():
+    """No two classes share a name, and no docstring begins in the middle of a sentence."""
+    first: dict[str, Path] = {}
+    for path in sorted([*ROOT.rglob("*.py"), *BENCHMARKS.rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                assert first.setdefault(node.name, path) == path, node.name
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
+                word, *_ = (ast.get_docstring(node) or "None").split(maxsplit=1)
+                assert word not in CLAUSES, f"{path}: {ast.get_docstring(node)}"
 
 
 @pytest.mark.parametrize("flags", [["--weight-bits", "4", "--hh-ratio", "0.2"],

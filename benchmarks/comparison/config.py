@@ -135,7 +135,7 @@ class ComparisonScenario(Entries):
         return min(found, self.search_gen_len or found) if search else found
 
 
-class _File(Entries):
+class _ComparisonFile(Entries):
     systems: _Named
     scenarios: _Named
     threads: Count = os.cpu_count() or 1
@@ -164,7 +164,7 @@ def load(path: Path, *, models: Path, systems: Iterable[str] = (), scenarios: It
     UserError
         The file cannot be read, a key or a name in it is unknown, a value is wrong.
     """
-    values = asdict(checked(_File, load_yaml(str(path)), str(path)))
+    values = asdict(checked(_ComparisonFile, load_yaml(str(path)), str(path)))
     found = {name: _system(name, spec) for name, spec in values.pop("systems").items()}
     kept = _chosen(systems, found, "--systems")
     built = tuple(_scenario(name, spec, kept, found) for name, spec

@@ -86,7 +86,7 @@ class Sweep:
         return tuple(self.cells[0].axes)
 
 
-class _File(Entries):
+class _SweepFile(Entries):
     grid: Annotated[dict[str, Any], Meta(
         min_length=1, description="give flags with a list of values each")]
     base: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def load(path: Path, *, models: Path) -> Sweep:
         The file cannot be read, a key in it is unknown, a value is wrong, or the flags of a cell
         contradict each other; it names the cell.
     """
-    file = checked(_File, load_yaml(path), str(path))
+    file = checked(_SweepFile, load_yaml(path), str(path))
     base = file.base
     try:
         _check_swept("base", base)

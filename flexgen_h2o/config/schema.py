@@ -72,7 +72,7 @@ def check_keys(values: Iterable[object], known: Iterable[object], where: str) ->
 
 
 def _complaint(kind: Any, value: object, name: str) -> str:
-    """What is wrong with a value that does not fit, at the first place in it that does not."""
+    """The fault of a value that does not fit, at the first place in it that does not."""
     kind, rules = _bare(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     wanted = _WORDS.get(kind, "a list")

@@ -15,7 +15,7 @@ from flexgen_h2o.outputs import Scored, TokenLogProb
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """How requests go on, and when they end.
+    """The rules by which requests go on and end.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class _Continuations:
         self.greedy = dict.fromkeys(continuations, True)
 
     def scored(self) -> list[Scored]:
-        """What was found of each continuation, by ascending keys."""
+        """The scores of the continuations, by ascending keys."""
         return [Scored(self.log_probs[key], self.greedy[key]) for key in sorted(self.log_probs)]
 
     def _note(self, key: int, log_prob: float, likeliest: bool) -> None:

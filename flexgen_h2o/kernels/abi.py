@@ -74,7 +74,7 @@ def fields(struct: str) -> list[tuple[str, str]]:
 
 
 def _sizes() -> dict[str, int]:
-    """What config/limits.py has for the kernels, by name."""
+    """The sizes that config/limits.py has for the kernels, by name."""
     limits = runpy.run_path(str(Path(__file__).parents[1] / "config" / "limits.py"))
     return {name: limits[name] for name in limits["KERNELS"]}
 

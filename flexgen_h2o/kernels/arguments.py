@@ -1,4 +1,4 @@
-"""What is handed to the kernels, and checks of it for C++, which takes pointers at their word.
+"""Arguments of the kernels, and their checks for C++, which takes pointers at their word.
 
 Each check raises ValueError with the operation's name and what does not hold; nothing has been
 written by then. They cost some microseconds a call.

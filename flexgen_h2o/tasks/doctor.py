@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DoctorOptions:
 
 
 def parts(options: DoctorOptions) -> dict[str, Callable[[], sections.Section]]:
-    """What looks at each part of the machine, by the title of its section."""
+    """The functions that look at each part of the machine, by the title of their sections."""
     folder = options.offload_dir
     return {
         "versions": lambda: sections.versions(facts.versions()),

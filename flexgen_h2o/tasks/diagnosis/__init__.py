@@ -1,1 +1,1 @@
-"""What `doctor` finds out about a machine, and how it says it."""
+"""The parts of `doctor`: facts of a machine, and the sections that tell them."""

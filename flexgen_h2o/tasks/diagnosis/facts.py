@@ -132,7 +132,7 @@ def by_rows(choose: Callable[[int], str], rows: Sequence[int] = ROWS) -> str:
 
 
 def _choices() -> dict[str, str]:
-    """What the table of dispatch says of each operation, in bfloat16."""
+    """The implementations that the table of dispatch has for each operation, in bfloat16."""
     import torch
 
     from flexgen_h2o.kernels import dispatch
@@ -143,7 +143,7 @@ def _choices() -> dict[str, str]:
 
 
 def _measured(offload_dir: str) -> dict[str, str] | None:
-    """What was the fastest here, of operations with a choice; None if the CPU was not measured."""
+    """The fastest implementations here, where there is a choice; None for a CPU not measured."""
     import torch
 
     from flexgen_h2o.kernels import dispatch

@@ -50,7 +50,7 @@ class Section:
 
 
 def section(title: str, look: Callable[[], Section]) -> Section:
-    """What `look` finds; a failure becomes a section too, so that the others are still looked at.
+    """The section that `look` makes; a failure makes one too, so that the others are still made.
     """
     try:
         return look()
@@ -60,7 +60,7 @@ def section(title: str, look: Callable[[], Section]) -> Section:
 
 
 def versions(found: Mapping[str, str]) -> Section:
-    """What is installed."""
+    """The packages that are installed."""
     return Section("versions", tuple((name, text or "not installed")
                                      for name, text in found.items()))
 
