@@ -7,6 +7,12 @@ from collections.abc import Callable, Sequence
 _SLACK = 4  # tokens: the tail may begin within a character, and lose a space in front
 
 
+def until(text: str, stops: Sequence[str]) -> str:
+    """A text up to where the first of the stops begins."""
+    return text[: min((place for place in map(text.find, stops) if place >= 0),
+                      default=len(text))]
+
+
 class StopStrings:
     """Tells if generated tokens hold one of some texts, special tokens counted as text.
 

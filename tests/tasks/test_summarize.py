@@ -23,6 +23,7 @@ from flexgen_h2o.cli.llm_arguments import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.task_flags import own_fields
 from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.engine.stop_strings import until
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import articles as article_files
 from flexgen_h2o.files.articles import Article, first_sentence
@@ -33,7 +34,6 @@ from flexgen_h2o.tasks import summarize
 from flexgen_h2o.tasks.summaries import plot as summary_plot
 from flexgen_h2o.tasks.summaries import rouge
 from flexgen_h2o.tasks.summaries import rows as summary_rows
-from flexgen_h2o.tasks.summaries.articles import until
 from flexgen_h2o.tasks.summaries.flags import SummarizeOptions, parse_args
 from flexgen_h2o.tasks.summaries.rouge import Rouge
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from flexgen_h2o.engine.stop_strings import until
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article
 from flexgen_h2o.h2o.budget import cached
@@ -115,12 +116,6 @@ def _row(number: int, reference: str, prompt_tokens: int) -> dict[str, object]:
         "prompt_tokens": prompt_tokens, "generated_tokens": 0, "finish_reason": TOO_LONG,
         "seconds": 0.0, "kv_cache_bytes": None, "device": None, "dtype": None,
     }
-
-
-def until(text: str, stops: Sequence[str]) -> str:
-    """A text up to where the first of the stops begins."""
-    return text[: min((place for place in map(text.find, stops) if place >= 0),
-                      default=len(text))]
 
 
 def check_rows(path: str, rows: Sequence[dict], articles: Sequence[Article]) -> None:
