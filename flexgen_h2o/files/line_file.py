@@ -14,6 +14,46 @@ from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.files.rows import GrowingFile
 
 
+class SettingsBeside:
+    """The settings that a file of results was made with, in `path`.config.yaml.
+
+    Parameters
+    ----------
+    flag, path : str
+        The flag that names the file of results, for messages, and that file.
+    settings : mapping
+        Plain YAML values.
+    deciding : sequence of str
+        Those of them that must be the same to go on.
+    """
+
+    def __init__(self, flag: str, path: str, settings: Mapping[str, object],
+                 deciding: Sequence[str]):
+        self._flag, self._results = flag, path
+        self.path = f"{path}.config.yaml"
+        self._settings = dict(settings)
+        self._deciding = tuple(deciding)
+
+    def check(self) -> None:
+        """Raise `UserError` unless the results were made with the same settings."""
+        advice = "choose another file, or delete this one"
+        if not os.path.exists(self.path):
+            raise UserError(f"{self._flag} {self._results} is there without {self.path}, so that "
+                            f"it can't be gone on with: {advice}")
+        saved = read_yaml(self._flag, self.path)
+        saved = saved if isinstance(saved, dict) else {}
+        for name in self._deciding:
+            if name not in saved or saved[name] != self._settings[name]:
+                raise UserError(f"{self._flag} {self._results} was made with {name} "
+                                f"{saved.get(name)!r}, now it is {self._settings[name]!r}: "
+                                f"{advice}")
+
+    def write(self) -> None:
+        """Write them, whole or not at all. OSError if it cannot."""
+        with open_atomic(self.path) as file:
+            yaml.safe_dump(self._settings, file, sort_keys=False, allow_unicode=True)
+
+
 class LineFile(GrowingFile):
     """Lines in their order, and the options that they were made with in `path`.config.yaml.
 
@@ -24,10 +64,8 @@ class LineFile(GrowingFile):
     ----------
     flag, path : str
         The flag that names the file, for messages, and the file.
-    options : mapping
-        Plain YAML values; kept beside the lines.
-    deciding : sequence of str
-        Those of the options that must be the same to go on.
+    options, deciding
+        As `SettingsBeside` takes them.
     """
 
     def __init__(self, flag: str, path: str, options: Mapping[str, object],
@@ -35,9 +73,7 @@ class LineFile(GrowingFile):
         super().__init__(path, ending="")
         self._flag = flag
         self.path = path
-        self._beside = f"{path}.config.yaml"
-        self._options = dict(options)
-        self._deciding = tuple(deciding)
+        self._beside = SettingsBeside(flag, path, options, deciding)
         self._whole = 0  # bytes up to the end of the last whole line
 
     def read(self) -> list[dict]:
@@ -53,24 +89,12 @@ class LineFile(GrowingFile):
         except OSError as error:
             raise UserError(f"cannot read {self._flag} {self.path}: {error.strerror}") from None
         if content:
-            self._check_options()
+            self._beside.check()
         self._whole = content.rfind(b"\n") + 1
         lines = content[: self._whole].split(b"\n")[:-1]
         rows = [self._row(number, line) for number, line in enumerate(lines, 1)]
         self.count = len(rows)
         return rows
-
-    def _check_options(self) -> None:
-        advice = "choose another file, or delete this one"
-        if not os.path.exists(self._beside):
-            raise UserError(f"{self._flag} {self.path} is there without {self._beside}, so that it "
-                            f"can't be gone on with: {advice}")
-        saved = read_yaml(self._flag, self._beside)
-        saved = saved if isinstance(saved, dict) else {}
-        for name in self._deciding:
-            if name not in saved or saved[name] != self._options[name]:
-                raise UserError(f"{self._flag} {self.path} was made with {name} "
-                                f"{saved.get(name)!r}, now it is {self._options[name]!r}: {advice}")
 
     def _row(self, number: int, line: bytes) -> dict:
         try:
@@ -87,6 +111,5 @@ class LineFile(GrowingFile):
         if self._whole:
             os.truncate(self.path, self._whole)
         else:
-            with open_atomic(self._beside) as file:
-                yaml.safe_dump(self._options, file, sort_keys=False, allow_unicode=True)
+            self._beside.write()
         self._whole += self._add("".join(json.dumps(row) + "\n" for row in rows), len(rows))
