@@ -135,7 +135,9 @@ def build_parser(
     )
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for spec in specs:
-        groups[spec.metadata["group"]].add_argument(flag_name(spec.name), **arguments(spec))
+        short = [spec.metadata["short"]] if "short" in spec.metadata else []
+        groups[spec.metadata["group"]].add_argument(flag_name(spec.name), *short,
+                                                    **arguments(spec))
     return parser
 
 

@@ -25,7 +25,7 @@ def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
 
     `kind` is text, path, texts, words, percent, ratios, numbers, size, int, float or bool. Rules:
     `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the bare flag),
-    and `shown` (the default in words).
+    `shown` (the default in words) and `short` (another name of one letter, such as ``-i``).
     """
     return field(default=default, metadata={"kind": kind, "help": help, **rules})
 
@@ -50,7 +50,8 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
         case "int":
             check_int(name, value, low=rules.get("low"))
         case "float":
-            check_number(name, value, above=rules.get("above"), high=rules.get("high"))
+            check_number(name, value, low=rules.get("low"), above=rules.get("above"),
+                         high=rules.get("high"))
         case "percent":
             value = _percentages(name, value)
         case "size":
