@@ -153,6 +153,28 @@ class LLM(Session):
         """The transformers tokenizer, or None where the model has none."""
         return self._prompts.tokenizer
 
+    def encode(self, prompt: str | Sequence[int], *, name: int | str = 0, new_tokens: int = 1,
+               special: bool = True) -> list[int]:
+        """Token ids of a prompt, as `generate` makes and checks them.
+
+        Parameters
+        ----------
+        prompt : str or sequence of int
+        name : int or str
+            How errors call it: "prompt NAME".
+        new_tokens : int
+            How many are to follow it.
+        special : bool
+            Put the tokenizer's special tokens in front; False for a text in a chat template, which
+            has them.
+
+        Raises
+        ------
+        UserError
+            It is empty or too long, or has tokens that the model does not know.
+        """
+        return self._prompts.fitting(prompt, name, new_tokens=new_tokens, special=special)
+
     @one_at_a_time
     def generate(self, prompts: Sequence[str | Sequence[int]],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,

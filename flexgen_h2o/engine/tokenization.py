@@ -46,7 +46,7 @@ class Prompts:
             self._tokenizer = load_tokenizer(self._source.folder)
         return self._tokenizer
 
-    def encode(self, prompt: str | Sequence[int], key: int, *, goes_on: bool = False,
+    def encode(self, prompt: str | Sequence[int], key: int | str, *, goes_on: bool = False,
                limit: tuple[int | None, str] | None = None) -> list[int]:
         """Token ids of prompt number `key`, of which there is at least one.
 
@@ -69,6 +69,15 @@ class Prompts:
                             f"{self._config.vocab_size}")
         if not ids:
             raise UserError(f"prompt {key} is empty: give it at least one token")
+        return ids
+
+    def fitting(self, prompt: str | Sequence[int], key: int | str, *, new_tokens: int,
+                special: bool) -> list[int]:
+        """As `encode`, of a prompt that leaves room for so many new tokens, with the tokenizer's
+        special tokens in front or without them."""
+        ids = self.encode(prompt, key, goes_on=not special)
+        check_length(self._config, self._h2o, prompt=f"prompt {key}", length=len(ids),
+                     new_tokens=new_tokens)
         return ids
 
     def _tokenize(self, text: str, what: str, *, special: bool = True,
