@@ -194,9 +194,10 @@ class Stream(Session):
 
     def _run(self, request: Request, new: int, sink: Sink) -> None:
         """Compute the request's tokens and up to `new` that the sink appends to it."""
+        assert self._workspace is not None  # callers have checked
         batch = next_turn(request, new, past=self._past, chunk=self._chunk)
         try:
-            self.stats = self._runtime.run(self._workspace, [[batch]], sink, keeps=True)
+            self.stats = self._runtime.run(self._workspace, [batch], sink, keeps=True)
         except BaseException:
             self.end()  # what the cache holds is unknown
             raise

@@ -7,7 +7,8 @@ import inspect
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +22,13 @@ from flexgen_h2o.config.sampling import SamplingParams, params_of_each
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.conversation import CHUNK, Stream
 from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.block_run import BlockRun
 from flexgen_h2o.engine.calls import Session, one_at_a_time
 from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.load_options import load_options
 from flexgen_h2o.engine.loader import find
 from flexgen_h2o.engine.progress import byte_bar
-from flexgen_h2o.engine.runner import Block, Runner, RunnerSettings
+from flexgen_h2o.engine.runner import Runner, RunnerSettings
 from flexgen_h2o.engine.sinks import Forcing, Scoring
 from flexgen_h2o.engine.tokenization import Prompts, several
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
@@ -96,8 +98,8 @@ class LLM(Session):
                                   os.fspath(offload_dir or OFFLOAD_DIR), load)
         self.policy, self.h2o = settings.policy, h2o
         self.stats: RunStats | None = None
-        self._workspace: Workspace | None = None
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._spares: list[Workspace] = []  # of runs that have ended
+        self._open: weakref.WeakSet[Stream | BlockRun] = weakref.WeakSet()
         self._closed = False
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
@@ -137,8 +139,8 @@ class LLM(Session):
         """Stop the workers and remove what was offloaded to disk; a second call does nothing."""
         self._closed = True
         try:
-            for stream in self._streams:
-                stream.end()
+            for each in self._open:
+                each.end()
             self._leave()
         finally:
             self._opened.close()
@@ -204,23 +206,84 @@ class LLM(Session):
         UserError
             A prompt is empty or too long, an option is unknown, the run does not fit in memory.
         """
+        generation = self._generation(prompts, sampling_params, sampling, cut_gen_len)
+        stats = self._run_all(generation.run)
+        if cut_gen_len is not None and cut_gen_len < generation.planned:
+            self.stats = stats.project(cut=cut_gen_len, gen_len=generation.planned)
+        return [self._prompts.output(prompt, request.prompt, request) for prompt, request in zip(
+            generation.prompts, generation.requests, strict=True)]
+
+    @one_at_a_time
+    def generate_in_blocks(self, prompts: Sequence[str | Sequence[int]],
+                           sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+                           **sampling: Any) -> Iterator[dict[int, Output]]:
+        """Continue every prompt, and get what has ended after each block.
+
+        All prompts are checked by this call. A block is run by each step of the iterator; between
+        two of them other calls may come, which need memory of their own. Closing the iterator, or
+        dropping it, drops what it has not reached. `stats` is of its blocks so far.
+
+        Parameters
+        ----------
+        prompts, sampling_params, **sampling
+            As of `generate`, which gives the same outputs.
+
+        Returns
+        -------
+        iterator of dict of int to Output
+            Outputs by their places among the prompts.
+
+        Raises
+        ------
+        UserError
+            As `generate`; and from the iterator, if the LLM has been closed.
+        """
+        generation = self._generation(prompts, sampling_params, sampling, None)
+
+        def blocks() -> Iterator[dict[int, Output]]:
+            try:
+                while generation.run.left:
+                    yield {request.key: self._prompts.output(
+                        generation.prompts[request.key], request.prompt, request)
+                        for request in self._run_block(generation.run)}
+            finally:
+                # It may be dropped at any time, in any thread: no more is done here.
+                workspace = generation.run.leave()
+                if workspace is not None:
+                    self._spares.append(workspace)
+
+        return blocks()
+
+    def check(self, prompt: str | Sequence[int], sampling_params: SamplingParams) -> None:
+        """Raise the `UserError` with which `generate` refuses this prompt on its own account.
+
+        Such as one that is empty, or too long for so many new tokens. It is called prompt 0.
+        """
+        self._requests([prompt], [sampling_params])
+
+    def _requests(self, prompts: Sequence, each: Sequence[SamplingParams]) -> list[Request]:
+        requests = [Request(key, self._prompts.encode(prompt, key), seed=params.seed)
+                    for key, (prompt, params) in enumerate(zip(prompts, each, strict=True))]
+        self._prompts.check_lengths(requests, {key: params.max_new_tokens
+                                               for key, params in enumerate(each)})
+        return requests
+
+    def _generation(self, prompts: Sequence[str | Sequence[int]],
+                    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+                    sampling: Mapping[str, Any], cut_gen_len: int | None) -> _Generation:
+        """What `generate` is to do, checked."""
         prompts = several("prompt", prompts)
         each = params_of_each(sampling_params, sampling, len(prompts))
         _ = self.tokenizer  # a damaged one must show now and not after the work
-        requests = [Request(key, self._prompts.encode(prompt, key), seed=params.seed)
-                    for key, (prompt, params) in enumerate(zip(prompts, each, strict=True))]
-        most = {key: params.max_new_tokens for key, params in enumerate(each)}
-        self._prompts.check_lengths(requests, most)
+        requests = self._requests(prompts, each)
         if cut_gen_len is not None:
             check_int("cut_gen_len", cut_gen_len, low=1)
         sink = self._prompts.generation(dict(enumerate(each)), steps=cut_gen_len)
-        planned = max(most.values(), default=1)
-        stats = self._run(requests, {key: min(new, cut_gen_len or new) - 1
-                                     for key, new in most.items()}, sink, planned=planned)
-        if cut_gen_len is not None and cut_gen_len < planned:
-            self.stats = stats.project(cut=cut_gen_len, gen_len=planned)
-        return [self._prompts.output(prompt, request.prompt, request)
-                for prompt, request in zip(prompts, requests, strict=True)]
+        planned = max((params.max_new_tokens for params in each), default=1)
+        new = {key: min(params.max_new_tokens, cut_gen_len or params.max_new_tokens) - 1
+               for key, params in enumerate(each)}
+        return _Generation(prompts, requests, planned,
+                           self._block_run(requests, new, sink, planned=planned))
 
     def loglikelihood(self, pairs: Sequence[tuple]) -> list[list[float]]:
         """Log-probability of each continuation token, teacher-forced.
@@ -262,7 +325,7 @@ class LLM(Session):
             sink, new = Scoring(continuations), 1
             requests = sink.joined(requests)
         self._prompts.check_lengths(requests, new)
-        self._run(requests, new - 1, sink, planned=new)
+        self._run_all(self._block_run(requests, new - 1, sink, planned=new))
         return sink.scored()
 
     @one_at_a_time
@@ -321,7 +384,7 @@ class LLM(Session):
         stream = Stream(self._runtime.in_chunks(self.policy.prefill_chunk or CHUNK),
                         self._prompts, self._memory, max_tokens=max_tokens,
                         past_context=past_context)
-        self._streams.add(stream)
+        self._open.add(stream)
         return stream
 
     @one_at_a_time
@@ -363,35 +426,59 @@ class LLM(Session):
         if self._closed:
             raise UserError("this LLM has been closed: make a new one")
 
-    def _run(self, requests: list[Request], new: int | Mapping[int, int], sink: Sink, *,
-             planned: int) -> RunStats:
-        """Run all blocks, each request with up to `new` tokens appended (or so many as it has by
-        key); sets `stats` too."""
+    def _block_run(self, requests: list[Request], new: int | Mapping[int, int], sink: Sink, *,
+                   planned: int) -> BlockRun:
+        """A run of all requests, each with up to `new` tokens appended, or so many as it has by
+        key; `planned` tokens at most."""
         self._check_open()
-        blocks = self._runtime.blocks(requests, new, shares=isinstance(sink, Forcing))
-        workspace = self._enter(blocks, planned) if blocks else None
-        try:
-            self.stats = stats = self._runtime.run(workspace, blocks, sink)
-        except BaseException:
-            # Work may be under way in the workspace, and its state is unknown.
-            self._leave()
-            raise
-        return stats
+        run = BlockRun(self._runtime, requests, new, sink, planned=planned,
+                       shares=isinstance(sink, Forcing))
+        self._open.add(run)
+        return run
 
-    def _enter(self, blocks: Sequence[Block], planned: int) -> Workspace:
-        """The room for these blocks: the last run's if they fit in, else a new one."""
-        size = WorkspaceSize.of(blocks, self.h2o, self.model_config.num_layers)
-        if self._workspace is not None and self._workspace.size.covers(size):
-            return self._workspace
+    def _run_all(self, run: BlockRun) -> RunStats:
+        """Run all blocks; sets `stats` too."""
+        self.stats = run.stats
+        while run.left:
+            run.step(self._enter)
+            self.stats = run.stats
+        workspace = run.leave()
+        if workspace is not None:
+            self._spares.append(workspace)
+        return run.stats
+
+    @one_at_a_time
+    def _run_block(self, run: BlockRun) -> list[Request]:
+        """Run the next block, between other calls; sets `stats` too. Returns what has ended."""
+        self._check_open()
+        ended = run.step(self._enter)
+        self.stats = run.stats
+        return ended
+
+    def _enter(self, size: WorkspaceSize, workload: Workload) -> Workspace:
+        """The room for a run: one that is there if it is large enough, else a new one."""
+        for spare in self._spares:
+            if spare.size.covers(size):
+                self._spares.remove(spare)
+                return spare
         self._leave()
-        self._memory.refuse(self.policy, self._cache, Workload(
-            prompt_len=max(blocks[0][0].batch_layout.lengths), gen_len=planned,
-            gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches),
-            loaded_bytes=self._runtime.loaded_bytes)
-        self._workspace = self._runtime.workspace(size)
-        return self._workspace
+        self._memory.refuse(self.policy, self._cache, workload,
+                            loaded_bytes=self._runtime.loaded_bytes)
+        return self._runtime.workspace(size)
 
     def _leave(self) -> None:
-        if self._workspace is not None:
-            self._workspace.close()
-        self._workspace = None
+        while self._spares:
+            self._spares.pop().close()
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """The work of a `generate`: its prompts, a request for each, and what runs them.
+
+    `planned` are the most tokens that any may get.
+    """
+
+    prompts: list[str | Sequence[int]]
+    requests: list[Request]
+    planned: int
+    run: BlockRun

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from flexgen_h2o import LLM
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.schedule import Kind
@@ -32,19 +33,24 @@ READ, WRITE = "storage.disk:Disk._read_chunk", "storage.disk:Disk._write_chunk"
 # What is held
 
 
+def _workspace_of(session):
+    """That of a `Stream`, or the last of an `LLM`."""
+    return session._spares[-1] if isinstance(session, LLM) else session._workspace
+
+
 def cache_of(session):
     """The cache in which an `LLM` or a `Stream` has generated."""
-    return session._workspace.cache
+    return _workspace_of(session).cache
 
 
 def rows_of(session) -> int:
     """Rows of hidden states that there is room for."""
-    return session._workspace.size.rows
+    return _workspace_of(session).size.rows
 
 
 def scratch_bytes(session) -> int:
     """Bytes of the workspace."""
-    return session._workspace.scratch.nbytes
+    return _workspace_of(session).scratch.nbytes
 
 
 def buffer_bytes(part) -> int:

@@ -23,23 +23,36 @@ def byte_bar(what: str, *, off: bool | None) -> Iterator[Callable[[int, int], No
         yield show
 
 
-@contextmanager
-def run_bars(blocks: Sequence[Sequence[Batch]], layer_steps: int, *, off: bool | None
-             ) -> Iterator[Callable[[Sequence[Batch], LayerStep], None]]:
-    """Bars for prefill (layers) and decode (steps), as a callback (block, its finished compute).
+class RunBars:
+    """Bars for prefill (layers) and decode (steps), which grow as blocks come.
 
-    `layer_steps` are those of a forward pass through the network (`schedule.num_layer_steps`).
+    Parameters
+    ----------
+    layer_steps : int
+        Those of a forward pass through the network (`schedule.num_layer_steps`).
+    off : bool or None
+        None: only on a terminal.
     """
-    computes = layer_steps * sum(block[0].batch_layout.prefill_passes * len(block)
-                                 for block in blocks)
-    steps = sum(block[0].batch_layout.new for block in blocks)
-    with tqdm(total=computes, desc="prefill", unit="layer", disable=off) as prefill, tqdm(
-            total=steps, desc="decode", unit="step", disable=off) as decode:
 
-        def show(block: Sequence[Batch], step: LayerStep) -> None:
-            if block[0].batch_layout.in_prefill(step.forward_pass):
-                prefill.update()
-            elif step.layer == layer_steps - 1 and step.batch == 0:
-                decode.update()
+    def __init__(self, layer_steps: int, *, off: bool | None):
+        self._layer_steps = layer_steps
+        self._prefill = tqdm(total=0, desc="prefill", unit="layer", disable=off)
+        self._decode = tqdm(total=0, desc="decode", unit="step", disable=off)
 
-        yield show
+    def begin(self, block: Sequence[Batch]) -> None:
+        """Make room for a block."""
+        batch_layout = block[0].batch_layout
+        self._prefill.total += self._layer_steps * batch_layout.prefill_passes * len(block)
+        self._decode.total += batch_layout.new
+
+    def show(self, block: Sequence[Batch], step: LayerStep) -> None:
+        """Count a finished compute of a block."""
+        if block[0].batch_layout.in_prefill(step.forward_pass):
+            self._prefill.update()
+        elif step.layer == self._layer_steps - 1 and step.batch == 0:
+            self._decode.update()
+
+    def close(self) -> None:
+        """Leave the bars as they are."""
+        self._prefill.close()
+        self._decode.close()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -20,7 +19,7 @@ from flexgen_h2o.engine.calls import Calls
 from flexgen_h2o.engine.executor import Executor, Sink, Timing
 from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.engine.loader import Source
-from flexgen_h2o.engine.progress import byte_bar, run_bars
+from flexgen_h2o.engine.progress import RunBars, byte_bar
 from flexgen_h2o.engine.schedule import LayerStep, num_layer_steps
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize
@@ -160,52 +159,56 @@ class Runner:
         size = WorkspaceSize.of(blocks, None, self.config.num_layers)
         # Nothing follows a prompt here: the stand-in has no more than prompts need.
         with contextlib.closing(self.workspace(size, cache)) as workspace:
-            return self.run(workspace, blocks, sink)
+            stats = self.new_stats()
+            for block in blocks:
+                stats = stats.followed_by(self.run(workspace, block, sink))
+            return stats
 
-    def run(self, workspace: Workspace | None, blocks: Sequence[Block], sink: Sink, *,
-            keeps: bool = False) -> RunStats:
-        """Run blocks in a workspace (None: there are no blocks), and say how it went.
+    def bars(self) -> RunBars:
+        """Bars that show the progress of runs; whoever has them closes them."""
+        return RunBars(num_layer_steps(self.config.num_layers, self.settings.policy.sep_layer),
+                       off=self.settings.load.no_bars)
 
-        keeps: the one block goes on with what the workspace's cache holds, and leaves it there.
+    def run(self, workspace: Workspace, block: Block, sink: Sink, *, keeps: bool = False,
+            bars: RunBars | None = None) -> RunStats:
+        """Run a block in a workspace, and say how it went.
+
+        keeps: it goes on with what the workspace's cache holds, and leaves it there. bars: those
+        of the runs that this is one of.
         """
         self._links.reset()
         self._device.begin_run()
-        requests = [request for block in blocks for batch in block for request in batch.requests]
-        stats = self._new_stats(requests)
-        if blocks:
-            executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
-                                dtype=self.source.dtype, policy=self.settings.policy)
-            run = partial(executor.run, sink=sink, keeps=keeps)
-            with (self.sampled_memory(), self._spinning.watched(),
-                  dispatch.measured(self.settings.load.implementations)):
-                self._run_blocks(run, workspace, blocks, stats)
-                self._transfers.drain()
+        requests = [request for batch in block for request in batch.requests]
+        executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
+                            dtype=self.source.dtype, policy=self.settings.policy)
+        with (self.sampled_memory(), self._spinning.watched(),
+              dispatch.measured(self.settings.load.implementations),
+              contextlib.ExitStack() as opened):
+            if bars is None:
+                bars = self.bars()
+                opened.callback(bars.close)
+            bars.begin(block)
+
+            def computed(step: LayerStep) -> None:
+                bars.show(block, step)
+                self._spinning.look()
+
+            timing = executor.run(block, sink, keeps=keeps, on_compute=computed)
+            self._trace_phases(timing)
+            self._transfers.drain()
         self._transfers.settle()
-        stats.generated_tokens = sum(len(request.generated) for request in requests)
+        stats = self.new_stats(requests)
+        stats.prefill_seconds = timing.prefill
+        stats.step_seconds = timing.steps
+        stats.decode_seconds = sum(timing.steps)
+        stats.kv_cache_bytes = workspace.cache.nbytes()
+        stats.full_kv_cache_bytes = self.config.kv_bytes_per_token(self.source.dtype.itemsize) * (
+            sum(len(batch) * (max(batch.batch_layout.lengths) + batch.batch_layout.new)
+                for batch in block))
         stats.links = self._links.totals()
         stats.peak_device_bytes = self._device.peak_bytes()
         stats.peak_process_bytes = peak_process_bytes()
         return stats
-
-    def _run_blocks(self, run: Callable[..., Timing], workspace: Workspace, blocks: Sequence[Block],
-                    stats: RunStats) -> None:
-        per_token = self.config.kv_bytes_per_token(self.source.dtype.itemsize)
-        layer_steps = num_layer_steps(self.config.num_layers, self.settings.policy.sep_layer)
-        with run_bars(blocks, layer_steps, off=self.settings.load.no_bars) as progress:
-            def computed(block: Block, step: LayerStep) -> None:
-                progress(block, step)
-                self._spinning.look()
-
-            for block in blocks:
-                timing = run(block, on_compute=partial(computed, block))
-                self._trace_phases(timing)
-                stats.kv_cache_bytes = max(stats.kv_cache_bytes, workspace.cache.nbytes())
-                full = sum(len(batch) * (max(batch.batch_layout.lengths) + batch.batch_layout.new)
-                           for batch in block)
-                stats.full_kv_cache_bytes = max(stats.full_kv_cache_bytes, per_token * full)
-                stats.prefill_seconds += timing.prefill
-                stats.decode_seconds += sum(timing.steps)
-                stats.step_seconds += timing.steps
 
     def _trace_phases(self, timing: Timing) -> None:
         start = timing.began
@@ -213,12 +216,14 @@ class Runner:
             self._trace.add(name, PHASES, start, start + seconds)
             start += seconds
 
-    def _new_stats(self, requests: Sequence[Request]) -> RunStats:
+    def new_stats(self, requests: Collection[Request] = ()) -> RunStats:
+        """The figures of the model and of the tokens that these requests have; no times yet."""
         return RunStats(
             model=self.settings.name, num_parameters=self.config.num_parameters(),
             dtype=str(self.source.dtype).removeprefix("torch."),
             device=self._device.description(), num_prompts=len(requests),
-            prompt_tokens=sum(len(request.prompt) for request in requests), generated_tokens=0,
+            prompt_tokens=sum(len(request.prompt) for request in requests),
+            generated_tokens=sum(len(request.generated) for request in requests),
             gpu_batch_size=self.settings.policy.gpu_batch_size,
             num_gpu_batches=self.settings.policy.num_gpu_batches, load_seconds=self.load_seconds,
             kv_bytes_per_token=self._cache_shape().token_bytes(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flexgen_h2o.errors import UserError
 
@@ -81,6 +82,21 @@ class RunStats:
         import numpy as np  # takes a tenth of a second: not before a wrong flag is answered
 
         return float(np.percentile(self.step_seconds, percent))
+
+    def followed_by(self, other: RunStats) -> RunStats:
+        """The figures of this run and another of the same model after it, as of one."""
+        added = ("num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds",
+                 "decode_seconds", "step_seconds")
+        largest = ("peak_device_bytes", "peak_process_bytes", "kv_cache_bytes",
+                   "full_kv_cache_bytes")
+        links = dict(self.links)
+        for link, (nbytes, seconds) in other.links.items():
+            before, busy = links.get(link, (0, 0.0))
+            links[link] = (before + nbytes, busy + seconds)
+        figures: dict[str, Any] = {
+            name: getattr(self, name) + getattr(other, name) for name in added}
+        figures |= {name: max(getattr(self, name), getattr(other, name)) for name in largest}
+        return replace(self, links=links, **figures)
 
     def project(self, *, cut: int, gen_len: int) -> RunStats:
         """Projected figures for `gen_len` tokens, from a run that was cut at `cut` tokens each.

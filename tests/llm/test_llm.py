@@ -111,6 +111,43 @@ def test_prompts_longer_than_a_chunk_of_rows(tiny_model, monkeypatch):
     assert tokens_of(tiny.folder, prompts, gpu_batch_size=5) == transformers_tokens(tiny, prompts)
 
 
+def test_outputs_come_block_by_block_between_other_calls(tiny_model, tmp_path):
+    """As of `generate`; the iterator may be dropped or closed at any time, and the LLM goes on."""
+    tiny = tiny_model("llama")
+    prompts = make_prompts(100, [5, 30, 3, 17, 9])
+    policy = Policy(gpu_batch_size=1, num_gpu_batches=2, cache=Placement(0, 0, 100))
+    options = {"max_new_tokens": 5, "eos_token_id": -1}
+    with LLM(str(tiny.folder), dtype="float32", policy=policy, offload_dir=str(tmp_path)) as llm:
+        expected = llm.generate(prompts, **options)
+        blocks = llm.generate_in_blocks(prompts, **options)
+        found = next(blocks)
+        assert list(found) == [1, 3] and llm.stats.generated_tokens == 10
+        # Others within and after it, of other sizes, from another thread too.
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(llm.generate, prompts[:1], **options).result() == expected[:1]
+        assert llm.stats.num_prompts == 1
+        inner = llm.generate_in_blocks([prompts[2], prompts[1]] * 2, **options)
+        for some in blocks:
+            assert not found.keys() & some.keys()
+            found |= some
+            assert llm.stats.num_prompts == len(found)
+            assert all(out.token_ids == expected[2 - key % 2].token_ids
+                       for key, out in next(inner, {}).items())
+        assert found == dict(enumerate(expected))
+        del inner
+        assert llm.generate(prompts, **options) == expected
+        assert list(llm.generate_in_blocks([], **options)) == []
+        with pytest.raises(UserError, match="prompt 1 is empty"):
+            llm.generate_in_blocks([[5], []])
+        with pytest.raises(UserError, match="prompt 0 has 300 tokens"):
+            llm.check([5] * 300, SamplingParams())
+        left = llm.generate_in_blocks(prompts, **options)
+        next(left)
+    with pytest.raises(UserError, match="has been closed"):
+        next(left)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_sequence_ends_at_eos_and_a_block_when_all_have(tiny_model):
     tiny = tiny_model("opt")
     prompts = make_prompts(tiny.model.config.vocab_size, [5, 9, 7])

@@ -1,0 +1,89 @@
+"""The requests of one call on their way through blocks, one block after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.executor import Sink
+from flexgen_h2o.engine.progress import RunBars
+from flexgen_h2o.engine.runner import Runner
+from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
+
+
+class BlockRun:
+    """Runs requests block by block, in a workspace that is its own until `end`.
+
+    Parameters
+    ----------
+    runtime : Runner
+    requests : sequence of Request
+    new : int or mapping
+        Up to so many tokens are appended to each, or so many as it has by key.
+    sink : Sink
+    planned : int
+        The most tokens that a request may get, by the memory plan.
+    shares : bool
+        A batch computes equal prompts once.
+
+    Attributes
+    ----------
+    stats : RunStats
+        The figures of the blocks so far.
+    """
+
+    def __init__(self, runtime: Runner, requests: Sequence[Request], new: int | Mapping[int, int],
+                 sink: Sink, *, planned: int, shares: bool):
+        self._runtime, self._sink = runtime, sink
+        self._blocks = deque(runtime.blocks(requests, new, shares=shares))
+        self._planned = planned
+        self.stats = runtime.new_stats()
+        self._workspace: Workspace | None = None
+        self._bars: RunBars | None = None
+
+    @property
+    def left(self) -> bool:
+        """True if a block is left to run."""
+        return bool(self._blocks)
+
+    def step(self, enter: Callable[[WorkspaceSize, Workload], Workspace]) -> list[Request]:
+        """Run the next block. Returns the requests that have ended with it.
+
+        The first block asks `enter` for a workspace. Whatever goes wrong closes it.
+        """
+        try:
+            if self._workspace is None:
+                self._workspace = enter(*self._largest())
+            self._bars = self._bars or self._runtime.bars()
+            block = self._blocks.popleft()
+            stats = self._runtime.run(self._workspace, block, self._sink, bars=self._bars)
+        except BaseException:
+            self.end()  # work may be under way in the workspace, and its state is unknown
+            raise
+        self.stats = self.stats.followed_by(stats)
+        return [request for batch in block for request in batch.requests]
+
+    def _largest(self) -> tuple[WorkspaceSize, Workload]:
+        """Sizes that hold every block."""
+        config, settings = self._runtime.config, self._runtime.settings
+        size = WorkspaceSize.of(self._blocks, settings.cache.h2o, config.num_layers)
+        return size, Workload(
+            prompt_len=max(self._blocks[0][0].batch_layout.lengths), gen_len=self._planned,
+            gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches)
+
+    def leave(self) -> Workspace | None:
+        """End, but give the workspace to the caller."""
+        workspace, self._workspace = self._workspace, None
+        self.end()
+        return workspace
+
+    def end(self) -> None:
+        """Close what is open; a second call does nothing."""
+        self._blocks.clear()
+        if self._bars is not None:
+            self._bars.close()
+        workspace, self._workspace = self._workspace, None
+        if workspace is not None:
+            workspace.close()
