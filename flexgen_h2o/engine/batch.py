@@ -59,7 +59,12 @@ class Batch:
     @property
     def finished(self) -> bool:
         """True if every sequence of the batch has ended."""
-        return all(request.finish_reason for request in self.requests)
+        return self.ended == len(self)
+
+    @property
+    def ended(self) -> int:
+        """Sequences that have ended."""
+        return sum(bool(request.finish_reason) for request in self.requests)
 
     def rows(self, forward_pass: int) -> int:
         """Rows of hidden states in a forward pass."""

@@ -36,11 +36,16 @@ class Sink(Protocol):
 
 @dataclass
 class Timing:
-    """Wall-clock seconds of one block, and when it began (`time.perf_counter`)."""
+    """Wall-clock seconds of one block, and when it began (`time.perf_counter`).
+
+    `slots` are the rows of its decode steps, `idle_slots` those of sequences that had ended.
+    """
 
     began: float = 0.0
     prefill: float = 0.0
     steps: list[float] = field(default_factory=list)
+    slots: int = 0
+    idle_slots: int = 0
 
 
 class Executor:
@@ -104,7 +109,7 @@ class Executor:
         self._hidden.reset()
         begin = self._cache.resume if keeps else self._cache.begin
         begin([batch.batch_layout for batch in batches])
-        timing = Timing()
+        self._timing = timing = Timing()
         batch_layout = batches[0].batch_layout
         began = timing.began = time.perf_counter()
         for step in schedule(
@@ -167,6 +172,9 @@ class Executor:
                                      self._device.stamp())
 
     def _embed(self, step: LayerStep, batch: Batch) -> None:
+        if not batch.batch_layout.in_prefill(step.forward_pass):
+            self._timing.slots += len(batch)
+            self._timing.idle_slots += batch.ended
         weights = self._weights.get(step.layer)
         ids, positions = (torch.tensor(values) for values in batch.inputs(step.forward_pass))
         x = self._hidden.get(step.batch, len(ids), fresh=True)

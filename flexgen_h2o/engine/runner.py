@@ -201,6 +201,7 @@ class Runner:
         stats.prefill_seconds = timing.prefill
         stats.step_seconds = timing.steps
         stats.decode_seconds = sum(timing.steps)
+        stats.decode_slots, stats.idle_slots = timing.slots, timing.idle_slots
         stats.kv_cache_bytes = workspace.cache.nbytes()
         stats.full_kv_cache_bytes = self.config.kv_bytes_per_token(self.source.dtype.itemsize) * (
             sum(len(batch) * (max(batch.batch_layout.lengths) + batch.batch_layout.new)

@@ -17,8 +17,10 @@ class RunStats:
 
     Sizes are bytes, times seconds. `prompt_tokens` and `generated_tokens` count real tokens (no
     pads, nothing past EOS) of all prompts. `step_seconds` holds each decode step of each block:
-    the time that a sequence waits for one token. `kv_cache_bytes` is the cache of the largest
-    block at rest, `full_kv_cache_bytes` what it would be with nothing evicted or compressed, and
+    the time that a sequence waits for one token. `decode_slots` are the rows that these steps have
+    computed, `idle_slots` those of sequences that had ended before. `kv_cache_bytes` is the cache
+    of the largest block at rest, `full_kv_cache_bytes` what it would be with nothing evicted or
+    compressed, and
     `kv_bytes_per_token` a cached token at rest, all layers together. `weight_bytes` are all weights
     at rest, their matrices in `weight_bits` (16: as `dtype` says). `links` is
     `LinkStats.totals`. `projected` says that decode was extrapolated. `predicted_prefill_seconds`
@@ -39,6 +41,8 @@ class RunStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
+    decode_slots: int = 0
+    idle_slots: int = 0
     peak_device_bytes: int = 0
     peak_process_bytes: int = 0
     kv_cache_bytes: int = 0
@@ -67,6 +71,12 @@ class RunStats:
         return over(self.generated_tokens, self.prefill_seconds + self.decode_seconds)
 
     @property
+    def idle_share(self) -> float | None:
+        """Idle slots / slots of the decode steps: what was computed for nothing. None without any.
+        """
+        return over(self.idle_slots, self.decode_slots)
+
+    @property
     def latency_p50_seconds(self) -> float | None:
         """Median seconds of a decode step."""
         return self._step_percentile(50)
@@ -86,7 +96,7 @@ class RunStats:
     def followed_by(self, other: RunStats) -> RunStats:
         """The figures of this run and another of the same model after it, as of one."""
         added = ("num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds",
-                 "decode_seconds", "step_seconds")
+                 "decode_seconds", "step_seconds", "decode_slots", "idle_slots")
         largest = ("peak_device_bytes", "peak_process_bytes", "kv_cache_bytes",
                    "full_kv_cache_bytes")
         links = dict(self.links)
@@ -119,5 +129,5 @@ class RunStats:
 
 
 def over(amount: float, seconds: float) -> float | None:
-    """A rate; None where no time was measured."""
+    """A rate or share; None where no time was measured, or there is nothing to share."""
     return amount / seconds if seconds > 0 else None

@@ -22,6 +22,7 @@ def table(stats: RunStats) -> str:
          _figure(stats.prefill_tokens_per_second, "tokens/s")),
         ("decode", f"{stats.decode_seconds:.3f} s",
          _figure(stats.decode_tokens_per_second, "tokens/s") + mark),
+        *_idle(stats),
         *_prediction(stats),
         ("total throughput", _figure(stats.total_tokens_per_second, "tokens/s"),
          "generated / (prefill + decode)" + mark),
@@ -36,6 +37,13 @@ def table(stats: RunStats) -> str:
         rows.append((link, f"{nbytes / GB:.3f} GB", rate + cut))
     width = max(len(row[1]) for row in rows[6:])  # the rows above have no third column to align
     return "\n".join(f"{a:<18} {b:<{width}}  {c.strip()}".rstrip() for a, b, c in rows)
+
+
+def _idle(stats: RunStats) -> list[tuple[str, str, str]]:
+    """The share of decode that was computed for nothing, where some was."""
+    if not stats.idle_share:
+        return []
+    return [("idle slots", f"{100 * stats.idle_share:.1f} %", "of decode: sequences had ended")]
 
 
 def _prediction(stats: RunStats) -> list[tuple[str, str, str]]:

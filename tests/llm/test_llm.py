@@ -164,6 +164,8 @@ def test_a_sequence_ends_at_eos_and_a_block_when_all_have(tiny_model):
         assert {out.finish_reason for out in outputs} == {"stop"}
         assert llm.stats.generated_tokens == sum(map(len, expected))
         assert len(llm.stats.step_seconds) == max(map(len, expected)) - 1
+        used = sum(map(len, expected)) - len(expected)
+        assert llm.stats.decode_slots - llm.stats.idle_slots == used
         again = llm.generate(prompts, max_new_tokens=4, eos_token_id=-1)
         assert [out.token_ids for out in again] == [tokens[:4] for tokens in free]
         assert {out.finish_reason for out in again} == {"length"}

@@ -49,6 +49,20 @@ def test_a_prediction_stands_beside_what_it_is_of():
     assert "1.000 + 2.000 s" in shown and "0.50 of prefill and decode" in shown
 
 
+def test_two_runs_are_as_one():
+    """Sums, the larger of each peak, links by name; and a share of all slots."""
+    first = make_stats(decode_slots=30, idle_slots=6, peak_device_bytes=7)
+    second = make_stats(decode_slots=10, idle_slots=4, peak_device_bytes=3,
+                        links={"disk->cpu": (10**9, 0.5), "cpu->disk": (5, 1.0)})
+    both = first.followed_by(second)
+    assert both == make_stats(
+        num_prompts=8, prompt_tokens=800, generated_tokens=88, prefill_seconds=4.0,
+        decode_seconds=8.0, step_seconds=[0.4] * 20, decode_slots=40, idle_slots=10,
+        peak_device_bytes=7, links={"disk->cpu": (4 * 10**9, 2.0), "cpu->disk": (5, 1.0)})
+    assert both.idle_share == 0.25 and make_stats().idle_share is None
+    assert "25.0 %" in run_table.table(both) and "idle" not in run_table.table(make_stats())
+
+
 def test_what_was_not_measured_is_none():
     stats = make_stats(prefill_seconds=0.0, decode_seconds=0.0, step_seconds=[])
     assert all(getattr(stats, name) is None for name in run_stats.RATES)
