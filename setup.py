@@ -30,6 +30,9 @@ INSTALL = [
     # holds files and flags against types, for config.schema; it loads in 20 ms, and needs nothing
     # else; 0.19 has the first wheels for Python 3.13
     "msgspec>=0.19",
+    # checksums of weights on disk (--verify), at the speed of memory and without the interpreter
+    # lock; 3.0 brought XXH3's one-shot functions, 3.4 the wheels for Python 3.13
+    "xxhash>=3.4",
     "shtab>=1.7",  # flexgen-h2o --print-completion: scripts for shells, from argparse's parsers
     "pyyaml>=6.0.1",  # --config and the resolved configs; 6.0.1 has the first wheels for 3.12
 ]

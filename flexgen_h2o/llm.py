@@ -70,7 +70,7 @@ class LLM(Session):
     offload_dir : str or path, optional
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     **options
-        Fields of `LoadOptions`: path, attn_sparsity, weight_cache, seed, memory_limit,
+        Fields of `LoadOptions`: path, attn_sparsity, weight_cache, verify, seed, memory_limit,
         device_memory_limit, workload, texts, implementations, progress, trace, verbose.
 
     Raises

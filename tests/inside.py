@@ -79,6 +79,12 @@ def weight_sizes(llm) -> dict[str, int]:
     return {spec.name: store._bytes(spec) for unit in store.units for spec in unit.specs.values()}
 
 
+def extents_of(llm) -> dict:
+    """Where each weight that is read from disk lies, by name."""
+    store = weights_of(llm)
+    return {spec.name: store._extent(spec) for unit in store.units for spec in unit.specs.values()}
+
+
 def staging_bytes(llm) -> list[int]:
     """Bytes on the device of each buffer for fetched weights."""
     return [buffer.device.nbytes for buffer in weights_of(llm)._ring.buffers]

@@ -124,6 +124,11 @@ class RunFlags:
         "policy", "path", OFFLOAD_DIR, metavar="DIR",
         help="folder for what the disk tier writes; emptied at exit",
     )
+    verify: bool = _flag(
+        "policy", "bool", False,
+        help="hold weights that are read from disk against checksums, made when they were first "
+        "read or written; what has changed ends the run",
+    )
     goal: str = _flag(
         "planning", "text", GOALS[0], choices=GOALS,
         help="what --percent auto is for: most tokens per second, or the least time of a block, of "

