@@ -23,6 +23,7 @@ INSTALL = [
     "safetensors>=0.4.3",  # the checkpoint format, as transformers 5 reads and writes it
     "gguf>=0.10",  # reads .gguf files; `gguf.quants.dequantize` came with 0.10
     "filelock>=3.12",  # one process makes a converted model, others wait; PyTorch brings it, too
+    "jinja2>=3.1.6",  # chat templates; escapes from the sandbox of older ones are known
     "tqdm>=4.66",  # progress bars of loading, prefill and decode
     "psutil>=5.9",  # free memory, for the plan that is made before anything is allocated
     # the linear programmes of --percent auto, ranks of tasks.analyze; 1.11 has Python 3.12 wheels

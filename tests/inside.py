@@ -118,6 +118,15 @@ def count_from(trace, origin: float) -> None:
 # What is done in another way
 
 
+def render_with(renderer, template: str, messages) -> str:
+    """A chat by another template than the renderer's, in the process that it has."""
+    kept, renderer._always["template"] = renderer._always["template"], template
+    try:
+        return renderer.render(messages)
+    finally:
+        renderer._always["template"] = kept
+
+
 def before(monkeypatch, owner: type, name: str, look) -> None:
     """Call ``look(self, *arguments)`` before a method does its work; what it raises ends it."""
     work = getattr(owner, name)

@@ -1,0 +1,125 @@
+"""Chat templates, which are programs that come with a model: rendered where they can do no harm.
+
+A template is rendered by transformers in its sandbox, which keeps it from attributes of Python's
+own, in a process of its own (`chat_worker`), whose time and memory are bounded: no check within a
+process ends a loop, or one operation that makes ten billion letters. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flexgen_h2o.errors import UserError
+
+SECONDS = 10.0
+"""What a template may take for one chat: thousands of times what published ones take."""
+
+_WORKER = ("import sys; sys.path[:] = sys.argv[1:]; "
+           "from flexgen_h2o.files.chat_worker import serve; serve()")
+
+
+class ChatRenderer:
+    """Renders chats to prompts, one after the other, by a tokenizer's chat template.
+
+    The process that does it starts with the first chat, in a second, and is there until `close`.
+
+    Parameters
+    ----------
+    tokenizer
+        A transformers tokenizer.
+    template : str, optional
+        A template in place of the tokenizer's.
+    seconds : float
+        What one chat may take.
+
+    Raises
+    ------
+    UserError
+        There is no template.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None, *, seconds: float = SECONDS):
+        found = template or getattr(tokenizer, "chat_template", None)
+        if isinstance(found, Mapping):  # some models have several
+            found = found.get("default")
+        if not found:
+            raise UserError("the model's tokenizer has no chat template: give one, or prompts "
+                            "in place of messages")
+        tokens = {name: token if isinstance(token, list) else str(token)
+                  for name, token in tokenizer.special_tokens_map.items()}
+        self._always = {"template": found, "variables": tokens, "seconds": seconds}
+        self._seconds = seconds
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt that asks for the answer to a chat, with the template's special tokens.
+
+        Parameters
+        ----------
+        messages : sequence of mappings
+            As OpenAI's: `role`, `content` and what else the template reads, as JSON has them.
+
+        Raises
+        ------
+        UserError
+            In one line: the template refuses the messages, is damaged, does what the sandbox
+            forbids, or takes more than its time or memory.
+        """
+        try:
+            request = json.dumps(self._always | {"messages": list(messages)}).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"messages must be what JSON can hold: {error}") from None
+        with self._lock:
+            reply = self._answer(request)
+        if reply is None:
+            raise UserError("the chat template was stopped: it took more than "
+                            f"{self._seconds:g} s or too much memory; give another one")
+        if "error" in reply:
+            raise UserError(f"the chat template does not take these messages: {reply['error']}")
+        return reply["text"]
+
+    def close(self) -> None:
+        """End the process; another chat would start a new one."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
+            worker.communicate()
+
+    def __enter__(self) -> ChatRenderer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _answer(self, request: bytes) -> dict[str, str] | None:
+        """What the process says; None if it ended, as its alarm makes sure that it does."""
+        if self._worker is None:
+            # In a session of its own: Ctrl-C in the terminal is for the run, which goes on with
+            # what it has begun.
+            self._worker = subprocess.Popen(
+                [sys.executable, "-c", _WORKER, *sys.path], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        assert self._worker.stdin is not None and self._worker.stdout is not None
+        try:
+            self._worker.stdin.write(request)
+            self._worker.stdin.flush()
+            return json.loads(self._worker.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            self.close()
+            return None
+        except BaseException:  # an interrupt: what comes would be taken for the next one's answer
+            self.close()
+            raise
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
+                template: str | None = None) -> str:
+    """One chat as a prompt; for many, a `ChatRenderer` spares the second of its start."""
+    with ChatRenderer(tokenizer, template) as renderer:
+        return renderer.render(messages)

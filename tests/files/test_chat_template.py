@@ -1,0 +1,111 @@
+"""Chat templates: what transformers makes of them, and nothing that a hostile one is after."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from inside import render_with
+from refusals import refused
+from word_models import with_words
+
+from flexgen_h2o.files.chat_template import ChatRenderer, render_chat
+
+MESSAGES = [{"role": "system", "content": "Be brief.\n\u2028"},
+            {"role": "user", "content": "é <&> 'w1'", "name": None},
+            {"role": "assistant", "content": "w2", "tool_calls": [{"id": 1}]},
+            {"role": "user", "content": "w3"}]
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+GOOD = {
+    "plain": PLAIN,
+    "prompt": PLAIN + "{% if add_generation_prompt %}<assistant>{% endif %}{{ bos_token }}",
+    "controls": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m | tojson }}"
+                "{{ m.name is defined }}{% endfor %}",
+    "whitespace": "{% if true %}\n  {% set ns = namespace(n=1) %}\n  {{ ns.n }}\n{% endif %}\n",
+    "blocks": "{% generation %}{{ messages[0].content | trim }}{% endgeneration %}",
+    "late": "{{ messages | pprint }}{{ 'a b c' | wordwrap(2) }}{{ dict(a=1) }}{{ tools is none }}",
+}
+BAD = {
+    "loop": ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+             "was stopped: it took more than 1 s"),
+    "number": ("{{ (10 ** (10 ** 8)) % 7 }}", "was stopped: it took more than 1 s"),
+    "memory": ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
+    "list": ("{{ [1] * 10 ** 9 }}", "MemoryError"),
+    "long": ("{{ 'a' | center(2 * 10 ** 7) }}", "the prompt has 20000000 characters"),
+    "range": ("{{ range(10 ** 12) | list }}", "Range too big"),
+    "class": ("{{ ''.__class__.__mro__ }}", "'__class__' of 'str' object is unsafe"),
+    "globals": ("{{ cycler.__init__.__globals__ }}", "is unsafe"),
+    "format": ("{{ '{0.__class__.__mro__}'.format(1) }}", "is unsafe"),
+    "change": ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
+    "include": ("{% include '/etc/passwd' %}", "no loader"),
+    "import": ("{% import 'os' as os %}", "no loader"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    "nested": ("{% if " + "(" * 5000, "RecursionError"),
+    "syntax": ("{% x", "TemplateSyntaxError"),
+    "own words": ("{{ raise_exception('no\nsystem') }}", "messages: TemplateError: no system"),
+    "missing": ("{{ messages[0].a.b }}", "UndefinedError"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model, tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    found = AutoTokenizer.from_pretrained(with_words(tiny_model("llama").folder, folder))
+    found.add_special_tokens({"bos_token": "w5"})
+    return found
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer):
+    with ChatRenderer(tokenizer, PLAIN, seconds=1) as found:
+        found.render(MESSAGES)
+        yield found
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_chat_is_what_transformers_makes_of_it(renderer, tokenizer, name):
+    assert render_with(renderer, GOOD[name], MESSAGES) == tokenizer.apply_chat_template(
+        MESSAGES, chat_template=GOOD[name], tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_hostile_template_is_one_line_within_its_time(renderer, name):
+    template, words = BAD[name]
+    began = time.monotonic()
+    refused(lambda: render_with(renderer, template, MESSAGES), words)
+    assert time.monotonic() - began < 20
+    assert "<user>w3" in render_with(renderer, PLAIN, MESSAGES), "the next chat is rendered"
+
+
+def test_the_tokenizers_own_template(tokenizer, monkeypatch):
+    refused(lambda: ChatRenderer(tokenizer), "has no chat template: give one")
+    monkeypatch.setattr(tokenizer, "chat_template", {"default": PLAIN, "tool_use": "x"})
+    assert render_chat(tokenizer, MESSAGES[3:]) == "<user>w3\n"
+
+
+@pytest.mark.parametrize("messages", [[{"content": b""}], [{1, 2}], ["text"], [[]]])
+def test_messages_that_are_none(renderer, messages):
+    refused(lambda: renderer.render(messages), "messages")
+
+
+def test_what_the_process_may_not_do():
+    """A template that is out of the sandbox can be no worse than code."""
+    code = """if True:
+        import os, socket, subprocess
+        from flexgen_h2o.files.chat_worker import _hold
+        _hold()
+        import wave  # code loads
+        for act in (lambda: open("/etc/passwd"), lambda: open("a.py", "w"), lambda: os.remove("a"),
+                    lambda: os.open("a.py", os.O_CREAT | os.O_WRONLY), lambda: os.system("true"),
+                    lambda: subprocess.run("true"), lambda: socket.create_connection(("::1", 9))):
+            try:
+                act()
+            except PermissionError as error:
+                print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count("a chat template may not do this: ") == 7, done
