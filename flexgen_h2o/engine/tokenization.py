@@ -73,8 +73,8 @@ class Prompts:
 
     def fitting(self, prompt: str | Sequence[int], key: int | str, *, new_tokens: int,
                 special: bool) -> list[int]:
-        """As `encode`, of a prompt that leaves room for so many new tokens, with the tokenizer's
-        special tokens in front or without them."""
+        """Token ids of a prompt that leaves room for so many new tokens, with the tokenizer's
+        special tokens in front or without them: see `encode`."""
         ids = self.encode(prompt, key, goes_on=not special)
         check_length(self._config, self._h2o, prompt=f"prompt {key}", length=len(ids),
                      new_tokens=new_tokens)
