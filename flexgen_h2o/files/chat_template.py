@@ -98,7 +98,7 @@ class ChatRenderer:
         self.close()
 
     def _answer(self, request: bytes) -> dict[str, str] | None:
-        """What the process says; None if it ended, as its alarm makes sure that it does."""
+        """The answer of the process; None if it ended, as its alarm makes sure that it does."""
         if self._worker is None:
             # In a session of its own: Ctrl-C in the terminal is for the run, which goes on with
             # what it has begun.
