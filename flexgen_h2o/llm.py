@@ -271,7 +271,7 @@ class LLM(Session):
     def _generation(self, prompts: Sequence[str | Sequence[int]],
                     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
                     sampling: Mapping[str, Any], cut_gen_len: int | None) -> _Generation:
-        """What `generate` is to do, checked."""
+        """The work of a `generate`, once its arguments are checked."""
         prompts = several("prompt", prompts)
         each = params_of_each(sampling_params, sampling, len(prompts))
         _ = self.tokenizer  # a damaged one must show now and not after the work
