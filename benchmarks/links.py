@@ -159,7 +159,8 @@ class CacheOnDisk:
         self._transfers = transfers
         self._part = FetchedPart(self._records, 0, self._sequences, grid=self._grid,
                                  transfers=transfers, path=path)
-        self._part.begin([(self._sequences, self._grid.slots)])
+        for layer, slots in enumerate(self._grid.slots):
+            self._part.begin(layer, [(self._sequences, slots)])
 
     def load_all(self) -> None:
         """Every layer in turn, the next two on their way when one is waited for."""

@@ -101,27 +101,30 @@ class FetchedPart(CachePart):
         return WriteBackLog(fresh, torch.empty((WRITE_BACK_TOKENS, sequences, records.kv_heads),
                                                dtype=torch.int64))
 
-    def begin(self, sizes):
-        self._ring.reset()
-        for store in self._stores.values():
+    def begin(self, layer, sizes):
+        super().begin(layer, sizes)
+        for batch in range(len(sizes)):
+            store = self._stores[layer, batch]
             store.slots, store.busy = 0, []
-        super().begin(sizes)
+
+    def reset(self):
+        self._ring.reset()
 
     def settle(self):
         self._ring.settle()
 
-    def _shape(self, batch: int, slots: int) -> tuple[int, ...]:
-        return self.records.shape(self._sequences[batch], slots)
+    def _shape(self, layer: int, batch: int, slots: int) -> tuple[int, ...]:
+        return self.records.shape(self._sizes[layer, batch][0], slots)
 
     def load(self, layer, batch, *, fetch, keys_only=False, cached=None):
         store = self._stores[layer, batch]
-        slots = self._slots[batch][layer]
+        _, slots = self._sizes[layer, batch]
         if cached is not None:
             fits = fetch and cached < store.slots
             slots = store.slots if fits else min(slots, cached + GROWTH)
         fill = partial(self._fetch, store=store, keys_only=keys_only,
-                       stored_shape=self._shape(batch, store.slots or slots),
-                       shape=self._shape(batch, slots))
+                       stored_shape=self._shape(layer, batch, store.slots or slots),
+                       shape=self._shape(layer, batch, slots))
         before, store.busy, store.slots = store.busy, [], slots
         self._ring.load((layer, batch), fill if fetch else lambda lane, staging: None, after=before)
 
@@ -168,19 +171,19 @@ class FetchedPart(CachePart):
         return self._transfers.submit("stores", job)
 
     def get(self, layer, batch):
-        shape = self._shape(batch, self._stores[layer, batch].slots)
+        shape = self._shape(layer, batch, self._stores[layer, batch].slots)
         return typed(self._ring.get((layer, batch)).device, 0, shape, self.records.dtype)
 
     def gather(self, layer, batch, index):
         # The buffer's host side is free, as nothing of a backing store in memory passes through it.
         staging, store = self._ring.get((layer, batch)), self._stores[layer, batch]
-        values = typed(store.host, 0, self._shape(batch, store.slots), self.records.dtype)[1]
+        values = typed(store.host, 0, self._shape(layer, batch, store.slots), self.records.dtype)[1]
         chosen = (index.numel(), self.records.width)
         return picked(values, index, typed(staging.host, 0, chosen, self.records.dtype))
 
     def store(self, layer, batch, changed):
         store = self._stores[layer, batch]
-        some = {"store": store, "shape": self._shape(batch, store.slots)}
+        some = {"store": store, "shape": self._shape(layer, batch, store.slots)}
         empty = partial(self._store_all, **some) if changed is None else (
             partial(self._store_changed, **some, changed=changed))
         store.busy.append(self._ring.store((layer, batch), empty))

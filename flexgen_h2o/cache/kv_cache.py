@@ -21,7 +21,7 @@ from flexgen_h2o.cache.appending import CacheState, append
 from flexgen_h2o.cache.attending import HostAttentionQueue, PendingAttention
 from flexgen_h2o.cache.fetched import make_parts
 from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, picked
-from flexgen_h2o.cache.shape import CacheShape, CacheSize, layer_cache_plans
+from flexgen_h2o.cache.shape import CacheShape, CacheSize, LayerCachePlan, layer_cache_plans
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
@@ -67,6 +67,11 @@ class KVCache:
         self._rope = rope
         self._tables: Rope | None = None
         self._batch_layouts: list[BatchLayout] = []
+        self._plans: list[list[LayerCachePlan]] = []
+        self._states: dict[tuple, EvictionState] = {}
+        self._scores: dict[tuple, torch.Tensor] = {}
+        self._shared_metadata: dict[tuple, tuple[int, torch.Tensor]] = {}
+        self._changed: dict[tuple, Changed] = {}
         counts = split(size.sequences, policy.cache)
         self._host = HostAttentionQueue(counts[1], transfers)
 
@@ -91,30 +96,97 @@ class KVCache:
         return any(part.on_host for part in self.parts)
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a new block: forget what is cached."""
+        """Start a new block: forget what is cached, but for the sequences that are carried into it.
+
+        These are moved layer by layer: one layer's at a time are held twice.
+        """
         self._host.reset()
-        layers = self.shape.num_layers
+        carries = any(batch_layout.carries for batch_layout in batches)
+        for part in dict.fromkeys([*self.parts, *self._prompts]):
+            if carries:
+                part.settle()
+            else:
+                part.reset()
+        lengths = [batch_layout.lengths for batch_layout in self._batch_layouts]
+        states, self._states = self._states, {}
         self._batch_layouts = list(batches)
-        self._plans = [layer_cache_plans(batch_layout, self._h2o, layers)
+        self._plans = [layer_cache_plans(batch_layout, self._h2o, self.shape.num_layers)
                        for batch_layout in batches]
-        for part in self.parts:
-            part.begin([(len(batch_layout), [plan.slots for plan in each])
-                        for batch_layout, each in zip(batches, self._plans, strict=True)])
-        if self._prompts is not self.parts:
-            for part in self._prompts:
-                part.begin([(len(batch_layout), [max(batch_layout.lengths)] * layers)
-                            for batch_layout in batches])
-        self._states: dict[tuple, EvictionState] = {}
-        self._scores: dict[tuple, torch.Tensor] = {}
-        self._shared_metadata: dict[tuple, tuple[int, torch.Tensor]] = {}
-        self._changed: dict[tuple, Changed] = {}
-        # Eviction states are small and last. Made in the middle of a prefill, each takes a part of
-        # the hole that the last large tensor has left in the heap, and the next one no longer fits
-        # there.
-        for batch, each in enumerate(self._plans):
-            for layer, plan in enumerate(each):
-                for part in self._here(batch) if plan.evicts else ():
+        self._scores.clear()
+        self._shared_metadata.clear()
+        self._changed.clear()
+        for layer in range(self.shape.num_layers):
+            moved = self._take(layer, lengths, states) if carries else {}
+            for part in self.parts:
+                part.begin(layer, [(len(batch_layout), each[layer].slots) for batch_layout, each
+                                   in zip(batches, self._plans, strict=True)])
+            for part in self._prompts if self._prompts is not self.parts else ():
+                part.begin(layer, [(len(batch_layout), max(batch_layout.lengths))
+                                   for batch_layout in batches])
+            # Eviction states are small and last. Made in the middle of a prefill, each takes a part
+            # of the hole that the last large tensor has left in the heap, and the next one no
+            # longer fits there.
+            for batch, each in enumerate(self._plans):
+                for part in self._here(batch) if each[layer].evicts else ():
                     self._state(layer, batch, part)
+            for batch in range(len(batches)):
+                self._put(layer, batch, moved)
+
+    def _take(self, layer: int, lengths: Sequence[Sequence[int]],
+              states: dict[tuple, EvictionState]) -> dict[tuple[int, int], list[torch.Tensor]]:
+        """Copies of what the last block holds in a layer of each sequence that is carried.
+
+        `lengths` are the last block's prompts, `states` its eviction states, of which those of the
+        layer are taken away. Returns records and rows of the eviction state, of the tokens that are
+        cached, by the places that the sequences had.
+        """
+        found: dict[tuple[int, int], list[torch.Tensor]] = {}
+        carried = [one for batch_layout in self._batch_layouts for one in batch_layout.carried
+                   if one is not None]
+        for batch in range(len(lengths)):
+            for part in self.parts:
+                state = states.pop((layer, batch, part.first), None)
+                mine = [one for one in carried
+                        if one.batch == batch and part.first <= one.sequence < part.last]
+                if not mine:
+                    continue
+                part.load(layer, batch, fetch=True, cached=0)
+                held = part.get(layer, batch)
+                for one in mine:
+                    row = one.sequence - part.first
+                    count = budgets.cached(self._h2o, layer, lengths[batch][one.sequence],
+                                           one.generated - 1)
+                    found[batch, one.sequence] = [
+                        held[:, row, :, :count].clone(),
+                        *(x[row, :, :count].clone() for x in _tensors(state))]
+        return found
+
+    def _put(self, layer: int, batch: int, moved: dict[tuple[int, int], list[torch.Tensor]]
+             ) -> None:
+        """Cache what `_take` has found of the sequences of a batch."""
+        batch_layout, evicts = self._batch_layouts[batch], self._plans[batch][layer].evicts
+        for part in self._here(batch):
+            if not self._holds_carried(batch, part):
+                continue
+            part.load(layer, batch, fetch=False,
+                      cached=None if evicts else batch_layout.most_tokens(0))
+            targets = [part.get(layer, batch).transpose(0, 1)]
+            if evicts:
+                targets += _tensors(self._state(layer, batch, part))
+            for sequence in range(part.sequences(batch).start, part.sequences(batch).stop):
+                one = batch_layout.origin(sequence)
+                if one is None:
+                    continue
+                for target, held in zip(targets, moved[one.batch, one.sequence], strict=True):
+                    # Slots come last but for the width of records.
+                    slots = 2 if held.dim() == 4 else 1
+                    target[sequence - part.first].narrow(slots, 0, held.shape[slots]).copy_(held)
+            part.store(layer, batch, None)
+
+    def _holds_carried(self, batch: int, part: CachePart) -> bool:
+        """True if a sequence of a batch that lives in a part is carried."""
+        mine = part.sequences(batch)
+        return any(self._batch_layouts[batch].carried[mine])
 
     def resume(self, batches: Sequence[BatchLayout]) -> None:
         """Go on with the sequences of `begin`, in a run that finds what the last one left.
@@ -144,7 +216,7 @@ class KVCache:
         batch_layout = self._batch_layouts[batch]
         cached = None  # which slots count, eviction knows
         if not self._plans[batch][layer].evicts:
-            cached = max(batch_layout.lengths) + max(0, batch_layout.token(forward_pass) - 1)
+            cached = batch_layout.most_tokens(max(0, batch_layout.token(forward_pass) - 1))
         if not batch_layout.in_prefill(forward_pass):
             for part in self._here(batch):
                 part.load(layer, batch, fetch=True, cached=cached,
@@ -153,11 +225,12 @@ class KVCache:
         apart = self._prompts is not self.parts
         if batch_layout.grows:
             for part in self._here(batch, self._prompts):
-                part.load(layer, batch, fetch=batch_layout.begun(forward_pass),
+                carried = not apart and self._holds_carried(batch, part)
+                part.load(layer, batch, fetch=carried or batch_layout.begun(forward_pass),
                           cached=None if apart else cached)
         if batch_layout.token(forward_pass) == 0 and (apart or not batch_layout.grows):
             for part in self._here(batch):
-                part.load(layer, batch, fetch=False, cached=cached)
+                part.load(layer, batch, fetch=self._holds_carried(batch, part), cached=cached)
 
     def store(self, layer: int, batch: int, forward_pass: int) -> None:
         """Start writing back what compute of (layer, batch) changed."""
@@ -307,8 +380,7 @@ class KVCache:
         if not self._plans[batch][layer].evicts:
             return [held[:, :, : self._batch_layouts[batch].lengths[sequence]]]
         state = self._state(layer, batch, part)
-        return [held,
-                *(x[row] for x in (state.scores, state.positions, state.ranks) if x is not None)]
+        return [held, *(x[row] for x in _tensors(state))]
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
                      rope: Rope | None) -> PendingAttention:
@@ -332,7 +404,7 @@ class KVCache:
             if self.shape.attn_sparsity < 1:
                 attend = partial(
                     self._attend_sparsely, layer, batch, part, held=held, metadata=metadata,
-                    most=max(self._batch_layouts[batch].lengths[mine]) + token - 1)
+                    most=max(self._tokens(batch, part, token)) - 1)
             else:
                 attend = partial(
                     ops.decode_attention, slots=held, metadata=metadata, layout=layout,
@@ -406,11 +478,22 @@ class KVCache:
         made, metadata = self._shared_metadata.get(key, (0, None))
         if made != token:
             prompts = self._batch_layouts[batch].lengths[part.sequences(batch)]
-            metadata = decode_metadata(prompts, [prompt + token for prompt in prompts], self._h2o,
+            metadata = decode_metadata(prompts, self._tokens(batch, part, token), self._h2o,
                                        layer).to(self._place(part))
             self._shared_metadata[key] = (token, metadata)
         return metadata
 
+    def _tokens(self, batch: int, part: CachePart, token: int) -> list[int]:
+        """Tokens of each sequence of a part, new token `token` included."""
+        mine, batch_layout = part.sequences(batch), self._batch_layouts[batch]
+        return [batch_layout.tokens(sequence, token) for sequence in range(mine.start, mine.stop)]
+
     def _place(self, part: CachePart) -> torch.device:
         """The device on which attention over a part runs."""
         return torch.device("cpu") if part.on_host else self._device
+
+
+def _tensors(state: EvictionState | None) -> list[torch.Tensor]:
+    """What an eviction state holds, [sequences, kv_heads, slots] each; nothing of None."""
+    return [] if state is None else [
+        x for x in (state.scores, state.positions, state.ranks) if x is not None]

@@ -92,20 +92,23 @@ class CachePart:
         self.records = records
         self.first = first
         self.last = last
-        self._sequences: list[int] = []
-        self._slots: list[Sequence[int]] = []
+        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def begin(self, sizes: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Start a block: sequences of each batch, and slots of each in every layer."""
-        self._sequences = [max(0, min(self.last, count) - self.first) for count, _ in sizes]
-        self._slots = [slots for _, slots in sizes]
+    def begin(self, layer: int, sizes: Sequence[tuple[int, int]]) -> None:
+        """Start a layer of a block: sequences of each batch, and slots of each. Nothing is under
+        way, and what was cached there is forgotten."""
+        for batch, (count, slots) in enumerate(sizes):
+            self._sizes[layer, batch] = max(0, min(self.last, count) - self.first), slots
+
+    def reset(self) -> None:
+        """Wait for all that is under way; what is cached and what went wrong does not count."""
 
     def settle(self) -> None:
         """Wait for all that is under way and keep what is cached. Raises what went wrong in it."""
 
     def sequences(self, batch: int) -> slice:
         """The sequences of a batch that live here."""
-        return slice(self.first, self.first + self._sequences[batch])
+        return slice(self.first, self.first + self._sizes[0, batch][0])
 
     def load(self, layer: int, batch: int, *, fetch: bool, keys_only: bool = False,
              cached: int | None = None) -> None:
@@ -151,5 +154,5 @@ class ResidentPart(CachePart):
 
     def get(self, layer, batch):
         start = self._starts[layer] + batch * self._strides[layer]
-        shape = self.records.shape(self._sequences[batch], self._slots[batch][layer])
+        shape = self.records.shape(*self._sizes[layer, batch])
         return typed(self._buffer, start, shape, self.records.dtype)

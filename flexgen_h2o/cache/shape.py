@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,10 +66,18 @@ class CacheSize:
         return all(a >= b for a, b in zip(mine, its, strict=True))
 
 
-def slots_of(batch_layout: BatchLayout, h2o: H2OConfig | None, num_layers: int) -> tuple[int, ...]:
-    """Slots of each layer that hold every sequence of a batch."""
-    return tuple(max(slots(h2o, layer, length, batch_layout.new)
-                     for length in set(batch_layout.lengths))
+def slots_of(sizes: Iterable[tuple[int, int]], h2o: H2OConfig | None, num_layers: int
+             ) -> tuple[int, ...]:
+    """Slots of each layer that hold every sequence of these sizes: prompt, and tokens after it."""
+    return tuple(max(slots(h2o, layer, *size) for size in sizes) for layer in range(num_layers))
+
+
+def evicting_layers(sizes: Iterable[tuple[int, int]], h2o: H2OConfig | None, num_layers: int
+                    ) -> tuple[bool, ...]:
+    """The layers in which some sequence of these sizes will lose a token."""
+    appends = h2o is None or h2o.evict_generated
+    return tuple(any(slots(h2o, layer, length, new * appends) < length + new * appends
+                     for length, new in sizes)
                  for layer in range(num_layers))
 
 
@@ -94,11 +103,9 @@ class LayerCachePlan:
 def layer_cache_plans(batch_layout: BatchLayout, h2o: H2OConfig | None,
                       num_layers: int) -> list[LayerCachePlan]:
     """One for each layer."""
-    found, seen = [], {}
-    new = batch_layout.new if h2o is None or h2o.evict_generated else 0
-    for layer, most in enumerate(slots_of(batch_layout, h2o, num_layers)):
-        evicts = any(slots(h2o, layer, length, new) < length + new
-                     for length in set(batch_layout.lengths))
-        key = tuple(budget(h2o, layer, length) for length in batch_layout.lengths)
-        found.append(LayerCachePlan(most, evicts, seen.setdefault(key, layer)))
-    return found
+    seen: dict[tuple, int] = {}
+    like = [seen.setdefault(tuple(budget(h2o, layer, length) for length in batch_layout.lengths),
+                            layer) for layer in range(num_layers)]
+    evicts = batch_layout.evicts or evicting_layers(batch_layout.sizes, h2o, num_layers)
+    return [LayerCachePlan(*plan) for plan in zip(
+        slots_of(batch_layout.sizes, h2o, num_layers), evicts, like, strict=True)]

@@ -51,7 +51,8 @@ class ProbedCache:
     attend : callable (layer, number, q, k, v) -> Tensor like q
         q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]: q and k rotated.
     numbers : sequence of int
-        What to call the sequence of each block, in the order in which blocks begin.
+        What to call the sequence of each block, in the order in which blocks begin; one may be
+        added until then.
     """
 
     attends_on_host = False

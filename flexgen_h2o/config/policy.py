@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen_h2o.config.checks import check_bool, check_int
+from flexgen_h2o.config.checks import check_bool, check_int, check_number
 from flexgen_h2o.config.placement import PLACED, Placement
 from flexgen_h2o.errors import UserError
 
@@ -21,8 +21,10 @@ class Policy:
     `cpu_cache_compute` attends on the CPU where the cache lives there; `pin_weight` page-locks
     host weights when there is a GPU. `prefill_chunk` tokens of a prompt go through the whole
     network at once (None: all): fewer need less memory. `sep_layer` schedules attention and MLP as
-    two layers, so that only half a layer's weights are fetched at a time. Raises `UserError` for a
-    value of a wrong type or range.
+    two layers, so that only half a layer's weights are fetched at a time. When
+    `refill_share` of a block's sequences have ended, the others go on in a block with the next ones
+    (1: a block goes on until all have ended). Raises `UserError` for a value of a wrong type or
+    range.
     """
 
     gpu_batch_size: int = 4
@@ -35,6 +37,7 @@ class Policy:
     pin_weight: bool = True
     prefill_chunk: int | None = None
     sep_layer: bool = False
+    refill_share: float = 0.5
 
     def __post_init__(self) -> None:
         check_int("gpu_batch_size", self.gpu_batch_size, low=1)
@@ -46,6 +49,7 @@ class Policy:
                 raise UserError(f"{kind} must be a Placement, got {getattr(self, kind)!r}")
         for name in ("overlap", "cpu_cache_compute", "pin_weight", "sep_layer"):
             check_bool(name, getattr(self, name))
+        check_number("refill_share", self.refill_share, above=0, high=1)
 
 
 def percent_text(policy: Policy) -> str:

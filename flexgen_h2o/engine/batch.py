@@ -5,8 +5,8 @@ In the prefill the sequences of a batch lie packed, one after the other, with no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk, prefill_passes
 from flexgen_h2o.outputs import TokenLogProb
@@ -50,11 +50,19 @@ class Batch:
         self.alike: dict[int, list[int]] = {}  # of each prompt: its first sequence to all of them
         first: dict[object, int] = {}
         for place, request in enumerate(requests):
+            if batch_layout.origin(place) is not None:
+                continue
             lead = first.setdefault(tuple(request.prompt) if shares else place, place)
             self.alike.setdefault(lead, []).append(place)
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def fresh(self) -> list[Request]:
+        """The requests whose prompts come in this block."""
+        return [request for sequence, request in enumerate(self.requests)
+                if self.batch_layout.origin(sequence) is None]
 
     @property
     def finished(self) -> bool:
@@ -75,12 +83,16 @@ class Batch:
     @property
     def shares(self) -> bool:
         """True if some prompt stands for several sequences."""
-        return len(self.alike) < len(self)
+        return any(len(places) > 1 for places in self.alike.values())
 
     def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
         """The tokens of the prompts in a forward pass of the prefill, in its order."""
         return (span
                 for span in self.batch_layout.spans(forward_pass) if span.sequence in self.alike)
+
+    def sampled(self, forward_pass: int) -> list[Request]:
+        """The requests that get a token from a forward pass: in the prefill, those of prompts."""
+        return self.fresh if self.batch_layout.in_prefill(forward_pass) else self.requests
 
     def inputs(self, forward_pass: int) -> tuple[list[int], list[int]]:
         """Token ids and positions of the rows: of the prompts, or each sequence's newest token."""
@@ -88,7 +100,8 @@ class Batch:
             token = self.batch_layout.token(forward_pass)
             # A sequence that has ended repeats its last token; what comes of it is not used.
             ids = [request.generated[-1] for request in self.requests]
-            return ids, [length + token - 1 for length in self.batch_layout.lengths]
+            return ids, [self.batch_layout.tokens(sequence, token) - 1
+                         for sequence in range(len(self))]
         ids, positions = [], []
         for span in self.spans(forward_pass):
             prompt, past = self.requests[span.sequence].prompt, self.batch_layout.past
@@ -134,37 +147,3 @@ def next_turn(request: Request, new: int, *, past: int, chunk: int) -> Batch:
     return Batch(0, [request],
                  BatchLayout((past + tokens,), new, chunk if passes > 1 else None, passes,
                                            past))
-
-
-def make_blocks(requests: Sequence[Request], new: int | Mapping[int, int], *, gpu_batch_size: int,
-                num_gpu_batches: int, prefill_chunk: int | None = None, shares: bool = False
-                ) -> list[list[Batch]]:
-    """Sort requests by length, so that a batch's are alike, and cut them into blocks of batches.
-
-    The longest come first: what does not fit shows at once. The last block may be partial. Up to
-    `new` tokens will be appended to each, or so many as `new` has by its key: those that may go on
-    for twice as long come before others. Prompts come in chunks of `prefill_chunk` tokens. With
-    `shares`, equal prompts come next to each other, and a batch computes them once.
-    """
-    most = new if isinstance(new, Mapping) else {request.key: new for request in requests}
-    first: dict[tuple[int, ...], int] = {}
-    if shares:
-        for request in requests:
-            first.setdefault(tuple(request.prompt), request.key)
-    ordered = sorted(requests, key=lambda request: (
-        -most[request.key].bit_length(), -len(request.prompt),
-        first[tuple(request.prompt)] if shares else 0, request.key))
-    groups = [ordered[i : i + gpu_batch_size] for i in range(0, len(ordered), gpu_batch_size)]
-    blocks = []
-    for start in range(0, len(groups), num_gpu_batches):
-        block = groups[start : start + num_gpu_batches]
-        inside = [request for group in block for request in group]
-        passes = prefill_passes(max(len(request.prompt) for request in inside), prefill_chunk)
-        batch_layout = BatchLayout((), max(most[request.key] for request in inside),
-                                   prefill_chunk if passes > 1 else None, passes)
-        blocks.append([
-            Batch(index, group,
-                  replace(batch_layout, lengths=tuple(len(request.prompt) for request in group)),
-                  shares=shares)
-            for index, group in enumerate(block)])
-    return blocks

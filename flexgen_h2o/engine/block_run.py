@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.block_queue import BlockQueue
 from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
@@ -37,7 +37,7 @@ class BlockRun:
     def __init__(self, runtime: Runner, requests: Sequence[Request], new: int | Mapping[int, int],
                  sink: Sink, *, planned: int, shares: bool):
         self._runtime, self._sink = runtime, sink
-        self._blocks = deque(runtime.blocks(requests, new, shares=shares))
+        self._queue: BlockQueue | None = runtime.queue(requests, new, shares=shares)
         self._planned = planned
         self.stats = runtime.new_stats()
         self._workspace: Workspace | None = None
@@ -46,7 +46,7 @@ class BlockRun:
     @property
     def left(self) -> bool:
         """True if a block is left to run."""
-        return bool(self._blocks)
+        return self._queue is not None and self._queue.left
 
     def step(self, enter: Callable[[WorkspaceSize, Workload], Workspace]) -> list[Request]:
         """Run the next block. Returns the requests that have ended with it.
@@ -57,20 +57,20 @@ class BlockRun:
             if self._workspace is None:
                 self._workspace = enter(*self._largest())
             self._bars = self._bars or self._runtime.bars()
-            block = self._blocks.popleft()
+            block = self._queue.next()
             stats = self._runtime.run(self._workspace, block, self._sink, bars=self._bars)
         except BaseException:
             self.end()  # work may be under way in the workspace, and its state is unknown
             raise
         self.stats = self.stats.followed_by(stats)
-        return [request for batch in block for request in batch.requests]
+        return [request for batch in block for request in batch.requests if request.finish_reason]
 
     def _largest(self) -> tuple[WorkspaceSize, Workload]:
         """Sizes that hold every block."""
         config, settings = self._runtime.config, self._runtime.settings
-        size = WorkspaceSize.of(self._blocks, settings.cache.h2o, config.num_layers)
+        size = WorkspaceSize.of(self._queue, settings.cache.h2o, config.num_layers)
         return size, Workload(
-            prompt_len=max(self._blocks[0][0].batch_layout.lengths), gen_len=self._planned,
+            prompt_len=self._queue.longest, gen_len=self._planned,
             gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches)
 
     def leave(self) -> Workspace | None:
@@ -81,7 +81,7 @@ class BlockRun:
 
     def end(self) -> None:
         """Close what is open; a second call does nothing."""
-        self._blocks.clear()
+        self._queue = None
         if self._bars is not None:
             self._bars.close()
         workspace, self._workspace = self._workspace, None

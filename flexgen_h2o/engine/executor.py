@@ -62,7 +62,8 @@ class Executor:
     dtype : torch.dtype
         Of weights, cache and activations.
     policy : Policy
-        Its overlap and sep_layer count here; with the latter the weights are separated, too.
+        Its overlap, sep_layer and refill_share count here; with sep_layer the weights are
+        separated, too.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
@@ -78,16 +79,17 @@ class Executor:
         self._dtype = dtype
         self._overlap = policy.overlap
         self._sep_layer = policy.sep_layer
+        self._refill_share = policy.refill_share
         self._last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
         self._chunk_rows = CHUNK_ROWS[self._device.torch.type]
         self._rope: dict[int, tuple | None] = {}
         self._batches: list[Batch] = []
         self._started: dict[int, PendingAttention] = {}
 
-    @torch.inference_mode()
     def run(self, batches: Sequence[Batch], sink: Sink, *, keeps: bool = False,
             on_compute: Callable[[LayerStep], None] = lambda step: None) -> Timing:
-        """Run one block: its prompts and the new tokens that it has places for, or until all end.
+        """Run one block: its prompts and the new tokens that it has places for, or until so many
+        sequences have ended that others should have their places.
 
         The last token that a sink appends is not computed, and so not cached.
 
@@ -126,9 +128,14 @@ class Executor:
             on_compute(step)
             if (step.layer, step.batch) == (self._last, len(batches) - 1):
                 began = self._end_pass(timing, batch_layout.in_prefill(step.forward_pass), began)
-                if all(batch.finished for batch in self._batches):
+                if self._ends():
                     break
         return timing
+
+    def _ends(self) -> bool:
+        """True if so many sequences have ended that the block does."""
+        ended = sum(batch.ended for batch in self._batches)
+        return ended >= self._refill_share * sum(map(len, self._batches))
 
     def _takes_part(self, step: LayerStep) -> bool:
         """True if a batch has not ended yet, and has begun (a short prompt has fewer chunks)."""

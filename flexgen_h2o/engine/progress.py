@@ -40,10 +40,11 @@ class RunBars:
         self._decode = tqdm(total=0, desc="decode", unit="step", disable=off)
 
     def begin(self, block: Sequence[Batch]) -> None:
-        """Make room for a block."""
+        """Make room for a block, behind what the last one has done."""
         batch_layout = block[0].batch_layout
-        self._prefill.total += self._layer_steps * batch_layout.prefill_passes * len(block)
-        self._decode.total += batch_layout.new
+        passes = sum(batch_layout.prefill_passes for batch in block if batch.fresh)
+        self._prefill.total = self._prefill.n + self._layer_steps * passes
+        self._decode.total = self._decode.n + batch_layout.new
 
     def show(self, block: Sequence[Batch], step: LayerStep) -> None:
         """Count a finished compute of a block."""

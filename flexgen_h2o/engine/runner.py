@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flexgen_h2o.cache.shape import CacheShape
+from flexgen_h2o.cache.shape import CacheShape, evicting_layers
 from flexgen_h2o.cache.stand_ins import ProbedCache
 from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.engine.batch import Batch, Request, make_blocks
+from flexgen_h2o.engine.batch import Batch, Request
+from flexgen_h2o.engine.block_queue import BlockQueue, BlockSize
 from flexgen_h2o.engine.calls import Calls
 from flexgen_h2o.engine.executor import Executor, Sink, Timing
 from flexgen_h2o.engine.load_options import LoadOptions
@@ -143,24 +144,28 @@ class Runner:
                          h2o=settings.cache.h2o, transfers=self._transfers,
                          offload_dir=settings.offload_dir, cache=cache)
 
-    def blocks(self, requests: Sequence[Request], new: int | Mapping[int, int], *, shares: bool
-               ) -> list[list[Batch]]:
-        """The requests in blocks of the policy's batches: see `make_blocks`."""
-        policy = self.settings.policy
-        return make_blocks(requests, new, gpu_batch_size=policy.gpu_batch_size,
-                           num_gpu_batches=policy.num_gpu_batches,
-                           prefill_chunk=policy.prefill_chunk, shares=shares)
+    def queue(self, requests: Sequence[Request], new: int | Mapping[int, int], *, shares: bool
+              ) -> BlockQueue:
+        """The requests for blocks of the policy's batches: see `BlockQueue`."""
+        policy, cache = self.settings.policy, self.settings.cache
+        queue = BlockQueue(requests, new, BlockSize(
+            policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, shares))
+        queue.evicts = evicting_layers(queue.sizes, cache.h2o, self.config.num_layers)
+        return queue
 
     def probe(self, requests: Sequence[Request], attend: Callable[..., torch.Tensor], sink: Sink
               ) -> RunStats:
         """Run prompts one by one and whole, while `attend` computes the attention: `LLM.probe`."""
-        blocks = make_blocks(requests, 0, gpu_batch_size=1, num_gpu_batches=1)
-        cache = ProbedCache(attend, [block[0].requests[0].key for block in blocks])
-        size = WorkspaceSize.of(blocks, None, self.config.num_layers)
+        queue = BlockQueue(requests, 0, BlockSize(1, 1))
+        numbers: list[int] = []
+        cache = ProbedCache(attend, numbers)
+        size = WorkspaceSize.of(queue, None, self.config.num_layers)
         # Nothing follows a prompt here: the stand-in has no more than prompts need.
         with contextlib.closing(self.workspace(size, cache)) as workspace:
             stats = self.new_stats()
-            for block in blocks:
+            while queue.left:
+                block = queue.next()
+                numbers.append(block[0].requests[0].key)
                 stats = stats.followed_by(self.run(workspace, block, sink))
             return stats
 
@@ -179,9 +184,10 @@ class Runner:
         self._links.reset()
         self._device.begin_run()
         requests = [request for batch in block for request in batch.requests]
+        before = sum(len(request.generated) for request in requests)
         executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
                             dtype=self.source.dtype, policy=self.settings.policy)
-        with (self.sampled_memory(), self._spinning.watched(),
+        with (torch.inference_mode(), self.sampled_memory(), self._spinning.watched(),
               dispatch.measured(self.settings.load.implementations),
               contextlib.ExitStack() as opened):
             if bars is None:
@@ -197,15 +203,15 @@ class Runner:
             self._trace_phases(timing)
             self._transfers.drain()
         self._transfers.settle()
-        stats = self.new_stats(requests)
+        stats = self.new_stats([request for batch in block for request in batch.fresh])
+        stats.generated_tokens = sum(len(request.generated) for request in requests) - before
         stats.prefill_seconds = timing.prefill
         stats.step_seconds = timing.steps
         stats.decode_seconds = sum(timing.steps)
         stats.decode_slots, stats.idle_slots = timing.slots, timing.idle_slots
         stats.kv_cache_bytes = workspace.cache.nbytes()
         stats.full_kv_cache_bytes = self.config.kv_bytes_per_token(self.source.dtype.itemsize) * (
-            sum(len(batch) * (max(batch.batch_layout.lengths) + batch.batch_layout.new)
-                for batch in block))
+            sum(len(batch) * batch.batch_layout.longest for batch in block))
         stats.links = self._links.totals()
         stats.peak_device_bytes = self._device.peak_bytes()
         stats.peak_process_bytes = peak_process_bytes()

@@ -63,7 +63,7 @@ class Generation:
         return newest_rows(batch, forward_pass)
 
     def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
-        requests = batch.requests[row : row + len(logits)]
+        requests = batch.sampled(forward_pass)[row : row + len(logits)]
         alike: dict[Sampler, list[int]] = {}
         for place, request in enumerate(requests):
             alike.setdefault(self._rules[request.key].sampler, []).append(place)
@@ -180,7 +180,7 @@ class Forcing(_Continuations):
         return newest_rows(batch, forward_pass)
 
     def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
-        requests = batch.requests[row : row + len(logits)]
+        requests = batch.sampled(forward_pass)[row : row + len(logits)]
         # One that has ended goes on with its last token, whose probability is not used.
         tails = [self._continuations[request.key] for request in requests]
         targets = [tail[min(len(request.generated), len(tail) - 1)]
@@ -196,7 +196,8 @@ class Forcing(_Continuations):
 
 
 def newest_rows(batch: Batch, forward_pass: int) -> torch.Tensor:
-    """The row of each sequence's newest token, int64 [rows]; none while prompts have not ended."""
+    """The row of each newest token of `batch.sampled`, int64 [rows]; none while prompts have not
+    ended."""
     if batch.batch_layout.token(forward_pass) < 0:
         return torch.empty(0, dtype=torch.int64)
     if not batch.batch_layout.in_prefill(forward_pass):
@@ -205,7 +206,7 @@ def newest_rows(batch: Batch, forward_pass: int) -> torch.Tensor:
     for span in batch.spans(forward_pass):
         row += len(span)
         newest.update(dict.fromkeys(batch.alike[span.sequence], row))
-    return torch.tensor([newest[sequence] for sequence in range(len(batch))])
+    return torch.tensor([row for _, row in sorted(newest.items())], dtype=torch.int64)
 
 
 def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> list[tuple[float, bool]]:

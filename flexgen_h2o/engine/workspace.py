@@ -16,7 +16,7 @@ from flexgen_h2o.cache.shape import CacheShape, CacheSize, slots_of
 from flexgen_h2o.cache.stand_ins import SimulatedBlockCache
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.engine.batch import Batch
+from flexgen_h2o.engine.block_queue import BlockQueue
 from flexgen_h2o.engine.hidden import HiddenStates
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.kernels.rotary import rotated_to
@@ -35,20 +35,12 @@ class WorkspaceSize:
     rows: int
 
     @classmethod
-    def of(cls, blocks: Sequence[Sequence[Batch]], h2o: H2OConfig | None,
-           num_layers: int) -> WorkspaceSize:
-        """The size that holds each of `blocks`."""
-        batches = [batch for block in blocks for batch in block]
-        slots = zip(*(slots_of(batch.batch_layout, h2o, num_layers) for batch in batches),
-                    strict=True)
-        chunked = [max(batch.batch_layout.lengths)
-                   for batch in batches if batch.batch_layout.chunk is not None]
-        cache = CacheSize(max(map(len, batches)), max(map(len, blocks)),
-                          tuple(max(layer) for layer in slots), max(chunked, default=0))
-        # Of new tokens there is a row for each sequence; of prompts they may have fewer together.
-        rows = max(max(len(batch), batch.rows(forward_pass)) for batch in batches
-                   for forward_pass in range(batch.batch_layout.prefill_passes))
-        return cls(cache, rows)
+    def of(cls, queue: BlockQueue, h2o: H2OConfig | None, num_layers: int) -> WorkspaceSize:
+        """The size that holds every block of a queue of which none has come yet."""
+        chunked = queue.size.prefill_chunk is not None and queue.longest > queue.size.prefill_chunk
+        cache = CacheSize(*queue.batches(), slots_of(queue.sizes, h2o, num_layers),
+                          queue.longest if chunked else 0)
+        return cls(cache, queue.rows())
 
     def covers(self, other: WorkspaceSize) -> bool:
         """True if a block of size `other` fits in."""

@@ -24,6 +24,16 @@ class PromptChunk:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """A sequence that goes on from the block before: its batch and place there, and the tokens that
+    have been generated, of which all but the newest are cached."""
+
+    batch: int
+    sequence: int
+    generated: int
+
+
+@dataclass(frozen=True)
 class BatchLayout:
     """The sequences of a GPU batch.
 
@@ -32,14 +42,23 @@ class BatchLayout:
     lengths : tuple of int
         Tokens up to the end of each prompt.
     new : int
-        Tokens that will be appended to each, at most: one fewer than are generated.
+        Tokens that will be appended to each in this block, at most: one fewer than are generated.
     chunk : int or None
         Tokens of a prompt in a forward pass; None for all of them.
     prefill_passes : int
         Forward passes of the block's longest prompt. All prompts end in the last of them, so that
-        all first tokens are sampled together; shorter ones come in later.
+        all first tokens are sampled together; shorter ones come in later. 0 in a block without
+        prompts.
     past : int
         Tokens of each sequence that came in an earlier run. Positions and `lengths` count them.
+    limits : tuple of int
+        Tokens that will ever be appended to each, at most; none: `new`. When it has so many, its
+        newest is computed again in each step.
+    carried : tuple of (Carried or None)
+        Of each sequence, None where its prompt comes in this block; none: all come. Those that are
+        carried stand before others.
+    evicts : tuple of bool
+        Layers in which what may stand in a batch with these loses tokens; none: they alone count.
     """
 
     lengths: tuple[int, ...]
@@ -47,6 +66,9 @@ class BatchLayout:
     chunk: int | None = None
     prefill_passes: int = 1
     past: int = 0
+    limits: tuple[int, ...] = ()
+    carried: tuple[Carried | None, ...] = ()
+    evicts: tuple[bool, ...] = ()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -60,9 +82,45 @@ class BatchLayout:
         """True if a forward pass carries prompts."""
         return forward_pass < self.prefill_passes
 
+    def origin(self, sequence: int) -> Carried | None:
+        """The sequence in the block before; None where its prompt comes in this one."""
+        return self.carried[sequence] if self.carried else None
+
+    @property
+    def carries(self) -> bool:
+        """True if some sequence is carried."""
+        return any(self.carried)
+
+    def limit(self, sequence: int) -> int:
+        """Tokens that will ever be appended to a sequence, at most."""
+        return self.limits[sequence] if self.limits else self.new
+
+    def tokens(self, sequence: int, token: int) -> int:
+        """All tokens of a sequence with the block's new token `token` (from 1; 0: before it)."""
+        origin = self.origin(sequence)
+        appended = token if origin is None else origin.generated - 1 + token
+        return self.lengths[sequence] + min(appended, self.limit(sequence))
+
+    def most_tokens(self, token: int) -> int:
+        """Those of the sequence that has most."""
+        return max(self.tokens(sequence, token) for sequence in range(len(self)))
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sequence will ever have."""
+        return max(length + new for length, new in self.sizes)
+
+    @property
+    def sizes(self) -> set[tuple[int, int]]:
+        """Prompt lengths with limits, each pair once."""
+        return {(length, self.limit(sequence)) for sequence, length in enumerate(self.lengths)}
+
     def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
         """The part of every prompt in a forward pass of the prefill, empty ones too."""
         for sequence, length in enumerate(self.lengths):
+            if self.origin(sequence) is not None:
+                yield PromptChunk(sequence, length, length)
+                continue
             if self.chunk is None:
                 yield PromptChunk(sequence, self.past, length)
                 continue
@@ -75,9 +133,9 @@ class BatchLayout:
         return self.chunk is not None or self.past > 0
 
     def begun(self, forward_pass: int) -> bool:
-        """True if something of these sequences was cached before a forward pass."""
-        return not self.in_prefill(forward_pass) or any(span.start
-                                                        for span in self.spans(forward_pass))
+        """True if something of these prompts was cached before a forward pass."""
+        return not self.in_prefill(forward_pass) or any(
+            span.start for span in self.spans(forward_pass) if self.origin(span.sequence) is None)
 
 
 def prefill_passes(longest: int, chunk: int | None) -> int:

@@ -53,11 +53,17 @@ class SimulatedCache:
         self._h2o = h2o
         self._rotate = rotate
         self._decay = h2o.decay if h2o.score == "decay" else 1.0
+        self._memories: dict[tuple[int, int, int], Memory] = {}
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a new block: forget what is cached."""
+        """Start a new block: forget what is cached, but for sequences that are carried into it."""
         self._batch_layouts = list(batches)
-        self._memories: dict[tuple[int, int, int], Memory] = {}
+        moved = {(one.batch, one.sequence): (batch, sequence)
+                 for batch, batch_layout in enumerate(batches)
+                 for sequence, one in enumerate(batch_layout.carried) if one is not None}
+        self._memories = {(layer, *moved[batch, sequence]): memory
+                          for (layer, batch, sequence), memory in self._memories.items()
+                          if (batch, sequence) in moved}
 
     def resume(self, batches: Sequence[BatchLayout]) -> None:
         """Go on with the same sequences, in another run."""

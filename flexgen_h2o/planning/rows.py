@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -241,8 +242,17 @@ def _workspace(run: PlannedRun) -> PlanRow:
     layer = (model.scratch_elements(rows) + attention) * run.itemsize
     # Logits in the run's dtype, and up to three float32 copies while sampling.
     logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
-    own = _own_attention(run) + _own_products(run)
+    own = max(_own_attention(run), _carried(run)) + _own_products(run)
     return PlanRow("workspace", layer + logits + own + RESERVE)
+
+
+def _carried(run: PlannedRun) -> int:
+    """The copies of a layer's cache that sequences take with them into the next block."""
+    load, options = run.workload, run.cache
+    sequences = load.gpu_batch_size * load.num_gpu_batches
+    carried = sequences - math.ceil(run.policy.refill_share * sequences)
+    return carried * max(layer_slots(options, run.model, load)) * record_bytes(
+        options, run.model, run.itemsize)
 
 
 def _own_attention(run: PlannedRun) -> int:

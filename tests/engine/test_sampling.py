@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from inside import draw_at
 
 from flexgen_h2o.config.sampling import SamplingParams, mixed_seed
-from flexgen_h2o.engine.batch import Request, make_blocks
+from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.block_queue import BlockQueue, BlockSize
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.sinks import Forcing, Generation, Rules, Scoring, newest_rows
 from flexgen_h2o.errors import UserError
@@ -256,6 +257,19 @@ def one_hot(*tokens, vocab=8):
     return torch.nn.functional.one_hot(torch.tensor(tokens), vocab).float()
 
 
+def make_blocks(requests, new, **size):
+    """The blocks in which requests come if all of each end with it."""
+    queue, blocks = BlockQueue(requests, new, BlockSize(**size)), []
+    while queue.left:
+        blocks.append(queue.next())
+        for batch in blocks[-1]:
+            for each in batch.requests:
+                each.finish_reason = "length"
+    for each in requests:
+        each.finish_reason = ""
+    return blocks
+
+
 def batch_of(requests, new=3, chunk=None):
     """One batch, alone in its block."""
     [[batch]] = make_blocks(requests, new, gpu_batch_size=len(requests), num_gpu_batches=1,
@@ -370,6 +384,46 @@ def test_blocks_hold_every_request_once(lengths, size, batches, chunk):
         (-n, key) for key, n in enumerate(lengths))
     for block in blocks:
         assert len({batch.batch_layout.prefill_passes for batch in block}) == 1
+
+
+@few
+@given(st.data(), lengths, st.integers(1, 5), st.integers(1, 3), chunks, st.booleans())
+def test_sequences_go_on_beside_new_ones_until_all_have_ended(data, lengths, size, batches, chunk,
+                                                              shares):
+    """Each block says where they were; none is wider than the queue has said."""
+    new = {key: length % 5 + 1 for key, length in enumerate(lengths)}
+    requests = [request(key, [0] * n) for key, n in enumerate(lengths)]
+    queue = BlockQueue(requests, new, BlockSize(size, batches, chunk, shares))
+    most, rows, block, waiting = queue.batches(), queue.rows(), [], len(requests)
+    while queue.left:
+        before, block = block, queue.next()
+        flat = [one for batch in block for one in batch.requests]
+        carried = [one for batch in before for one in batch.requests if not one.finish_reason]
+        assert flat[: len(carried)] == carried
+        waiting -= len(flat) - len(carried)
+        assert len(flat) == size * batches or waiting == 0
+        assert [len(batch) for batch in block[:-1]] == [most[0]] * (len(block) - 1)
+        assert 0 < len(block[-1]) <= most[0] and len(block) <= most[1]
+        layout = block[0].batch_layout
+        assert (layout.prefill_passes == 0) == (flat == carried)
+        for batch in block:
+            assert max(len(batch), *map(batch.rows, range(layout.prefill_passes + 1))) <= rows
+            for sequence, one in enumerate(batch.requests):
+                was = batch.batch_layout.origin(sequence)
+                if was is not None:
+                    assert before[was.batch].requests[was.sequence] is one
+                    assert batch.batch_layout.tokens(sequence, 1) == (
+                        len(one.prompt) + len(one.generated))
+                assert layout.new >= new[one.key] - max(0, len(one.generated) - 1)
+        steps = data.draw(st.integers(1, layout.new))
+        for one in flat:
+            one.generated += [0] * (steps + (one not in carried))
+            one.generated = one.generated[: new[one.key] + 1]
+            if len(one.generated) > new[one.key]:
+                one.finish_reason = "length"
+        if not any(one.finish_reason for one in flat):
+            flat[data.draw(st.integers(0, len(flat) - 1))].finish_reason = "stop"
+    assert waiting == 0 and all(one.finish_reason for one in requests)
 
 
 def test_no_requests_are_no_blocks():

@@ -411,6 +411,15 @@ def test_workspace_of_attention(monkeypatch, has_gpu, cache):
     assert own_attention(run) == max(prefill, decode)
 
 
+def test_workspace_holds_what_goes_on_in_the_next_block():
+    """One layer of it at a time: here all but one of 64 sequences, of 4,000 tokens each."""
+    load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=32, num_gpu_batches=2)
+    found = [rows(memory_plan(LLAMA_8B, replace(make_policy(*ALL_GPU), refill_share=share), load,
+                              itemsize=2, has_gpu=True))["workspace"][0] for share in (0.001, 1)]
+    attention = 4 * (64 + 32 * 32) * (4000 + 64 + 2 * 128)
+    assert found[0] - found[1] == 63 * 4000 * 2 * 8 * 128 * 2 - attention
+
+
 @pytest.mark.parametrize("bits", [16, 4])
 def test_workspace_of_decoding_is_the_weights_of_all_heads(bits):
     load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=64, num_gpu_batches=1)
