@@ -27,6 +27,12 @@ class Request:
     seed: int = 0
     log_probs: list[TokenLogProb] = field(default_factory=list)
 
+    def restart(self) -> None:
+        """Forget what has been generated."""
+        self.generated.clear()
+        self.log_probs.clear()
+        self.finish_reason = ""
+
     @property
     def history(self) -> list[int]:
         """All tokens so far."""

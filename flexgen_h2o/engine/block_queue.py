@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from flexgen_h2o.engine.batch import Batch, Request
@@ -93,6 +93,23 @@ class BlockQueue:
             self._block.append(Batch(len(self._block), group, batch_layout,
                                      shares=self.size.shares))
         return self._block
+
+    def halve(self) -> list[Request] | None:
+        """Put the last block's requests back in front, for blocks of half as many sequences.
+
+        Returns them, to be begun anew; None where a block has one sequence only.
+        """
+        requests = [request for batch in self._block for request in batch.requests]
+        self._waiting.extendleft(reversed(requests))
+        self._block = []
+        sequences, batches = self.batches()
+        if sequences > 1:
+            self.size = replace(self.size, gpu_batch_size=sequences // 2)
+        elif batches > 1:
+            self.size = replace(self.size, num_gpu_batches=batches // 2)
+        else:
+            return None
+        return requests
 
     @property
     def sizes(self) -> set[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from flexgen_h2o.config.workload import Workload
@@ -11,6 +12,10 @@ from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.storage.tiers import lacks_memory
+
+_log = logging.getLogger(__name__)
 
 
 class BlockRun:
@@ -31,7 +36,7 @@ class BlockRun:
     Attributes
     ----------
     stats : RunStats
-        The figures of the blocks so far.
+        The figures of the blocks so far; tokens are those of requests that have ended.
     """
 
     def __init__(self, runtime: Runner, requests: Sequence[Request], new: int | Mapping[int, int],
@@ -42,6 +47,7 @@ class BlockRun:
         self.stats = runtime.new_stats()
         self._workspace: Workspace | None = None
         self._bars: RunBars | None = None
+        self._halved = self._began = False
 
     @property
     def left(self) -> bool:
@@ -51,19 +57,52 @@ class BlockRun:
     def step(self, enter: Callable[[WorkspaceSize, Workload], Workspace]) -> list[Request]:
         """Run the next block. Returns the requests that have ended with it.
 
-        The first block asks `enter` for a workspace. Whatever goes wrong closes it.
+        The first block asks `enter` for a workspace. One for which memory can't be had is run
+        again from its beginning with half the sequences, and so are those after it; results do not
+        depend on that. Whatever else goes wrong closes the workspace.
+
+        Raises
+        ------
+        UserError
+            There is no memory even for one sequence, or `enter` refuses the first workspace.
         """
-        try:
-            if self._workspace is None:
-                self._workspace = enter(*self._largest())
-            self._bars = self._bars or self._runtime.bars()
-            block = self._queue.next()
-            stats = self._runtime.run(self._workspace, block, self._sink, bars=self._bars)
-        except BaseException:
-            self.end()  # work may be under way in the workspace, and its state is unknown
-            raise
+        while True:
+            try:
+                return self._run_block(enter)
+            except BaseException as error:
+                self._close()  # work may be under way in the workspace, and its state is unknown
+                refused = self._halved and isinstance(error, UserError) and not self._began
+                if not (refused or lacks_memory(error)):
+                    self.end()
+                    raise
+                self._halve(error)
+
+    def _run_block(self, enter: Callable[[WorkspaceSize, Workload], Workspace]) -> list[Request]:
+        self._began = False
+        if self._workspace is None:
+            self._workspace = enter(*self._largest())
+        self._began = True
+        self._bars = self._bars or self._runtime.bars()
+        block = self._queue.next()
+        stats = self._runtime.run(self._workspace, block, self._sink, bars=self._bars)
         self.stats = self.stats.followed_by(stats)
         return [request for batch in block for request in batch.requests if request.finish_reason]
+
+    def _halve(self, error: BaseException) -> None:
+        """Begin the block anew with half the sequences, on account of an error."""
+        text = " ".join(str(error).split()) or "out of memory"
+        requests = self._queue.halve()
+        if requests is None:
+            self.end()
+            raise UserError(f"there is too little memory for one sequence alone ({text}): use "
+                            "shorter prompts, fewer new tokens, or slower tiers") from error
+        for request in requests:
+            request.restart()
+            self._sink.restart(request)
+        self._halved = True
+        size = self._queue.size
+        _log.warning("too little memory (%s): trying again with blocks of %d x %d sequences", text,
+                     size.gpu_batch_size, size.num_gpu_batches)
 
     def _largest(self) -> tuple[WorkspaceSize, Workload]:
         """Sizes that hold every block."""
@@ -84,6 +123,9 @@ class BlockRun:
         self._queue = None
         if self._bars is not None:
             self._bars.close()
+        self._close()
+
+    def _close(self) -> None:
         workspace, self._workspace = self._workspace, None
         if workspace is not None:
             workspace.close()

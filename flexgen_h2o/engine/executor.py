@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o.cache.attending import PendingAttention
 from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.engine.batch import Batch
+from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
 from flexgen_h2o.engine.weights import WeightStore
@@ -32,6 +32,9 @@ class Sink(Protocol):
 
     def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
         """Take logits [rows, vocab] of the chosen rows from number `row` on."""
+
+    def restart(self, request: Request) -> None:
+        """Forget what it knows of a request, which begins anew."""
 
 
 @dataclass

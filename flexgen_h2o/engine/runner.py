@@ -176,15 +176,13 @@ class Runner:
 
     def run(self, workspace: Workspace, block: Block, sink: Sink, *, keeps: bool = False,
             bars: RunBars | None = None) -> RunStats:
-        """Run a block in a workspace, and say how it went.
+        """Run a block in a workspace, and say how it went: tokens are those of what has ended.
 
         keeps: it goes on with what the workspace's cache holds, and leaves it there. bars: those
         of the runs that this is one of.
         """
         self._links.reset()
         self._device.begin_run()
-        requests = [request for batch in block for request in batch.requests]
-        before = sum(len(request.generated) for request in requests)
         executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
                             dtype=self.source.dtype, policy=self.settings.policy)
         with (torch.inference_mode(), self.sampled_memory(), self._spinning.watched(),
@@ -203,8 +201,8 @@ class Runner:
             self._trace_phases(timing)
             self._transfers.drain()
         self._transfers.settle()
-        stats = self.new_stats([request for batch in block for request in batch.fresh])
-        stats.generated_tokens = sum(len(request.generated) for request in requests) - before
+        stats = self.new_stats([request for batch in block for request in batch.requests
+                                if request.finish_reason])
         stats.prefill_seconds = timing.prefill
         stats.step_seconds = timing.steps
         stats.decode_seconds = sum(timing.steps)

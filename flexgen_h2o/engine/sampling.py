@@ -94,6 +94,10 @@ class Sampler:
         chosen, sums = on_host(torch.minimum(tokens, last), cumulative[:, -1])
         return _checked(chosen, sums, raw, requests)
 
+    def restart(self, request: Request) -> None:
+        """Draw the same random numbers again for a request that begins anew."""
+        self._generators.pop(request.key, None)
+
     def _penalized(self, logits: torch.Tensor, generated: Sequence[int]) -> torch.Tensor:
         """The logits [vocab] less what each token's number among the generated ones costs."""
         tokens, counts = torch.tensor(generated, dtype=torch.int64).unique(return_counts=True)

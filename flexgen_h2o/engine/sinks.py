@@ -80,6 +80,10 @@ class Generation:
                     self._on_token(choice)
                 request.finish_reason = self._rules[request.key].reason_to_end(request.generated)
 
+    def restart(self, request: Request) -> None:
+        """Go on with a request from its beginning."""
+        self._rules[request.key].sampler.restart(request)
+
     def _keep_log_probs(self, logits: torch.Tensor, requests: Sequence[Request],
                         chosen: Sequence[int]) -> None:
         """Note the log-probabilities of the chosen tokens, and of the likeliest, where asked."""
@@ -117,6 +121,11 @@ class _Continuations:
     def scored(self) -> list[Scored]:
         """The scores of the continuations, by ascending keys."""
         return [Scored(self.log_probs[key], self.greedy[key]) for key in sorted(self.log_probs)]
+
+    def restart(self, request: Request) -> None:
+        """Forget what was found of a request."""
+        self.log_probs[request.key] = []
+        self.greedy[request.key] = True
 
     def _note(self, key: int, log_prob: float, likeliest: bool) -> None:
         """Add what was found of the next token of a continuation.

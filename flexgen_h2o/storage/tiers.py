@@ -8,6 +8,7 @@ tiers ``gpu`` and ``cpu``, streams do their work at once, and events have always
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import time
 from collections.abc import Callable
@@ -34,6 +35,15 @@ def typed(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torc
     for size in shape:
         count *= size
     return buffer[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """True if it says that memory could not be had: of the system, of PyTorch, on any device."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # PyTorch's allocator for a CPU has no class of its own for it.
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 class Pages(mmap.mmap):

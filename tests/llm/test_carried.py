@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+from collections.abc import Callable
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm.test_llm import PLACES, make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.errors import UserError
 
 CACHES = {
     "full": {},
@@ -116,3 +122,47 @@ def test_a_block_does_not_wait_for_one_long_answer(tiny_model, tmp_path):
             shares[share] = llm.stats.idle_share
     assert orders[1] == [list(range(8)), list(range(8, 16))] and shares[1] > 0.75
     assert orders[0.5][-1] == [0] and shares[0.5] < 0.25
+
+
+ERRORS = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
+          OSError(errno.ENOMEM, "Cannot allocate memory"),
+          RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_block_without_memory_is_halved_and_begun_anew(tiny_model, tmp_path, monkeypatch, caplog,
+                                                         error):
+    """Whatever lacks it, be it the workspace, the prefill or a step, with sequences carried."""
+    case = Case(tiny_model("llama").folder, "h2o", 2)
+    short = Placement(30, 0, 70)
+
+    def fails(method: str, rows: Callable[..., int], most: int, after: int) -> Policy:
+        """Let a method of the cache fail from its call number `after` on, beyond `most` rows."""
+        real, calls = getattr(KVCache, method), itertools.count()
+
+        def limited(self, *args, **options):
+            if next(calls) >= after and rows(*args) > most:
+                raise error
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(KVCache, method, limited)
+        caplog.clear()
+        return Policy(gpu_batch_size=4, num_gpu_batches=2, cache=short, refill_share=0.3)
+
+    sequences = lambda shape, size, *_: size.sequences * size.batches  # noqa: E731
+    new_rows = lambda layer, batch, q, *_: len(q)  # noqa: E731
+    for method, rows, most, after, sizes in (
+            ("__init__", sequences, 1, 0, ["2 x 2", "1 x 2", "1 x 1"]),
+            ("attend_prompt", new_rows, 40, 4, ["2 x 2"]),
+            ("attend_token", new_rows, 1, 9, ["2 x 2", "1 x 2"])):
+        case.holds(fails(method, rows, most, after), tmp_path)
+        monkeypatch.undo()
+        assert [record.getMessage().split("blocks of ")[1] for record in caplog.records] == [
+            f"{size} sequences" for size in sizes]
+    assert list(tmp_path.iterdir()) == []
+    policy = fails("attend_token", new_rows, 0, 9)
+    with LLM(str(case.folder), dtype="float32", policy=policy, **case.options) as llm:
+        with pytest.raises(UserError, match="too little memory for one sequence alone"):
+            llm.generate(case.prompts, case.params)
+        monkeypatch.undo()
+        assert [out.token_ids for out in llm.generate(case.prompts, case.params)] == case.alone
