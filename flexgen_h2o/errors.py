@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+_LONGEST = 4000  # characters of a message: several paths
+_SHORT = reprlib.Repr()  # without the end of what is long, and what is nested deeply
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 80
 
 
 class UserError(Exception):
     """A problem that the user can mend, in one line: what is wrong and what to do.
 
-    `flex_opt` prints it as ``error: ...`` on stderr and exits with status 2.
+    `flex_opt` prints it as ``error: ...`` on stderr and exits with status 2. What a file or a
+    library has put into the message is one line of printable characters then, and not without end.
     """
+
+    def __init__(self, message: str):
+        line = " ".join(message.split())
+        if not line.isprintable():
+            line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+        half = _LONGEST // 2
+        super().__init__(line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}")
 
 
 def check_text(name: str, value: object) -> None:
@@ -27,7 +41,7 @@ def check_text(name: str, value: object) -> None:
 
 def shown(value: object) -> str:
     """A wrong value for a message: in one line, not too long."""
-    return f"{' '.join(repr(value).split()):.80}"
+    return f"{' '.join(_SHORT.repr(value).split()):.80}"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "see --help for the names"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,9 +33,11 @@ def measure(length: int, cache: str, chunk: int | None) -> dict:
     h2o = H2OConfig(heavy_ratio=0.1) if cache == "h2o 20 %" else None
     with tempfile.TemporaryDirectory() as folder:
         for file in Path(checkpoint_folder("smollm2-135m")).iterdir():
-            (Path(folder) / file.name).symlink_to(file)
+            if file.suffix == ".safetensors":
+                (Path(folder) / file.name).symlink_to(file)
+            else:
+                shutil.copyfile(file, Path(folder) / file.name)
         config = json.loads((Path(folder) / "config.json").read_text())
-        (Path(folder) / "config.json").unlink()
         (Path(folder) / "config.json").write_text(
             json.dumps(config | {"max_position_embeddings": 1 << 20}))
         with LLM(folder, policy=Policy(prefill_chunk=chunk), h2o=h2o, progress=False) as llm:

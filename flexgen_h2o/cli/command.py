@@ -46,7 +46,7 @@ def exit_status(work: Callable[[], None], *, last: bool = False) -> int:
         finally:
             signals.over = True
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         with suppress(OSError):  # the terminal may be what has gone

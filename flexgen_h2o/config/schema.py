@@ -47,7 +47,7 @@ def checked(kind: Any, value: object, name: str) -> Any:
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
     try:
         found = msgspec.convert(value, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         raise UserError(_complaint(kind, value, name)) from None
     if not _finite(found):
         raise UserError(f"{name} must be a finite number, got {found}")
@@ -138,9 +138,9 @@ def _fits(kind: Any, value: object) -> bool:
     return _refusal(kind, value) is None
 
 
-def _refusal(kind: Any, value: object) -> msgspec.ValidationError | None:
+def _refusal(kind: Any, value: object) -> Exception | None:
     try:
         msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a surrogate pair
         return error
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,10 +14,10 @@ from flexgen_h2o.config.formats import DTYPES
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import regular_file
+from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
-from flexgen_h2o.models.convert import Keep, cache_dir, weight_files
+from flexgen_h2o.models.convert import TEXTS, Keep, cache_dir, weight_files
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import gguf_types
 from flexgen_h2o.models.gguf_blocks import KINDS, GgufBlocks
@@ -231,11 +230,13 @@ def load_tokenizer(folder: Path | None):
     from transformers import AutoTokenizer
 
     for path in folder.iterdir():
-        if not path.is_dir():
-            regular_file(path)  # there is no saying which of them it reads
+        if not path.is_dir():  # there is no saying which of them it reads
+            (checkpoint_text if path.suffix in TEXTS else regular_file)(path)
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # the libraries raise anything over a damaged file
+    except BaseException as error:  # the libraries raise anything over a damaged file
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"the tokenizer in {folder} can't be read ({type(error).__name__}: "
                         f"{reason}); get its files again") from error
@@ -247,10 +248,10 @@ def _end_tokens(config: ModelConfig, folder: Path | None) -> tuple[int, ...]:
     if not path or not path.exists():
         return config.eos_token_ids
     try:
-        given = json.loads(regular_file(path).read_text(encoding="utf-8")).get("eos_token_id")
+        given = checkpoint_json(path).get("eos_token_id")
         tokens = given if isinstance(given, list) else [] if given is None else [given]
         if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in tokens):
             raise ValueError("eos_token_id is not a token id")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         raise UserError(f"{path} can't be used ({error}): mend or remove it") from error
     return tuple(tokens) or config.eos_token_ids

@@ -1,12 +1,14 @@
 """Readers of users' files: lines with their numbers, text under a key of JSON lines, YAML.
 
-These may come through a pipe (`--prompts <(zcat prompts.gz)`); a checkpoint's files may not. All
-errors are `UserError`, in one line that names the flag, the file and the line. No torch.
+These may come through a pipe (`--prompts <(zcat prompts.gz)`); a checkpoint's files, which may come
+from anywhere, have to be files, in the checkpoint's folder and of a sane size. All errors are
+`UserError`, in one line that names the flag, the file and the line. No torch.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -16,6 +18,12 @@ import yaml
 
 from flexgen_h2o.errors import UserError, check_text
 
+_MOST_TEXT = 256 << 20  # bytes; the largest tokenizers have 40 MB
+_MOST_JSON = 64 << 20  # and the largest indexes 20
+_MOST_YAML = 1 << 20
+_MOST_BITS = 4096  # of a number of a YAML file
+_MOST_VALUES = 1 << 17  # of a YAML file, where an alias counts as what it stands for
+
 
 def regular_file(path: Path) -> Path:
     """The path of a checkpoint's file, if it is one (or a link to one) or is missing.
@@ -23,15 +31,49 @@ def regular_file(path: Path) -> Path:
     Raises `UserError` for a pipe, which would be waited for without end, and for anything else
     that is there.
     """
+    _size(path)
+    return path
+
+
+def checkpoint_text(path: Path, most: int = _MOST_TEXT) -> Path:
+    """The path of a checkpoint's file that is not weights, if it can be read whole.
+
+    Raises `UserError` as `regular_file` does, for a larger file, and for a link that leads out of
+    the folder: what it says may come to stand in outputs and copies, and so must not be another
+    file of the user's. The hub's cache, whose files are links to its folder of blobs, may.
+    """
+    if _size(path) > most:
+        raise UserError(f"{path} has {_size(path)} bytes, more than any model's: get it again")
+    if path.is_symlink():
+        real, folder = path.resolve(), path.parent.resolve()
+        if folder not in real.parents and real.parent.name != "blobs":
+            raise UserError(f"{path} is a link out of the model's folder, to {real}: put the file "
+                            "itself there")
+    return path
+
+
+def checkpoint_json(path: Path) -> object:
+    """The value of a checkpoint's JSON file. `UserError` as `checkpoint_text`, or if it is none."""
     try:
-        kind = path.stat().st_mode
+        return json.loads(checkpoint_text(path, _MOST_JSON).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+
+
+def _size(path: Path) -> int:
+    """Bytes of a regular file; 0 for one that cannot be found, as opening it will say why."""
+    try:
+        found = path.stat()
     except OSError:
-        return path  # opening it will say why it cannot be
+        return 0
+    kind = found.st_mode
     if not stat.S_ISREG(kind):
         names = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
         raise UserError(f"{path} is {names.get(stat.S_IFMT(kind), 'a device')}: put the file "
                         "itself there")
-    return path
+    return found.st_size
 
 
 def read_text(flag: str, path: str, *, if_empty: str) -> str:
@@ -94,14 +136,59 @@ def json_value(where: str, line: str) -> object:
 
 
 def read_yaml(flag: str, path: str | os.PathLike) -> object:
-    """The value of a YAML file. `UserError` if it is missing, unreadable, not UTF-8 or not YAML."""
+    """The value of a YAML file.
+
+    Raises `UserError` if it is missing, unreadable, not UTF-8, not YAML or too large: a few lines
+    of aliases can stand for billions of values, or for one within itself.
+    """
     try:
-        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        with open(Path(path).expanduser(), encoding="utf-8") as file:
+            text = file.read(_MOST_YAML + 1)
+        if len(text) > _MOST_YAML:
+            raise _TooMuch
+        value = yaml.load(text, _Loader)
+        if _values(value, {}) > _MOST_VALUES:
+            raise _TooMuch
+        return value
     except OSError as error:
         raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{flag} {path} is not UTF-8 text: save it as UTF-8") from None
+    except _TooMuch:
+        raise UserError(f"{flag} {path} holds more than any configuration: mend it") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # the latter of a date or depth
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise UserError(f"{flag} {path} is not valid YAML{where}") from None
+
+
+class _TooMuch(Exception):
+    """A YAML file that stands for more values than `_MOST_VALUES`."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Copies no more than `_MOST_VALUES` where mappings are merged into one (``<<: [*a, *b]``)."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        size = len(node.value)
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if isinstance(each, yaml.MappingNode):
+                        self.flatten_mapping(each)
+                        size += len(each.value)
+        if size > _MOST_VALUES:
+            raise _TooMuch
+        super().flatten_mapping(node)
+
+
+def _values(value: object, known: dict[int, float]) -> float:
+    """Values in a value of YAML, those of an alias each time; infinite if it holds itself."""
+    if not isinstance(value, (dict, list)):
+        # 59:59:59 is a number of base 60, and of any length; such a number cannot be printed.
+        return math.inf if isinstance(value, int) and value.bit_length() > _MOST_BITS else 1
+    if id(value) not in known:
+        known[id(value)] = math.inf
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_values(each, known) for each in inner)
+    return known[id(value)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
+import sys
 import threading
+import zipfile
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Protocol
@@ -12,7 +13,7 @@ from typing import Protocol
 import torch
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import regular_file
+from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
@@ -249,13 +250,11 @@ def _collect(
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    try:
-        shards_of = json.loads(regular_file(index).read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(tensor), str(shard)) for tensor, shard in shards_of.items()]
-    except OSError as error:
-        raise UserError(f"cannot read {index}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{index} is not a checkpoint index: it lacks a weight_map") from error
+    found = checkpoint_json(index)
+    shards_of = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(shards_of, dict):
+        raise UserError(f"{index} is not a checkpoint index: it lacks a weight_map")
+    pairs = [(tensor, str(shard)) for tensor, shard in shards_of.items()]
     for _, shard in pairs:
         # By name and not by resolving links: the hub's cache links its files out of the folder.
         # PureWindowsPath splits at both kinds of slash and knows drives.
@@ -270,8 +269,12 @@ def _read_index(index: Path) -> dict[str, Path]:
 
 def _load_bin(file: Path) -> dict[str, torch.Tensor]:
     advice = "get the model in safetensors, or save it again with torch.save"
-    regular_file(file)
+    checkpoint_text(file, sys.maxsize)
     try:
+        with zipfile.ZipFile(file) as parts:
+            # Stored as they are, as torch does: ten megabytes can unpack to ten gigabytes.
+            if any(part.compress_type != zipfile.ZIP_STORED for part in parts.infolist()):
+                raise ValueError("compressed")
         loaded = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from error

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from flexgen_h2o.config.formats import DTYPES
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import checkpoint_text
 from flexgen_h2o.metrics.text import sizes
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
@@ -32,7 +33,7 @@ _FORMAT = 2  # raise it when what is written changes: copies of an older format 
 # the last at its end; a file of up to a megabyte is read whole, and 100 MB take 1 ms, 35 when cold.
 _SAMPLES, _SAMPLE_BYTES = 256, 4 << 10
 _WEIGHTS = (".safetensors", ".bin")
-_COPIED = (".json", ".model", ".txt", ".jinja")  # configuration and tokenizer
+TEXTS = (".json", ".model", ".txt", ".jinja")  # configuration and tokenizer
 _SPARE_BYTES = 64 << 20  # left free beside a copy, for its small files
 
 
@@ -97,14 +98,14 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
             layout = _layout(checkpoint, target)
             chunks = _whole_tensors(checkpoint, target)
             write_weights(made, layout, chunks, keep=converted(), progress=progress)
-        for path in _files(folder, _COPIED):
+        for path in _files(folder, TEXTS):
             if not path.name.endswith(".index.json"):
-                shutil.copyfile(path, made / path.name)
+                shutil.copyfile(checkpoint_text(path), made / path.name)
         config = read_config(folder)
         config.pop("torch_dtype", None)  # the name that transformers before 5 gave it
         (made / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
 
-    return build_once(_files(folder, _WEIGHTS + _COPIED), dtype, folder.name, build,
+    return build_once(_files(folder, _WEIGHTS + TEXTS), dtype, folder.name, build,
                       keep=converted())
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.models.convert import (
     ByteProgress,
     build_once,
@@ -22,6 +22,7 @@ from flexgen_h2o.models.convert import (
     torch_dtype,
     write_weights,
 )
+from flexgen_h2o.models.gguf_header import check_header
 
 if TYPE_CHECKING:
     import numpy as np
@@ -137,9 +138,10 @@ def read_gguf(source: Path) -> tuple[Any, dict[str, GgufTensor]]:
 def _open(source: Path) -> Any:
     from gguf import GGUFReader
 
+    check_header(source)
     try:
         reader = GGUFReader(source)
-    except (ValueError, LookupError, OverflowError, OSError, MemoryError) as error:
+    except Exception as error:  # a parser of files from anywhere raises anything
         reason = " ".join(str(error).split())
         raise UserError(f"{source} is not a usable GGUF file or is truncated: {reason}") from error
     architecture = _field(reader, "general.architecture", "unknown")
@@ -150,12 +152,19 @@ def _open(source: Path) -> Any:
         )
     if _field(reader, "llama.expert_count", 0):
         raise UserError(f"{source} is a mixture of experts, which this engine does not support")
+    layers = _field(reader, "llama.block_count", 0)
+    if not isinstance(layers, int) or layers > len(reader.tensors):
+        raise UserError(f"{source} has {len(reader.tensors)} tensors, but calls for "
+                        f"{shown(layers)} layers; it is damaged")
     return reader
 
 
 def _field(reader: Any, key: str, default: Any) -> Any:
     field = reader.get_field(key)
-    return default if field is None else field.contents()
+    try:
+        return default if field is None else field.contents()
+    except Exception as error:  # as text that is not UTF-8
+        raise UserError(f"the GGUF file's value {key} cannot be read: {error}") from error
 
 
 def _tensors(source: Path, reader: Any) -> dict[str, GgufTensor]:
@@ -233,9 +242,10 @@ def _config_of(source: Path, reader: Any, tensors: Mapping[str, GgufTensor]) -> 
     }
     factors = next((t for t in reader.tensors if t.name == _ROPE_FACTORS), None)
     if factors is not None:
-        theta = float(_field(reader, "llama.rope.freq_base", 10000.0))
-        scaling = _llama3_scaling(torch.tensor(factors.data, dtype=torch.float64), theta)
-        if scaling is None:
+        theta = _field(reader, "llama.rope.freq_base", 10000.0)
+        usable = isinstance(theta, float) and factors.data.ndim == 1 and factors.data.size
+        scaling = usable and _llama3_scaling(torch.tensor(factors.data, dtype=torch.float64), theta)
+        if not scaling:
             raise UserError(f"{source}: its rope factors are not those of LLaMA 3; not supported")
         changes["rope_parameters"] = scaling
     return changes

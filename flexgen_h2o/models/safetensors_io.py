@@ -48,7 +48,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {code: getattr(torch, name) for code, name in _TORCH_NAMES.items() if hasattr(torch, name)}
 )
 _CODES = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
-_MAX_HEADER = 100_000_000  # the reference implementation's own limit
+# Of the reference's 100 MB a hostile file makes gigabytes of lists; the most layers take 8 MB.
+_MAX_HEADER = 16 << 20
+_MAX_DIMS = 16
 _CHECKSUMS = "xxh3_64"  # in the metadata: those of all tensors, in the order of their bytes
 _DIGITS = 16
 _LENGTH_BYTES = 8
@@ -235,7 +237,8 @@ def _checksums(metadata: object, count: int) -> list[int | None]:
 def _entry(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
     fields = entry if isinstance(entry, dict) else {}
     code, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not (_counts(shape) and _counts(offsets) and len(offsets) == 2 and isinstance(code, str)):
+    if not (_counts(shape) and _counts(offsets) and len(offsets) == 2 and isinstance(code, str)
+            and len(shape) <= _MAX_DIMS):
         raise UserError(f"{path} is damaged: its header does not describe tensor {name} properly")
     if code not in DTYPES:
         raise UserError(
@@ -254,7 +257,8 @@ def _entry(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
 
 def _counts(value: object) -> bool:
     # type() and not isinstance(): JSON's true is an int to Python.
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63
+                                           for item in value)
 
 
 def _position(item: tuple[str, TensorInfo]) -> tuple[int, int]:

@@ -5,7 +5,6 @@ Imports neither torch nor transformers: the memory plan needs the sizes before t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from msgspec import Meta
 
 from flexgen_h2o.config.schema import checked
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import regular_file
+from flexgen_h2o.files.readers import checkpoint_json
 from flexgen_h2o.models.model_config import (
     ACTIVATIONS,
     ROPE_KINDS,
@@ -69,14 +68,9 @@ def read_config(folder: Path) -> dict:
         If it is missing, not a file or not a JSON object.
     """
     path = Path(folder) / "config.json"
-    try:
-        config = json.loads(regular_file(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path} ({error.strerror}); give a folder with a Hugging Face model"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {' '.join(str(error).split())}") from error
+    if not path.exists():
+        raise UserError(f"there is no {path}: give a folder with a Hugging Face model")
+    config = checkpoint_json(path)
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a JSON object")
     return config
