@@ -1,0 +1,1 @@
+"""Jobs of many requests: lines in, requests, answers, lines out. No torch."""

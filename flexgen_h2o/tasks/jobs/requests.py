@@ -1,0 +1,257 @@
+"""A line of a job's input as a checked request.
+
+A line is as OpenAI's Batch API has it (``custom_id, method, url, body``) or plain: the fields of a
+body with an optional ``id``, a completion where it has a `prompt` and a chat where it has
+`messages`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from flexgen_h2o.config.sampling import SamplingParams, mixed_seed
+from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.tasks.jobs.fields import (
+    CHAT,
+    COMPLETIONS,
+    MOST_CHOICES,
+    BadRequest,
+    checked_fields,
+)
+
+URLS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
+"""The addresses that can be asked, and the fields of each."""
+_ENVELOPE = ("custom_id", "method", "url", "body")
+_ROLES = ("system", "developer", "user", "assistant")
+_IN_MESSAGES = ("role", "content", "name")
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The values for a request that does not say: the job's own seed, temperature and length.
+
+    `models` are the names that the model goes by.
+    """
+
+    models: Collection[str]
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A request of a job, checked.
+
+    Attributes
+    ----------
+    custom_id : str
+    chat : bool
+        True: `messages` count, and the answer is a message; False: `prompts` do.
+    messages : tuple of mappings
+    prompts : tuple
+        Each is text or a list of token ids.
+    n : int
+        Choices of each prompt.
+    params : SamplingParams
+        With the request's own seed, of which `choice_params` makes those of the choices.
+    """
+
+    custom_id: str
+    chat: bool
+    messages: tuple[Mapping[str, str], ...]
+    prompts: tuple[str | list[int], ...]
+    n: int
+    params: SamplingParams
+
+    def choice_params(self, choice: int) -> SamplingParams:
+        """The sampling parameters of one choice, counted over all prompts."""
+        return replace(self.params, seed=mixed_seed(self.params.seed, choice))
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts before which an answer ends."""
+        return tuple(self.params.stop_strings or ())
+
+
+def read_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises `BadRequest` if it is none."""
+    try:
+        found = msgspec.json.decode(line)
+    except (ValueError, RecursionError) as error:
+        reason = "is nested too deeply" if isinstance(error, RecursionError) else f"({error})"
+        raise BadRequest(f"the line is not JSON {reason}: mend it", code="invalid_json_line"
+                         ) from None
+    if not isinstance(found, dict):
+        raise BadRequest(f"the line is not a JSON object, but {shown(found)}",
+                         code="invalid_json_line")
+    return found
+
+
+def own_id(record: Mapping[str, Any], number: int) -> str:
+    """The name of a request: its `custom_id`, the `id` of a plain one, or its line's number.
+
+    Raises `BadRequest` for one that is no text, and where a line of the API has none.
+    """
+    plain = not any(key in record for key in _ENVELOPE)
+    name = "id" if plain else "custom_id"
+    found = record.get(name)
+    if plain and found is None:
+        return f"line-{number}"
+    if plain and type(found) is int:
+        return str(found)
+    if not isinstance(found, str) or not found:
+        raise BadRequest(f"the line has no {name}, a text that no other line has, but "
+                         f"{shown(found)}" if found is not None else f"the line has no {name}",
+                         param=name, code="missing_required_parameter")
+    return found
+
+
+def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
+    """The request of a line, whose number in the file is `number`. Raises `BadRequest`."""
+    record = read_object(line)
+    custom_id = own_id(record, number)
+    url, body = _parts(record)
+    given = checked_fields(body, URLS[url])
+    chat = URLS[url] is CHAT
+    model = given.get("model")
+    if model is not None and model not in defaults.models:
+        raise BadRequest(f"model {shown(model)} is not the job's, {min(defaults.models, key=len)}",
+                         param="model", code="mismatched_model")
+    messages = _messages(given.get("messages")) if chat else ()
+    prompts = () if chat else _prompts(given.get("prompt"))
+    n = given.get("n", 1)
+    if n * len(prompts) > MOST_CHOICES:
+        raise BadRequest(f"{len(prompts)} prompts and n {n} are more than {MOST_CHOICES} choices: "
+                         "make several requests of it", param="n")
+    return JobRequest(custom_id, chat, messages, prompts, n,
+                      _params(given, custom_id, defaults, chat=chat))
+
+
+def _parts(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The address that is asked, and the fields that it gets."""
+    if not any(key in record for key in _ENVELOPE):
+        url = "/v1/chat/completions" if "messages" in record else "/v1/completions"
+        return url, {key: value for key, value in record.items() if key != "id"}
+    method, asked, body = record.get("method", "POST"), record.get("url"), record.get("body")
+    if method != "POST":
+        raise BadRequest(f"method must be POST, got {shown(method)}", param="method",
+                         code="invalid_method")
+    if not isinstance(asked, str) or asked not in URLS:
+        raise BadRequest(f"url must be {' or '.join(URLS)}, got {shown(asked)}", param="url",
+                         code="invalid_url")
+    if not isinstance(body, dict):
+        raise BadRequest(f"body must be a JSON object, got {shown(body)}", param="body")
+    return asked, body
+
+
+def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, chat: bool
+            ) -> SamplingParams:
+    """The sampling parameters that the checked fields come to."""
+    lengths = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    if len(lengths) > 1:
+        raise BadRequest("max_tokens and max_completion_tokens contradict: leave one out",
+                         param="max_tokens")
+    temperature = given.get("temperature", defaults.temperature)
+    logprobs, stops = given.get("logprobs"), _stops(given.get("stop", []))
+    if chat:
+        if "top_logprobs" in given and not logprobs:
+            raise BadRequest("top_logprobs has no effect: add \"logprobs\": true",
+                             param="top_logprobs")
+        logprobs = given.get("top_logprobs", 0) if logprobs else None
+    try:
+        return SamplingParams(
+            max_new_tokens=lengths.pop() if lengths else defaults.max_tokens,
+            do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0,
+            top_p=given.get("top_p", 1.0), stop_strings=stops,
+            presence_penalty=given.get("presence_penalty", 0.0),
+            frequency_penalty=given.get("frequency_penalty", 0.0), logprobs=logprobs,
+            seed=given["seed"] % 2**63 if "seed" in given else own_seed(defaults.seed, custom_id))
+    except UserError as error:
+        raise BadRequest(str(error)) from None
+
+
+def _stops(stop: object) -> Sequence[str] | None:
+    found = [stop] if isinstance(stop, str) else stop
+    if not isinstance(found, list) or len(found) > 4 or not all(
+            isinstance(text, str) and text for text in found):
+        raise BadRequest(f"stop must be a text, or at most 4, none empty, got {shown(stop)}",
+                         param="stop")
+    return found or None
+
+
+def own_seed(seed: int, custom_id: str) -> int:
+    """The seed of a request that names none: by the job's and its own name, wherever it stands."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}\n{custom_id}".encode(), digest_size=8).digest(),
+                          "big") >> 1
+
+
+def _prompts(prompt: object) -> tuple[str | list[int], ...]:
+    """The prompts of a completion: one or several, each text or token ids."""
+    each: Sequence[object] = [prompt]
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        each = prompt
+    if not each or not all(isinstance(one, str) and one or _is_tokens(one) for one in each):
+        raise BadRequest("prompt must be text or a list of token ids, or a list of these, none "
+                         f"empty, got {shown(prompt)}", param="prompt")
+    return tuple(each)  # type: ignore[arg-type]
+
+
+def _is_tokens(value: object) -> bool:
+    return (isinstance(value, list) and len(value) > 0
+            and all(type(token) is int and 0 <= token < 2**31 for token in value))
+
+
+def _messages(messages: object) -> tuple[Mapping[str, str], ...]:
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest(f"messages must be a list that is not empty, got {shown(messages)}",
+                         param="messages")
+    return tuple(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
+
+
+def _message(message: object, where: str) -> Mapping[str, str]:
+    """A message with its parts joined to one text."""
+    if not isinstance(message, dict):
+        raise BadRequest(f"{where} must be a JSON object, got {shown(message)}", param=where)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise BadRequest(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}",
+                         param=f"{where}.role")
+    for name, value in message.items():
+        if name not in _IN_MESSAGES and value not in (None, [], {}):
+            raise BadRequest(f"{where} has {shown(name)}, which is not supported",
+                             param=where, code="unsupported_parameter")
+    # Templates know no developer, whose messages are the system's of older models.
+    found = {"role": "system" if role == "developer" else role,
+             "content": _content(message.get("content"), f"{where}.content")}
+    if message.get("name") is not None:
+        found["name"] = _text(message["name"], f"{where}.name")
+    return found
+
+
+def _content(content: object, where: str) -> str:
+    if not isinstance(content, list):
+        return _text(content, where)
+    texts = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise BadRequest(f"{where}[{place}] must be of type text, got "
+                             f"{shown(part if kind is None else kind)}: only text is supported",
+                             param=where, code="unsupported_parameter")
+        texts.append(_text(part.get("text"), f"{where}[{place}].text"))
+    return "".join(texts)
+
+
+def _text(value: object, where: str) -> str:
+    try:
+        check_text(where, value)
+    except UserError as error:
+        raise BadRequest(str(error), param=where) from None
+    assert isinstance(value, str)
+    return value
