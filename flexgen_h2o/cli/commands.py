@@ -21,6 +21,7 @@ from flexgen_h2o.errors import UserError, did_you_mean
 
 COMMANDS = {
     "generate": "generate text: the command where none is named",
+    "batch": "run a file of requests, as OpenAI's Batch API has them, and go on where it stopped",
     "plan": "choose a policy for this machine or another, or predict what one does",
     "bench": "throughput and latency of one configuration, beside its roofline",
     "summarize": "summaries of articles, and their ROUGE",

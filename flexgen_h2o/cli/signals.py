@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as one interrupt that clean-up outlasts."""
+"""Ctrl-C, SIGTERM and SIGHUP: one interrupt that clean-up outlasts, or a request to end soon."""
 
 from __future__ import annotations
 
@@ -53,3 +53,41 @@ class _Signals:
             raise stop
         finally:
             del stop  # or this frame, which it refers to, would keep it
+
+
+class Ending:
+    """The signals that end a program, as a request to end at the next good place.
+
+    A second one interrupts, as the first does elsewhere, and the exit status is Ctrl-C's. A context
+    manager; in a thread that is not the main one no signal comes.
+
+    Attributes
+    ----------
+    asked : bool
+        True once a signal has come.
+    """
+
+    def __init__(self, tell: Callable[[], None]):
+        self.asked = False
+        self._tell = tell
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Ending:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                before = signal.getsignal(number)
+                if callable(before):
+                    self._before[number] = before
+                    signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            self._before[signal.Signals(number)](signal.SIGINT, frame)
+        else:
+            self.asked = True
+            self._tell()

@@ -1,0 +1,185 @@
+"""Run a file of requests: ``flexgen-h2o batch -i requests.jsonl -o results.jsonl --model NAME``.
+
+Requests and results are in the form of OpenAI's Batch API. A job may be stopped at any moment, and
+the same command goes on with what has no answer yet. All that can be refused is refused before
+torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+
+import numpy as np
+
+from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.flags import AUTO
+from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.result_files import check_results
+from flexgen_h2o.cli.result_rows import append_csv
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.signals import Ending
+from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.engine.progress import byte_bar
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.checks import check_writable, writing
+from flexgen_h2o.files.line_file import SettingsBeside
+from flexgen_h2o.files.terminal import show
+from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.metrics import run_table
+from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.tasks.jobs import plot as job_plot
+from flexgen_h2o.tasks.jobs.flags import DECIDING, BatchOptions, parse_args, parser
+from flexgen_h2o.tasks.jobs.job import Job
+from flexgen_h2o.tasks.jobs.job_input import JobInput
+from flexgen_h2o.tasks.jobs.progress import JobProgress
+from flexgen_h2o.tasks.jobs.results import ResultsFile
+from flexgen_h2o.tasks.jobs.totals import JobTotals, count, encoder_of, planned, predicted_seconds
+
+__all__ = ["main", "parse_args", "parser", "run"]
+
+
+def run(options: BatchOptions) -> None:
+    """Answer what has no answer yet; write the files and print the summary."""
+    for name in ("progress_file", "plot"):
+        if getattr(options, name) is not None:
+            check_writable(flag_name(name), getattr(options, name))
+    check_results({} if options.run.csv is None else {"csv": options.run.csv})
+    if options.dry_run:
+        with _source(options) as source:
+            dry_run(options, source)
+        return
+    with ResultsFile("--output", str(options.output)) as results, (
+            nullcontext(results) if options.errors is None
+            else ResultsFile("--errors", options.errors)) as errors, _source(options) as source:
+        config, implementations = _planned(options, source)
+        left, progress = _resumed(options, config, source, {results, errors})
+        stats = None
+        if len(left):
+            with _telling(progress), Ending(_tell_of_the_end) as ending, open_llm(
+                    config, progress=False, implementations=implementations) as llm:
+                progress.begin()
+                job = Job(llm, source, options, results=results, errors=errors, progress=progress,
+                          should_end=lambda: ending.asked or progress.late(options.max_hours))
+                job.run(left)
+            stats = job.stats
+    _report(options, config, progress, stats)
+
+
+def dry_run(options: BatchOptions, source: JobInput) -> None:
+    """Check every line, count tokens, and predict how long they take."""
+    found = count(source, encoder_of(options.run), options)
+    show(found.text())
+    if found.failures < found.requests:
+        plan = planned(options.run, found)
+        hours = predicted_seconds(plan.config, found) / 3600
+        show(f"{plan.text}\nall requests   at most {hours:.4g} hours, each to its most tokens")
+    if options.strict:
+        _refuse_failures(options, found)
+
+
+def _source(options: BatchOptions) -> JobInput:
+    assert options.input is not None  # it has been checked
+    with byte_bar("reading", off=None) as bar:
+        return JobInput(options.input, progress=bar)
+
+
+def _planned(options: BatchOptions, source: JobInput) -> tuple[RunConfig, Winners | None]:
+    """The configuration to run, of which ``--percent auto`` takes a look at all requests; as does
+    ``--strict``, which raises `UserError` for one that cannot run."""
+    config = options.run
+    if not options.strict and config.percent != AUTO:
+        return config, None
+    found = count(source, encoder_of(config), options)
+    if options.strict:
+        _refuse_failures(options, found)
+    if config.percent != AUTO:
+        return config, None
+    if found.failures == found.requests:  # there is nothing to plan for, and little to do
+        return replace(config, percent=RunConfig.percent, goal=RunConfig.goal,
+                       allow_compression=False, recalibrate=False), None
+    plan = planned(config, found)
+    show(plan.text)
+    return plan.config, plan.implementations
+
+
+def _refuse_failures(options: BatchOptions, found: JobTotals) -> None:
+    if found.failures:
+        raise UserError(f"{found.failures} of {found.requests} requests of --input {options.input} "
+                        f"cannot run, and --strict runs all or none: {found.failed[0]}")
+
+
+def _resumed(options: BatchOptions, config: RunConfig, source: JobInput, files: set[ResultsFile]
+             ) -> tuple[np.ndarray, JobProgress]:
+    """The places of requests that have no answer in these files, and how far that is.
+
+    Raises `UserError` if the files are of another job.
+    """
+    settings = SettingsBeside("--output", str(options.output), options.settings(config), DECIDING)
+    if options.overwrite:
+        for file in files:
+            file.clear()
+    if all(file.empty for file in files):
+        with writing("--output", settings.path):
+            settings.write()
+    else:
+        settings.check()
+    waiting, failed = np.ones(len(source), bool), 0
+    for file in files:
+        places, failures = file.answered(source)
+        waiting[places] = False
+        failed += failures
+    left = np.flatnonzero(waiting)
+    if 0 < len(left) < len(source):
+        show(f"going on: {len(source) - len(left)} of {len(source)} requests are answered")
+    return left, JobProgress(len(source), len(source) - len(left), failed, options.progress_file)
+
+
+def _tell_of_the_end() -> None:
+    # In a signal's handler, where sys.stderr may be in the middle of a write.
+    with suppress(OSError):
+        os.write(2, b"\nending with the block under way; a second signal stops at once\n")
+
+
+@contextmanager
+def _telling(progress: JobProgress) -> Iterator[None]:
+    """Tell of a job that stops by an error or an interrupt what it has left."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt) as error:
+        with suppress(UserError):  # the file may be on the disk that is full
+            progress.end()
+        where = f"({progress.answered} of {progress.total} requests are answered; the same " \
+            "command goes on)"
+        raise type(error)(f"{error} {where}".lstrip()) from None
+
+
+def _report(options: BatchOptions, config: RunConfig, progress: JobProgress,
+            stats: RunStats | None) -> None:
+    """Print the summary; write the row and the picture of a job that has run something."""
+    progress.end()
+    try:
+        show(progress.text() + (f"\n{run_table.table(stats)}" if stats is not None else ""))
+    finally:  # a full disk behind stdout must not lose the files too
+        if stats is not None and config.csv is not None:
+            with writing("--csv", config.csv):
+                append_csv(config.csv, stats, config)
+                config.save(f"{config.csv}.config.yaml")
+        if options.plot is not None:
+            with writing("--plot", options.plot):
+                job_plot.draw(progress.samples, options.plot,
+                              title=f"{config.model}, {progress.answered} of {progress.total} "
+                              f"requests, {progress.generated_tokens} tokens")
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The flags of `tasks.batch`, checked. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from flexgen_h2o.cli import parser as flag_parser
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.task_flags import check_files, check_own, own_fields
+from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import read_text
+from flexgen_h2o.metrics.figures import check_plot
+from flexgen_h2o.tasks.jobs.requests import Defaults
+
+_GROUPS = ("model", "policy", "planning", "cache")
+_SHARED = ("config", "gpu_batch_size", "num_gpu_batches", "prefill_chunk", "seed", "csv")
+_NOT_HERE = ("prompt", "prompts", "num_prompts", "prompt_len", "cut_gen_len", "warm_up",
+             "plan_only", "do_sample", "top_k", "top_p", "min_p", "repetition_penalty",
+             "no_repeat_ngram_size", "min_new_tokens", "ignore_eos", "trace", "log_file", "no_log",
+             "verbose", "debug_mode")
+"""Flags of `generate` that would do nothing here: a file of ``--config`` must not give them."""
+_FILES = ("input", "output", "errors", "chat_template", "progress_file", "plot")
+_IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv")
+"""Flags that say nothing of a dry run."""
+DECIDING = ("model", "path", "dtype", "weight_bits", "cache_bits", "attn_sparsity", "h2o",
+            "gen_len", "temperature", "seed", "chat_template")
+"""Settings that texts depend on. Batches, placements and the device may change in between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """The flags, checked. `run` holds those that `flex_opt` has too.
+
+    Raises `UserError` for a value out of range and for flags that contradict each other.
+    """
+
+    run: RunConfig
+    input: str | None = flag(
+        "path", None, short="-i", group="input", shown="none", metavar="FILE.jsonl",
+        help="requests, one a line: as OpenAI's Batch API has them, or with a `prompt` or "
+        "`messages` and an optional `id`",
+    )
+    chat_template: str | None = flag(
+        "path", None, group="input", shown="the tokenizer's", metavar="FILE",
+        help="the jinja template of chats",
+    )
+    strict: bool = flag(
+        "bool", False, group="input",
+        help="check every line first, and run nothing if one of them cannot run",
+    )
+    dry_run: bool = flag(
+        "bool", False, group="input",
+        help="check every line, count tokens and predict hours; run nothing",
+    )
+    window: int = flag(
+        "int", 2048, low=1, group="batch and lengths",
+        help="sequences that are in memory at a time, sorted by length into blocks",
+    )
+    temperature: float = flag(
+        "float", 1.0, low=0, high=2, group="sampling",
+        help="temperature of requests that name none; 0 takes the likeliest token",
+    )
+    output: str | None = flag(
+        "path", None, short="-o", group="results", shown="none", metavar="FILE.jsonl",
+        help="a line for each request, as it ends; what it answers already is not run again",
+    )
+    errors: str | None = flag(
+        "path", None, group="results", shown="--output", metavar="FILE.jsonl",
+        help="the lines of requests that failed",
+    )
+    overwrite: bool = flag("bool", False, group="results", help="begin anew")
+    max_hours: float | None = flag(
+        "float", None, above=0, group="results", shown="no limit",
+        help="end after the block in which so much time is over; the same command goes on",
+    )
+    progress_file: str | None = flag(
+        "path", None, group="results", shown="none", metavar="FILE.json",
+        help="keep how far the job is, for other programs",
+    )
+    plot: str | None = flag(
+        "path", None, group="results", shown="none", metavar="FILE.png",
+        help="draw tokens/s and memory over the job (or .svg, .pdf)",
+    )
+
+    def __post_init__(self) -> None:
+        check_own(self)
+        if self.input is None:
+            raise UserError("give --input, a .jsonl file of requests")
+        if self.output is None and not self.dry_run:
+            raise UserError("give --output, the file for results, or --dry-run")
+        if self.plot is not None:
+            check_plot("--plot", self.plot)
+        _ = self.template  # one that cannot be read must show now
+        beside = [("output", f"{self.output}.config.yaml")] if self.output else []
+        check_files(self, _FILES, beside + ([("csv", self.run.csv)] if self.run.csv else []))
+
+    @property
+    def template(self) -> str | None:
+        """The text of `chat_template`. Raises `UserError` if it cannot be read."""
+        return self.chat_template and read_text("--chat-template", self.chat_template,
+                                                if_empty="holds no template")
+
+    def defaults(self) -> Defaults:
+        """The values for a request that does not say."""
+        return Defaults({self.run.model, Path(self.run.model).name}, self.run.gen_len,
+                        self.temperature, self.run.seed)
+
+    def settings(self, run: RunConfig) -> dict[str, object]:
+        """The settings to keep beside the results, as plain YAML values: `DECIDING`, and some of
+        `run`, which is as it was planned."""
+        h2o, template = run.h2o(), self.template
+        return {
+            **{name: getattr(run, name) for name in
+               ("model", "path", "dtype", "attn_sparsity", "gen_len", "seed", "device",
+                "offload_dir", "prefill_chunk")},
+            "weight_bits": run.resolved_weight_bits, "cache_bits": run.resolved_cache_bits,
+            "gpu_batch_size": run.resolved_gpu_batch_size,
+            "num_gpu_batches": run.resolved_num_gpu_batches, "percent": list(run.percent),
+            "h2o": h2o and {name: list(value) if isinstance(value, tuple) else value
+                            for name, value in asdict(h2o).items()},
+            "temperature": self.temperature, "input": self.input,
+            "chat_template": template and hashlib.sha256(template.encode()).hexdigest()[:16],
+        }
+
+
+@dataclass(frozen=True)
+class BatchHelps:
+    """The flags that ``--help`` describes in other words than that of `generate`."""
+
+    gen_len: int = flag(
+        "int", RunConfig.gen_len, group="batch and lengths",
+        help="most tokens to generate for a request that names no max_tokens",
+    )
+    hardware: str | None = flag(
+        "path", None, metavar="FILE.yaml", shown="this machine", group="planning",
+        help="predict for the machine in this file (with --dry-run)",
+    )
+    seed: int = flag(
+        "int", RunConfig.seed, group="sampling",
+        help="with its id, the seed of a request that names none; seed of random weights",
+    )
+
+
+def parser() -> flag_parser.Parser:
+    """The parser of the flags."""
+    specs = {spec.name: spec for spec in fields(RunConfig)
+             if (spec.metadata["group"] in _GROUPS or spec.name in _SHARED)
+             and spec.name not in _NOT_HERE}
+    specs |= {spec.name: spec for spec in (*fields(BatchHelps), *own_fields(BatchOptions))}
+    return flag_parser.build_parser(
+        specs.values(), prog=flag_parser.program("batch"), version=flag_parser.VERSION_HELP,
+        usage="%(prog)s [-i FILE.jsonl] [-o FILE.jsonl] [--model NAME] [--percent P ...] [flags]",
+        description="Run a file of requests, as OpenAI's Batch API has them, through a model; a "
+        "job that was stopped goes on where it was.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> BatchOptions:
+    """Flags as checked `BatchOptions`. Raises `UserError`."""
+    given = flag_parser.given_flags(parser(), argv)
+    dry = given.get("dry_run", False) is True
+    for name in given:
+        if name in _NOT_HERE and given[name] != getattr(RunConfig, name):
+            raise UserError(f"{flag_name(name)} has no effect on batch: take it out of the file of "
+                            "--config")
+        if dry and name in _IDLE and given[name]:
+            raise UserError(f"{flag_name(name)} has no effect with --dry-run, which runs nothing")
+    if "hardware" in given and not dry:
+        raise UserError("--hardware describes another machine: add --dry-run")
+    own = {spec.name: given.pop(spec.name) for spec in own_fields(BatchOptions)
+           if spec.name in given}
+    if isinstance(own.get("input"), str) and not own["input"].endswith(".jsonl"):
+        raise UserError(f"--input must name a .jsonl file, got {own['input']!r}")
+    # The prompts are the input's, so that nothing goes by those that are synthetic.
+    shared = given | {"prompts": own.get("input"), "plan_only": dry}
+    return BatchOptions(run=RunConfig.from_mapping(shared), **own)

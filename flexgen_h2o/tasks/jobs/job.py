@@ -1,0 +1,123 @@
+"""The loop of a job: windows of requests, blocks of sequences, lines of results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.outputs import Output
+from flexgen_h2o.tasks.jobs.flags import BatchOptions
+from flexgen_h2o.tasks.jobs.job_input import JobInput
+from flexgen_h2o.tasks.jobs.prepared import Failed, Preparation, Prepared, windows
+from flexgen_h2o.tasks.jobs.progress import JobProgress
+from flexgen_h2o.tasks.jobs.responses import Decode, answer, failure
+from flexgen_h2o.tasks.jobs.results import ResultsFile
+
+if TYPE_CHECKING:
+    from flexgen_h2o.llm import LLM
+
+_MOST_STEPS = 1 << 16
+
+
+class Job:
+    """Requests on their way through a model.
+
+    Parameters
+    ----------
+    llm : LLM
+    source : JobInput
+    options : BatchOptions
+    results, errors : ResultsFile
+        For lines of answers, and of requests that failed; they may be the same.
+    progress : JobProgress
+    should_end : callable () -> bool
+        Asked after each block: True to stop there.
+
+    Attributes
+    ----------
+    stats : RunStats or None
+        The figures of all calls so far.
+    """
+
+    def __init__(self, llm: LLM, source: JobInput, options: BatchOptions, *, results: ResultsFile,
+                 errors: ResultsFile, progress: JobProgress, should_end: Callable[[], bool]):
+        self._llm, self._source, self._options = llm, source, options
+        self._results, self._errors, self._progress = results, errors, progress
+        self._should_end = should_end
+        self._decode = _decoder(llm)
+        self.stats: RunStats | None = None
+
+    def run(self, places: Iterable[int]) -> None:
+        """Answer the requests of these places in the input, until all are or it is to end.
+
+        Raises `UserError` if a file cannot be read or written, or the model cannot run.
+        """
+        with Preparation(self._source, self._llm, self._options.defaults(),
+                         self._options.template) as preparation:
+            found = map(preparation.prepare, places)
+            for ready, failed in windows(found, self._options.window):
+                self._fail(failed)
+                if self._should_end():
+                    return
+                if ready and not self._answer(ready):
+                    return
+
+    def _fail(self, failed: Sequence[Failed]) -> None:
+        """Write the lines of requests that can't run."""
+        if failed:
+            self._errors.add([
+                failure(each.error, key=int(self._source.keys[each.place]),
+                        number=int(self._source.numbers[each.place]), custom_id=each.custom_id)
+                for each in failed])
+            self._progress.add(answered=len(failed), failed=len(failed))
+
+    def _answer(self, ready: Sequence[Prepared]) -> bool:
+        """Run a window, and write lines after each block. False if the job is to end there."""
+        owners = [(one, choice) for one in ready for choice in range(one.choices)]
+        prompts, params = zip(*(sequence for one in ready for sequence in one.sequences()),
+                              strict=True)
+        goes_on = True
+        for outputs in self._llm.generate_in_blocks(list(prompts), list(params)):
+            self._write(outputs, owners)
+            goes_on = not self._should_end()
+            if not goes_on:
+                break
+        stats = self._llm.stats
+        if stats is not None:
+            self.stats = stats if self.stats is None else _thinned(self.stats.followed_by(stats))
+        return goes_on
+
+    def _write(self, outputs: Mapping[int, Output], owners: Sequence[tuple[Prepared, int]]) -> None:
+        """Write the lines of requests all of whose choices have ended with this block."""
+        lines, tokens = [], 0
+        for key, output in outputs.items():
+            one, choice = owners[key]
+            one.outputs[choice] = output
+            if one.done:
+                ended = [one.outputs.pop(place) for place in range(one.choices)]
+                tokens += sum(len(each.prompt_token_ids) for each in ended[::one.request.n])
+                lines.append(answer(one.request, ended, key=int(self._source.keys[one.place]),
+                                    model=self._options.run.model, created=int(time.time()),
+                                    decode=self._decode))
+        self._results.add(lines)
+        self._progress.add(
+            answered=len(lines), prompt_tokens=tokens,
+            generated_tokens=sum(len(output.token_ids) for output in outputs.values()))
+
+
+def _thinned(stats: RunStats) -> RunStats:
+    """The figures with half of the decode steps, if there are more than percentiles need."""
+    if len(stats.step_seconds) <= _MOST_STEPS:
+        return stats
+    return replace(stats, step_seconds=stats.step_seconds[::2])
+
+
+def _decoder(llm: LLM) -> Decode | None:
+    """The text of a token; None where the model has no tokenizer."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        return None
+    return lambda token: tokenizer.decode([token])
