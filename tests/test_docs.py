@@ -17,7 +17,7 @@ from flexgen_h2o.cli import commands, parser
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
-READING = ("--prompts", "--input-path", "--config", "--hardware")
+READING = ("--prompts", "--input-path", "--config", "--hardware", "-i")
 """Flags of files that have to be there before a command runs."""
 
 
