@@ -59,8 +59,9 @@ def run(options: BatchOptions) -> None:
         left, progress = _resumed(options, config, source, {results, errors})
         stats = None
         if len(left):
-            with _telling(progress), Ending(_tell_of_the_end) as ending, open_llm(
-                    config, progress=False, implementations=implementations) as llm:
+            with (_telling(progress),
+                  open_llm(config, progress=False, implementations=implementations) as llm,
+                  Ending(_tell_of_the_end) as ending):  # while it loads, a signal stops at once
                 progress.begin()
                 job = Job(llm, source, options, results=results, errors=errors, progress=progress,
                           should_end=lambda: ending.asked or progress.late(options.max_hours))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,10 +23,13 @@ from word_models import with_words
 from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands
 from flexgen_h2o.cli.signals import Ending
+from flexgen_h2o.outputs import Output
 from flexgen_h2o.tasks import batch
-from flexgen_h2o.tasks.jobs import job, results
-from flexgen_h2o.tasks.jobs.progress import JobProgress
+from flexgen_h2o.tasks.jobs import job, plot, results
+from flexgen_h2o.tasks.jobs.job_input import JobInput
+from flexgen_h2o.tasks.jobs.progress import JobProgress, JobSample
 from flexgen_h2o.tasks.jobs.requests import own_seed
+from flexgen_h2o.tasks.jobs.results import ResultsFile
 
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
 
@@ -178,6 +182,46 @@ def test_texts_depend_neither_on_policy_nor_on_grouping_nor_on_order(runs, flags
     assert runs.texts() == first and len(first) == 12
 
 
+class InstantLLM:
+    """An engine that answers at once, with a token of a single prompt each; it keeps the sizes of
+    its calls."""
+
+    tokenizer = None
+
+    def __init__(self):
+        self.calls: list[int] = []
+        self.stats = None
+
+    def encode(self, prompt, **_) -> list[int]:
+        return list(prompt)
+
+    def generate_in_blocks(self, prompts, params):
+        self.calls.append(len(prompts))
+        for key in range(len(prompts)):
+            yield {key: Output(None, prompts[key], [1], None, "length")}
+
+
+def test_memory_does_not_grow_with_the_number_of_requests(tmp_path, monkeypatch):
+    monkeypatch.setattr(results.os, "fsync", lambda descriptor: None)
+    most = {}
+    for count in (500, 1500):
+        path = write(tmp_path / "in.jsonl", [{"prompt": [7] * 300, "n": 1 + number % 2}
+                                             for number in range(count)])
+        options = batch.parse_args(["-i", path, "-o", str(tmp_path / "out"), "--window", "128"])
+        llm, progress = InstantLLM(), JobProgress(count, 0, 0, None)
+        with JobInput(path) as found, ResultsFile("--output", options.output) as file:
+            work = job.Job(llm, found, options, results=file, errors=file, progress=progress,
+                           should_end=lambda: False)
+            tracemalloc.start()
+            work.run(range(count))
+            most[count] = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            file.clear()
+        progress.end()
+        assert progress.answered == count and max(llm.calls) <= 129 < sum(llm.calls)
+    assert most[1500] < 1.5 * most[500]
+
+
 def test_what_a_job_tells(runs, tmp_path):
     """A progress file, a CSV row, a picture, and the settings beside the results."""
     runs.input([*some(), "{broken\n"])
@@ -197,6 +241,15 @@ def test_what_a_job_tells(runs, tmp_path):
     assert row["generated_tokens"] == str(generated) and row["num_prompts"] == "13"
     assert files["p.png"].read_bytes().startswith(b"\x89PNG")
     assert "total throughput" in told and f"{generated} tokens in" in told
+
+
+@pytest.mark.parametrize("samples", [
+    [JobSample(0, 0, 10**8, 0)], [JobSample(1, 0, 10**8, 0)] * 2,
+    [JobSample(second, second * 7 % 50, 10**8, 10**6 * second) for second in range(300)]])
+def test_a_picture_of_any_job_is_drawn(tmp_path, samples):
+    plot.draw(samples, str(tmp_path / "p.svg"), title="a job")
+    drawn = (tmp_path / "p.svg").read_text()
+    assert "<svg" in drawn and len(list(tmp_path.iterdir())) == 1
 
 
 def test_progress_counts_by_a_clock_of_its_own(tmp_path, monkeypatch):
@@ -243,6 +296,8 @@ def test_a_planned_job_runs(runs, monkeypatch):
                         lambda *_, **__: planning_cases.CPU)
     told = runs("--percent", "auto")
     assert "plan " in told and "12 of 12 requests answered" in told
+    runs.input(["{broken\n", "[]\n"])
+    assert "2 of 2 requests answered, 2 of them failed" in runs("--percent", "auto", "--overwrite")
 
 
 # --- jobs that are stopped
@@ -289,6 +344,12 @@ def test_a_second_signal_stops_at_once(runs, after_blocks):
     told = runs(status=130)
     assert 0 < runs.answered() < 3
     assert f"interrupted ({runs.answered()} of 12 requests are answered; the same command" in told
+
+
+def test_a_signal_while_the_model_loads_stops_at_once(runs, monkeypatch):
+    monkeypatch.setattr(batch, "open_llm", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    assert "interrupted (0 of 12 requests are answered" in runs(status=143)
+    assert not runs.output.exists()
 
 
 def test_signals_come_to_the_main_thread_alone():
@@ -402,7 +463,7 @@ def test_results_of_another_job_are_refused(runs, words, tmp_path, tiny_model):
 
 
 def test_two_jobs_on_one_file_are_refused(runs):
-    with results.ResultsFile("--output", str(runs.output)):
+    with ResultsFile("--output", str(runs.output)):
         assert "is being written by another job" in runs(status=2)
         assert "is being written by another job" in runs("-o", str(runs.folder / "b"), "--errors",
                                                          str(runs.output), status=2)

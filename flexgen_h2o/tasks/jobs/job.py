@@ -103,9 +103,11 @@ class Job:
                                     model=self._options.run.model, created=int(time.time()),
                                     decode=self._decode))
         self._results.add(lines)
+        stats = self._llm.stats
         self._progress.add(
             answered=len(lines), prompt_tokens=tokens,
-            generated_tokens=sum(len(output.token_ids) for output in outputs.values()))
+            generated_tokens=sum(len(output.token_ids) for output in outputs.values()),
+            device_bytes=0 if stats is None else stats.peak_device_bytes)
 
 
 def _thinned(stats: RunStats) -> RunStats:

@@ -27,9 +27,14 @@ def draw(samples: Sequence[JobSample], path: str, *, title: str) -> None:
                 [*(first.seconds for first, _ in spans), samples[-1].seconds],
                 color=COLOURS["blue"])
     rate.set(ylabel="generated tokens/s", ylim=(0, None))
-    memory.plot([each.seconds for each in samples],
-                [each.process_bytes / GB for each in samples], color=COLOURS["vermillion"])
-    memory.set(ylabel="memory of the process, GB", xlabel="seconds of the job", ylim=(0, None))
+    seconds = [each.seconds for each in samples]
+    memory.plot(seconds, [each.process_bytes / GB for each in samples], label="process",
+                color=COLOURS["vermillion"])
+    if samples[-1].device_bytes:
+        memory.plot(seconds, [each.device_bytes / GB for each in samples], label="GPU, at most",
+                    color=COLOURS["green"], linestyle="--")
+    memory.legend(frameon=False, fontsize=9)
+    memory.set(ylabel="memory, GB", xlabel="seconds of the job", ylim=(0, None))
     for axes in (rate, memory):
         axes.grid(color="0.9")
         axes.set_axisbelow(True)

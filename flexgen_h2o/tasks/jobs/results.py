@@ -110,6 +110,8 @@ class ResultsFile:
     def add(self, lines: Sequence[bytes]) -> None:
         """Add lines, each without its end. Raises `UserError` if they can't be written; then
         none is."""
+        if not lines:
+            return
         with writing(self.flag, self.path):
             if os.fstat(self._file).st_nlink == 0:
                 raise OSError(errno.ENOENT, "it has been removed while the job runs")
