@@ -432,7 +432,7 @@ class LLM(Session):
         key; `planned` tokens at most."""
         self._check_open()
         run = BlockRun(self._runtime, requests, new, sink, planned=planned,
-                       shares=isinstance(sink, Forcing))
+                       shares=not isinstance(sink, Scoring))
         self._open.add(run)
         return run
 

@@ -72,6 +72,9 @@ class KVCache:
         self._scores: dict[tuple, torch.Tensor] = {}
         self._shared_metadata: dict[tuple, tuple[int, torch.Tensor]] = {}
         self._changed: dict[tuple, Changed] = {}
+        self._prefix: tuple[torch.Tensor | None, ...] = ()
+        """Of the layer step: keys, values and keys to be cached of what prompts begin with, and the
+        attention that these have received."""
         counts = split(size.sequences, policy.cache)
         self._host = HostAttentionQueue(counts[1], transfers)
 
@@ -115,6 +118,7 @@ class KVCache:
         self._scores.clear()
         self._shared_metadata.clear()
         self._changed.clear()
+        self._prefix = ()
         for layer in range(self.shape.num_layers):
             moved = self._take(layer, lengths, states) if carries else {}
             for part in self.parts:
@@ -269,11 +273,37 @@ class KVCache:
             outputs = [attend(layer, batch, span, *some)
                        for span, some in zip(spans, rows, strict=True)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        length = self._batch_layouts[batch].lengths[spans[0].sequence]
+        if spans[0].start > 0 or spans[0].end < length:
+            return self._attend_shared(layer, batch, *spans, q, k, v, bare=cached)
         scores = None
         if self._scored(layer, batch):
             scores = torch.zeros((k.shape[1], len(k)), device=k.device)
         out = ops.prefill_attention(q, k, v, lengths, scores=scores, decay=self._eviction.decay)
         self._keep(layer, batch, spans, cached, v, scores)
+        return out
+
+    def _attend_shared(self, layer: int, batch: int, span: PromptChunk, q, k, v, *, bare
+                       ) -> torch.Tensor:
+        """Attend within what several prompts begin with; then, from the rest of each, over both.
+
+        The rest of a prompt comes in the same layer step, and the prompt is cached with it. `bare`
+        are the keys as they are cached.
+        """
+        scores = None
+        if self._scored(layer, batch):
+            scores = torch.zeros((k.shape[1], span.end), device=k.device)
+        if span.start > 0:
+            *before, received = self._prefix
+            k, v, bare = (torch.cat(both) for both in zip(before, (k, v, bare), strict=True))
+            if scores is not None:
+                scores[:, : span.start] = received
+        out = ops.prefill_attention(q, k, v, [len(span)], key_lengths=[span.end], scores=scores,
+                                    decay=self._eviction.decay)
+        if span.start > 0:
+            self._keep(layer, batch, [span], bare, v, scores)
+        else:  # copies: what is given lies in scratch memory
+            self._prefix = k.clone(), v.clone(), bare.clone(), scores
         return out
 
     def _append(self, layer: int, batch: int, span: PromptChunk, q, k, v) -> torch.Tensor:

@@ -6,8 +6,9 @@ In the prefill the sequences of a batch lie packed, one after the other, with no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk, prefill_passes
 from flexgen_h2o.outputs import TokenLogProb
 
@@ -43,13 +44,13 @@ class Batch:
     """The sequences computed together; `index` is the batch's place in its block.
 
     `batch_layout` says how their prompts are cut into forward passes and how many tokens may
-    follow. With
-    `shares`, a prompt that several sequences have goes through the network once, for the first
-    of them, and is cached for each.
+    follow. With `shares`, a prompt that several sequences have goes through the network once, for
+    the first of them, and is cached for each; with `shares_prefix`, so do the first `prefix` tokens
+    that all prompts have, unless prompts come in chunks.
     """
 
     def __init__(self, index: int, requests: Sequence[Request], batch_layout: BatchLayout, *,
-                 shares: bool = False):
+                 shares: bool = False, shares_prefix: bool = False):
         self.index = index
         self.requests = list(requests)
         self.batch_layout = batch_layout
@@ -60,6 +61,10 @@ class Batch:
                 continue
             lead = first.setdefault(tuple(request.prompt) if shares else place, place)
             self.alike.setdefault(lead, []).append(place)
+        self.prefix = 0
+        if shares_prefix and not batch_layout.grows and len(self.alike) > 1:
+            found = common_prefix([self.requests[lead].prompt for lead in self.alike])
+            self.prefix = found if found >= SHARED_PREFIX else 0
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -88,13 +93,19 @@ class Batch:
 
     @property
     def shares(self) -> bool:
-        """True if some prompt stands for several sequences."""
-        return any(len(places) > 1 for places in self.alike.values())
+        """True if some prompt, or what all begin with, stands for several sequences."""
+        return self.prefix > 0 or any(len(places) > 1 for places in self.alike.values())
 
     def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
-        """The tokens of the prompts in a forward pass of the prefill, in its order."""
-        return (span
-                for span in self.batch_layout.spans(forward_pass) if span.sequence in self.alike)
+        """The tokens of the prompts in a forward pass of the prefill, in its order.
+
+        What all prompts begin with comes first, as a part of the first one.
+        """
+        if self.prefix:
+            yield PromptChunk(next(iter(self.alike)), 0, self.prefix)
+        for span in self.batch_layout.spans(forward_pass):
+            if span.sequence in self.alike:
+                yield replace(span, start=max(span.start, self.prefix))
 
     def sampled(self, forward_pass: int) -> list[Request]:
         """The requests that get a token from a forward pass: in the prefill, those of prompts."""
@@ -141,6 +152,13 @@ class RowChunk:
     spans: tuple[PromptChunk, ...]
     row: int
     end: int
+
+
+def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens with which all prompts begin, fewer than any of them has."""
+    first, last = min(prompts), max(prompts)  # between these, in order, lie all others
+    most = min(map(len, prompts)) - 1
+    return next((place for place in range(most) if first[place] != last[place]), most)
 
 
 def next_turn(request: Request, new: int, *, past: int, chunk: int) -> Batch:

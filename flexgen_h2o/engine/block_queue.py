@@ -14,12 +14,14 @@ from flexgen_h2o.h2o.batch_layout import BatchLayout, Carried, prefill_passes
 @dataclass(frozen=True)
 class BlockSize:
     """The most of a block: sequences of a batch, batches, and tokens of a prompt that are read at
-    once (None: all). With `shares`, a batch computes equal prompts once."""
+    once (None: all). With `shares`, a batch computes equal prompts once, and with `shares_prefix`
+    what all its prompts begin with."""
 
     gpu_batch_size: int
     num_gpu_batches: int
     prefill_chunk: int | None = None
     shares: bool = False
+    shares_prefix: bool = False
 
     @property
     def sequences(self) -> int:
@@ -91,7 +93,8 @@ class BlockQueue:
                 carried=tuple(carried.get(request.key) for request in group),
                 evicts=self.evicts)
             self._block.append(Batch(len(self._block), group, batch_layout,
-                                     shares=self.size.shares))
+                                     shares=self.size.shares,
+                                     shares_prefix=self.size.shares_prefix))
         return self._block
 
     def halve(self) -> list[Request] | None:

@@ -213,8 +213,8 @@ class Executor:
 
     def _attend_once(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
                      rope) -> torch.Tensor:
-        """Attend within prompts that several sequences share; where a prompt ends, all sequences
-        that have it get its cache."""
+        """Attend within prompts, or parts of them, that several sequences share; where a prompt
+        ends, all sequences that have it get its cache."""
         outputs, first = [], 0
         batch = self._batches[step.batch]
         for span in spans:  # one at a time, as a cache takes neighbours, and these may be none
@@ -223,7 +223,7 @@ class Executor:
             outputs.append(self._attend_prompts(
                 step, [span], [x[rows] for x in qkv],
                 None if rope is None else [table[rows] for table in rope]))
-            if batch.batch_layout.token(step.forward_pass) == 0:
+            if span.end == batch.batch_layout.lengths[span.sequence]:
                 self._cache.repeat(self._cached(step), step.batch, *batch.alike[span.sequence])
         return torch.cat(outputs)
 

@@ -149,7 +149,8 @@ class Runner:
         """The requests for blocks of the policy's batches: see `BlockQueue`."""
         policy, cache = self.settings.policy, self.settings.cache
         queue = BlockQueue(requests, new, BlockSize(
-            policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, shares))
+            policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, shares,
+            shares_prefix=shares and not cache.simulated))
         queue.evicts = evicting_layers(queue.sizes, cache.h2o, self.config.num_layers)
         return queue
 

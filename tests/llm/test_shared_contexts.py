@@ -1,19 +1,23 @@
-"""Contexts that several pairs have: one pass through the network gives what each alone gives."""
+"""Contexts that several pairs have, and what prompts begin with: computed once, it gives what each
+alone gives."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from llm.test_llm import PLACES
+from hypothesis import given
+from hypothesis import strategies as st
+from llm.test_llm import PLACES, make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Policy
-from flexgen_h2o.engine.batch import Batch
+from flexgen_h2o.engine.batch import Batch, common_prefix
 
 CACHES = {
     "h2o": {"h2o": H2OConfig(heavy_ratio=0.15)},
     "window, inside prompts": {"h2o": H2OConfig(heavy_tokens=0, recent_tokens=5, prompt_chunk=6)},
     "h2o, inside prompts": {"h2o": H2OConfig(heavy_ratio=0.15, prompt_chunk=6)},
     "rolling": {"h2o": H2OConfig(heavy_ratio=0.15, positions="rolling")},
+    "decay": {"h2o": H2OConfig(heavy_ratio=0.15, sink_tokens=1, score="decay", decay=0.9)},
     "simulated": {"h2o": H2OConfig(heavy_ratio=0.15, prompt_chunk=6, simulate=True)},
     "8 bits": {"cache_bits": 8},
     "8 bits, h2o": {"cache_bits": 8, "h2o": H2OConfig(heavy_ratio=0.15)},
@@ -66,19 +70,55 @@ def test_on_every_tier(tiny_model, tmp_path, key, place):
 def test_a_shared_context_is_computed_once(tiny_model, monkeypatch):
     tiny = tiny_model("llama")
     pairs = pairs_of(tiny.config.vocab_size)
-    fed, inputs = [], Batch.inputs
-
-    def counted(batch, forward_pass):
-        ids, positions = inputs(batch, forward_pass)
-        fed.append((batch.batch_layout.in_prefill(forward_pass), len(ids)))
-        return ids, positions
-
-    monkeypatch.setattr(Batch, "inputs", counted)
+    fed = fed_rows(monkeypatch)
     scores(tiny, pairs, policy=Policy(gpu_batch_size=13), **CACHES["h2o"])
-    assert sum(rows for prefill, rows in fed if prefill) == 30 + 17 + 30 + 1
+    assert sum(fed) == 30 + 17 + 30 + 1
     # Longer than their prompt's rows: four sequences that share a prompt of one token.
     short = [([5], [6 + number, 7]) for number in range(4)]
     found = scores(tiny, short, policy=Policy(gpu_batch_size=4), **CACHES["h2o"])
     alone = [scores(tiny, [pair], policy=Policy(gpu_batch_size=1), **CACHES["h2o"])[0]
              for pair in short]
     assert [v for v, _ in found] == [pytest.approx(v, abs=1e-4) for v, _ in alone]
+
+
+def fed_rows(monkeypatch) -> list[int]:
+    """Rows of each prefill from now on."""
+    fed, inputs = [], Batch.inputs
+
+    def counted(batch, forward_pass):
+        ids, positions = inputs(batch, forward_pass)
+        if batch.batch_layout.in_prefill(forward_pass):
+            fed.append(len(ids))
+        return ids, positions
+
+    monkeypatch.setattr(Batch, "inputs", counted)
+    return fed
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_what_prompts_begin_with_is_computed_once(tiny_model, tmp_path, device, monkeypatch, name):
+    """In a batch, whatever is cached of it, wherever; equal prompts as well; in any row chunks."""
+    from flexgen_h2o.engine import executor
+
+    tiny = tiny_model("llama")
+    begin, *rests = make_prompts(96, [20, 9, 4, 1, 17, 6, 30])
+    prompts = [begin + rest for rest in (*rests, rests[1])] + [rests[0][:3]]
+    options = {"max_new_tokens": 9, "eos_token_id": -1}
+    with LLM(str(tiny.folder), dtype="float32", policy=Policy(gpu_batch_size=1),
+             **CACHES[name]) as llm:
+        expected = llm.generate(prompts, **options)
+    monkeypatch.setitem(executor.CHUNK_ROWS, "cpu", 8)
+    fed = fed_rows(monkeypatch)
+    policy = Policy(gpu_batch_size=7, cache=PLACES[3])
+    with LLM(str(tiny.folder), dtype="float32", policy=policy, offload_dir=str(tmp_path),
+             **CACHES[name]) as llm:
+        assert llm.generate(prompts, **options) == expected
+    if not CACHES[name].get("h2o", H2OConfig()).prompt_chunk:
+        assert fed == [20 + sum(map(len, rests)), 3]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1), min_size=1))
+def test_a_common_prefix_leaves_something_of_each(prompts):
+    found = common_prefix(prompts)
+    assert all(prompt[:found] == prompts[0][:found] and len(prompt) > found for prompt in prompts)
+    assert found + 1 in map(len, prompts) or len({prompt[found] for prompt in prompts}) > 1
