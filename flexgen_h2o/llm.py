@@ -457,11 +457,12 @@ class LLM(Session):
 
     def _enter(self, size: WorkspaceSize, workload: Workload) -> Workspace:
         """The room for a run: one that is there if it is large enough, else a new one."""
-        for spare in self._spares:
-            if spare.size.covers(size):
-                self._spares.remove(spare)
-                return spare
-        self._leave()
+        found = next((spare for spare in self._spares if spare.size.covers(size)), None)
+        if found is not None:
+            self._spares.remove(found)
+        self._leave()  # what is left of several runs would only take memory
+        if found is not None:
+            return found
         self._memory.refuse(self.policy, self._cache, workload,
                             loaded_bytes=self._runtime.loaded_bytes)
         return self._runtime.workspace(size)

@@ -19,6 +19,7 @@ import torch
 
 from flexgen_h2o.cache.appending import CacheState, append
 from flexgen_h2o.cache.attending import HostAttentionQueue, PendingAttention
+from flexgen_h2o.cache.carrying import Moved, put, take
 from flexgen_h2o.cache.fetched import make_parts
 from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, picked
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, LayerCachePlan, layer_cache_plans
@@ -110,8 +111,7 @@ class KVCache:
                 part.settle()
             else:
                 part.reset()
-        lengths = [batch_layout.lengths for batch_layout in self._batch_layouts]
-        states, self._states = self._states, {}
+        states, self._states = self._states if carries else {}, {}
         self._batch_layouts = list(batches)
         self._plans = [layer_cache_plans(batch_layout, self._h2o, self.shape.num_layers)
                        for batch_layout in batches]
@@ -120,7 +120,8 @@ class KVCache:
         self._changed.clear()
         self._prefix = ()
         for layer in range(self.shape.num_layers):
-            moved = self._take(layer, lengths, states) if carries else {}
+            mine = {key[1:]: states.pop(key) for key in list(states) if key[0] == layer}
+            moved = take(layer, self.parts, batches, states=mine, h2o=self._h2o) if carries else {}
             for part in self.parts:
                 part.begin(layer, [(len(batch_layout), each[layer].slots) for batch_layout, each
                                    in zip(batches, self._plans, strict=True)])
@@ -136,56 +137,16 @@ class KVCache:
             for batch in range(len(batches)):
                 self._put(layer, batch, moved)
 
-    def _take(self, layer: int, lengths: Sequence[Sequence[int]],
-              states: dict[tuple, EvictionState]) -> dict[tuple[int, int], list[torch.Tensor]]:
-        """Copies of what the last block holds in a layer of each sequence that is carried.
-
-        `lengths` are the last block's prompts, `states` its eviction states, of which those of the
-        layer are taken away. Returns records and rows of the eviction state, of the tokens that are
-        cached, by the places that the sequences had.
-        """
-        found: dict[tuple[int, int], list[torch.Tensor]] = {}
-        carried = [one for batch_layout in self._batch_layouts for one in batch_layout.carried
-                   if one is not None]
-        for batch in range(len(lengths)):
-            for part in self.parts:
-                state = states.pop((layer, batch, part.first), None)
-                mine = [one for one in carried
-                        if one.batch == batch and part.first <= one.sequence < part.last]
-                if not mine:
-                    continue
-                part.load(layer, batch, fetch=True, cached=0)
-                held = part.get(layer, batch)
-                for one in mine:
-                    row = one.sequence - part.first
-                    count = budgets.cached(self._h2o, layer, lengths[batch][one.sequence],
-                                           one.generated - 1)
-                    found[batch, one.sequence] = [
-                        held[:, row, :, :count].clone(),
-                        *(x[row, :, :count].clone() for x in _tensors(state))]
-        return found
-
-    def _put(self, layer: int, batch: int, moved: dict[tuple[int, int], list[torch.Tensor]]
-             ) -> None:
-        """Cache what `_take` has found of the sequences of a batch."""
+    def _put(self, layer: int, batch: int, moved: Moved) -> None:
+        """Cache what was moved of the sequences of a batch."""
         batch_layout, evicts = self._batch_layouts[batch], self._plans[batch][layer].evicts
         for part in self._here(batch):
-            if not self._holds_carried(batch, part):
-                continue
-            part.load(layer, batch, fetch=False,
-                      cached=None if evicts else batch_layout.most_tokens(0))
-            targets = [part.get(layer, batch).transpose(0, 1)]
-            if evicts:
-                targets += _tensors(self._state(layer, batch, part))
-            for sequence in range(part.sequences(batch).start, part.sequences(batch).stop):
-                one = batch_layout.origin(sequence)
-                if one is None:
-                    continue
-                for target, held in zip(targets, moved[one.batch, one.sequence], strict=True):
-                    # Slots come last but for the width of records.
-                    slots = 2 if held.dim() == 4 else 1
-                    target[sequence - part.first].narrow(slots, 0, held.shape[slots]).copy_(held)
-            part.store(layer, batch, None)
+            if self._holds_carried(batch, part):
+                part.load(layer, batch, fetch=False,
+                          cached=None if evicts else batch_layout.most_tokens(0))
+                put(moved, batch_layout.carried[part.sequences(batch)], part.get(layer, batch),
+                    self._state(layer, batch, part) if evicts else None)
+                part.store(layer, batch, None)
 
     def _holds_carried(self, batch: int, part: CachePart) -> bool:
         """True if a sequence of a batch that lives in a part is carried."""
@@ -410,7 +371,7 @@ class KVCache:
         if not self._plans[batch][layer].evicts:
             return [held[:, :, : self._batch_layouts[batch].lengths[sequence]]]
         state = self._state(layer, batch, part)
-        return [held, *(x[row] for x in _tensors(state))]
+        return [held, *(x[row] for x in state.tensors)]
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
                      rope: Rope | None) -> PendingAttention:
@@ -521,9 +482,3 @@ class KVCache:
     def _place(self, part: CachePart) -> torch.device:
         """The device on which attention over a part runs."""
         return torch.device("cpu") if part.on_host else self._device
-
-
-def _tensors(state: EvictionState | None) -> list[torch.Tensor]:
-    """What an eviction state holds, [sequences, kv_heads, slots] each; nothing of None."""
-    return [] if state is None else [
-        x for x in (state.scores, state.positions, state.ranks) if x is not None]

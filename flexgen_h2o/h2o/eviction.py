@@ -144,6 +144,11 @@ class EvictionState:
     ranks: torch.Tensor | None = None
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Scores and positions, and ranks where there are any."""
+        return [x for x in (self.scores, self.positions, self.ranks) if x is not None]
+
 
 def eviction_of(h2o: H2OConfig | None) -> Eviction:
     """The policy of a configuration; its sizes come with each sequence."""

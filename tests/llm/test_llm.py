@@ -112,7 +112,7 @@ def test_prompts_longer_than_a_chunk_of_rows(tiny_model, monkeypatch):
 
 
 def test_outputs_come_block_by_block_between_other_calls(tiny_model, tmp_path):
-    """As of `generate`; the iterator may be dropped or closed at any time, and the LLM goes on."""
+    """They are those of `generate`; dropped or closed at any time, the iterator is no harm."""
     tiny = tiny_model("llama")
     prompts = make_prompts(100, [5, 30, 3, 17, 9])
     policy = Policy(gpu_batch_size=1, num_gpu_batches=2, cache=Placement(0, 0, 100))
