@@ -10,7 +10,6 @@ from functools import partial
 
 from flexgen_h2o import LLM
 from flexgen_h2o.engine.executor import Executor
-from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.schedule import Kind
 from flexgen_h2o.kernels import native, ops
 from flexgen_h2o.models import from_gguf, quantized
@@ -131,9 +130,9 @@ def before(monkeypatch, owner: type, name: str, look) -> None:
     """Call ``look(self, *arguments)`` before a method does its work; what it raises ends it."""
     work = getattr(owner, name)
 
-    def watched(self, *arguments):
+    def watched(self, *arguments, **options):
         look(self, *arguments)
-        return work(self, *arguments)
+        return work(self, *arguments, **options)
 
     monkeypatch.setattr(owner, name, watched)
 
@@ -160,8 +159,8 @@ def before_early_attention(monkeypatch, look) -> None:
 
 
 def before_blocks(monkeypatch, look) -> None:
-    """Call ``look()`` when a run begins."""
-    before(monkeypatch, Runner, "_run_blocks", lambda *_: look())
+    """Call ``look()`` when a block begins."""
+    before(monkeypatch, Executor, "run", lambda *_: look())
 
 
 def before_reads(monkeypatch, look) -> None:
