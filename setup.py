@@ -65,6 +65,9 @@ EXTRAS = {
     "bench-flexgen": [
         "flexgen==0.1.8",  # the paper's own, at rest since; its command line is called
     ],
+    "fuzz": [
+        "atheris>=2.3",  # tools/fuzz.py --atheris: libFuzzer; 2.3 has wheels for Python 3.11
+    ],
     "docs": [
         "mkdocs>=1.6",  # `make docs`: the site; 1.6 checks anchors and takes generated files
         "mkdocs-material>=9.7",  # its theme; 9.7 is the first with all features free

@@ -59,7 +59,10 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
         case "ratios":
             value = _ratios(name, value)
         case "path":
-            value = os.path.expanduser(schema.checked(schema.Text, value, name))
+            path = schema.checked(schema.Text, value, name)
+            if "\0" in path:
+                raise UserError(f"{name} is no path: it holds a zero byte")
+            value = os.path.expanduser(path)
         case "texts" | "words":
             value = _texts(name, value)
         case "numbers":

@@ -262,7 +262,7 @@ def _read_index(index: Path) -> dict[str, Path]:
         if outside or ".." in PureWindowsPath(shard).parts or "\0" in shard or not shard:
             raise UserError(f"{index} names a shard outside its folder: {shard!r}; do not trust it")
     for shard in dict.fromkeys(shard for _, shard in pairs):
-        if not (index.parent / shard).is_file():
+        if not os.path.isfile(index.parent / shard):
             raise UserError(f"missing shard {shard} (named in {index}); download or copy it")
     return {tensor: index.parent / shard for tensor, shard in pairs}
 
