@@ -36,8 +36,8 @@ GROWTH = 64
 store is rewritten then."""
 
 SHARED_PREFIX = 16
-"""Tokens with which all prompts of a batch have to begin for these to be computed once: with fewer,
-attending from each prompt's rest by itself costs more."""
+"""Tokens with which prompts of a batch have to begin alike for these to be computed once: with
+fewer, attending from each prompt's rest by itself costs more."""
 
 UNPACKED_BYTES = 64 << 20
 """The most bytes of a quantized matrix that a GPU unpacks at a time before a product."""

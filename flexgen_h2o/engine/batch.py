@@ -45,8 +45,8 @@ class Batch:
 
     `batch_layout` says how their prompts are cut into forward passes and how many tokens may
     follow. With `shares`, a prompt that several sequences have goes through the network once, for
-    the first of them, and is cached for each; with `shares_prefix`, so do the first `prefix` tokens
-    that all prompts have, unless prompts come in chunks.
+    the first of them, and is cached for each; with `shares_prefix`, so does what several prompts
+    begin with, unless prompts come in chunks.
     """
 
     def __init__(self, index: int, requests: Sequence[Request], batch_layout: BatchLayout, *,
@@ -61,10 +61,14 @@ class Batch:
                 continue
             lead = first.setdefault(tuple(request.prompt) if shares else place, place)
             self.alike.setdefault(lead, []).append(place)
-        self.prefix = 0
-        if shares_prefix and not batch_layout.grows and len(self.alike) > 1:
-            found = common_prefix([self.requests[lead].prompt for lead in self.alike])
-            self.prefix = found if found >= SHARED_PREFIX else 0
+        alike: dict[tuple[int, ...], list[int]] = {}
+        shares_prefix = shares_prefix and not batch_layout.grows
+        for lead in self.alike:
+            beginning = self.requests[lead].prompt[:SHARED_PREFIX] if shares_prefix else ()
+            alike.setdefault(tuple(beginning), []).append(lead)
+        # Sequences whose prompts stand together, and how many tokens these begin with alike.
+        self._groups = [(leads, common_prefix([self.requests[lead].prompt for lead in leads])
+                         if shares_prefix else 0) for leads in alike.values()]
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -93,19 +97,21 @@ class Batch:
 
     @property
     def shares(self) -> bool:
-        """True if some prompt, or what all begin with, stands for several sequences."""
-        return self.prefix > 0 or any(len(places) > 1 for places in self.alike.values())
+        """True if some prompt, or what some begin with, stands for several sequences."""
+        return any(prefix for _, prefix in self._groups) or any(
+            len(places) > 1 for places in self.alike.values())
 
     def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
         """The tokens of the prompts in a forward pass of the prefill, in its order.
 
-        What all prompts begin with comes first, as a part of the first one.
+        What several prompts begin with comes as a part of the first, then what each has beside it.
         """
-        if self.prefix:
-            yield PromptChunk(next(iter(self.alike)), 0, self.prefix)
-        for span in self.batch_layout.spans(forward_pass):
-            if span.sequence in self.alike:
-                yield replace(span, start=max(span.start, self.prefix))
+        spans = list(self.batch_layout.spans(forward_pass))
+        for leads, prefix in self._groups:
+            if prefix:
+                yield PromptChunk(leads[0], 0, prefix)
+            yield from (replace(spans[lead], start=max(spans[lead].start, prefix))
+                        for lead in leads)
 
     def sampled(self, forward_pass: int) -> list[Request]:
         """The requests that get a token from a forward pass: in the prefill, those of prompts."""
@@ -155,10 +161,14 @@ class RowChunk:
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens with which all prompts begin, fewer than any of them has."""
+    """Tokens with which all prompts begin, fewer than any of them has; 0 for one alone, or so few
+    that sharing them does not pay."""
+    if len(prompts) < 2:
+        return 0
     first, last = min(prompts), max(prompts)  # between these, in order, lie all others
     most = min(map(len, prompts)) - 1
-    return next((place for place in range(most) if first[place] != last[place]), most)
+    found = next((place for place in range(most) if first[place] != last[place]), most)
+    return found if found >= SHARED_PREFIX else 0
 
 
 def next_turn(request: Request, new: int, *, past: int, chunk: int) -> Batch:

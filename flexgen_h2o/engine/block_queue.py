@@ -15,7 +15,7 @@ from flexgen_h2o.h2o.batch_layout import BatchLayout, Carried, prefill_passes
 class BlockSize:
     """The most of a block: sequences of a batch, batches, and tokens of a prompt that are read at
     once (None: all). With `shares`, a batch computes equal prompts once, and with `shares_prefix`
-    what all its prompts begin with."""
+    what several begin with."""
 
     gpu_batch_size: int
     num_gpu_batches: int

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from llm.test_llm import PLACES, make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Policy
+from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.engine.batch import Batch, common_prefix
 
 CACHES = {
@@ -101,24 +102,30 @@ def test_what_prompts_begin_with_is_computed_once(tiny_model, tmp_path, device, 
     from flexgen_h2o.engine import executor
 
     tiny = tiny_model("llama")
-    begin, *rests = make_prompts(96, [20, 9, 4, 1, 17, 6, 30])
+    begin, other, *rests = make_prompts(96, [20, 16, 9, 4, 1, 17, 6, 30])
     prompts = [begin + rest for rest in (*rests, rests[1])] + [rests[0][:3]]
+    prompts += [other + rests[0], rests[3], other + rests[1], begin[:19] + rests[1]]
     options = {"max_new_tokens": 9, "eos_token_id": -1}
     with LLM(str(tiny.folder), dtype="float32", policy=Policy(gpu_batch_size=1),
              **CACHES[name]) as llm:
         expected = llm.generate(prompts, **options)
     monkeypatch.setitem(executor.CHUNK_ROWS, "cpu", 8)
     fed = fed_rows(monkeypatch)
-    policy = Policy(gpu_batch_size=7, cache=PLACES[3])
+    policy = Policy(gpu_batch_size=10, cache=PLACES[3])
     with LLM(str(tiny.folder), dtype="float32", policy=policy, offload_dir=str(tmp_path),
              **CACHES[name]) as llm:
         assert llm.generate(prompts, **options) == expected
     if not CACHES[name].get("h2o", H2OConfig()).prompt_chunk:
-        assert fed == [20 + sum(map(len, rests)), 3]
+        alike = 19 + sum(1 + len(rest) for rest in rests) + len(rests[1])
+        assert fed == [alike + 16 + len(rests[0] + rests[1]), len(rests[3]) + 3]
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1), min_size=1))
 def test_a_common_prefix_leaves_something_of_each(prompts):
+    begin = list(range(SHARED_PREFIX))
+    assert common_prefix([begin[1:] + prompt for prompt in [[0], [1]]]) == 0
+    prompts = [begin + prompt for prompt in [*prompts, prompts[0]]]
     found = common_prefix(prompts)
     assert all(prompt[:found] == prompts[0][:found] and len(prompt) > found for prompt in prompts)
+    assert found >= SHARED_PREFIX
     assert found + 1 in map(len, prompts) or len({prompt[found] for prompt in prompts}) > 1
