@@ -254,20 +254,6 @@ class LLM(Session):
 
         return blocks()
 
-    def check(self, prompt: str | Sequence[int], sampling_params: SamplingParams) -> None:
-        """Raise the `UserError` with which `generate` refuses this prompt on its own account.
-
-        Such as one that is empty, or too long for so many new tokens. It is called prompt 0.
-        """
-        self._requests([prompt], [sampling_params])
-
-    def _requests(self, prompts: Sequence, each: Sequence[SamplingParams]) -> list[Request]:
-        requests = [Request(key, self._prompts.encode(prompt, key), seed=params.seed)
-                    for key, (prompt, params) in enumerate(zip(prompts, each, strict=True))]
-        self._prompts.check_lengths(requests, {key: params.max_new_tokens
-                                               for key, params in enumerate(each)})
-        return requests
-
     def _generation(self, prompts: Sequence[str | Sequence[int]],
                     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
                     sampling: Mapping[str, Any], cut_gen_len: int | None) -> _Generation:
@@ -275,7 +261,10 @@ class LLM(Session):
         prompts = several("prompt", prompts)
         each = params_of_each(sampling_params, sampling, len(prompts))
         _ = self.tokenizer  # a damaged one must show now and not after the work
-        requests = self._requests(prompts, each)
+        requests = [Request(key, self._prompts.encode(prompt, key), seed=params.seed)
+                    for key, (prompt, params) in enumerate(zip(prompts, each, strict=True))]
+        self._prompts.check_lengths(requests, {key: params.max_new_tokens
+                                               for key, params in enumerate(each)})
         if cut_gen_len is not None:
             check_int("cut_gen_len", cut_gen_len, low=1)
         sink = self._prompts.generation(dict(enumerate(each)), steps=cut_gen_len)

@@ -140,7 +140,7 @@ def test_outputs_come_block_by_block_between_other_calls(tiny_model, tmp_path):
         with pytest.raises(UserError, match="prompt 1 is empty"):
             llm.generate_in_blocks([[5], []])
         with pytest.raises(UserError, match="prompt 0 has 300 tokens"):
-            llm.check([5] * 300, SamplingParams())
+            llm.encode([5] * 300)
         left = llm.generate_in_blocks(prompts, **options)
         next(left)
     with pytest.raises(UserError, match="has been closed"):
