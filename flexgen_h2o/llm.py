@@ -242,7 +242,7 @@ class LLM(Session):
 
         def blocks() -> Iterator[dict[int, Output]]:
             try:
-                while generation.run.left:
+                while not generation.run.done:
                     yield {request.key: self._prompts.output(
                         generation.prompts[request.key], request.prompt, request)
                         for request in self._run_block(generation.run)}
@@ -428,7 +428,7 @@ class LLM(Session):
     def _run_all(self, run: BlockRun) -> RunStats:
         """Run all blocks; sets `stats` too."""
         self.stats = run.stats
-        while run.left:
+        while not run.done:
             run.step(self._enter)
             self.stats = run.stats
         workspace = run.leave()

@@ -50,9 +50,9 @@ class BlockRun:
         self._halved = self._began = False
 
     @property
-    def left(self) -> bool:
-        """True if a block is left to run."""
-        return self._queue is not None and self._queue.left
+    def done(self) -> bool:
+        """True if all blocks have been run. Of a run that was ended before, it never is."""
+        return self._queue is not None and not self._queue.left
 
     def step(self, enter: Callable[[WorkspaceSize, Workload], Workspace]) -> list[Request]:
         """Run the next block. Returns the requests that have ended with it.
