@@ -1,4 +1,4 @@
-"""The one exception that a user's input causes."""
+"""The one exception that a user's input causes, and its kind for what does not fit in memory."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ class UserError(Exception):
             line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
         half = _LONGEST // 2
         super().__init__(line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}")
+
+
+class TooLittleMemory(UserError):
+    """A run for which there is too little memory; one of fewer or shorter sequences may fit."""
 
 
 def check_text(name: str, value: object) -> None:

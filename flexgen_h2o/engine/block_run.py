@@ -12,7 +12,7 @@ from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import TooLittleMemory, UserError
 from flexgen_h2o.storage.tiers import lacks_memory
 
 _log = logging.getLogger(__name__)
@@ -94,8 +94,9 @@ class BlockRun:
         requests = self._queue.halve()
         if requests is None:
             self.end()
-            raise UserError(f"there is too little memory for one sequence alone ({text}): use "
-                            "shorter prompts, fewer new tokens, or slower tiers") from error
+            raise TooLittleMemory(f"there is too little memory for one sequence alone ({text}): "
+                                  "use shorter prompts, fewer new tokens, or slower tiers"
+                                  ) from error
         for request in requests:
             request.restart()
             self._sink.restart(request)

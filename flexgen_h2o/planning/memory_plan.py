@@ -14,7 +14,7 @@ from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.placement import PLACED, TIERS, Placement
 from flexgen_h2o.config.policy import Policy, percent_text
 from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.metrics.links import GB
 from flexgen_h2o.metrics.text import sizes
 from flexgen_h2o.planning.rows import WEIGHT_ROWS, PlannedRun, PlanRow, plan_rows
@@ -63,7 +63,7 @@ class MemoryPlan:
                       "--gen-len, or take a smaller model")
         else:
             advice = f"--percent {percent_text(fitting)} would fit"
-        raise UserError(f"the run does not fit. {sums}. {advice}")
+        raise TooLittleMemory(f"the run does not fit. {sums}. {advice}")
 
     def before_loading(self, limits: MemoryLimits, *, kept: int) -> MemoryLimits:
         """Memory that was free before the weights and their buffers came, of `limits` measured

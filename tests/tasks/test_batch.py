@@ -17,12 +17,14 @@ import planning_cases
 import pytest
 from programs import ROOT
 from read_back import read_csv, read_jsonl
-from refusals import command_refused
+from refusals import command_refused, refused
 from word_models import with_words
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands
 from flexgen_h2o.cli.signals import Ending
+from flexgen_h2o.errors import TooLittleMemory
+from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.tasks import batch
 from flexgen_h2o.tasks.jobs import job, plot, results
@@ -220,6 +222,53 @@ def test_memory_does_not_grow_with_the_number_of_requests(tmp_path, monkeypatch)
         progress.end()
         assert progress.answered == count and max(llm.calls) <= 129 < sum(llm.calls)
     assert most[1500] < 1.5 * most[500]
+
+
+class SmallLLM(InstantLLM):
+    """An engine with memory for so many tokens: a call is refused, or fails at its second block."""
+
+    def __init__(self, room: int):
+        super().__init__()
+        self.room = room
+
+    def generate_in_blocks(self, prompts, params):
+        largest = max(map(len, prompts))
+        if largest > self.room:
+            raise TooLittleMemory("the run does not fit")
+        for place, outputs in enumerate(super().generate_in_blocks(prompts, params)):
+            self.stats = RunStats(model="m", num_parameters=1, dtype="", device="cpu",
+                                  num_prompts=1, prompt_tokens=1, generated_tokens=1,
+                                  gpu_batch_size=1, num_gpu_batches=1)
+            if place and largest * len(prompts) > 2 * self.room:
+                raise TooLittleMemory("there is too little memory")
+            yield outputs
+
+
+@pytest.mark.parametrize("room", [4, 20, 100, 1000])
+def test_requests_that_do_not_fit_together_run_apart(tmp_path, caplog, room):
+    lengths = [3, 9, 30, 1, 12, 2, 21, 5, 4, 1]
+    path = write(tmp_path / "in.jsonl", [{"prompt": [7] * length, "id": number, "n": 1 + number % 2}
+                                         for number, length in enumerate(lengths)])
+    options = batch.parse_args(["-i", path, "-o", str(tmp_path / "out")])
+    llm, progress = SmallLLM(room), JobProgress(len(lengths), 0, 0, None)
+    with JobInput(path) as found, ResultsFile("--output", options.output) as file:
+        work = job.Job(llm, found, options, results=file, errors=file, progress=progress,
+                       should_end=lambda: False)
+        work.run(range(len(lengths)))
+    progress.end()
+    lines = {line["custom_id"]: line["response"] for line in read_jsonl(options.output)}
+    fitting = {str(number) for number, length in enumerate(lengths) if length <= room}
+    assert {name for name, line in lines.items() if line["status_code"] == 200} == fitting
+    assert {line["body"]["error"]["code"] for name, line in lines.items() if name not in fitting
+            } <= {"insufficient_memory"}
+    assert len(lines) == progress.answered == 10 and progress.failed == 10 - len(fitting)
+    assert work.stats is not None and ("in smaller groups" in caplog.text) == (room < 1000)
+    # Where none fits, it is the job that does not.
+    with JobInput(path) as found, ResultsFile("--output", str(tmp_path / "none")) as file:
+        work = job.Job(SmallLLM(0), found, options, results=file, errors=file,
+                       progress=JobProgress(10, 0, 0, None), should_end=lambda: False)
+        refused(lambda: work.run(range(10)), "does not fit")
+        assert file.empty
 
 
 def test_what_a_job_tells(runs, tmp_path):

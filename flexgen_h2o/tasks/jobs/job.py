@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
+from flexgen_h2o.tasks.jobs.fields import BadRequest
 from flexgen_h2o.tasks.jobs.flags import BatchOptions
 from flexgen_h2o.tasks.jobs.job_input import JobInput
 from flexgen_h2o.tasks.jobs.prepared import Failed, Preparation, Prepared, windows
@@ -18,6 +21,8 @@ from flexgen_h2o.tasks.jobs.results import ResultsFile
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
+
+_log = logging.getLogger(__name__)
 
 _MOST_STEPS = 1 << 16
 
@@ -48,6 +53,7 @@ class Job:
         self._results, self._errors, self._progress = results, errors, progress
         self._should_end = should_end
         self._decode = _decoder(llm)
+        self._warned = False
         self.stats: RunStats | None = None
 
     def run(self, places: Iterable[int]) -> None:
@@ -75,20 +81,47 @@ class Job:
             self._progress.add(answered=len(failed), failed=len(failed))
 
     def _answer(self, ready: Sequence[Prepared]) -> bool:
-        """Run a window, and write lines after each block. False if the job is to end there."""
+        """Run requests, the larger ones apart if they do not fit in memory together. False if the
+        job is to end there.
+
+        One that does not fit alone fails, unless the job has run nothing yet: then none may fit.
+        """
+        try:
+            return self._run(ready)
+        except TooLittleMemory as error:
+            waiting = sorted((one for one in ready if not one.answered), key=Prepared.most_tokens)
+            if len(waiting) == 1:
+                if self.stats is None:
+                    raise
+                bad = BadRequest(str(error), code="insufficient_memory")
+                self._fail([Failed(waiting[0].place, waiting[0].request.custom_id, bad)])
+                return not self._should_end()
+            if not self._warned:
+                _log.warning("%d requests do not fit in memory together, and run in smaller groups "
+                             "(%s)", len(waiting), error)
+                self._warned = True
+        for one in waiting:
+            one.outputs.clear()
+        half = len(waiting) // 2
+        return self._answer(waiting[:half]) and self._answer(waiting[half:])
+
+    def _run(self, ready: Sequence[Prepared]) -> bool:
+        """Run requests, and write lines after each block. False if the job is to end there."""
         owners = [(one, choice) for one in ready for choice in range(one.choices)]
         prompts, params = zip(*(sequence for one in ready for sequence in one.sequences()),
                               strict=True)
-        goes_on = True
-        for outputs in self._llm.generate_in_blocks(list(prompts), list(params)):
-            self._write(outputs, owners)
-            goes_on = not self._should_end()
-            if not goes_on:
-                break
-        stats = self._llm.stats
-        if stats is not None:
-            self.stats = stats if self.stats is None else _thinned(self.stats.followed_by(stats))
-        return goes_on
+        before = self._llm.stats
+        try:
+            for outputs in self._llm.generate_in_blocks(list(prompts), list(params)):
+                self._write(outputs, owners)
+                if self._should_end():
+                    return False
+        finally:
+            stats = self._llm.stats
+            if stats is not None and stats is not before:
+                self.stats = stats if self.stats is None else _thinned(
+                    self.stats.followed_by(stats))
+        return True
 
     def _write(self, outputs: Mapping[int, Output], owners: Sequence[tuple[Prepared, int]]) -> None:
         """Write the lines of requests all of whose choices have ended with this block."""
@@ -98,6 +131,7 @@ class Job:
             one.outputs[choice] = output
             if one.done:
                 ended = [one.outputs.pop(place) for place in range(one.choices)]
+                one.answered = True
                 tokens += sum(len(each.prompt_token_ids) for each in ended[::one.request.n])
                 lines.append(answer(one.request, ended, key=int(self._source.keys[one.place]),
                                     model=self._options.run.model, created=int(time.time()),

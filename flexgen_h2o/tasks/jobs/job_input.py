@@ -20,7 +20,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.tasks.jobs.fields import BadRequest
 from flexgen_h2o.tasks.jobs.requests import own_id, read_object
 
-MOST_BYTES = 64 << 20
+MOST_BYTES = 16 << 20
 """The most that is read of a line: a longer one is refused."""
 FINE, BROKEN, DUPLICATE = 0, 1, 2
 """The kinds of lines: with an id, without one that can be read, with that of an earlier line."""

@@ -31,12 +31,16 @@ class Encoder(Protocol):
 
 @dataclass
 class Prepared:
-    """A request that can run: its place in the input, its prompts in tokens, and its answers."""
+    """A request that can run: its place in the input, its prompts in tokens, and its answers.
+
+    `outputs` are of the choices that have ended, until all have; then it is `answered`.
+    """
 
     place: int
     request: JobRequest
     prompts: list[list[int]]
     outputs: dict[int, Output] = field(default_factory=dict)
+    answered: bool = False
 
     @property
     def choices(self) -> int:
@@ -47,6 +51,10 @@ class Prepared:
     def done(self) -> bool:
         """True if every choice has ended."""
         return len(self.outputs) == self.choices
+
+    def most_tokens(self) -> int:
+        """The most tokens that a sequence of it may have."""
+        return max(map(len, self.prompts)) + self.request.params.max_new_tokens
 
     def sequences(self) -> Iterator[tuple[list[int], SamplingParams]]:
         """The prompt of each choice and its sampling parameters."""
