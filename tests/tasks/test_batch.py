@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -23,11 +24,11 @@ from word_models import with_words
 from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands
 from flexgen_h2o.cli.signals import Ending
-from flexgen_h2o.errors import TooLittleMemory
+from flexgen_h2o.errors import TooLittleMemory, UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.tasks import batch
-from flexgen_h2o.tasks.jobs import job, plot, results
+from flexgen_h2o.tasks.jobs import job, plot, progress, results
 from flexgen_h2o.tasks.jobs.job_input import JobInput
 from flexgen_h2o.tasks.jobs.progress import JobProgress, JobSample
 from flexgen_h2o.tasks.jobs.requests import own_seed
@@ -426,17 +427,53 @@ def test_a_job_ends_when_its_hours_are_over(runs):
     assert "12 of 12" in runs("--max-hours", "1")
 
 
-def test_an_engine_s_error_keeps_what_is_answered(runs, after_blocks, monkeypatch):
-    def fail() -> None:
-        raise batch.UserError("the disk is gone")
+def fail(number: int) -> Callable:
+    """A function that raises the OSError of this number, whatever it is called with."""
+    def call(*_):
+        raise OSError(number, os.strerror(number))
 
-    after_blocks(2, fail)
-    told = runs(status=2)
-    done = runs.answered()
-    assert f"error: the disk is gone ({done} of 12 requests are answered; the same" in told
-    assert 2 < done < 5
-    monkeypatch.undo()
-    assert "finished; 12 of 12" in runs()
+    return call
+
+
+def engine_fails(runs: Runs, patch: pytest.MonkeyPatch) -> None:
+    def full(*_):
+        raise UserError("the offload disk is full")
+
+    patch.setattr(job.Job, "_run", full)
+
+
+def results_cannot_be_written(number: int) -> Callable[[Runs, pytest.MonkeyPatch], None]:
+    return lambda runs, patch: patch.setattr(results.os, "write", fail(number))
+
+
+def results_are_removed(runs: Runs, patch: pytest.MonkeyPatch) -> None:
+    os.unlink(runs.output)
+
+
+def progress_cannot_be_written(runs: Runs, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(progress, "open_atomic", fail(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(("fault", "message"), [
+    (engine_fails, "the offload disk is full"),
+    (results_cannot_be_written(errno.ENOSPC), "cannot write --output"),
+    (results_cannot_be_written(errno.EIO), "Input/output error"),
+    (results_are_removed, "removed while the job runs"),
+    (progress_cannot_be_written, "cannot write --progress-file"),
+])
+def test_a_fault_ends_a_job_in_a_line_and_the_same_command_goes_on(
+        runs, after_blocks, monkeypatch, fault, message):
+    runs()
+    whole = runs.texts()
+    flags = ["--window", "4", "--progress-file", str(runs.folder / "p.json")]
+    with monkeypatch.context() as patch:
+        after_blocks(2, lambda: fault(runs, patch))
+        told = runs("--overwrite", *flags, status=2)
+        assert message in told and told.count("error: ") == 1
+        assert "of 12 requests are answered; the same command goes on)" in told
+        if runs.output.exists():
+            assert {*runs.texts()} < {*whole}
+    assert "finished; 12 of 12" in runs(*flags) and runs.texts() == whole
 
 
 KILLER = """
