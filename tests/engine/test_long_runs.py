@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import runpy
 import shutil
 import signal
@@ -31,13 +32,15 @@ import torch
 from fakes import LazyDevice
 from inside import READ, WRITE
 from planning.test_memory import LINUX, TINY, write_model
+from refusals import error_line
 
 import flexgen_h2o
 import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.engine.sinks import Generation
+from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.storage.disk import RUN_PREFIX, WORKERS
+from flexgen_h2o.storage.disk import RUN_PREFIX, WORKERS, Disk
 from flexgen_h2o.storage.tiers import PAGE, Pages
 from flexgen_h2o.storage.transfer import LANES
 
@@ -379,6 +382,130 @@ def test_a_fault_of_the_disk_ends_the_run_in_one_line(faults, bits, overlap, fau
         assert result["again"] == [tokens[:4] for tokens in expected], result
     assert result["closed"] == []
     assert not [name for name in result["threads"] if name.startswith(("disk", "weights"))]
+
+# Threads that die, limits and places that the system sets
+
+
+def dead(*_args, **_options):
+    """What a thread does that dies of its work."""
+    raise RuntimeError("the thread died")
+
+
+def in_child_thread(folder: str, model: str, fault: str) -> dict:
+    """What a run says whose threads die or do not start, and how the next one does."""
+    place = Placement(0, 0, 100)
+    policy = Policy(gpu_batch_size=1, num_gpu_batches=2, weights=place, cache=place)
+    found = {"error": None, "before": None, "again": None}
+    llm = LLM(model, policy=policy, device="cpu", dtype="bfloat16", progress=False,
+              offload_dir=f"{folder}/offload")
+    armed = threading.Event()
+
+    def tokens(new: int) -> list[list[int]]:
+        outputs = llm.generate([[7] * 9, [8, 9]], max_new_tokens=new, eos_token_id=-1)
+        return [out.token_ids for out in outputs]
+
+    owner, name = {"reader": (Disk, "_read_chunk"), "writer": (Disk, "_write_chunk"),
+                   "lane": (WeightStore, "_bring"), "none starts": (threading.Thread, "start"),
+                   }[fault]
+    work = getattr(owner, name)
+
+    def act(*args, **options):
+        return (dead if armed.is_set() else work)(*args, **options)
+
+    if fault == "none starts":
+        armed.set()
+    else:
+        found["before"] = tokens(4)
+    with mock.patch.object(owner, name, act), at_each_token(
+            lambda forward_pass: armed.set() if forward_pass == 5 else None):
+        try:
+            tokens(NEW)
+        except (UserError, RuntimeError) as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+    found["left"] = os.listdir(f"{folder}/offload")
+    found["again"] = tokens(4)
+    llm.close()
+    return found
+
+
+THREADS = ["reader", "writer", "lane", "none starts"]
+
+
+@pytest.fixture(scope="module")
+def threads(tmp_path_factory, model):
+    root = tmp_path_factory.mktemp("threads")
+    for fault in THREADS:
+        (root / fault).mkdir()
+    return forked("in_child_thread", {fault: [str(root / fault), str(model), fault]
+                                      for fault in THREADS})
+
+
+@pytest.mark.parametrize("fault", THREADS)
+def test_a_thread_that_dies_ends_the_run_and_not_the_engine(threads, fault):
+    """It is told by who waits for it: `forked` ends what would hang."""
+    found = threads[fault]
+    assert found["status"] == 0 and found["err"] == "", "a hang if it is -SIGALRM"
+    result = found["result"]
+    assert result["error"] == "RuntimeError: the thread died" and result["left"] == [], result
+    assert result["again"] == threads["reader"]["result"]["before"]
+
+
+def in_child_limit(folder: str, model: str, flags: list[str], home: str, most: int) -> int:
+    """The status of a command whose home is `home` and whose files hold `most` bytes."""
+    os.environ["HOME"] = home
+    os.environ.pop("FLEXGEN_H2O_CACHE", None)
+    os.chdir(folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    from flexgen_h2o.tasks import generate
+
+    return generate.main(["--model", model, "--prompt-len", "60", "--gen-len", "4", "--no-log",
+                          "--device", "cpu", "--gpu-batch-size", "2", "--verbose", "0", *flags])
+
+
+ANY, FEW = 1 << 30, 1 << 15
+WEIGHTS = ["--percent", "0", "0", "100", "0"]  # on disk
+CACHE = ["--percent", "100", "0", "0", "0"]
+HERE = ["--offload-dir", "offload"]
+BITS = ["--weight-bits", "4"]
+LIMITS = {
+    "home, in memory": ([], "/proc", ANY, None),
+    "home, weights on disk": (WEIGHTS, "/proc", ANY, None),
+    "home, cache on disk": (CACHE, "/proc", ANY, "the run does not fit. disk space: .* 0 bytes"),
+    "home, cache elsewhere": ([*CACHE, *HERE], "/proc", ANY, None),
+    "home, converted": ([*WEIGHTS, "--dtype", "float16"], "/proc", ANY, "set FLEXGEN_H2O_CACHE"),
+    "home, quantized": (BITS, "/proc", ANY, "choose another --weight-cache, or"),
+    "home, not kept": ([*BITS, "--no-weight-cache"], "/proc", ANY, None),
+    "size, cache on disk": ([*CACHE, *HERE], ".", FEW, "writing .*: File too large; check"),
+    "size, dummy weights": (["--path", "_DUMMY_", "--model", "opt-125m", *WEIGHTS, *HERE], ".", FEW,
+                            "writing .*weights.bin.*: File too large; check --offload-dir"),
+    "size, quantized": ([*BITS, "--weight-cache", "kept"], ".", FEW,
+                        "cannot write a converted copy .*File too large"),
+}
+"""Flags, home and most bytes of a file; what is said, or None where the run ends well. /proc takes
+no folders, not even from root."""
+
+
+@pytest.fixture(scope="module")
+def limits(tmp_path_factory, model):
+    root = tmp_path_factory.mktemp("limits")
+    for case in LIMITS:
+        (root / case).mkdir()
+    return forked("in_child_limit", {case: [str(root / case), str(model), *values[:3]]
+                                     for case, values in LIMITS.items()}), root
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_read_only_home_and_files_that_may_not_grow(limits, case):
+    found, root = limits[0][case], limits[1]
+    said = LIMITS[case][3]
+    assert found["status"] == 0, found
+    if said is None:
+        assert (found["result"], found["err"]) == (0, ""), found
+    else:
+        assert found["result"] == 2 and found["out"] == "", found
+        assert re.search(said, error_line(found["err"])), found
+    left = [path for path in (root / case).glob("*/**/*") if path.is_file()]
+    assert not [path for path in left if path.suffix != ".lock"], left
 
 
 # Ctrl-C
