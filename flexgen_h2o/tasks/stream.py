@@ -8,7 +8,8 @@ loaded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from flexgen_h2o.cli import task_flags
@@ -18,6 +19,7 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.conversations import read_conversations
 from flexgen_h2o.files.rows import LinesFile, RowsFile, keeping
@@ -139,10 +141,10 @@ def run(options: StreamOptions) -> None:
     with open_llm(options.run, progress=None if options.verbose == 1 else False) as llm:
         if llm.tokenizer is None:
             raise UserError(f"{options.run.model} has no tokenizer here, and turns are text")
-        encode = _encoder(llm.tokenizer, options.chat_template)
         streamer = _printer(llm.tokenizer) if options.verbose == 2 else None
-        with llm.stream(max_tokens=_room(llm, options),
-                        past_context=options.past_context) as stream:
+        with (_encoder(llm.tokenizer, options.chat_template) as encode,
+              llm.stream(max_tokens=_room(llm, options), past_context=options.past_context)
+              as stream):
             answers = stream_figures.answer(stream, turns, encode, streamer=streamer,
                                             sampling=options.sampling())
             _keep(answers, options)
@@ -180,20 +182,18 @@ def _keep(answers: Iterable[Answer], options: StreamOptions) -> None:
             show(stream_figures.totals(done))
 
 
-def _encoder(tokenizer, chat_template: bool) -> Callable[[str], object]:
+@contextmanager
+def _encoder(tokenizer, chat_template: bool) -> Iterator[Callable[[str], object]]:
     """A function from a turn's text to what the stream takes: a text, or token ids."""
     if not chat_template:
-        return _PROMPT.format
+        yield _PROMPT.format
+        return
     if not tokenizer.chat_template:
         raise UserError("the model's tokenizer has no chat template: leave --chat-template out")
-
-    def encode(text: str) -> list[int]:
-        message = [{"role": "user", "content": text}]
-        whole = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    with ChatRenderer(tokenizer) as renderer:
         # The template has written its own special tokens.
-        return tokenizer(whole, add_special_tokens=False)["input_ids"]
-
-    return encode
+        yield lambda text: tokenizer(renderer.render([{"role": "user", "content": text}]),
+                                     add_special_tokens=False)["input_ids"]
 
 
 def _printer(tokenizer):

@@ -35,16 +35,13 @@ def run_stats(**figures) -> RunStats:
 
 
 class FakeTokenizer:
-    """A token for each character, its number; `template` is in place of a chat template."""
+    """A token for each character, its number."""
 
     chat_template = None
+    special_tokens_map = {"bos_token": "<start>"}
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
         return {"input_ids": [1] * add_special_tokens + [ord(each) for each in text]}
-
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
-        assert not tokenize and add_generation_prompt
-        return "".join(f"<{each['role']}>{each['content']}<end>" for each in messages) + "<reply>"
 
     def decode(self, tokens, skip_special_tokens=False):
         assert skip_special_tokens
@@ -345,7 +342,9 @@ def test_tenths_are_of_decode_steps():
 def test_the_chat_template_on_request(fake, questions, monkeypatch, capsys):
     assert run(questions, "--chat-template") == 2
     assert "has no chat template: leave --chat-template out" in capsys.readouterr().err
-    monkeypatch.setattr(FakeTokenizer, "chat_template", "jinja")
+    monkeypatch.setattr(FakeTokenizer, "chat_template",
+                        "{% for each in messages %}<{{ each.role }}>{{ each.content }}<end>"
+                        "{% endfor %}{% if add_generation_prompt %}<reply>{% endif %}")
     assert run(questions, "--chat-template", "--verbose", "0") == 0
     assert fake.opened[-1].streams[0][1].turns[0]["turn"] == [
         ord(each) for each in "<user>Hi.<end><reply>"]

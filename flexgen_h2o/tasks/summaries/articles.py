@@ -7,10 +7,12 @@ with its `generate`, `tokenizer`, `h2o` and `stats`, is handed in.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 from flexgen_h2o.engine.stop_strings import until
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article
+from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.models.positions import check_length
 from flexgen_h2o.tasks.summaries.rouge import ROUGES
@@ -43,9 +45,10 @@ def summarize(llm, articles: Sequence[Article], *, begin: int, chat: bool, score
     """
     check_tokenizer(llm, chat)
     size = _BLOCKS * llm.policy.gpu_batch_size * llm.policy.num_gpu_batches
-    for start in range(begin, len(articles), size):
-        some = dict(enumerate(articles[start : start + size], start))
-        yield _group(llm, some, chat=chat, score=score)
+    with ChatRenderer(llm.tokenizer) if chat else nullcontext() as renderer:
+        for start in range(begin, len(articles), size):
+            some = dict(enumerate(articles[start : start + size], start))
+            yield _group(llm, some, renderer, score=score)
 
 
 def check_tokenizer(llm, chat: bool) -> None:
@@ -56,10 +59,10 @@ def check_tokenizer(llm, chat: bool) -> None:
         raise UserError("--chat-template: the model's tokenizer has none; leave it out")
 
 
-def _group(llm, articles: dict[int, Article], *, chat: bool, score: Score
+def _group(llm, articles: dict[int, Article], renderer: ChatRenderer | None, *, score: Score
            ) -> list[dict[str, object]]:
     """Rows of articles by number, in their order; those with the same limits run together."""
-    prompts = {number: _encode(llm.tokenizer, article.prompt, chat)
+    prompts = {number: _encode(llm.tokenizer, article.prompt, renderer)
                for number, article in articles.items()}
     rows: dict[int, dict[str, object]] = {}
     alike: dict[tuple, list[int]] = {}
@@ -76,12 +79,11 @@ def _group(llm, articles: dict[int, Article], *, chat: bool, score: Score
     return [rows[number] for number in articles]
 
 
-def _encode(tokenizer, text: str, chat: bool) -> list[int]:
-    if not chat:
+def _encode(tokenizer, text: str, renderer: ChatRenderer | None) -> list[int]:
+    if renderer is None:
         return list(tokenizer(text)["input_ids"])
-    message = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(message, add_generation_prompt=True,
-                                              return_dict=False))
+    whole = renderer.render([{"role": "user", "content": text}])
+    return list(tokenizer(whole, add_special_tokens=False)["input_ids"])
 
 
 def _fits(llm, length: int, new_tokens: int) -> bool:
