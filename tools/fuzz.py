@@ -201,9 +201,6 @@ def guided_here(name: str, seconds: int) -> None:
                 target.read(raw)
             except (UserError, SystemExit):
                 pass
-            except ValueError:
-                if name != "flags":  # whose cases are lists in JSON
-                    raise
             finally:
                 watch.on = False
             if watch.outside:
@@ -212,6 +209,7 @@ def guided_here(name: str, seconds: int) -> None:
         atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", "-max_len=16384", "-timeout=20",
                        "-rss_limit_mb=4096", "-print_final_stats=1", f"-artifact_prefix={folder}/",
                        str(corpus)], one)
+        gc.freeze()
         atheris.Fuzz()
 
 
@@ -249,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                   f"most {count.slowest_seconds:.2f} s{kinds}", flush=True)
             if options.csv:
                 _add_row(ROOT / options.csv, name, count, "atheris" if options.atheris else "seeds")
+    gc.unfreeze()
     return int(failed > 0)
 
 

@@ -10,6 +10,7 @@ import copy
 import importlib
 import io
 import json
+import os
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ VALUES: tuple[Any, ...] = (
     float("nan"), float("inf"), "", " ", "0", "-1", "1e999", "nan", "a" * 5000, "\0", "\n",
     "\x1b[2J", "\ud800", "\u2028", "../x", "/etc/passwd", "..\\x", "C:\\x", "file:///x", "{{x}}",
     "%s%n", [], {}, [[]], [0] * 999, {"": {}}, [None, "x", 1], {"a": {"b": {"c": []}}})
+_BETWEEN = "\x1f"  # the words of a command line
 NUMBERS = (0, 1, 3, 255, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
 CONFIG = {
     "model_type": "llama", "vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1,
@@ -338,11 +340,12 @@ def _flags() -> Target:
         for _ in range(rng.randrange(6)):
             argv.append(rng.choice(names) if rng.random() < 0.9 else rng.choice(words))
             argv += rng.choices(words, k=rng.choice((0, 1, 1, 1, 2, 4, 6)))
-        return json.dumps(argv).encode()
+        return os.fsencode(_BETWEEN.join(word.encode("utf-8", "surrogatepass").decode(
+            "utf-8", "surrogateescape") for word in argv))
 
     def read(raw: bytes) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            generate.parse_args(json.loads(raw))
+            generate.parse_args(os.fsdecode(raw).split(_BETWEEN) if raw else [])
 
     return Target(draw, read)
 
