@@ -27,9 +27,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("project")
 
-# Under nohup hang-ups are ignored, and what is ignored stays so in every program that is started.
+# Under nohup hang-ups are ignored, and in the background of a script Ctrl-C is. What is ignored
+# stays so in every program that is started.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)

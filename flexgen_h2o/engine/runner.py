@@ -26,6 +26,7 @@ from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import dispatch
+from flexgen_h2o.kernels.shape_caches import bound_shape_caches
 from flexgen_h2o.kernels.spinning import Spinning
 from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.metrics.memory import peak_process_bytes, sampled_memory
@@ -108,6 +109,7 @@ class Runner:
 
     def load(self, opened: contextlib.ExitStack) -> None:
         """Read the weights to where they live; `opened` gets what has to be closed."""
+        bound_shape_caches()
         settings, source, options = self.settings, self.source, self.settings.load
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
         opened.callback(self._transfers.close)

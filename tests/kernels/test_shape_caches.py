@@ -1,0 +1,42 @@
+"""Products of ever new shapes take no more and more memory."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flexgen_h2o.kernels.shape_caches import PRODUCTS, SETTINGS, bound_shape_caches
+
+# 500 numbers of rows. Unbounded, they take some 250 MB with oneDNN; 64 of them are 32.
+GROWN = """
+import sys
+import torch
+from flexgen_h2o.kernels.shape_caches import bound_shape_caches
+from flexgen_h2o.storage.free_memory import resident_bytes
+bound_shape_caches()
+torch.set_num_threads(1)
+weight = torch.randn(80, 48).bfloat16()
+for rows in range(100, 600):
+    torch.nn.functional.linear(torch.randn(rows, 48).bfloat16(), weight)
+    if rows == 170:
+        before = resident_bytes()
+print(resident_bytes() - before)
+"""
+
+
+@pytest.mark.slow
+def test_prompts_of_ever_new_lengths_take_no_more_memory(monkeypatch):
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run([sys.executable, "-c", GROWN], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100 << 20
+
+
+def test_what_the_environment_says_stays(monkeypatch):
+    first, second = SETTINGS
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "7")  # so that it is put back
+    monkeypatch.delenv(second)
+    bound_shape_caches()
+    assert (os.environ[first], os.environ[second]) == ("7", str(PRODUCTS))
