@@ -120,6 +120,11 @@ class RunFlags:
         "policy", "bool", False,
         help="schedule attention and MLP as two layers, which takes smaller buffers for weights",
     )
+    refill_share: float = _flag(
+        "policy", "float", Policy.refill_share, above=0, high=1,
+        help="end a block when so many of its sequences have ended, and let the others go on beside "
+        "the next ones; 1 waits for all of them",
+    )
     offload_dir: str = _flag(
         "policy", "path", OFFLOAD_DIR, metavar="DIR",
         help="folder for what the disk tier writes; emptied at exit",

@@ -24,8 +24,8 @@ EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
             "sink_tokens", "enable_position_rolling")
 """Columns of what stays cached."""
 _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "prefill_chunk", "sep_layer",
-             "compress_weight", "compress_cache", "weight_bits", "cache_bits", *EVICTION,
-             "attn_sparsity")
+             "refill_share", "compress_weight", "compress_cache", "weight_bits", "cache_bits",
+             *EVICTION, "attn_sparsity")
 SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
 """Columns of what is run, but for lengths and batches."""
 CSV_COLUMNS = (
@@ -33,7 +33,7 @@ CSV_COLUMNS = (
     *_TIERED, *_SWITCHES,
     "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "num_prompts",
     "prompt_tokens", "generated_tokens", "load_seconds", "prefill_seconds", "decode_seconds",
-    *RATES, "predicted_prefill_seconds", "predicted_decode_seconds",
+    *RATES, "idle_share", "predicted_prefill_seconds", "predicted_decode_seconds",
     "peak_device_bytes", "peak_process_bytes", "weight_bytes",
     "kv_cache_bytes", "full_kv_cache_bytes", "kv_bytes_per_token",
     *(f"{link.replace('->', '_to_')}_{unit}" for link in LINKS for unit in ("gb", "gb_per_s")),
