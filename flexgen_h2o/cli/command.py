@@ -46,8 +46,12 @@ def exit_status(work: Callable[[], None], *, last: bool = False) -> int:
         finally:
             signals.over = True
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _refused(error)
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):  # Python's words, whoever starts it
+            raise
+        return _refused("the system lets this process start no more threads: raise its limit "
+                        "(ulimit -u, or a container's limit of pids)")
     except KeyboardInterrupt as interrupt:
         with suppress(OSError):  # the terminal may be what has gone
             print(f"interrupted {interrupt}".rstrip(), file=sys.stderr)
@@ -55,3 +59,9 @@ def exit_status(work: Callable[[], None], *, last: bool = False) -> int:
     finally:
         signals.restore(last=last)
     return 0
+
+
+def _refused(message: object) -> int:
+    """Tell a user's error in its line. Returns the exit status."""
+    print(f"error: {message}", file=sys.stderr)
+    return 2

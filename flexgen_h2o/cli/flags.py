@@ -122,8 +122,8 @@ class RunFlags:
     )
     refill_share: float = _flag(
         "policy", "float", Policy.refill_share, above=0, high=1,
-        help="end a block when so many of its sequences have ended, and let the others go on beside "
-        "the next ones; 1 waits for all of them",
+        help="end a block when so many of its sequences have ended, and let the others go on "
+        "beside the next ones; 1 waits for all of them",
     )
     offload_dir: str = _flag(
         "policy", "path", OFFLOAD_DIR, metavar="DIR",

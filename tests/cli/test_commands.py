@@ -6,7 +6,10 @@ import runpy
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from programs import ROOT
@@ -15,6 +18,7 @@ from refusals import command_refused
 import flexgen_h2o
 from flexgen_h2o import flex_opt
 from flexgen_h2o.cli import commands, parser
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.commands import COMMANDS
 from flexgen_h2o.tasks import generate, plan
 
@@ -144,3 +148,19 @@ def test_bash_completes_commands_flags_values_and_files(capsys, tmp_path):
             (("plan", "--goal", "lat"), {"latency"}),
             (("quality", "--input-path", "art"), {"articles.jsonl"})):
         assert completed(script, "flexgen-h2o", *words, folder=tmp_path) == offered
+
+
+def test_threads_that_the_system_does_not_allow_are_told_in_a_line(capsys):
+    def start():
+        refusal = RuntimeError("can't start new thread")
+        with mock.patch.object(threading.Thread, "start", side_effect=refusal), \
+                ThreadPoolExecutor(1) as pool:
+            pool.submit(print)
+
+    command_refused(lambda argv: exit_status(start), capsys, [], "start no more threads")
+
+    def other():
+        raise RuntimeError("a bug of ours")
+
+    with pytest.raises(RuntimeError, match="a bug of ours"):
+        exit_status(other)

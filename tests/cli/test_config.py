@@ -569,7 +569,8 @@ def test_real_prompts_stop_at_the_models_end():
 def test_policy_and_sampling_carry_the_flags():
     config = RunConfig(percent="0 50 20 30", gpu_batch_size=8, num_gpu_batches=2, overlap=False,
                        pin_weight=False, prefill_chunk=64, cpu_cache_compute=True, sep_layer=True,
-                       refill_share=0.25, do_sample=True, top_k=7, temperature=0.5, gen_len=9, seed=3)
+                       refill_share=0.25, do_sample=True, top_k=7, temperature=0.5, gen_len=9,
+                       seed=3)
     assert config.policy() == Policy(8, 2, Placement(0, 50, 50), Placement(20, 30, 50),
                                      Placement(100, 0, 0), overlap=False, pin_weight=False,
                                      prefill_chunk=64, cpu_cache_compute=True, sep_layer=True,

@@ -458,6 +458,7 @@ def progress_cannot_be_written(runs: Runs, patch: pytest.MonkeyPatch) -> None:
     (engine_fails, "the offload disk is full"),
     (results_cannot_be_written(errno.ENOSPC), "cannot write --output"),
     (results_cannot_be_written(errno.EIO), "Input/output error"),
+    (results_cannot_be_written(errno.ESTALE), "Stale file handle"),  # its mount has vanished
     (results_are_removed, "removed while the job runs"),
     (progress_cannot_be_written, "cannot write --progress-file"),
 ])
