@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,9 @@ from flexgen_h2o.models.spec import (
 )
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.tiers import Device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 ByteProgress = Callable[[int, int], None]
 
@@ -233,13 +237,32 @@ def load_tokenizer(folder: Path | None):
         if not path.is_dir():  # there is no saying which of them it reads
             (checkpoint_text if path.suffix in TEXTS else regular_file)(path)
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False,
+                                             config=_plain_config(folder))
     except BaseException as error:  # the libraries raise anything over a damaged file
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"the tokenizer in {folder} can't be read ({type(error).__name__}: "
                         f"{reason}); get its files again") from error
+
+
+def _plain_config(folder: Path) -> PreTrainedConfig | None:
+    """What AutoTokenizer looks for in a model's config, in an object of no family: the families'
+    own bring torch._dynamo and all that compiles models, 160 MB that inference has no use for.
+
+    None where the tokenizer does not name its class, and the family's config does.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.exists() or "tokenizer_class" not in checkpoint_json(path):
+        return None
+    from transformers import PreTrainedConfig
+
+    config = PreTrainedConfig(name_or_path=str(folder))
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if name in (given := read_config(folder)):
+            setattr(config, name, given[name])
+    return config
 
 
 def _end_tokens(config: ModelConfig, folder: Path | None) -> tuple[int, ...]:
