@@ -195,6 +195,8 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
 def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
                       add: bool) -> None:
     """`linear_quantized` by PyTorch's own products, in slices of outputs that stay in cache."""
+    # With AMX oneDNN takes what stands behind a row into its sums, times 0: NaN if it is NaN.
+    x = x.contiguous()
     every = torch.arange(len(matrix), device=x.device)
     for rows, part in zip(every.split(UNPACKED_OUTPUTS), out.split(UNPACKED_OUTPUTS, dim=1),
                           strict=True):
