@@ -76,11 +76,22 @@ class Placing:
         return self.seconds / self.sequences
 
     def best(self) -> PlannedRun | None:
-        """The run, placed so that it fits and takes the least time that was found."""
-        run = better = self._rounded()
+        """The run, placed so that it fits and takes the least time that was found.
+
+        A cache that is wholly on one tier needs no buffers to get to it from another. The linear
+        programme knows nothing of that, and so it is asked once more for each tier.
+        """
+        starts = [self._rounded(), *(self._rounded(tier) for tier in self._tiers)]
+        found = [self._descended(run) for run in starts if run is not None]
+        best = min(found, key=lambda run: float(self._time(shares_of(run))), default=None)
+        return best and self._simpler(best)
+
+    def _descended(self, run: PlannedRun) -> PlannedRun:
+        """The run that is left when no neighbour is faster."""
+        better: PlannedRun | None = run
         while better is not None:
             run, better = better, self._improved(better)
-        return run if run is None else self._simpler(run)
+        return run
 
     def _time(self, shares: np.ndarray) -> np.ndarray:
         """Seconds of the block for shares [TERMS] or [TERMS, n]."""
@@ -89,11 +100,14 @@ class Placing:
     def _fits(self, run: PlannedRun) -> bool:
         return not MemoryPlan(run).shortfalls(self._limits)
 
-    def _rounded(self) -> PlannedRun | None:
-        """The linear programme's shares in whole percents and sequences, mended until they fit."""
+    def _rounded(self, cache_tier: str | None = None) -> PlannedRun | None:
+        """The linear programme's shares in whole percents and sequences, mended until they fit.
+
+        The whole cache is on `cache_tier`, if that is given.
+        """
         free, run = self._free, None
         for _ in range(_ROUNDINGS):
-            shares = self._solve(free)
+            shares = self._solve(free, cache_tier)
             if shares is None:
                 break
             run = self._placed(shares)
@@ -152,8 +166,9 @@ class Placing:
                         yield replace(policy, **{
                             kind: _moved(placement, source, target, amount)})
 
-    def _solve(self, free: np.ndarray) -> np.ndarray | None:
-        """The shares of least time by the linear programme; None if nothing fits in `free`.
+    def _solve(self, free: np.ndarray, cache_tier: str | None = None) -> np.ndarray | None:
+        """The shares of least time by the linear programme; None if nothing fits in `free`, with
+        the whole cache on `cache_tier` if that is given.
 
         Its variables are the shares, and the seconds of each layer step: at least those of its
         lanes.
@@ -176,7 +191,8 @@ class Placing:
         whole = np.zeros((len(PLACED), len(_SHARES) + len(self._layer_steps)))
         for index, kind in enumerate(PLACED):
             whole[index, [number for number, (k, _) in enumerate(_SHARES) if k == kind]] = 1
-        shares = [(0, 1 if tier in self._tiers else 0) for _, tier in _SHARES]
+        shares = [(0, int(tier in self._tiers and (kind != "cache" or cache_tier in (None, tier))))
+                  for kind, tier in _SHARES]
         found = linprog(
             [*slower, *[1] * len(self._layer_steps)], A_ub=np.vstack(rows),
             b_ub=np.concatenate(bounds),

@@ -195,6 +195,23 @@ def test_as_good_as_trying_everything(hardware, batch, gen_len, prompts, overlap
     assert found >= 0.9 * most
 
 
+@pytest.mark.parametrize("lengths", [(128, 512), (512, 128)])
+@pytest.mark.parametrize("memory", [1.6, 2.0, 2.4])
+def test_a_small_memory_is_shared_by_weights_and_cache_as_well_as_can_be(memory, lengths):
+    """Buffers of a cache come whole or not at all: no straight line leads to the best placement."""
+    small = replace(CPU, cpu_bytes=int(memory * GB))
+    request = PlanRequest(model=published("opt-1.3b"), prompt_len=lengths[0], gen_len=lengths[1],
+                          itemsize=2, gpu_batch_size=4, num_gpu_batches=1)
+    rates = []
+    for weights, cache in itertools.product(range(0, 101, 2), range(0, 101, 25)):
+        run = planned((weights, 0), (cache, 0), batch=(4, 1), lengths=lengths, gpu=False,
+                      model=request.model)
+        if not MemoryPlan(run).shortfalls(limits_of(small)):
+            rates.append(judge(small, run).tokens_per_second)
+    found = search(small, request, limits_of(small))[0].tokens_per_second
+    assert found >= 0.995 * max(rates)
+
+
 def test_batch_sizes_are_as_good_as_trying_them_all():
     small = replace(GPU, gpu_bytes=2 * GB, cpu_bytes=5 * GB)
     for hardware in (small, replace(CPU, cpu_bytes=3 * GB)):
