@@ -248,8 +248,8 @@ def load_tokenizer(folder: Path | None):
 
 
 def _plain_config(folder: Path) -> PreTrainedConfig | None:
-    """What AutoTokenizer looks for in a model's config, in an object of no family: the families'
-    own bring torch._dynamo and all that compiles models, 160 MB that inference has no use for.
+    """A config of no family, with all of it that AutoTokenizer looks for. The families' own bring
+    torch._dynamo and all that compiles models, 160 MB that inference has no use for.
 
     None where the tokenizer does not name its class, and the family's config does.
     """

@@ -26,7 +26,7 @@ from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.checksums import Checksums
 from flexgen_h2o.storage.disk import Disk, RunFolder, plan_reads
 from flexgen_h2o.storage.extent import Extent
-from flexgen_h2o.storage.placement import assign
+from flexgen_h2o.storage.placement import assign, compute_tiers, set_apart
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.transfer import H2D, Lane, Transfers
 
@@ -78,12 +78,18 @@ class WeightStore:
     def _place(self, placement: Placement) -> dict[str, str]:
         """Tier of each tensor by checkpoint name, a tied one once.
 
-        The decoder layers go first: an embedding table is the largest tensor, and in front it
-        would push whole layers to one side to make up for it.
+        The head's matrix is the largest tensor that is ever fetched, and staging buffers would have
+        to hold it: it stays in compute memory if the share there has room for it. Of the others the
+        decoder layers go first: an embedding table in front would push whole layers to one side.
         """
         order = [*self.units[1:-1], self.units[0], self.units[-1]]
         sizes = {spec.name: self._bytes(spec) for unit in order for spec in unit.specs.values()}
-        return assign(sizes.items(), placement)
+        head = max((spec.name for spec in self.units[-1].specs.values()), key=sizes.__getitem__)
+        tier, placement = set_apart(
+            sizes[head], sum(sizes.values()), placement, compute_tiers(self._device.separate))
+        kept = {} if tier is None else {head: tier}
+        return kept | assign(((name, nbytes) for name, nbytes in sizes.items() if name not in kept),
+                             placement)
 
     def _bytes(self, spec: TensorSpec) -> int:
         return self._form.nbytes(spec.shape)

@@ -19,7 +19,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.planning.cost import TERMS, layer_steps_of, shares_of
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.rows import PlannedRun, head_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.storage.placement import split
 
@@ -205,19 +205,21 @@ class Placing:
         """Bytes [tiers, TERMS] that the memory plan takes, between the placements of one tier each.
 
         It adds up over the kinds, and is linear for each of them but for buffers, of which it says
-        too little in between.
+        too little in between. Of the weights all but the head's matrix leave the fastest tier: a
+        share that has room for it needs no buffers of its size.
         """
         fast = Placement(100, 0, 0)
+        head, weights = head_bytes(self.run)
         everything = dict.fromkeys(PLACED, fast)
         base = _totals(replace(self.run, policy=replace(self.run.policy, **everything)))
         found = np.zeros((len(TIERS), len(TERMS)))
         found[:, 0] = base
         for number, (kind, tier) in enumerate(_SHARES, 1):
             if tier in self._tiers[1:]:
-                there = everything | {kind: Placement(**{
-                    each: 100 * (each == tier) for each in TIERS})}
+                kept = math.ceil(1e4 * head / weights) / 1e4 if kind == "weights" else 0.0
+                there = everything | {kind: _moved(fast, "gpu", tier, 100 * (1 - kept))}
                 run = replace(self.run, policy=replace(self.run.policy, **there))
-                found[:, number] = _totals(run) - base
+                found[:, number] = (_totals(run) - base) / (1 - kept)
         return found
 
 

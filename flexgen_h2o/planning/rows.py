@@ -25,10 +25,11 @@ from flexgen_h2o.config.limits import (
     WEIGHT_BUFFERS,
     WRITE_BACK_TOKENS,
 )
+from flexgen_h2o.config.placement import TIERS
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.h2o.budget import budget, slots
-from flexgen_h2o.storage.placement import split
+from flexgen_h2o.storage.placement import compute_tiers, set_apart, split
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig, PartShapes
@@ -127,26 +128,39 @@ def plan_rows(run: PlannedRun) -> tuple[PlanRow, ...]:
     return tuple(PlanRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
 
 
+def head_bytes(run: PlannedRun) -> tuple[int, int]:
+    """Bytes of the head's matrix, a tied one too, and of all weights."""
+    model = run.model
+    at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
+    return (run.weights.matrix_bytes((model.vocab_size, model.embed_dim), run.itemsize),
+            model.num_layers * at_rest(model.layer_shapes()) + at_rest(model.embed_shapes())
+            + at_rest(model.head_shapes()))
+
+
 def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     """Decoder layers, embeddings and head as placed, and two buffers for what is fetched."""
-    model, fractions = run.model, run.policy.weights.fractions()
+    model = run.model
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
-    matrix_bytes = partial(run.weights.matrix_bytes, itemsize=run.itemsize)
     layers = model.num_layers * at_rest(model.layer_shapes())
-    embeddings = at_rest(model.embed_shapes()) + at_rest(model.head_shapes())
-    for name, nbytes in (("weights", layers), ("embeddings", embeddings)):
-        gpu, cpu, disk = (int(nbytes * fraction) for fraction in fractions)
+    head, total = head_bytes(run)
+    kept, placement = set_apart(head, total, run.policy.weights, compute_tiers(run.has_gpu))
+    fractions = placement.fractions()
+    for name, nbytes, apart in (("weights", layers, 0),
+                                ("embeddings", total - layers, head if kept else 0)):
+        gpu, cpu, disk = (int((nbytes - apart) * fraction) + apart * (tier == kept)
+                          for tier, fraction in zip(TIERS, fractions, strict=True))
         yield PlanRow(name, gpu, cpu, disk if run.writes_weights else 0)
     away = fractions[2] + (fractions[1] if run.has_gpu else 0)
     buffers = 0
     if away > 0:
         # Placement is by whole tensors: a layer may hold one more of them than its share, and the
-        # head's matrix (a tied one too) is there or it is not.
-        tensor = max(map(matrix_bytes, model.layer_shapes().matrices))
-        head = matrix_bytes((model.vocab_size, model.embed_dim))
+        # head's matrix is there or it is not.
+        tensor = max(run.weights.matrix_bytes(shape, run.itemsize)
+                     for shape in model.layer_shapes().matrices)
         parts = model.half_shapes() if run.policy.sep_layer else (model.layer_shapes(),)
         largest = max(map(at_rest, parts))
-        buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor), head)
+        buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor),
+                                       0 if kept else head)
     yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)
 
 

@@ -38,6 +38,31 @@ def assign(sizes: Iterable[tuple[str, int]], placement: Placement) -> dict[str, 
     return tiers
 
 
+def compute_tiers(has_gpu: bool) -> tuple[str, ...]:
+    """The tiers from which compute takes weights as they lie: without a GPU host memory is one."""
+    return TIERS[:1] if has_gpu else TIERS[:2]
+
+
+def set_apart(nbytes: int, total: int, placement: Placement, tiers: Sequence[str]
+              ) -> tuple[str | None, Placement]:
+    """Put `nbytes` of `total` bytes onto the first of `tiers` whose share has room for them.
+
+    Returns
+    -------
+    tier : str or None
+        None where no share has room.
+    rest : Placement
+        Of the other bytes, so that all of them together are placed as `placement` says.
+    """
+    for tier in tiers:
+        room = getattr(placement, tier) / 100 * total
+        if nbytes <= room and 0 < nbytes < total:
+            shares = (getattr(placement, each) * total - 100 * nbytes * (each == tier)
+                      for each in TIERS)
+            return tier, Placement(*(max(0.0, share) / (total - nbytes) for share in shares))
+    return None, placement
+
+
 def split(count: int, placement: Placement) -> tuple[int, int, int]:
     """Split `count` sequences (or rows) over (gpu, cpu, disk) by largest remainder."""
     exact = [fraction * count for fraction in placement.fractions()]

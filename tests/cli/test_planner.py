@@ -209,7 +209,7 @@ def test_a_small_memory_is_shared_by_weights_and_cache_as_well_as_can_be(memory,
         if not MemoryPlan(run).shortfalls(limits_of(small)):
             rates.append(judge(small, run).tokens_per_second)
     found = search(small, request, limits_of(small))[0].tokens_per_second
-    assert found >= 0.995 * max(rates)
+    assert found >= 0.99 * max(rates)
 
 
 def test_batch_sizes_are_as_good_as_trying_them_all():

@@ -221,13 +221,19 @@ def test_quantized_weights_on_disk_need_two_quantized_layers():
 
 
 def test_percent_is_of_quantized_bytes():
+    """All weights together: the head's matrix is on the GPU, and the layers make up for it."""
     found = rows(make_plan(50, 25, 100, 0, has_gpu=True, weights=FOUR_BITS, writes_weights=True))
-    quarter = 48 * OPT_30B_LAYER // 4
-    assert found["weights"] == (2 * quarter, quarter, quarter)
-    assert sum(found["embeddings"]) == pytest.approx(OPT_30B_EMBEDDINGS, abs=3)
-    # Of a layer half travels, and one tensor more, which has four times the hidden size.
-    layer = OPT_30B_LAYER // 2 + 4 * 7168 * 7168 * 576 // 1024
-    assert found["weight buffers"] == (2 * layer, 2 * layer, 0)
+    layers, head = 48 * OPT_30B_LAYER, 50272 * 7168 * 576 // 1024
+    total = layers + OPT_30B_EMBEDDINGS
+    for tier, share in enumerate((0.5, 0.25, 0.25)):
+        assert found["weights"][tier] + found["embeddings"][tier] == pytest.approx(
+            share * total, abs=3)
+    assert sum(found["weights"]) == pytest.approx(layers, abs=3)
+    assert head < found["embeddings"][0] < OPT_30B_EMBEDDINGS
+    # Of a layer a little more than half travels, and one tensor more, of four times the hidden
+    # size.
+    layer = OPT_30B_LAYER * total / (total - head) / 2 + 4 * 7168 * 7168 * 576 // 1024
+    assert found["weight buffers"] == (pytest.approx(2 * layer, abs=4),) * 2 + (0,)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.placement import TIERS, Placement
-from flexgen_h2o.storage.placement import assign, split
+from flexgen_h2o.storage.placement import assign, compute_tiers, set_apart, split
 
 
 @st.composite
@@ -35,6 +35,17 @@ def test_like_layers_carry_like_offloaded_bytes():
                      for layer in range(24)]
         assert abs(sum(per_layer) - share * 24 * 48) <= 16
         assert max(abs(n - share * 48) for n in per_layer) <= 32
+
+
+@given(st.integers(1, 10**12), st.integers(1, 10**12), placements(), st.booleans())
+def test_what_is_set_apart_leaves_the_shares_as_they_are(nbytes, others, placement, has_gpu):
+    total, tiers = nbytes + others, compute_tiers(has_gpu)
+    tier, rest = set_apart(nbytes, total, placement, tiers)
+    room = [each for each in tiers if getattr(placement, each) / 100 * total >= nbytes]
+    assert tier == (room[0] if room else None)
+    for each in TIERS:
+        held = getattr(rest, each) / 100 * (others if tier else total) + nbytes * (each == tier)
+        assert abs(held - getattr(placement, each) / 100 * total) <= 1e-6 * total
 
 
 @given(st.integers(1, 200), placements())
