@@ -108,16 +108,21 @@ FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=
          "-Wno-psabi"]  # vectors as arguments have no stable ABI, and all such calls are inlined
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16"]
 INSTRUCTION_SETS = {"portable": []}
 if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for, if not here
-    INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512,
-                         "avx512bf16": [*AVX512, "-mavx512bf16"]}
+    INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512_BF16,
+                         "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
+                         "amx_emulated": [*AVX2, "-DH2O_EMULATE_TILES"]}
+TILED = ("linear", "matrix", "prefill")
+"""Sources with kernels of AMX tiles. The others run as of avx512bf16 and avx2: see dispatch.cpp."""
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-g", "-O1"]
 """With FLEXGEN_H2O_SANITIZE in the environment (`make test-asan`)."""
 
 
 class BuildKernels(build_ext):
-    """Builds the CPU kernels: every source once per instruction set, all into one library.
+    """Builds the CPU kernels: every source once per instruction set that it differs in, all into
+    one library.
 
     Which set is used is decided at run time. Where that fails, for want of a compiler, the package
     is installed without: plain PyTorch then does the same, slowly, and says so.
@@ -128,7 +133,8 @@ class BuildKernels(build_ext):
         folder = Path(self.build_temp)
         jobs = [(source, str(folder / name), [*flags, *more, f"-DISA={name}"])
                 for source in ext.sources for name, more in INSTRUCTION_SETS.items()
-                if Path(source).stem != "dispatch"]
+                if Path(source).stem in TILED or not name.startswith("amx")
+                and Path(source).stem != "dispatch"]
         jobs.append((str(KERNELS / "dispatch.cpp"), str(folder),
                      [*flags, f'-DH2O_BUILD="{fingerprint(ext, jobs)}"']))
         folder.mkdir(parents=True, exist_ok=True)

@@ -99,7 +99,7 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
         # The winner at the fewest rows measured that are no fewer; beyond, at the most.
         found = table[min((count for count in table if count >= rows), default=max(table))]
         return found if found in possible else possible[0]
-    chosen = native.instruction_set()
+    chosen = native.instruction_set().removesuffix("_emulated")
     return next((line.implementation for line in TABLE
                  if line.operation == operation and chosen in line.sets
                  and line.least_rows <= rows <= line.most_rows), possible[0])

@@ -35,9 +35,11 @@ from flexgen_h2o.kernels.arguments import (
     product_shapes,
 )
 
-SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
-"""Instruction sets, each with what the one before it has. The kernels of amx are avx512bf16's: it
-stands for a CPU on which PyTorch multiplies matrices of bfloat16 in tiles."""
+EMULATED = "amx_emulated"
+SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx", EMULATED)
+"""Instruction sets, each with what the one before it has, and last the kernels of AMX with tiles in
+plain C++ (cpu/amx.h), which any CPU with AVX2 runs, slowly: to test them. A CPU with AMX whose
+system does not let the process use it counts as avx512bf16."""
 
 _STRUCTS = abi.structs()
 
@@ -82,9 +84,9 @@ def build() -> str:
 
 
 def available_sets() -> tuple[str, ...]:
-    """The instruction sets of `SETS` that this machine can run, or can be made to choose as."""
-    count = _library().h2o_isa_best() + 1
-    return SETS if SETS[count - 1] == "avx512bf16" else SETS[:count]
+    """The instruction sets of `SETS` that this machine can run."""
+    best = _library().h2o_isa_best()
+    return SETS[: best + 1] + ((EMULATED,) if best else ())
 
 
 def instruction_set() -> str:

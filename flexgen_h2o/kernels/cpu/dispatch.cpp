@@ -4,11 +4,26 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
 #if defined(__x86_64__)
-constexpr int SETS = 5;
+constexpr int SETS = 6;
+
+// Whether this process may use tiles: Linux keeps room for their registers where it is asked to,
+// once for all threads. Older kernels, and filters of system calls, refuse.
+bool permitted() {
+#if defined(__linux__)
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
 
 // Whether the CPU has tiles of bfloat16 and the system saves their registers.
 bool amx() {
@@ -17,7 +32,7 @@ bool amx() {
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (low & STATE) == STATE && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
-           (d & (BF16 | AMX_TILE)) == (BF16 | AMX_TILE);
+           (d & (BF16 | AMX_TILE)) == (BF16 | AMX_TILE) && permitted();
 }
 
 int best() {
@@ -32,16 +47,20 @@ int best() {
     return amx() ? 4 : 3;
 }
 
-// With amx only PyTorch's products are others: the kernels are those of avx512bf16.
-
 #define CALL(function, arguments)                                    \
     switch (isa) {                                                   \
+        case 5: return avx2::function(*arguments);                   \
         case 4:                                                      \
         case 3: return avx512bf16::function(*arguments);             \
         case 2: return avx512::function(*arguments);                 \
         case 1: return avx2::function(*arguments);                   \
         default: return portable::function(*arguments);              \
     }
+// The same of what has kernels of tiles.
+#define CALL_TILED(function, arguments)                              \
+    if (isa == 5) return amx_emulated::function(*arguments);         \
+    if (isa == 4) return amx::function(*arguments);                  \
+    CALL(function, arguments)
 #else
 constexpr int SETS = 1;
 
@@ -50,6 +69,7 @@ int best() { return 0; }
 #define CALL(function, arguments) \
     (void)isa;                    \
     return portable::function(*arguments);
+#define CALL_TILED CALL
 #endif
 
 }  // namespace
@@ -58,7 +78,8 @@ int best() { return 0; }
 
 extern "C" {
 
-// Instruction sets there are kernels for, and the best that this machine has, counted from 0.
+// Instruction sets there are kernels for, the last one emulated, and the best that this machine
+// has, counted from 0.
 EXPORT int h2o_isa_count() { return SETS; }
 EXPORT int h2o_isa_best() {
     static const int found = best();  // asking takes microseconds on a virtual machine
@@ -69,14 +90,14 @@ EXPORT int h2o_isa_best() {
 EXPORT const char* h2o_abi() { return H2O_ABI; }
 EXPORT const char* h2o_build() { return H2O_BUILD " " __VERSION__; }
 
-EXPORT int h2o_prefill_attention(int isa, const Prefill* a) { CALL(prefill_attention, a) }
+EXPORT int h2o_prefill_attention(int isa, const Prefill* a) { CALL_TILED(prefill_attention, a) }
 EXPORT int h2o_select_heavy_hitters(int isa, const Select* a) { CALL(select_heavy_hitters, a) }
 EXPORT int h2o_decode_attention(int isa, const Decode* a) { CALL(decode_attention, a) }
 EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, a) }
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
-EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL(linear_skinny, a) }
-EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL(linear_quantized, a) }
-EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, a) }
+EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_TILED(linear_skinny, a) }
+EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL_TILED(linear_quantized, a) }
+EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL_TILED(unpack_rows, a) }
 EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, a) }
 
 // A team of threads that do nothing. It stays with the thread that calls, and ends with it.

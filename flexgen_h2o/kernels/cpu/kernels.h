@@ -12,16 +12,21 @@ enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 // What a call returns. After anything but DONE nothing has been written.
 enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2, INVALID = 3 };
 
-#define DECLARE(isa)                             \
+// Sources with kernels of AMX tiles, and the others.
+#define DECLARE_TILED(isa)                       \
     namespace isa {                              \
     int prefill_attention(const Prefill&);       \
+    int linear_skinny(const Linear&);            \
+    int linear_quantized(const Product&);        \
+    int unpack_rows(const Rows&);                \
+    }
+#define DECLARE(isa)                             \
+    DECLARE_TILED(isa)                           \
+    namespace isa {                              \
     int select_heavy_hitters(const Select&);     \
     int decode_attention(const Decode&);         \
     int quantize_groups(const Groups&);          \
     int dequantize_groups(const Groups&);        \
-    int linear_skinny(const Linear&);          \
-    int linear_quantized(const Product&);        \
-    int unpack_rows(const Rows&);                \
     int quantize_matrix(const Quantize&);        \
     }
 
@@ -30,5 +35,8 @@ DECLARE(portable)
 DECLARE(avx2)
 DECLARE(avx512)
 DECLARE(avx512bf16)
+DECLARE_TILED(amx)
+DECLARE_TILED(amx_emulated)
 #endif
 #undef DECLARE
+#undef DECLARE_TILED

@@ -1,0 +1,139 @@
+// AMX tiles of bfloat16, or the same in plain C++.
+//
+// Tiles are registers of up to 16 rows of 64 bytes. A source that includes this is compiled once
+// for the instructions, and once (H2O_EMULATE_TILES) for their twin, which gives the same bits on
+// any CPU: the products of a kernel can be tested where no AMX is. Both have TILES defined.
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AMX_BF16__) || defined(H2O_EMULATE_TILES)
+#define TILES 1
+
+#if !defined(H2O_EMULATE_TILES)
+#include <immintrin.h>
+#endif
+
+namespace ISA {
+
+constexpr int64_t TILE_ROWS = 16;   // the most
+constexpr int64_t TILE_BYTES = 64;  // of a row, the most
+constexpr int64_t TILE_PAIRS = 16;  // of bfloat16 in a row, and the most rows of a right operand
+
+// What LDTILECFG reads: how many rows each tile has, and how many bytes in a row.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    void set(int tile, int64_t tile_rows, int64_t row_bytes) {
+        rows[tile] = static_cast<uint8_t>(tile_rows);
+        bytes[tile] = static_cast<uint16_t>(row_bytes);
+    }
+};
+
+#if !defined(H2O_EMULATE_TILES)
+
+// The tiles of the calling thread, configured for as long as this lives. One at a time.
+//
+// Not the intrinsics: GCC's take literals for registers, and its loads do not say that they read
+// memory, so that what was to be stored first may be stored later.
+class Tiles {
+public:
+    explicit Tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+    ~Tiles() { asm volatile("tilerelease" ::: "memory"); }
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+
+    template <int T>
+    INLINE void zero() {
+        asm volatile("tilezero %%tmm%c0" ::"i"(T));
+    }
+    // Rows `stride` bytes apart.
+    template <int T>
+    INLINE void load(const void* from, int64_t stride) {
+        asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(from), "r"(stride) : "memory");
+    }
+    template <int T>
+    INLINE void store(void* to, int64_t stride) {
+        asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");
+    }
+    // C [rows, columns] of float32 += A [rows, pairs] B [pairs, columns], pairs of bfloat16.
+    template <int C, int A, int B>
+    INLINE void add_product() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    }
+};
+
+#else
+
+// TDPBF16PS takes denormals for zeros, and makes none.
+inline float flushed(float x) { return x < 0x1p-126f && x > -0x1p-126f ? 0.0f * x : x; }
+
+// See the description of each instruction in Intel's Software Developer's Manual, volume 2.
+class Tiles {
+public:
+    explicit Tiles(const TileShapes& shapes) : shapes(shapes) {}
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+
+    template <int T>
+    void zero() {
+        std::memset(data[T], 0, sizeof data[T]);
+    }
+    template <int T>
+    void load(const void* from, int64_t stride) {
+        zero<T>();
+        for (int64_t row = 0; row < shapes.rows[T]; row++)
+            std::memcpy(data[T][row], static_cast<const char*>(from) + row * stride,
+                        shapes.bytes[T]);
+    }
+    template <int T>
+    void store(void* to, int64_t stride) {
+        for (int64_t row = 0; row < shapes.rows[T]; row++)
+            std::memcpy(static_cast<char*>(to) + row * stride, data[T][row], shapes.bytes[T]);
+    }
+    // Of each pair the first elements are summed by themselves, and so are the second ones: with
+    // a rounding after each product that is added, from 0 on.
+    template <int C, int A, int B>
+    void add_product() {
+        if (shapes.rows[A] != shapes.rows[C] || shapes.bytes[A] != 4 * shapes.rows[B] ||
+            shapes.bytes[B] != shapes.bytes[C])
+            __builtin_trap();  // the instruction is an invalid one then
+        float right[2][TILE_PAIRS][TILE_ROWS];
+        for (int64_t k = 0; k < shapes.rows[B]; k++)
+            for (int64_t n = 0; n < TILE_ROWS; n++) {
+                right[0][k][n] = half<0>(data[B][k][n]);
+                right[1][k][n] = half<1>(data[B][k][n]);
+            }
+        for (int64_t m = 0; m < shapes.rows[C]; m++) {
+            float even[TILE_ROWS] = {}, odd[TILE_ROWS] = {};
+            for (int64_t k = 0; k < shapes.rows[B]; k++) {
+                const float first = half<0>(data[A][m][k]), second = half<1>(data[A][m][k]);
+                for (int64_t n = 0; n < TILE_ROWS; n++) {
+                    even[n] = flushed(__builtin_fmaf(first, right[0][k][n], even[n]));
+                    odd[n] = flushed(__builtin_fmaf(second, right[1][k][n], odd[n]));
+                }
+            }
+            for (int64_t n = 0; n < shapes.bytes[C] / 4; n++) {
+                const float before = flushed(bits_of<float>(data[C][m][n]));
+                data[C][m][n] = bits_of<uint32_t>(flushed(before + flushed(even[n] + odd[n])));
+            }
+        }
+    }
+
+private:
+    template <int side>
+    static float half(uint32_t pair) {
+        return flushed(bits_of<float>(side ? pair & 0xffff0000 : pair << 16));
+    }
+
+    const TileShapes shapes;
+    uint32_t data[8][TILE_ROWS][TILE_PAIRS] = {};
+};
+
+#endif
+
+}  // namespace ISA
+
+#endif
