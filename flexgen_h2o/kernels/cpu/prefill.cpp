@@ -6,22 +6,16 @@
 // they lie. Where the CPU multiplies pairs of bfloat16 (AVX512_BF16), bfloat16 inputs use that;
 // everything else is float32. A task is a share of the blocks of one KV head of one sequence; the
 // shares depend on shapes alone, so that results do not depend on the number of threads.
-#include <math.h>
-
-#include "kernels.h"
 #include "lanes.h"
 #include "memory.h"
+#include "prefill_tiles.h"
 
 namespace ISA {
 namespace {
 
-struct Sequence {
-    int64_t row, key_row, rows, tokens;
-};
-
 // Memory of one thread.
 template <class E>
-struct Space {
+struct LaneSpace {
     Memory<E> queries, keys, values, weights;
     Memory<float> logits, sums;
 
@@ -34,25 +28,14 @@ struct Space {
         sums = memory<float>(dim * LANES);
         return queries && keys && values && weights && logits && sums;
     }
+    void start() {}
 };
 
 template <class T, class As>
-struct Block {
-    const Prefill& a;
-    const Sequence& sequence;
-    int64_t kv_head, first, count;  // lanes: flat numbers of (row, head of the group)
-    Space<typename As::Element>& space;
-
-    int64_t group() const { return a.heads / a.kv_heads; }
-    int64_t row(int64_t lane) const { return (first + lane) / group(); }
-    // The last key that a lane sees.
-    int64_t limit(int64_t lane) const { return sequence.tokens - sequence.rows + row(lane); }
-    int64_t seen() const { return limit(count - 1) + 1; }
-
-    template <class P>
-    const P* cached(const void* x, int64_t row_stride, int64_t head_stride) const {
-        return static_cast<const P*>(x) + sequence.key_row * row_stride + kv_head * head_stride;
-    }
+struct Block : Lanes {
+    using Space = LaneSpace<typename As::Element>;
+    static constexpr int64_t QUERIES = LANES;
+    Space& space;
 
     void run(float* scores) {
         load_queries();
@@ -68,12 +51,8 @@ struct Block {
         auto* to = space.queries.get();
         if (count < LANES)
             std::memset(to, 0, static_cast<size_t>(a.head_dim / As::DEPTH) * LANES * sizeof *to);
-        for (int64_t lane = 0; lane < count; lane++) {
-            const int64_t head = kv_head * group() + (first + lane) % group();
-            As::query(static_cast<const T*>(a.q) + (sequence.row + row(lane)) * a.q_row +
-                          head * a.q_head,
-                      a.head_dim, to + lane);
-        }
+        for (int64_t lane = 0; lane < count; lane++)
+            As::query(query<T>(lane), a.head_dim, to + lane);
     }
 
     // Logits, unscaled, of all keys that any lane sees; the largest of each lane.
@@ -83,7 +62,7 @@ struct Block {
             limits[lane / WIDTH][lane % WIDTH] =
                 static_cast<int32_t>(limit(lane < count ? lane : count - 1));
         for (int n = 0; n < VECTORS; n++) top[n] = broadcast(NONE);
-        const T* k = cached<T>(a.k, a.k_row, a.k_head);
+        const T* k = cached<T>(sequence, a.k, a.k_row, kv_head * a.k_head);
         const int64_t seen = this->seen(), open = limit(0);
         for (int64_t t = 0; t < seen; t += CHUNK) {
             const int64_t some = t + CHUNK < seen ? CHUNK : seen - t;
@@ -113,7 +92,7 @@ struct Block {
         const int64_t dim = a.head_dim, seen = this->seen();
         std::memset(space.sums.get(), 0, static_cast<size_t>(dim) * LANES * sizeof(float));
         for (int n = 0; n < VECTORS; n++) total[n] = Floats{};
-        const T* v = cached<T>(a.v, a.v_row, a.v_head);
+        const T* v = cached<T>(sequence, a.v, a.v_row, kv_head * a.v_head);
         for (int64_t t = 0; t < seen; t += CHUNK) {
             const int64_t some = t + CHUNK < seen ? CHUNK : seen - t;
             float* logits = space.logits.get() + t * LANES;
@@ -137,22 +116,14 @@ struct Block {
             for (int n = 0; n < VECTORS; n++)
                 store(sums + i + n * WIDTH, load(sums + i + n * WIDTH) * inverse[n]);
         T* to[LANES];
-        for (int64_t lane = 0; lane < count; lane++) {
-            const int64_t head = kv_head * group() + (first + lane) % group();
-            to[lane] = static_cast<T*>(a.out) +
-                       ((sequence.row + row(lane)) * a.heads + head) * a.head_dim;
-        }
+        for (int64_t lane = 0; lane < count; lane++) to[lane] = output<T>(lane);
         As::outputs(sums, a.head_dim, to, count);
     }
 
     void add_received(float* scores, const Floats* inverse) const {
         Floats factors[VECTORS]{};
-        for (int64_t lane = 0; lane < LANES; lane++) {
-            const double age = static_cast<double>(sequence.rows - 1 - row(lane));
-            factors[lane / WIDTH][lane % WIDTH] =
-                lane >= count ? 0.0f
-                : a.decay == 1.0 ? 1.0f : static_cast<float>(pow(a.decay, age));
-        }
+        for (int64_t lane = 0; lane < count; lane++)
+            factors[lane / WIDTH][lane % WIDTH] = kept(lane);
         for (int n = 0; n < VECTORS; n++) factors[n] *= inverse[n];
         const int64_t seen = this->seen();
         for (int64_t t = 0; t < seen; t++) {
@@ -169,7 +140,7 @@ struct Work {
     Memory<Sequence> sequences;
     int64_t longest = 0, key_rows = 0, parts = 1;
 
-    bool make(const Prefill& a) {
+    bool make(const Prefill& a, int64_t queries) {
         sequences = memory<Sequence>(a.sequences);
         if (!sequences) return false;
         int64_t row = 0, most_blocks = 1;
@@ -178,7 +149,7 @@ struct Work {
             row += a.lengths[s];
             key_rows += a.key_lengths[s];
             if (a.key_lengths[s] > longest) longest = a.key_lengths[s];
-            const int64_t blocks = (a.lengths[s] * (a.heads / a.kv_heads) + LANES - 1) / LANES;
+            const int64_t blocks = (a.lengths[s] * (a.heads / a.kv_heads) + queries - 1) / queries;
             if (blocks > most_blocks) most_blocks = blocks;
         }
         const int64_t heads = a.sequences * a.kv_heads;
@@ -189,14 +160,16 @@ struct Work {
 };
 
 // Blocks part, part + parts, ... of one KV head of a sequence; scores [tokens] is the task's own.
-template <class T, class As>
+template <class Block>
 void attend(const Prefill& a, const Sequence& sequence, int64_t kv_head, int64_t part,
-            int64_t parts, Space<typename As::Element>& space, float* scores) {
+            int64_t parts, typename Block::Space& space, float* scores) {
+    constexpr int64_t QUERIES = Block::QUERIES;
     if (scores) std::memset(scores, 0, static_cast<size_t>(sequence.tokens) * sizeof *scores);
+    space.start();
     const int64_t lanes = sequence.rows * (a.heads / a.kv_heads);
-    for (int64_t first = part * LANES; first < lanes; first += parts * LANES) {
-        const int64_t count = first + LANES < lanes ? LANES : lanes - first;
-        Block<T, As>{a, sequence, kv_head, first, count, space}.run(scores);
+    for (int64_t first = part * QUERIES; first < lanes; first += parts * QUERIES) {
+        const int64_t count = first + QUERIES < lanes ? QUERIES : lanes - first;
+        Block{{a, sequence, kv_head, first, count, parts * QUERIES}, space}.run(scores);
     }
 }
 
@@ -218,10 +191,10 @@ void gather_scores(const Prefill& a, const Work& work, const float* shares) {
     }
 }
 
-template <class T, class As>
+template <class Block>
 int prefill(const Prefill& a) {
     Work work;
-    if (!work.make(a)) return NO_MEMORY;
+    if (!work.make(a, Block::QUERIES)) return NO_MEMORY;
     Memory<float> shares;
     if (a.scores) {
         shares = memory<float>(work.parts * a.kv_heads * work.key_rows);
@@ -230,7 +203,7 @@ int prefill(const Prefill& a) {
     bool short_of_memory = false;
 #pragma omp parallel num_threads(a.threads)
     {
-        Space<typename As::Element> space;
+        typename Block::Space space;
         const bool ready = space.make(a.head_dim, work.longest);
         if (!ready) {
 #pragma omp atomic write
@@ -245,7 +218,7 @@ int prefill(const Prefill& a) {
                                   : shares.get() + (part * a.kv_heads + head) * work.key_rows +
                                         sequence.key_row;
             if (ready)
-                attend<T, As>(a, sequence, head, part, work.parts, space, scores);
+                attend<Block>(a, sequence, head, part, work.parts, space, scores);
         }
     }
     if (short_of_memory) return NO_MEMORY;
@@ -258,12 +231,16 @@ int prefill(const Prefill& a) {
 int prefill_attention(const Prefill& a) {
     switch (a.dtype) {
         case BFLOAT16:
+#if defined(TILES)
+            return prefill<TileBlock>(a);
+#else
 #if defined(__AVX512BF16__)
-            if (a.head_dim % 2 == 0) return prefill<bf16, AsPairs>(a);
+            if (a.head_dim % 2 == 0) return prefill<Block<bf16, AsPairs>>(a);
 #endif
-            return prefill<bf16, AsFloats<bf16>>(a);
-        case FLOAT16: return prefill<fp16, AsFloats<fp16>>(a);
-        default: return prefill<float, AsFloats<float>>(a);
+            return prefill<Block<bf16, AsFloats<bf16>>>(a);
+#endif
+        case FLOAT16: return prefill<Block<fp16, AsFloats<fp16>>>(a);
+        default: return prefill<Block<float, AsFloats<float>>>(a);
     }
 }
 

@@ -72,7 +72,16 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+// b where either is NaN.
+INLINE Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_max_ps(0xffff, a, b);
+#elif defined(__AVX2__)
+    return _mm256_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 INLINE float sum(Floats x) {
 #if defined(__AVX2__)
@@ -108,11 +117,20 @@ INLINE void sums(const Floats* x, float* to) {
 }
 
 INLINE float widest(Floats x) {
-    float parts[WIDTH], most;
-    std::memcpy(parts, &x, sizeof x);
-    most = parts[0];
-    for (int i = 1; i < WIDTH; i++) most = parts[i] > most ? parts[i] : most;
-    return most;
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+    x = larger(x, _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0x4e));  // the other half
+    x = larger(x, _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0xb1));  // the other quarter
+    __m128 four = _mm512_castps512_ps128(x);
+#else
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+#endif
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return four[0] > four[1] ? four[0] : four[1];
+#else
+    const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+    return a > b ? a : b;
+#endif
 }
 
 // float16 by its bits, for single elements; denormals, infinities and NaN included.

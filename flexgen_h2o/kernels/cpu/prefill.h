@@ -1,0 +1,53 @@
+// What the forms of prefill_attention share: which queries make up a block, and what they see.
+#pragma once
+
+#include <math.h>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace ISA {
+
+struct Sequence {
+    int64_t row, key_row, rows, tokens;
+};
+
+// A block of queries of one KV head of a sequence. Its lanes are flat numbers of (row, head of the
+// group): the query heads of a group are queries too.
+struct Lanes {
+    const Prefill& a;
+    const Sequence& sequence;
+    int64_t kv_head, first, count, stride;  // the task's next block is so many lanes on
+
+    int64_t group() const { return a.heads / a.kv_heads; }
+    int64_t row(int64_t lane) const { return (first + lane) / group(); }
+    int64_t head(int64_t lane) const { return kv_head * group() + (first + lane) % group(); }
+    // The last key that a lane sees.
+    int64_t limit(int64_t lane) const { return sequence.tokens - sequence.rows + row(lane); }
+    int64_t seen() const { return limit(count - 1) + 1; }
+
+    template <class T>
+    const T* query(int64_t lane) const {
+        return static_cast<const T*>(a.q) + (sequence.row + row(lane)) * a.q_row +
+               head(lane) * a.q_head;
+    }
+    template <class T>
+    T* output(int64_t lane) const {
+        return static_cast<T*>(a.out) +
+               ((sequence.row + row(lane)) * a.heads + head(lane)) * a.head_dim;
+    }
+    // What the attention score keeps of this lane's weights once all rows are added.
+    float kept(int64_t lane) const {
+        const double age = static_cast<double>(sequence.rows - 1 - row(lane));
+        return a.decay == 1.0 ? 1.0f : static_cast<float>(pow(a.decay, age));
+    }
+};
+
+// The first key or value of one KV head of a sequence.
+template <class T>
+INLINE const T* cached(const Sequence& sequence, const void* x, int64_t row_stride,
+                       int64_t head_offset) {
+    return static_cast<const T*>(x) + sequence.key_row * row_stride + head_offset;
+}
+
+}  // namespace ISA

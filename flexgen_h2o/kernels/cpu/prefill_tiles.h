@@ -1,0 +1,359 @@
+// prefill_attention of bfloat16 in AMX tiles.
+//
+// Queries are rows of a tile and keys its columns. A first pass over chunks of keys has the
+// outputs, and each query's maximum and sum (the online softmax of FlashAttention, Dao et al.
+// 2022). A second one computes the logits again for the attention score, which needs the sums
+// first: so its weights are float32, and no memory grows with queries times keys. Keys and values
+// of a KV head are packed into tiles once for all of a task's blocks of queries.
+#pragma once
+
+#include "amx.h"
+#include "memory.h"
+#include "prefill.h"
+
+#if defined(TILES)
+
+namespace ISA {
+
+// 2^x for x <= 0, to 2 units in the last place; 0 below -127, and of -inf.
+INLINE Floats exp2(Floats x) {
+    constexpr float SHIFT = 0x1.8p23f + 127;
+    x = larger(broadcast(-127.0f), x);  // NaN stays
+    const Floats shifted = x + SHIFT, r = x - (shifted - SHIFT);
+    // Minimax for the relative error, 1e-7, within 0.5 of 0.
+    Floats p = broadcast(0x1.5c08e6p-10f);
+    p = fma(p, r, broadcast(0x1.3d0c52p-7f));
+    p = fma(p, r, broadcast(0x1.c6b6e4p-5f));
+    p = fma(p, r, broadcast(0x1.ebf918p-3f));
+    p = fma(p, r, broadcast(0x1.62e428p-1f));
+    p = fma(p, r, broadcast(1.0f));
+    // The low bits of `shifted` are the exponent's.
+    return p * bits_of<Floats>(bits_of<Words>(shifted) << 23);
+}
+
+INLINE void narrow(bf16* to, Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+    const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+    std::memcpy(to, &both, sizeof both);
+#else
+    for (int i = 0; i < WIDTH; i++) {
+        put(to + i, low[i]);
+        put(to + WIDTH + i, high[i]);
+    }
+#endif
+}
+
+constexpr int64_t SIDE = TILE_ROWS;          // rows of all tiles, and their columns in words
+constexpr int64_t DEPTH = 2 * TILE_PAIRS;    // what one product of tiles sums over
+constexpr int64_t TILE = SIDE * TILE_PAIRS;  // words
+constexpr int64_t PAIR = 2 * SIDE;           // queries, keys, dimensions of 2 x 2 tiles
+constexpr int64_t KEY_CHUNK = 128;           // whose logits lie in the nearest cache
+// Elements of 4 bytes from one row to the next: none of 16 rows push each other out of the cache.
+constexpr int64_t LOGITS_ROW = KEY_CHUNK + SIDE, WEIGHTS_ROW = (KEY_CHUNK + DEPTH) / 2;
+
+INLINE int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }
+
+// C0 to C3, of 2 x 2 tiles, += A0, A1 by B0, B1. Rows of A are so many words apart, each `steps`
+// tiles long; so are the steps of B.
+enum { C0, C1, C2, C3, A0, A1, B0, B1 };
+INLINE void add_products(Tiles& tiles, const uint32_t* a, int64_t a_row, const uint32_t* b0,
+                         const uint32_t* b1, int64_t b_step, int64_t steps) {
+    for (int64_t i = 0; i < steps; i++) {
+        tiles.load<A0>(a + i * TILE_PAIRS, a_row * 4);
+        tiles.load<B0>(b0 + i * b_step, TILE_BYTES);
+        tiles.add_product<C0, A0, B0>();
+        tiles.load<B1>(b1 + i * b_step, TILE_BYTES);
+        tiles.add_product<C1, A0, B1>();
+        tiles.load<A1>(a + SIDE * a_row + i * TILE_PAIRS, a_row * 4);
+        tiles.add_product<C2, A1, B0>();
+        tiles.add_product<C3, A1, B1>();
+    }
+}
+
+// The same of a float32 matrix's rows at `c`, so many floats apart.
+INLINE void load_pair(Tiles& tiles, const float* c, int64_t row) {
+    tiles.load<C0>(c, row * 4);
+    tiles.load<C1>(c + SIDE, row * 4);
+    tiles.load<C2>(c + SIDE * row, row * 4);
+    tiles.load<C3>(c + SIDE * row + SIDE, row * 4);
+}
+INLINE void store_pair(Tiles& tiles, float* c, int64_t row) {
+    tiles.store<C0>(c, row * 4);
+    tiles.store<C1>(c + SIDE, row * 4);
+    tiles.store<C2>(c + SIDE * row, row * 4);
+    tiles.store<C3>(c + SIDE * row + SIDE, row * 4);
+}
+
+// Memory of one thread, and its tiles.
+struct TileSpace {
+    // Tiles, as right operands: keys [tokens / SIDE, dim / DEPTH], values [tokens / DEPTH, dim /
+    // SIDE]. Rows, as left ones: queries [QUERY_LANES, dim], weights [QUERY_LANES, KEY_CHUNK].
+    Memory<uint32_t> keys, values, queries, weights;
+    Memory<float> logits, sums;  // [QUERY_LANES, KEY_CHUNK], [QUERY_LANES, dim]
+    float top[QUERY_LANES], factors[QUERY_LANES];
+    int64_t limits[QUERY_LANES];
+    Floats totals[QUERY_LANES];
+    int64_t dim = 0, packed = 0;
+    TileShapes shapes;
+
+    bool make(int64_t head_dim, int64_t longest) {
+        dim = up_to(PAIR, head_dim);
+        for (int tile = C0; tile <= B1; tile++) shapes.set(tile, SIDE, TILE_BYTES);
+        const int64_t tokens = up_to(PAIR, longest);
+        keys = memory<uint32_t>(tokens * dim / 2);
+        values = memory<uint32_t>(tokens * dim / 2);
+        queries = memory<uint32_t>(QUERY_LANES * queries_row());
+        weights = memory<uint32_t>(QUERY_LANES * WEIGHTS_ROW);
+        logits = memory<float>(QUERY_LANES * LOGITS_ROW);
+        sums = memory<float>(QUERY_LANES * sums_row());
+        return keys && values && queries && weights && logits && sums;
+    }
+    int64_t steps() const { return dim / DEPTH; }
+    int64_t queries_row() const { return dim / 2 + TILE_PAIRS; }
+    int64_t sums_row() const { return dim + SIDE; }
+
+    void start() { packed = 0; }
+
+    // Keys and values of a head up to the first `seen`, and on to whole tiles.
+    void pack(const Prefill& a, const Sequence& sequence, int64_t kv_head, int64_t seen) {
+        const auto* k = cached<bf16>(sequence, a.k, a.k_row, kv_head * a.k_head);
+        const auto* v = cached<bf16>(sequence, a.v, a.v_row, kv_head * a.v_head);
+        for (; packed < seen; packed += PAIR) {
+            const int64_t left = sequence.tokens - packed;
+            for (int64_t t = 0; t < PAIR; t += SIDE)
+                pack_keys(k + (packed + t) * a.k_row, a.k_row, left - t, a.head_dim,
+                          keys.get() + (packed + t) * dim / 2);
+            for (int64_t t = 0; t < PAIR; t += 2) {
+                const bf16* low = v + (packed + t) * a.v_row;
+                pack_values(t < left ? low : nullptr, t + 1 < left ? low + a.v_row : nullptr,
+                            a.head_dim, values.get() + packed * dim / 2 + t / 2 * TILE_PAIRS);
+            }
+        }
+    }
+
+private:
+    // Rows of keys to columns of tiles, by pairs of elements.
+    void pack_keys(const bf16* from, int64_t row, int64_t left, int64_t head_dim,
+                   uint32_t* to) const {
+        const int64_t count = left > SIDE ? SIDE : left;
+        typedef uint32_t Line __attribute__((vector_size(TILE_BYTES)));
+        for (int64_t i = 0; i < dim; i += DEPTH, to += TILE) {
+            Line rows[SIDE];
+            if (count == SIDE && head_dim - i >= DEPTH) {
+                for (int64_t t = 0; t < SIDE; t++) rows[t] = load_raw<Line>(from + t * row + i);
+            } else {
+                const int64_t some = head_dim - i < DEPTH ? head_dim - i : DEPTH;
+                std::memset(rows, 0, sizeof rows);
+                for (int64_t t = 0; t < count; t++)
+                    if (some > 0)
+                        std::memcpy(rows + t, from + t * row + i, static_cast<size_t>(some) * 2);
+            }
+#if defined(__AVX512F__)
+            transpose(reinterpret_cast<Floats*>(rows));
+            std::memcpy(to, rows, sizeof rows);
+#else
+            for (int64_t t = 0; t < SIDE; t++)
+                for (int64_t k = 0; k < TILE_PAIRS; k++) to[k * SIDE + t] = rows[t][k];
+#endif
+        }
+    }
+    // Two values to a row of tiles, element by element; null stands for zeros.
+    void pack_values(const bf16* low, const bf16* high, int64_t head_dim, uint32_t* to) const {
+        for (int64_t i = 0; i < dim; i += SIDE, to += TILE) {
+            const int64_t left = head_dim - i;
+            if (left >= SIDE && high) {
+                for (int64_t j = 0; j < SIDE; j += WIDTH) {
+                    const Words pairs = widen(&low[i + j].bits) | widen(&high[i + j].bits) << 16;
+                    std::memcpy(to + j, &pairs, sizeof pairs);
+                }
+                continue;
+            }
+            for (int64_t j = 0; j < SIDE; j++)
+                to[j] = j >= left || !low
+                            ? 0
+                            : low[i + j].bits |
+                                  (high ? static_cast<uint32_t>(high[i + j].bits) << 16 : 0);
+        }
+    }
+};
+
+struct TileBlock : Lanes {
+    using Space = TileSpace;
+    static constexpr int64_t QUERIES = QUERY_LANES;
+    Space& space;
+    Tiles tiles{space.shapes};
+    const float scale = 1.44269504f / sqrtf(static_cast<float>(a.head_dim));  // of powers of two
+
+    void run(float* scores) {
+        load_queries();
+        std::memset(space.sums.get(), 0, static_cast<size_t>(QUERY_LANES * space.sums_row()) * 4);
+        for (int64_t lane = 0; lane < QUERY_LANES; lane++) {
+            space.top[lane] = NONE;
+            space.totals[lane] = Floats{};
+            space.limits[lane] = limit(lane);
+        }
+        const int64_t seen = this->seen();
+        space.pack(a, sequence, kv_head, seen);
+        int64_t fetched = 0;
+        for (int64_t t = 0; t < seen; t += KEY_CHUNK) {
+            for (const int64_t more = fetched + 8; fetched < more; fetched++) fetch(fetched);
+            logits(t);
+            for (int64_t lane = 0; lane < count; lane++) weigh(t, lane);
+            add_values(t);
+        }
+        write();
+        if (!scores) return;
+        for (int64_t t = 0; t < seen; t += KEY_CHUNK) {
+            logits(t);
+            add_received(t, scores);
+        }
+    }
+
+    // Keys of a chunk that any of a lane's tiles sees, up to whole tiles.
+    int64_t width(int64_t t, int64_t lane) const {
+        const int64_t last = lane / PAIR * PAIR + PAIR;
+        const int64_t some = space.limits[(last < count ? last : count) - 1] + 1 - t;
+        return some <= 0 ? 0 : up_to(PAIR, some < KEY_CHUNK ? some : KEY_CHUNK);
+    }
+
+    // Asks for what the task's next block begins with, row by row.
+    void fetch(int64_t row) const {
+        const int64_t next = stride + row;
+        if (row >= QUERIES || first + next >= sequence.rows * group()) return;
+        prefetch(query<bf16>(next));
+        const int64_t key = space.packed + row;
+        if (key > limit(next)) return;
+        prefetch(cached<bf16>(sequence, a.k, a.k_row, kv_head * a.k_head) + key * a.k_row);
+        prefetch(cached<bf16>(sequence, a.v, a.v_row, kv_head * a.v_head) + key * a.v_row);
+    }
+    void prefetch(const bf16* row) const {
+        for (int64_t i = 0; i < a.head_dim; i += DEPTH) __builtin_prefetch(row + i, 0, 2);
+    }
+
+    void load_queries() const {
+        const int64_t row = space.queries_row();
+        std::memset(space.queries.get(), 0, static_cast<size_t>(QUERY_LANES * row) * 4);
+        for (int64_t lane = 0; lane < count; lane++)
+            std::memcpy(space.queries.get() + lane * row, query<bf16>(lane),
+                        static_cast<size_t>(a.head_dim) * 2);
+    }
+
+    void logits(int64_t t) {
+        const int64_t steps = space.steps(), row = space.queries_row();
+        for (int64_t i = 0; i < KEY_CHUNK; i += PAIR)
+            for (int64_t lane = 0; lane < count; lane += PAIR) {
+                if (i >= width(t, lane)) continue;
+                const uint32_t* k = space.keys.get() + (t + i) * space.dim / 2;
+                tiles.zero<C0>();
+                tiles.zero<C1>();
+                tiles.zero<C2>();
+                tiles.zero<C3>();
+                add_products(tiles, space.queries.get() + lane * row, row, k, k + steps * TILE, TILE,
+                             steps);
+                store_pair(tiles, space.logits.get() + lane * LOGITS_ROW + i, LOGITS_ROW);
+            }
+    }
+
+    // Logits become weights, unnormalized, in bfloat16.
+    __attribute__((noinline)) void weigh(int64_t t, int64_t lane) const {
+        const int64_t width = this->width(t, lane), sees = space.limits[lane] + 1 - t;
+        float* x = space.logits.get() + lane * LOGITS_ROW;
+        int64_t some = 0;
+        if (sees > 0) {
+            some = sees < width ? up_to(WIDTH, sees) : width;
+            if (sees < some) {
+                float* tail = x + some - WIDTH;
+                store(tail, masked(load(tail), sees - (some - WIDTH)));
+            }
+            Floats top = load(x);
+            for (int64_t j = WIDTH; j < some; j += WIDTH) top = larger(load(x + j), top);
+            raise(lane, top);
+        }
+        const Floats factor = broadcast(scale);
+        const Floats shift = broadcast(-space.top[lane] * scale);
+        Floats total{};
+        bf16* to = reinterpret_cast<bf16*>(space.weights.get() + lane * WEIGHTS_ROW);
+        for (int64_t j = 0; j < width; j += 2 * WIDTH) {
+            Floats e[2]{};
+            for (int m = 0; m < 2; m++)
+                if (j + m * WIDTH < some) {
+                    e[m] = exp2(fma(load(x + j + m * WIDTH), factor, shift));
+                    total += e[m];
+                }
+            narrow(to + j, e[0], e[1]);
+        }
+        space.totals[lane] += total;
+    }
+
+    INLINE static Floats masked(Floats x, int64_t sees) {
+        Ints place{};
+        for (int i = 0; i < WIDTH; i++) place[i] = i;
+        return place < static_cast<int32_t>(sees) ? x : broadcast(NONE);
+    }
+
+    // A larger maximum: what was summed up becomes smaller.
+    void raise(int64_t lane, Floats found) const {
+        const float top = widest(found), before = space.top[lane];
+        if (!(top > before)) return;
+        const Floats factor = exp2(broadcast((before - top) * scale));
+        float* sums = space.sums.get() + lane * space.sums_row();
+        for (int64_t i = 0; i < space.dim; i += WIDTH) store(sums + i, load(sums + i) * factor);
+        space.totals[lane] *= factor;
+        space.top[lane] = top;
+    }
+
+    void add_values(int64_t t) {
+        const int64_t row = space.sums_row();
+        for (int64_t i = 0; i < space.dim; i += PAIR)
+            for (int64_t lane = 0; lane < count; lane += PAIR) {
+                const uint32_t* v = space.values.get() + t * space.dim / 2 + i / SIDE * TILE;
+                float* sums = space.sums.get() + lane * row + i;
+                load_pair(tiles, sums, row);
+                add_products(tiles, space.weights.get() + lane * WEIGHTS_ROW, WEIGHTS_ROW, v,
+                             v + TILE, space.dim / SIDE * TILE, width(t, lane) / DEPTH);
+                store_pair(tiles, sums, row);
+            }
+    }
+
+    void write() const {
+        for (int64_t lane = 0; lane < count; lane++) {
+            const float inverse = 1.0f / sum(space.totals[lane]);
+            const float* sums = space.sums.get() + lane * space.sums_row();
+            bf16* to = output<bf16>(lane);
+            int64_t i = 0;
+            for (; i + 2 * WIDTH <= a.head_dim; i += 2 * WIDTH)
+                narrow(to + i, load(sums + i) * inverse, load(sums + i + WIDTH) * inverse);
+            for (; i < a.head_dim; i++) put(to + i, sums[i] * inverse);
+            space.factors[lane] = inverse * kept(lane);
+            space.top[lane] *= -scale;
+        }
+    }
+
+    // After `write`: top are what is added to logits by then.
+    __attribute__((noinline)) void add_received(int64_t t, float* scores) const {
+        const Floats factor = broadcast(scale);
+        int64_t lane = 0;
+        for (int64_t j = 0; j < KEY_CHUNK; j += WIDTH) {
+            while (lane < count && space.limits[lane] < t + j) lane++;  // sees none of these
+            if (lane == count) break;
+            Floats received{};
+            for (int64_t i = lane; i < count; i++) {
+                Floats x = load(space.logits.get() + i * LOGITS_ROW + j);
+                const int64_t sees = space.limits[i] + 1 - (t + j);
+                if (sees < WIDTH) x = masked(x, sees);
+                const Floats e = exp2(fma(x, factor, broadcast(space.top[i])));
+                received = fma(e, broadcast(space.factors[i]), received);
+            }
+            float tail[WIDTH];
+            const int64_t exist = sequence.tokens - (t + j);
+            float* to = exist < WIDTH ? tail : scores + t + j;
+            if (exist < WIDTH) std::memcpy(tail, scores + t + j, static_cast<size_t>(exist) * 4);
+            store(to, load(to) + received);
+            if (exist < WIDTH) std::memcpy(scores + t + j, tail, static_cast<size_t>(exist) * 4);
+        }
+    }
+};
+
+}  // namespace ISA
+
+#endif
