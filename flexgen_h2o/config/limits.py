@@ -56,7 +56,8 @@ SKINNY_ROWS = 16
 """The most rows of `linear_skinny`: the lanes of a vector."""
 
 QUERY_LANES = 64
-"""The most queries that a thread attends with at once, of each of which it holds all weights."""
+"""The most queries that a thread attends with at once, of each of which it holds all weights (with
+AMX, those of some keys)."""
 
 SLOT_TILE = 64
 """Slots of a cache whose keys or values a thread expands at once."""

@@ -41,10 +41,6 @@ TABLE = (
     TableLine("linear_quantized", ("amx",), "unpacked", least_rows=SKINNY_ROWS + 1,
               why="Xeon with AMX, 4096 x 16384 in 4 bits: the codes take 11.9 ms for 16 rows and "
                   "grow with the rows; unpacked takes 23.8 for 32, 29.9 for 64 and 91.8 for 1024."),
-    TableLine("prefill_attention", ("amx",), "sdpa",
-              why="Xeon with AMX, 4 x 2048 tokens: SDPA takes 223 ms, ours with scores 872. On the "
-                  "EPYC ours takes 0.22 of SDPA's time, scores included "
-                  "(benchmarks/results/kernels.csv)."),
 )
 """The first line that matches decides. Times are of bfloat16 on two cores."""
 

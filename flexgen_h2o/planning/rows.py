@@ -281,7 +281,9 @@ def _own_attention(run: PlannedRun) -> int:
     tokens = load.prompt_len  # that a query attends to
     if run.evicts_chunks:
         tokens = held + run.pass_rows
-    lanes = threads * QUERY_LANES * (tokens + 8 * model.head_dim)
+    # All weights of some queries, or with AMX all keys and values of a head, in tiles of 16 bits.
+    packed = -(-model.head_dim // 32) * 32
+    lanes = threads * (max(QUERY_LANES, packed) * tokens + QUERY_LANES * (8 * model.head_dim + 256))
     tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
     # A score of each token by task, or on a GPU a normaliser of each query head.
     prefill = 4 * (lanes + tasks * tokens)

@@ -33,7 +33,7 @@ def test_every_line_names_what_exists_and_why():
     ("avx512bf16", "linear", 17, "pytorch"), ("amx", "linear", 1, "pytorch"),
     ("avx512bf16", "linear_quantized", 999, "codes"), ("amx", "linear_quantized", 16, "codes"),
     ("amx", "linear_quantized", 17, "unpacked"), ("avx512bf16", "prefill_attention", 9, "blocks"),
-    ("amx", "prefill_attention", 9, "sdpa"), ("portable", "prefill_attention", 9, "blocks")])
+    ("amx", "prefill_attention", 9, "blocks"), ("portable", "prefill_attention", 9, "blocks")])
 def test_what_each_instruction_set_chooses(name, operation, rows, chosen):
     if name not in SETS:
         pytest.skip("this CPU cannot be made to choose so")

@@ -114,10 +114,22 @@ def test_chunks_accumulate_what_the_whole_gives(decay, chunks, function):
     torch.testing.assert_close(scores.double(), whole, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rise", [0.125, 8, 512, -512])
+def test_prefill_where_logits_rise_or_fall_with_the_keys(dtype, rise):
+    """What was summed up by then is outweighed a little, or by more than float32 holds; logits are
+    exact."""
+    case = prefill_case([420], group=2, dtype=dtype, dim=16)
+    case["q"][:] = torch.eye(16)[0]
+    case["k"][:] = (torch.arange(420) // 32 * rise)[:, None, None]
+    check_prefill(PREFILL[:1], case)
+
+
 @pytest.mark.parametrize("function", PREFILL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [300, 3e4])
-def test_large_logits_do_not_overflow(function, size):
-    case = prefill_case([90], dim=12)
+def test_large_logits_do_not_overflow(function, dtype, size):
+    case = prefill_case([90], dim=12, dtype=dtype)
     case["scores"].zero_()
     out = function(case["q"] * size, case["k"] * size, case["v"], [90], scores=case["scores"])
     assert out.isfinite().all() and abs(case["scores"].sum().item() - 2 * 90) < 1e-2

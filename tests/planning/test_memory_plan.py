@@ -405,11 +405,11 @@ def test_a_chunk_of_a_long_prompt_needs_less_workspace():
 @pytest.mark.parametrize("cache", [CacheOptions(), CacheOptions(bits=4),
                                    CacheOptions(H2OConfig(heavy_ratio=0.1))])
 def test_workspace_of_attention(monkeypatch, has_gpu, cache):
-    """Linear in the tokens: whole rows of 64 queries by thread, and a score of a key by task."""
+    """Linear in the tokens: a head's keys and values by thread, and a score of a key by task."""
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     load = replace(LOAD, prompt_len=100_000)
     run = plan_rows.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, has_gpu, False, cache)
-    by_thread = 0 if has_gpu else 3 * 64 * (100_000 + 8 * 128)
+    by_thread = 0 if has_gpu else 3 * (128 * 100_000 + 64 * (8 * 128 + 256))
     copies = 0 if cache.plain else 100_000 * 2 * 8 * 128 * 4
     prefill = 4 * (by_thread + (64 + 4 * 32) * 100_000) + copies
     slots = 20_000 if cache.evicts else 100_031

@@ -4,8 +4,9 @@
 // Queries stand in lanes: a block is LANES of them (the query heads of a group are queries too),
 // so that maxima and sums over the keys need no horizontal arithmetic, and keys are read where
 // they lie. Where the CPU multiplies pairs of bfloat16 (AVX512_BF16), bfloat16 inputs use that;
-// everything else is float32. A task is a share of the blocks of one KV head of one sequence; the
-// shares depend on shapes alone, so that results do not depend on the number of threads.
+// everything else is float32. With AMX bfloat16 goes another way: see prefill_tiles.h. A task is a
+// share of the blocks of one KV head of one sequence; the shares depend on shapes alone, so that
+// results do not depend on the number of threads.
 #include "lanes.h"
 #include "memory.h"
 #include "prefill_tiles.h"

@@ -15,7 +15,7 @@
 
 namespace ISA {
 
-// 2^x for x <= 0, to 2 units in the last place; 0 below -127, and of -inf.
+// 2^x for x <= 0, to 2 units in the last place; 0 below -126.5, and of -inf.
 INLINE Floats exp2(Floats x) {
     constexpr float SHIFT = 0x1.8p23f + 127;
     x = larger(broadcast(-127.0f), x);  // NaN stays
@@ -31,6 +31,7 @@ INLINE Floats exp2(Floats x) {
     return p * bits_of<Floats>(bits_of<Words>(shifted) << 23);
 }
 
+// Two vectors to the nearest bfloat16.
 INLINE void narrow(bf16* to, Floats low, Floats high) {
 #if defined(__AVX512BF16__)
     const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
@@ -50,8 +51,11 @@ constexpr int64_t PAIR = 2 * SIDE;           // queries, keys, dimensions of 2 x
 constexpr int64_t KEY_CHUNK = 128;           // whose logits lie in the nearest cache
 // Elements of 4 bytes from one row to the next: none of 16 rows push each other out of the cache.
 constexpr int64_t LOGITS_ROW = KEY_CHUNK + SIDE, WEIGHTS_ROW = (KEY_CHUNK + DEPTH) / 2;
+static_assert(QUERY_LANES % PAIR == 0 && KEY_CHUNK % PAIR == 0, "whole pairs of tiles");
 
-INLINE int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) / multiple * multiple; }
+INLINE int64_t up_to(int64_t multiple, int64_t x) {
+    return (x + multiple - 1) / multiple * multiple;
+}
 
 // C0 to C3, of 2 x 2 tiles, += A0, A1 by B0, B1. Rows of A are so many words apart, each `steps`
 // tiles long; so are the steps of B.
@@ -90,10 +94,12 @@ struct TileSpace {
     // SIDE]. Rows, as left ones: queries [QUERY_LANES, dim], weights [QUERY_LANES, KEY_CHUNK].
     Memory<uint32_t> keys, values, queries, weights;
     Memory<float> logits, sums;  // [QUERY_LANES, KEY_CHUNK], [QUERY_LANES, dim]
-    float top[QUERY_LANES], factors[QUERY_LANES];
+    // Of each lane: the last key that it sees, its largest logit so far, parts of the sum of its
+    // weights relative to that one, and what they are multiplied by to be added to the score.
     int64_t limits[QUERY_LANES];
+    float top[QUERY_LANES], factors[QUERY_LANES];
     Floats totals[QUERY_LANES];
-    int64_t dim = 0, packed = 0;
+    int64_t dim = 0, packed = 0;  // head_dim up to whole tiles; keys and values in tiles by now
     TileShapes shapes;
 
     bool make(int64_t head_dim, int64_t longest) {
@@ -182,7 +188,8 @@ struct TileBlock : Lanes {
     static constexpr int64_t QUERIES = QUERY_LANES;
     Space& space;
     Tiles tiles{space.shapes};
-    const float scale = 1.44269504f / sqrtf(static_cast<float>(a.head_dim));  // of powers of two
+    // Of logits, that are exponents of 2 then.
+    const float scale = 1.44269504f / sqrtf(static_cast<float>(a.head_dim));
 
     void run(float* scores) {
         load_queries();
@@ -265,19 +272,18 @@ struct TileBlock : Lanes {
                 float* tail = x + some - WIDTH;
                 store(tail, masked(load(tail), sees - (some - WIDTH)));
             }
-            Floats top = load(x);
-            for (int64_t j = WIDTH; j < some; j += WIDTH) top = larger(load(x + j), top);
-            raise(lane, top);
+            Floats most = load(x);
+            for (int64_t j = WIDTH; j < some; j += WIDTH) most = larger(load(x + j), most);
+            raise(lane, widest(most));
         }
-        const Floats factor = broadcast(scale);
-        const Floats shift = broadcast(-space.top[lane] * scale);
+        const Floats top = broadcast(space.top[lane]);
         Floats total{};
         bf16* to = reinterpret_cast<bf16*>(space.weights.get() + lane * WEIGHTS_ROW);
         for (int64_t j = 0; j < width; j += 2 * WIDTH) {
             Floats e[2]{};
             for (int m = 0; m < 2; m++)
                 if (j + m * WIDTH < some) {
-                    e[m] = exp2(fma(load(x + j + m * WIDTH), factor, shift));
+                    e[m] = exp2((load(x + j + m * WIDTH) - top) * scale);
                     total += e[m];
                 }
             narrow(to + j, e[0], e[1]);
@@ -292,8 +298,8 @@ struct TileBlock : Lanes {
     }
 
     // A larger maximum: what was summed up becomes smaller.
-    void raise(int64_t lane, Floats found) const {
-        const float top = widest(found), before = space.top[lane];
+    void raise(int64_t lane, float top) const {
+        const float before = space.top[lane];
         if (!(top > before)) return;
         const Floats factor = exp2(broadcast((before - top) * scale));
         float* sums = space.sums.get() + lane * space.sums_row();
@@ -325,31 +331,28 @@ struct TileBlock : Lanes {
                 narrow(to + i, load(sums + i) * inverse, load(sums + i + WIDTH) * inverse);
             for (; i < a.head_dim; i++) put(to + i, sums[i] * inverse);
             space.factors[lane] = inverse * kept(lane);
-            space.top[lane] *= -scale;
         }
     }
 
-    // After `write`: top are what is added to logits by then.
+    // The chunk's logits, again, to what its keys receive.
     __attribute__((noinline)) void add_received(int64_t t, float* scores) const {
-        const Floats factor = broadcast(scale);
         int64_t lane = 0;
-        for (int64_t j = 0; j < KEY_CHUNK; j += WIDTH) {
-            while (lane < count && space.limits[lane] < t + j) lane++;  // sees none of these
-            if (lane == count) break;
+        for (int64_t j = t; j < t + KEY_CHUNK; j += WIDTH) {
+            while (lane < count && space.limits[lane] < j) lane++;  // sees none from here on
+            if (lane == count) return;
             Floats received{};
             for (int64_t i = lane; i < count; i++) {
-                Floats x = load(space.logits.get() + i * LOGITS_ROW + j);
-                const int64_t sees = space.limits[i] + 1 - (t + j);
+                Floats x = load(space.logits.get() + i * LOGITS_ROW + j - t);
+                const int64_t sees = space.limits[i] + 1 - j;
                 if (sees < WIDTH) x = masked(x, sees);
-                const Floats e = exp2(fma(x, factor, broadcast(space.top[i])));
+                const Floats e = exp2((x - space.top[i]) * scale);
                 received = fma(e, broadcast(space.factors[i]), received);
             }
-            float tail[WIDTH];
-            const int64_t exist = sequence.tokens - (t + j);
-            float* to = exist < WIDTH ? tail : scores + t + j;
-            if (exist < WIDTH) std::memcpy(tail, scores + t + j, static_cast<size_t>(exist) * 4);
-            store(to, load(to) + received);
-            if (exist < WIDTH) std::memcpy(scores + t + j, tail, static_cast<size_t>(exist) * 4);
+            if (j + WIDTH <= sequence.tokens) {
+                store(scores + j, load(scores + j) + received);
+            } else {
+                for (int64_t i = 0; j + i < sequence.tokens; i++) scores[j + i] += received[i];
+            }
         }
     }
 };
