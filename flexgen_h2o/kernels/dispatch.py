@@ -1,4 +1,4 @@
-"""Dispatch on a CPU: one table of the choices that depend on the instruction set.
+"""Dispatch: one table of the choices that depend on a CPU's instruction set, one of a GPU's.
 
 Elsewhere nothing asks what the CPU has. `FLEXGEN_H2O_ISA` makes every choice (and the C++ kernels)
 that of another instruction set, so that each can be run and tested on a machine that would choose
@@ -18,6 +18,7 @@ import torch
 
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels.gpus import GPU, has_matrix_units
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
 
 
@@ -43,6 +44,41 @@ TABLE = (
                   "grow with the rows; unpacked takes 23.8 for 32, 29.9 for 64 and 91.8 for 1024."),
 )
 """The first line that matches decides. Times are of bfloat16 on two cores."""
+
+ARCHITECTURES = ("float32", "sm_75", "sm_80", "sm_90")
+"""Sets of `GPU_TABLE`: what a GPU has, up to the next one; float32 is alike on all of them."""
+_NO_UNITS = ("float32", "sm_75")
+_UNITS = ("sm_80", "sm_90")
+GPU_TABLE = (
+    TableLine("scored_prefill", _NO_UNITS, "matmul",
+              why="Triton has no matrix units there: its blocks go through fused multiply-adds, at "
+                  "8.1 TFLOP/s of a T4 (data sheet), and spill from 64 x 32 on. cuBLAS has them, at "
+                  "65 TFLOP/s; the logits between two products cost some 24 bytes each."),
+    TableLine("scored_prefill", _UNITS, "blocks",
+              why="Logits stay in registers, and no block spills (benchmarks/results/"
+                  "gpu_static.csv)."),
+    TableLine("decode_attention", _NO_UNITS, "vectors",
+              why="A block of 16 rows would be multiplied for each group of heads, by fused "
+                  "multiply-adds; one by one only what there is. The cache comes from the "
+                  "second-level cache after the first head."),
+    TableLine("decode_attention", _UNITS, "matrix units",
+              why="The cache is read once for all heads of a group (gpu_static.csv: bytes_per_flop)."
+              ),
+    TableLine("linear_quantized", _NO_UNITS, "vectors", most_rows=8,
+              why="A weight costs about 3 instructions and one a row: 8 rows of 4096 x 16384 in 4 "
+                  "bits 0.18 ms of a T4's arithmetic and 0.12 ms of its bandwidth, unpacked 1.0 ms "
+                  "(data sheet)."),
+    TableLine("linear_quantized", _NO_UNITS, "unpacked",
+              why="Blocks of codes spill without matrix units; cuBLAS has them on sm_75."),
+    TableLine("linear_quantized", _UNITS, "vectors", most_rows=2,
+              why="Bound by reading the codes; a block of 16 rows would be mostly empty."),
+    TableLine("linear_quantized", _UNITS, "matrix units", most_rows=64,
+              why="Weights are read once, as codes, and nothing is written but parts of the result."
+              ),
+    TableLine("linear_quantized", _UNITS, "unpacked",
+              why="Codes would be unpacked again for each block of rows; cuBLAS reads them once."),
+)
+"""The same on a GPU: the first line that matches. Estimates: no GPU has confirmed them."""
 
 _winners: ContextVar[Winners | None] = ContextVar("winners", default=None)
 
@@ -99,3 +135,25 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
     return next((line.implementation for line in TABLE
                  if line.operation == operation and chosen in line.sets
                  and line.least_rows <= rows <= line.most_rows), possible[0])
+
+
+def gpu_choice(operation: str, rows: int, dtype: torch.dtype, gpu: GPU | None) -> str:
+    """Name of the implementation that a GPU uses, by `GPU_TABLE`.
+
+    Parameters
+    ----------
+    operation : str
+        A key of `GPU_IMPLEMENTATIONS`.
+    rows : int
+        That are multiplied together; of attention it decides nothing.
+    dtype : torch.dtype
+        Of the inputs.
+    gpu : GPU or None
+        None, in Triton's interpreter: as on the newest.
+    """
+    newest = gpu is None or gpu.architecture >= 90
+    chosen = "float32" if dtype == torch.float32 else (
+        "sm_75" if not has_matrix_units(gpu, dtype) else "sm_90" if newest else "sm_80")
+    return next(line.implementation for line in GPU_TABLE
+                if line.operation == operation and chosen in line.sets
+                and line.least_rows <= rows <= line.most_rows)

@@ -1,4 +1,4 @@
-"""Names of the implementations of an operation on a CPU, for planner and kernels. No torch."""
+"""Names of the implementations of an operation, for planner and kernels. No torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "prefill_attention": ("blocks", "sdpa"),
 }
 """By operation; the first is used where nothing speaks for another."""
+
+GPU_IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
+    # Causal attention of prompts with scores: our blocks on matrix units, or torch.matmul's.
+    "scored_prefill": ("blocks", "matmul"),
+    # The query heads of a KV head in a decode step: together on matrix units, or one by one.
+    "decode_attention": ("matrix units", "vectors"),
+    # A product with quantized weights: ours on the codes, or cuBLAS's on slices that are unpacked.
+    "linear_quantized": ("matrix units", "vectors", "unpacked"),
+}
+"""The same on a GPU, where nothing is measured: `dispatch.GPU_TABLE` decides."""
 
 Winners = Mapping[str, Mapping[int, Mapping[int, str]]]
 """The fastest implementation by operation, bits of the weights and rows, as it was measured."""

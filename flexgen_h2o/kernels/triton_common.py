@@ -17,6 +17,7 @@ import triton.language as tl
 
 from flexgen_h2o.config import limits
 from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.gpus import gpu_of
 
 EMPTY = tl.constexpr(limits.EMPTY)
 FEWEST = 16
@@ -61,12 +62,10 @@ def device_ints(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torc
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
     """Programs that a device runs side by side, at least."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    gpu = gpu_of(device)
+    return 1 if gpu is None else gpu.multiprocessors
 
 
 def starts(lengths: Sequence[int]) -> list[int]:

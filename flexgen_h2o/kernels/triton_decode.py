@@ -18,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.gpus import gpu_of
 from flexgen_h2o.kernels.triton_common import (
     EMPTY,
     FEWEST,
@@ -42,8 +44,7 @@ FINISH_ELEMENTS = 8192
 
 
 @triton.jit
-def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS: tl.constexpr,
-            PRECISION: tl.constexpr):
+def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS: tl.constexpr):
     """Logits of a block of slots, [slots] of one query head or [heads, slots] of several.
 
     They are stored at `kept`, a row of n for each head, unless it is None.
@@ -55,9 +56,8 @@ def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS: 
         if kept is not None:
             tl.store(kept + slot, logit, mask=live)
     else:
-        logit = tl.dot(q_low.to(k_low.dtype), tl.trans(k_low), input_precision=PRECISION)
-        logit = tl.dot(q_high.to(k_high.dtype), tl.trans(k_high), logit,
-                       input_precision=PRECISION)
+        logit = tl.dot(q_low.to(k_low.dtype), tl.trans(k_low), input_precision="tf32")
+        logit = tl.dot(q_high.to(k_high.dtype), tl.trans(k_high), logit, input_precision="tf32")
         logit = tl.where(live[None, :], logit * scale, float("-inf"))
         if kept is not None:
             tl.store(kept + g.to(tl.int64)[:, None] * n + slot[None, :], logit,
@@ -66,8 +66,7 @@ def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS: 
 
 
 @triton.jit
-def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr,
-            PRECISION: tl.constexpr):
+def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr):
     """One step of the online softmax: maximum, sum and the two halves of the output.
 
     Of one query head, every lane of slots has a softmax of its own, put together at the end. The
@@ -85,8 +84,8 @@ def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr,
         shrink, p = tl.exp2(most - new), tl.exp2(logit - new[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         p = p.to(v_low.dtype)
-        low = tl.dot(p, v_low, low * shrink[:, None], input_precision=PRECISION)
-        high = tl.dot(p, v_high, high * shrink[:, None], input_precision=PRECISION)
+        low = tl.dot(p, v_low, low * shrink[:, None], input_precision="tf32")
+        high = tl.dot(p, v_high, high * shrink[:, None], input_precision="tf32")
     return new, total, low, high
 
 
@@ -97,16 +96,18 @@ def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr,
 @triton.jit
 def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, ranks, b_row, b_head,
           cos, sin, logits, parts, stats, kv_heads, n, split, scale, HEADS: tl.constexpr,
-          TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-          WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr,
-          PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr):
+          SHARERS: tl.constexpr, TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr,
+          BITS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr,
+          LONG: tl.constexpr, BLOCK: tl.constexpr):
     """Logits [sequence, head, slot], parts [.., head, split, LENGTH], stats [2, .., head, split].
 
-    One program a split of the slots of one sequence's KV head. The strides of slots come in UNITs.
-    LONG only tells the tuner. All that is written is scratch, so that the tuner may run it again.
+    One program a split of the slots of one sequence's KV head, for HEADS query heads; SHARERS
+    programs side by side have all of its group. The strides of slots come in UNITs. LONG only tells
+    the tuner. All that is written is scratch, so that the tuner may run it again.
     """
-    sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
-    head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    pair, sharer = tl.program_id(0) // SHARERS, tl.program_id(0) % SHARERS
+    sequence = (pair // kv_heads).to(tl.int64)
+    head = (pair % kv_heads).to(tl.int64)
     cached = tl.load(metadata + sequence)
     first = tl.program_id(1) * split
     last = tl.minimum(first + split, cached)
@@ -114,7 +115,7 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
         return
     lane = tl.arange(0, BLOCK)
     g = tl.arange(0, TALL)
-    rows = q + sequence * q_row + (head * HEADS + g) * q_head
+    rows = q + sequence * q_row + ((head * SHARERS + sharer) * HEADS + g) * q_head
     q_low, q_high = load_rotated(rows, g < HEADS, tl.zeros_like(g) + cached, cos, sin, ROTARY,
                                  LENGTH, LENGTH, 16, WIDTH)
     mine = tl.program_id(0).to(tl.int64) * HEADS + g  # of parts and stats
@@ -134,10 +135,8 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
         k_low, k_high = load_rotated(place, live, places, cos, sin, ROTARY, LENGTH, GROUP, BITS,
                                      WIDTH)
         v_low, v_high = load_halves(place + s_kind * UNIT, live, LENGTH, GROUP, BITS, WIDTH)
-        logit = _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS,
-                        PRECISION)
-        most, total, low, high = _attend(logit, v_low, v_high, most, total, low, high, HEADS,
-                                         PRECISION)
+        logit = _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS)
+        most, total, low, high = _attend(logit, v_low, v_high, most, total, low, high, HEADS)
     _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH, WIDTH, HEADS)
 
 
@@ -331,24 +330,27 @@ def _decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadat
     tables = (None, None) if ranks is None else (cos.contiguous(), sin.contiguous())
     unit, strides = in_units(slots)
     shape = {
-        "UNIT": unit, "HEADS": group, "LENGTH": length, "BITS": bits, "ROTARY": rotary,
+        "UNIT": unit, "LENGTH": length, "BITS": bits, "ROTARY": rotary,
         "GROUP": length if bits == 16 else GroupLayout(length, bits).group}
     half, tall = triton.next_power_of_2(length // 2), triton.next_power_of_2(group)
+    # A group goes to `tl.dot` together, or head by head: then the cache is read once for each, but
+    # at the same time, and so mostly from the second-level cache.
+    together = group > 1 and dispatch.gpu_choice(
+        "decode_attention", group, q.dtype, gpu_of(q.device)) == "matrix units"
+    heads, least = (group, FEWEST) if together else (1, 1)
     stride = (0, 0) if scores is None else scores.stride()[:2]
     scale = math.log2(math.e) * length**-0.5
-    least = 1 if group == 1 else FEWEST  # groups go to `tl.dot`
-    _read[(pairs, splits)](
+    _read[(pairs * (group // heads), splits)](
         q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
-        parts, stats, kv_heads, n, split, scale, **shape, LONG=n >= 512,
-        TALL=max(least, tall), WIDTH=max(least, half),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32")
+        parts, stats, kv_heads, n, split, scale, **shape, HEADS=heads, SHARERS=group // heads,
+        LONG=n >= 512, TALL=max(least, triton.next_power_of_2(heads)), WIDTH=max(least, half))
     block = max(16, min(triton.next_power_of_2(n), FINISH_ELEMENTS // tall))
     wide = triton.next_power_of_2(length)
     chunk = max(1, min(triton.next_power_of_2(splits), FINISH_ELEMENTS // (tall * wide)))
     _finish[(pairs,)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, slots,
         *strides, metadata, scores, positions, ranks, *stride, *tables, logits, parts, stats,
-        taken, kv_heads, n, split, splits, scale, decay, sinks, **shape, TALL=tall, WIDTH=half,
-        MEAN=mean, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, BLOCK=block,
+        taken, kv_heads, n, split, splits, scale, decay, sinks, **shape, HEADS=group, TALL=tall,
+        WIDTH=half, MEAN=mean, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, BLOCK=block,
         num_warps=max(4, min(16, tall * block // 512)))
     return out, taken

@@ -5,7 +5,8 @@ are split among programs, so that a small matrix fills the device too; parts are
 order by a second launch. Scales and zero points come after the sums over codes, which are exact
 integers: ``x @ weight.T`` of a group is ``scale * (x @ codes.T) + zero * sum(x)``, in float32.
 
-Many rows: weights are unpacked, a slice of outputs at a time, and multiplied by cuBLAS.
+Many rows: weights are unpacked, a slice of outputs at a time, and multiplied by cuBLAS. How few and
+how many is `dispatch.GPU_TABLE`'s to say.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
+from flexgen_h2o.kernels import dispatch
+from flexgen_h2o.kernels.gpus import gpu_of
 from flexgen_h2o.kernels.triton_common import (
     FEWEST,
     configs,
@@ -29,10 +32,6 @@ from flexgen_h2o.kernels.triton_common import (
 
 LANES = tl.constexpr(MATRIX_TILE)
 
-VECTOR_ROWS = 2
-"""Up to so many rows no matrix units are used. An estimate: no GPU has confirmed it."""
-FUSED_ROWS = 64
-"""Up to so many rows weights are not unpacked to memory. An estimate: no GPU has confirmed it."""
 CHUNK = 64
 """The most inputs of a group that go to the matrix units at once."""
 MAGIC = 0x4B000000
@@ -62,7 +61,7 @@ def _exact(words, mask, magic):
 
 
 @triton.jit
-def _step(dots, sums, words, x, x_row, word, live, inputs, magic, j: tl.constexpr,
+def _step(dots, sums, words, x, x_row, word, live, rows, inputs, magic, j: tl.constexpr,
           BITS: tl.constexpr):
     """Add the products of the j-th code of each word to dots, and its inputs to sums.
 
@@ -73,20 +72,28 @@ def _step(dots, sums, words, x, x_row, word, live, inputs, magic, j: tl.constexp
     k = word * (32 // BITS) + j
     new_dots, new_sums = (), ()
     for row in tl.static_range(len(dots)):
-        value = tl.load(x + row * x_row + k, mask=live & (k < inputs), other=0).to(tl.float32)
+        value = tl.load(x + row * x_row + k, mask=live & (k < inputs * (row < rows)), other=0)
+        value = value.to(tl.float32)
         new_dots += (dots[row] + (value * 0.5**FROM)[:, None] * code,)
         new_sums += (sums[row] + value,)
     return new_dots, new_sums
 
 
+def _fitting(tuned, named_args, **constants):
+    """The configs whose sums of all rows fit into registers, and products beside them."""
+    return [one for one in tuned
+            if constants["ROWS"] * one.kwargs["BLOCK"] * MATRIX_TILE <= 2048 * one.num_warps]
+
+
 @triton.autotune(
     configs({"BLOCK": 8}, ({"BLOCK": 32}, 2, 1), ({"BLOCK": 32}, 4, 1), ({"BLOCK": 64}, 2, 1),
             ({"BLOCK": 64}, 4, 1), ({"BLOCK": 128}, 4, 1)),
-    key=["WORDS", "BITS", "ROWS"], cache_results=True)
+    key=["WORDS", "BITS", "ROWS"], prune_configs_by={"early_config_prune": _fitting},
+    cache_results=True)
 @triton.jit
-def _skinny(x, x_row, data, parts, outputs, inputs, groups, split, magic, WORDS: tl.constexpr,
-            BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """parts [splits, ROWS, outputs] of a product; one program a tile and a split of its words.
+def _skinny(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
+            WORDS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """parts [splits, rows, outputs] of a product; one program a tile and a split of its words.
 
     A thread adds up what it reads, and threads exchange nothing before the end, so that loads
     stay in flight.
@@ -109,27 +116,27 @@ def _skinny(x, x_row, data, parts, outputs, inputs, groups, split, magic, WORDS:
         dots = (tl.zeros((BLOCK, LANES), tl.float32),) * ROWS
         sums = (tl.zeros((BLOCK,), tl.float32),) * ROWS
         for j in tl.static_range(32 // BITS):
-            dots, sums = _step(dots, sums, words, x, x_row, word, live, inputs, magic, j,
+            dots, sums = _step(dots, sums, words, x, x_row, word, live, rows, inputs, magic, j,
                                BITS)
         new = ()
         for row in tl.static_range(ROWS):
             new += (totals[row] + dots[row] * scale + sums[row][:, None] * zero,)
         totals = new
     n = tile * LANES + lane
-    parts += tl.program_id(1).to(tl.int64) * ROWS * outputs
+    parts += tl.program_id(1).to(tl.int64) * rows * outputs
     for row in tl.static_range(ROWS):
-        tl.store(parts + n, tl.sum(totals[row], axis=0), mask=n < outputs)
+        tl.store(parts + n, tl.sum(totals[row], axis=0), mask=n < outputs * (row < rows))
         parts += outputs
 
 
 @triton.autotune(
     configs({"BLOCK": 32}, ({"BLOCK": 32}, 2, 4), ({"BLOCK": 64}, 4, 2), ({"BLOCK": 64}, 4, 4),
             ({"BLOCK": 128}, 8, 2), ({"BLOCK": 128}, 8, 3)),
-    key=["WORDS", "BITS", "TALL", "PRECISION"], cache_results=True)
+    key=["WORDS", "BITS", "TALL"], cache_results=True)
 @triton.jit
 def _several(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
              WORDS: tl.constexpr, BITS: tl.constexpr, TALL: tl.constexpr, SOME: tl.constexpr,
-             MANY: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr):
+             MANY: tl.constexpr, BLOCK: tl.constexpr):
     """parts [splits, rows, outputs] of a product; one program BLOCK outputs and a split of words.
 
     SOME words of a group go to the matrix units at once, filled up to MANY.
@@ -161,7 +168,7 @@ def _several(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
         low = _exact(words[:, None, :] >> shift, 2**BITS - 1, magic).to(value.dtype)
         high = _exact(words[:, None, :] >> (16 + shift), 2**BITS - 1, magic).to(value.dtype)
         code = tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), (MANY * PER, BLOCK))
-        dots = tl.dot(value, code, input_precision=PRECISION)
+        dots = tl.dot(value, code)
         sums = tl.sum(value.to(tl.float32), axis=1)
         total += dots * scale[None, :] + sums[:, None] * zero[None, :]
     place = (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * outputs + n[None, :]
@@ -245,40 +252,39 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
                      bias: Tensor | None, out: Tensor, add: bool) -> None:
     """See `reference_matrix.linear_quantized`; the same result for the same arguments.
 
-    Of more than `FUSED_ROWS` rows weights are rounded to x's dtype first, and a result with both
-    summands twice.
+    Where `dispatch.gpu_choice` gives "unpacked", weights are rounded to x's dtype first, and a
+    result with both summands twice.
     """
     layout = MatrixLayout(outputs, inputs, bits, group)
     x = unit_stride(x)
-    if len(x) > FUSED_ROWS:
+    chosen = dispatch.gpu_choice("linear_quantized", max(1, len(x)), x.dtype, gpu_of(x.device))
+    if chosen == "unpacked":
         _multiply_unpacked(x, data, layout, bias, out, add=add)
     elif len(x):
-        parts = _parts(x, data, layout)
+        parts = _parts(x, data, layout, vectors=chosen == "vectors")
         block = 64 if interpreted() else 512
         _add_parts[(len(x), triton.cdiv(outputs, block))](
             parts, bias, out, out.stride(0), outputs, len(parts), add, block)
 
 
-def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
+def _parts(x: Tensor, data: Tensor, layout: MatrixLayout, *, vectors: bool) -> Tensor:
     """float32 [splits, rows, outputs] that add up to the product of few rows."""
     rows, outputs, total = len(x), layout.outputs, layout.groups * layout.words
-    vectors = rows <= VECTOR_ROWS
     split = _split(total, triton.cdiv(outputs, MATRIX_TILE if vectors else 4 * MATRIX_TILE),
                    (32 if vectors else 8) * multiprocessors(x.device))
     splits = triton.cdiv(total, split)
     parts = x.new_empty((splits, rows, outputs), dtype=torch.float32)
     if vectors:
         _skinny[(layout.tiles, splits)](
-            x, x.stride(0), data, parts, outputs, layout.inputs, layout.groups, split, MAGIC,
-            WORDS=layout.words, BITS=layout.bits, ROWS=rows)
+            x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split,
+            MAGIC, WORDS=layout.words, BITS=layout.bits, ROWS=triton.next_power_of_2(rows))
         return parts
     per_word = 32 // layout.bits
     some = math.gcd(layout.words, CHUNK // per_word)  # a power of two
     _several[lambda config: (triton.cdiv(outputs, config["BLOCK"]), splits)](
         x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split, MAGIC,
         WORDS=layout.words, BITS=layout.bits, TALL=max(FEWEST, triton.next_power_of_2(rows)),
-        SOME=some, MANY=max(some, FEWEST // per_word),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32")
+        SOME=some, MANY=max(some, FEWEST // per_word))
     return parts
 
 

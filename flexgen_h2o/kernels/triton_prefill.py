@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen_h2o.kernels import blockwise, dispatch
+from flexgen_h2o.kernels.gpus import gpu_of
 from flexgen_h2o.kernels.triton_common import FEWEST, configs, device_ints, starts, unit_stride
 
 LOWEST = tl.constexpr(-3.0e38)
@@ -27,26 +29,22 @@ LONG = 512
 """Prompts from here on are tuned apart from shorter ones."""
 
 
-def _fitting(tuned, named_args, **constants):
-    """The configs that leave enough registers, and enough work, for a dtype and head dimension.
+MOST_SUMS = 32 * 96
+"""Of a warp, in float32: 96 of the 255 registers of each thread. Compiled blocks with more spill
+(benchmarks/results/gpu_static.csv holds those with fewer to none)."""
 
-    What is multiplied without matrix units (float32; all on a GPU before Ampere) needs registers
-    for a share of both operands in each thread.
-    """
-    q = named_args["q"]
-    units = q.element_size() == 2 and (
-        not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] >= 8)
-    least, most = (2**10, 2**21) if units else (0, 2**17)
-    fitting = [one for one in tuned if least <= one.kwargs["BLOCK_M"] * one.kwargs["BLOCK_N"]
-               <= most // constants["WIDTH"]]
-    return fitting or tuned[:1]
+
+def _fitting(tuned, named_args, **constants):
+    """The configs whose sums fit into registers: logits, and as many results as a head is wide."""
+    return [one for one in tuned if one.kwargs["BLOCK_M"] * (
+        one.kwargs["BLOCK_N"] + constants["WIDTH"]) <= MOST_SUMS * one.num_warps]
 
 
 _TUNED = configs(
     {"BLOCK_M": 16, "BLOCK_N": 16},
-    ({"BLOCK_M": 16, "BLOCK_N": 16}, 4, 1), ({"BLOCK_M": 32, "BLOCK_N": 32}, 8, 1),
-    ({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 2), ({"BLOCK_M": 64, "BLOCK_N": 64}, 4, 3),
-    ({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 3), ({"BLOCK_M": 128, "BLOCK_N": 128}, 8, 2))
+    ({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 2), ({"BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
+    ({"BLOCK_M": 64, "BLOCK_N": 64}, 4, 3), ({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 3),
+    ({"BLOCK_M": 128, "BLOCK_N": 128}, 8, 2))
 
 
 @triton.jit
@@ -65,13 +63,13 @@ def _tile(x, row, stride, last, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: t
 
 @triton.jit
 def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, last, scale,
-            DIM: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-            MASKED: tl.constexpr, BLOCK_N: tl.constexpr):
+            DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+            BLOCK_N: tl.constexpr):
     """Online softmax over the keys first to last; MASKED: some of them lie in a row's future."""
     for start in range(first, last, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         keys = _tile(k, key, k_stride, last, DIM, WIDTH, not MASKED)
-        logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        logits = tl.dot(q, tl.trans(keys))
         if MASKED:
             logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
         # Scaled after the maximum: then scaling and subtraction are one instruction.
@@ -80,8 +78,7 @@ def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, l
         p = tl.exp2(logits * scale - new[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         values = _tile(v, key, v_stride, last, DIM, WIDTH, not MASKED)
-        result = tl.dot(p.to(values.dtype), values, result * shrink[:, None],
-                        input_precision=PRECISION)
+        result = tl.dot(p.to(values.dtype), values, result * shrink[:, None])
         most = new
     return most, total, result
 
@@ -91,8 +88,7 @@ def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, l
 @triton.jit
 def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, sequences, rows,
              scale, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-             PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_M: tl.constexpr,
-             BLOCK_N: tl.constexpr):
+             LONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Output, and stats [2, heads, rows] unless they are None, of BLOCK_M rows of one head.
 
     Row r of n stands at position tokens - n + r. The last rows see the most keys: they go first.
@@ -115,10 +111,10 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
     # Every row sees the keys up to `seen`; the blocks after it need a mask.
     seen = (tokens - n + first_row + 1) // BLOCK_N * BLOCK_N
     most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, 0,
-                                  seen, scale, DIM, WIDTH, PRECISION, False, BLOCK_N)
+                                  seen, scale, DIM, WIDTH, False, BLOCK_N)
     last = tl.minimum(tokens - n + first_row + BLOCK_M, tokens)
     most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, seen,
-                                  last, scale, DIM, WIDTH, PRECISION, True, BLOCK_N)
+                                  last, scale, DIM, WIDTH, True, BLOCK_N)
     row = q_start.to(tl.int64) + row
     live = row < q_start + n
     if stats is not None:
@@ -132,8 +128,8 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
 
 @triton.jit
 def _columns(keys, q, q_stride, most, total, weights, position, before, n, first, last, scale,
-             received, DIM: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-             MASKED: tl.constexpr, BLOCK_M: tl.constexpr):
+             received, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+             BLOCK_M: tl.constexpr):
     """Add what the rows first to last give to the keys at `position`: [keys, rows].
 
     Keys are the rows of the tile, and rows of queries are added into one tile, so that nothing is
@@ -142,7 +138,7 @@ def _columns(keys, q, q_stride, most, total, weights, position, before, n, first
     for start in range(first, last, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         tile = _tile(q, row, q_stride, n, DIM, WIDTH, False)
-        logits = tl.dot(keys, tl.trans(tile), input_precision=PRECISION)
+        logits = tl.dot(keys, tl.trans(tile))
         if MASKED:
             logits = tl.where(position[:, None] <= (before + row)[None, :], logits, float("-inf"))
         p = tl.exp2(logits * scale - tl.load(most + row, mask=row < n, other=0.0)[None, :])
@@ -161,8 +157,7 @@ def _columns(keys, q, q_stride, most, total, weights, position, before, n, first
 def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_row, weights,
                  sequences,
                  rows, scale, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-                 PRECISION: tl.constexpr, LONG: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr):
+                 LONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The attention score of BLOCK_M keys of one KV head, from all heads of its group.
 
     The first keys are seen by the most rows, and go first. Keys are the M of the product here,
@@ -189,9 +184,9 @@ def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_ro
         most = stats + query * rows + q_start
         total = most + tl.num_programs(1).to(tl.int64) * GROUP * rows
         received = _columns(keys, mine, q_row, most, total, weights, position, before, n, first,
-                            every, scale, received, DIM, WIDTH, PRECISION, True, BLOCK_N)
+                            every, scale, received, DIM, WIDTH, True, BLOCK_N)
         received = _columns(keys, mine, q_row, most, total, weights, position, before, n, every,
-                            n, scale, received, DIM, WIDTH, PRECISION, False, BLOCK_N)
+                            n, scale, received, DIM, WIDTH, False, BLOCK_N)
     place = scores + head * m_head + (k_start + position.to(tl.int64)) * m_row
     old = tl.load(place, mask=position < tokens, other=0.0)
     if weights is not None:
@@ -210,6 +205,8 @@ def _powers(decay: float, count: int, device: torch.device) -> Tensor | None:
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
                       key_lengths: Sequence[int], scores: Tensor | None, decay: float) -> Tensor:
     """See `reference.prefill_attention`; memory linear in the tokens, and no atomics."""
+    if dispatch.gpu_choice("scored_prefill", 1, q.dtype, gpu_of(q.device)) == "matmul":
+        return blockwise.prefill_attention(q, k, v, lengths, key_lengths, scores, decay)
     out = q.new_empty(q.shape)
     rows, heads, dim = q.shape
     kv_heads, longest = k.shape[1], max(lengths, default=0)
@@ -222,8 +219,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
     stats = None if scores is None else q.new_empty((2, heads, rows), dtype=torch.float32)
     scale = math.log2(math.e) * dim**-0.5
     shape = {"GROUP": heads // kv_heads, "DIM": dim,
-             "WIDTH": max(FEWEST, triton.next_power_of_2(dim)),
-             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "LONG": longest >= LONG}
+             "WIDTH": max(FEWEST, triton.next_power_of_2(dim)), "LONG": longest >= LONG}
     _forward[lambda size: (triton.cdiv(longest, size["BLOCK_M"]), heads, len(lengths))](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, stats, sequences, rows,
         scale, **shape)

@@ -1,0 +1,192 @@
+"""Triton kernels compiled for a GPU that is not there, and what ptxas reports of them.
+
+Triton compiles at a launch. Here every launch is caught: each configuration that the tuner would
+try is compiled for the card, and none runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.kernels.gpus import pretending
+from kernel_timing.gpu_cards import Card
+from kernel_timing.gpu_variants import Variant
+
+REGISTERS = re.compile(r"Used (\d+) registers")
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "debug")
+
+
+class _AbsentGPU:
+    """What Triton asks a driver for as long as nothing is launched."""
+
+    def __init__(self, architecture: int):
+        self._target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+
+class Launch(NamedTuple):
+    """A kernel with all that decides its code."""
+
+    kernel: str
+    variant: Variant
+    constants: dict[str, object]
+    compile: Callable[[], Any]
+    source: str
+
+
+def constants_text(constants: dict[str, object]) -> str:
+    """As the file has them."""
+    return " ".join(f"{name}={value}" for name, value in constants.items())
+
+
+@contextmanager
+def _caught(architecture: int, take: Callable[[JITFunction, tuple, dict], None]) -> Iterator[None]:
+    """Within it, `take` gets the function and arguments of every launch."""
+
+    def launched(self, *args, grid, warmup, **options):
+        take(self, args, options)
+
+    def tuned(self, *args, **options):
+        named = dict(zip(self.arg_names, args, strict=False))
+        prune = self.early_config_prune
+        for config in prune(self.configs, named, **options) if prune else self.configs:
+            self.fn.run(*args, **options, **config.all_kwargs())
+
+    run, tune = JITFunction.run, Autotuner.run
+    driver.set_active(_AbsentGPU(architecture))
+    JITFunction.run, Autotuner.run = launched, tuned
+    try:
+        yield
+    finally:
+        JITFunction.run, Autotuner.run = run, tune
+
+
+def launches(card: Card, variants: Iterable[Variant]) -> list[Launch]:
+    """What the variants launch on a card: each kernel once for the same code."""
+    found: dict[tuple, Launch] = {}
+    run = JITFunction.run
+    variant = None
+
+    def take(function: JITFunction, args: tuple, options: dict) -> None:
+        named = dict(zip(function.arg_names, args, strict=False)) | options
+        constants = {param.name: named[param.name] for param in function.params
+                     if param.is_constexpr}
+        constants |= {name: options[name] for name in _OPTIONS[:2] if name in options}
+        key = (function.fn.__name__, constants_text(constants), *(
+            _kind(named[param.name]) for param in function.params if not param.is_constexpr))
+        if key not in found:
+            found[key] = Launch(function.fn.__name__, variant, constants, lambda: run(
+                function, *args, grid=(1,), warmup=True, **options), function.cache_key[:12])
+
+    with _caught(card.gpu.architecture, take), pretending(card.gpu):
+        for variant in variants:  # noqa: B007 (take reads it)
+            variant.call()
+    return list(found.values())
+
+
+def _kind(value: object) -> object:
+    """What the compiler sees of an argument."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, int):
+        return "1" if value == 1 else value % 16 == 0
+    return None if value is None else type(value)
+
+
+def compiled(card: Card, launch: Launch) -> dict[str, object]:
+    """The row of a launch: what ptxas reports of it, and what follows for the card.
+
+    Raises
+    ------
+    Exception
+        As Triton's, where the kernel does not compile.
+    """
+    driver.set_active(_AbsentGPU(card.gpu.architecture))
+    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), knobs.nvidia.scope():
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = cache, True
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            kernel = launch.compile()
+    report = log.getvalue()
+    registers = int(REGISTERS.search(report)[1])
+    stores, loads = map(int, SPILLS.search(report).groups())
+    shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
+    together = card.together(registers, shared, warps)
+    ratio = bytes_per_flop(launch)
+    return identity(card, launch) | {
+        "registers": registers, "spill_stores": stores, "spill_loads": loads, "shared": shared,
+        "shared_limit": card.shared, "programs": together,
+        "occupancy": together * warps / card.warps, "bytes_per_flop": ratio,
+        "bound": ratio and _bound(card, launch, ratio)}
+
+
+def identity(card: Card, launch: Launch) -> dict[str, object]:
+    """The columns that tell a row from the others, and from what its kernel was."""
+    variant = launch.variant
+    return {"architecture": f"sm_{card.gpu.architecture}", "card": card.name,
+            "kernel": launch.kernel, "operation": variant.operation,
+            "dtype": str(variant.dtype).removeprefix("torch."), "size": variant.size,
+            "bits": variant.bits, "constants": constants_text(launch.constants),
+            "triton": triton.__version__, "source": launch.source}
+
+
+def bytes_per_flop(launch: Launch) -> float | None:
+    """Bytes that the kernel's loop reads of the GPU's memory per FLOP of its products.
+
+    None of kernels without products. Caches are not counted: of `_forward` each block of rows
+    reads all keys and values again.
+    """
+    held, item, bits = launch.constants, launch.variant.dtype.itemsize, launch.variant.bits
+    size = launch.variant.size
+    if launch.kernel == "_read":
+        vector = size * item if bits == 16 else GroupLayout(size, bits).nbytes
+        return 2 * vector / (4 * size * held["HEADS"])
+    if launch.kernel == "_forward":
+        return item / (2 * held["BLOCK_M"])
+    if launch.kernel == "_sum_columns":
+        return (size * item + 8) / (2 * held["BLOCK_M"] * size)
+    group = held.get("WORDS", 0) * 32 // bits
+    if launch.kernel == "_skinny":
+        return (bits / 8 + 4 / group) / (2 * held["ROWS"])
+    if launch.kernel == "_several":
+        rows = held["TALL"]
+        return (bits / 8 + 4 / group + rows * item / held["BLOCK"]) / (2 * rows)
+    return None
+
+
+def _bound(card: Card, launch: Launch, ratio: float) -> str:
+    """What the card runs out of first by its data sheet: "memory" or "arithmetic"."""
+    units = launch.kernel != "_skinny" and launch.constants.get("HEADS") != 1
+    units &= launch.variant.dtype.itemsize == 2 and card.gpu.architecture >= 80
+    rate = card.matrix_rate if units else card.vector_rate
+    return "memory" if ratio > card.bandwidth / rate else "arithmetic"
+
+
+def unset_interpreter() -> None:
+    """Kernels decorated from here on are compiled, whatever the environment says."""
+    os.environ["TRITON_INTERPRET"] = "0"

@@ -1,0 +1,135 @@
+"""Calls that launch every Triton kernel in each variant that the engine has, with nothing in them.
+
+What is launched for a dtype, a head size and bits is the wrappers' to say: they are called, on
+tensors of the host, while `gpu_compiler` catches their launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.kernels import (
+    triton_decode,
+    triton_groups,
+    triton_matrix,
+    triton_prefill,
+    triton_select,
+)
+from flexgen_h2o.kernels.arguments import EvictionArguments
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+HEAD_SIZES = (64, 80, 96, 128, 256)
+"""Of the published shapes: OPT has 64, 80 and 128, LLaMA 64 and 128, GPT-NeoX 96, Pythia 64 to 256.
+"""
+BITS = (16, 8, 4)
+GROUP = 4
+"""Query heads of a KV head, where there is more than one."""
+ROWS = (1, 2, 16, 32, 64, 65)
+"""Rows of products: without matrix units, with few to many, and unpacked."""
+
+
+class Variant(NamedTuple):
+    """A call, and what tells it from its like; `size` is of a head, or the rows of a product."""
+
+    operation: str
+    dtype: torch.dtype
+    size: int
+    bits: int
+    call: Callable[[], None]
+
+
+def variants() -> Iterator[Variant]:
+    """All of them, in a fixed order."""
+    for dtype in (HALF, BRAIN, FULL):
+        for size in HEAD_SIZES:
+            for scored in (True, False):
+                yield Variant("prefill", dtype, size, 16, partial(_prefill, dtype, size, scored))
+            for bits in BITS:
+                for group, rotary in _decodes(dtype, size):
+                    yield Variant("decode", dtype, size, bits,
+                                  partial(_decode, dtype, size, bits, group, rotary))
+                yield Variant("select", dtype, size, bits,
+                              partial(_select, dtype, size, bits, 4096, 409))
+                if bits < 16:
+                    yield Variant("groups", dtype, size, bits, partial(_groups, dtype, size, bits))
+        for bits in (8, 4):
+            for rows in ROWS:
+                yield Variant("product", dtype, rows, bits, partial(_product, dtype, rows, bits))
+            yield Variant("unpack", dtype, 3, bits, partial(_unpack, dtype, bits))
+    for length, mean in ((32768, False), (32768, True), (131072, False)):
+        yield Variant("select", HALF, 128, 16,
+                      partial(_select, HALF, 128, 16, length, 1024, mean=mean))
+
+
+def _decodes(dtype: torch.dtype, size: int) -> list[tuple[int, int]]:
+    """Query heads of a KV head and rotary dimensions: each dtype has others, to have all pairs."""
+    if dtype == FULL:
+        return [(1, size)]
+    if dtype == BRAIN:
+        return [(GROUP, size)]
+    return [(1, 0), *([(1, size // 4)] if size in (80, 96) else [])]  # GPT-NeoX turns a quarter
+
+
+def _eviction(*shape: int, rotary: int = 0, mean: bool = False) -> EvictionArguments:
+    positions, ranks = torch.empty((2, *shape), dtype=torch.int32)
+    cos, sin = torch.empty(2, shape[-1] + 1, max(1, rotary // 2))
+    tables = (ranks, cos, sin) if rotary else (None, None, None)
+    return EvictionArguments(torch.empty(shape), positions, *tables, mean=mean)
+
+
+def _slots(dtype: torch.dtype, size: int, bits: int, *shape: int) -> torch.Tensor:
+    if bits == 16:
+        return torch.empty(2, *shape, size, dtype=dtype)
+    return torch.empty(2, *shape, GroupLayout(size, bits).nbytes, dtype=torch.uint8)
+
+
+def _decode(dtype: torch.dtype, size: int, bits: int, group: int, rotary: int) -> None:
+    shape = (1, 4, 1024)
+    q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
+    triton_decode.decode_attention(
+        q, k, k, slots=_slots(dtype, size, bits, *shape),
+        metadata=torch.empty(4, 1, dtype=torch.int32), bits=bits,
+        eviction=_eviction(*shape, rotary=rotary, mean=rotary == 0))
+
+
+def _prefill(dtype: torch.dtype, size: int, scored: bool) -> None:
+    q, k = torch.empty(600, 4, size, dtype=dtype), torch.empty(600, 2, size, dtype=dtype)
+    scores = torch.empty(2, 600) if scored else None
+    triton_prefill.prefill_attention(q, k, k, [600], [600], scores, 0.98 if scored else 1.0)
+
+
+def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *,
+            mean: bool = False) -> None:
+    k = torch.empty(length, 1, size, dtype=dtype)
+    shape = (1, 1, heavy)
+    triton_select.select_heavy_hitters(
+        k, k, torch.empty(1, length), cuts=[length, heavy, 0],
+        slots=_slots(dtype, size, bits, *shape), bits=bits, eviction=_eviction(*shape, mean=mean))
+
+
+def _groups(dtype: torch.dtype, size: int, bits: int) -> None:
+    records = triton_groups.quantize_groups(torch.empty(64, size, dtype=dtype), bits)
+    triton_groups.dequantize_groups(records, bits, size)
+
+
+def _matrix(bits: int) -> tuple[torch.Tensor, MatrixLayout]:
+    layout = MatrixLayout(256, 512, bits)
+    return torch.empty(layout.nbytes, dtype=torch.uint8), layout
+
+
+def _product(dtype: torch.dtype, rows: int, bits: int) -> None:
+    data, layout = _matrix(bits)
+    x, out = torch.empty(rows, 512, dtype=dtype), torch.empty(rows, 256, dtype=dtype)
+    triton_matrix.linear_quantized(x, data, 256, 512, bits, layout.group, out[0].clone(), out,
+                                   True)
+
+
+def _unpack(dtype: torch.dtype, bits: int) -> None:
+    data, layout = _matrix(bits)
+    triton_matrix.unpack_rows(data, 256, 512, bits, layout.group,
+                              torch.zeros(3, dtype=torch.int64), dtype)
