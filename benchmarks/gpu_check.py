@@ -2,26 +2,37 @@
 
     make gpu-check
 
+Then one comparison with Accelerate and DeepSpeed: OPT-6.7B's shape within 16 GB. Results are in a
+folder for each card, below benchmarks/results.
+
 Right: each operation at real shapes against the reference in float32, on the same GPU. Fast:
 device time between CUDA events, medians, each beside its roofline: bytes over the copy bandwidth
 measured in the same run, or PyTorch's own flash attention. Whatever is timed is larger than the
 caches. Ends with status 1 if a kernel is wrong or there is no GPU; a missed goal is only reported.
 
-Most of the time goes to Triton's compiler and tuner; all of it has to stay below 9 minutes.
+Most of the time goes to Triton's compiler and tuner. All of it stays below 9 minutes: what no time
+is left for is left out, and a row says so. A check that is left out has failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import platform
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from compare import summary
+from kernel_timing.gpu_comparison import Checkpoint, Deadline, Step, compare, run_steps
 from kernel_timing.gpu_matrices import (
     BRAIN,
     FULL,
@@ -34,10 +45,12 @@ from kernel_timing.gpu_matrices import (
 )
 
 from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import ops, reference
 from flexgen_h2o.metrics.provenance import source_commit
+from flexgen_h2o.models.convert import cache_dir
 
 COLUMNS = ("date", "commit", "host", "device", "torch", "triton", "kind", "operation", "shape",
            "dtype", "measured", "unit", "limit", "roofline_ms", "passed")
@@ -68,6 +81,8 @@ SELECTIONS = [
     (HALF, 96, 8, 20000, 8192, 1000, False), (BRAIN, 256, 16, 131072, 8192, 64, True),
     (FULL, 80, 16, 777, 100, 600, False), (HALF, 80, 4, 1000, 0, 200, False),
 ]
+COMPARISON = 240.0
+"""Seconds that are kept for the comparison; timings that would come later are left out."""
 
 
 class GpuRows:
@@ -97,6 +112,11 @@ class GpuRows:
         roofline = "" if roofline_ms is None else f"roofline {roofline_ms:.4g} ms"
         print(f"{time.perf_counter() - self.begun:6.1f} s  {verdict}  {operation:10} {shape:44} "
               f"{measured:10.4g} {unit} {bound} {roofline}", flush=True)
+
+    def skip(self, step: Step) -> None:
+        """A row for what no time was left for: of a check one that has failed."""
+        self.add(step.kind, step.name, "left out", "", math.nan, "no time left",
+                 limit=0 if step.kind == "check" else None)
 
     def write(self, path: str) -> None:
         write_csv(path, COLUMNS, self.rows)
@@ -304,42 +324,78 @@ def time_selection(rows: GpuRows, rate: float) -> None:
              milliseconds, "ms", limit=2 * roofline, roofline_ms=roofline)
 
 
+def steps(rows: GpuRows, brain: bool) -> list[Step]:
+    """Everything about kernels, in order: first that they are right. `brain`: with bfloat16."""
+    rates: dict[str, float] = {}
+
+    def measure_rates() -> None:
+        torch.cuda.empty_cache()
+        rates.update(copy=copy_rate(), gemm=gemm_rate())
+        rows.add("time", "copy", "read and written", "uint8", rates["copy"] / 1e9, "GB/s")
+        rows.add("time", "GEMM", "8192 x 8192 x 8192", HALF, rates["gemm"] / 1e12, "TFLOP/s")
+
+    found = [Step("check", "groups", lambda: check_groups(rows))]
+    for check, name, cases in ((check_selection, "select", SELECTIONS),
+                               (check_decode, "decode", DECODES),
+                               (check_prefill, "prefill", PREFILLS)):
+        found += [Step("check", name, partial(check, rows, *case)) for case in cases
+                  if brain or case[0] != BRAIN]
+    found += [Step("check", "product", partial(check_matrix, rows, case, error, BOUND[case[0]]))
+              for case in MATRICES if brain or case[0] != BRAIN]
+    found.append(Step("check", "unpack", lambda: check_rows(rows)))
+    timings: list[tuple[str, Callable[[], None]]] = [("rates", measure_rates)]
+    for one in ((64, 1024, 16, 0.7), (1, 32768, 16, 0.5), (64, 1024, 8, 0.7), (64, 1024, 4, 0.7)):
+        timings.append(("decode", lambda one=one: time_decode(rows, rates["copy"], *one)))
+    for dtype in (HALF, BRAIN)[: 1 + brain]:
+        timings.append(("prefill", lambda dtype=dtype: time_prefill(rows, rates["gemm"], dtype)))
+    timings += [("select", lambda: time_selection(rows, rates["copy"])),
+                ("product", lambda: time_matrices(rows, timed, rates["copy"], rates["gemm"]))]
+    # Once the rates are left out for want of time, so is all that needs them.
+    return found + [Step("time", name, call, COMPARISON) for name, call in timings]
+
+
+def card_folder(device: str) -> str:
+    """The folder of a card's results, by the name that its driver gives it."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", default="benchmarks/results/gpu_kernels.csv")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"),
+                        help="folder in which the card gets one of its own")
+    parser.add_argument("--models", type=Path, default=cache_dir() / "gpu-check",
+                        help="folder of the model that is compared; it is made there, 13 GB")
+    parser.add_argument("--seconds", type=float, default=520.0, help="that all of it may take")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu-check needs a GPU, and PyTorch finds none here")
+    deadline = Deadline(args.seconds)
     torch.manual_seed(torch.seed() % 2**32)  # fresh inputs every time
+    folder = args.out / card_folder(torch.cuda.get_device_name())
+    checkpoint = Checkpoint(args.models, "opt-6.7b", "float16")
     rows = GpuRows()
-    brain = torch.cuda.get_device_capability()[0] >= 8
-    with torch.inference_mode():
-        check_groups(rows)
-        for check, cases in ((check_selection, SELECTIONS), (check_decode, DECODES),
-                             (check_prefill, PREFILLS)):
-            for case in cases:
-                if brain or case[0] != BRAIN:
-                    check(rows, *case)
-        for case in MATRICES:
-            if brain or case[0] != BRAIN:
-                check_matrix(rows, case, error, BOUND[case[0]])
-        check_rows(rows)
+    try:
+        with torch.inference_mode():
+            run_steps(steps(rows, torch.cuda.get_device_capability()[0] >= 8), deadline, rows.skip)
+        rows.write(str(folder / "gpu_kernels.csv"))
         torch.cuda.empty_cache()
-        rate, gemms = copy_rate(), gemm_rate()
-        rows.add("time", "copy", "read and written", "uint8", rate / 1e9, "GB/s")
-        rows.add("time", "GEMM", "8192 x 8192 x 8192", HALF, gemms / 1e12, "TFLOP/s")
-        for sequences, slots, bits, goal in ((64, 1024, 16, 0.7), (1, 32768, 16, 0.5),
-                                             (64, 1024, 8, 0.7), (64, 1024, 4, 0.7)):
-            time_decode(rows, rate, sequences, slots, bits, goal)
-        for dtype in (HALF, BRAIN)[: 1 + brain]:
-            time_prefill(rows, gemms, dtype)
-        time_selection(rows, rate)
-        time_matrices(rows, timed, rate, gemms)
-    rows.write(args.csv)
+        with told():
+            print(summary(compare(folder / "compare_gpu_check.csv", checkpoint, deadline)))
+    finally:
+        checkpoint.stop()
     wrong = [row for row in rows.rows if row["kind"] == "check" and not row["passed"]]
     slow = [row for row in rows.rows if row["kind"] == "time" and row["passed"] is False]
-    print(f"{len(wrong)} wrong, {len(slow)} goals missed; {args.csv}")
+    print(f"{len(wrong)} wrong or not checked, {len(slow)} goals missed; {folder}")
     sys.exit(bool(wrong))
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Within it, a `UserError` is a line: what was measured before stands."""
+    try:
+        yield
+    except UserError as found:
+        print(f"no comparison: {found}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cards that stand for the architectures that kernels are compiled for, and what fits on each."""
+"""Cards that stand for the architectures which kernels are compiled for, and what fits on each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REGISTERS = 64 * KIB
 @dataclass(frozen=True)
 class Card:
     """Limits of a multiprocessor (CUDA C++ Programming Guide, "Technical Specifications per Compute
-    Capability") and rates of the card (its data sheet).
+    Capability").
 
     Attributes
     ----------
@@ -27,10 +27,6 @@ class Card:
         Bytes of it that the system takes for each program.
     warps, programs : int
         The most on a multiprocessor.
-    bandwidth : float
-        Bytes per second of its memory.
-    matrix_rate, vector_rate : float
-        FLOP per second in 16 bits on matrix units, and in float32 without them.
     """
 
     name: str
@@ -40,9 +36,6 @@ class Card:
     reserved: int
     warps: int
     programs: int
-    bandwidth: float
-    matrix_rate: float
-    vector_rate: float
 
     def together(self, registers: int, shared: int, warps: int) -> int:
         """Programs of a kernel that a multiprocessor holds at once; 0 if none fits.
@@ -57,8 +50,8 @@ class Card:
 
 
 CARDS = {card.gpu.architecture: card for card in (
-    Card("T4", GPU(75, 40), 64 * KIB, 64 * KIB, 0, 32, 16, 320e9, 65e12, 8.1e12),
-    Card("A100", GPU(80, 108), 163 * KIB, 164 * KIB, KIB, 64, 32, 1555e9, 312e12, 19.5e12),
-    Card("H100", GPU(90, 132), 227 * KIB, 228 * KIB, KIB, 64, 32, 3350e9, 989e12, 67e12),
+    Card("T4", GPU(75, 40), 64 * KIB, 64 * KIB, 0, 32, 16),
+    Card("A100", GPU(80, 108), 163 * KIB, 164 * KIB, KIB, 64, 32),
+    Card("H100", GPU(90, 132), 227 * KIB, 228 * KIB, KIB, 64, 32),
 )}
 """By architecture."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from kernel_timing.gpu_cards import Card
+from kernel_timing.gpu_variants import Variant
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -25,8 +27,6 @@ from triton.runtime.jit import JITFunction
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels.gpus import pretending
-from kernel_timing.gpu_cards import Card
-from kernel_timing.gpu_variants import Variant
 
 REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -100,13 +100,20 @@ def launches(card: Card, variants: Iterable[Variant]) -> list[Launch]:
         key = (function.fn.__name__, constants_text(constants), *(
             _kind(named[param.name]) for param in function.params if not param.is_constexpr))
         if key not in found:
-            found[key] = Launch(function.fn.__name__, variant, constants, lambda: run(
-                function, *args, grid=(1,), warmup=True, **options), function.cache_key[:12])
+            found[key] = Launch(function.fn.__name__, variant, constants,
+                                partial(_fresh, run, function, args, options),
+                                function.cache_key[:12])
 
     with _caught(card.gpu.architecture, take), pretending(card.gpu):
         for variant in variants:  # noqa: B007 (take reads it)
             variant.call()
     return list(found.values())
+
+
+def _fresh(run: Callable[..., Any], function: JITFunction, args: tuple, options: dict) -> Any:
+    """The kernel of a launch, compiled now: what the function keeps may be another card's."""
+    function.device_caches.clear()
+    return run(function, *args, grid=(1,), warmup=True, **options)
 
 
 def _kind(value: object) -> object:
@@ -137,12 +144,10 @@ def compiled(card: Card, launch: Launch) -> dict[str, object]:
     stores, loads = map(int, SPILLS.search(report).groups())
     shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
     together = card.together(registers, shared, warps)
-    ratio = bytes_per_flop(launch)
     return identity(card, launch) | {
         "registers": registers, "spill_stores": stores, "spill_loads": loads, "shared": shared,
         "shared_limit": card.shared, "programs": together,
-        "occupancy": together * warps / card.warps, "bytes_per_flop": ratio,
-        "bound": ratio and _bound(card, launch, ratio)}
+        "occupancy": together * warps / card.warps, "bytes_per_flop": bytes_per_flop(launch)}
 
 
 def identity(card: Card, launch: Launch) -> dict[str, object]:
@@ -156,10 +161,10 @@ def identity(card: Card, launch: Launch) -> dict[str, object]:
 
 
 def bytes_per_flop(launch: Launch) -> float | None:
-    """Bytes that the kernel's loop reads of the GPU's memory per FLOP of its products.
+    """Bytes that the kernel's loop reads per FLOP of its products; None if it has none.
 
-    None of kernels without products. Caches are not counted: of `_forward` each block of rows
-    reads all keys and values again.
+    They come from the GPU's memory or from its caches: of `_forward` each block of rows reads all
+    keys and values again.
     """
     held, item, bits = launch.constants, launch.variant.dtype.itemsize, launch.variant.bits
     size = launch.variant.size
@@ -177,16 +182,3 @@ def bytes_per_flop(launch: Launch) -> float | None:
         rows = held["TALL"]
         return (bits / 8 + 4 / group + rows * item / held["BLOCK"]) / (2 * rows)
     return None
-
-
-def _bound(card: Card, launch: Launch, ratio: float) -> str:
-    """What the card runs out of first by its data sheet: "memory" or "arithmetic"."""
-    units = launch.kernel != "_skinny" and launch.constants.get("HEADS") != 1
-    units &= launch.variant.dtype.itemsize == 2 and card.gpu.architecture >= 80
-    rate = card.matrix_rate if units else card.vector_rate
-    return "memory" if ratio > card.bandwidth / rate else "arithmetic"
-
-
-def unset_interpreter() -> None:
-    """Kernels decorated from here on are compiled, whatever the environment says."""
-    os.environ["TRITON_INTERPRET"] = "0"

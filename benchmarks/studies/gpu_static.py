@@ -31,7 +31,7 @@ from flexgen_h2o.files.rows import cell, write_csv  # noqa: E402
 
 COLUMNS = ("architecture", "card", "kernel", "operation", "dtype", "size", "bits", "constants",
            "triton", "source", "registers", "spill_stores", "spill_loads", "shared",
-           "shared_limit", "programs", "occupancy", "bytes_per_flop", "bound")
+           "shared_limit", "programs", "occupancy", "bytes_per_flop")
 KEY = COLUMNS[:8]
 """Columns that tell a row from the others."""
 SAVED_EVERY = 60.0

@@ -16,6 +16,7 @@ from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
+from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
 from flexgen_h2o.models.convert import TEXTS, Keep, cache_dir, weight_files
@@ -161,7 +162,7 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, d
         Folder or `.gguf` file of the weights; ``_DUMMY_`` for random weights of the shape.
     dtype : str
         auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU, and on a GPU the
-        checkpoint's own if it has 16 bits, else float16.
+        checkpoint's own if it has 16 bits and the GPU multiplies it, else float16.
     bits : int
         Of the weights: 16 (as `dtype` says), 8 or 4.
 
@@ -220,8 +221,10 @@ def _specs(weights: ModelWeights) -> dict[str, TensorSpec]:
 
 def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:
     if name == "auto":
-        on_gpu = config.dtype if config.dtype in ("float16", "bfloat16") else "float16"
-        name = on_gpu if device.torch.type == "cuda" else "bfloat16"
+        gpu = gpu_of(device.torch)
+        own = config.dtype in ("float16", "bfloat16") and (
+            gpu is None or has_matrix_units(gpu, torch.bfloat16))
+        name = "bfloat16" if gpu is None else config.dtype if own else "float16"
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}: use auto, float16, bfloat16 or float32")
     return getattr(torch, name)

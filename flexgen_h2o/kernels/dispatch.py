@@ -51,9 +51,9 @@ _NO_UNITS = ("float32", "sm_75")
 _UNITS = ("sm_80", "sm_90")
 GPU_TABLE = (
     TableLine("scored_prefill", _NO_UNITS, "matmul",
-              why="Triton has no matrix units there: its blocks go through fused multiply-adds, at "
-                  "8.1 TFLOP/s of a T4 (data sheet), and spill from 64 x 32 on. cuBLAS has them, at "
-                  "65 TFLOP/s; the logits between two products cost some 24 bytes each."),
+              why="Triton has no matrix units there: its blocks go through fused multiply-adds (a "
+                  "T4's 8.1 TFLOP/s, by its data sheet), and spill from 64 x 32 on. cuBLAS has "
+                  "them (65 TFLOP/s); the logits between two products cost some 24 bytes each."),
     TableLine("scored_prefill", _UNITS, "blocks",
               why="Logits stay in registers, and no block spills (benchmarks/results/"
                   "gpu_static.csv)."),
@@ -62,8 +62,8 @@ GPU_TABLE = (
                   "multiply-adds; one by one only what there is. The cache comes from the "
                   "second-level cache after the first head."),
     TableLine("decode_attention", _UNITS, "matrix units",
-              why="The cache is read once for all heads of a group (gpu_static.csv: bytes_per_flop)."
-              ),
+              why="The cache is read once for all heads of a group (bytes_per_flop of "
+                  "benchmarks/results/gpu_static.csv)."),
     TableLine("linear_quantized", _NO_UNITS, "vectors", most_rows=8,
               why="A weight costs about 3 instructions and one a row: 8 rows of 4096 x 16384 in 4 "
                   "bits 0.18 ms of a T4's arithmetic and 0.12 ms of its bandwidth, unpacked 1.0 ms "

@@ -129,10 +129,16 @@ def _skinny(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
         parts += outputs
 
 
+def _shallow(tuned, named_args, **constants):
+    """The configs with registers left: of tall blocks not those that load four steps ahead."""
+    return [one for one in tuned if one.num_stages < 4 or constants["TALL"] <= FEWEST]
+
+
 @triton.autotune(
     configs({"BLOCK": 32}, ({"BLOCK": 32}, 2, 4), ({"BLOCK": 64}, 4, 2), ({"BLOCK": 64}, 4, 4),
             ({"BLOCK": 128}, 8, 2), ({"BLOCK": 128}, 8, 3)),
-    key=["WORDS", "BITS", "TALL"], cache_results=True)
+    key=["WORDS", "BITS", "TALL"], prune_configs_by={"early_config_prune": _shallow},
+    cache_results=True)
 @triton.jit
 def _several(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
              WORDS: tl.constexpr, BITS: tl.constexpr, TALL: tl.constexpr, SOME: tl.constexpr,

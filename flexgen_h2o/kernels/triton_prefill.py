@@ -40,6 +40,12 @@ def _fitting(tuned, named_args, **constants):
         one.kwargs["BLOCK_N"] + constants["WIDTH"]) <= MOST_SUMS * one.num_warps]
 
 
+def _fitting_columns(tuned, named_args, **constants):
+    """The configs whose logits fit into registers, and as many sums."""
+    return [one for one in tuned if 2 * one.kwargs["BLOCK_M"] * one.kwargs["BLOCK_N"]
+            <= MOST_SUMS * one.num_warps]
+
+
 _TUNED = configs(
     {"BLOCK_M": 16, "BLOCK_N": 16},
     ({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 2), ({"BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
@@ -152,7 +158,7 @@ def _columns(keys, q, q_stride, most, total, weights, position, before, n, first
 
 
 @triton.autotune(_TUNED, key=["DIM", "LONG"], restore_value=["scores"],
-                 prune_configs_by={"early_config_prune": _fitting}, cache_results=True)
+                 prune_configs_by={"early_config_prune": _fitting_columns}, cache_results=True)
 @triton.jit
 def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_row, weights,
                  sequences,

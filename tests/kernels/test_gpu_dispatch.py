@@ -1,0 +1,103 @@
+"""What runs on which GPU: the table, and its paths on a pretended one against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes import A100, T4
+from kernels.test_triton import (  # noqa: F401 (_mended_interpreter is a fixture)
+    _mended_interpreter,
+    check_decode,
+)
+
+from flexgen_h2o.h2o.eviction import Eviction
+from flexgen_h2o.kernels import blockwise, dispatch, reference, triton_prefill
+from flexgen_h2o.kernels.gpus import GPU, gpu_of, pretending
+from flexgen_h2o.kernels.implementations import GPU_IMPLEMENTATIONS
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+V100, L4, H100 = GPU(70, 80), GPU(89, 58), GPU(90, 132)
+BOUND = {FULL: 2e-5, BRAIN: 3e-2, HALF: 4e-3}
+
+
+def test_every_line_names_what_exists_and_why():
+    for line in dispatch.GPU_TABLE:
+        assert line.implementation in GPU_IMPLEMENTATIONS[line.operation] and line.why
+        assert set(line.sets) <= set(dispatch.ARCHITECTURES)
+        assert 1 <= line.least_rows <= line.most_rows
+
+
+@pytest.mark.parametrize("gpu", [V100, T4, A100, L4, H100, None])
+@pytest.mark.parametrize("dtype", BOUND)
+def test_every_gpu_has_a_choice_for_any_rows(gpu, dtype):
+    units = dtype != FULL and gpu not in (V100, T4)
+    for operation, with_units, without in (
+            ("scored_prefill", ["blocks"] * 6, ["matmul"] * 6),
+            ("decode_attention", ["matrix units"] * 6, ["vectors"] * 6),
+            ("linear_quantized", ["vectors"] * 2 + ["matrix units"] * 3 + ["unpacked"],
+             ["vectors"] * 3 + ["unpacked"] * 3)):
+        chosen = [dispatch.gpu_choice(operation, rows, dtype, gpu)
+                  for rows in (1, 2, 8, 9, 64, 65)]
+        assert chosen == (with_units if units else without)
+
+
+def test_only_what_is_pretended_is_a_gpu():
+    host = torch.device("cpu")
+    assert gpu_of(host) is None
+    with pretending(T4):
+        assert gpu_of(host) == T4
+        with pretending(H100):
+            assert gpu_of(host) == H100
+        assert gpu_of(host) == T4
+    assert gpu_of(host) is None
+
+
+@pytest.mark.parametrize("form", [HALF, BRAIN, 8, 4])
+@pytest.mark.parametrize(("group", "rotary"), [(1, 16), (3, 0), (4, 8), (8, 16)])
+def test_decode_of_heads_one_by_one(form, group, rotary):
+    with pretending(T4):
+        check_decode(cached=[0, 33, 1, 50], full=(1, 3), form=form, group=group, kv_heads=2,
+                     eviction=Eviction(), rotary=rotary)
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("group", "decay"), [(1, 1.0), (3, 0.9), (4, 1.0)])
+@pytest.mark.parametrize(("rows", "tokens"), [
+    ([1], [1]), ([2, 1], [2, 5]), ([0, 40], [3, 40]), ([18, 3], [34, 50])])
+@pytest.mark.parametrize("block", [1, 7, 10**6])
+def test_prefill_through_products(monkeypatch, dtype, group, decay, rows, tokens, block):
+    """Blocks of one row, of some, and of all of them."""
+    kv_heads, dim = 2, 20
+    monkeypatch.setattr(blockwise, "BLOCK_BYTES", block * 4 * kv_heads * group * max(tokens))
+    taken = []
+    plain = blockwise.prefill_attention
+    monkeypatch.setattr(blockwise, "prefill_attention",
+                        lambda *args: taken.append(1) or plain(*args))
+    torch.manual_seed(0)
+    q = torch.randn(sum(rows), kv_heads * group, dim + 4).to(dtype)[..., :dim]
+    k, v = torch.randn(2, kv_heads, sum(tokens), dim).to(dtype).transpose(1, 2)
+    scores = torch.full((kv_heads, sum(tokens) + 5), float("nan"))
+    scores[:, :-5] = torch.rand(kv_heads, sum(tokens))
+    wanted = scores.clone()
+    expected = reference.prefill_attention(
+        q.float(), k.float(), v.float(), rows, key_lengths=tokens, scores=wanted[:, :-5],
+        decay=decay)
+    with pretending(T4):
+        out = triton_prefill.prefill_attention(q, k, v, rows, tokens, scores[:, :-5], decay)
+        alone = triton_prefill.prefill_attention(q, k, v, rows, tokens, None, 1.0)
+    assert len(taken) == 2 and out.dtype == dtype and torch.equal(alone, out)
+    assert (out.float() - expected).abs().max() < BOUND[dtype]
+    torch.testing.assert_close(scores, wanted, rtol=2e-5, atol=2e-6, equal_nan=True)
+
+
+def test_prefill_through_products_takes_memory_linear_in_the_tokens(monkeypatch):
+    """Of a block's logits, whatever the prompt's length."""
+    largest = []
+    product = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: largest.append(
+        product(a, b).numel()) or product(a, b))
+    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 4 * 2 * 2000)
+    for length in (100, 1000):
+        q, k, v = torch.randn(3, length, 2, 8)
+        blockwise.prefill_attention(q, k, v, [length], [length], torch.zeros(2, length), 1.0)
+    assert max(largest) <= 2 * 2000
