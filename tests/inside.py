@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from flexgen_h2o import LLM
+from flexgen_h2o.engine import loader
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.schedule import Kind
 from flexgen_h2o.kernels import native, ops
@@ -20,6 +21,7 @@ from flexgen_h2o.tasks.streams import segments
 
 # Functions that are tested by themselves.
 own_attention, sparse_attention = rows._own_attention, rows._sparse_attention
+run_dtype = loader._dtype
 stream_failure, save_analysis = segments._failure, analyze._save
 LLAMA3_ROPE = from_gguf._LLAMA3_ROPE
 STRUCTS = native._STRUCTS  # of the library's calls, by name

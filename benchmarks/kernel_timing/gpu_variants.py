@@ -31,6 +31,8 @@ GROUP = 4
 """Query heads of a KV head, where there is more than one."""
 ROWS = (1, 2, 16, 32, 64, 65)
 """Rows of products: without matrix units, with few to many, and unpacked."""
+LENGTHS = (300, 1000, 2000, 4096, 8192, 16384, 32768)
+"""Prompts that are cut: up to the longest whose scores stay in registers, and one beyond."""
 
 
 class Variant(NamedTuple):
@@ -61,9 +63,10 @@ def variants() -> Iterator[Variant]:
             for rows in ROWS:
                 yield Variant("product", dtype, rows, bits, partial(_product, dtype, rows, bits))
             yield Variant("unpack", dtype, 3, bits, partial(_unpack, dtype, bits))
-    for length, mean in ((32768, False), (32768, True), (131072, False)):
-        yield Variant("select", HALF, 128, 16,
-                      partial(_select, HALF, 128, 16, length, 1024, mean=mean))
+    for length in LENGTHS:
+        for mean in (False, True):
+            yield Variant("select", HALF, 128, 16,
+                          partial(_select, HALF, 128, 16, length, length // 4, mean=mean))
 
 
 def _decodes(dtype: torch.dtype, size: int) -> list[tuple[int, int]]:

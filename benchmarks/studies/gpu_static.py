@@ -73,11 +73,8 @@ def compile_all(wanted: list[tuple[Card, Launch]], path: Path) -> int:
     for number, (card, launch) in enumerate(wanted, 1):
         row = identity(card, launch)
         place = key(row)
-        if not stale(held.get(place), row):
-            row = held[place]
-        else:
-            row = compiled(card, launch)
-        rows[place] = row
+        found = held.get(place)
+        rows[place] = row = compiled(card, launch) if stale(found, row) else found
         if fault := faults(row):
             wrong += 1
             print(f"{number}/{len(wanted)} {' '.join(place)}: {fault}", flush=True)
@@ -95,7 +92,8 @@ def check(wanted: list[tuple[Card, Launch]], path: Path, sample: int) -> list[st
                 for row in [identity(card, launch)]}
     found = [f"missing: {' '.join(place)}" for place in expected.keys() - held.keys()]
     found += [f"not a variant: {' '.join(place)}" for place in held.keys() - expected.keys()]
-    found += [f"{' '.join(place)}: {fault}" for place, row in held.items() if (fault := faults(row))]
+    found += [f"{' '.join(place)}: {fault}" for place, row in held.items()
+              if (fault := faults(row))]
     both = [place for place in expected if place in held]
     alike = all(row["triton"] == triton.__version__ for row in held.values())
     if alike:  # the same kernel's source has another digest in another Triton

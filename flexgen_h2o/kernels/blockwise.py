@@ -1,9 +1,9 @@
 """Prompt attention with scores through PyTorch's matrix products, a block of queries at a time.
 
 For GPUs whose matrix units PyTorch's products use and Triton does not, and for float32; see
-`dispatch.GPU_TABLE`. Logits are float32: products of 16-bit matrices come out so where PyTorch can
-(`torch.bmm` with `out_dtype`: PyTorch 2.8 and later, on CUDA), else both matrices are made float32 first, in which their
-products are exact.
+`dispatch.GPU_TABLE`. Logits are float32: products of float16 matrices come out so where PyTorch can
+(`torch.bmm` with `out_dtype`: PyTorch 2.8 and later, on CUDA), else both matrices are made float32
+first, in which their products are exact.
 """
 
 from __future__ import annotations

@@ -29,21 +29,22 @@ LONG = 512
 """Prompts from here on are tuned apart from shorter ones."""
 
 
-MOST_SUMS = 32 * 96
-"""Of a warp, in float32: 96 of the 255 registers of each thread. Compiled blocks with more spill
-(benchmarks/results/gpu_static.csv holds those with fewer to none)."""
+MOST_SUMS = {4: 4 * 32 * 80, 8: 8 * 32 * 96}
+"""Of a program of so many warps, in float32: 80 or 96 of the 255 registers of each thread. Blocks
+with more spill (benchmarks/results/gpu_static.csv holds the rest to none)."""
 
 
 def _fitting(tuned, named_args, **constants):
     """The configs whose sums fit into registers: logits, and as many results as a head is wide."""
     return [one for one in tuned if one.kwargs["BLOCK_M"] * (
-        one.kwargs["BLOCK_N"] + constants["WIDTH"]) <= MOST_SUMS * one.num_warps]
+        one.kwargs["BLOCK_N"] + constants["WIDTH"]) <= MOST_SUMS[one.num_warps]]
 
 
 def _fitting_columns(tuned, named_args, **constants):
-    """The configs whose logits fit into registers, and as many sums."""
-    return [one for one in tuned if 2 * one.kwargs["BLOCK_M"] * one.kwargs["BLOCK_N"]
-            <= MOST_SUMS * one.num_warps]
+    """The configs whose logits fit into registers, and as many sums; keys as wide as results do."""
+    fitting = _fitting(tuned, named_args, **constants)
+    return [one for one in fitting if 2 * one.kwargs["BLOCK_M"] * one.kwargs["BLOCK_N"]
+            <= MOST_SUMS[one.num_warps]]
 
 
 _TUNED = configs(

@@ -29,7 +29,8 @@ from flexgen_h2o.kernels.triton_common import (
 )
 
 MOST_IN_REGISTERS = 16384
-"""Scores of one program of 32 warps: 16 of the 64 registers of each thread."""
+"""Scores of one program of 16 warps: 32 of the 128 registers of each thread. With 32 warps, and 64
+registers for each thread, the sums over threads spill."""
 
 
 @triton.jit
@@ -192,7 +193,7 @@ def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: 
     # Where no score decides, or none is needed, the scores need not fit in registers.
     needed = max((n for n, h, r in zip(lengths, heavy, recent, strict=True)
                   if 0 < h < n - r - sinks), default=1)
-    most, chunk = (64, 32) if interpreted() else (MOST_IN_REGISTERS, 4096)
+    most, chunk = (64, 32) if interpreted() else (MOST_IN_REGISTERS, 2048)
     chunk = max(32, min(chunk, triton.next_power_of_2(max(lengths))))
     whole = needed <= most
     block = max(32, triton.next_power_of_2(needed)) if whole else chunk
@@ -200,7 +201,7 @@ def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: 
     _choose[(len(lengths), kv_heads)](
         scores, *((0, 0) if scores is None else scores.stride()), table, kept_scores, positions,
         ranks, *state, kept_scores.shape[2], sinks, MEAN=mean, WHOLE=whole, BLOCK=block,
-        CHUNK=chunk, num_warps=max(4, min(32, max(block, chunk) // 256)))
+        CHUNK=chunk, num_warps=max(4, min(16, max(block, chunk) // 256)))
     group = length if bits == 16 else GroupLayout(length, bits).group
     rows = max(1, 4096 // triton.next_power_of_2(length))
     kept = max(min(n, h + r + sinks) for n, h, r in zip(lengths, heavy, recent, strict=True))

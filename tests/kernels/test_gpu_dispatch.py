@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import inside
 import pytest
 import torch
 from fakes import A100, T4
@@ -14,6 +17,7 @@ from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import blockwise, dispatch, reference, triton_prefill
 from flexgen_h2o.kernels.gpus import GPU, gpu_of, pretending
 from flexgen_h2o.kernels.implementations import GPU_IMPLEMENTATIONS
+from flexgen_h2o.storage.tiers import Device
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 V100, L4, H100 = GPU(70, 80), GPU(89, 58), GPU(90, 132)
@@ -39,6 +43,16 @@ def test_every_gpu_has_a_choice_for_any_rows(gpu, dtype):
         chosen = [dispatch.gpu_choice(operation, rows, dtype, gpu)
                   for rows in (1, 2, 8, 9, 64, 65)]
         assert chosen == (with_units if units else without)
+
+
+@pytest.mark.parametrize(("gpu", "name", "chosen"), [
+    (T4, "bfloat16", HALF), (V100, "bfloat16", HALF), (A100, "bfloat16", BRAIN),
+    (T4, "float16", HALF), (A100, "float16", HALF), (H100, "float32", HALF),
+    (None, "float16", BRAIN)])
+def test_the_dtype_of_a_gpu_is_one_that_it_multiplies(gpu, name, chosen):
+    with pretending(gpu):
+        assert inside.run_dtype("auto", SimpleNamespace(dtype=name), Device()) == chosen
+        assert inside.run_dtype("bfloat16", SimpleNamespace(dtype=name), Device()) == BRAIN
 
 
 def test_only_what_is_pretended_is_a_gpu():
@@ -94,8 +108,12 @@ def test_prefill_through_products_takes_memory_linear_in_the_tokens(monkeypatch)
     """Of a block's logits, whatever the prompt's length."""
     largest = []
     product = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b: largest.append(
-        product(a, b).numel()) or product(a, b))
+
+    def noted(a, b):
+        largest.append(product(a, b).numel())
+        return product(a, b)
+
+    monkeypatch.setattr(torch, "bmm", noted)
     monkeypatch.setattr(blockwise, "BLOCK_BYTES", 4 * 2 * 2000)
     for length in (100, 1000):
         q, k, v = torch.randn(3, length, 2, 8)

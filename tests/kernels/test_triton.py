@@ -1,16 +1,10 @@
-"""The GPU's kernels against the reference: in Triton's interpreter, and compiled without a GPU.
-
-As a script, ``python tests/kernels/test_triton.py 90``, it compiles kernels for an architecture.
-"""
+"""The GPU's kernels against the reference, in Triton's interpreter."""
 
 from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy
 import pytest
@@ -334,112 +328,3 @@ def test_groups(bits, dim):
         assert torch.equal(records, wanted)
         assert torch.equal(triton_groups.dequantize_groups(wanted, bits, dim),
                            reference.dequantize_groups(wanted, layout))
-
-
-SHARED = {75: 64 << 10, 80: 163 << 10, 90: 227 << 10}
-"""Bytes of shared memory that a program may have, by architecture."""
-
-
-class _AbsentGPU:
-    """What Triton asks a driver for as long as nothing is launched."""
-
-    def __init__(self, architecture: int):
-        self.architecture = architecture
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.architecture, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-
-def compile_kernels(launches: Callable[[int], None]) -> None:
-    """Compile what some calls for the architecture in this script's arguments would launch, and
-    check that it fits; prints what it compiled."""
-    from triton.runtime import driver
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
-
-    architecture, run = int(sys.argv[1]), JITFunction.run
-
-    def compiled(self, *args, grid, warmup, **options):
-        kernel = run(self, *args, grid=(1,), warmup=True, **options)
-        assert kernel.metadata.shared <= SHARED[architecture], (self.fn, options)
-        print(self.fn.__name__, kernel.metadata.shared)
-
-    def tuned(self, *args, **options):
-        """The largest config that is left: the one that is short of memory."""
-        named = dict(zip(self.arg_names, args, strict=False))
-        some = self.early_config_prune(self.configs, named, **options) \
-            if self.early_config_prune else self.configs
-        self.fn.run(*args, **options, **some[-1].all_kwargs())
-
-    driver.set_active(_AbsentGPU(architecture))
-    JITFunction.run, Autotuner.run = compiled, tuned
-    launches(architecture)
-
-
-def launches(architecture: int) -> None:
-    half = torch.float16
-    if architecture >= 90:
-        half = torch.bfloat16
-        _compile_decode(half, 80, 4, group=4)
-        _compile_decode(half, 128, 16, group=8, rotary=128)
-        _compile_select(half, 128, 16, 32768, 1024)
-        _compile_prefill(half, 128, 0.98)
-    _compile_decode(torch.float16, 64, 16, rotary=16)
-    _compile_select(half, 96, 4, 4096, 409)
-    _compile_prefill(torch.float32, 64, 1.0)
-
-
-def _compile_decode(dtype, dim, bits, *, group=1, rotary=0):
-    case = decode_case([60], form=dtype if bits == 16 else bits, dim=dim, n=1024,
-                       eviction=Eviction(mean=rotary > 0), rotary=rotary, group=group)
-    new = {name: torch.empty(case[name].shape, dtype=dtype) for name in "qkv"}
-    triton_decode_step(**(case | new))
-
-
-def _compile_select(dtype, dim, bits, length, heavy):
-    layout = None if bits == 16 else GroupLayout(dim, bits)
-    k = torch.empty(length, 1, dim, dtype=dtype)
-    shape = (1, 1, heavy)
-    slots = torch.empty((2, *shape, layout.nbytes if layout else dim),
-                        dtype=torch.uint8 if layout else dtype)
-    if layout:
-        triton_groups.dequantize_groups(triton_groups.quantize_groups(k, bits), bits, dim)
-    triton_select.select_heavy_hitters(
-        k, k, torch.empty(1, length), cuts=[length, heavy, 0], slots=slots, bits=bits,
-        eviction=EvictionArguments(
-            torch.empty(shape), *torch.empty((2, *shape), dtype=torch.int32), mean=dim == 96))
-
-
-def _compile_prefill(dtype, dim, decay):
-    q, k = torch.empty(600, 4, dim, dtype=dtype), torch.empty(600, 2, dim, dtype=dtype)
-    triton_prefill.prefill_attention(q, k, k, [600], [600], torch.empty(2, 600), decay)
-
-
-def compiled(script: str, architecture: int, cache: Path) -> set[str]:
-    """Names of the kernels that a file of tests, as a script, compiles for an architecture."""
-    done = subprocess.run(
-        [sys.executable, script, str(architecture)], capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache),
-             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])})
-    assert done.returncode == 0, done.stderr
-    return {line.split()[0] for line in done.stdout.splitlines()}
-
-
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_kernels_compile_without_a_gpu(architecture, tmp_path):
-    """What the interpreter lets pass, the compiler may not."""
-    assert compiled(__file__, architecture, tmp_path) == {
-        "_read", "_finish", "_choose", "_gather", "_forward", "_sum_columns", "_quantize",
-        "_dequantize"}
-
-
-if __name__ == "__main__":
-    compile_kernels(launches)

@@ -1,19 +1,11 @@
-"""Products with quantized matrices on a GPU: in Triton's interpreter, and compiled without a GPU.
-
-As a script, ``python tests/kernels/test_triton_matrix.py 90``, it compiles kernels for one
-architecture.
-"""
+"""Products with quantized matrices on a GPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from fakes import T4
-from kernels.test_triton import (  # noqa: F401 (_mended_interpreter is a fixture)
-    _mended_interpreter,
-    compile_kernels,
-    compiled,
-)
+from kernels.test_triton import _mended_interpreter  # noqa: F401 (it is a fixture)
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
@@ -157,28 +149,3 @@ def test_unpack_rows(form, shape):
                        values[rows[::2]])
     none = triton_matrix.unpack_rows(data, *shape, *form, rows[:0], torch.float32)
     assert none.shape == (0, shape[1])
-
-
-def launches(architecture: int) -> None:
-    half = torch.float16 if architecture < 80 else torch.bfloat16
-    for bits, dtype, rows in ((4, half, (1, 64, 65)), (8, torch.float16, (4, 16)),
-                              (4, torch.float32, (16,))):
-        layout = MatrixLayout(200, 500, bits)
-        data = torch.empty(layout.nbytes, dtype=torch.uint8)
-        for count in rows:
-            x, out = (torch.empty(count, n, dtype=dtype) for n in (500, 200))
-            triton_matrix.linear_quantized(x, data, 200, 500, bits, 64, x[0, :200].clone(), out,
-                                           True)
-        triton_matrix.unpack_rows(data, 200, 500, bits, 64, torch.zeros(3, dtype=torch.int64),
-                                  dtype)
-
-
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_kernels_compile_without_a_gpu(architecture, tmp_path):
-    """What the interpreter lets pass, the compiler may not."""
-    assert compiled(__file__, architecture, tmp_path) == {"_skinny", "_several", "_add_parts",
-                                                          "_unpack"}
-
-
-if __name__ == "__main__":
-    compile_kernels(launches)

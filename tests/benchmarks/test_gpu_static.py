@@ -1,0 +1,104 @@
+"""GPU kernels without a GPU: every variant is in the file of what they compile to, and fits."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from programs import ROOT, benchmark_modules
+
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_static.csv"
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def bench():
+    with benchmark_modules("kernel_timing.gpu_cards") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def rows():
+    with RESULTS.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def check(path, *options) -> subprocess.CompletedProcess:
+    """In a process of its own: this one's kernels are the interpreter's."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run(
+        [sys.executable, "benchmarks/studies/gpu_static.py", "--check", "--csv", str(path),
+         *options], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_the_file_has_every_variant_and_some_compile_to_what_it_says():
+    done = check(RESULTS, "--sample", "9")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_row_that_is_missing_or_wrong_is_found(rows, tmp_path):
+    """Left out, spilling, and beyond the card's shared memory."""
+    changed = [dict(row) for row in rows]
+    changed[1]["spill_stores"], changed[2]["shared"] = "8", "300000"
+    path = tmp_path / "gpu_static.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(changed[1:])
+    done = check(path, "--sample", "0")
+    assert done.returncode == 1
+    lines = sorted(done.stdout.splitlines())
+    assert [line.startswith("missing:") for line in lines].count(True) == 1
+    assert sum("spills 8 + 0 bytes" in line for line in lines) == 1
+    assert sum("takes 300000 of " in line for line in lines) == 1 and len(lines) == 3
+
+
+def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
+    for architecture, card in bench.gpu_cards.CARDS.items():
+        mine = [row for row in rows if row["architecture"] == f"sm_{architecture}"]
+        assert {row["card"] for row in mine} == {card.name}
+        units = {"_forward", "_sum_columns", "_several"}  # they need matrix units
+        assert {row["kernel"] for row in mine} == {
+            "_read", "_finish", "_choose", "_gather", "_quantize", "_dequantize", "_skinny",
+            "_add_parts", "_unpack", *(units if architecture >= 80 else ())}
+        assert not [row for row in mine if row["kernel"] in units and row["dtype"] == "float32"]
+        decodes = {(row["dtype"], row["size"], row["bits"])
+                   for row in mine if row["kernel"] == "_read"}
+        assert decodes == {(dtype, size, bits) for dtype in ("float16", "bfloat16", "float32")
+                           for size in ("64", "80", "96", "128", "256")
+                           for bits in ("16", "8", "4")}
+
+
+def test_what_is_reported_is_within_the_card(rows, bench):
+    cards = {card.name: card for card in bench.gpu_cards.CARDS.values()}
+    for row in rows:
+        assert row["spill_stores"] == row["spill_loads"] == "0"
+        assert int(row["shared"]) <= cards[row["card"]].shared == int(row["shared_limit"])
+        assert 0 < int(row["registers"]) <= 255 and int(row["programs"]) >= 1
+        assert 0 < float(row["occupancy"]) <= 1
+
+
+@pytest.mark.parametrize(("architecture", "registers", "shared", "warps", "together"), [
+    (75, 32, 0, 4, 8), (80, 32, 0, 4, 16), (90, 255, 0, 8, 1), (90, 128, 0, 4, 4),
+    (80, 16, 0, 1, 32), (80, 32, 100 << 10, 4, 1), (75, 32, 65536, 4, 1), (75, 32, 65537, 4, 0),
+    (80, 33, 0, 32, 1)])
+def test_occupancy(bench, architecture, registers, shared, warps, together):
+    """By hand: warps, registers in steps of 8 a thread, programs, shared memory."""
+    card = bench.gpu_cards.CARDS[architecture]
+    assert card.together(registers, shared, warps) == together
+
+
+@given(st.sampled_from([75, 80, 90]), st.integers(1, 255), st.integers(0, 1 << 18),
+       st.integers(1, 32))
+def test_more_never_fits_better(architecture, registers, shared, warps):
+    with benchmark_modules("kernel_timing.gpu_cards") as found:
+        card = found.gpu_cards.CARDS[architecture]
+    less = card.together(registers, shared, warps)
+    assert card.together(registers, shared + 1, warps) <= less
+    assert card.together(min(255, registers + 1), shared, warps) <= less
+    assert less * warps <= card.warps
