@@ -34,7 +34,7 @@ _OPTIONS = ("num_warps", "num_stages", "num_ctas", "debug")
 
 
 class _AbsentGPU:
-    """What Triton asks a driver for as long as nothing is launched."""
+    """A driver that answers what Triton asks as long as nothing is launched."""
 
     def __init__(self, architecture: int):
         self._target = GPUTarget("cuda", architecture, 32)
@@ -60,7 +60,7 @@ class Launch(NamedTuple):
 
 
 def constants_text(constants: dict[str, object]) -> str:
-    """As the file has them."""
+    """Constants in the words of the file."""
     return " ".join(f"{name}={value}" for name, value in constants.items())
 
 
