@@ -7,16 +7,18 @@ try is compiled for the card, and none runs.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import io
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from kernel_timing.gpu_cards import Card
 from kernel_timing.gpu_variants import Variant
 from triton import knobs
@@ -30,7 +32,7 @@ from flexgen_h2o.kernels.gpus import pretending
 
 REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "debug")
+_OPTIONS = ("num_warps", "num_stages")
 
 
 class _AbsentGPU:
@@ -87,7 +89,7 @@ def _caught(architecture: int, take: Callable[[JITFunction, tuple, dict], None])
 
 
 def launches(card: Card, variants: Iterable[Variant]) -> list[Launch]:
-    """What the variants launch on a card: each kernel once for the same code."""
+    """Launches of the variants on a card: each kernel once for the same code."""
     found: dict[tuple, Launch] = {}
     run = JITFunction.run
     variant = None
@@ -96,18 +98,39 @@ def launches(card: Card, variants: Iterable[Variant]) -> list[Launch]:
         named = dict(zip(function.arg_names, args, strict=False)) | options
         constants = {param.name: named[param.name] for param in function.params
                      if param.is_constexpr}
-        constants |= {name: options[name] for name in _OPTIONS[:2] if name in options}
+        constants |= {name: options[name] for name in _OPTIONS if name in options}
         key = (function.fn.__name__, constants_text(constants), *(
             _kind(named[param.name]) for param in function.params if not param.is_constexpr))
         if key not in found:
             found[key] = Launch(function.fn.__name__, variant, constants,
-                                partial(_fresh, run, function, args, options),
-                                function.cache_key[:12])
+                                functools.partial(_fresh, run, function, args, options),
+                                _digest(function))
 
     with _caught(card.gpu.architecture, take), pretending(card.gpu):
         for variant in variants:  # noqa: B007 (take reads it)
             variant.call()
     return list(found.values())
+
+
+@functools.cache
+def _digest(function: JITFunction) -> str:
+    """A digest of a kernel's source, that of the functions it calls and the constants it reads.
+
+    Triton's own key counts the lines above it, too, and is another in another version.
+    """
+    parts: dict[str, str] = {}
+
+    def visit(one: JITFunction) -> None:
+        parts[one.fn.__qualname__] = one.src
+        for name in one.fn.__code__.co_names:
+            value = one.fn.__globals__.get(name)
+            if isinstance(value, JITFunction) and value.fn.__qualname__ not in parts:
+                visit(value)
+            elif isinstance(value, tl.constexpr):
+                parts[name] = repr(value.value)
+
+    visit(function)
+    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:12]
 
 
 def _fresh(run: Callable[..., Any], function: JITFunction, args: tuple, options: dict) -> Any:
@@ -117,7 +140,7 @@ def _fresh(run: Callable[..., Any], function: JITFunction, args: tuple, options:
 
 
 def _kind(value: object) -> object:
-    """What the compiler sees of an argument."""
+    """An argument as the compiler sees it."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, int):
