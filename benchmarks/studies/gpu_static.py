@@ -56,7 +56,7 @@ def stale(row: dict | None, wanted: dict) -> bool:
 
 
 def faults(row: dict) -> str:
-    """What is wrong with a row; empty if nothing is."""
+    """The faults of a row in words; empty if it has none."""
     found = []
     if int(row["spill_stores"]) or int(row["spill_loads"]):
         found.append(f"spills {row['spill_stores']} + {row['spill_loads']} bytes")
@@ -86,7 +86,7 @@ def compile_all(wanted: list[tuple[Card, Launch]], path: Path) -> int:
 
 
 def check(wanted: list[tuple[Card, Launch]], path: Path, sample: int) -> list[str]:
-    """How a file differs from what would be written; `sample` rows are compiled to compare."""
+    """Differences of a file from what would be written; `sample` rows are compiled to compare."""
     held = read(path)
     expected = {key(row): (row, card, launch) for card, launch in wanted
                 for row in [identity(card, launch)]}

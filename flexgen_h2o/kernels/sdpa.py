@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
+
 QUERY_BLOCK = 256
 SQUARE_BELOW = 768
 """PyTorch's CPU kernel skips the future by key blocks of 512: below this length it computes the
@@ -31,8 +33,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of [batch, heads, length, head_dim]; fewer heads in k and v."""
     length = q.shape[2]
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.is_cuda and (q.dtype == torch.float32
-                                  or torch.cuda.get_device_capability(q.device)[0] < 8):
+    gpu = gpu_of(q.device) if grouped else None
+    if gpu is not None and not has_matrix_units(gpu, q.dtype):
         # No flash kernel: the one that is linear in memory takes no groups.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False

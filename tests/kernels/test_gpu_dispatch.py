@@ -14,7 +14,7 @@ from kernels.test_triton import (  # noqa: F401 (_mended_interpreter is a fixtur
 )
 
 from flexgen_h2o.h2o.eviction import Eviction
-from flexgen_h2o.kernels import blockwise, dispatch, reference, triton_prefill
+from flexgen_h2o.kernels import blockwise, dispatch, reference, sdpa, triton_prefill
 from flexgen_h2o.kernels.gpus import GPU, gpu_of, pretending
 from flexgen_h2o.kernels.implementations import GPU_IMPLEMENTATIONS
 from flexgen_h2o.storage.tiers import Device
@@ -102,6 +102,25 @@ def test_prefill_through_products(monkeypatch, dtype, group, decay, rows, tokens
     assert len(taken) == 2 and out.dtype == dtype and torch.equal(alone, out)
     assert (out.float() - expected).abs().max() < BOUND[dtype]
     torch.testing.assert_close(scores, wanted, rtol=2e-5, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("gpu", [T4, A100, None])
+@pytest.mark.parametrize("dtype", [HALF, FULL])
+def test_prefill_without_scores_of_groups(monkeypatch, gpu, dtype):
+    """Where no flash kernel takes groups, each query head gets keys of its own."""
+    heads, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q, k, v, **options):
+        heads.append(k.shape[1])
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    q, k, v = (torch.randn(30, count, 16).to(dtype) for count in (6, 2, 2))
+    wanted = reference.prefill_attention(q.float(), k.float(), v.float(), [30])
+    with pretending(gpu):
+        out = sdpa.prefill_attention(q, k, v, [30])
+    assert (out.float() - wanted).abs().max() < BOUND[dtype]
+    assert heads == [6 if gpu is not None and (gpu == T4 or dtype == FULL) else 2]
 
 
 def test_prefill_through_products_takes_memory_linear_in_the_tokens(monkeypatch):
