@@ -365,7 +365,8 @@ def main() -> None:
                         help="folder in which the card gets one of its own")
     parser.add_argument("--models", type=Path, default=cache_dir() / "gpu-check",
                         help="folder of the model that is compared; it is made there, 13 GB")
-    parser.add_argument("--seconds", type=float, default=520.0, help="that all of it may take")
+    parser.add_argument("--seconds", type=float, default=500.0,
+                        help="after which nothing more is begun")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu-check needs a GPU, and PyTorch finds none here")

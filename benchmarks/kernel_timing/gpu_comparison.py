@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -90,12 +91,14 @@ class Checkpoint:
             raise UserError(f"{self.folder} could not be written: {self._said}")
 
     def stop(self) -> None:
-        """End the writing, if it is under way."""
+        """End the writing, if it is under way, and remove what is half written."""
         maker, self._maker = self._maker, None
         if maker is not None:
             if maker.poll() is None:
                 maker.kill()
                 maker.wait()
+            shutil.rmtree(self.folder.with_name(f"{self.folder.name}.building"),
+                          ignore_errors=True)
             self._log.seek(0)
             self._said = " ".join(self._log.read()[-400:].split())
             self._log.close()

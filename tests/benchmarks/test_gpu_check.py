@@ -159,4 +159,4 @@ def test_the_writing_of_a_model_ends_with_the_time(bench, tmp_path):
     with pytest.raises(UserError, match="could not be written in time"):
         maker.ready(0)
     maker.stop()
-    assert not (tmp_path / "models" / "opt-6.7b").exists()
+    assert not list((tmp_path / "models").iterdir())
