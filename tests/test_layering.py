@@ -31,7 +31,7 @@ ROOMS = """
     kernels  storage
     cache  models
     engine  planning
-    conversation
+    conversation  replicas
     llm
     cli
     tasks  integrations

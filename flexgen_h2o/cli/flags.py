@@ -17,7 +17,7 @@ AUTO = "auto"
 """`--percent auto` searches for a policy."""
 GOALS = ("throughput", "latency")
 GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", "sampling",
-          "results")
+          "results", "several processes")
 
 
 def _flag(group: str, kind: str, default: object, *, help: str, **rules: object) -> Any:

@@ -32,6 +32,7 @@ from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.metrics import run_table
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.tasks.jobs import plot as job_plot
+from flexgen_h2o.tasks.jobs import ray_job
 from flexgen_h2o.tasks.jobs.flags import DECIDING, BatchOptions, parse_args, parser
 from flexgen_h2o.tasks.jobs.job import Job
 from flexgen_h2o.tasks.jobs.job_input import JobInput
@@ -58,7 +59,12 @@ def run(options: BatchOptions) -> None:
         config, implementations = _planned(options, source)
         left, progress = _resumed(options, config, source, {results, errors})
         stats = None
-        if len(left):
+        if len(left) and options.ray:
+            with _telling(progress), Ending(_tell_of_the_end) as ending:
+                ray_job.RayJob(source, options, results=results, errors=errors,
+                               progress=progress).run(
+                    left, lambda: ending.asked or progress.late(options.max_hours))
+        elif len(left):
             with (_telling(progress),
                   open_llm(config, progress=False, implementations=implementations) as llm,
                   Ending(_tell_of_the_end) as ending):  # while it loads, a signal stops at once

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 
 from flexgen_h2o.cli import parser as flag_parser
+from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.task_flags import check_files, check_own, own_fields
 from flexgen_h2o.cli.values import flag, flag_name
@@ -24,7 +26,8 @@ _NOT_HERE = ("prompt", "prompts", "num_prompts", "prompt_len", "cut_gen_len", "w
              "verbose", "debug_mode")
 """Flags of `generate` that would do nothing here: a file of ``--config`` must not give them."""
 _FILES = ("input", "output", "errors", "chat_template", "progress_file", "plot")
-_IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv")
+_IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
+         "ray", "ray_address", "replicas")
 """Flags that say nothing of a dry run."""
 DECIDING = ("model", "path", "dtype", "weight_bits", "cache_bits", "attn_sparsity", "h2o",
             "gen_len", "temperature", "seed", "chat_template")
@@ -86,6 +89,18 @@ class BatchOptions:
         help="draw tokens/s and memory over the job (or .svg, .pdf)",
     )
 
+    ray: bool = flag(
+        "bool", False, group="several processes",
+        help="run replicas of the model on Ray Data",
+    )
+    ray_address: str | None = flag(
+        "text", None, group="several processes", shown="this machine alone", metavar="HOST:PORT",
+        help="the Ray cluster; auto: the one that this machine is part of",
+    )
+    replicas: int = flag(
+        "int", 1, low=1, group="several processes", help="copies of the model, with --ray",
+    )
+
     def __post_init__(self) -> None:
         check_own(self)
         if self.input is None:
@@ -97,10 +112,30 @@ class BatchOptions:
         _ = self.template  # one that cannot be read must show now
         beside = [("output", f"{self.output}.config.yaml")] if self.output else []
         check_files(self, _FILES, beside + ([("csv", self.run.csv)] if self.run.csv else []))
+        self._check_processes()
 
-    @property
+    def _check_processes(self) -> None:
+        """Raise `UserError` for flags that several processes contradict."""
+        if not self.ray:
+            for name, given in (("ray_address", self.ray_address), ("replicas",
+                                                                    self.replicas != 1)):
+                if given:
+                    raise UserError(f"{flag_name(name)} has no effect without --ray")
+            return
+        for name, given in (("csv", self.run.csv), ("plot", self.plot)):
+            if given:
+                raise UserError(f"{flag_name(name)} shows one process: leave it out with --ray")
+        if self.run.percent == AUTO:
+            raise UserError("--percent auto plans for one process with this machine to itself: "
+                            "give numbers with --ray")
+        if ":" in self.run.device:
+            raise UserError(f"--device {self.run.device} is one GPU of this machine: give cuda "
+                            "with --ray, which chooses one for each replica")
+
+    @cached_property
     def template(self) -> str | None:
-        """The text of `chat_template`. Raises `UserError` if it cannot be read."""
+        """The text of `chat_template`, which goes where these go. Raises `UserError` if it cannot
+        be read."""
         return self.chat_template and read_text("--chat-template", self.chat_template,
                                                 if_empty="holds no template")
 

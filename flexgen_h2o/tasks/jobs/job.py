@@ -6,18 +6,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.tasks.jobs.fields import BadRequest
 from flexgen_h2o.tasks.jobs.flags import BatchOptions
-from flexgen_h2o.tasks.jobs.job_input import JobInput
+from flexgen_h2o.tasks.jobs.job_input import RequestLines
 from flexgen_h2o.tasks.jobs.prepared import Failed, Preparation, Prepared, windows
-from flexgen_h2o.tasks.jobs.progress import JobProgress
 from flexgen_h2o.tasks.jobs.responses import Decode, answer, failure
-from flexgen_h2o.tasks.jobs.results import ResultsFile
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
@@ -27,17 +25,33 @@ _log = logging.getLogger(__name__)
 _MOST_STEPS = 1 << 16
 
 
+class Lines(Protocol):
+    """Takes lines of results: a `ResultsFile`, or what a replica sends back."""
+
+    def add(self, lines: Sequence[bytes]) -> None:
+        """Add lines, each without its end."""
+
+
+class Counts(Protocol):
+    """Counts what a job has done: a `JobProgress`, or what a replica sends back."""
+
+    def add(self, *, answered: int, failed: int = 0, prompt_tokens: int = 0,
+            generated_tokens: int = 0, device_bytes: int = 0) -> None:
+        """Count requests whose lines are added."""
+
+
 class Job:
     """Requests on their way through a model.
 
     Parameters
     ----------
     llm : LLM
-    source : JobInput
+    source : RequestLines
+        A `JobInput`, or a window of one.
     options : BatchOptions
-    results, errors : ResultsFile
+    results, errors : Lines
         For lines of answers, and of requests that failed; they may be the same.
-    progress : JobProgress
+    progress : Counts
     should_end : callable () -> bool
         Asked after each block: True to stop there.
 
@@ -47,8 +61,8 @@ class Job:
         The figures of all calls so far.
     """
 
-    def __init__(self, llm: LLM, source: JobInput, options: BatchOptions, *, results: ResultsFile,
-                 errors: ResultsFile, progress: JobProgress, should_end: Callable[[], bool]):
+    def __init__(self, llm: LLM, source: RequestLines, options: BatchOptions, *, results: Lines,
+                 errors: Lines, progress: Counts, should_end: Callable[[], bool]):
         self._llm, self._source, self._options = llm, source, options
         self._results, self._errors, self._progress = results, errors, progress
         self._should_end = should_end

@@ -12,7 +12,7 @@ import stat
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -25,6 +25,20 @@ MOST_BYTES = 16 << 20
 FINE, BROKEN, DUPLICATE = 0, 1, 2
 """The kinds of lines: with an id, without one that can be read, with that of an earlier line."""
 _BOM = b"\xef\xbb\xbf"
+
+
+class RequestLines(Protocol):
+    """Lines of a job's input by their places: all of a `JobInput`, or those of a window of it.
+
+    The arrays are `JobInput`'s.
+    """
+
+    keys: np.ndarray
+    numbers: np.ndarray
+    kinds: np.ndarray
+
+    def line(self, place: int) -> bytes:
+        """The bytes of a line. Raises `UserError` if they are not those of its key."""
 
 
 class JobInput:
@@ -45,6 +59,8 @@ class JobInput:
         Its number in the file, from 1.
     kinds : numpy array of uint8
         FINE, BROKEN or DUPLICATE.
+    offsets : numpy array of uint64
+        Bytes before it.
 
     Raises
     ------
@@ -87,13 +103,8 @@ class JobInput:
 
         Raises `UserError` if they are not those that the index was made of.
         """
-        with _reading(self.path):
-            self._file.seek(int(self._offsets[place]))
-            line = _stripped(self._file.readline(MOST_BYTES))
-        number, kind = int(self.numbers[place]), int(self.kinds[place])
-        if _key(line, _id(line, number) or "", number, kind) != int(self.keys[place]):
-            raise UserError(f"--input {self.path} has been changed while the job runs (line "
-                            f"{number}): start it again")
+        line = read_line(self._file, int(self.offsets[place]), self.path)
+        check_line(line, self, place, self.path)
         return line
 
     def find(self, keys: np.ndarray) -> np.ndarray:
@@ -119,7 +130,7 @@ class JobInput:
             keys.append(_key(line, name or "", number, kind))
             ids.append(_hash(f"line {number}" if name is None else f"id {name}"))
         progress(size, size)
-        self._offsets = np.frombuffer(offsets, np.uint64)
+        self.offsets = np.frombuffer(offsets, np.uint64)
         self.keys, self.numbers = np.frombuffer(keys, np.uint64), np.frombuffer(numbers, np.uint32)
         self.kinds = np.frombuffer(kinds, np.uint8)
         self._mark_duplicates(np.frombuffer(ids, np.uint64))
@@ -140,6 +151,24 @@ class JobInput:
         self.kinds[again] = DUPLICATE
         for place in again:
             self.keys[place] ^= np.uint64(_mixed(int(self.numbers[place])))
+
+
+def read_line(file: BinaryIO, offset: int, path: str) -> bytes:
+    """The bytes of a line of an input by the bytes before it, cut after MOST_BYTES.
+
+    Raises `UserError` if it cannot be read.
+    """
+    with _reading(path):
+        file.seek(offset)
+        return _stripped(file.readline(MOST_BYTES))
+
+
+def check_line(line: bytes, lines: RequestLines, place: int, path: str) -> None:
+    """Raise `UserError` if these are not the bytes that the index of the input was made of."""
+    number, kind = int(lines.numbers[place]), int(lines.kinds[place])
+    if _key(line, _id(line, number) or "", number, kind) != int(lines.keys[place]):
+        raise UserError(f"--input {path} has been changed while the job runs (line "
+                        f"{number}): start it again")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.tasks.jobs.fields import BadRequest
-from flexgen_h2o.tasks.jobs.job_input import DUPLICATE, MOST_BYTES, JobInput
+from flexgen_h2o.tasks.jobs.job_input import DUPLICATE, MOST_BYTES, RequestLines
 from flexgen_h2o.tasks.jobs.requests import Defaults, JobRequest, own_id, read_object, read_request
 
 _MOST_TOKENS = 1 << 21  # of the prompts of a window: a token id takes some 36 bytes of memory
@@ -76,14 +76,15 @@ class Preparation:
 
     Parameters
     ----------
-    source : JobInput
+    source : RequestLines
+        A `JobInput`, or a window of one.
     encoder : Encoder
     defaults : Defaults
     template : str or None
         The chat template to use instead of the tokenizer's.
     """
 
-    def __init__(self, source: JobInput, encoder: Encoder, defaults: Defaults,
+    def __init__(self, source: RequestLines, encoder: Encoder, defaults: Defaults,
                  template: str | None = None):
         self._source, self._encoder, self._defaults = source, encoder, defaults
         self._template = template

@@ -152,13 +152,21 @@ class ResultsFile:
 
     def _read(self, line: bytes, number: int) -> tuple[int, bool]:
         try:
-            found = _DECODER.decode(line)
-            if not found.id.startswith(PREFIX):
-                raise ValueError("no id of a job's")
-            key = int(found.id.removeprefix(PREFIX), 16)
-            if not 0 <= key < 2**64:
-                raise ValueError("no key")
+            return key_of(line)
         except (ValueError, RecursionError):
             raise UserError(f"{self.flag} {self.path} line {number} is not a line of results: "
                             "choose another file, or --overwrite this one") from None
-        return key, found.response is not None and found.response.status_code == 200
+
+
+def key_of(line: bytes) -> tuple[int, bool]:
+    """The key of the request that a line answers, and True if the answer is no failure.
+
+    Raises `ValueError` or `RecursionError` for what is no line of results.
+    """
+    found = _DECODER.decode(line)
+    if not found.id.startswith(PREFIX):
+        raise ValueError("no id of a job's")
+    key = int(found.id.removeprefix(PREFIX), 16)
+    if not 0 <= key < 2**64:
+        raise ValueError("no key")
+    return key, found.response is not None and found.response.status_code == 200

@@ -126,8 +126,13 @@ def planned(config: RunConfig, found: JobTotals) -> Plan:
     """
     from flexgen_h2o.cli import planner  # only now: it loads scipy
 
-    sequences = found.total.sequences
-    return planner.plan(config, _load(config, found.longest, found.most_new, sequences), sequences)
+    return planner.plan(config, largest_block(config, found), found.total.sequences)
+
+
+def largest_block(config: RunConfig, found: JobTotals) -> Workload:
+    """The workload of a block of the longest requests, to their most tokens."""
+    return _load(config, max(1, found.longest), max(1, found.most_new),
+                 max(1, found.total.sequences))
 
 
 def predicted_seconds(config: RunConfig, found: JobTotals) -> float:

@@ -1,0 +1,298 @@
+"""Ray Data, for real on this machine: replicas, killed ones, rows that cannot run, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from programs import ROOT
+from read_back import read_jsonl
+from refusals import command_refused, refused
+from word_models import with_words
+
+from flexgen_h2o import LLM, SamplingParams
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.replicas import ray_cluster as clusters
+from flexgen_h2o.replicas.ray_cluster import ray_cluster, user_error
+from flexgen_h2o.replicas.resources import PROCESS_BYTES, ReplicaResources
+from flexgen_h2o.tasks import batch
+from flexgen_h2o.tasks.jobs.results import ResultsFile
+
+ray = pytest.importorskip("ray")
+
+TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
+LIMIT = 64 << 20  # bytes of host memory of a replica
+ENGINE = {"dtype": "float32", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def words(tiny_model, tmp_path_factory) -> str:
+    """A tiny model with a tokenizer of words and a chat template."""
+    return with_words(tiny_model("llama").folder, tmp_path_factory.mktemp("words"),
+                      chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A cluster of this machine alone, of which nothing is left behind."""
+    before = {each.pid for each in psutil.Process().children(recursive=True)}
+    with ray_cluster(None, cpus=2) as found:
+        assert found.cluster_resources()["CPU"] == 2
+        folder = Path(found._private.worker._global_node.get_temp_dir_path())
+        assert folder.is_dir()
+        yield
+    assert not folder.exists() and not found.is_initialized()
+    left = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
+    assert not psutil.wait_procs(left, timeout=30)[1]
+
+
+def requests(count: int = 12) -> list[dict[str, object]]:
+    """Requests of several lengths and parameters."""
+    return [{"id": f"r{number}", "prompt": " ".join(f"w{3 + (number * 7 + i) % 90}"
+                                                    for i in range(2 + number * 5 % 11)),
+             "max_tokens": 3 + number % 4, "temperature": (0, 1, 0.7)[number % 3],
+             "n": 1 + (number == 4)} for number in range(count)]
+
+
+def flags(folder: Path, model: str, output: str, *more: str) -> list[str]:
+    return ["-i", str(folder / "in.jsonl"), "-o", str(folder / output), "--model", model,
+            "--dtype", "float32", "--device", "cpu", "--gpu-batch-size", "2", "--memory-limit",
+            str(LIMIT), *more]
+
+
+def answers(path: Path) -> dict[str, object]:
+    """The lines of results by their ids, without the time; no id is there twice."""
+    lines = read_jsonl(path)
+    found = {line["id"]: (line["response"] or {}).get("body", {}).get("choices")
+             or line["error"] or line["response"]["body"]["error"] for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def write(folder: Path, lines: list[object]) -> None:
+    (folder / "in.jsonl").write_text("".join(
+        line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+
+
+def replicas() -> list[psutil.Process]:
+    """Processes of replicas of the batch command."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        try:
+            if "JobReplica" in " ".join(each.cmdline()):
+                found.append(each)
+        except psutil.Error:
+            continue  # it has ended
+    return found
+
+
+def test_a_job_of_replicas_is_that_of_one_process_though_one_is_killed(
+        cluster, words, tmp_path, monkeypatch, capsys):
+    write(tmp_path, [*requests(), "{broken\n", {"id": "r0", "prompt": "w3"},
+                     {"id": "long", "prompt": " ".join(["w4"] * 400)},
+                     {"id": "chat", "messages": [{"role": "user", "content": "w5 w6"}]}])
+    assert batch.main(flags(tmp_path, words, "one.jsonl")) == 0
+    one = answers(tmp_path / "one.jsonl")
+    assert len(one) == 16
+    # Some of it is answered already, by a job without Ray.
+    start = (tmp_path / "one.jsonl").read_text().splitlines(keepends=True)[:3]
+    (tmp_path / "two.jsonl").write_text("".join(start))
+    settings = (tmp_path / "one.jsonl.config.yaml").read_text()
+    (tmp_path / "two.jsonl.config.yaml").write_text(settings)
+    killed: list[int] = []
+    add = ResultsFile.add
+
+    def add_and_kill(self, lines):
+        add(self, lines)
+        if not killed and lines:
+            victim = replicas()[0]
+            killed.append(victim.pid)
+            victim.kill()
+
+    monkeypatch.setattr(ResultsFile, "add", add_and_kill)
+    capsys.readouterr()
+    status = batch.main(flags(tmp_path, words, "two.jsonl", "--ray", "--replicas", "2", "--window",
+                              "2"))
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    assert "finished; 16 of 16 requests answered, 3 of them failed" in out
+    assert killed and not psutil.pid_exists(killed[0])
+    assert answers(tmp_path / "two.jsonl") == one
+    assert (tmp_path / "two.jsonl").read_text().startswith("".join(start))
+    # What a replica refuses is told in a line, and what is there stays.
+    before = (tmp_path / "two.jsonl").read_bytes()
+    write(tmp_path, [*requests(20)])
+    command_refused(batch.main, capsys, flags(
+        tmp_path, words, "two.jsonl", "--ray", "--ray-address", "ray://host:1"), "is a client's")
+    assert (tmp_path / "two.jsonl").read_bytes() == before
+
+
+def test_a_command_that_is_killed_leaves_no_process_and_can_be_gone_on_with(words, tmp_path,
+                                                                            capsys):
+    write(tmp_path, requests())
+    argv = flags(tmp_path, words, "out.jsonl", "--window", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flexgen_h2o.batch", *argv, "--ray", "--replicas", "1"], cwd=ROOT,
+        stderr=subprocess.PIPE, text=True)
+    output, started = tmp_path / "out.jsonl", psutil.Process(process.pid)
+    until = time.monotonic() + 90
+    while not (output.exists() and output.stat().st_size) and process.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert process.poll() is None, process.stderr.read()
+    children = started.children(recursive=True)
+    assert children
+    process.kill()
+    assert process.stderr.read() == ""  # nothing of Ray's is told
+    process.wait()
+    process.stderr.close()
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert 0 < len(read_jsonl(output)) < 12
+    assert batch.main(argv) == 0
+    assert "12 of 12 requests answered, 0 of them failed" in capsys.readouterr().out
+    assert len(answers(output)) == 12
+
+
+def test_a_processor_answers_each_row_and_tells_of_those_that_cannot(cluster, words, tmp_path):
+    from flexgen_h2o.integrations.ray import ProcessorConfig, build_processor
+
+    rows = [{"id": number, "question": text, "sampling_params": {
+        "max_tokens": 3 + number % 3, "temperature": float(number % 2)}}
+        for number, text in enumerate(["w5 w6 w7", "w8", "w9 w10", "w8 w9", " ".join(["w4"] * 400),
+                                       "w11 w12", "w13", "w14 w15"])]
+    config = ProcessorConfig(
+        model_source=words, batch_size=2, concurrency=2, should_continue_on_error=True,
+        engine_kwargs=ENGINE | {"workload": Workload(16, 8, gpu_batch_size=2, num_gpu_batches=1)})
+    processor = build_processor(
+        config, preprocess=lambda row: {"prompt": row["question"]},
+        postprocess=lambda row: {name: row[name] for name in (
+            "id", "generated_tokens", "generated_text", "num_input_tokens",
+            "num_generated_tokens", "finish_reason")})
+    found = {row["id"]: row for row in processor(
+        ray.data.from_items(rows, override_num_blocks=4)).take_all()}
+    assert [*sorted(found)] == [*range(8)]
+    bad = found.pop(4)
+    assert "400 tokens" in bad["__inference_error__"] and bad["generated_text"] == ""
+    assert bad["question"] == rows[4]["question"]  # it has passed by postprocess
+    with LLM(words, **ENGINE) as llm:
+        greedy = [number for number in found if number % 2 == 0]
+        outputs = llm.generate([rows[number]["question"] for number in greedy], [
+            SamplingParams(max_new_tokens=3 + number % 3) for number in greedy])
+    for number, output in zip(greedy, outputs, strict=True):
+        row = found[number]
+        assert list(row["generated_tokens"]) == output.token_ids
+        assert row["generated_text"] == output.text and row["finish_reason"] == "length"
+        assert row["num_input_tokens"] == len(output.prompt_token_ids)
+        assert row["num_generated_tokens"] == len(output.token_ids) and not row[
+            "__inference_error__"]
+    assert config.resources().memory > PROCESS_BYTES + LIMIT
+
+
+def test_a_generator_takes_columns_of_all_kinds(words):
+    from flexgen_h2o.integrations.ray import BatchGenerator
+
+    generator = BatchGenerator({"model": words, "progress": False, **ENGINE},
+                               should_continue_on_error=True)
+    chat = [{"role": "user", "content": "w5 w6"}]
+    found = generator({"prompt": [None, [5, 6], "w7", None, "w7", "w7"],
+                       "messages": [chat, None, chat, None, None, None],
+                       "sampling_params": [None, {"max_tokens": 2, "stop": None}, None, None,
+                                           {"warmth": 1}, {"temperature": 1.0, "max_tokens": 4}],
+                       "more": [*"abcdef"]})
+    assert found["more"] == [*"abcdef"]
+    errors = dict(enumerate(found["__inference_error__"]))
+    assert [row for row in errors if errors[row]] == [2, 3, 4]
+    assert "one of the two" in errors[2] and "no option 'warmth'" in errors[4]
+    assert found["num_generated_tokens"].tolist() == [32, 2, 0, 0, 0, 4]
+    assert found["num_input_tokens"].tolist() == [4, 2, 0, 0, 0, 1]
+    with LLM(words, **ENGINE) as llm:
+        (output,) = llm.generate(["w1 w5 w6 w2"], max_new_tokens=32)
+    assert found["generated_text"][0] == output.text
+    again = generator({"prompt": ["w7"], "sampling_params": [{"temperature": 1.0,
+                                                              "max_tokens": 4}]})
+    assert again["generated_tokens"][0].tolist() == found["generated_tokens"][5].tolist()
+    strict = BatchGenerator({"model": words, "progress": False, **ENGINE})
+    refused(lambda: strict({"prompt": ["w7", None]}), "needs a prompt")
+    gone = BatchGenerator({"model": str(Path(words) / "none"), "progress": False})
+    refused(lambda: gone({"prompt": ["w7"]}), "none")
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({}, "say what a replica takes"),
+    ({"memory": 1, "concurrency": (2, 1)}, "concurrency must be from 1 up"),
+    ({"memory": 1, "batch_size": 0}, "batch_size must be at least 1"),
+    ({"memory": 1, "num_gpus": 2}, "num_gpus must be 0 or 1"),
+    ({"memory": 1, "engine_kwargs": {"model": "m"}}, "it is model_source")])
+def test_a_configuration_that_cannot_run_is_refused(given, words):
+    from flexgen_h2o.integrations.ray import ProcessorConfig
+
+    refused(lambda: ProcessorConfig(model_source="m", **given), words)
+
+
+def test_a_replica_gets_the_cpus_that_all_of_them_leave_each_other():
+    host = {"CPU": 16.0, "memory": 40e9, "GPU": 2.0}
+    asked = ReplicaResources(10_000_000_000)
+    assert [asked.fitted([host] * 3, n).num_cpus for n in (1, 3, 4, 6, 7, 12)] == [
+        16, 16, 8, 8, 5, 4]
+    refused(lambda: asked.fitted([host] * 3, 13), "room for 12 replicas of 1 CPU, 10.0 GB of host")
+    on_gpus = ReplicaResources(10_000_000_000, num_gpus=1, accelerator_type="T4")
+    assert on_gpus.fitted([host, {"CPU": 64.0, "memory": 99e9}], 2).num_cpus == 8
+    refused(lambda: on_gpus.fitted([host], 3), "1 GPU each")
+    assert on_gpus.arguments() == {"memory": 10_000_000_000, "num_cpus": 1, "num_gpus": 1,
+                                   "accelerator_type": "T4"}
+    refused(lambda: asked.fitted([], 1), "room for 0 replicas")
+
+
+def test_the_pool_is_asked_for_as_this_version_of_ray_takes_it(monkeypatch):
+    found = clusters.pool(ray, 3)
+    assert found["compute"].max_size == 3 and found["max_restarts"] > 0
+    assert clusters.pool(ray, (1, 3))["compute"].min_size == 1
+
+    class Dataset:
+        def map_batches(self, fn, *, concurrency=None, **ray_remote_args):
+            """As versions had it that knew no strategy."""
+
+    monkeypatch.setattr(ray.data, "Dataset", Dataset)
+    assert clusters.pool(ray, (1, 3))["concurrency"] == (1, 3)
+    assert clusters.pool(ray, 2)["concurrency"] == 2
+
+
+def test_the_error_of_a_replica_is_found_in_what_ray_raises():
+    mine = UserError("too long")
+    try:
+        try:
+            raise ray.exceptions.RayTaskError("f", "trace", mine).as_instanceof_cause()
+        except Exception as error:
+            raise RuntimeError("a batch failed") from error
+    except RuntimeError as error:
+        assert user_error(error) is mine
+    assert user_error(RuntimeError("no")) is None
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    (["--replicas", "2"], "--replicas has no effect without --ray"),
+    (["--ray-address", "auto"], "--ray-address has no effect without --ray"),
+    (["--ray", "--csv", "c.csv"], "--csv shows one process"),
+    (["--ray", "--percent", "auto"], "--percent auto plans for one process"),
+    (["--ray", "--device", "cuda:1"], "is one GPU of this machine"),
+    (["--ray", "--replicas", "0"], "--replicas must be at least 1")])
+def test_flags_that_contradict_are_told_in_a_line(refuses_flags, more, words):
+    refuses_flags(batch.main, ["-i", "a.jsonl", "-o", "b.jsonl", *more], words)
+
+
+def test_without_ray_a_line_says_what_to_install(words, tmp_path, monkeypatch, capsys):
+    write(tmp_path, requests(2))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    command_refused(batch.main, capsys, flags(tmp_path, words, "out.jsonl", "--ray"),
+                    "pip install 'flexgen_h2o[ray]'")
+    assert not (tmp_path / "out.jsonl").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RAY_AUTH_TOKEN" not in os.environ
