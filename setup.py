@@ -47,6 +47,7 @@ EXTRAS = {
         "matplotlib>=3.8",  # the plots of tasks and benchmarks are drawn once
         "rouge-score>=0.1.2",  # the scores of tasks.summarize, beside values worked out by hand
         "lm_eval>=0.4.13",  # integrations.lm_eval is a model of it, and runs within it
+        "ray[data]>=2.51",  # integrations.ray and batch --ray run on a cluster of one machine
         "ruff>=0.9",  # lints, as part of `make test`
         "mypy>=1.15",  # checks the types of what users import, as part of `make test`
         "types-PyYAML>=6.0.12",  # PyYAML's types, which mypy asks for
@@ -79,6 +80,11 @@ EXTRAS = {
     "plot": [
         # --plot of the tasks, benchmarks/plots.py; 3.7 brought "outside" legends, 3.8 Python 3.12
         "matplotlib>=3.8",
+    ],
+    "ray": [
+        # replicas on several machines: batch --ray, integrations.ray; 2.51 made
+        # compute=ActorPoolStrategy the way to say how many, older ones are told in the older way
+        "ray[data]>=2.51",
     ],
     "eval": [
         # the harness that measures quality by cache budget; integrations.lm_eval uses the registry

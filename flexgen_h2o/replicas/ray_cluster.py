@@ -10,7 +10,10 @@ import inspect
 import logging
 import os
 import secrets
+import shutil
+import signal
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,6 +22,7 @@ from typing import Any
 import psutil
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.replicas.ray_guard import guarded
 from flexgen_h2o.storage.free_memory import free_memory
 
 _STORE_BYTES = 128 << 20
@@ -51,7 +55,8 @@ def ray_cluster(address: str | None, *, cpus: int | None = None) -> Iterator[Any
     """Ray, connected for as long as the block lasts; the module is what it yields.
 
     Where this process is connected already, that cluster is used and stays. A cluster of this
-    machine alone has no dashboard and sends no reports; its processes and files go at the end.
+    machine alone has no dashboard and sends no reports; its processes and files go at the end, even
+    if this process is killed.
 
     Parameters
     ----------
@@ -66,9 +71,6 @@ def ray_cluster(address: str | None, *, cpus: int | None = None) -> Iterator[Any
     UserError
         Ray is not installed, there is no cluster, or none can be started.
     """
-    if address is not None and "://" in address:
-        raise UserError(f"--ray-address {address} is a client's, and the input is read where the "
-                        "command runs: run it on a machine of the cluster, with --ray-address auto")
     with ExitStack() as opened:
         quiet = dict(_QUIET)
         if address is None:
@@ -95,13 +97,16 @@ def _connect(ray: Any, address: str | None, cpus: int | None, opened: ExitStack)
     try:
         if address is not None:
             opened.callback(ray.shutdown)
-            with _stderr_unheard():
+            with _stderr_unheard(), _own_signals():
                 ray.init(address=address, **quiet)
             return
-        folder = opened.enter_context(tempfile.TemporaryDirectory(
-            prefix="ray-", dir=_short_folder(), ignore_cleanup_errors=True))
-        opened.callback(ray.shutdown)  # before the folder goes
-        with _stderr_unheard():
+        # They go in the opposite order. This process, too, has files open in the folder: the guard
+        # must find none.
+        folder = tempfile.mkdtemp(prefix="ray-", dir=_short_folder())
+        opened.enter_context(guarded(folder))
+        opened.callback(shutil.rmtree, folder, ignore_errors=True)
+        opened.callback(ray.shutdown)
+        with _stderr_unheard(), _own_signals():
             ray.init(address="local", num_cpus=cpus or len(os.sched_getaffinity(0)),
                      include_dashboard=False, object_store_memory=_STORE_BYTES,
                      _memory=free_memory(folder, None).cpu_bytes, _temp_dir=folder,
@@ -125,6 +130,17 @@ def _has_shared_memory() -> bool:
         return psutil.disk_usage("/dev/shm").free > 2 * _STORE_BYTES
     except OSError:
         return False
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's answer to SIGTERM, in place of which Ray puts one that exits at once."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -208,21 +224,3 @@ def map_batches(dataset: Any, function: Callable[..., Any], **keywords: Any) -> 
 def _takes(ray: Any, name: str) -> bool:
     """True if ``map_batches`` of this version of Ray has such a parameter."""
     return name in inspect.signature(ray.data.Dataset.map_batches).parameters
-
-
-def user_error(error: BaseException) -> UserError | None:
-    """The `UserError` that a replica or a reader has raised, of what Ray raises here in its place;
-    None where it is another error."""
-    seen: list[BaseException] = []
-    waiting = [error]
-    while waiting:
-        each = waiting.pop()
-        if any(each is one for one in seen):
-            continue
-        seen.append(each)
-        cause = getattr(each, "cause", None)
-        if isinstance(each, UserError) and not isinstance(cause, UserError):
-            return each
-        waiting += [one for one in (each.__cause__, each.__context__, cause)
-                    if isinstance(one, BaseException)]
-    return None

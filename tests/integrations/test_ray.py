@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -20,9 +18,8 @@ from word_models import with_words
 
 from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.replicas import ray_cluster as clusters
-from flexgen_h2o.replicas.ray_cluster import ray_cluster, user_error
+from flexgen_h2o.replicas.ray_cluster import ray_cluster
 from flexgen_h2o.replicas.resources import PROCESS_BYTES, ReplicaResources
 from flexgen_h2o.tasks import batch
 from flexgen_h2o.tasks.jobs.results import ResultsFile
@@ -30,7 +27,7 @@ from flexgen_h2o.tasks.jobs.results import ResultsFile
 ray = pytest.importorskip("ray")
 
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
-LIMIT = 64 << 20  # bytes of host memory of a replica
+LIMIT = 192 << 20  # bytes of host memory of a replica
 ENGINE = {"dtype": "float32", "device": "cpu"}
 
 
@@ -128,12 +125,6 @@ def test_a_job_of_replicas_is_that_of_one_process_though_one_is_killed(
     assert killed and not psutil.pid_exists(killed[0])
     assert answers(tmp_path / "two.jsonl") == one
     assert (tmp_path / "two.jsonl").read_text().startswith("".join(start))
-    # What a replica refuses is told in a line, and what is there stays.
-    before = (tmp_path / "two.jsonl").read_bytes()
-    write(tmp_path, [*requests(20)])
-    command_refused(batch.main, capsys, flags(
-        tmp_path, words, "two.jsonl", "--ray", "--ray-address", "ray://host:1"), "is a client's")
-    assert (tmp_path / "two.jsonl").read_bytes() == before
 
 
 def test_a_command_that_is_killed_leaves_no_process_and_can_be_gone_on_with(words, tmp_path,
@@ -150,12 +141,14 @@ def test_a_command_that_is_killed_leaves_no_process_and_can_be_gone_on_with(word
         time.sleep(0.02)
     assert process.poll() is None, process.stderr.read()
     children = started.children(recursive=True)
-    assert children
+    (folder,) = {Path(each.cmdline()[-1]) for each in children
+                 if "ray_guard" in str(each.cmdline())}
+    assert folder.is_dir()
     process.kill()
     assert process.stderr.read() == ""  # nothing of Ray's is told
     process.wait()
     process.stderr.close()
-    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert not psutil.wait_procs(children, timeout=30)[1] and not folder.exists()
     assert 0 < len(read_jsonl(output)) < 12
     assert batch.main(argv) == 0
     assert "12 of 12 requests answered, 0 of them failed" in capsys.readouterr().out
@@ -194,7 +187,7 @@ def test_a_processor_answers_each_row_and_tells_of_those_that_cannot(cluster, wo
         assert row["num_input_tokens"] == len(output.prompt_token_ids)
         assert row["num_generated_tokens"] == len(output.token_ids) and not row[
             "__inference_error__"]
-    assert config.resources().memory > PROCESS_BYTES + LIMIT
+    assert config.resources().memory > PROCESS_BYTES + (128 << 20)
 
 
 def test_a_generator_takes_columns_of_all_kinds(words):
@@ -266,21 +259,10 @@ def test_the_pool_is_asked_for_as_this_version_of_ray_takes_it(monkeypatch):
     assert clusters.pool(ray, 2)["concurrency"] == 2
 
 
-def test_the_error_of_a_replica_is_found_in_what_ray_raises():
-    mine = UserError("too long")
-    try:
-        try:
-            raise ray.exceptions.RayTaskError("f", "trace", mine).as_instanceof_cause()
-        except Exception as error:
-            raise RuntimeError("a batch failed") from error
-    except RuntimeError as error:
-        assert user_error(error) is mine
-    assert user_error(RuntimeError("no")) is None
-
-
 @pytest.mark.parametrize(("more", "words"), [
     (["--replicas", "2"], "--replicas has no effect without --ray"),
     (["--ray-address", "auto"], "--ray-address has no effect without --ray"),
+    (["--ray", "--ray-address", "ray://host:1"], "is a client's"),
     (["--ray", "--csv", "c.csv"], "--csv shows one process"),
     (["--ray", "--percent", "auto"], "--percent auto plans for one process"),
     (["--ray", "--device", "cuda:1"], "is one GPU of this machine"),
@@ -295,4 +277,3 @@ def test_without_ray_a_line_says_what_to_install(words, tmp_path, monkeypatch, c
     command_refused(batch.main, capsys, flags(tmp_path, words, "out.jsonl", "--ray"),
                     "pip install 'flexgen_h2o[ray]'")
     assert not (tmp_path / "out.jsonl").exists()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RAY_AUTH_TOKEN" not in os.environ

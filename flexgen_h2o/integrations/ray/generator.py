@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from flexgen_h2o.outputs import Output
 
 ERROR = "__inference_error__"
 """The column of what is wrong with a row; empty text where nothing is."""
+Row = dict[str, Any]
+"""The cells of a row by the names of their columns."""
 _ALSO = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}
 """Names of sampling parameters that pipelines for other engines have."""
 
@@ -36,6 +38,9 @@ class BatchGenerator:
         the pipeline.
     seed : int
         With its prompt, the seed of a row that names none.
+    preprocess, postprocess : callable (dict) -> dict, optional
+        Of a row, before and after. What `preprocess` returns comes beside the row's own columns, or
+        in their place; what `postprocess` returns is the row. One with an error passes it by.
 
     Raises
     ------
@@ -44,10 +49,13 @@ class BatchGenerator:
     """
 
     def __init__(self, llm: Mapping[str, Any], *, threads: int | None = None,
-                 should_continue_on_error: bool = False, seed: int = 0):
+                 should_continue_on_error: bool = False, seed: int = 0,
+                 preprocess: Callable[[Row], Row] | None = None,
+                 postprocess: Callable[[Row], Row] | None = None):
         if threads is not None:
             torch.set_num_threads(threads)
         self._continues, self._seed = should_continue_on_error, seed
+        self._before, self._after = preprocess, postprocess
         self._renderer: ChatRenderer | None = None
         self._refused: UserError | None = None
         try:
@@ -82,6 +90,16 @@ class BatchGenerator:
         """
         if self._refused is not None:
             raise self._refused
+        if self._before is not None:
+            batch = _in_columns([{**row, **self._before(row)} for row in _in_rows(batch)])
+        found = self._answered(batch)
+        if self._after is None:
+            return found
+        return _in_columns([row if row[ERROR] else {**self._after(row), ERROR: ""}
+                            for row in _in_rows(found)])
+
+    def _answered(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns that came, and those of results."""
         count = len(next(iter(batch.values()), ()))
         prompts: dict[int, list[int]] = {}
         params: dict[int, SamplingParams] = {}
@@ -146,6 +164,20 @@ class BatchGenerator:
                 self._generate(part, prompts, params, outputs, errors)
             return
         outputs.update(zip(rows, found, strict=True))
+
+
+def _in_rows(batch: Mapping[str, Any]) -> list[Row]:
+    return [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
+
+
+def _in_columns(rows: Sequence[Row]) -> dict[str, Any]:
+    """The columns of rows; None where a row lacks one that another has."""
+    found = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        found[name] = np.empty(len(rows), object)
+        for place, row in enumerate(rows):
+            found[name][place] = row.get(name)
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 from flexgen_h2o.config.checks import check_bool, check_int
 from flexgen_h2o.config.schema import Text, checked
 from flexgen_h2o.errors import UserError, shown
-from flexgen_h2o.integrations.ray.generator import ERROR, BatchGenerator
+from flexgen_h2o.integrations.ray.generator import BatchGenerator, Row
 from flexgen_h2o.replicas.ray_cluster import map_batches, pool, ray_module
 from flexgen_h2o.replicas.resources import PROCESS_BYTES, ReplicaResources, planned_bytes
 
 if TYPE_CHECKING:
     import ray.data
-
-Row = dict[str, Any]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorConfig:
@@ -145,18 +142,15 @@ class Processor:
         config, ray = self.config, ray_module()
         resources = config.resources()
         more = {} if config.runtime_env is None else {"runtime_env": dict(config.runtime_env)}
-        before, after = self._before, self._after
-        if before is not None:
-            dataset = dataset.map(lambda row: {**row, **before(row)})
-        dataset = map_batches(
+        # `preprocess` and `postprocess` run in the replica: as steps of their own each would want a
+        # CPU, and wait without end where replicas have them all.
+        return map_batches(
             dataset, BatchGenerator, batch_size=config.batch_size, batch_format="numpy",
             fn_constructor_kwargs={
                 "llm": config.for_llm(resources), "threads": config.num_cpus, "seed": config.seed,
-                "should_continue_on_error": config.should_continue_on_error},
+                "should_continue_on_error": config.should_continue_on_error,
+                "preprocess": self._before, "postprocess": self._after},
             **pool(ray, config._range), **resources.arguments(), **more)
-        if after is None:
-            return dataset
-        return dataset.map(lambda row: row if row[ERROR] else {**after(row), ERROR: row[ERROR]})
 
 
 def build_processor(config: ProcessorConfig, preprocess: Callable[[Row], Row] | None = None,

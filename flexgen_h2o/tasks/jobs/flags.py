@@ -125,6 +125,10 @@ class BatchOptions:
         for name, given in (("csv", self.run.csv), ("plot", self.plot)):
             if given:
                 raise UserError(f"{flag_name(name)} shows one process: leave it out with --ray")
+        if self.ray_address is not None and "://" in self.ray_address:
+            raise UserError(f"--ray-address {self.ray_address} is a client's, and the input is "
+                            "read where the command runs: run it on a machine of the cluster, with "
+                            "--ray-address auto")
         if self.run.percent == AUTO:
             raise UserError("--percent auto plans for one process with this machine to itself: "
                             "give numbers with --ray")

@@ -70,14 +70,14 @@ class JobInput:
 
     def __init__(self, path: str, *, progress: Callable[[int, int], None] | None = None):
         self.path = path
-        with _reading(path):
+        with reading(path):
             self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 (closed by close)
         try:
             found = os.fstat(self._file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise UserError(f"--input {path} is no regular file, and its lines are read twice: "
                                 "save it as one")
-            with _reading(path):
+            with reading(path):
                 self._index(found.st_size, progress or (lambda done, total: None))
             if not len(self.keys):
                 raise UserError(f"--input {path} holds no requests: write one a line")
@@ -158,7 +158,7 @@ def read_line(file: BinaryIO, offset: int, path: str) -> bytes:
 
     Raises `UserError` if it cannot be read.
     """
-    with _reading(path):
+    with reading(path):
         file.seek(offset)
         return _stripped(file.readline(MOST_BYTES))
 
@@ -172,7 +172,7 @@ def check_line(line: bytes, lines: RequestLines, place: int, path: str) -> None:
 
 
 @contextmanager
-def _reading(path: str) -> Iterator[None]:
+def reading(path: str) -> Iterator[None]:
     """Raise `UserError` in place of the OSError of a file that could not be read."""
     try:
         yield

@@ -26,18 +26,21 @@ from flexgen_h2o.replicas.ray_cluster import (
     one_reader_here,
     pool,
     ray_cluster,
-    user_error,
 )
 from flexgen_h2o.replicas.resources import PROCESS_BYTES, ReplicaResources, planned_bytes
 from flexgen_h2o.tasks.jobs.flags import BatchOptions
 from flexgen_h2o.tasks.jobs.job import Job
-from flexgen_h2o.tasks.jobs.job_input import JobInput, check_line, read_line
+from flexgen_h2o.tasks.jobs.job_input import JobInput, check_line, read_line, reading
 from flexgen_h2o.tasks.jobs.progress import JobProgress
 from flexgen_h2o.tasks.jobs.results import ResultsFile, key_of
 from flexgen_h2o.tasks.jobs.totals import count, encoder_of, largest_block
 
 if TYPE_CHECKING:
     import pyarrow
+
+_NOWHERE = -1
+"""The place of a line that is the message of a `UserError`: of one that is raised there, Ray tells
+here the text alone, in a trace."""
 
 _SHARES = 4
 """Windows of each replica at least, so that none waits long for the last one."""
@@ -76,14 +79,11 @@ class RayJob:
             try:
                 with closing(self._answers(ray, left, resources)) as tables:
                     self._collect(tables, left, should_end)
-            except Exception as error:
-                found = user_error(error)
-                if found is None and isinstance(error, ray.exceptions.RayError):
-                    found = UserError(f"Ray has given up ({type(error).__name__}): "
-                                      f"{str(error).strip()[:600]}")
-                if found is None:
-                    raise
-                raise found from None
+            except ray.exceptions.RayTaskError:
+                raise  # a fault of the code there
+            except ray.exceptions.RayError as error:
+                raise UserError(f"Ray has given up ({type(error).__name__}): "
+                                f"{str(error).strip()[:600]}") from None
 
     def _answers(self, ray: Any, left: np.ndarray, resources: ReplicaResources
                  ) -> Generator[pyarrow.Table, None, None]:
@@ -110,6 +110,8 @@ class RayJob:
         waiting = np.zeros(len(self._source), bool)
         waiting[left] = True
         for table in tables:
+            if table["place"][0].as_py() == _NOWHERE:
+                raise UserError(table["line"][0].as_py().decode())
             rows = [row for row in table.to_pylist() if waiting[row["place"]]]
             waiting[[row["place"] for row in rows]] = False
             self._errors.add([row["line"] for row in rows if row["failed"]])
@@ -157,9 +159,10 @@ def _windows(source: JobInput, left: np.ndarray, size: int) -> Iterator[pyarrow.
 
     for start in range(0, len(left), size):
         places = left[start:start + size]
-        yield pyarrow.table({"place": places, "offset": source.offsets[places],
-                             "key": source.keys[places], "number": source.numbers[places],
-                             "kind": source.kinds[places]})
+        yield pyarrow.table({
+            "place": pyarrow.array(places, pyarrow.int64()), "offset": source.offsets[places],
+            "key": source.keys[places], "number": source.numbers[places],
+            "kind": source.kinds[places]})
 
 
 def _read(table: pyarrow.Table, path: str) -> pyarrow.Table:
@@ -167,12 +170,19 @@ def _read(table: pyarrow.Table, path: str) -> pyarrow.Table:
     import pyarrow
 
     try:
-        file = open(path, "rb")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise UserError(f"cannot read --input {path}: {error.strerror}") from None
-    with file:
-        lines = [read_line(file, offset, path) for offset in table["offset"].to_pylist()]
+        with reading(path), open(path, "rb") as file:
+            lines = [read_line(file, offset, path) for offset in table["offset"].to_pylist()]
+    except UserError as error:
+        return _message(error)
     return table.append_column("line", pyarrow.array(lines, pyarrow.large_binary()))
+
+
+def _message(error: UserError) -> pyarrow.Table:
+    """A table of a line that ends the job."""
+    import pyarrow
+
+    return pyarrow.table({"place": [_NOWHERE],
+                          "line": pyarrow.array([str(error).encode()], pyarrow.large_binary())})
 
 
 class JobReplica:
@@ -198,12 +208,20 @@ class JobReplica:
         try:
             self._llm = open_llm(run, progress=False)
         except UserError as error:
-            # Ray would start it again and again. As the error of a window it reaches the user.
+            # Ray would start it again and again. As the answer to a window it reaches the user.
             self._refused = error
 
     def __call__(self, table: pyarrow.Table) -> pyarrow.Table:
         """Lines of answers and of failures: columns place, line, failed, and the tokens of the
         prompts and those generated, which stand in the first row."""
+        if table["place"][0].as_py() == _NOWHERE:
+            return table
+        try:
+            return self._answered(table)
+        except UserError as error:
+            return _message(error)
+
+    def _answered(self, table: pyarrow.Table) -> pyarrow.Table:
         import pyarrow
 
         if self._refused is not None:
@@ -215,7 +233,8 @@ class JobReplica:
         lines = errors.lines + results.lines
         zeros = [0] * (len(lines) - 1)
         return pyarrow.table({
-            "place": [window.places[key_of(line)[0]] for line in lines],
+            "place": pyarrow.array([window.places[key_of(line)[0]] for line in lines],
+                                   pyarrow.int64()),
             "line": pyarrow.array(lines, pyarrow.large_binary()),
             "failed": [True] * len(errors.lines) + [False] * len(results.lines),
             "prompt_tokens": [counts.prompt_tokens, *zeros],
