@@ -31,8 +31,9 @@ from flexgen_h2o.files.terminal import show
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.metrics import run_table
 from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.replicas.window_queue import WindowQueue
+from flexgen_h2o.tasks.jobs import data_parallel, ray_job
 from flexgen_h2o.tasks.jobs import plot as job_plot
-from flexgen_h2o.tasks.jobs import ray_job
 from flexgen_h2o.tasks.jobs.flags import DECIDING, BatchOptions, parse_args, parser
 from flexgen_h2o.tasks.jobs.job import Job
 from flexgen_h2o.tasks.jobs.job_input import JobInput
@@ -53,11 +54,14 @@ def run(options: BatchOptions) -> None:
         with _source(options) as source:
             dry_run(options, source)
         return
-    with ResultsFile("--output", str(options.output)) as results, (
-            nullcontext(results) if options.errors is None
-            else ResultsFile("--errors", options.errors)) as errors, _source(options) as source:
+    if options.data_parallel:
+        place = data_parallel.seat()
+        with data_parallel.joined(place) as queue:
+            (_follow if place.replica else _lead)(options, place, queue)
+        return
+    with _results(options) as (results, errors), _source(options) as source:
         config, implementations = _planned(options, source)
-        left, progress = _resumed(options, config, source, {results, errors})
+        left, progress = _resumed(options, config, source, results=results, errors=errors)
         stats = None
         if len(left) and options.ray:
             with _telling(progress), Ending(_tell_of_the_end) as ending:
@@ -76,6 +80,58 @@ def run(options: BatchOptions) -> None:
     _report(options, config, progress, stats)
 
 
+def _lead(options: BatchOptions, place: data_parallel.Seat, queue: WindowQueue) -> None:
+    """Share the job with the replicas that follow, and put the results together."""
+    said = False
+    try:
+        with _results(options) as (results, errors), _source(options) as source:
+            config, _ = _planned(options, source)
+            left, progress = _resumed(options, config, source, results=results, errors=errors)
+            size, said = data_parallel.lead(queue, source, options, left), True
+            with _telling(progress):
+                _work(options, place, queue, (left, size), source=source, progress=progress,
+                      files=(results, errors))
+                queue.wait_for_others()
+                progress.add(**data_parallel.absorb(source, results=results, errors=errors))
+            _report(options, config, progress, None)
+    except UserError as error:
+        if not said:
+            data_parallel.refuse(queue, str(error))
+            queue.wait_for_others()
+        raise
+
+
+def _follow(options: BatchOptions, place: data_parallel.Seat, queue: WindowQueue) -> None:
+    """Answer windows of the job that replica 0 shares."""
+    with _source(options) as source:
+        windows = data_parallel.follow(queue, source)
+        progress = JobProgress(len(source), 0, 0, None, shown=False)
+        with data_parallel.own_file(options, place) as results:
+            _work(options, place, queue, windows, source=source, progress=progress,
+                  files=(results, results))
+
+
+def _work(options: BatchOptions, place: data_parallel.Seat, queue: WindowQueue,
+          windows: tuple[np.ndarray, int], *, source: JobInput, progress: JobProgress,
+          files: tuple[ResultsFile, ResultsFile]) -> None:
+    left, size = windows
+    if not len(left):
+        return
+    with (data_parallel.open_replica(options.run, place) as llm,
+          Ending(_tell_of_the_end) as ending):
+        progress.begin()
+
+        def should_end() -> bool:
+            told = ending.asked or progress.late(options.max_hours)
+            if told and not place.replica:
+                queue.end()  # it keeps the queue, without which nobody goes on
+            return told or queue.ended
+
+        job = Job(llm, source, options, results=files[0], errors=files[1], progress=progress,
+                  should_end=should_end)
+        data_parallel.work(queue, job, left, size, should_end)
+
+
 def dry_run(options: BatchOptions, source: JobInput) -> None:
     """Check every line, count tokens, and predict how long they take."""
     found = count(source, encoder_of(options.run), options)
@@ -86,6 +142,15 @@ def dry_run(options: BatchOptions, source: JobInput) -> None:
         show(f"{plan.text}\nall requests   at most {hours:.4g} hours, each to its most tokens")
     if options.strict:
         _refuse_failures(options, found)
+
+
+@contextmanager
+def _results(options: BatchOptions) -> Iterator[tuple[ResultsFile, ResultsFile]]:
+    """The files for answers and for failures, which may be one."""
+    with ResultsFile("--output", str(options.output)) as results, (
+            nullcontext(results) if options.errors is None
+            else ResultsFile("--errors", options.errors)) as errors:
+        yield results, errors
 
 
 def _source(options: BatchOptions) -> JobInput:
@@ -119,21 +184,27 @@ def _refuse_failures(options: BatchOptions, found: JobTotals) -> None:
                         f"cannot run, and --strict runs all or none: {found.failed[0]}")
 
 
-def _resumed(options: BatchOptions, config: RunConfig, source: JobInput, files: set[ResultsFile]
-             ) -> tuple[np.ndarray, JobProgress]:
+def _resumed(options: BatchOptions, config: RunConfig, source: JobInput, *, results: ResultsFile,
+             errors: ResultsFile) -> tuple[np.ndarray, JobProgress]:
     """The places of requests that have no answer in these files, and how far that is.
 
     Raises `UserError` if the files are of another job.
     """
     settings = SettingsBeside("--output", str(options.output), options.settings(config), DECIDING)
+    files, more = {results, errors}, data_parallel.rank_files(results.path)
     if options.overwrite:
         for file in files:
             file.clear()
-    if all(file.empty for file in files):
+        for path in more:
+            with ResultsFile("--output", path) as file:  # which refuses one that is being written
+                file.clear()
+        more = []
+    if all(file.empty for file in files) and not more:
         with writing("--output", settings.path):
             settings.write()
     else:
         settings.check()
+    data_parallel.absorb(source, results=results, errors=errors)
     waiting, failed = np.ones(len(source), bool), 0
     for file in files:
         places, failures = file.answered(source)

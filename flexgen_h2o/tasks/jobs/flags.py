@@ -27,7 +27,7 @@ _NOT_HERE = ("prompt", "prompts", "num_prompts", "prompt_len", "cut_gen_len", "w
 """Flags of `generate` that would do nothing here: a file of ``--config`` must not give them."""
 _FILES = ("input", "output", "errors", "chat_template", "progress_file", "plot")
 _IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
-         "ray", "ray_address", "replicas")
+         "ray", "ray_address", "replicas", "data_parallel")
 """Flags that say nothing of a dry run."""
 DECIDING = ("model", "path", "dtype", "weight_bits", "cache_bits", "attn_sparsity", "h2o",
             "gen_len", "temperature", "seed", "chat_template")
@@ -89,6 +89,10 @@ class BatchOptions:
         help="draw tokens/s and memory over the job (or .svg, .pdf)",
     )
 
+    data_parallel: bool = flag(
+        "bool", False, group="several processes",
+        help="share the job with the other processes that a launcher such as torchrun has started",
+    )
     ray: bool = flag(
         "bool", False, group="several processes",
         help="run replicas of the model on Ray Data",
@@ -116,25 +120,29 @@ class BatchOptions:
 
     def _check_processes(self) -> None:
         """Raise `UserError` for flags that several processes contradict."""
+        mode = "--ray" if self.ray else "--data-parallel"
+        if self.ray and self.data_parallel:
+            raise UserError("--ray and --data-parallel both share the job: give one of them")
         if not self.ray:
             for name, given in (("ray_address", self.ray_address), ("replicas",
                                                                     self.replicas != 1)):
                 if given:
                     raise UserError(f"{flag_name(name)} has no effect without --ray")
+        if not self.ray and not self.data_parallel:
             return
         for name, given in (("csv", self.run.csv), ("plot", self.plot)):
             if given:
-                raise UserError(f"{flag_name(name)} shows one process: leave it out with --ray")
+                raise UserError(f"{flag_name(name)} shows one process: leave it out with {mode}")
         if self.ray_address is not None and "://" in self.ray_address:
             raise UserError(f"--ray-address {self.ray_address} is a client's, and the input is "
                             "read where the command runs: run it on a machine of the cluster, with "
                             "--ray-address auto")
         if self.run.percent == AUTO:
             raise UserError("--percent auto plans for one process with this machine to itself: "
-                            "give numbers with --ray")
+                            f"give numbers with {mode}")
         if ":" in self.run.device:
             raise UserError(f"--device {self.run.device} is one GPU of this machine: give cuda "
-                            "with --ray, which chooses one for each replica")
+                            f"with {mode}, which chooses one for each replica")
 
     @cached_property
     def template(self) -> str | None:

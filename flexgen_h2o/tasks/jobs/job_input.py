@@ -12,6 +12,7 @@ import stat
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import BinaryIO, Protocol
 
 import numpy as np
@@ -109,9 +110,14 @@ class JobInput:
 
     def find(self, keys: np.ndarray) -> np.ndarray:
         """The places of lines by their keys, int64 like `keys` in shape; -1 where there is none."""
-        order = np.argsort(self.keys, kind="stable")
+        order = self._order
         at = np.minimum(np.searchsorted(self.keys, keys, sorter=order), len(order) - 1)
         return np.where(self.keys[order[at]] == keys, order[at], -1)
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        """Places by their keys."""
+        return np.argsort(self.keys, kind="stable")
 
     def _index(self, size: int, progress: Callable[[int, int], None]) -> None:
         offsets, keys, ids = array("Q"), array("Q"), array("Q")

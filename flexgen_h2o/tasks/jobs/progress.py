@@ -41,6 +41,8 @@ class JobProgress:
         The file to keep, if there is to be one.
     clock : callable, optional
         Seconds that never go backwards.
+    shown : bool
+        Show a bar on a terminal.
 
     Attributes
     ----------
@@ -53,13 +55,14 @@ class JobProgress:
     """
 
     def __init__(self, total: int, answered: int, failed: int, path: str | None, *,
-                 clock: Callable[[], float] = time.monotonic):
+                 clock: Callable[[], float] = time.monotonic, shown: bool = True):
         self.total, self.answered, self.failed = total, answered, failed
         self._before, self._path, self._clock = answered, path, clock
         self._began = self._loaded = clock()
         self.prompt_tokens = self.generated_tokens = self._device_bytes = 0
         self.samples: list[JobSample] = []
-        self._bar = tqdm(total=total, initial=answered, unit="request", disable=None)
+        self._bar = tqdm(total=total, initial=answered, unit="request",
+                         disable=None if shown else True)
         self._process = psutil.Process()
         self.note("running")
 
