@@ -1,4 +1,4 @@
-"""How this process was started: as one of several ranks, by torchrun or alike. No torch."""
+"""The rank that a launcher, torchrun or one alike, has made of this process. No torch."""
 
 from __future__ import annotations
 

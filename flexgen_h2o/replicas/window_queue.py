@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -16,6 +16,8 @@ from flexgen_h2o.errors import UserError
 _DONE, _LEFT = b"done", b"left"
 _BEATS = 8  # within the time after which a replica counts as gone
 _POLL = 0.1  # seconds between looks at what others hold
+_LOST = ("replica 0, which keeps the queue and the results, has stopped: what is answered stays, "
+         "and the same command goes on")
 
 
 class SharedStore(Protocol):
@@ -152,7 +154,7 @@ class WindowQueue:
 
     # --- windows
 
-    def windows(self, count: int) -> Iterator[int]:
+    def windows(self, count: int) -> Generator[int, None, None]:
         """The windows of `count` that this replica is to do, until all are done by some replica.
 
         One is done when the next is asked for. Those of a replica that is gone come again. Raises
@@ -194,7 +196,7 @@ class WindowQueue:
 
     def _check(self) -> None:
         if self.lost:
-            raise QueueLost("replica 0, which keeps the queue and the results, has stopped")
+            raise QueueLost(_LOST)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -205,6 +207,4 @@ class WindowQueue:
             raise
         except Exception as error:
             self.lost = True
-            raise QueueLost("replica 0, which keeps the queue and the results, does not answer "
-                            f"({str(error).splitlines()[0] if str(error) else error!r:.200})"
-                            ) from error
+            raise QueueLost(_LOST) from error

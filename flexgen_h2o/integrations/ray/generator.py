@@ -141,6 +141,7 @@ class BatchGenerator:
                 self._renderer = ChatRenderer(self._llm.tokenizer)
                 weakref.finalize(self, self._renderer.close)
             prompt = self._renderer.render(messages)
+        assert prompt is not None  # one of the two is there
         params = _params(given, self._seed, prompt)
         return self._llm.encode(prompt, name=number, new_tokens=params.max_new_tokens,
                                 special=messages is None), params

@@ -106,6 +106,8 @@ def joined(place: Seat) -> Iterator[WindowQueue]:
 
     Raises `UserError` if there is no replica 0.
     """
+    # A store that goes with a process that is killed is told here, in a line, and not by PyTorch.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch.distributed
 
     try:
