@@ -24,19 +24,6 @@ from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
 
 
-class Sink(Protocol):
-    """Takes the logits of a forward pass."""
-
-    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """The rows of a batch's forward pass that get logits: int64 [rows], on the host."""
-
-    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
-        """Take logits [rows, vocab] of the chosen rows from number `row` on."""
-
-    def restart(self, request: Request) -> None:
-        """Forget what it knows of a request, which begins anew."""
-
-
 @dataclass
 class Timing:
     """Wall-clock seconds of one block, and when it began (`time.perf_counter`).
