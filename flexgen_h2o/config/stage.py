@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cache
+from itertools import accumulate, pairwise
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
@@ -76,3 +77,27 @@ def groups_of(num_batches: int, groups: int) -> list[range]:
     groups = max(1, min(groups, num_batches))
     bounds = [number * num_batches // groups for number in range(groups + 1)]
     return [range(*pair) for pair in pairwise(bounds)]
+
+
+def balanced_bounds(seconds: Sequence[float], ranks: int) -> list[int]:
+    """The bounds (see `Stage.of_rank`) for which the slowest of `ranks` has the least to do.
+
+    `seconds` are of each decoder layer, those of embedding and head with the first and the last; no
+    rank is without a layer, of which there must be as many. Of several such bounds those that give
+    the first ranks more.
+    """
+    sums = [0.0, *accumulate(seconds)]
+
+    @cache
+    def least(begin: int, left: int) -> float:
+        if left == 1:
+            return sums[-1] - sums[begin]
+        return min(max(sums[end] - sums[begin], least(end, left - 1))
+                   for end in range(begin + 1, len(seconds) - left + 2))
+
+    bounds, most = [0], least(0, ranks)
+    for left in range(ranks - 1, 0, -1):
+        begin = bounds[-1]
+        bounds.append(max(end for end in range(begin + 1, len(seconds) - left + 1)
+                          if sums[end] - sums[begin] <= most and least(end, left) <= most))
+    return [*bounds, len(seconds)]

@@ -1,0 +1,53 @@
+"""How this process was started: as one of several ranks, by torchrun or alike. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexgen_h2o.errors import UserError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A rank among `ranks`, and its place among those of its host."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launch:
+    """The rank that torchrun's variables make of this process; without them the only one.
+
+    Raises `UserError` for variables that make no sense.
+    """
+    given = {name: environment[name] for name in _VARIABLES if name in environment}
+    if "RANK" not in given or "WORLD_SIZE" not in given:
+        return Launch()
+    try:
+        rank, ranks, port, local = (int(environment.get(name, 0)) for name in (
+            "RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"))
+    except ValueError:
+        rank = ranks = port = local = -1
+    if not 0 <= rank < ranks or local < 0 or ranks > 1 and (
+            not 0 < port < 1 << 16 or not given.get("MASTER_ADDR")):
+        told = " ".join(f"{name}={value!r:.40}" for name, value in given.items())
+        raise UserError(f"these variables do not say which rank this process is ({told}): start "
+                        "it with torchrun")
+    return Launch(rank, ranks, local)
+
+
+def check_ranks(wanted: int, started: int, command: str) -> None:
+    """Raise `UserError` unless so many ranks have been started as the command is to have."""
+    if wanted == started:
+        return
+    if wanted > 1:
+        raise UserError(f"--pipeline-parallel {wanted} is of {wanted} processes, and {started} "
+                        f"{'has' if started == 1 else 'have'} been started: torchrun "
+                        f"--nproc-per-node {wanted} -m {command} --pipeline-parallel {wanted} ...")
+    raise UserError(f"{started} processes have been started to do the same: add "
+                    f"--pipeline-parallel {started}, or start one")
