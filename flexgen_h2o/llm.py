@@ -118,13 +118,18 @@ class LLM(Session):
             self._prompts = Prompts(source, name, h2o)
             self._prompts.check_longest(
                 load.texts, 1 if load.workload is None else load.workload.gen_len)
+            workload = load.workload
+            if workload is not None and load.texts:
+                # The length of texts is an estimate, and may be of more than was let pass.
+                workload = workload.cut(longest_prompt(self.model_config, h2o))
             seat = self._orders.seat(
-                source.config, self.policy, opened_device, bounds=load.bounds,
+                source.config, self.policy, opened_device, bounds=load.bounds, workload=workload,
                 form=f"{source.config}, {source.dtype}, {weight_bits} bits, {self._cache}, "
                 f"{self.policy}")
+            stage = None
             if seat is not None:
-                own = replace(self._cache, h2o=seat.stage.h2o(h2o))
-                settings = replace(settings, cache=own)
+                stage, workload = seat.stage, seat.workload
+                settings = replace(settings, cache=replace(self._cache, h2o=stage.h2o(h2o)))
             self._runtime = Runner(source, opened_device, settings, seat)
             self.calls = self._runtime.calls
             self._memory = MemoryCheck(
@@ -133,14 +138,12 @@ class LLM(Session):
                 writes_weights=source.writes_weights(load.weight_cache),
                 offload_dir=settings.offload_dir,
                 most={"cpu": load.memory_limit, "gpu": load.device_memory_limit},
-                device_bytes=opened_device.free_bytes, stage=seat and seat.stage,
+                device_bytes=opened_device.free_bytes, stage=stage,
                 groups=1 if seat is None else seat.groups)
-            if load.workload is not None:
-                # The length of texts is an estimate, and may be of more than was let pass.
-                longest = longest_prompt(self.model_config, h2o) if load.texts else None
+            if workload is not None:
                 self._orders.agree_to_fit(partial(
-                    self._memory.refuse, self.policy, self._cache, load.workload.cut(longest),
-                    loaded_bytes=None, show=load.verbose))
+                    self._memory.refuse, self.policy, self._cache, workload, loaded_bytes=None,
+                    show=load.verbose))
             with self._runtime.sampled_memory(), self._orders.working():
                 self._runtime.load(opened)
             # From here on it is close() that closes.

@@ -65,12 +65,15 @@ class Plan:
         The fastest on the machine that is planned for, where there is a choice: see `Compute`.
     text : str
         To print.
+    bounds : tuple of int or None
+        Of the decoder layers of each rank of a pipeline (`Stage.of_rank`).
     """
 
     config: RunConfig
     best: Choice
     implementations: Winners
     text: str
+    bounds: tuple[int, ...] | None = None
 
 
 def plan(config: RunConfig, load: Workload, prompts: int | None,

@@ -15,6 +15,7 @@ import msgspec
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.stage import Stage, balanced_bounds
+from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.pipeline import Pipeline
 from flexgen_h2o.engine.runner import Seat
 from flexgen_h2o.engine.watch import IDLE, WORKING
@@ -44,6 +45,7 @@ class _Layout(msgspec.Struct):
 
     bounds: list[int]
     groups: int
+    workload: Workload | None
 
 
 Order = Generate | Step | Close
@@ -73,7 +75,7 @@ class Orders:
         return f"cuda:{self._pipeline.local_rank}" if torch.cuda.is_available() else name
 
     def seat(self, model: ModelConfig, policy: Policy, device: Device, *, form: str,
-             bounds: Sequence[int] | None) -> Seat | None:
+             bounds: Sequence[int] | None, workload: Workload | None) -> Seat | None:
         """This rank's place, by what the first rank says.
 
         Parameters
@@ -82,6 +84,8 @@ class Orders:
             All that has to be the same on all ranks, in words.
         bounds : sequence of int or None
             Of the layers; None: each rank gets about as many weights that a token meets.
+        workload : Workload or None
+            What the first rank expects to run.
 
         Raises
         ------
@@ -103,14 +107,15 @@ class Orders:
         if pipeline.rank == 0:
             fetched = policy.weights.disk > 0 or device.separate and policy.weights.cpu > 0
             found = _Layout(list(bounds or balanced_bounds(_weights(model), pipeline.ranks)),
-                            pipeline.ranks * (1 if fetched else 2))
+                            pipeline.ranks * (1 if fetched else 2), workload)
             pipeline.order(msgspec.json.encode(found))
         else:
             found = msgspec.json.decode(pipeline.listen(), type=_Layout)
         if len(found.bounds) != pipeline.ranks + 1 or found.bounds[-1] != model.num_layers:
             raise UserError(f"bounds {found.bounds} are not of {pipeline.ranks} ranks and "
                             f"{model.num_layers} layers")
-        return Seat(pipeline, Stage.of_rank(pipeline.rank, found.bounds), found.groups)
+        return Seat(pipeline, Stage.of_rank(pipeline.rank, found.bounds), found.groups,
+                    found.workload)
 
     def check(self, call: str) -> None:
         """Raise `UserError` for a call by the user on a rank that only follows."""

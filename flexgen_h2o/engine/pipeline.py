@@ -112,6 +112,11 @@ class Pipeline:
     rank_timeout : float
         Seconds in which some rank has to get on while the pipeline works.
 
+    Attributes
+    ----------
+    has_ordered : bool
+        True if this rank has ever given orders.
+
     Raises
     ------
     UserError
@@ -123,7 +128,7 @@ class Pipeline:
         self.rank, self.ranks, self.local_rank = rank, ranks, local_rank
         patience = min(PATIENCE, rank_timeout)
         self._waiters: dict[tuple, _Waiter] = {}
-        self._closed = False
+        self._closed = self.has_ordered = False
         name = f"rank {rank} ({socket.gethostname()}, process {os.getpid()})"
         try:
             store = connect()
@@ -205,6 +210,7 @@ class Pipeline:
 
     def order(self, data: bytes) -> None:
         """Send words from the first rank to all others, for their `listen`."""
+        self.has_ordered = True
         sent = [message for rank in range(1, self.ranks)
                 for message in self._send_bytes(rank, ORDERS, data)]
         for message in sent:

@@ -15,6 +15,7 @@ from flexgen_h2o.cache.stand_ins import ProbedCache
 from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.block_queue import BlockQueue, BlockSize
 from flexgen_h2o.engine.calls import Calls
@@ -47,11 +48,12 @@ Block = Sequence[Batch]
 @dataclass(frozen=True)
 class Seat:
     """A rank's place in a pipeline: its layers, and into how many groups all ranks cut the batches
-    of a block."""
+    of a block. `workload` is what the first rank expects to run, if it has said so."""
 
     pipeline: Pipeline
     stage: Stage
     groups: int
+    workload: Workload | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""A command on the ranks of a pipeline: the first does the work, the others run what it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.signals import Ending
+from flexgen_h2o.config.launch import check_ranks, launched
+
+if TYPE_CHECKING:
+    from flexgen_h2o.engine.pipeline import Pipeline
+    from flexgen_h2o.llm import LLM
+
+
+def on_ranks(config: RunConfig, command: str, work: Callable[[Pipeline | None], None]) -> None:
+    """Do the work of a command on the first rank, or on the only one, which gets None.
+
+    On the others, nothing is read, written or printed but errors that are their own.
+
+    Parameters
+    ----------
+    config : RunConfig
+    command : str
+        The module that torchrun starts, for errors.
+    work : callable
+        Opens its model with `open_on_ranks`, or none.
+
+    Raises
+    ------
+    UserError
+        Not as many ranks have been started as `config` says, or they do not find each other, or
+        this is the one to tell of one that has failed or gone.
+    """
+    launch = launched()
+    check_ranks(config.pipeline_parallel, launch.ranks, command)
+    if launch.ranks == 1:
+        work(None)
+        return
+    from flexgen_h2o.engine.pipeline import Pipeline  # only now: it loads torch
+    from flexgen_h2o.engine.watch import PipelineFailure
+
+    with Pipeline.join(launch, rank_timeout=config.rank_timeout) as pipeline:
+        try:
+            if launch.rank > 0:
+                _follow(pipeline)
+            else:
+                work(pipeline)
+                if not pipeline.has_ordered:
+                    pipeline.order(b"")  # there was nothing to run
+        except PipelineFailure as failure:
+            pipeline.fail(failure)
+            if pipeline.watch.tells():
+                raise
+            sys.exit(2)
+
+
+def open_on_ranks(config: RunConfig, pipeline: Pipeline | None, *,
+                  bounds: Sequence[int] | None = None, **others: Any) -> LLM:
+    """The `LLM` of `open_llm`; the other ranks open theirs."""
+    if pipeline is None:
+        return open_llm(config, **others)
+    # As it was planned here: others may not see the files that it came from.
+    pipeline.order(msgspec.json.encode(config.to_dict()))
+    return open_llm(config, pipeline=pipeline, bounds=bounds, **others)
+
+
+def _follow(pipeline: Pipeline) -> None:
+    """Run what the first rank runs, until it has no more."""
+    with Ending(lambda: None):  # signals go to all ranks alike: the first one decides
+        found = pipeline.listen()
+        if not found:
+            return
+        given: Mapping[str, Any] = msgspec.json.decode(found)
+        config = RunConfig.from_mapping(given)
+        # Files are the first rank's.
+        quiet = replace(config, prompts=None, csv=None, output=None, trace=None, debug_mode=None)
+        with open_llm(quiet, pipeline=pipeline, progress=False) as llm:
+            llm.follow()
