@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -43,6 +44,8 @@ def on_ranks(config: RunConfig, command: str, work: Callable[[Pipeline | None], 
     if launch.ranks == 1:
         work(None)
         return
+    # Where a rank is gone, torch would show its own stack beside the line that says so.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from flexgen_h2o.engine.pipeline import Pipeline  # only now: it loads torch
     from flexgen_h2o.engine.watch import PipelineFailure
 

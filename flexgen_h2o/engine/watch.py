@@ -199,6 +199,7 @@ class Watch:
         """End the process if the main thread does not come to it, as one that hangs."""
         if self._failure is None or self._over.wait(max(self.patience, 2 * self.interval)):
             return
-        if self.tells():
+        # Of one that hangs the others tell, who find the same.
+        if not self._failure.startswith(self.names[self.rank]) and self.tells():
             print(f"error: {self._failure}", file=sys.stderr, flush=True)
         os._exit(2)
