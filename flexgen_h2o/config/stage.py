@@ -79,6 +79,15 @@ def groups_of(num_batches: int, groups: int) -> list[range]:
     return [range(*pair) for pair in pairwise(bounds)]
 
 
+def num_groups(ranks: int, *, fetched: bool) -> int:
+    """Into how many groups a pipeline cuts the batches of a block, if there are as many.
+
+    With one for each rank none has to wait; where weights are at hand more cost nothing, and leave
+    messages some time. Weights that have to be `fetched` are so for each group.
+    """
+    return ranks if fetched else 2 * ranks
+
+
 def balanced_bounds(seconds: Sequence[float], ranks: int) -> list[int]:
     """The bounds (see `Stage.of_rank`) for which the slowest of `ranks` has the least to do.
 

@@ -14,7 +14,7 @@ import msgspec
 
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.config.stage import Stage, balanced_bounds
+from flexgen_h2o.config.stage import Stage, balanced_bounds, num_groups
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.pipeline import Pipeline
 from flexgen_h2o.engine.runner import Seat
@@ -107,7 +107,7 @@ class Orders:
         if pipeline.rank == 0:
             fetched = policy.weights.disk > 0 or device.separate and policy.weights.cpu > 0
             found = _Layout(list(bounds or balanced_bounds(_weights(model), pipeline.ranks)),
-                            pipeline.ranks * (1 if fetched else 2), workload)
+                            num_groups(pipeline.ranks, fetched=fetched), workload)
             pipeline.order(msgspec.json.encode(found))
         else:
             found = msgspec.json.decode(pipeline.listen(), type=_Layout)

@@ -1,4 +1,4 @@
-"""Batch jobs over two real ranks: whole, with a rank that dies, stops or hangs, and gone on with."""
+"""Batch jobs over two real ranks: whole, with a rank that dies, stops or hangs, and resumed."""
 
 from __future__ import annotations
 
@@ -166,10 +166,11 @@ def test_ranks_that_were_not_started_so_are_refused(folder, words, monkeypatch, 
 def test_the_rank_is_what_the_variables_say():
     given = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "host",
              "MASTER_PORT": "29500"}
-    assert launched(given) == Launch(1, 3, 1)
+    assert launched(given) == Launch(1, 3, 1, 2)
+    assert launched(given | {"LOCAL_WORLD_SIZE": "3"}) == Launch(1, 3, 1, 3)
     assert launched({}) == launched({"MASTER_PORT": "1"}) == Launch()
     assert launched({"RANK": "0", "WORLD_SIZE": "1"}) == Launch()
     for wrong in ({"RANK": "3"}, {"RANK": "x"}, {"MASTER_PORT": "0"}, {"MASTER_ADDR": ""},
-                  {"LOCAL_RANK": "-1"}):
+                  {"LOCAL_RANK": "-1"}, {"LOCAL_WORLD_SIZE": "1"}):
         refused(lambda wrong=wrong: launched(given | wrong), "start it with torchrun")
     check_ranks(2, 2, "any")
