@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,54 +15,50 @@ from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.signals import Ending
 from flexgen_h2o.config.launch import check_ranks, launched
+from flexgen_h2o.errors import UserError
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.pipeline import Pipeline
     from flexgen_h2o.llm import LLM
 
 
-def on_ranks(config: RunConfig, command: str, work: Callable[[Pipeline | None], None]) -> None:
-    """Do the work of a command on the first rank, or on the only one, which gets None.
+@contextmanager
+def joined(config: RunConfig, command: str) -> Iterator[Pipeline | None]:
+    """The ranks over which a command runs; None for the only one.
 
-    On the others, nothing is read, written or printed but errors that are their own.
+    The first does the work within the ``with`` statement, where it opens its model with
+    `open_on_ranks`, or none; the others `follow`.
 
     Parameters
     ----------
     config : RunConfig
     command : str
         The module that torchrun starts, for errors.
-    work : callable
-        Opens its model with `open_on_ranks`, or none.
 
     Raises
     ------
     UserError
         Not as many ranks have been started as `config` says, or they do not find each other, or
-        this is the one to tell of one that has failed or gone.
+        this is the one to tell of one that has failed or gone; the others exit with status 2.
     """
     launch = launched()
     check_ranks(config.pipeline_parallel, launch.ranks, command)
     if launch.ranks == 1:
-        work(None)
+        yield None
         return
     # Where a rank is gone, torch would show its own stack beside the line that says so.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from flexgen_h2o.engine.pipeline import Pipeline  # only now: it loads torch
-    from flexgen_h2o.engine.watch import PipelineFailure
 
     with Pipeline.join(launch, rank_timeout=config.rank_timeout) as pipeline:
         try:
-            if launch.rank > 0:
-                _follow(pipeline)
-            else:
-                work(pipeline)
-                if not pipeline.has_ordered:
-                    pipeline.order(b"")  # there was nothing to run
-        except PipelineFailure as failure:
-            pipeline.fail(failure)
-            if pipeline.watch.tells():
-                raise
-            sys.exit(2)
+            yield pipeline
+            if launch.rank == 0 and not pipeline.has_ordered:
+                pipeline.order(b"")  # there was nothing to run
+        except UserError as error:
+            if not pipeline.fail(error):
+                sys.exit(2)
+            raise
 
 
 def open_on_ranks(config: RunConfig, pipeline: Pipeline | None, *,
@@ -74,8 +71,11 @@ def open_on_ranks(config: RunConfig, pipeline: Pipeline | None, *,
     return open_llm(config, pipeline=pipeline, bounds=bounds, **others)
 
 
-def _follow(pipeline: Pipeline) -> None:
-    """Run what the first rank runs, until it has no more."""
+def follow(pipeline: Pipeline) -> None:
+    """On a rank that is not the first: run what that one runs, until it has no more.
+
+    Nothing is read, written or printed but errors that are its own.
+    """
     with Ending(lambda: None):  # signals go to all ranks alike: the first one decides
         found = pipeline.listen()
         if not found:

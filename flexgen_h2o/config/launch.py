@@ -1,4 +1,4 @@
-"""How this process was started: as one of several ranks, by torchrun or alike. No torch."""
+"""This process as one of several ranks that torchrun or alike has started. No torch."""
 
 from __future__ import annotations
 

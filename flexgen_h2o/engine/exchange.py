@@ -1,4 +1,4 @@
-"""What a block exchanges between the ranks of a pipeline: hidden states, and what a sink found."""
+"""The exchange of a block between the ranks of a pipeline: hidden states, and what sinks found."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Exchange:
         self._tokens[batch] = forward_pass, self.pipeline.receive(self.pipeline.last, TOKENS, found)
 
     def take_tokens(self, batch: int, forward_pass: int) -> torch.Tensor | None:
-        """What has been found for a batch in a forward pass, once it is there; None if nothing
-        was to be."""
+        """Wait for what has been found for a batch in a forward pass; None if nothing was to be.
+        """
         awaited, message = self._tokens.get(batch, (None, None))
         if message is None or awaited != forward_pass:
             return None

@@ -41,7 +41,7 @@ class Close(msgspec.Struct, tag=True):
 
 
 class _Layout(msgspec.Struct):
-    """How the model is spread: see `Seat`."""
+    """The spread of a model over ranks: see `Seat`."""
 
     bounds: list[int]
     groups: int

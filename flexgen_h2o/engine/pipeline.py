@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -221,7 +220,7 @@ class Pipeline:
         return self._receive_bytes(0, ORDERS)
 
     def agree(self, data: bytes) -> list[bytes]:
-        """What each rank has to say, in their order; all call it together."""
+        """The words of each rank, in their order; all call it together."""
         if self.rank > 0:
             for message in self._send_bytes(0, _ANSWERS, data):
                 message.wait()
@@ -241,15 +240,17 @@ class Pipeline:
         content = torch.empty(max(size, 1), dtype=torch.uint8)
         return self.receive(source, channel, content).wait()[:size].numpy().tobytes()
 
-    def fail(self, error: BaseException) -> None:
-        """Let the other ranks know that this one ends by an error, which it tells itself."""
+    def fail(self, error: BaseException) -> bool:
+        """Let the other ranks know that this one ends by an error. True if it is to tell the user:
+        one does."""
+        tells = self.watch.tells()
         if isinstance(error, PipelineFailure):
             self.watch.fail(str(error))  # who hears of it here hears of the first cause
-            return
-        words = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}"
-        with suppress(RuntimeError):
-            self.watch.tells()
-        self.watch.fail(f"{self.watch.names[self.rank]} has ended: {words}")
+        else:
+            words = str(error) if isinstance(error, UserError) else (
+                f"{type(error).__name__} {error}")
+            self.watch.fail(f"{self.watch.names[self.rank]} has ended: {words}")
+        return tells
 
     def close(self) -> None:
         """Leave the others; a second call does nothing."""

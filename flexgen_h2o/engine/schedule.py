@@ -254,8 +254,8 @@ class _Run:
         return self._enters(compute) and (apart or before.forward_pass == compute.forward_pass)
 
     def arrivals(self, compute: LayerStep) -> Iterator[LayerStep]:
-        """What comes from other ranks before a forward pass of a batch begins here: the tokens of
-        the pass before, by which a batch may have ended, and the hidden states."""
+        """Receives from other ranks before a forward pass of a batch begins here: of the tokens of
+        the pass before, by which a batch may have ended, and of hidden states."""
         if compute.layer != self._own[0]:
             return
         if not self.stage.heads and compute.forward_pass > 0:
@@ -269,7 +269,7 @@ class _Run:
             yield replace(compute, kind=Kind.RECEIVE_TOKENS)
 
     def departures(self, compute: LayerStep) -> Iterator[LayerStep]:
-        """What goes to other ranks when a forward pass of a batch ends here."""
+        """The send to other ranks when a forward pass of a batch ends here."""
         if compute.layer == self._own[-1] and self.stage.ranks > 1:
             kind = Kind.SEND_TOKENS if self.stage.heads else Kind.SEND_HIDDEN
             yield replace(compute, kind=kind)

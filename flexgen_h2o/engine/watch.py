@@ -39,7 +39,7 @@ class Beat(msgspec.Struct):
 
 
 class Board(Protocol):
-    """Where ranks leave words for each other: a store of torch.distributed."""
+    """A place to leave words for other ranks: a store of torch.distributed."""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Leave a value."""
@@ -94,7 +94,7 @@ class Watch:
 
     @contextmanager
     def state(self, state: str, words: str = "") -> Iterator[None]:
-        """What the main thread is about during a ``with`` statement."""
+        """Note what the main thread is about during a ``with`` statement."""
         before = self._mine.state, self._mine.words
         self._mine.state, self._mine.words = state, words
         try:

@@ -12,14 +12,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.flags import AUTO
-from flexgen_h2o.cli.ranks import on_ranks, open_on_ranks
+from flexgen_h2o.cli.ranks import follow, joined, open_on_ranks
 from flexgen_h2o.cli.result_files import check_results
 from flexgen_h2o.cli.result_rows import append_csv
 from flexgen_h2o.cli.run_config import RunConfig
@@ -57,7 +56,11 @@ def run(options: BatchOptions) -> None:
         with _source(options) as source:
             dry_run(options, source)
         return
-    on_ranks(options.run, "flexgen_h2o.batch", partial(_answer, options))
+    with joined(options.run, "flexgen_h2o.batch") as pipeline:
+        if pipeline is not None and pipeline.rank > 0:
+            follow(pipeline)
+        else:
+            _answer(options, pipeline)
 
 
 def _answer(options: BatchOptions, pipeline: Pipeline | None) -> None:

@@ -6,14 +6,13 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.input_files import read_prompts, synthetic_prompts, workload
-from flexgen_h2o.cli.ranks import on_ranks, open_on_ranks
+from flexgen_h2o.cli.ranks import follow, joined, open_on_ranks
 from flexgen_h2o.cli.result_files import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.files.terminal import show
@@ -30,8 +29,12 @@ def run(config: RunConfig) -> None:
     """Carry out a checked config: prompts in, texts, figures and files out."""
     if config.plan_only:
         _run(config, None)
-    else:
-        on_ranks(config, "flexgen_h2o.flex_opt", partial(_run, config))
+        return
+    with joined(config, "flexgen_h2o.flex_opt") as pipeline:
+        if pipeline is not None and pipeline.rank > 0:
+            follow(pipeline)
+        else:
+            _run(config, pipeline)
 
 
 def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
