@@ -15,9 +15,8 @@ from flexgen_h2o.config.sampling import mixed_seed, sampling_params
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Request, next_turn
 from flexgen_h2o.engine.calls import Session, one_at_a_time
-from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.runner import Runner
-from flexgen_h2o.engine.sinks import Forcing
+from flexgen_h2o.engine.sinks import Forcing, Sink
 from flexgen_h2o.engine.tokenization import Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError

@@ -8,7 +8,8 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,15 +25,16 @@ from flexgen_h2o.conversation import CHUNK, Stream
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.block_run import BlockRun
 from flexgen_h2o.engine.calls import Session, one_at_a_time
-from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.load_options import load_options
 from flexgen_h2o.engine.loader import find
+from flexgen_h2o.engine.orders import Close, Generate, Orders, Step
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.engine.runner import Runner, RunnerSettings
-from flexgen_h2o.engine.sinks import Forcing, Scoring
+from flexgen_h2o.engine.sinks import Forcing, Scoring, Sink
 from flexgen_h2o.engine.tokenization import Prompts, several
+from flexgen_h2o.engine.watch import PipelineFailure
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
-from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.errors import TooLittleMemory, UserError, shown
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.positions import check_cache, check_halves, longest_prompt
 from flexgen_h2o.outputs import Output, Scored
@@ -71,7 +73,8 @@ class LLM(Session):
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     **options
         Fields of `LoadOptions`: path, attn_sparsity, weight_cache, verify, seed, memory_limit,
-        device_memory_limit, workload, texts, implementations, progress, trace, verbose.
+        device_memory_limit, workload, texts, implementations, pipeline,
+        bounds, progress, trace, verbose.
 
     Raises
     ------
@@ -101,9 +104,10 @@ class LLM(Session):
         self._spares: list[Workspace] = []  # of runs that have ended
         self._open: weakref.WeakSet[Stream | BlockRun] = weakref.WeakSet()
         self._closed = False
+        self._orders = Orders(load.pipeline)
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
-            opened_device = open_device(device)
+            opened_device = open_device(self._orders.device(device))
             opened_device.limit(load.device_memory_limit)
             with byte_bar("converting", off=load.no_bars) as bar:
                 source = find(name, path=load.path, dtype=dtype, bits=weight_bits,
@@ -114,7 +118,19 @@ class LLM(Session):
             self._prompts = Prompts(source, name, h2o)
             self._prompts.check_longest(
                 load.texts, 1 if load.workload is None else load.workload.gen_len)
-            self._runtime = Runner(source, opened_device, settings)
+            workload = load.workload
+            if workload is not None and load.texts:
+                # The length of texts is an estimate, and may be of more than was let pass.
+                workload = workload.cut(longest_prompt(self.model_config, h2o))
+            seat = self._orders.seat(
+                source.config, self.policy, opened_device, bounds=load.bounds, workload=workload,
+                form=f"{source.config}, {source.dtype}, {weight_bits} bits, {self._cache}, "
+                f"{self.policy}")
+            stage = None
+            if seat is not None:
+                stage, workload = seat.stage, seat.workload
+                settings = replace(settings, cache=replace(self._cache, h2o=stage.h2o(h2o)))
+            self._runtime = Runner(source, opened_device, settings, seat)
             self.calls = self._runtime.calls
             self._memory = MemoryCheck(
                 source.config, WeightOptions(source.form.bits, source.form.group),
@@ -122,13 +138,13 @@ class LLM(Session):
                 writes_weights=source.writes_weights(load.weight_cache),
                 offload_dir=settings.offload_dir,
                 most={"cpu": load.memory_limit, "gpu": load.device_memory_limit},
-                device_bytes=opened_device.free_bytes)
-            if load.workload is not None:
-                # The length of texts is an estimate, and may be of more than was let pass.
-                longest = longest_prompt(self.model_config, h2o) if load.texts else None
-                self._memory.refuse(self.policy, self._cache, load.workload.cut(longest),
-                                    loaded_bytes=None, show=load.verbose)
-            with self._runtime.sampled_memory():
+                device_bytes=opened_device.free_bytes, stage=stage,
+                groups=1 if seat is None else seat.groups)
+            if workload is not None:
+                self._orders.agree_to_fit(partial(
+                    self._memory.refuse, self.policy, self._cache, workload, loaded_bytes=None,
+                    show=load.verbose))
+            with self._runtime.sampled_memory(), self._orders.working():
                 self._runtime.load(opened)
             # From here on it is close() that closes.
             self._opened = opened.pop_all()
@@ -137,7 +153,10 @@ class LLM(Session):
     @one_at_a_time
     def close(self) -> None:
         """Stop the workers and remove what was offloaded to disk; a second call does nothing."""
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(PipelineFailure):
+                self._orders.give(Close())
         try:
             for each in self._open:
                 each.end()
@@ -206,6 +225,7 @@ class LLM(Session):
         UserError
             A prompt is empty or too long, an option is unknown, the run does not fit in memory.
         """
+        self._orders.check("generate")
         generation = self._generation(prompts, sampling_params, sampling, cut_gen_len)
         stats = self._run_all(generation.run)
         if cut_gen_len is not None and cut_gen_len < generation.planned:
@@ -238,6 +258,7 @@ class LLM(Session):
         UserError
             As `generate`; and from the iterator, if the LLM has been closed.
         """
+        self._orders.check("generate_in_blocks")
         generation = self._generation(prompts, sampling_params, sampling, None)
 
         def blocks() -> Iterator[dict[int, Output]]:
@@ -248,9 +269,7 @@ class LLM(Session):
                         for request in self._run_block(generation.run)}
             finally:
                 # It may be dropped at any time, in any thread: no more is done here.
-                workspace = generation.run.leave()
-                if workspace is not None:
-                    self._spares.append(workspace)
+                self._leave_run(generation.run)
 
         return blocks()
 
@@ -271,8 +290,31 @@ class LLM(Session):
         planned = max((params.max_new_tokens for params in each), default=1)
         new = {key: min(params.max_new_tokens, cut_gen_len or params.max_new_tokens) - 1
                for key, params in enumerate(each)}
-        return _Generation(prompts, requests, planned,
-                           self._block_run(requests, new, sink, planned=planned))
+        run = self._block_run(requests, new, sink, planned=planned)
+        self._orders.give(Generate([request.prompt for request in requests], each, cut_gen_len),
+                          run)
+        return _Generation(prompts, requests, planned, run)
+
+    def follow(self) -> None:
+        """On a rank of a pipeline that is not the first: run what that one runs, until it closes
+        its LLM.
+
+        Raises
+        ------
+        UserError
+            Another rank has failed or gone.
+        """
+        self._check_open()
+        run: BlockRun | None = None
+        while not isinstance(order := self._orders.take(), Close):
+            if isinstance(order, Generate):
+                if run is not None:
+                    self._leave_run(run)
+                run = self._generation(order.prompts, order.params, {}, order.cut_gen_len).run
+            elif run is not None:
+                # The first rank hears of it too, and decides what to do.
+                with contextlib.suppress(TooLittleMemory):
+                    self._run_block(run)
 
     def loglikelihood(self, pairs: Sequence[tuple]) -> list[list[float]]:
         """Log-probability of each continuation token, teacher-forced.
@@ -307,6 +349,7 @@ class LLM(Session):
         -------
         list of Scored, in the order of the pairs
         """
+        self._orders.refuse("score")
         requests, continuations = self._prompts.encode_pairs(pairs)
         new = max(map(len, continuations.values()), default=1)
         sink: Forcing | Scoring = Forcing(continuations)
@@ -335,6 +378,7 @@ class LLM(Session):
             nothing fits, for the run itself to say so.
         """
         check_int("most", most, low=1)
+        self._orders.refuse("fit_batch")
         self._check_open()
         self._leave()  # its memory counts as free
         workload = Workload(prompt_len, gen_len, gpu_batch_size=most,
@@ -369,6 +413,7 @@ class LLM(Session):
             An evicting cache's sizes are shares of a prompt, which a stream has none of, or it
             only cuts prompts; a full one has no `max_tokens`; it does not fit in memory.
         """
+        self._orders.refuse("stream")
         self._check_open()
         stream = Stream(self._runtime.in_chunks(self.policy.prefill_chunk or CHUNK),
                         self._prompts, self._memory, max_tokens=max_tokens,
@@ -399,6 +444,7 @@ class LLM(Session):
         list of list of float
             For each pair, the natural log-probability of each token of the continuation.
         """
+        self._orders.refuse("probe")
         if not callable(attend):
             raise UserError(f"attend must be a function, got {shown(attend)}")
         requests, continuations = self._prompts.encode_pairs(pairs)
@@ -429,20 +475,29 @@ class LLM(Session):
         """Run all blocks; sets `stats` too."""
         self.stats = run.stats
         while not run.done:
-            run.step(self._enter)
-            self.stats = run.stats
-        workspace = run.leave()
-        if workspace is not None:
-            self._spares.append(workspace)
+            self._step(run)
+        self._leave_run(run)
         return run.stats
 
     @one_at_a_time
     def _run_block(self, run: BlockRun) -> list[Request]:
         """Run the next block, between other calls; sets `stats` too. Returns what has ended."""
         self._check_open()
-        ended = run.step(self._enter)
+        return self._step(run)
+
+    def _step(self, run: BlockRun) -> list[Request]:
+        """Run the next block of a run, on all ranks."""
+        self._orders.give(Step(), run)
+        with self._orders.working():
+            ended = run.step(self._enter)
         self.stats = run.stats
         return ended
+
+    def _leave_run(self, run: BlockRun) -> None:
+        """End a run, and keep its workspace for another."""
+        workspace = run.leave()
+        if workspace is not None:
+            self._spares.append(workspace)
 
     def _enter(self, size: WorkspaceSize, workload: Workload) -> Workspace:
         """The room for a run: one that is there if it is large enough, else a new one."""
@@ -450,10 +505,11 @@ class LLM(Session):
         if found is not None:
             self._spares.remove(found)
         self._leave()  # what is left of several runs would only take memory
+        # Other ranks may have a room where this one has none.
+        self._orders.agree_to_fit(lambda: None if found is not None else self._memory.refuse(
+            self.policy, self._cache, workload, loaded_bytes=self._runtime.loaded_bytes))
         if found is not None:
             return found
-        self._memory.refuse(self.policy, self._cache, workload,
-                            loaded_bytes=self._runtime.loaded_bytes)
         return self._runtime.workspace(size)
 
     def _leave(self) -> None:

@@ -35,7 +35,7 @@ ROOMS = """
     llm
     cli
     tasks  integrations
-    flex_opt  __main__
+    flex_opt  batch  __main__
 """
 MOST_FLOORS = 11
 MOST_FILES = 8

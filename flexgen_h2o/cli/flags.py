@@ -129,6 +129,16 @@ class RunFlags:
         "policy", "path", OFFLOAD_DIR, metavar="DIR",
         help="folder for what the disk tier writes; emptied at exit",
     )
+    pipeline_parallel: int = _flag(
+        "policy", "int", 1, low=1,
+        help="ranks, as torchrun starts them, over which the layers are spread, each with memory "
+        "and disk of its own",
+    )
+    rank_timeout: float = _flag(
+        "policy", "float", 600.0, above=0, metavar="SECONDS",
+        help="end all ranks if none gets on for so long (with --pipeline-parallel); one that is "
+        "gone is noticed within 30 s",
+    )
     verify: bool = _flag(
         "policy", "bool", False,
         help="hold weights that are read from disk against checksums, made when they were first "

@@ -11,6 +11,7 @@ from flexgen_h2o.config.policy import Policy, percent_text
 from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.pipeline import runs_of_ranks
 from flexgen_h2o.planning.rows import PlannedRun
 from flexgen_h2o.planning.search import ALIKE, Choice, advantage
 from flexgen_h2o.storage.free_memory import MemoryLimits
@@ -32,8 +33,10 @@ def flags(run: PlannedRun) -> str:
     return f"--percent {percent_text(policy)} {' '.join(words)}".replace(" true", "")
 
 
-def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimits) -> str:
-    """The first of `choices` in full, and a line for each of the next."""
+def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimits,
+              bounds: Sequence[int] | None = None) -> str:
+    """The first of `choices` in full, and a line for each of the next. `bounds` are of the layers
+    of each rank of a pipeline."""
     best, *others = choices
     run, found = best.run, best.estimate
     load = run.workload
@@ -44,11 +47,20 @@ def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimit
                       f"{best.sequences} sequences"),
         ("prefill", _phase(found.prefill)),
         *([("decode step", _phase(found.step))] if found.steps else []),
-        ("memory", MemoryPlan(run).summary(limits)),
+        *([("memory", MemoryPlan(run).summary(limits))] if bounds is None
+          else _ranks(run, bounds, limits)),
         *(("or", f"{other.tokens_per_second:.4g} tokens/s{_not_taken(best, other)}: "
                  f"{flags(other.run)}") for other in others[:ALTERNATIVES]),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def _ranks(run: PlannedRun, bounds: Sequence[int], limits: MemoryLimits) -> list[tuple[str, str]]:
+    """A row for each rank: its layers, and its memory."""
+    return [(f"rank {rank}", f"layers {first} to {last - 1}, "
+             f"{MemoryPlan(part).summary(limits)}")
+            for rank, (first, last, part) in enumerate(zip(
+                bounds, bounds[1:], runs_of_ranks(run, bounds), strict=False))]
 
 
 def _not_taken(best: Choice, other: Choice) -> str:

@@ -16,6 +16,7 @@ from flexgen_h2o.cli.flags import AUTO, GOALS
 from flexgen_h2o.cli.plan_text import plan_text
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.launch import launched
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
@@ -26,6 +27,7 @@ from flexgen_h2o.models.spec import from_transformers, published, read_config
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.hardware_file import BITS, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.pipeline import judge_ranks, search_ranks
 from flexgen_h2o.planning.rows import PlannedRun
 from flexgen_h2o.planning.search import Choice, PlanRequest, judge, search
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
@@ -65,12 +67,15 @@ class Plan:
         The fastest on the machine that is planned for, where there is a choice: see `Compute`.
     text : str
         To print.
+    bounds : tuple of int or None
+        Of the decoder layers of each rank of a pipeline (`Stage.of_rank`).
     """
 
     config: RunConfig
     best: Choice
     implementations: Winners
     text: str
+    bounds: tuple[int, ...] | None = None
 
 
 def plan(config: RunConfig, load: Workload, prompts: int | None,
@@ -99,12 +104,13 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
         load = load.cut(longest_prompt(subject.model, config.h2o()))
     if config.percent == AUTO:
         request = _request(config, subject, load, prompts)
-        choices = search(subject.hardware, request, subject.limits)
+        choices, bounds = _searched(config, subject, request)
         config = _chosen(config, choices[0].run)
     else:
-        choices = [_predicted(config, subject, load, prompts)]
+        choice, bounds = _predicted(config, subject, load, prompts)
+        choices = [choice]
     return Plan(config, choices[0], subject.hardware.compute.implementations,
-                plan_text(subject.hardware, choices, subject.limits))
+                plan_text(subject.hardware, choices, subject.limits, bounds), bounds)
 
 
 def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
@@ -130,6 +136,9 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
         prompts.check_longest(texts, config.gen_len)
     hardware = machine(device, config.offload_dir, recalibrate=config.recalibrate, progress=tell)
     free = free_memory(config.offload_dir, device.free_bytes())
+    if config.pipeline_parallel > 1:  # ranks of one host share its memory and its disk
+        here = launched().local_ranks
+        free = replace(free, cpu_bytes=free.cpu_bytes // here, disk_bytes=free.disk_bytes // here)
     limits = MemoryLimits(None if free.gpu_bytes is None else int(HEADROOM * free.gpu_bytes),
                           max(0, min(int(HEADROOM * free.cpu_bytes), free.cpu_bytes - LIBRARIES)),
                           int(HEADROOM * free.disk_bytes))
@@ -197,16 +206,30 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
         written_bits=_written_bits(config), goal=config.goal)
 
 
-def _predicted(config: RunConfig, subject: PlanSubject, load: Workload,
-               prompts: int | None) -> Choice:
-    """The policy as it is given, if it fits."""
+def _searched(config: RunConfig, subject: PlanSubject, request: PlanRequest
+              ) -> tuple[list[Choice], tuple[int, ...] | None]:
+    """The best policies, and the bounds of the ranks' layers in a pipeline."""
+    hardware, limits = subject.hardware, subject.limits
+    if config.pipeline_parallel == 1:
+        return search(hardware, request, limits), None
+    found = search_ranks(hardware, request, config.pipeline_parallel, limits)
+    return [each.choice for each in found], found[0].bounds
+
+
+def _predicted(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None
+               ) -> tuple[Choice, tuple[int, ...] | None]:
+    """The policy as it is given, if it fits, and the bounds of the ranks' layers in a pipeline."""
     bits = config.resolved_weight_bits
     run = PlannedRun(subject.model, config.policy(), load, subject.itemsize,
                      subject.hardware.has_gpu, bits in _written_bits(config),
                      CacheOptions(config.h2o(), config.resolved_cache_bits, config.attn_sparsity),
                      subject.weights(bits))
+    if config.pipeline_parallel > 1:
+        found = judge_ranks(subject.hardware, run, config.pipeline_parallel, subject.limits,
+                            prompts)
+        return found.choice, found.bounds
     MemoryPlan(run).check(subject.limits)
-    return judge(subject.hardware, run, prompts)
+    return judge(subject.hardware, run, prompts), None
 
 
 def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:

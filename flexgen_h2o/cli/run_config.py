@@ -110,6 +110,9 @@ class RunConfig(RunFlags):
         yield (self.called("device_memory_limit"),
                self.device_memory_limit is not None and self.device == "cpu",
                f"on {self.called('device')} cpu: give {self.called('memory_limit')}")
+        yield ("--rank-timeout",
+               self.pipeline_parallel == 1 and self.rank_timeout != RunConfig.rank_timeout,
+               "on one rank: add --pipeline-parallel")
         yield (self.called("verify"),
                self.verify and fixed and self.policy().weights.disk == 0,
                f"on weights in memory: let {self.called('percent')} leave some on disk")

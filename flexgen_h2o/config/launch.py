@@ -1,4 +1,4 @@
-"""The rank that a launcher, torchrun or one alike, has made of this process. No torch."""
+"""This process as one of several ranks that torchrun or alike has started. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launch:
-    """A rank among `ranks`, and its place among those of its host."""
+    """A rank among `ranks`, and its place among the `local_ranks` of its host."""
 
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
+    local_ranks: int = 1
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
@@ -31,11 +32,24 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
     try:
         rank, ranks, port, local = (int(environment.get(name, 0)) for name in (
             "RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"))
+        local_ranks = int(environment.get("LOCAL_WORLD_SIZE", local + 1))
     except ValueError:
-        rank = ranks = port = local = -1
-    if not 0 <= rank < ranks or local < 0 or ranks > 1 and (
+        rank = ranks = port = local = local_ranks = -1
+    if not 0 <= rank < ranks or not 0 <= local < local_ranks or ranks > 1 and (
             not 0 < port < 1 << 16 or not given.get("MASTER_ADDR")):
         told = " ".join(f"{name}={value!r:.40}" for name, value in given.items())
         raise UserError(f"these variables do not say which rank this process is ({told}): start "
                         "it with torchrun")
-    return Launch(rank, ranks, local)
+    return Launch(rank, ranks, local, local_ranks)
+
+
+def check_ranks(wanted: int, started: int, command: str) -> None:
+    """Raise `UserError` unless so many ranks have been started as the command is to have."""
+    if wanted == started:
+        return
+    if wanted > 1:
+        raise UserError(f"--pipeline-parallel {wanted} is of {wanted} processes, and {started} "
+                        f"{'has' if started == 1 else 'have'} been started: torchrun "
+                        f"--nproc-per-node {wanted} -m {command} --pipeline-parallel {wanted} ...")
+    raise UserError(f"{started} processes have been started to do the same: add "
+                    f"--pipeline-parallel {started}, or start one")

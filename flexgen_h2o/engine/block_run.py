@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.block_queue import BlockQueue
-from flexgen_h2o.engine.executor import Sink
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
+from flexgen_h2o.engine.sinks import Sink
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import TooLittleMemory, UserError
 from flexgen_h2o.storage.tiers import lacks_memory
@@ -75,6 +75,10 @@ class BlockRun:
                 if not (refused or lacks_memory(error)):
                     self.end()
                     raise
+                if self._runtime.seat is not None:  # the other ranks are in the middle of the block
+                    self.end()
+                    raise UserError(f"out of memory ({_line(error)}): use smaller batches, or "
+                                    "slower tiers") from error
                 self._halve(error)
 
     def _run_block(self, enter: Callable[[WorkspaceSize, Workload], Workspace]) -> list[Request]:
@@ -90,7 +94,7 @@ class BlockRun:
 
     def _halve(self, error: BaseException) -> None:
         """Begin the block anew with half the sequences, on account of an error."""
-        text = " ".join(str(error).split()) or "out of memory"
+        text = _line(error) or "out of memory"
         requests = self._queue.halve()
         if requests is None:
             self.end()
@@ -107,8 +111,8 @@ class BlockRun:
 
     def _largest(self) -> tuple[WorkspaceSize, Workload]:
         """Sizes that hold every block."""
-        config, settings = self._runtime.config, self._runtime.settings
-        size = WorkspaceSize.of(self._queue, settings.cache.h2o, config.num_layers)
+        settings = self._runtime.settings
+        size = WorkspaceSize.of(self._queue, settings.cache.h2o, self._runtime.own.num_layers)
         return size, Workload(
             prompt_len=self._queue.longest, gen_len=self._planned,
             gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches)
@@ -130,3 +134,7 @@ class BlockRun:
         workspace, self._workspace = self._workspace, None
         if workspace is not None:
             workspace.close()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

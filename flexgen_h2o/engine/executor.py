@@ -5,36 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from flexgen_h2o.cache.attending import PendingAttention
 from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.engine.batch import Batch, Request
+from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.engine.batch import Batch
+from flexgen_h2o.engine.exchange import Exchange
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
+from flexgen_h2o.engine.sinks import Sink
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
 from flexgen_h2o.models import family
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
-
-
-class Sink(Protocol):
-    """Takes the logits of a forward pass."""
-
-    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """The rows of a batch's forward pass that get logits: int64 [rows], on the host."""
-
-    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
-        """Take logits [rows, vocab] of the chosen rows from number `row` on."""
-
-    def restart(self, request: Request) -> None:
-        """Forget what it knows of a request, which begins anew."""
 
 
 @dataclass
@@ -67,10 +56,13 @@ class Executor:
     policy : Policy
         Its overlap, sep_layer and refill_share count here; with sep_layer the weights are
         separated, too.
+    exchange : Exchange, optional
+        With the other ranks of a pipeline, each of which runs the same blocks through its layers.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
-                 transfers: Transfers, dtype: torch.dtype, policy: Policy):
+                 transfers: Transfers, dtype: torch.dtype, policy: Policy,
+                 exchange: Exchange | None = None):
         self._config = config
         self._family = family(config)
         self._weights = weights
@@ -84,10 +76,16 @@ class Executor:
         self._sep_layer = policy.sep_layer
         self._refill_share = policy.refill_share
         self._last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
+        self._exchange = exchange
+        self._stage = Stage.whole(config.num_layers) if exchange is None else exchange.stage
+        self._own = self._stage.layer_steps(policy.sep_layer)
         self._chunk_rows = CHUNK_ROWS[self._device.torch.type]
         self._rope: dict[int, tuple | None] = {}
         self._batches: list[Batch] = []
         self._started: dict[int, PendingAttention] = {}
+        self._found: dict[int, torch.Tensor] = {}
+        self._ended: list[int] = []
+        """Sequences that have ended with each forward pass."""
 
     def run(self, batches: Sequence[Batch], sink: Sink, *, keeps: bool = False,
             on_compute: Callable[[LayerStep], None] = lambda step: None) -> Timing:
@@ -114,13 +112,17 @@ class Executor:
         self._hidden.reset()
         begin = self._cache.resume if keeps else self._cache.begin
         begin([batch.batch_layout for batch in batches])
+        if self._exchange is not None:
+            self._exchange.begin(len(batches))
         self._timing = timing = Timing()
         batch_layout = batches[0].batch_layout
+        passes = batch_layout.prefill_passes + batch_layout.new
+        self._ended = [0] * passes
         began = timing.began = time.perf_counter()
         for step in schedule(
-                batch_layout.prefill_passes + batch_layout.new, self._config.num_layers,
-                len(batches),
-                overlap=self._overlap, sep_layer=self._sep_layer, keeps=keeps,
+                passes, self._config.num_layers, len(batches), overlap=self._overlap,
+                sep_layer=self._sep_layer, keeps=keeps, stage=self._stage,
+                groups=1 if self._exchange is None else self._exchange.groups,
                 split_from=batch_layout.prefill_passes if self._cache.attends_on_host else None):
             if step.batch is None or self._takes_part(step):
                 self._ACTIONS[step.kind](self, step)
@@ -129,19 +131,28 @@ class Executor:
                     self._transfers.drain()
                 continue
             on_compute(step)
-            if (step.layer, step.batch) == (self._last, len(batches) - 1):
+            if (step.layer, step.batch) == (self._own[-1], len(batches) - 1):
                 began = self._end_pass(timing, batch_layout.in_prefill(step.forward_pass), began)
-                if self._ends():
+                if self._is_over(step.forward_pass + 1):
+                    self._depart(step)
                     break
+        self._end_exchange(timing, began)
         return timing
 
-    def _ends(self) -> bool:
-        """True if so many sequences have ended that the block does."""
-        ended = sum(batch.ended for batch in self._batches)
-        return ended >= self._refill_share * sum(map(len, self._batches))
+    def _is_over(self, forward_pass: int) -> bool:
+        """True if so many sequences have ended that the block does before a forward pass.
+
+        In a pipeline the tokens of the pass before don't count: no rank is to wait for them.
+        """
+        known = forward_pass if self._exchange is None else forward_pass - 1
+        return sum(self._ended[:known]) >= self._refill_share * sum(map(len, self._batches))
 
     def _takes_part(self, step: LayerStep) -> bool:
         """True if a batch has not ended yet, and has begun (a short prompt has fewer chunks)."""
+        if step.kind in (Kind.TAKE_TOKENS, Kind.SEND_TOKENS):
+            return True  # the batch took part, if there are any
+        if step.kind is Kind.RECEIVE_HIDDEN and self._is_over(step.forward_pass):
+            return False
         batch = self._batches[step.batch]
         return not batch.finished and batch.rows(step.forward_pass) > 0
 
@@ -155,6 +166,27 @@ class Executor:
         self._transfers.settle()
         return now
 
+    def _depart(self, step: LayerStep) -> None:
+        """Send what follows the last compute of a block that ends before its schedule does."""
+        if self._exchange is None:
+            return
+        kind = Kind.SEND_TOKENS if self._stage.heads else Kind.SEND_HIDDEN
+        if self._takes_part(replace(step, kind=kind)):
+            self._ACTIONS[kind](self, step)
+
+    def _end_exchange(self, timing: Timing, began: float) -> None:
+        """Wait for all that is under way between ranks, as a part of the last forward pass."""
+        if self._exchange is None:
+            return
+        for batch, forward_pass in self._exchange.under_way():
+            self._take_tokens(batch, forward_pass)
+        self._exchange.settle()
+        seconds = time.perf_counter() - began
+        if timing.steps:
+            timing.steps[-1] += seconds
+        else:
+            timing.prefill += seconds
+
     def _attend(self, step: LayerStep) -> None:
         """Begin a decoder layer, whose attention may go on while other batches compute."""
         with self._span(step, "attention of "):
@@ -162,6 +194,8 @@ class Executor:
 
     def _compute(self, step: LayerStep) -> None:
         batch = self._batches[step.batch]
+        if step.layer == self._own[0]:
+            self._enter(step, batch)
         with self._span(step):
             if step.layer == 0:
                 self._embed(step, batch)
@@ -181,18 +215,31 @@ class Executor:
         self._transfers.compute_span(f"{what}layer {step.layer} batch {step.batch}", began,
                                      self._device.stamp())
 
-    def _embed(self, step: LayerStep, batch: Batch) -> None:
+    def _enter(self, step: LayerStep, batch: Batch) -> None:
+        """Begin a forward pass of a batch, with the hidden states of the rank before if there is
+        one."""
         if not batch.batch_layout.in_prefill(step.forward_pass):
             self._timing.slots += len(batch)
             self._timing.idle_slots += batch.ended
+        if self._stage.embeds:
+            return
+        _, positions = batch.inputs(step.forward_pass)
+        x = self._hidden.get(step.batch, len(positions), fresh=True)
+        self._exchange.take_hidden(step.batch, x)
+        self._set_rope(step, torch.tensor(positions))
+
+    def _set_rope(self, step: LayerStep, positions: torch.Tensor) -> None:
+        self._rope[step.batch] = self._family.rope(
+            self._config, positions.to(self._device.torch), self._dtype)
+
+    def _embed(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
         ids, positions = (torch.tensor(values) for values in batch.inputs(step.forward_pass))
         x = self._hidden.get(step.batch, len(ids), fresh=True)
         for rows in _row_chunks(len(ids), self._chunk_rows):
             x[rows] = self._family.embed(self._config, weights, self._weights.lookup,
                                          ids[rows], positions[rows])
-        self._rope[step.batch] = self._family.rope(
-            self._config, positions.to(self._device.torch), self._dtype)
+        self._set_rope(step, positions)
 
     def _prompt_layer(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
@@ -251,8 +298,8 @@ class Executor:
             self._family.mlp(self._config, weights, x, self._scratch)
 
     def _cached(self, step: LayerStep) -> int:
-        """The decoder layer of a layer step, from 0."""
-        return (step.layer - 1) // (2 if self._sep_layer else 1)
+        """The decoder layer of a layer step, from the rank's first on."""
+        return (step.layer - 1) // (2 if self._sep_layer else 1) - self._stage.first
 
     def _mlp(self, step: LayerStep, batch: Batch) -> None:
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
@@ -264,9 +311,38 @@ class Executor:
         wanted = self._sink.rows(batch, step.forward_pass)
         if batch.shares or len(wanted) < len(x):
             x = x[wanted.to(self._device.torch)]
+        found = []
         for rows in _row_chunks(len(x), LOGIT_ROWS):
             logits = self._family.head(self._config, weights, x[rows])
-            self._sink(batch, step.forward_pass, rows.start, logits)
+            found.append(self._sink.find(batch, step.forward_pass, rows.start, logits))
+            self._take(batch, step.forward_pass, rows.start, found[-1])
+        self._hidden.drop(step.batch)
+        if found and self._exchange is not None:
+            self._found[step.batch] = torch.cat(found)
+
+    def _take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Give the sink what was found of rows from number `row` on."""
+        before = batch.ended
+        self._sink.take(batch, forward_pass, row, found)
+        self._ended[forward_pass] += batch.ended - before
+
+    def _take_tokens(self, batch: int, forward_pass: int) -> None:
+        found = self._exchange.take_tokens(batch, forward_pass)
+        if found is not None:
+            self._take(self._batches[batch], forward_pass, 0, found)
+
+    def _receive_tokens(self, step: LayerStep) -> None:
+        rows = len(self._sink.rows(self._batches[step.batch], step.forward_pass))
+        if rows:
+            self._exchange.receive_tokens(step.batch, step.forward_pass, (rows, self._sink.width))
+
+    def _send_tokens(self, step: LayerStep) -> None:
+        found = self._found.pop(step.batch, None)
+        if found is not None:
+            self._exchange.send_tokens(found)
+
+    def _send_hidden(self, step: LayerStep) -> None:
+        self._exchange.send_hidden(self._hidden.get(step.batch, self._rows(step)))
         self._hidden.drop(step.batch)
 
     def _rows(self, step: LayerStep) -> int:
@@ -282,6 +358,12 @@ class Executor:
             self._cached(s), s.batch, s.forward_pass),
         Kind.LOAD_HIDDEN: lambda self, step: self._hidden.load(step.batch, self._rows(step)),
         Kind.STORE_HIDDEN: lambda self, step: self._hidden.store(step.batch, self._rows(step)),
+        Kind.RECEIVE_HIDDEN: lambda self, step: self._exchange.receive_hidden(
+            step.batch, self._rows(step)),
+        Kind.SEND_HIDDEN: _send_hidden,
+        Kind.RECEIVE_TOKENS: _receive_tokens,
+        Kind.TAKE_TOKENS: lambda self, step: self._take_tokens(step.batch, step.forward_pass),
+        Kind.SEND_TOKENS: _send_tokens,
         Kind.ATTEND: _attend,
         Kind.COMPUTE: _compute,
     }

@@ -48,6 +48,11 @@ class LoadOptions:
     implementations : mapping, optional
         Which implementation multiplies, by operation, bits and rows, as calibration has measured it
         (`--percent auto` passes it on); None: a table decides by the CPU's instruction set.
+    pipeline : Pipeline, optional
+        The ranks among which the layers are spread (`engine.pipeline`), of which this is one.
+    bounds : sequence of int, optional
+        The decoder layer with which each rank begins, and their number; None: by their weights.
+        Those of the first rank count.
     progress : bool, optional
         Show progress bars. Default: on a terminal.
     trace : Trace, optional
@@ -66,6 +71,8 @@ class LoadOptions:
     workload: Workload | None = None
     texts: Sequence[str] = ()
     implementations: Winners | None = None
+    pipeline: Any = None  # its class loads torch
+    bounds: Sequence[int] | None = None
     progress: bool | None = None
     trace: Trace | None = None
     verbose: bool = False

@@ -28,13 +28,13 @@ class RunBars:
 
     Parameters
     ----------
-    layer_steps : int
-        Those of a forward pass through the network (`schedule.num_layer_steps`).
+    layer_steps : range
+        Those of a forward pass that are computed here.
     off : bool or None
         None: only on a terminal.
     """
 
-    def __init__(self, layer_steps: int, *, off: bool | None):
+    def __init__(self, layer_steps: range, *, off: bool | None):
         self._layer_steps = layer_steps
         self._prefill = tqdm(total=0, desc="prefill", unit="layer", disable=off)
         self._decode = tqdm(total=0, desc="decode", unit="step", disable=off)
@@ -43,14 +43,14 @@ class RunBars:
         """Make room for a block, behind what the last one has done."""
         batch_layout = block[0].batch_layout
         passes = sum(batch_layout.prefill_passes for batch in block if batch.fresh)
-        self._prefill.total = self._prefill.n + self._layer_steps * passes
+        self._prefill.total = self._prefill.n + len(self._layer_steps) * passes
         self._decode.total = self._decode.n + batch_layout.new
 
     def show(self, block: Sequence[Batch], step: LayerStep) -> None:
         """Count a finished compute of a block."""
         if block[0].batch_layout.in_prefill(step.forward_pass):
             self._prefill.update()
-        elif step.layer == self._layer_steps - 1 and step.batch == 0:
+        elif step.layer == self._layer_steps[-1] and step.batch == 0:
             self._decode.update()
 
     def close(self) -> None:

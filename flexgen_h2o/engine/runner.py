@@ -14,14 +14,19 @@ from flexgen_h2o.cache.shape import CacheShape, evicting_layers
 from flexgen_h2o.cache.stand_ins import ProbedCache
 from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.block_queue import BlockQueue, BlockSize
 from flexgen_h2o.engine.calls import Calls
-from flexgen_h2o.engine.executor import Executor, Sink, Timing
+from flexgen_h2o.engine.exchange import Exchange
+from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.load_options import LoadOptions
-from flexgen_h2o.engine.loader import Source
+from flexgen_h2o.engine.loader import ByteProgress, Source
+from flexgen_h2o.engine.pipeline import Pipeline
 from flexgen_h2o.engine.progress import RunBars, byte_bar
-from flexgen_h2o.engine.schedule import LayerStep, num_layer_steps
+from flexgen_h2o.engine.schedule import LayerStep
+from flexgen_h2o.engine.sinks import Sink
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError
@@ -38,6 +43,17 @@ from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import Transfers
 
 Block = Sequence[Batch]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in a pipeline: its layers, and into how many groups all ranks cut the batches
+    of a block. `workload` is what the first rank expects to run, if it has said so."""
+
+    pipeline: Pipeline
+    stage: Stage
+    groups: int
+    workload: Workload | None = None
 
 
 @dataclass(frozen=True)
@@ -74,11 +90,21 @@ class Runner:
         The model; its weights are read by `load`.
     device : Device
     settings : RunnerSettings
+        Of the layers that it runs.
+    seat : Seat, optional
+        Its place in a pipeline; without one it runs all layers.
     """
 
-    def __init__(self, source: Source, device: Device, settings: RunnerSettings):
+    def __init__(self, source: Source, device: Device, settings: RunnerSettings,
+                 seat: Seat | None = None):
         self.source = source
         self.config = source.config
+        self.seat = seat
+        self.stage = Stage.whole(self.config.num_layers) if seat is None else seat.stage
+        self.own = replace(self.config, num_layers=len(self.stage))  # the model of these layers
+        self._exchange = None if seat is None else Exchange(
+            seat.pipeline, seat.stage, seat.groups, width=self.config.hidden_size,
+            dtype=source.dtype, device=device.torch)
         self.settings = settings
         self.calls = Calls()  # of all that runs on these weights
         self._device = device
@@ -119,7 +145,7 @@ class Runner:
             checkpoint, names = source.open(placement, seed=options.seed,
                                             weight_cache=options.weight_cache, progress=bar)
         opened.callback(checkpoint.close)
-        weights = source.weights
+        weights = source.weights.part(self.stage.first, self.stage.last)
         if settings.policy.sep_layer:
             weights = weights.separated()
         self.weights = WeightStore(
@@ -132,8 +158,20 @@ class Runner:
             return folder
 
         with byte_bar("loading", off=options.no_bars) as bar:
-            self.weights.load(run_folder, bar)
+            self.weights.load(run_folder, self._noted(bar))
         self.loaded_bytes = resident_bytes()
+
+    def _noted(self, bar: ByteProgress) -> ByteProgress:
+        """A callback that shows progress, and tells the other ranks of it."""
+        if self.seat is None:
+            return bar
+        watch = self.seat.pipeline.watch
+
+        def show(done: int, total: int) -> None:
+            watch.advance()
+            bar(done, total)
+
+        return show
 
     def sampled_memory(self) -> AbstractContextManager[None]:
         """Sample memory into the trace, if there is one, during a ``with`` statement."""
@@ -153,7 +191,7 @@ class Runner:
         queue = BlockQueue(requests, new, BlockSize(
             policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, shares,
             shares_prefix=shares and not cache.simulated))
-        queue.evicts = evicting_layers(queue.sizes, cache.h2o, self.config.num_layers)
+        queue.evicts = evicting_layers(queue.sizes, cache.h2o, self.own.num_layers)
         return queue
 
     def probe(self, requests: Sequence[Request], attend: Callable[..., torch.Tensor], sink: Sink
@@ -174,7 +212,7 @@ class Runner:
 
     def bars(self) -> RunBars:
         """Bars that show the progress of runs; whoever has them closes them."""
-        return RunBars(num_layer_steps(self.config.num_layers, self.settings.policy.sep_layer),
+        return RunBars(self.stage.layer_steps(self.settings.policy.sep_layer),
                        off=self.settings.load.no_bars)
 
     def run(self, workspace: Workspace, block: Block, sink: Sink, *, keeps: bool = False,
@@ -187,7 +225,8 @@ class Runner:
         self._links.reset()
         self._device.begin_run()
         executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
-                            dtype=self.source.dtype, policy=self.settings.policy)
+                            dtype=self.source.dtype, policy=self.settings.policy,
+                            exchange=self._exchange)
         with (torch.inference_mode(), self.sampled_memory(), self._spinning.watched(),
               dispatch.measured(self.settings.load.implementations),
               contextlib.ExitStack() as opened):
@@ -199,6 +238,8 @@ class Runner:
             def computed(step: LayerStep) -> None:
                 bars.show(block, step)
                 self._spinning.look()
+                if self.seat is not None:
+                    self.seat.pipeline.watch.advance()
 
             timing = executor.run(block, sink, keeps=keeps, on_compute=computed)
             self._trace_phases(timing)
@@ -211,7 +252,7 @@ class Runner:
         stats.decode_seconds = sum(timing.steps)
         stats.decode_slots, stats.idle_slots = timing.slots, timing.idle_slots
         stats.kv_cache_bytes = workspace.cache.nbytes()
-        stats.full_kv_cache_bytes = self.config.kv_bytes_per_token(self.source.dtype.itemsize) * (
+        stats.full_kv_cache_bytes = self.own.kv_bytes_per_token(self.source.dtype.itemsize) * (
             sum(len(batch) * batch.batch_layout.longest for batch in block))
         stats.links = self._links.totals()
         stats.peak_device_bytes = self._device.peak_bytes()
@@ -238,6 +279,6 @@ class Runner:
             weight_bytes=self.weights.nbytes, weight_bits=self.source.bits)
 
     def _cache_shape(self) -> CacheShape:
-        config, cache = self.config, self.settings.cache
+        config, cache = self.own, self.settings.cache
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
                           self.source.dtype, cache.bits, cache.attn_sparsity)

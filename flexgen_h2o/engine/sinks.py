@@ -1,8 +1,13 @@
-"""Sinks of logits: the next token of each sequence, or the log-probability of a given one."""
+"""Sinks of logits: the next token of each sequence, or the log-probability of a given one.
+
+A sink first finds figures in logits, which is done where the logits are, and then takes them, which
+every rank of a pipeline does.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,8 +47,42 @@ class Rules:
         return "length" if len(generated) == self.max_new_tokens else ""
 
 
-class Generation:
+class Sink(ABC):
+    """Takes the logits of a forward pass."""
+
+    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
+        """Take logits [rows, vocab] of the chosen rows from number `row` on."""
+        self.take(batch, forward_pass, row, self.find(batch, forward_pass, row, logits))
+
+    @abstractmethod
+    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
+        """The rows of a batch's forward pass that get logits: int64 [rows], on the host."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Figures of a row."""
+
+    @abstractmethod
+    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+             ) -> torch.Tensor:
+        """Figures, float64 [rows, width] on the host, of logits [rows, vocab] of the chosen rows
+        from number `row` on."""
+
+    @abstractmethod
+    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Go on by what was found, of the chosen rows from number `row` on."""
+
+    @abstractmethod
+    def restart(self, request: Request) -> None:
+        """Forget what it knows of a request, which begins anew."""
+
+
+class Generation(Sink):
     """A sink that extends each request by a token, until EOS, a stop string or the length.
+
+    It finds of each row the token and, where some request asks for log-probabilities, that of the
+    token, and the likeliest tokens and theirs.
 
     Parameters
     ----------
@@ -57,52 +96,85 @@ class Generation:
                  on_token: Callable[[int], None] | None = None):
         self._on_token = on_token
         self._rules = rules
+        tops = {each.top for each in rules.values()} - {None}
+        self._top = max(tops) if tops else None
 
     def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
         """Rows that get logits: the newest token of each sequence, once its prompt has ended."""
         return newest_rows(batch, forward_pass)
 
-    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
+    @property
+    def width(self) -> int:
+        """Figures of a row."""
+        return 1 if self._top is None else 2 + 2 * self._top
+
+    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+             ) -> torch.Tensor:
+        """The tokens to go on with; see `Sink.find`."""
         requests = batch.sampled(forward_pass)[row : row + len(logits)]
         alike: dict[Sampler, list[int]] = {}
         for place, request in enumerate(requests):
             alike.setdefault(self._rules[request.key].sampler, []).append(place)
+        found = torch.zeros((len(requests), self.width), dtype=torch.float64)
         for sampler, places in alike.items():
-            some = logits if len(alike) == 1 else logits[torch.tensor(places).to(logits.device)]
+            index = torch.tensor(places)
+            some = logits if len(alike) == 1 else logits[index.to(logits.device)]
             mine = [requests[place] for place in places]
-            chosen = sampler(some, mine)
-            self._keep_log_probs(some, mine, chosen)
-            for request, choice in zip(mine, chosen, strict=True):
-                if request.finish_reason:
-                    continue
-                request.generated.append(choice)
-                if self._on_token is not None:
-                    self._on_token(choice)
-                request.finish_reason = self._rules[request.key].reason_to_end(request.generated)
+            chosen = torch.tensor(sampler(some, mine))
+            found[index, 0] = chosen.double()
+            self._find_log_probs(some, mine, chosen, found, index)
+        return found
+
+    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Append the tokens; see `Sink.take`."""
+        requests = batch.sampled(forward_pass)[row : row + len(found)]
+        for request, (first, *figures) in zip(requests, found.tolist(), strict=True):
+            if request.finish_reason:
+                continue
+            rules, token = self._rules[request.key], int(first)
+            if rules.top is not None:
+                request.log_probs.append(_log_prob(token, figures, rules.top))
+            request.generated.append(token)
+            if self._on_token is not None:
+                self._on_token(token)
+            request.finish_reason = rules.reason_to_end(request.generated)
 
     def restart(self, request: Request) -> None:
         """Go on with a request from its beginning."""
         self._rules[request.key].sampler.restart(request)
 
-    def _keep_log_probs(self, logits: torch.Tensor, requests: Sequence[Request],
-                        chosen: Sequence[int]) -> None:
-        """Note the log-probabilities of the chosen tokens, and of the likeliest, where asked."""
-        tops = [self._rules[request.key].top for request in requests]
-        wanted = [row for row, top in enumerate(tops)
-                  if top is not None and not requests[row].finish_reason]
-        if not wanted:
+    def _find_log_probs(self, logits: torch.Tensor, requests: Sequence[Request],
+                        chosen: torch.Tensor, found: torch.Tensor, index: torch.Tensor) -> None:
+        """Note the log-probabilities of the chosen tokens, and of the likeliest, where asked; the
+        logits' rows are those of `found` at `index`."""
+        wanted = torch.tensor([row for row, request in enumerate(requests)
+                               if self._rules[request.key].top is not None
+                               and not request.finish_reason], dtype=torch.int64)
+        if self._top is None or not len(wanted):
             return
-        index = torch.tensor(wanted, device=logits.device)
-        known = logits[index].float().log_softmax(-1)
-        own = known.gather(1, torch.tensor(chosen, device=logits.device)[index, None])[:, 0]
-        best = known.topk(min(known.shape[1], max(top or 0 for top in tops)))
-        for row, log_prob, values, tokens in zip(
-                wanted, own.tolist(), best.values.tolist(), best.indices.tolist(), strict=True):
-            likeliest = tuple(zip(tokens, values, strict=True))[: tops[row]]
-            requests[row].log_probs.append(TokenLogProb(chosen[row], log_prob, likeliest))
+        here = wanted.to(logits.device)
+        known = logits[here].float().log_softmax(-1)
+        own = known.gather(1, chosen[wanted].to(logits.device)[:, None])
+        best = known.topk(min(known.shape[1], self._top))
+        figures = torch.cat([own.double(), best.indices.double(), best.values.double()], 1)
+        # A small vocabulary may have fewer tokens than were asked for.
+        found[index[wanted], 1:] = float("nan")
+        count = best.indices.shape[1]
+        for column, part in ((1, figures[:, :1]), (2, figures[:, 1 : 1 + count]),
+                             (2 + self._top, figures[:, 1 + count :])):
+            found[index[wanted], column : column + part.shape[1]] = part.cpu()
 
 
-class _Continuations:
+def _log_prob(token: int, figures: Sequence[float], top: int) -> TokenLogProb:
+    """The log-probabilities of a place out of the figures after its token: see `Generation`."""
+    own, *likeliest = figures
+    half = len(likeliest) // 2
+    pairs = [(int(each), value) for each, value in zip(likeliest[:half], likeliest[half:],
+                                                       strict=True) if not math.isnan(each)]
+    return TokenLogProb(token, own, tuple(pairs[:top]))
+
+
+class _Continuations(Sink):
     """A sink that collects the log-probabilities of given continuations.
 
     `greedy` says by key whether each token so far has been the likeliest.
@@ -118,6 +190,11 @@ class _Continuations:
         self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
         self.greedy = dict.fromkeys(continuations, True)
 
+    @property
+    def width(self) -> int:
+        """Figures of a row: the log-probability of its token, and 1 if that is the likeliest."""
+        return 2
+
     def scored(self) -> list[Scored]:
         """The scores of the continuations, by ascending keys."""
         return [Scored(self.log_probs[key], self.greedy[key]) for key in sorted(self.log_probs)]
@@ -127,7 +204,7 @@ class _Continuations:
         self.log_probs[request.key] = []
         self.greedy[request.key] = True
 
-    def _note(self, key: int, log_prob: float, likeliest: bool) -> None:
+    def _note(self, key: int, log_prob: float, likeliest: float) -> None:
         """Add what was found of the next token of a continuation.
 
         Raises `UserError` for NaN, which one NaN or infinity among the logits makes of them all; a
@@ -136,7 +213,7 @@ class _Continuations:
         if math.isnan(log_prob):
             raise not_finite(key, log_prob)
         self.log_probs[key].append(log_prob)
-        self.greedy[key] &= likeliest
+        self.greedy[key] &= bool(likeliest)
 
 
 class Scoring(_Continuations):
@@ -168,10 +245,16 @@ class Scoring(_Continuations):
             row += len(span)
         return owners
 
-    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
+    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+             ) -> torch.Tensor:
+        """Score the tokens to predict; see `Sink.find`."""
         owners = self._owners(batch, forward_pass)[row : row + len(logits)]
-        found = _log_probs(logits, [target for _, _, target in owners])
-        for (_, key, _), each in zip(owners, found, strict=True):
+        return _log_probs(logits, [target for _, _, target in owners])
+
+    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Note the scores; see `Sink.take`."""
+        owners = self._owners(batch, forward_pass)[row : row + len(found)]
+        for (_, key, _), each in zip(owners, found.tolist(), strict=True):
             self._note(key, *each)
         if batch.batch_layout.token(forward_pass) == 0:
             for request in batch.requests:
@@ -188,18 +271,27 @@ class Forcing(_Continuations):
         """Rows that get logits: as in generation."""
         return newest_rows(batch, forward_pass)
 
-    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
+    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+             ) -> torch.Tensor:
+        """Score the tokens to go on with; see `Sink.find`."""
         requests = batch.sampled(forward_pass)[row : row + len(logits)]
-        # One that has ended goes on with its last token, whose probability is not used.
-        tails = [self._continuations[request.key] for request in requests]
-        targets = [tail[min(len(request.generated), len(tail) - 1)]
-                   for request, tail in zip(requests, tails, strict=True)]
-        found = _log_probs(logits, targets)
-        for request, tail, target, each in zip(requests, tails, targets, found, strict=True):
+        return _log_probs(logits, [self._target(request) for request in requests])
+
+    def _target(self, request: Request) -> int:
+        """The next token of a continuation. One that has ended goes on with its last, whose
+        probability is not used."""
+        tail = self._continuations[request.key]
+        return tail[min(len(request.generated), len(tail) - 1)]
+
+    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Append the tokens and note their scores; see `Sink.take`."""
+        requests = batch.sampled(forward_pass)[row : row + len(found)]
+        for request, each in zip(requests, found.tolist(), strict=True):
             if request.finish_reason:
                 continue
             self._note(request.key, *each)
-            request.generated.append(target)
+            request.generated.append(self._target(request))
+            tail = self._continuations[request.key]
             if len(request.generated) == len(tail):
                 request.finish_reason = "length"
 
@@ -218,11 +310,10 @@ def newest_rows(batch: Batch, forward_pass: int) -> torch.Tensor:
     return torch.tensor([row for _, row in sorted(newest.items())], dtype=torch.int64)
 
 
-def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> list[tuple[float, bool]]:
-    """Probability of one token per row of logits [rows, vocab]: natural log-probability, and if it
-    is the top.
-    """
+def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
+    """Probability of one token per row of logits [rows, vocab]: float64 [rows, 2] on the host,
+    natural log-probability, and 1 if it is the top."""
     index = torch.tensor(targets, device=logits.device)
     values = logits.float().log_softmax(-1).gather(1, index[:, None])[:, 0]
     # max() and not argmax(), which takes ten times as long on a CPU.
-    return list(zip(values.tolist(), (logits.max(-1).indices == index).tolist(), strict=True))
+    return torch.stack([values.double(), (logits.max(-1).indices == index).double()], 1).cpu()

@@ -84,10 +84,13 @@ class WeightStore:
         """
         order = [*self.units[1:-1], self.units[0], self.units[-1]]
         sizes = {spec.name: self._bytes(spec) for unit in order for spec in unit.specs.values()}
-        head = max((spec.name for spec in self.units[-1].specs.values()), key=sizes.__getitem__)
-        tier, placement = set_apart(
-            sizes[head], sum(sizes.values()), placement, compute_tiers(self._device.separate))
-        kept = {} if tier is None else {head: tier}
+        kept = {}
+        if self.units[-1].specs:  # only the last rank of a pipeline has a head
+            head = max((spec.name for spec in self.units[-1].specs.values()),
+                       key=sizes.__getitem__)
+            tier, placement = set_apart(
+                sizes[head], sum(sizes.values()), placement, compute_tiers(self._device.separate))
+            kept = {} if tier is None else {head: tier}
         return kept | assign(((name, nbytes) for name, nbytes in sizes.items() if name not in kept),
                              placement)
 

@@ -255,6 +255,15 @@ class ModelWeights:
     tables: tuple[str, ...]
     mlp: tuple[str, ...] = ()
 
+    def part(self, first: int, last: int) -> ModelWeights:
+        """The same with the tensors alone that layers first:last need, and those before the first
+        and after the last layer if these are among them."""
+        layers = tuple(layer if first <= place < last else {}
+                       for place, layer in enumerate(self.layers))
+        return replace(self, layers=layers, embed=self.embed if first == 0 else {},
+                       head=self.head if last == len(self.layers) else {},
+                       tables=self.tables if first == 0 else ())
+
     def separated(self) -> ModelWeights:
         """The same with two layers in place of each: attention, then MLP."""
         halves = []

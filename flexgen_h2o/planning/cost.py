@@ -130,9 +130,15 @@ def layer_steps_of(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStep
     layers, passes = run.model.num_layers, costs.passes
     rows = run.workload.gpu_batch_size
     prompt_rows = rows * costs.prompt / passes
-    prefill = (costs.embedding(prompt_rows, passes), costs.prompt_layer(passes * layers),
-               costs.head(prompt_rows, passes))
-    return prefill, (costs.embedding(rows, 1), costs.token_layer(layers), costs.head(rows, 1))
+    prefill = [costs.prompt_layer(passes * layers)]
+    step = [costs.token_layer(layers)]
+    if run.embeds:
+        prefill.insert(0, costs.embedding(prompt_rows, passes))
+        step.insert(0, costs.embedding(rows, 1))
+    if run.heads:
+        prefill.append(costs.head(prompt_rows, passes))
+        step.append(costs.head(rows, 1))
+    return tuple(prefill), tuple(step)
 
 
 class _Tally:
@@ -169,7 +175,7 @@ class _Tally:
 
 class _Costs:
     """Makes the layer steps of a run: a mean layer in a mean forward pass, for all batches of a
-    block."""
+    block, or of a group if it has several."""
 
     def __init__(self, hardware: Hardware, run: PlannedRun):
         if run.attends_on_host and hardware.host_attention is None:
@@ -181,7 +187,7 @@ class _Costs:
         self._model = model = run.model
         self.prompt = run.workload.prompt_len
         self.passes = math.ceil(self.prompt / run.pass_rows)
-        self._batches = run.workload.num_gpu_batches
+        self._batches = run.workload.num_gpu_batches / run.groups
         self._sequences = self._batches * run.workload.gpu_batch_size
         self._layer = model.layer_shapes()
         self._record = record_bytes(run.cache, model, run.itemsize)
@@ -191,13 +197,13 @@ class _Costs:
         them."""
         policy, seconds = self._run.policy, tally.seconds
         lanes = seconds if policy.overlap else seconds.sum(axis=0, keepdims=True)
-        if policy.overlap and self._batches == 1:
+        if policy.overlap and self._batches <= 1:
             # The GPU has no other batch to compute while the host attends.
             lanes = np.vstack((seconds[:2].sum(axis=0), seconds[2:]))
         # As lanes of which the largest still counts: each, and a share of what the others take.
         share = self._hardware.interference
         lanes = (1 - share) * lanes + share * lanes.sum(axis=0)
-        return LayerStepCost(count, lanes, seconds)
+        return LayerStepCost(count * self._run.groups, lanes, seconds)
 
     def embedding(self, rows: float, count: int) -> LayerStepCost:
         """Rows of a batch looked up where the table is; only they travel."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.planning.memory_plan import MemoryPlan, memory_plan
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory, kept_heap
@@ -32,11 +33,14 @@ class MemoryCheck:
         Bytes to count as free at most, by tier: of `cpu` and `gpu`.
     device_bytes : callable () -> int or None
         Free bytes of a separate device; None where compute memory is host memory.
+    stage, groups : Stage or None, int
+        Of a rank of a pipeline: see `memory_plan`.
     """
 
     def __init__(self, model: ModelConfig, weights: WeightOptions, *, itemsize: int,
                  writes_weights: bool, offload_dir: str, most: Mapping[str, int | None],
-                 device_bytes: Callable[[], int | None]):
+                 device_bytes: Callable[[], int | None], stage: Stage | None = None,
+                 groups: int = 1):
         self._model = model
         self._weights = weights
         self._itemsize = itemsize
@@ -44,6 +48,7 @@ class MemoryCheck:
         self._offload_dir = offload_dir
         self._most = most
         self._device_bytes = device_bytes
+        self._stage, self._groups = stage, groups
 
     def refuse(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
                loaded_bytes: int | None, show: bool = False) -> None:
@@ -90,7 +95,8 @@ class MemoryCheck:
         device_free = self._device_bytes()
         plan = memory_plan(self._model, policy, workload, itemsize=self._itemsize,
                            has_gpu=device_free is not None, writes_weights=self._writes_weights,
-                           cache=cache, weights=self._weights)
+                           cache=cache, weights=self._weights, stage=self._stage,
+                           groups=self._groups)
         limits = free_memory(self._offload_dir, device_free)
         if loaded_bytes is not None:
             limits = plan.before_loading(limits, kept=kept_heap(loaded_bytes))

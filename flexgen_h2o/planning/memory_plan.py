@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.placement import PLACED, TIERS, Placement
 from flexgen_h2o.config.policy import Policy, percent_text
+from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.metrics.links import GB
@@ -135,6 +136,8 @@ def memory_plan(
     writes_weights: bool = False,
     cache: CacheOptions = _FULL_CACHE,
     weights: WeightOptions = _PLAIN_WEIGHTS,
+    stage: Stage | None = None,
+    groups: int = 1,
 ) -> MemoryPlan:
     """Sum what a run takes on each tier.
 
@@ -158,9 +161,13 @@ def memory_plan(
         What stays cached, and in how many bits.
     weights : WeightOptions
         In how many bits matrices lie at rest; shares of a placement are of these bytes.
+    stage : Stage, optional
+        The layers of the rank of a pipeline that it is for.
+    groups : int
+        Into which the ranks cut the batches of a block.
     """
-    return MemoryPlan(PlannedRun(model, policy, workload, itemsize, has_gpu, writes_weights, cache,
-                                 weights))
+    run = PlannedRun(model, policy, workload, itemsize, has_gpu, writes_weights, cache, weights)
+    return MemoryPlan(run if stage is None else run.of_stage(stage, groups))
 
 
 def _move(policy: Policy, tier: str, has_gpu: bool) -> Policy | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from flexgen_h2o.config.limits import (
 )
 from flexgen_h2o.config.placement import TIERS
 from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.h2o.budget import budget, slots
 from flexgen_h2o.storage.placement import compute_tiers, set_apart, split
@@ -53,6 +54,25 @@ class PlannedRun:
     writes_weights: bool
     cache: CacheOptions
     weights: WeightOptions = WeightOptions()
+    stage: Stage | None = None
+    groups: int = 1
+
+    def of_stage(self, stage: Stage, groups: int) -> PlannedRun:
+        """The part of one rank of a pipeline, which cuts batches into so many groups: its layers
+        alone, and embedding or head if it has them."""
+        return replace(self, stage=stage, groups=min(groups, self.workload.num_gpu_batches),
+                       model=replace(self.model, num_layers=len(stage)),
+                       cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
+
+    @property
+    def embeds(self) -> bool:
+        """True if it begins forward passes."""
+        return self.stage is None or self.stage.embeds
+
+    @property
+    def heads(self) -> bool:
+        """True if it ends forward passes."""
+        return self.stage is None or self.stage.heads
 
     @property
     def pass_rows(self) -> int:
@@ -129,12 +149,19 @@ def plan_rows(run: PlannedRun) -> tuple[PlanRow, ...]:
 
 
 def head_bytes(run: PlannedRun) -> tuple[int, int]:
-    """Bytes of the head's matrix, a tied one too, and of all weights."""
+    """Bytes of the head's matrix, a tied one too, and of all weights: those of the run's rank."""
     model = run.model
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
-    return (run.weights.matrix_bytes((model.vocab_size, model.embed_dim), run.itemsize),
-            model.num_layers * at_rest(model.layer_shapes()) + at_rest(model.embed_shapes())
-            + at_rest(model.head_shapes()))
+    total = model.num_layers * at_rest(model.layer_shapes())
+    if run.embeds:
+        total += at_rest(model.embed_shapes())
+    if not run.heads:
+        return 0, total
+    head = run.weights.matrix_bytes((model.vocab_size, model.embed_dim), run.itemsize)
+    total += at_rest(model.head_shapes())
+    if model.tie_word_embeddings and not run.embeds:
+        total += head  # the table of another rank
+    return head, total
 
 
 def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
@@ -243,6 +270,10 @@ def _activation_rows(run: PlannedRun) -> Iterator[PlanRow]:
     away = placement.disk > 0 or (run.has_gpu and placement.cpu > 0)
     staging = HIDDEN_BUFFERS * batch if away else 0
     yield PlanRow("activation buffers", staging, staging if placement.disk > 0 else 0)
+    if run.stage is not None:
+        # On their way: to the next rank those of a group, and two from the rank before.
+        sent = 0 if run.heads else math.ceil(load.num_gpu_batches / run.groups)
+        yield PlanRow("message buffers", batch * (sent + (0 if run.embeds else 2)))
 
 
 def _workspace(run: PlannedRun) -> PlanRow:
@@ -256,6 +287,7 @@ def _workspace(run: PlannedRun) -> PlanRow:
     layer = (model.scratch_elements(rows) + attention) * run.itemsize
     # Logits in the run's dtype, and up to three float32 copies while sampling.
     logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
+    logits *= run.heads
     own = max(_own_attention(run), _carried(run)) + _own_products(run)
     return PlanRow("workspace", layer + logits + own + RESERVE)
 

@@ -61,6 +61,8 @@ class PlanRequest:
     goal : str
         "throughput": most generated tokens per second of all prompts. "latency": the least time of
         a block, which is of one sequence unless batch sizes are given.
+    groups : int
+        Into which the batches of a block are cut, each of which loads the weights anew.
     """
 
     model: ModelConfig
@@ -75,6 +77,7 @@ class PlanRequest:
     caches: tuple[CacheOptions, ...] = (CacheOptions(),)
     written_bits: frozenset[int] = frozenset()
     goal: str = "throughput"
+    groups: int = 1
 
     @property
     def most(self) -> float:
@@ -93,8 +96,9 @@ class PlanRequest:
         most = math.inf if self.prompts is None else math.ceil(self.prompts / size)
         if self.num_gpu_batches is not None or self.goal == "latency":
             return [min(self.num_gpu_batches or 1, most)]
-        counts = {count for count in NUM_GPU_BATCHES if count <= most}
-        return sorted(counts | {min(most, NUM_GPU_BATCHES[-1])})
+        wanted = {count * self.groups for count in NUM_GPU_BATCHES}
+        counts = {count for count in wanted if count <= most}
+        return sorted(counts | {min(most, max(wanted))})
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,9 @@ class Choice:
         return self.sequences * self.run.workload.gen_len / self.seconds
 
 
-def judge(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> Choice:
-    """Seconds of a run for so many prompts (None: a block of them)."""
+def judge(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
+          estimate: Callable[[Hardware, PlannedRun], Estimate] = estimate) -> Choice:
+    """Seconds of a run for so many prompts (None: a block of them), by an `estimate` of a block."""
     load, whole = run.workload, estimate(hardware, run)
     block = load.gpu_batch_size * load.num_gpu_batches
     blocks, rest = (1, 0) if prompts is None else divmod(prompts, block)
@@ -130,7 +135,8 @@ def judge(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> Ch
     if rest:
         count = math.ceil(rest / load.gpu_batch_size)
         partial = replace(load, gpu_batch_size=math.ceil(rest / count), num_gpu_batches=count)
-        estimates.append(estimate(hardware, replace(run, workload=partial)))
+        estimates.append(estimate(hardware, replace(
+            run, workload=partial, groups=min(run.groups, count))))
     return Choice(run, whole, blocks * block + rest,
                   prefill=sum(each.prefill.seconds for each in estimates),
                   decode=sum(each.steps * each.step.seconds for each in estimates))
@@ -231,7 +237,7 @@ def _shaped(request: PlanRequest, run: PlannedRun, size: int, count: int) -> Pla
     policy = replace(run.policy, gpu_batch_size=request.gpu_batch_size or size,
                      num_gpu_batches=request.num_gpu_batches or count)
     load = replace(run.workload, gpu_batch_size=size, num_gpu_batches=count)
-    return replace(run, policy=policy, workload=load)
+    return replace(run, policy=policy, workload=load, groups=min(request.groups, count))
 
 
 def _stripped(run: PlannedRun | None, request: PlanRequest) -> PlannedRun | None:

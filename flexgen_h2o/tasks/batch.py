@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.flags import AUTO
-from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.ranks import follow, joined, open_on_ranks
 from flexgen_h2o.cli.result_files import check_results
 from flexgen_h2o.cli.result_rows import append_csv
 from flexgen_h2o.cli.run_config import RunConfig
@@ -41,6 +42,9 @@ from flexgen_h2o.tasks.jobs.progress import JobProgress
 from flexgen_h2o.tasks.jobs.results import ResultsFile
 from flexgen_h2o.tasks.jobs.totals import JobTotals, count, encoder_of, planned, predicted_seconds
 
+if TYPE_CHECKING:
+    from flexgen_h2o.engine.pipeline import Pipeline
+
 __all__ = ["main", "parse_args", "parser", "run"]
 
 
@@ -59,8 +63,17 @@ def run(options: BatchOptions) -> None:
         with data_parallel.joined(place) as queue:
             (_follow if place.replica else _lead)(options, place, queue)
         return
+    with joined(options.run, "flexgen_h2o.batch") as pipeline:
+        if pipeline is not None and pipeline.rank > 0:
+            follow(pipeline)
+        else:
+            _answer(options, pipeline)
+
+
+def _answer(options: BatchOptions, pipeline: Pipeline | None) -> None:
+    """Answer on the first rank of a pipeline, or on the only one."""
     with _results(options) as (results, errors), _source(options) as source:
-        config, implementations = _planned(options, source)
+        config, implementations, bounds = _planned(options, source)
         left, progress = _resumed(options, config, source, results=results, errors=errors)
         stats = None
         if len(left) and options.ray:
@@ -70,7 +83,8 @@ def run(options: BatchOptions) -> None:
                     left, lambda: ending.asked or progress.late(options.max_hours))
         elif len(left):
             with (_telling(progress),
-                  open_llm(config, progress=False, implementations=implementations) as llm,
+                  open_on_ranks(config, pipeline, bounds=bounds, progress=False,
+                                implementations=implementations) as llm,
                   Ending(_tell_of_the_end) as ending):  # while it loads, a signal stops at once
                 progress.begin()
                 job = Job(llm, source, options, results=results, errors=errors, progress=progress,
@@ -85,7 +99,7 @@ def _lead(options: BatchOptions, place: data_parallel.Seat, queue: WindowQueue) 
     said = False
     try:
         with _results(options) as (results, errors), _source(options) as source:
-            config, _ = _planned(options, source)
+            config, _, _ = _planned(options, source)
             left, progress = _resumed(options, config, source, results=results, errors=errors)
             size, said = data_parallel.lead(queue, source, options, left), True
             with _telling(progress):
@@ -159,23 +173,27 @@ def _source(options: BatchOptions) -> JobInput:
         return JobInput(options.input, progress=bar)
 
 
-def _planned(options: BatchOptions, source: JobInput) -> tuple[RunConfig, Winners | None]:
-    """The configuration to run, of which ``--percent auto`` takes a look at all requests; as does
-    ``--strict``, which raises `UserError` for one that cannot run."""
+def _planned(options: BatchOptions, source: JobInput
+             ) -> tuple[RunConfig, Winners | None, Sequence[int] | None]:
+    """The configuration to run; if it was planned, what was measured and the ranks' layers.
+
+    ``--percent auto`` takes a look at all requests; as does ``--strict``, which raises `UserError`
+    for one that cannot run.
+    """
     config = options.run
     if not options.strict and config.percent != AUTO:
-        return config, None
+        return config, None, None
     found = count(source, encoder_of(config), options)
     if options.strict:
         _refuse_failures(options, found)
     if config.percent != AUTO:
-        return config, None
+        return config, None, None
     if found.failures == found.requests:  # there is nothing to plan for, and little to do
         return replace(config, percent=RunConfig.percent, goal=RunConfig.goal,
-                       allow_compression=False, recalibrate=False), None
+                       allow_compression=False, recalibrate=False), None, None
     plan = planned(config, found)
     show(plan.text)
-    return plan.config, plan.implementations
+    return plan.config, plan.implementations, plan.bounds
 
 
 def _refuse_failures(options: BatchOptions, found: JobTotals) -> None:

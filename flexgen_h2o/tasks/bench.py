@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _GROUPS = ("model", "batch and lengths", "policy", "planning", "cache", "sampling")
 _NOT_HERE = ("prompt", "prompts", "plan_only", "hardware", "output", "trace", "log_file",
-             "debug_mode")
+             "debug_mode", "pipeline_parallel", "rank_timeout")
 """Flags of `generate` that would do nothing here: a file of ``--config`` must not give them."""
 
 

@@ -12,7 +12,7 @@ from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.input_files import read_prompts, synthetic_prompts, workload
-from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.ranks import follow, joined, open_on_ranks
 from flexgen_h2o.cli.result_files import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.files.terminal import show
@@ -21,15 +21,28 @@ from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.outputs import Output
 
 if TYPE_CHECKING:
+    from flexgen_h2o.engine.pipeline import Pipeline
     from flexgen_h2o.llm import LLM
 
 
 def run(config: RunConfig) -> None:
     """Carry out a checked config: prompts in, texts, figures and files out."""
+    if config.plan_only:
+        _run(config, None)
+        return
+    with joined(config, "flexgen_h2o.flex_opt") as pipeline:
+        if pipeline is not None and pipeline.rank > 0:
+            follow(pipeline)
+        else:
+            _run(config, pipeline)
+
+
+def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
+    """Carry it out on the first rank of a pipeline, or on the only one."""
     texts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
     files = {} if config.plan_only else result_files(config)
     check_results(files)
-    best, implementations = None, None  # what a plan predicts, and what it goes by
+    best, implementations, bounds = None, None, None  # what a plan predicts, and goes by
     if config.percent == AUTO or config.plan_only:
         from flexgen_h2o.cli import planner  # only now: it loads scipy
 
@@ -40,11 +53,13 @@ def run(config: RunConfig) -> None:
         if config.plan_only:
             return
         config, best, implementations = plan.config, plan.best, plan.implementations
+        bounds = plan.bounds
         files = result_files(config)
         check_results(files)
     trace = Trace(enabled=config.trace is not None or config.debug_mode is not None)
-    with open_llm(
-        config, texts=texts, workload=workload(config, texts), implementations=implementations,
+    with open_on_ranks(
+        config, pipeline, bounds=bounds, texts=texts, workload=workload(config, texts),
+        implementations=implementations,
         progress=None if config.verbose else False, trace=trace, verbose=config.verbose >= 3,
     ) as llm:
         prompts = texts or synthetic_prompts(config, llm.vocab_size)

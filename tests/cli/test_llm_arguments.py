@@ -22,7 +22,8 @@ from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.integrations.lm_eval import arguments
 from flexgen_h2o.tasks import generate, stream
 
-OF_A_CALL = {"workload", "texts", "implementations", "progress", "trace", "verbose"}
+OF_A_CALL = {"workload", "texts", "implementations", "pipeline", "bounds", "progress", "trace",
+             "verbose"}
 """What a command knows beside a configuration."""
 
 # Flags of `RunConfig`, and what becomes of them: the keyword of `LLM` and its value.

@@ -397,7 +397,8 @@ def test_a_second_signal_stops_at_once(runs, after_blocks):
 
 
 def test_a_signal_while_the_model_loads_stops_at_once(runs, monkeypatch):
-    monkeypatch.setattr(batch, "open_llm", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(batch, "open_on_ranks",
+                        lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     assert "interrupted (0 of 12 requests are answered" in runs(status=143)
     assert not runs.output.exists()
 

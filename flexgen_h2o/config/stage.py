@@ -1,0 +1,112 @@
+"""The share of a model that one rank of a pipeline computes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate, pairwise
+
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.errors import UserError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The decoder layers first:last of a model's `num_layers`, which rank `rank` of `ranks` has.
+
+    The first rank embeds, too, and the last has the head.
+    """
+
+    first: int
+    last: int
+    num_layers: int
+    rank: int = 0
+    ranks: int = 1
+
+    @classmethod
+    def whole(cls, num_layers: int) -> Stage:
+        """All of a model, on one rank."""
+        return cls(0, num_layers, num_layers)
+
+    @classmethod
+    def of_rank(cls, rank: int, bounds: Sequence[int]) -> Stage:
+        """The share of a rank, for the `bounds` of all: 0, where each next one begins, and the
+        number of layers.
+
+        Raises `UserError` unless every rank has a decoder layer.
+        """
+        if len(bounds) < 2 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
+            raise UserError(f"a pipeline's layers must begin at 0 and ascend, got {list(bounds)}")
+        return cls(bounds[rank], bounds[rank + 1], bounds[-1], rank, len(bounds) - 1)
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    @property
+    def embeds(self) -> bool:
+        """True if it begins a forward pass."""
+        return self.first == 0
+
+    @property
+    def heads(self) -> bool:
+        """True if it ends a forward pass."""
+        return self.last == self.num_layers
+
+    def layer_steps(self, sep_layer: bool) -> range:
+        """Its layer steps among those of a forward pass (`engine.schedule`)."""
+        each = 2 if sep_layer else 1
+        return range(0 if self.embeds else self.first * each + 1,
+                     self.last * each + (2 if self.heads else 1))
+
+    def h2o(self, h2o: H2OConfig | None) -> H2OConfig | None:
+        """The part of an H2O configuration that is of these layers."""
+        if h2o is None:
+            return None
+        ratios = {name: value[self.first : self.last] for name in ("heavy_ratio", "recent_ratio")
+                  if isinstance(value := getattr(h2o, name), tuple)}
+        if ratios and h2o.prompt_chunk is not None and replace(
+                h2o, prompt_chunk=None, **ratios).is_full:
+            ratios["prompt_chunk"] = None  # of a full cache it has no effect
+        return replace(h2o, **ratios)
+
+
+def groups_of(num_batches: int, groups: int) -> list[range]:
+    """The GPU batches of a block in so many groups of like size, or as many as there are batches.
+    """
+    groups = max(1, min(groups, num_batches))
+    bounds = [number * num_batches // groups for number in range(groups + 1)]
+    return [range(*pair) for pair in pairwise(bounds)]
+
+
+def num_groups(ranks: int, *, fetched: bool) -> int:
+    """Into how many groups a pipeline cuts the batches of a block, if there are as many.
+
+    With one for each rank none has to wait; where weights are at hand more cost nothing, and leave
+    messages some time. Weights that have to be `fetched` are so for each group.
+    """
+    return ranks if fetched else 2 * ranks
+
+
+def balanced_bounds(seconds: Sequence[float], ranks: int) -> list[int]:
+    """The bounds (see `Stage.of_rank`) for which the slowest of `ranks` has the least to do.
+
+    `seconds` are of each decoder layer, those of embedding and head with the first and the last; no
+    rank is without a layer, of which there must be as many. Of several such bounds those that give
+    the first ranks more.
+    """
+    sums = [0.0, *accumulate(seconds)]
+
+    @cache
+    def least(begin: int, left: int) -> float:
+        if left == 1:
+            return sums[-1] - sums[begin]
+        return min(max(sums[end] - sums[begin], least(end, left - 1))
+                   for end in range(begin + 1, len(seconds) - left + 2))
+
+    bounds, most = [0], least(0, ranks)
+    for left in range(ranks - 1, 0, -1):
+        begin = bounds[-1]
+        bounds.append(max(end for end in range(begin + 1, len(seconds) - left + 1)
+                          if sums[end] - sums[begin] <= most and least(end, left) <= most))
+    return [*bounds, len(seconds)]

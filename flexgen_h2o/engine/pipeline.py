@@ -1,0 +1,263 @@
+"""The ranks of a pipeline, and what they send each other: tensors, orders and agreements.
+
+Ranks are processes, started by torchrun, on one host or several. Tensors go from point to point by
+torch.distributed (gloo between CPUs, NCCL between GPUs). Nothing waits for ever: where the main
+thread waits for a message it hears what the watch has found.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import distributed
+
+from flexgen_h2o.config.launch import Launch
+from flexgen_h2o.engine.watch import WAITING, PipelineFailure, Watch
+from flexgen_h2o.errors import UserError
+
+HIDDEN, TOKENS, ORDERS, _ANSWERS = range(4)
+"""Channels: messages of one kind from a rank to another come in the order in which they are
+sent."""
+
+RANK_TIMEOUT = 600.0
+PATIENCE = 30.0
+"""The most seconds without a heartbeat."""
+
+_LOOK = 0.2  # seconds between looks at what the watch has found
+_FOR_EVER = timedelta(days=1000)  # the watch ends what waits too long
+
+
+class Message:
+    """A tensor under way from or to another rank; it must live until then."""
+
+    def __init__(self, tensor: torch.Tensor, peer: int, future: Future, watch: Watch):
+        self.tensor, self._peer, self._future, self._watch = tensor, peer, future, watch
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it is there or has been read.
+
+        Raises `PipelineFailure` if a rank has failed or gone.
+        """
+        if not self._future.done():
+            with self._watch.state(WAITING, f"for {self._watch.names[self._peer]}"):
+                while not wait([self._future], timeout=_LOOK).done:
+                    self._watch.check()
+        try:
+            self._future.result()
+        except RuntimeError:
+            raise self._watch.lost(self._peer) from None
+        return self.tensor
+
+
+class _Waiter:
+    """A thread that waits for the messages of one channel, as that cannot be interrupted."""
+
+    def __init__(self, group: Any, device: torch.device):
+        self._queue: SimpleQueue = SimpleQueue()
+        self._newest: Future | None = None
+        # The group is the thread's, too: it must not go while the thread waits in it.
+        self._thread = threading.Thread(target=self._run, args=(group, device), name="messages",
+                                        daemon=True)
+        self._thread.start()
+
+    def add(self, work: Any, tensor: torch.Tensor) -> Future:
+        future: Future = Future()
+        self._queue.put((work, future, tensor))  # which must live as long
+        self._newest = future
+        return future
+
+    def close(self) -> None:
+        """End the thread, unless it waits for what will not come: that ends with the process."""
+        self._queue.put(None)
+        if self._newest is None or self._newest.done():
+            self._thread.join()
+
+    def _run(self, group: Any, device: torch.device) -> None:
+        # A stream of its own: NCCL's `wait` lets the current stream wait, and not the host.
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        while (item := self._queue.get()) is not None:
+            work, future, _ = item
+            try:
+                if stream is None:
+                    work.wait()
+                else:
+                    with torch.cuda.stream(stream):
+                        work.wait()
+                    stream.synchronize()
+            except RuntimeError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+
+class Pipeline:
+    """The ranks of a pipeline as one of them sees them; a context manager. Make it with `join`.
+
+    Parameters
+    ----------
+    connect : callable () -> store of torch.distributed
+        Each call gives another connection to the one store.
+    rank, ranks : int
+    local_rank : int
+        Which of its host's GPUs a rank has, if there are any.
+    rank_timeout : float
+        Seconds in which some rank has to get on while the pipeline works.
+
+    Attributes
+    ----------
+    has_ordered : bool
+        True if this rank has ever given orders.
+
+    Raises
+    ------
+    UserError
+        The ranks cannot reach each other.
+    """
+
+    def __init__(self, connect: Callable[[], Any], rank: int, ranks: int, *, local_rank: int = 0,
+                 rank_timeout: float = RANK_TIMEOUT):
+        self.rank, self.ranks, self.local_rank = rank, ranks, local_rank
+        patience = min(PATIENCE, rank_timeout)
+        self._waiters: dict[tuple, _Waiter] = {}
+        self._closed = self.has_ordered = False
+        name = f"rank {rank} ({socket.gethostname()}, process {os.getpid()})"
+        try:
+            store = connect()
+            store.set(f"name/{rank}", name)
+            names = [store.get(f"name/{each}").decode() for each in range(ranks)]
+            store.set(f"beat/{rank}", b'{"number":0,"progress":0,"state":"idle"}')
+            store.wait([f"beat/{each}" for each in range(ranks)], timedelta(seconds=rank_timeout))
+            self._host = self._group(distributed.ProcessGroupGloo, store, "host")
+            self.watch = Watch(connect(), rank, names, patience=patience, limit=rank_timeout)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"rank {rank} of {ranks} can't reach the others ({reason}): check that "
+                            "all have been started, and MASTER_ADDR and MASTER_PORT") from None
+        self._store = store
+        self._device = torch.device("cpu")
+        self._direct: Any = None
+        self.watch.start()
+
+    @classmethod
+    def join(cls, launch: Launch, *, rank_timeout: float = RANK_TIMEOUT) -> Pipeline:
+        """Join the ranks that torchrun has started. Raises `UserError` if they do not come."""
+        rendezvous = None
+
+        def connect() -> Any:
+            nonlocal rendezvous
+            if rendezvous is None:
+                found = distributed.rendezvous("env://", timeout=timedelta(seconds=rank_timeout))
+                rendezvous, _, _ = next(iter(found))
+                return rendezvous
+            return rendezvous.clone()
+
+        return cls(connect, launch.rank, launch.ranks, local_rank=launch.local_rank,
+                   rank_timeout=rank_timeout)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+    def use(self, device: torch.device) -> None:
+        """Send hidden states from this device's memory; all ranks call it together."""
+        if device.type == "cuda":
+            self._device = device
+            self._direct = self._group(distributed.ProcessGroupNCCL, self._store, "device")
+
+    def _group(self, make: Any, store: Any, name: str) -> Any:
+        return make(distributed.PrefixStore(name, store), self.rank, self.ranks, _FOR_EVER)
+
+    @property
+    def last(self) -> int:
+        """The rank that has the head."""
+        return self.ranks - 1
+
+    def receive(self, source: int, channel: int, tensor: torch.Tensor) -> Message:
+        """Make ready for a message of this shape; contiguous, in host memory unless `HIDDEN`."""
+        return self._message("recv", source, channel, tensor)
+
+    def send(self, target: int, channel: int, tensor: torch.Tensor) -> Message:
+        """Start to send what compute has been given to write; contiguous."""
+        return self._message("send", target, channel, tensor)
+
+    def _message(self, doing: str, peer: int, channel: int, tensor: torch.Tensor) -> Message:
+        self.watch.check()
+        group, device = self._host, torch.device("cpu")
+        if channel == HIDDEN and self._direct is not None:
+            group, device = self._direct, self._device
+        key = (doing, peer, channel)
+        if key not in self._waiters:
+            self._waiters[key] = _Waiter(group, device)
+        flat = tensor.view(-1).view(torch.uint8)
+        try:
+            work = getattr(group, doing)([flat], peer, channel)
+        except RuntimeError:
+            raise self.watch.lost(peer) from None
+        return Message(tensor, peer, self._waiters[key].add(work, flat), self.watch)
+
+    def order(self, data: bytes) -> None:
+        """Send words from the first rank to all others, for their `listen`."""
+        self.has_ordered = True
+        sent = [message for rank in range(1, self.ranks)
+                for message in self._send_bytes(rank, ORDERS, data)]
+        for message in sent:
+            message.wait()
+
+    def listen(self) -> bytes:
+        """The next words from the first rank, however long it takes."""
+        return self._receive_bytes(0, ORDERS)
+
+    def agree(self, data: bytes) -> list[bytes]:
+        """The words of each rank, in their order; all call it together."""
+        if self.rank > 0:
+            for message in self._send_bytes(0, _ANSWERS, data):
+                message.wait()
+            return [self.listen() for _ in range(self.ranks)]
+        found = [data, *(self._receive_bytes(rank, _ANSWERS) for rank in range(1, self.ranks))]
+        for each in found:
+            self.order(each)
+        return found
+
+    def _send_bytes(self, target: int, channel: int, data: bytes) -> Sequence[Message]:
+        size = torch.tensor([len(data)])
+        content = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)
+        return [self.send(target, channel, size), self.send(target, channel, content)]
+
+    def _receive_bytes(self, source: int, channel: int) -> bytes:
+        size = int(self.receive(source, channel, torch.zeros(1, dtype=torch.int64)).wait())
+        content = torch.empty(max(size, 1), dtype=torch.uint8)
+        return self.receive(source, channel, content).wait()[:size].numpy().tobytes()
+
+    def fail(self, error: BaseException) -> bool:
+        """Let the other ranks know that this one ends by an error. True if it is to tell the user:
+        one does."""
+        tells = self.watch.tells()
+        if isinstance(error, PipelineFailure):
+            self.watch.fail(str(error))  # who hears of it here hears of the first cause
+        else:
+            words = str(error) if isinstance(error, UserError) else (
+                f"{type(error).__name__} {error}")
+            self.watch.fail(f"{self.watch.names[self.rank]} has ended: {words}")
+        return tells
+
+    def close(self) -> None:
+        """Leave the others; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            for waiter in self._waiters.values():
+                waiter.close()
+            self.watch.close()
+            self._waiters.clear()
+            self._host = self._direct = None

@@ -1,0 +1,115 @@
+"""A pipeline over ranks by the cost model: which layers each rank has, and how long a block takes.
+
+Every rank is a machine like the one that is planned for. What travels between them is left out: a
+batch's hidden states for each layer's work on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flexgen_h2o.config.stage import Stage, balanced_bounds, num_groups
+from flexgen_h2o.errors import TooLittleMemory, UserError
+from flexgen_h2o.planning.cost import Estimate, Phase, estimate, layer_steps_of, shares_of
+from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.search import Choice, PlanRequest, judge, search
+from flexgen_h2o.storage.free_memory import MemoryLimits
+
+
+@dataclass(frozen=True)
+class PipelineChoice:
+    """A run over ranks that fits: the choice for all of them, and the bounds of their layers
+    (`Stage.of_rank`)."""
+
+    choice: Choice
+    bounds: tuple[int, ...]
+
+
+def runs_of_ranks(run: PlannedRun, bounds: Sequence[int]) -> list[PlannedRun]:
+    """The part of each rank of a run of the whole model."""
+    ranks, weights = len(bounds) - 1, run.policy.weights
+    groups = num_groups(ranks, fetched=weights.disk > 0 or run.has_gpu and weights.cpu > 0)
+    return [run.of_stage(Stage.of_rank(rank, bounds), groups) for rank in range(ranks)]
+
+
+def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float]:
+    """Seconds of a block on each decoder layer, in groups as so many ranks cut it; those of
+    embedding and head are with the first and the last."""
+    layers = run.model.num_layers
+    run = replace(run, groups=min(num_groups(ranks, fetched=True), run.workload.num_gpu_batches))
+    shares, steps = shares_of(run), run.workload.gen_len - 1
+    embedding, inner, head = (
+        float(prefill.elapsed(shares) + steps * step.elapsed(shares))
+        for prefill, step in zip(*layer_steps_of(hardware, run), strict=True))
+    found = [inner / layers] * layers
+    found[0] += embedding
+    found[-1] += head
+    return found
+
+
+def estimate_ranks(bounds: Sequence[int], hardware: Hardware, run: PlannedRun) -> Estimate:
+    """Times of a block of a run over ranks.
+
+    A forward pass takes as long as the rank that is busy the longest, and at least as long as a
+    group takes through all ranks; the prefill fills the pipeline, too.
+    """
+    runs = runs_of_ranks(run, bounds)
+    found, groups = [estimate(hardware, each) for each in runs], runs[0].groups
+    phases = []
+    for name in ("prefill", "step"):
+        each = [getattr(one, name) for one in found]
+        slowest = max(each, key=lambda phase: phase.seconds)
+        through = sum(phase.seconds for phase in each) / groups
+        seconds = (slowest.seconds + through - slowest.seconds / groups if name == "prefill"
+                   else max(slowest.seconds, through))
+        phases.append(Phase(seconds, slowest.resources))
+    return Estimate(*phases, steps=found[0].steps, generated=found[0].generated)
+
+
+def judge_ranks(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryLimits,
+                prompts: int | None) -> PipelineChoice:
+    """A run over so many ranks with layers by their times, or if these do not fit, by their number.
+
+    Raises `UserError` if a rank has too little memory either way, or no layer.
+    """
+    if ranks > run.model.num_layers:
+        raise UserError(f"{run.model.name} has {run.model.num_layers} layers, too few for "
+                        f"{ranks} ranks")
+    times = layer_seconds(hardware, run, ranks)
+    each = [balanced_bounds(seconds, ranks) for seconds in (times, [1.0] * len(times))]
+    bounds = next((each for each in each if not any(
+        MemoryPlan(part).shortfalls(limits) for part in runs_of_ranks(run, each))), each[0])
+    for part in runs_of_ranks(run, bounds):
+        MemoryPlan(part).check(limits)
+    choice = judge(hardware, run, prompts, partial(estimate_ranks, bounds))
+    return PipelineChoice(choice, tuple(bounds))
+
+
+def search_ranks(hardware: Hardware, request: PlanRequest, ranks: int, limits: MemoryLimits
+                 ) -> list[PipelineChoice]:
+    """Runs over so many ranks, the best first.
+
+    The policy is searched for one rank, of as many layers as any has, with embedding and head.
+
+    Raises
+    ------
+    UserError
+        Nothing fits; it says what is missing.
+    """
+    layers = math.ceil(request.model.num_layers / ranks)
+    part = replace(request, model=replace(request.model, num_layers=layers), groups=ranks)
+    found = []
+    for each in search(hardware, part, limits):
+        run = replace(each.run, model=request.model, groups=1)
+        with suppress(TooLittleMemory):  # of a rank with more layers
+            found.append(judge_ranks(hardware, run, ranks, limits, request.prompts))
+    if not found:
+        raise UserError("no policy was found that fits on all ranks: give --percent and batch "
+                        "sizes")
+    return sorted(found, key=lambda each: -each.choice.tokens_per_second)

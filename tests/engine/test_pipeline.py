@@ -1,0 +1,285 @@
+"""A model over the ranks of a pipeline: the same tokens as on one.
+
+Ranks are threads of this process here, with real messages of gloo between them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from llm.test_llm import make_prompts
+from torch.distributed import TCPStore
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.config.sampling import SamplingParams
+from flexgen_h2o.config.stage import balanced_bounds
+from flexgen_h2o.engine.pipeline import Pipeline
+from flexgen_h2o.errors import TooLittleMemory, UserError
+
+NEW = 9
+LENGTHS = [30, 21, 7, 13, 1, 15, 12, 2, 9]
+DISK = Placement(20, 30, 50)
+
+
+class Store:
+    """A store of this process, with a connection for each that asks."""
+
+    def __init__(self):
+        self.master = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def connect(self):
+        return TCPStore("127.0.0.1", self.master.port, None, False)
+
+
+def in_ranks(count, work, **options):
+    """Let each rank do `work(pipeline)` in a thread; returns what the first one returned."""
+    store = Store()
+
+    def rank(number):
+        with Pipeline(store.connect, number, count, **options) as pipeline:
+            return work(pipeline)
+
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(rank, range(count), timeout=120))
+    return found[0]
+
+
+def tokens(folder, prompts, params=None, *, ranks=1, bounds=None, **options):
+    """Tokens of each prompt, by one or several ranks."""
+    options = {"dtype": "float32", "device": "cpu", "progress": False, "weight_cache": None,
+               **options}
+    params = params or SamplingParams(max_new_tokens=NEW, eos_token_id=-1)
+
+    def work(pipeline):
+        with LLM(str(folder), **options, **({} if pipeline is None else {
+                "pipeline": pipeline, "bounds": bounds})) as llm:
+            if pipeline is not None and pipeline.rank:
+                return llm.follow()
+            return [(out.token_ids, out.finish_reason, out.log_probs)
+                    for out in llm.generate(prompts, params)]
+
+    return work(None) if ranks == 1 else in_ranks(ranks, work)
+
+
+def prompts_of(tiny, lengths=LENGTHS):
+    return make_prompts(tiny.model.config.vocab_size, lengths)
+
+
+def small(**policy):
+    return Policy(**{"gpu_batch_size": 2, "num_gpu_batches": 3} | policy)
+
+
+CASES = {
+    "plain": {},
+    "h2o": {"h2o": H2OConfig(heavy_ratio=0.2)},
+    "ratios by layer": {"h2o": H2OConfig(heavy_ratio=(1, 0.1, 0.3))},
+    "compressed cache": {"cache_bits": 4, "h2o": H2OConfig(heavy_tokens=3)},
+    "weights on disk": {"policy": small(weights=DISK, activations=Placement(0, 50, 50))},
+    "cache on disk": {"policy": small(cache=DISK, weights=Placement(0, 0, 100))},
+    "no overlap": {"policy": small(overlap=False, weights=DISK, num_gpu_batches=2)},
+    "halves": {"policy": small(sep_layer=True, weights=DISK)},
+    "chunks": {"policy": small(prefill_chunk=8)},
+    "one batch": {"policy": small(num_gpu_batches=1, gpu_batch_size=9)},
+    "quantized": {"weight_bits": 4, "policy": small(weights=DISK)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_tokens_on_two_ranks(tiny_model, case):
+    key = "neox_sequential" if case == "halves" else "llama"
+    options = {"policy": small(), **CASES[case]}
+    tiny = tiny_model(key)
+    expected = tokens(tiny.folder, prompts_of(tiny), **options)
+    assert tokens(tiny.folder, prompts_of(tiny), ranks=2, **options) == expected
+
+
+@pytest.mark.parametrize("key, ranks", [("opt", 3), ("opt_350m_style", 2), ("opt_untied", 2),
+                                        ("llama_untied_bias", 3), ("neox", 3),
+                                        ("neox_partial", 2)])
+def test_the_same_tokens_for_every_family(tiny_model, key, ranks):
+    tiny = tiny_model(key)
+    options = {"policy": small(weights=DISK), "h2o": H2OConfig(heavy_ratio=0.2)}
+    expected = tokens(tiny.folder, prompts_of(tiny), **options)
+    assert tokens(tiny.folder, prompts_of(tiny), ranks=ranks, **options) == expected
+
+
+def test_sampling_ends_and_log_probs_are_those_of_one_rank(tiny_model):
+    """Texts end early, so that blocks do, and sequences go on in the next ones."""
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny, [5, 9, 3, 12, 7, 4, 8, 2, 6, 11, 3])
+    params = [SamplingParams(
+        max_new_tokens=3 + 5 * (number % 4), do_sample=number % 2 == 0, seed=number, top_k=0,
+        eos_token_id=tuple(range(0, 120, 5)), logprobs=3 if number % 3 == 0 else None)
+        for number in range(len(prompts))]
+    options = {"policy": small(gpu_batch_size=1)}
+    expected = tokens(tiny.folder, prompts, params, **options)
+    assert len({reason for _, reason, _ in expected}) == 2
+    for ranks, batches in ((2, 4), (3, 2)):
+        found = tokens(tiny.folder, prompts, params, ranks=ranks,
+                       policy=small(gpu_batch_size=1, num_gpu_batches=batches))
+        assert found == expected
+
+
+def test_bounds_of_the_first_rank_count(tiny_model):
+    tiny = tiny_model("llama")
+    layers = {}
+
+    def work(pipeline):
+        bounds = (0, 2, 3) if pipeline.rank == 0 else (0, 1, 3)
+        with LLM(str(tiny.folder), pipeline=pipeline, bounds=bounds, device="cpu",
+                 progress=False) as llm:
+            layers[pipeline.rank] = len(llm._runtime.stage)
+            if pipeline.rank:
+                llm.follow()
+
+    in_ranks(2, work)
+    assert layers == {0: 2, 1: 1}
+
+
+def test_blocks_come_one_by_one_and_calls_one_after_the_other(tiny_model):
+    tiny = tiny_model("opt")
+    prompts = prompts_of(tiny)
+
+    def work(pipeline):
+        with LLM(str(tiny.folder), pipeline=pipeline, device="cpu", dtype="float32",
+                 policy=small(num_gpu_batches=2), progress=False) as llm:
+            if pipeline.rank:
+                with pytest.raises(UserError, match="does what the first rank says"):
+                    llm.generate(prompts)
+                return llm.follow()
+            for call in (lambda: llm.score([([1], [2])]), llm.stream,
+                         lambda: llm.fit_batch(prompt_len=1, gen_len=1, most=2),
+                         lambda: llm.probe([([1], [2])], lambda *_: None)):
+                with pytest.raises(UserError, match="for one rank"):
+                    call()
+            left = llm.generate_in_blocks(prompts, max_new_tokens=4, eos_token_id=-1)
+            first = next(left)
+            again = llm.generate(prompts, max_new_tokens=4, eos_token_id=-1)
+            with pytest.raises(UserError, match="one call is run at a time"):
+                next(left)
+            return [first, again]
+
+    first, again = in_ranks(2, work)
+    with LLM(str(tiny.folder), device="cpu", dtype="float32", progress=False) as llm:
+        expected = [out.token_ids for out in llm.generate(prompts, max_new_tokens=4,
+                                                          eos_token_id=-1)]
+    assert [out.token_ids for out in again] == expected
+    assert {key: out.token_ids for key, out in first.items()} == {
+        key: expected[key] for key in first} and len(first) == 4
+
+
+def test_too_little_memory_on_one_rank_is_that_of_all(tiny_model, monkeypatch):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+
+    def work(pipeline):
+        with LLM(str(tiny.folder), pipeline=pipeline, device="cpu", dtype="float32",
+                 progress=False) as llm:
+            refuse = llm._memory.refuse
+
+            def strict(policy, cache, workload, **options):
+                if workload.prompt_len > 15 and pipeline.rank == 1:
+                    raise TooLittleMemory("the run does not fit")
+                refuse(policy, cache, workload, **options)
+
+            llm._memory.refuse = strict
+            if pipeline.rank:
+                return llm.follow()
+            with pytest.raises(TooLittleMemory, match="rank 1: the run does not fit"):
+                llm.generate(prompts, max_new_tokens=3)
+            return llm.generate([[1, 2, 3]], max_new_tokens=3, eos_token_id=-1)
+
+    (out,) = in_ranks(2, work)
+    assert len(out.token_ids) == 3
+
+
+def test_an_error_on_one_rank_ends_all_with_its_words(tiny_model):
+    tiny = tiny_model("llama")
+    errors = {}
+
+    def work(pipeline):
+        try:
+            with pipeline, LLM(str(tiny.folder), pipeline=pipeline, device="cpu",
+                               progress=False) as llm:
+                if pipeline.rank == 0:
+                    return llm.generate(prompts_of(tiny), max_new_tokens=4)
+                if pipeline.rank == 2:
+                    weights = llm._runtime.weights
+                    weights.get = lambda unit: (_ for _ in ()).throw(UserError("the disk is gone"))
+                llm.follow()
+        except UserError as error:
+            errors[pipeline.rank] = str(error)
+
+    in_ranks(3, work, rank_timeout=20)
+    assert errors[2] == "the disk is gone"
+    for rank in (0, 1):
+        assert errors[rank].startswith("rank 2 (") and errors[rank].endswith(
+            "has ended: the disk is gone")
+
+
+def test_ranks_that_load_different_models_are_refused(tiny_model):
+    models = [tiny_model("llama"), tiny_model("llama3_rope")]
+    errors = []
+
+    def work(pipeline):
+        try:
+            with LLM(str(models[pipeline.rank].folder), pipeline=pipeline, device="cpu",
+                     progress=False):
+                pass
+        except UserError as error:
+            errors.append(str(error))
+
+    in_ranks(2, work)
+    assert len(errors) == 2 and all("start all ranks with the same flags" in each
+                                    for each in errors)
+
+
+def test_more_ranks_than_layers_are_refused(tiny_model):
+    def work(pipeline):
+        with pytest.raises(UserError, match="3 layers, too few for 4 ranks"):
+            LLM(str(tiny_model("llama").folder), pipeline=pipeline, device="cpu", progress=False)
+
+    tiny_model("llama")
+    in_ranks(4, work)
+
+
+def test_a_pipeline_that_is_none_is_refused(tiny_model):
+    with pytest.raises(UserError, match="pipeline must be a Pipeline, got 2"):
+        LLM(str(tiny_model("llama").folder), pipeline=2)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=9), st.integers(1, 9))
+def test_bounds_give_the_slowest_rank_the_least(seconds, ranks):
+    ranks = min(ranks, len(seconds))
+    found = balanced_bounds(seconds, ranks)
+
+    def most(bounds):
+        return max(sum(seconds[a:b]) for a, b in itertools.pairwise(bounds))
+
+    assert found[0] == 0 and found[-1] == len(seconds) and len(found) == ranks + 1
+    assert all(a < b for a, b in itertools.pairwise(found))
+    least = min(most((0, *inner, len(seconds))) for inner in itertools.combinations(
+        range(1, len(seconds)), ranks - 1))
+    assert most(found) == pytest.approx(least)
+
+
+def test_messages_of_a_channel_come_in_their_order():
+    def work(pipeline):
+        if pipeline.rank == 0:
+            for number in range(50):
+                pipeline.send(1, number % 2, torch.full((number + 1,), float(number)))
+            return pipeline.agree(b"done")
+        waiting = [pipeline.receive(0, number % 2, torch.empty(number + 1))
+                   for number in range(50)]
+        for number, message in reversed(list(enumerate(waiting))):
+            assert (message.wait() == number).all()
+        return pipeline.agree(b"")
+
+    assert in_ranks(2, work) == [b"done", b""]
+    assert not [each for each in threading.enumerate() if each.name in ("watch", "messages")]

@@ -1,0 +1,217 @@
+"""The steps of a pipeline's ranks, carried out together: no deadlock, all in order, and no idling.
+
+Messages are as bad as they may be: a send is over when its receive has been asked for, and only so
+many of them may be under way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.stage import Stage, groups_of
+from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
+from flexgen_h2o.errors import UserError
+
+HIDDEN, TOKENS = "hidden", "tokens"
+
+
+@st.composite
+def pipelines(draw):
+    """(passes, bounds, batches, options of `schedule`)"""
+    bounds = [0, *draw(st.lists(st.integers(1, 3), min_size=1, max_size=4).map(
+        lambda counts: [sum(counts[: n + 1]) for n in range(len(counts))]))]
+    return draw(st.integers(1, 4)), bounds, draw(st.integers(1, 6)), {
+        "overlap": draw(st.booleans()), "split_from": draw(st.none() | st.integers(0, 4)),
+        "sep_layer": draw(st.booleans()), "keeps": draw(st.booleans()),
+        "groups": draw(st.integers(1, 6))}
+
+
+def steps_of_ranks(passes, bounds, batches, options):
+    return [list(schedule(passes, bounds[-1], batches, stage=Stage.of_rank(rank, bounds),
+                          **options)) for rank in range(len(bounds) - 1)]
+
+
+class Simulation:
+    """Carries out the ranks' steps; a compute takes one unit of time, all else none."""
+
+    def __init__(self, ranks, bounds, sep_layer, window):
+        self.ranks, self.window = ranks, window
+        self.first = [Stage.of_rank(rank, bounds).layer_steps(sep_layer)[0]
+                      for rank in range(len(ranks))]
+        self.sent, self.asked = defaultdict(list), defaultdict(list)  # (what, time) by channel
+        self.taken = Counter()
+        self.clocks = [0] * len(ranks)
+        self.computed: dict[LayerStep, int] = {}
+        places = [0] * len(ranks)
+        while True:
+            before = list(places)
+            for rank, steps in enumerate(ranks):
+                while places[rank] < len(steps) and self._do(rank, steps[places[rank]]):
+                    places[rank] += 1
+            if places == before:
+                break
+        left = {rank: steps[place:][:1] for rank, (place, steps) in enumerate(
+            zip(places, ranks, strict=True)) if place < len(steps)}
+        assert not left, f"deadlock at {left}"
+        for channel, sent in self.sent.items():
+            assert self.taken[channel] == len(sent) == len(self.asked[channel])
+
+    def _do(self, rank, step):
+        """Carry out a step, unless it has to wait for another rank."""
+        what, last = (step.forward_pass, step.batch), len(self.ranks) - 1
+        into, out, tokens = (HIDDEN, rank - 1), (HIDDEN, rank), (TOKENS, rank)
+        if step.kind is Kind.RECEIVE_HIDDEN:
+            self.asked[into].append((what, self.clocks[rank]))
+        elif step.kind is Kind.RECEIVE_TOKENS:
+            self.asked[tokens].append((what, self.clocks[rank]))
+        elif step.kind is Kind.SEND_HIDDEN:
+            oldest = len(self.sent[out]) - self.window
+            if oldest >= 0 and oldest >= len(self.asked[out]):
+                return False  # so many are under way already
+            if oldest >= 0:
+                self.clocks[rank] = max(self.clocks[rank], self.asked[out][oldest][1])
+            self.sent[out].append((what, self.clocks[rank]))
+        elif step.kind is Kind.SEND_TOKENS:
+            for other in range(last):
+                channel = (TOKENS, other)
+                assert len(self.asked[channel]) > len(self.sent[channel]), "it would wait"
+                self.sent[channel].append((what, self.clocks[rank]))
+        elif step.kind is Kind.TAKE_TOKENS:
+            return self._take(rank, tokens, what)
+        elif step.kind is Kind.COMPUTE:
+            if rank > 0 and step.layer == self.first[rank] and not self._take(rank, into, what):
+                return False
+            self._check_known(rank, step)
+            self.clocks[rank] += 1
+            assert step not in self.computed
+            self.computed[step] = rank
+        return True
+
+    def _take(self, rank, channel, what):
+        number = self.taken[channel]
+        if number >= len(self.sent[channel]):
+            return False
+        (asked, asked_at), (sent, sent_at) = self.asked[channel][number], self.sent[channel][number]
+        assert asked == sent == what
+        self.clocks[rank] = max(self.clocks[rank], asked_at, sent_at)
+        self.taken[channel] += 1
+        return True
+
+    def _check_known(self, rank, step):
+        """All tokens of a batch so far are known where it is computed."""
+        known = self.taken[TOKENS, rank] if rank < len(self.ranks) - 1 else math.inf
+        batches = len({each.batch for each in self.ranks[rank] if each.batch is not None})
+        assert known >= (step.forward_pass - 1) * batches + step.batch + 1 or not step.forward_pass
+
+
+@given(pipelines(), st.integers(1, 3))
+def test_ranks_compute_everything_once_in_order_and_never_wait_for_each_other(pipeline, window):
+    passes, bounds, batches, options = pipeline
+    ranks = steps_of_ranks(*pipeline)
+    done = Simulation(ranks, bounds, options["sep_layer"], window)
+    layer_steps = num_layer_steps(bounds[-1], options["sep_layer"])
+    assert set(done.computed) == {LayerStep(Kind.COMPUTE, i, j, k) for i in range(passes)
+                                  for j in range(layer_steps) for k in range(batches)}
+    places = {step: place for place, step in enumerate(done.computed)}
+    for step in done.computed:
+        if step.layer:
+            before = LayerStep(Kind.COMPUTE, step.forward_pass, step.layer - 1, step.batch)
+            assert places[before] < places[step]
+
+
+@given(pipelines())
+def test_each_rank_loads_and_stores_what_its_computes_need(pipeline):
+    """One rank's steps in their order: buffers, weights and caches as on one rank alone."""
+    passes, bounds, batches, options = pipeline
+    for rank, steps in enumerate(steps_of_ranks(*pipeline)):
+        own = Stage.of_rank(rank, bounds).layer_steps(options["sep_layer"])
+        weights, cache, stored, hidden, started = set(), {}, {}, {}, set()
+        for step in steps:
+            key, where = (step.layer, step.batch), (step.forward_pass, step.batch)
+            assert step.layer in own
+            if step.kind is Kind.LOAD_WEIGHTS:
+                assert step.layer not in weights
+                weights.add(step.layer)
+                assert len(weights) <= (2 if options["overlap"] else 1)
+            elif step.kind is Kind.RELEASE_WEIGHTS:
+                weights.remove(step.layer)
+            elif step.kind is Kind.LOAD_CACHE:
+                assert stored.get(key, step.forward_pass - 1) == step.forward_pass - 1
+                cache[key] = step.forward_pass
+                assert len(cache) <= 3
+            elif step.kind is Kind.STORE_CACHE:
+                assert key in started
+                started.discard(key)
+                cache.pop(key)
+                stored[key] = step.forward_pass
+            elif step.kind is Kind.LOAD_HIDDEN:
+                assert where not in hidden
+                hidden[where] = step.layer
+                assert len(hidden) <= 3
+            elif step.kind in (Kind.STORE_HIDDEN, Kind.SEND_HIDDEN):
+                assert hidden.pop(where) == step.layer
+            elif step.kind in (Kind.ATTEND, Kind.COMPUTE):
+                assert step.layer in weights
+                if step.layer == own[0] and step.kind is Kind.COMPUTE:
+                    hidden[where] = step.layer  # embedded or received
+                assert hidden[where] == step.layer
+                if key in cache:
+                    assert cache[key] == step.forward_pass
+                    started.add(key)
+                    if step.forward_pass == passes - 1 and not options["keeps"]:
+                        cache.pop(key)
+                if step.kind is Kind.COMPUTE and step.layer == own[-1] == own.stop - 1 and (
+                        Stage.of_rank(rank, bounds).heads):
+                    hidden.pop(where)
+        assert not weights and not hidden
+        attended = Counter(step.kind for step in steps)[Kind.LOAD_CACHE]
+        assert attended == passes * batches * (bounds[rank + 1] - bounds[rank])
+
+
+@pytest.mark.parametrize("ranks, batches, groups, idle", [
+    (2, 2, 2, 1), (2, 4, 4, 1), (3, 3, 3, 2), (3, 6, 6, 2), (4, 8, 4, 6), (2, 4, 2, 2)])
+def test_a_pipeline_is_idle_only_while_it_fills_and_drains(ranks, batches, groups, idle):
+    """The ranks of most layer steps compute without a pause but for the first batches' way to
+    them: `idle` units of a group's time on one layer step."""
+    bounds = [2 * rank for rank in range(ranks + 1)]
+    steps = steps_of_ranks(6, bounds, batches, {"groups": groups})
+    done = Simulation(steps, bounds, False, window=batches)
+    # The first and the last rank have a layer step more each: embedding and head.
+    most = 6 * batches * 3
+    assert most <= max(done.clocks) <= most + 3 * idle
+
+
+def test_one_group_makes_ranks_wait_for_each_other():
+    steps = steps_of_ranks(6, [0, 2, 4], 4, {"groups": 1})
+    idle = max(Simulation(steps, [0, 2, 4], False, window=4).clocks) - 6 * 4 * 3
+    assert idle > 6 * 4  # in each pass but for the edge of a layer step
+
+
+def test_batches_are_cut_into_groups_of_like_size():
+    for batches in range(1, 20):
+        for wanted in range(1, 8):
+            groups = groups_of(batches, wanted)
+            assert [batch for group in groups for batch in group] == list(range(batches))
+            assert len(groups) == min(batches, wanted)
+            assert max(map(len, groups)) - min(map(len, groups)) <= 1
+
+
+def test_a_stage_has_its_own_part_of_ratios_by_layer():
+    h2o = H2OConfig(heavy_ratio=(1, 0.5, 0.25), prompt_chunk=8)
+    first, second = (Stage.of_rank(rank, (0, 1, 3)) for rank in (0, 1))
+    assert second.h2o(h2o) == H2OConfig(heavy_ratio=(0.5, 0.25), prompt_chunk=8)
+    assert first.h2o(h2o).is_full  # and says nothing of chunks, which have no effect on it
+    assert second.h2o(None) is None
+    assert first.h2o(H2OConfig(heavy_ratio=0.5)) == H2OConfig(heavy_ratio=0.5)
+
+
+@pytest.mark.parametrize("bounds", [(0,), (1, 2), (0, 2, 2), (0, 3, 1)])
+def test_bounds_that_are_none_are_refused(bounds):
+    with pytest.raises(UserError, match="must begin at 0 and ascend"):
+        Stage.of_rank(0, bounds)

@@ -1,0 +1,137 @@
+"""Plans for a pipeline over ranks: layers by their times, the memory of each, and its block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import planning_cases
+import pytest
+from refusals import refused
+
+from flexgen_h2o.config.stage import balanced_bounds
+from flexgen_h2o.models.spec import published
+from flexgen_h2o.planning.cost import estimate
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.pipeline import (
+    estimate_ranks,
+    judge_ranks,
+    layer_seconds,
+    runs_of_ranks,
+    search_ranks,
+)
+from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.search import PlanRequest
+from flexgen_h2o.storage.free_memory import MemoryLimits
+from flexgen_h2o.tasks import generate
+
+HARDWARE = planning_cases.CPU
+ROOM = MemoryLimits(None, 1 << 50, 1 << 50)
+TIED, LARGE = published("opt-125m"), published("opt-30b")
+
+
+def run_of(model, **options) -> PlannedRun:
+    return planning_cases.planned(batch=(4, 6), lengths=(64, 16), gpu=False, model=model,
+                                  **options)
+
+
+def test_the_layers_times_are_those_of_the_whole_with_the_ends():
+    run = run_of(TIED)
+    found = layer_seconds(HARDWARE, replace(run, workload=replace(
+        run.workload, num_gpu_batches=1)), 2)
+    whole = estimate(HARDWARE, replace(run, workload=replace(run.workload, num_gpu_batches=1)))
+    assert sum(found) == pytest.approx(whole.seconds)
+    assert len(found) == TIED.num_layers and len(set(found[1:-1])) == 1
+    assert found[-1] > 2 * found[1]  # a small model's head is as much as layers
+
+
+def test_a_rank_with_a_large_head_gets_fewer_layers():
+    small = judge_ranks(HARDWARE, run_of(TIED), 3, ROOM, None).bounds
+    assert small[3] - small[2] < small[1] and small[3] - small[2] < small[2] - small[1]
+    assert judge_ranks(HARDWARE, run_of(LARGE), 4, ROOM, None).bounds == (0, 12, 24, 36, 48)
+
+
+def test_one_rank_takes_as_long_as_no_pipeline():
+    run = run_of(TIED)
+    one, alone = estimate_ranks((0, TIED.num_layers), HARDWARE, run), estimate(HARDWARE, run)
+    assert (one.prefill.seconds, one.step.seconds, one.generated) == pytest.approx(
+        (alone.prefill.seconds, alone.step.seconds, alone.generated))
+
+
+def test_ranks_share_the_time_and_fill_the_pipeline_once():
+    run = run_of(LARGE)
+    alone, two = estimate(HARDWARE, run), estimate_ranks((0, 24, 48), HARDWARE, run)
+    assert two.step.seconds == pytest.approx(alone.step.seconds / 2, rel=0.1)
+    assert alone.prefill.seconds / 2 < two.prefill.seconds < alone.prefill.seconds * 0.7
+    # One batch is on one rank at a time.
+    single = replace(run, workload=replace(run.workload, num_gpu_batches=1))
+    assert estimate_ranks((0, 24, 48), HARDWARE, single).step.seconds == pytest.approx(
+        estimate(HARDWARE, single).step.seconds)
+
+
+def test_weights_that_are_fetched_are_so_for_each_group():
+    run = run_of(LARGE, weights=planning_cases.ON_DISK)
+    first, _ = runs_of_ranks(run, (0, 24, 48))
+    assert first.groups == 2
+    once = estimate(HARDWARE, replace(first, groups=1))
+    twice = estimate(HARDWARE, first)
+    assert twice.step.resources["disk->cpu"] == pytest.approx(
+        2 * once.step.resources["disk->cpu"], rel=1e-4)  # but the rows of the embedding
+    assert twice.step.resources["compute"] == pytest.approx(once.step.resources["compute"])
+    assert runs_of_ranks(run_of(LARGE), (0, 24, 48))[0].groups == 4
+
+
+def test_the_ranks_memory_is_the_whole_and_a_tied_table_twice():
+    def rows(run):
+        return {row.name: row.cpu for row in MemoryPlan(run).rows}
+
+    run = run_of(TIED)
+    whole, parts = rows(run), list(map(rows, runs_of_ranks(run, (0, 4, 8, 12))))
+    for name in ("weights", "cache"):
+        assert sum(part[name] for part in parts) == whole[name]
+    table = TIED.vocab_size * TIED.embed_dim * run.itemsize
+    assert sum(part["embeddings"] for part in parts) == whole["embeddings"] + table
+    assert parts[1]["embeddings"] == 0
+    sizes = [part["message buffers"] for part in parts]
+    batch = 4 * 64 * TIED.hidden_size * run.itemsize
+    assert sizes == [batch, 3 * batch, 2 * batch]  # six groups: of one batch each
+    assert "message buffers" not in whole
+
+
+def test_a_search_proposes_what_fits_on_every_rank():
+    limits = MemoryLimits(None, 24 << 30, 200 << 30)
+    request = PlanRequest(model=LARGE, prompt_len=64, gen_len=16, itemsize=2, prompts=64)
+    found = search_ranks(HARDWARE, request, 4, limits)
+    for each in found:
+        assert each.bounds[-1] == 48 and len(each.bounds) == 5
+        for part in runs_of_ranks(each.choice.run, each.bounds):
+            assert not MemoryPlan(part).shortfalls(limits)
+        assert each.choice.sequences == 64
+    rates = [each.choice.tokens_per_second for each in found]
+    assert rates == sorted(rates, reverse=True)
+    one = search_ranks(HARDWARE, request, 1, limits)[0].choice
+    assert rates[0] > 2 * one.tokens_per_second
+    refused(lambda: search_ranks(HARDWARE, request, 2, MemoryLimits(None, 1 << 20, 1 << 20)),
+            "the run does not fit")
+
+
+def test_bounds_fall_back_to_the_layers_number_where_the_times_do_not_fit():
+    run = run_of(TIED)
+    times = judge_ranks(HARDWARE, run, 3, ROOM, None).bounds
+    parts = [max(MemoryPlan(part).total("cpu") for part in runs_of_ranks(run, bounds))
+             for bounds in (times, balanced_bounds([1.0] * 12, 3))]
+    if parts[1] < parts[0]:
+        limits = MemoryLimits(None, parts[1], 1 << 50)
+        assert judge_ranks(HARDWARE, run, 3, limits, None).bounds == (0, 4, 8, 12)
+    refused(lambda: judge_ranks(HARDWARE, run, 3, MemoryLimits(None, min(parts) // 2, 1 << 50),
+                                None), "host memory: needs")
+    refused(lambda: judge_ranks(HARDWARE, run, 13, ROOM, None), "12 layers, too few for 13 ranks")
+
+
+def test_a_plan_for_another_machine_shows_each_rank(capsys):
+    argv = ["--model", "opt-30b", "--path", "_DUMMY_", "--plan-only", "--pipeline-parallel", "4",
+            "--hardware", "configs/hardware/t4.yaml", "--prompt-len", "32", "--gen-len", "4",
+            "--percent", "0", "100", "100", "0", "--num-gpu-batches", "8"]
+    assert generate.main(argv) == 0
+    told = capsys.readouterr().out
+    assert "rank 0       layers 0 to 11, device memory" in told
+    assert "rank 3       layers 36 to 47, device memory" in told
