@@ -51,7 +51,7 @@ class _AbsentGPU:
         return 0
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A kernel with all that decides its code."""
 
     kernel: str
@@ -88,9 +88,9 @@ def _caught(architecture: int, take: Callable[[JITFunction, tuple, dict], None])
         JITFunction.run, Autotuner.run = run, tune
 
 
-def launches(card: Card, variants: Iterable[Variant]) -> list[Launch]:
+def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
     """Launches of the variants on a card: each kernel once for the same code."""
-    found: dict[tuple, Launch] = {}
+    found: dict[tuple, KernelLaunch] = {}
     run = JITFunction.run
     variant = None
 
@@ -102,7 +102,7 @@ def launches(card: Card, variants: Iterable[Variant]) -> list[Launch]:
         key = (function.fn.__name__, constants_text(constants), *(
             _kind(named[param.name]) for param in function.params if not param.is_constexpr))
         if key not in found:
-            found[key] = Launch(function.fn.__name__, variant, constants,
+            found[key] = KernelLaunch(function.fn.__name__, variant, constants,
                                 functools.partial(_fresh, run, function, args, options),
                                 _digest(function))
 
@@ -148,7 +148,7 @@ def _kind(value: object) -> object:
     return None if value is None else type(value)
 
 
-def compiled(card: Card, launch: Launch) -> dict[str, object]:
+def compiled(card: Card, launch: KernelLaunch) -> dict[str, object]:
     """The row of a launch: what ptxas reports of it, and what follows for the card.
 
     Raises
@@ -173,7 +173,7 @@ def compiled(card: Card, launch: Launch) -> dict[str, object]:
         "occupancy": together * warps / card.warps, "bytes_per_flop": bytes_per_flop(launch)}
 
 
-def identity(card: Card, launch: Launch) -> dict[str, object]:
+def identity(card: Card, launch: KernelLaunch) -> dict[str, object]:
     """The columns that tell a row from the others, and from what its kernel was."""
     variant = launch.variant
     return {"architecture": f"sm_{card.gpu.architecture}", "card": card.name,
@@ -183,7 +183,7 @@ def identity(card: Card, launch: Launch) -> dict[str, object]:
             "triton": triton.__version__, "source": launch.source}
 
 
-def bytes_per_flop(launch: Launch) -> float | None:
+def bytes_per_flop(launch: KernelLaunch) -> float | None:
     """Bytes that the kernel's loop reads per FLOP of its products; None if it has none.
 
     They come from the GPU's memory or from its caches: of `_forward` each block of rows reads all

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import triton  # noqa: E402
 from kernel_timing.gpu_cards import CARDS, Card  # noqa: E402
-from kernel_timing.gpu_compiler import Launch, compiled, identity, launches  # noqa: E402
+from kernel_timing.gpu_compiler import KernelLaunch, compiled, identity, launches  # noqa: E402
 from kernel_timing.gpu_variants import variants  # noqa: E402
 
 from flexgen_h2o.files.rows import cell, write_csv  # noqa: E402
@@ -65,7 +65,7 @@ def faults(row: dict) -> str:
     return ", ".join(found)
 
 
-def compile_all(wanted: list[tuple[Card, Launch]], path: Path) -> int:
+def compile_all(wanted: list[tuple[Card, KernelLaunch]], path: Path) -> int:
     """Write a file with a row for each; the number of faults."""
     held = read(path)
     rows: dict[tuple[str, ...], dict] = {}
@@ -85,7 +85,7 @@ def compile_all(wanted: list[tuple[Card, Launch]], path: Path) -> int:
     return wrong
 
 
-def check(wanted: list[tuple[Card, Launch]], path: Path, sample: int) -> list[str]:
+def check(wanted: list[tuple[Card, KernelLaunch]], path: Path, sample: int) -> list[str]:
     """Differences of a file from what would be written; `sample` rows are compiled to compare."""
     held = read(path)
     expected = {key(row): (row, card, launch) for card, launch in wanted

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def joined(config: RunConfig, command: str) -> Iterator[Pipeline | None]:
+def joined(config: RunConfig, command: str, *, replica: int | None = None
+           ) -> Iterator[Pipeline | None]:
     """The ranks over which a command runs; None for the only one.
 
     The first does the work within the ``with`` statement, where it opens its model with
@@ -34,6 +35,8 @@ def joined(config: RunConfig, command: str) -> Iterator[Pipeline | None]:
     config : RunConfig
     command : str
         The module that torchrun starts, for errors.
+    replica : int, optional
+        Which of several replicas this process belongs to, each of which has its own pipeline.
 
     Raises
     ------
@@ -42,6 +45,8 @@ def joined(config: RunConfig, command: str) -> Iterator[Pipeline | None]:
         this is the one to tell of one that has failed or gone; the others exit with status 2.
     """
     launch = launched()
+    if replica is not None:
+        launch = launch.within(config.pipeline_parallel)
     check_ranks(config.pipeline_parallel, launch.ranks, command)
     if launch.ranks == 1:
         yield None
@@ -50,7 +55,8 @@ def joined(config: RunConfig, command: str) -> Iterator[Pipeline | None]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from flexgen_h2o.engine.pipeline import Pipeline  # only now: it loads torch
 
-    with Pipeline.join(launch, rank_timeout=config.rank_timeout) as pipeline:
+    with Pipeline.join(launch, rank_timeout=config.rank_timeout,
+                       name=f"pipeline {replica or 0}") as pipeline:
         try:
             yield pipeline
             if launch.rank == 0 and not pipeline.has_ordered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexgen_h2o.errors import UserError
 
@@ -19,6 +19,14 @@ class Launch:
     ranks: int = 1
     local_rank: int = 0
     local_ranks: int = 1
+
+    def within(self, ranks: int) -> Launch:
+        """This rank among the `ranks` of its replica, which follow each other. Raises `UserError`
+        unless there are whole replicas."""
+        if self.ranks % ranks:
+            raise UserError(f"{self.ranks} processes are no whole replicas of --pipeline-parallel "
+                            f"{ranks}: start a multiple of {ranks}")
+        return replace(self, rank=self.rank % ranks, ranks=ranks)
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:

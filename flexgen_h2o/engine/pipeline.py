@@ -147,8 +147,10 @@ class Pipeline:
         self.watch.start()
 
     @classmethod
-    def join(cls, launch: Launch, *, rank_timeout: float = RANK_TIMEOUT) -> Pipeline:
-        """Join the ranks that torchrun has started. Raises `UserError` if they do not come."""
+    def join(cls, launch: Launch, *, rank_timeout: float = RANK_TIMEOUT, name: str = "pipeline"
+             ) -> Pipeline:
+        """Join the ranks that torchrun has started, and that have this pipeline's name. Raises
+        `UserError` if they do not come."""
         rendezvous = None
 
         def connect() -> Any:
@@ -156,8 +158,8 @@ class Pipeline:
             if rendezvous is None:
                 found = distributed.rendezvous("env://", timeout=timedelta(seconds=rank_timeout))
                 rendezvous, _, _ = next(iter(found))
-                return rendezvous
-            return rendezvous.clone()
+                return distributed.PrefixStore(name, rendezvous)
+            return distributed.PrefixStore(name, rendezvous.clone())
 
         return cls(connect, launch.rank, launch.ranks, local_rank=launch.local_rank,
                    rank_timeout=rank_timeout)

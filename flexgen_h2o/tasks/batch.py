@@ -59,9 +59,7 @@ def run(options: BatchOptions) -> None:
             dry_run(options, source)
         return
     if options.data_parallel:
-        place = data_parallel.seat()
-        with data_parallel.joined(place) as queue:
-            (_follow if place.replica else _lead)(options, place, queue)
+        _share(options)
         return
     with joined(options.run, "flexgen_h2o.batch") as pipeline:
         if pipeline is not None and pipeline.rank > 0:
@@ -94,7 +92,19 @@ def _answer(options: BatchOptions, pipeline: Pipeline | None) -> None:
     _report(options, config, progress, stats)
 
 
-def _lead(options: BatchOptions, place: data_parallel.Seat, queue: WindowQueue) -> None:
+def _share(options: BatchOptions) -> None:
+    """Answer windows of a job as a replica of several, or as a rank of a replica's pipeline."""
+    place = data_parallel.seat(options.run.pipeline_parallel)
+    with (data_parallel.joined(place) if place.leads else nullcontext() as queue,
+          joined(options.run, "flexgen_h2o.batch", replica=place.replica) as pipeline):
+        if queue is not None:
+            (_follow if place.replica else _lead)(options, place, queue, pipeline)
+        elif pipeline is not None:
+            follow(pipeline)
+
+
+def _lead(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: WindowQueue,
+          pipeline: Pipeline | None) -> None:
     """Share the job with the replicas that follow, and put the results together."""
     said = False
     try:
@@ -103,8 +113,8 @@ def _lead(options: BatchOptions, place: data_parallel.Seat, queue: WindowQueue) 
             left, progress = _resumed(options, config, source, results=results, errors=errors)
             size, said = data_parallel.lead(queue, source, options, left), True
             with _telling(progress):
-                _work(options, place, queue, (left, size), source=source, progress=progress,
-                      files=(results, errors))
+                _work(options, place, queue, (left, size), pipeline=pipeline, source=source,
+                      progress=progress, files=(results, errors))
                 queue.wait_for_others()
                 progress.add(**data_parallel.absorb(source, results=results, errors=errors))
             _report(options, config, progress, None)
@@ -115,23 +125,25 @@ def _lead(options: BatchOptions, place: data_parallel.Seat, queue: WindowQueue) 
         raise
 
 
-def _follow(options: BatchOptions, place: data_parallel.Seat, queue: WindowQueue) -> None:
+def _follow(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: WindowQueue,
+            pipeline: Pipeline | None) -> None:
     """Answer windows of the job that replica 0 shares."""
     with _source(options) as source:
         windows = data_parallel.follow(queue, source)
         progress = JobProgress(len(source), 0, 0, None, shown=False)
         with data_parallel.own_file(options, place) as results:
-            _work(options, place, queue, windows, source=source, progress=progress,
-                  files=(results, results))
+            _work(options, place, queue, windows, pipeline=pipeline, source=source,
+                  progress=progress, files=(results, results))
 
 
-def _work(options: BatchOptions, place: data_parallel.Seat, queue: WindowQueue,
-          windows: tuple[np.ndarray, int], *, source: JobInput, progress: JobProgress,
-          files: tuple[ResultsFile, ResultsFile]) -> None:
+def _work(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: WindowQueue,
+          windows: tuple[np.ndarray, int], *, pipeline: Pipeline | None, source: JobInput,
+          progress: JobProgress, files: tuple[ResultsFile, ResultsFile]) -> None:
+    """Answer windows of the job, as the first rank of a replica."""
     left, size = windows
     if not len(left):
         return
-    with (data_parallel.open_replica(options.run, place) as llm,
+    with (data_parallel.open_replica(options.run, place, pipeline) as llm,
           Ending(_tell_of_the_end) as ending):
         progress.begin()
 

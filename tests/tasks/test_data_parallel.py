@@ -153,9 +153,13 @@ def test_replica_0_is_waited_for_as_long_as_it_gives_signs_of_life():
 def test_a_launcher_s_variables_say_which_rank_this_is():
     found = {"RANK": "3", "WORLD_SIZE": "6", "MASTER_ADDR": "h", "MASTER_PORT": "1",
              "LOCAL_RANK": "1"}
-    assert launched(found) == Launch(3, 6, 1)
+    assert launched(found) == Launch(3, 6, 1, 2)
     assert launched({}) == Launch()
-    assert data_parallel.Seat.of(launched(found), 2) == data_parallel.Seat(1, 3, 1)
+    seat = data_parallel.ReplicaSeat
+    assert seat.of(launched(found)) == seat(3, 6, 1)
+    assert seat.of(launched(found), 2) == seat(1, 3, 1, leads=False)
+    assert seat.of(launched(found | {"RANK": "4"}), 2) == seat(2, 3, 1)
+    refused(lambda: seat.of(launched(found), 4), "no whole replicas", "start a multiple of 4")
     for name, value in (("RANK", "6"), ("RANK", "x"), ("MASTER_PORT", "0"), ("MASTER_ADDR", "")):
         refused(lambda name=name, value=value: launched(found | {name: value}), "torchrun")
 
@@ -274,3 +278,15 @@ def test_files_that_replicas_have_left_are_gone_on_with(job, tmp_path, capsys):
     command_refused(batch.main, capsys, flags, "rank1 line 1")
     assert batch.main([*flags, "--overwrite"]) == 0
     assert answers(out) == whole and not (tmp_path / "out.jsonl.rank1").exists()
+
+
+def test_replicas_may_be_pipelines(job, tmp_path):
+    """Two replicas of two ranks each; with another one this would be no whole number of them."""
+    one, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
+    assert batch.main([*job, "-o", str(one)]) == 0
+    ranks = started([*job, "-o", str(out), "--pipeline-parallel", "2"], 4)
+    told = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, told
+    assert "finished; 41 of 41 requests answered, 1 of them failed" in told[0][0]
+    assert [err for _, err in told] == [""] * 4 and [out for out, _ in told[1:]] == [""] * 3
+    assert answers(out) == answers(one) and not list(tmp_path.glob("out*rank*"))

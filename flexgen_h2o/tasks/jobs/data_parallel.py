@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.ranks import open_on_ranks
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.launch import Launch, launched
 from flexgen_h2o.errors import UserError
@@ -34,6 +34,7 @@ from flexgen_h2o.tasks.jobs.job_input import JobInput
 from flexgen_h2o.tasks.jobs.results import ResultsFile, key_of
 
 if TYPE_CHECKING:
+    from flexgen_h2o.engine.pipeline import Pipeline
     from flexgen_h2o.llm import LLM
 
 PATIENCE = 30.0
@@ -77,31 +78,35 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 @dataclass(frozen=True)
-class Seat:
+class ReplicaSeat:
     """The replica that a process belongs to, of `replicas`, and its place among the processes of
-    its host."""
+    its host. The first rank of a replica leads it: it takes the windows."""
 
     replica: int
     replicas: int
     local: int
+    leads: bool = True
 
     @classmethod
-    def of(cls, launch: Launch, ranks_of_each: int = 1) -> Seat:
+    def of(cls, launch: Launch, ranks_of_each: int = 1) -> ReplicaSeat:
         """The seat of a rank where each replica has so many ranks, one after the other."""
-        return cls(launch.rank // ranks_of_each, launch.ranks // ranks_of_each, launch.local_rank)
+        ranks = launch.within(ranks_of_each)
+        return cls(launch.rank // ranks_of_each, launch.ranks // ranks_of_each, launch.local_rank,
+                   ranks.rank == 0)
 
 
-def seat() -> Seat:
-    """The seat of this process. Raises `UserError` if no launcher has started it."""
+def seat(ranks_of_each: int) -> ReplicaSeat:
+    """The seat of this process, where each replica has so many ranks. Raises `UserError` if no
+    launcher has started it."""
     if "RANK" not in os.environ:
         raise UserError("--data-parallel is for several processes, and a launcher has to start "
                         "them: torchrun --nproc-per-node 2 -m flexgen_h2o.batch --data-parallel "
                         "... (any that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)")
-    return Seat.of(launched())
+    return ReplicaSeat.of(launched(), ranks_of_each)
 
 
 @contextmanager
-def joined(place: Seat) -> Iterator[WindowQueue]:
+def joined(place: ReplicaSeat) -> Iterator[WindowQueue]:
     """The queue that the replicas of this job share, with this one's signs of life in it.
 
     Raises `UserError` if there is no replica 0.
@@ -111,8 +116,7 @@ def joined(place: Seat) -> Iterator[WindowQueue]:
     import torch.distributed
 
     try:
-        store, _, _ = next(torch.distributed.rendezvous(
-            "env://", place.replica, place.replicas, timeout=_START))
+        store, _, _ = next(torch.distributed.rendezvous("env://", timeout=_START))
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError("the processes of --data-parallel do not find each other at MASTER_ADDR "
                         f"{os.environ.get('MASTER_ADDR')}: {str(error).splitlines()[0]}") from None
@@ -168,22 +172,26 @@ def work(queue: WindowQueue, job: Job, left: np.ndarray, size: int,
                 return
 
 
-def own_file(options: BatchOptions, place: Seat) -> ResultsFile:
+def own_file(options: BatchOptions, place: ReplicaSeat) -> ResultsFile:
     """The file of the results of a replica that is not the first."""
     return ResultsFile("--output", f"{options.output}.rank{place.replica}")
 
 
-def open_replica(config: RunConfig, place: Seat) -> LLM:
-    """The `LLM` of a replica: on a GPU of its own, or with its share of the host's memory."""
+def open_replica(config: RunConfig, place: ReplicaSeat, pipeline: Pipeline | None) -> LLM:
+    """The `LLM` of a replica: on GPUs of its own, or with its share of the host's memory.
+
+    The ranks of a pipeline choose their GPUs themselves.
+    """
     import torch
 
     local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", place.replicas)))
     if config.memory_limit is None and local > 1:
         free = free_memory(config.offload_dir, None).cpu_bytes
         config = replace(config, memory_limit=free // local)
-    if config.device == "cuda" or config.device == "auto" and torch.cuda.is_available():
+    on_gpu = config.device == "cuda" or config.device == "auto" and torch.cuda.is_available()
+    if on_gpu and pipeline is None:
         config = replace(config, device=f"cuda:{place.local % max(1, torch.cuda.device_count())}")
-    return open_llm(config, progress=False)
+    return open_on_ranks(config, pipeline, progress=False)
 
 
 # --- files of replicas
