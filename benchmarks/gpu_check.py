@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from compare import summary
-from kernel_timing.gpu_comparison import Checkpoint, Deadline, Step, compare, run_steps
+from kernel_timing.gpu_comparison import Checkpoint, Deadline, CheckStep, compare, run_steps
 from kernel_timing.gpu_matrices import (
     BRAIN,
     FULL,
@@ -113,7 +113,7 @@ class GpuRows:
         print(f"{time.perf_counter() - self.begun:6.1f} s  {verdict}  {operation:10} {shape:44} "
               f"{measured:10.4g} {unit} {bound} {roofline}", flush=True)
 
-    def skip(self, step: Step) -> None:
+    def skip(self, step: CheckStep) -> None:
         """A row for what no time was left for: of a check one that has failed."""
         self.add(step.kind, step.name, "left out", "", math.nan, "no time left",
                  limit=0 if step.kind == "check" else None)
@@ -324,7 +324,7 @@ def time_selection(rows: GpuRows, rate: float) -> None:
              milliseconds, "ms", limit=2 * roofline, roofline_ms=roofline)
 
 
-def steps(rows: GpuRows, brain: bool) -> list[Step]:
+def steps(rows: GpuRows, brain: bool) -> list[CheckStep]:
     """Everything about kernels, in order: first that they are right. `brain`: with bfloat16."""
     rates: dict[str, float] = {}
 
@@ -334,15 +334,15 @@ def steps(rows: GpuRows, brain: bool) -> list[Step]:
         rows.add("time", "copy", "read and written", "uint8", rates["copy"] / 1e9, "GB/s")
         rows.add("time", "GEMM", "8192 x 8192 x 8192", HALF, rates["gemm"] / 1e12, "TFLOP/s")
 
-    found = [Step("check", "groups", lambda: check_groups(rows))]
+    found = [CheckStep("check", "groups", lambda: check_groups(rows))]
     for check, name, cases in ((check_selection, "select", SELECTIONS),
                                (check_decode, "decode", DECODES),
                                (check_prefill, "prefill", PREFILLS)):
-        found += [Step("check", name, partial(check, rows, *case)) for case in cases
+        found += [CheckStep("check", name, partial(check, rows, *case)) for case in cases
                   if brain or case[0] != BRAIN]
-    found += [Step("check", "product", partial(check_matrix, rows, case, error, BOUND[case[0]]))
+    found += [CheckStep("check", "product", partial(check_matrix, rows, case, error, BOUND[case[0]]))
               for case in MATRICES if brain or case[0] != BRAIN]
-    found.append(Step("check", "unpack", lambda: check_rows(rows)))
+    found.append(CheckStep("check", "unpack", lambda: check_rows(rows)))
     timings: list[tuple[str, Callable[[], None]]] = [("rates", measure_rates)]
     for one in ((64, 1024, 16, 0.7), (1, 32768, 16, 0.5), (64, 1024, 8, 0.7), (64, 1024, 4, 0.7)):
         timings.append(("decode", lambda one=one: time_decode(rows, rates["copy"], *one)))
@@ -351,7 +351,7 @@ def steps(rows: GpuRows, brain: bool) -> list[Step]:
     timings += [("select", lambda: time_selection(rows, rates["copy"])),
                 ("product", lambda: time_matrices(rows, timed, rates["copy"], rates["gemm"]))]
     # Once the rates are left out for want of time, so is all that needs them.
-    return found + [Step("time", name, call, COMPARISON) for name, call in timings]
+    return found + [CheckStep("time", name, call, COMPARISON) for name, call in timings]
 
 
 def card_folder(device: str) -> str:

@@ -37,7 +37,7 @@ class Deadline:
         return self._end - self._clock()
 
 
-class Step(NamedTuple):
+class CheckStep(NamedTuple):
     """A part of the whole; it is left out with no more than `reserve` seconds left."""
 
     kind: str
@@ -46,7 +46,7 @@ class Step(NamedTuple):
     reserve: float = 0.0
 
 
-def run_steps(steps: Iterable[Step], deadline: Deadline, skip: Callable[[Step], None]) -> None:
+def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[CheckStep], None]) -> None:
     """All of them in turn; those for which there is no time are given to `skip`."""
     for step in steps:
         if deadline.left() > step.reserve:
