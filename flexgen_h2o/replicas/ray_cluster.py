@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import warnings
@@ -28,6 +29,9 @@ from flexgen_h2o.storage.free_memory import free_memory
 _STORE_BYTES = 128 << 20
 """Of Ray's object store on a cluster of our own: windows of lines pass through it. What does not
 fit is spilled to disk."""
+
+_SECONDS = 10.0
+"""How long a cluster's head may take to answer."""
 
 _DEATHS = 3
 """Restarts of a replica, and tries of a window, before the job ends: Ray's own number is without
@@ -96,6 +100,7 @@ def _connect(ray: Any, address: str | None, cpus: int | None, opened: ExitStack)
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if address is not None:
+            _check_there(address)
             opened.callback(ray.shutdown)
             with _stderr_unheard(), _own_signals():
                 ray.init(address=address, **quiet)
@@ -116,6 +121,16 @@ def _connect(ray: Any, address: str | None, cpus: int | None, opened: ExitStack)
                  else "Ray cannot be started here")
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(f"{where}: {reason}") from error
+
+
+def _check_there(address: str) -> None:
+    """Raise `OSError` if nothing answers at an address: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host:
+        try:
+            socket.create_connection((host, int(port)), timeout=_SECONDS).close()
+        except ValueError:
+            raise OSError("it is no HOST:PORT") from None
 
 
 def _short_folder() -> str:

@@ -23,7 +23,7 @@ _LOST = ("replica 0, which keeps the queue and the results, has stopped: what is
 class SharedStore(Protocol):
     """Keys and values that all replicas see: torch.distributed's ``Store``."""
 
-    def set(self, key: str, value: bytes | str) -> None:
+    def set(self, key: str, value: str) -> None:
         """Set a value."""
 
     def get(self, key: str) -> bytes:
@@ -87,7 +87,7 @@ class WindowQueue:
             over.set()
             thread.join()
             with suppress(Exception):  # the store may be gone with replica 0
-                self._store.set(f"beat/{self.replica}", _LEFT)
+                self._store.set(f"beat/{self.replica}", _LEFT.decode())
 
     def _beat(self, over: threading.Event) -> None:
         number = 0
@@ -119,7 +119,7 @@ class WindowQueue:
 
     # --- the beginning and the end
 
-    def publish(self, words: bytes) -> None:
+    def publish(self, words: str) -> None:
         """Say what the job is, as replica 0."""
         self._store.set("job", words)
 

@@ -38,7 +38,7 @@ class DictStore:
 
     def set(self, key, value):
         self.check([key])
-        self.values[key] = value.encode() if isinstance(value, str) else value
+        self.values[key] = value.encode()
 
     def get(self, key):
         return self.values[key]
@@ -128,7 +128,7 @@ def test_replica_0_is_waited_for_as_long_as_it_gives_signs_of_life():
     def meanwhile():
         store.values["beat/0"] = str(clock.now).encode()
         if clock.now > 60:
-            first.publish(b"words")
+            first.publish("words")
 
     clock.meanwhile = meanwhile
     assert second.job() == b"words" and clock.now > 60

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from flexgen_h2o.engine.pipeline import Pipeline
     from flexgen_h2o.llm import LLM
 
-PATIENCE = 30.0
-"""Seconds without a sign of life after which a replica's window goes to another one."""
+PATIENCE = 20.0
+"""Seconds without a sign of life after which a replica's window goes to another one. torchrun ends
+all processes when one has died, and kills those that are still there 30 seconds later."""
 
 _START = timedelta(seconds=300)
 """How long a launcher may take from the first process to the last."""
@@ -65,7 +66,7 @@ class _Answer(msgspec.Struct):
 
 
 class _Words(msgspec.Struct):
-    """What replica 0 says of a job: an error, or the places that are left, in bits, of an input
+    """The words of replica 0 on a job: an error, or the places that are left, in bits, of an input
     with these keys, and how many make a window."""
 
     error: str = ""
@@ -120,6 +121,9 @@ def joined(place: ReplicaSeat) -> Iterator[WindowQueue]:
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError("the processes of --data-parallel do not find each other at MASTER_ADDR "
                         f"{os.environ.get('MASTER_ADDR')}: {str(error).splitlines()[0]}") from None
+    # torchrun keeps its store, with what is in it, when it starts all processes again.
+    store = torch.distributed.PrefixStore(
+        "start " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     queue = WindowQueue(store, place.replica, place.replicas, patience=PATIENCE)
     with queue.beating():
         yield queue
@@ -132,14 +136,14 @@ def lead(queue: WindowQueue, source: JobInput, options: BatchOptions, left: np.n
     size = min(options.window, max(block, -(-len(left) // (_SHARES * queue.replicas))))
     waiting = np.zeros(len(source), bool)
     waiting[left] = True
-    queue.publish(msgspec.msgpack.encode(_Words(
-        keys=_digest(source), left=np.packbits(waiting).tobytes(), window=size)))
+    queue.publish(msgspec.json.encode(_Words(
+        keys=_digest(source), left=np.packbits(waiting).tobytes(), window=size)).decode())
     return size
 
 
 def refuse(queue: WindowQueue, error: str) -> None:
     """Have the others end with this error, as replica 0, before the job begins."""
-    queue.publish(msgspec.msgpack.encode(_Words(error=error)))
+    queue.publish(msgspec.json.encode(_Words(error=error)).decode())
 
 
 def follow(queue: WindowQueue, source: JobInput) -> tuple[np.ndarray, int]:
@@ -147,7 +151,7 @@ def follow(queue: WindowQueue, source: JobInput) -> tuple[np.ndarray, int]:
 
     Raises `UserError` if it has refused the job, or has another input.
     """
-    words = msgspec.msgpack.decode(queue.job(), type=_Words)
+    words = msgspec.json.decode(queue.job(), type=_Words)
     if words.error:
         raise UserError(f"replica 0 has stopped: {words.error}")
     if words.keys != _digest(source):

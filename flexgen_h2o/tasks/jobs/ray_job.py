@@ -10,8 +10,9 @@ after a crash, and a job could not be gone on with without Ray.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,12 +74,15 @@ class RayJob:
         """
         options = self._options
         asked = _memory(options, self._source)
-        with ray_cluster(options.ray_address) as ray:
+        with ExitStack() as unheard, ray_cluster(options.ray_address) as ray:
             gpus = _gpus(options.run, ray)
             resources = replace(asked, num_gpus=gpus).fitted(machines(ray), options.replicas)
             try:
                 with closing(self._answers(ray, left, resources)) as tables:
-                    self._collect(tables, left, should_end)
+                    try:
+                        self._collect(tables, left, should_end)
+                    finally:  # Ray prints that the windows under way have failed
+                        unheard.enter_context(redirect_stdout(io.StringIO()))
             except ray.exceptions.RayTaskError:
                 raise  # a fault of the code there
             except ray.exceptions.RayError as error:
