@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from compare import summary
-from kernel_timing.gpu_comparison import Checkpoint, Deadline, CheckStep, compare, run_steps
+from kernel_timing.gpu_comparison import Checkpoint, CheckStep, Deadline, compare, run_steps
 from kernel_timing.gpu_matrices import (
     BRAIN,
     FULL,

@@ -51,7 +51,7 @@ def rows_of(session) -> int:
 
 def scratch_bytes(session) -> int:
     """Bytes of the workspace."""
-    return _workspace_of(session).scratch.nbytes
+    return _workspace_of(session).operations.nbytes
 
 
 def buffer_bytes(part) -> int:

@@ -29,7 +29,8 @@ from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.decode_metadata import decode_metadata
 from flexgen_h2o.h2o.eviction import Cut, EvictionState, eviction_of, narrowed, new_state
-from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels import native, ops
+from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.rotary import apply_rope_, rotated
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
@@ -410,6 +411,37 @@ class KVCache:
             attending.outputs[part.first] = out
         return attending
 
+    @property
+    def stays(self) -> bool:
+        """True if `load` and `store` have nothing to do."""
+        return not any(part.moves for part in (*self.parts, *self._prompts))
+
+    @property
+    def binds(self) -> bool:
+        """True if attention over new tokens can be noted once for a block: `bind_token`."""
+        whole = len(self.parts) == 1 and self.shape.attn_sparsity == 1
+        return self._device.type == "cpu" and whole and self.stays
+
+    def bind_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None, out: torch.Tensor,
+                   steps: native.Steps) -> None:
+        """Note `attend_token` among the steps of a program, which then attends to what q, k and v
+        hold, writes to `out` (like q) and caches the token that `begin_token` named."""
+        part, = self._here(batch)
+        if rope is not None and not self._rolls(layer, batch):
+            for x in (q, k):
+                native.rotate(x, *rope, steps=steps)
+        evicts = self._plans[batch][layer].evicts
+        state = EvictionArguments.of(self._state(layer, batch, part) if evicts else None)
+        _, metadata = self._shared_metadata[self._metadata_key(layer, batch, part)]
+        native.decode_attention(q, k, v, slots=part.get(layer, batch), metadata=metadata,
+                                bits=self.shape.bits, eviction=state, out=out, steps=steps)
+
+    def begin_token(self, batch: int, token: int) -> None:
+        """Bring the metadata of what is bound of a batch to new token `token` (from 1)."""
+        part, = self._here(batch)
+        for layer in {plan.like: layer for layer, plan in enumerate(self._plans[batch])}.values():
+            self._metadata(layer, batch, part, token)
+
     def _attend_sparsely(self, layer: int, batch: int, part: CachePart, q, k, v, *, held, most: int,
                          metadata: torch.Tensor):
         """Decode attention over all cached keys that reads only the values with large weights.
@@ -464,15 +496,23 @@ class KVCache:
         return self._states[key]
 
     def _metadata(self, layer: int, batch: int, part: CachePart, token: int) -> torch.Tensor:
-        """The metadata of new token `token` (from 1), made once for all layers that share it."""
-        key = (batch, part.first, self._plans[batch][layer].like)
+        """The metadata of new token `token` (from 1), made once for all layers that share it.
+
+        What is bound reads it where it lies: it stays there."""
+        key = self._metadata_key(layer, batch, part)
         made, metadata = self._shared_metadata.get(key, (0, None))
         if made != token:
             prompts = self._batch_layouts[batch].lengths[part.sequences(batch)]
-            metadata = decode_metadata(prompts, self._tokens(batch, part, token), self._h2o,
-                                       layer).to(self._place(part))
+            new = decode_metadata(prompts, self._tokens(batch, part, token), self._h2o, layer)
+            if metadata is None or not self.binds:
+                metadata = new.to(self._place(part))
+            else:
+                metadata.copy_(new)
             self._shared_metadata[key] = (token, metadata)
         return metadata
+
+    def _metadata_key(self, layer: int, batch: int, part: CachePart) -> tuple:
+        return batch, part.first, self._plans[batch][layer].like
 
     def _tokens(self, batch: int, part: CachePart, token: int) -> list[int]:
         """Tokens of each sequence of a part, new token `token` included."""

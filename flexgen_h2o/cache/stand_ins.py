@@ -17,6 +17,8 @@ class SimulatedBlockCache:
     """`SimulatedCache` behind the interface of `engine.workspace.Cache`; parameters as there."""
 
     attends_on_host = False
+    binds = False
+    stays = True
 
     def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor], Tensor]):
         self._cache = SimulatedCache(h2o, rotate)
@@ -56,6 +58,8 @@ class ProbedCache:
     """
 
     attends_on_host = False
+    binds = False
+    stays = True
 
     def __init__(self, attend: Callable[..., Tensor], numbers: Sequence[int]):
         self._attend = attend

@@ -82,7 +82,7 @@ class Batch:
     @property
     def finished(self) -> bool:
         """True if every sequence of the batch has ended."""
-        return self.ended == len(self)
+        return all(request.finish_reason for request in self.requests)
 
     @property
     def ended(self) -> int:

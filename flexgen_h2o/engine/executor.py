@@ -18,6 +18,7 @@ from flexgen_h2o.engine.exchange import Exchange
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
 from flexgen_h2o.engine.sinks import Sink
+from flexgen_h2o.engine.token_layers import TokenLayers
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
@@ -68,7 +69,7 @@ class Executor:
         self._weights = weights
         self._cache = workspace.cache
         self._hidden = workspace.hidden
-        self._scratch = workspace.scratch
+        self._do = workspace.operations
         self._transfers = transfers
         self._device = transfers.device
         self._dtype = dtype
@@ -80,6 +81,9 @@ class Executor:
         self._stage = Stage.whole(config.num_layers) if exchange is None else exchange.stage
         self._own = self._stage.layer_steps(policy.sep_layer)
         self._chunk_rows = CHUNK_ROWS[self._device.torch.type]
+        self._still = _still(weights, workspace)
+        self._token_layers = TokenLayers(config, weights, workspace, policy=policy,
+                                         device=self._device.torch, dtype=dtype)
         self._rope: dict[int, tuple | None] = {}
         self._batches: list[Batch] = []
         self._started: dict[int, PendingAttention] = {}
@@ -124,6 +128,8 @@ class Executor:
                 sep_layer=self._sep_layer, keeps=keeps, stage=self._stage,
                 groups=1 if self._exchange is None else self._exchange.groups,
                 split_from=batch_layout.prefill_passes if self._cache.attends_on_host else None):
+            if step.kind in self._still:
+                continue
             if step.batch is None or self._takes_part(step):
                 self._ACTIONS[step.kind](self, step)
             if step.kind is not Kind.COMPUTE:
@@ -205,6 +211,9 @@ class Executor:
                 self._mlp(step, batch)
             elif batch.batch_layout.in_prefill(step.forward_pass):
                 self._prompt_layer(step, batch)
+            elif self._token_layers.can_run(step.layer):
+                self._token_layers.run(step.layer, step.batch, cached=self._cached(step),
+                                       rows=len(batch))
             else:
                 self._token_layer(step, batch)
 
@@ -226,11 +235,7 @@ class Executor:
         _, positions = batch.inputs(step.forward_pass)
         x = self._hidden.get(step.batch, len(positions), fresh=True)
         self._exchange.take_hidden(step.batch, x)
-        self._set_rope(step, torch.tensor(positions))
-
-    def _set_rope(self, step: LayerStep, positions: torch.Tensor) -> None:
-        self._rope[step.batch] = self._family.rope(
-            self._config, positions.to(self._device.torch), self._dtype)
+        self._set_rope(step, batch, torch.tensor(positions))
 
     def _embed(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
@@ -239,7 +244,15 @@ class Executor:
         for rows in _row_chunks(len(ids), self._chunk_rows):
             x[rows] = self._family.embed(self._config, weights, self._weights.lookup,
                                          ids[rows], positions[rows])
-        self._set_rope(step, positions)
+        self._set_rope(step, batch, positions)
+
+    def _set_rope(self, step: LayerStep, batch: Batch, positions: torch.Tensor) -> None:
+        """Note where the rows of a forward pass stand."""
+        if not batch.batch_layout.in_prefill(step.forward_pass):
+            self._token_layers.begin_token(
+                step.batch, positions, batch.batch_layout.token(step.forward_pass))
+        self._rope[step.batch] = self._family.rope(
+            self._config, positions.to(self._device.torch), self._dtype)
 
     def _prompt_layer(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
@@ -249,7 +262,7 @@ class Executor:
         for chunk in batch.chunks(step.forward_pass, self._chunk_rows):
             rows = slice(chunk.row, chunk.end)
             tables = None if rope is None else tuple(table[rows] for table in rope)
-            qkv = self._family.attention_inputs(self._config, weights, x[rows], self._scratch)
+            qkv = self._family.attention_inputs(self._config, weights, x[rows], self._do)
             self._finish(weights, x[rows], attend(step, chunk.spans, qkv, tables))
 
     def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
@@ -285,7 +298,7 @@ class Executor:
         batch = self._batches[step.batch]
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        qkv = self._family.attention_inputs(self._config, weights, x, self._scratch)
+        qkv = self._family.attention_inputs(self._config, weights, x, self._do)
         return self._cache.attend_token(
             self._cached(step), step.batch, *qkv, rope=self._rope[step.batch],
             token=batch.batch_layout.token(step.forward_pass))
@@ -293,9 +306,9 @@ class Executor:
     def _finish(self, weights: Mapping[str, Weight], x: torch.Tensor, attended: torch.Tensor
                 ) -> None:
         """The rest of a layer step, once attention is done; x [rows, hidden] is updated."""
-        self._family.attention_output(self._config, weights, x, attended, self._scratch)
+        self._family.attention_output(self._config, weights, x, attended, self._do)
         if not (self._sep_layer or self._config.parallel_residual):
-            self._family.mlp(self._config, weights, x, self._scratch)
+            self._family.mlp(self._config, weights, x, self._do)
 
     def _cached(self, step: LayerStep) -> int:
         """The decoder layer of a layer step, from the rank's first on."""
@@ -303,7 +316,7 @@ class Executor:
 
     def _mlp(self, step: LayerStep, batch: Batch) -> None:
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        self._family.mlp(self._config, self._weights.get(step.layer), x, self._scratch)
+        self._family.mlp(self._config, self._weights.get(step.layer), x, self._do)
 
     def _head(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
@@ -367,6 +380,18 @@ class Executor:
         Kind.ATTEND: _attend,
         Kind.COMPUTE: _compute,
     }
+
+
+def _still(weights: WeightStore, workspace: Workspace) -> frozenset[Kind]:
+    """The kinds of steps that would move what stays where it is: there is nothing to do."""
+    kinds: set[Kind] = set()
+    if all(map(weights.stays, range(len(weights.units)))):
+        kinds |= {Kind.LOAD_WEIGHTS, Kind.RELEASE_WEIGHTS}
+    if workspace.cache.stays:
+        kinds |= {Kind.LOAD_CACHE, Kind.STORE_CACHE}
+    if workspace.hidden.stays:
+        kinds |= {Kind.LOAD_HIDDEN, Kind.STORE_HIDDEN}
+    return frozenset(kinds)
 
 
 def _row_chunks(rows: int, most: int):

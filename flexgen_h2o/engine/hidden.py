@@ -60,6 +60,11 @@ class HiddenStates:
             StagingBuffer(self._device.empty(size), self._device.host_empty(size) if path else None)
             for _ in range(HIDDEN_BUFFERS if self._away else 0)])
 
+    @property
+    def stays(self) -> bool:
+        """True if hidden states are computed where they rest."""
+        return not self._away
+
     def _view(self, buffer: torch.Tensor, rows: int) -> torch.Tensor:
         return typed(buffer, 0, (rows, self._width), self._dtype)
 

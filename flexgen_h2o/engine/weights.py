@@ -273,6 +273,10 @@ class WeightStore:
         else:
             self._read_pack(lane.disk, pack, unit.specs, buffer.device[start:end])
 
+    def stays(self, index: int) -> bool:
+        """True if all weights of a unit are in compute memory for good."""
+        return not self.units[index].fetched_bytes
+
     def get(self, index: int) -> dict[str, Weight]:
         """A unit's weights by local name, on the compute device, ready for compute to use.
 

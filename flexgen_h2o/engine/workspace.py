@@ -21,7 +21,7 @@ from flexgen_h2o.engine.hidden import HiddenStates
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.kernels.rotary import rotated_to
 from flexgen_h2o.models import family
-from flexgen_h2o.models.layers import Scratch
+from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.transfer import Transfers
@@ -51,6 +51,8 @@ class BlockCache(Protocol):
     """The cache of a block, real or a stand-in: see `KVCache`, which caches for real."""
 
     attends_on_host: bool
+    binds: bool
+    stays: bool
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a new block with nothing cached."""
@@ -74,6 +76,12 @@ class BlockCache(Protocol):
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
                      rope) -> PendingAttention:
         """Attend from a new token of each sequence, and cache it."""
+
+    def bind_token(self, layer: int, batch: int, q, k, v, *, rope, out, steps) -> None:
+        """Note the attention of a token step for a program; only where `binds`."""
+
+    def begin_token(self, batch: int, token: int) -> None:
+        """Tell what was bound which token comes."""
 
     def nbytes(self) -> int:
         """Bytes of what is cached."""
@@ -103,7 +111,7 @@ class Workspace:
                  h2o: H2OConfig | None, transfers: Transfers, offload_dir: str,
                  cache: BlockCache | None = None):
         self.size = size
-        self.scratch = Scratch(transfers.device.torch)
+        self.operations = Operations(transfers.device.torch)
         self._offload_dir = offload_dir
         self._transfers = transfers
         self._folder: RunFolder | None = None

@@ -60,9 +60,31 @@ STRUCTS = MappingProxyType({
     # reference_matrix.quantize_matrix: weight [outputs, inputs].
     "Quantize": """const void*: weight; Matrix: matrix;
         int64_t: dtype weight_row search threads""",
+    # reference_layer.norm: x and out [rows, width], which may be the same, weight and bias [width]
+    # or null; not centred: the root mean square alone.
+    "Norm": """const void*: x weight bias; void*: out;
+        int64_t: dtype rows width x_row out_row centred threads; double: eps""",
+    # reference_layer.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous.
+    "Rotate": """void*: x; const float*: cos sin;
+        int64_t: dtype rows heads half x_row x_head threads""",
+    # reference_layer.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.
+    "Activate": """void*: x; const void*: factor;
+        int64_t: dtype function rows width x_row factor_row threads""",
+    # One of `OPERATIONS` and its struct above, and a list of such.
+    "Step": "int64_t: operation; const void*: arguments",
+    "Program": "const Step*: steps; int64_t: count",
 })
 """Fields of each struct by C type. Tensors of several dimensions come with strides in elements,
 named by the dimension that they step along; the last dimension is contiguous."""
+
+OPERATIONS = MappingProxyType({
+    "norm": "Norm", "rotate": "Rotate", "activate": "Activate", "decode_attention": "Decode",
+    "linear_skinny": "Linear", "linear_quantized": "Product",
+})
+"""Operations that a program may have, each with its struct; numbered in this order."""
+
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+"""Functions of `activate`, numbered in this order."""
 
 _CTYPES = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
 
@@ -80,7 +102,8 @@ def _sizes() -> dict[str, int]:
 
 
 SIZES = _sizes()
-FINGERPRINT = hashlib.sha256(repr(([(name, fields(name)) for name in STRUCTS], SIZES)).encode()
+FINGERPRINT = hashlib.sha256(repr(([(name, fields(name)) for name in STRUCTS], SIZES,
+                                   list(OPERATIONS.items()), ACTIVATIONS)).encode()
                              ).hexdigest()[:16]
 
 
@@ -88,7 +111,9 @@ def header() -> str:
     """The C++ header `abi.h` of the build."""
     lines = ["// Written by setup.py from kernels/abi.py and config/limits.py.", "#pragma once",
              "#include <cstdint>", f'#define H2O_ABI "{FINGERPRINT}"',
-             *(f"constexpr int {name} = {size};" for name, size in SIZES.items())]
+             *(f"constexpr int {name} = {size};" for name, size in SIZES.items()),
+             *(f"enum : int64_t {{ {', '.join(name.upper() for name in names)} }};"
+               for names in (OPERATIONS, ACTIVATIONS))]
     for struct in STRUCTS:
         members = "".join(f"    {kind} {name};\n" for kind, name in fields(struct))
         lines.append(f"struct {struct} {{\n{members}}};")

@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -110,10 +111,46 @@ def multiplies_bfloat16() -> bool:
     return missing() is None and instruction_set() in ("avx512bf16", "amx")
 
 
-def _call(name: str, struct: str, **fields: object) -> None:
+class Steps(Protocol):
+    """Takes calls that are to be made later."""
+
+    def add(self, name: str, arguments: ctypes.Structure, tensors: Sequence[Tensor | None]) -> None:
+        """Note a call of an operation; the tensors are those that its arguments point to."""
+
+
+def _call(name: str, struct: str, *, steps: Steps | None = None,
+          tensors: Sequence[Tensor | None] = (), **fields: object) -> None:
+    """Call a function of the library; with `steps`, one of abi.OPERATIONS is noted there."""
     arguments = _STRUCTS[struct](**fields, threads=torch.get_num_threads())
+    if steps is not None:
+        steps.add(name, arguments, tensors)
+        return
     function = getattr(_library(), f"h2o_{name}")
-    status = function(SETS.index(instruction_set()), ctypes.byref(arguments))
+    _check(name, function(SETS.index(instruction_set()), ctypes.byref(arguments)))
+
+
+def bound(calls: Sequence[tuple[str, ctypes.Structure]]) -> Callable[[], None]:
+    """A function that makes these calls of abi.OPERATIONS in order, on the instruction set of now.
+
+    Whoever calls it keeps what the arguments point to. What it raises: see `_check`.
+    """
+    numbers = {name: number for number, name in enumerate(abi.OPERATIONS)}
+    steps = (_STRUCTS["Step"] * len(calls))(*(
+        (numbers[name], ctypes.addressof(arguments)) for name, arguments in calls))
+    program = _STRUCTS["Program"](ctypes.addressof(steps), len(calls))
+    function, chosen, held = _library().h2o_program, SETS.index(instruction_set()), list(calls)
+    address = ctypes.byref(program)
+
+    def run() -> None:
+        status = function(chosen, address)
+        if status:
+            _check(f"one of {', '.join(dict(held))}", status)
+
+    run.steps = steps  # lives as long as the function
+    return run
+
+
+def _check(name: str, status: int) -> None:
     if status == 1:
         raise MemoryError(f"no memory for the workspace of {name}")
     if status == 2:
@@ -215,8 +252,9 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     bits: int, eviction: EvictionArguments) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_attention`."""
+                     bits: int, eviction: EvictionArguments, out: Tensor | None = None,
+                     steps: Steps | None = None) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_attention`; out is [sequences, heads, head_dim], contiguous."""
     name = "decode_attention"
     dtype, sequences = head_shapes(name, q, k, v), len(q)
     need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
@@ -231,11 +269,15 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
               "ranks need scores, and cos and sin [positions, at most head_dim / 2]")
         rope = tuple(cos.shape)
         expect(name, torch.float32, cos=(cos, rope), sin=(sin, rope))
-    contiguous(name, metadata=metadata, cos=cos, sin=sin)
+    out = q.new_empty(q.shape) if out is None else out
+    expect(name, dtype, out=(out, q.shape))
+    contiguous(name, metadata=metadata, cos=cos, sin=sin, out=out)
+    if steps is not None:
+        lines(name, q=q, k=k, v=v)
     q, k, v = map(_rows, (q, k, v))
-    out = q.new_empty(q.shape)
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
-    _call(name, "Decode",
+    _call(name, "Decode", steps=steps,
+          tensors=(q, k, v, out, slots, metadata, *eviction[:5], taken),
           q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
           slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=_address(eviction.scores),
           positions=_address(eviction.positions), ranks=_address(eviction.ranks),
@@ -276,8 +318,8 @@ def _groups(name: str, x: Tensor, records: Tensor, layout: GroupLayout) -> None:
           rows=len(x), length=layout.length, x_row=x.stride(0), record_row=records.stride(0))
 
 
-def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
-                  ) -> None:
+def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, *,
+                  steps: Steps | None = None) -> None:
     """See `library.linear_skinny`."""
     name = "linear_skinny"
     outputs = len(weight)
@@ -287,7 +329,7 @@ def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, a
           f"{list(x.shape)}")
     expect(name, dtype, weight=(weight, (outputs, x.shape[1])))
     lines(name, x=x, weight=weight)
-    _call(name, "Linear",
+    _call(name, "Linear", steps=steps, tensors=(x, weight, bias, out),
           x=x.data_ptr(), weight=weight.data_ptr(), bias=_address(bias), out=out.data_ptr(),
           rows=len(x), inputs=x.shape[1], outputs=outputs, x_row=x.stride(0),
           weight_row=weight.stride(0), out_row=out.stride(0), add=add)
@@ -325,12 +367,56 @@ def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, 
 
 
 def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
-                     bias: Tensor | None, out: Tensor, add: bool) -> None:
+                     bias: Tensor | None, out: Tensor, add: bool, *, steps: Steps | None = None
+                     ) -> None:
     """See `library.linear_quantized`."""
     name = "linear_quantized"
     dtype = product_shapes(name, x, outputs, bias, out)
     need(x.shape[1] == inputs, name, f"{x.shape[1]} inputs for a matrix of {inputs}")
     matrix = _matrix(name, data, outputs, inputs, bits, group)
+    if steps is not None:
+        lines(name, x=x)
     x = _rows(x)
-    _call(name, "Product", x=x.data_ptr(), bias=_address(bias), out=out.data_ptr(), matrix=matrix,
+    _call(name, "Product", steps=steps, tensors=(x, data, bias, out),
+          x=x.data_ptr(), bias=_address(bias), out=out.data_ptr(), matrix=matrix,
           dtype=DTYPES[dtype], rows=len(x), x_row=x.stride(0), out_row=out.stride(0), add=add)
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, *, eps: float,
+         centred: bool, steps: Steps | None = None) -> None:
+    """See `reference_layer.norm`."""
+    dtype = floats("norm", x, 2)
+    expect("norm", dtype, x=(x, x.shape), out=(out, x.shape), weight=(weight, x.shape[1:]),
+           bias=(bias, x.shape[1:]))
+    lines("norm", x=x, weight=weight, bias=bias, out=out)
+    _call("norm", "Norm", steps=steps, tensors=(x, weight, bias, out), x=x.data_ptr(),
+          weight=_address(weight), bias=_address(bias), out=out.data_ptr(), dtype=DTYPES[dtype],
+          rows=len(x), width=x.shape[1], x_row=x.stride(0), out_row=out.stride(0),
+          centred=centred, eps=eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, steps: Steps | None = None) -> None:
+    """See `reference_layer.rotate`."""
+    dtype, tables = floats("rotate", x, 3), (len(x), cos.shape[-1])
+    expect("rotate", dtype, x=(x, x.shape))
+    expect("rotate", torch.float32, cos=(cos, tables), sin=(sin, tables))
+    need(2 * tables[1] <= x.shape[2], "rotate", f"tables of {tables[1]} turn more than "
+         f"{x.shape[2]} elements")
+    lines("rotate", x=x)
+    contiguous("rotate", cos=cos, sin=sin)
+    _call("rotate", "Rotate", steps=steps, tensors=(x, cos, sin), x=x.data_ptr(),
+          cos=cos.data_ptr(), sin=sin.data_ptr(), dtype=DTYPES[dtype], rows=len(x),
+          heads=x.shape[1], half=tables[1], x_row=x.stride(0), x_head=x.stride(1))
+
+
+def activate(x: Tensor, function: str, factor: Tensor | None = None, *,
+             steps: Steps | None = None) -> None:
+    """See `reference_layer.activate`."""
+    dtype = floats("activate", x, 2)
+    need(function in abi.ACTIVATIONS, "activate", f"there is no {function}")
+    expect("activate", dtype, x=(x, x.shape), factor=(factor, x.shape))
+    lines("activate", x=x, factor=factor)
+    _call("activate", "Activate", steps=steps, tensors=(x, factor), x=x.data_ptr(),
+          factor=_address(factor), dtype=DTYPES[dtype], rows=len(x), width=x.shape[1],
+          function=abi.ACTIVATIONS.index(function), x_row=x.stride(0),
+          factor_row=0 if factor is None else factor.stride(0))

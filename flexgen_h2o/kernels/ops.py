@@ -34,7 +34,8 @@ from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 __all__ = ["attend_chosen", "choose_values", "decode_attention", "dequantize_groups", "skinny",
-           "linear_skinny", "linear_quantized", "prefill_attention", "quantize_groups",
+           "flat", "linear_skinny", "linear_quantized", "plain_torch", "prefill_attention",
+           "quantize_groups",
            "quantize_matrix", "select_heavy_hitters", "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
@@ -47,7 +48,7 @@ def _forced() -> bool:
     return os.environ.get("FLEXGEN_H2O_KERNELS") == "reference"
 
 
-def _plain_torch(device: str) -> bool:
+def plain_torch(device: str) -> bool:
     """True if the reference has to do, on a type of device."""
     return _forced() or not _fused(device)
 
@@ -82,7 +83,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
             q.is_cuda or not _fused(q.device.type)
             or dispatch.choice("prefill_attention", len(q), q.dtype) == "sdpa"):
         return sdpa.prefill_attention(q, k, v, lengths)
-    if _plain_torch(q.device.type):
+    if plain_torch(q.device.type):
         return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, scores=scores,
                                            decay=decay)
     return _backend(q).prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay)
@@ -92,7 +93,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
                          slots: Tensor, state: EvictionState,
                          layout: GroupLayout | None = None) -> None:
     """See `reference.select_heavy_hitters`; no sort."""
-    if _plain_torch(k.device.type):
+    if plain_torch(k.device.type):
         reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                        layout=layout)
         return
@@ -105,7 +106,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
                      layout: GroupLayout | None = None, state: EvictionState | None = None
                      ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
-    if _plain_torch(q.device.type):
+    if plain_torch(q.device.type):
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
                                           state=state)
     return _backend(q).decode_attention(q, k, v, slots=slots, metadata=metadata,
@@ -128,7 +129,7 @@ def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weight
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
     """See `reference.quantize_groups`."""
-    if _plain_torch(x.device.type):
+    if plain_torch(x.device.type):
         return reference.quantize_groups(x, layout)
     x = x.float() if x.dtype == torch.float64 else x
     return _backend(x).quantize_groups(x, layout.bits)
@@ -136,7 +137,7 @@ def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
 
 def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
     """See `reference.dequantize_groups`."""
-    if _plain_torch(records.device.type):
+    if plain_torch(records.device.type):
         return reference.dequantize_groups(records, layout)
     return _backend(records).dequantize_groups(records, layout.bits, layout.length)
 
@@ -145,7 +146,7 @@ def skinny(x: Tensor, weight: Tensor) -> bool:
     """True if `linear_skinny` can do a product, and `dispatch` prefers it to PyTorch's."""
     return (len(x) <= SKINNY_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
             and x.shape[1] % 2 == 0 and x.stride(1) == weight.stride(1) == 1
-            and not _plain_torch("cpu")
+            and not plain_torch("cpu")
             and dispatch.choice("linear", len(x), x.dtype) == "skinny")
 
 
@@ -159,7 +160,7 @@ def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = Fals
                     out: Tensor | None = None) -> Tensor:
     """See `reference_matrix.quantize_matrix`; the weight is on the host, and so is `out`."""
     out = torch.empty(layout.nbytes, dtype=torch.uint8) if out is None else out
-    if _plain_torch("cpu"):
+    if plain_torch("cpu"):
         return out.copy_(reference_matrix.quantize_matrix(weight, layout, search=search))
     weight = weight.float() if weight.dtype == torch.float64 else weight
     _backend(weight).quantize_matrix(weight, out, layout.bits, layout.group, search)
@@ -168,9 +169,9 @@ def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = Fals
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """See `reference_matrix.unpack_rows`."""
-    if _plain_torch(matrix.data.device.type):
+    if plain_torch(matrix.data.device.type):
         return reference_matrix.unpack_rows(matrix.data, matrix.layout, rows, dtype)
-    return _backend(matrix.data).unpack_rows(*_flat(matrix), rows, dtype)
+    return _backend(matrix.data).unpack_rows(*flat(matrix), rows, dtype)
 
 
 def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
@@ -182,14 +183,14 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     number of threads. Where it gives "unpacked" (bfloat16, many rows, with AMX), weights are
     rounded to bfloat16 and the product is PyTorch's, which promises neither.
     """
-    if _plain_torch(x.device.type):
+    if plain_torch(x.device.type):
         reference_matrix.linear_quantized(x, matrix.data, matrix.layout, bias, out, add=add)
         return
     if x.is_cpu and dispatch.choice("linear_quantized", len(x), x.dtype,
                                     matrix.layout.bits) == "unpacked":
         _unpacked_product(x, matrix, bias, out, add=add)
         return
-    _backend(x).linear_quantized(x, *_flat(matrix), bias, out, add)
+    _backend(x).linear_quantized(x, *flat(matrix), bias, out, add)
 
 
 def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
@@ -208,7 +209,8 @@ def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, o
             part.copy_(product)
 
 
-def _flat(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, int, int]:
+def flat(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, int, int]:
+    """A matrix as arguments of `native` and `library`."""
     layout = matrix.layout
     return matrix.data, layout.outputs, layout.inputs, layout.bits, layout.group
 

@@ -7,15 +7,19 @@ are packed real tokens:
     aliases(name) -> tuple of names                   what a checkpoint may call a tensor
     embed(cfg, w, lookup, ids, positions) -> x        [rows, hidden]
     rope(cfg, positions, dtype) -> (cos, sin) | None  rotary tables of these rows
-    attention_inputs(cfg, w, x, scratch) -> q, k, v   [rows, heads (of k and v: kv_heads), head_dim]
-    attention_output(cfg, w, x, attended, scratch)    adds to x, and returns it; attended is like q
-    mlp(cfg, w, x, scratch) -> x                      adds to x, and returns it
+    attention_inputs(cfg, w, x, do) -> q, k, v        [rows, heads (of k and v: kv_heads), head_dim]
+    attention_output(cfg, w, x, attended, do)         adds to x, and returns it; attended is like q
+    mlp(cfg, w, x, do) -> x                           adds to x, and returns it
     head(cfg, w, x) -> logits                         [rows, vocab]
 
 A decoder layer is `attention_inputs`, causal attention over the cache and these rows with softmax
 scale head_dim ** -0.5, `attention_output`, and `mlp`; with a parallel residual `attention_output`
 does the MLP too. q and k come before rotation, since the cache decides at which positions. All
-three may be overwritten, and hold only until the next `attention_inputs` with the same scratch.
+three may be overwritten, and hold only until the next `attention_inputs` with the same `do`.
+
+`do` are the operations of a layer with their buffers (`layers.Operations`). Those three functions
+change tensors through nothing else: a decode step is carried out at once, or noted once for a block
+and then run by few calls (`recording.Recording`), by the same lines.
 
 Importing this package imports no torch: that comes with the first `family`.
 """

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.models.layers import (
-    Scratch,
-    activation,
-    add_linear_,
+    Operations,
     layer_norm,
     linear,
     rope_tables,
@@ -83,46 +81,47 @@ def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return rope_tables(cfg.rope, positions, dtype)
 
 
-def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch
+def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations
                      ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of x [rows, hidden], strided [rows, heads, head_dim] of scratch."""
+    """Queries, keys and values of x [rows, hidden], [rows, heads, head_dim], strided, in
+    a buffer of `do`."""
     rows = x.shape[0]
     # The fused matrix gives each head's query, key and value in turn.
-    qkv = scratch.get("qkv", (rows, cfg.num_heads, 3 * cfg.head_dim), x.dtype)
+    qkv = do.get("qkv", (rows, cfg.num_heads, 3 * cfg.head_dim), x.dtype)
     for block in row_blocks(rows):
-        normed = _normed(cfg, w, "ln1", x[block], scratch)
-        linear(normed, w["qkv"], w.get("qkv_bias"), out=qkv[block].view(len(normed), -1))
+        normed = _normed(cfg, w, "ln1", x[block], do)
+        do.linear(normed, w["qkv"], w.get("qkv_bias"), out=qkv[block].view(len(normed), -1))
     return qkv.split(cfg.head_dim, dim=-1)
 
 
 def attention_output(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor,
-                     scratch: Scratch) -> Tensor:
+                     do: Operations) -> Tensor:
     """Add attention's output to x and return it; attended [rows, heads, head_dim].
 
     With a parallel residual the MLP reads x as it was before attention: it comes first, and here.
     """
     if cfg.parallel_residual:
-        mlp(cfg, w, x, scratch)
+        mlp(cfg, w, x, do)
     attended = attended.reshape(len(x), cfg.q_size)
     for block in row_blocks(len(x)):
-        add_linear_(x[block], attended[block], w["out"], w.get("out_bias"))
+        do.add_linear_(x[block], attended[block], w["out"], w.get("out_bias"))
     return x
 
 
-def mlp(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Tensor:
+def mlp(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations) -> Tensor:
     """Add the MLP of x to x and return it."""
     for block in row_blocks(len(x)):
-        normed = _normed(cfg, w, "ln2", x[block], scratch)
-        wide = scratch.get("ffn", (len(normed), cfg.ffn_size), x.dtype)
-        linear(normed, w["fc1"], w.get("fc1_bias"), out=wide)
-        add_linear_(x[block], activation(cfg.activation)(wide), w["fc2"], w.get("fc2_bias"))
+        normed = _normed(cfg, w, "ln2", x[block], do)
+        wide = do.get("ffn", (len(normed), cfg.ffn_size), x.dtype)
+        do.linear(normed, w["fc1"], w.get("fc1_bias"), out=wide)
+        do.add_linear_(x[block], do.activate_(wide, cfg.activation), w["fc2"], w.get("fc2_bias"))
     return x
 
 
 def _normed(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor,
-            scratch: Scratch) -> Tensor:
-    out = scratch.get("normed", tuple(x.shape), x.dtype)
-    return layer_norm(x, w[name], w[f"{name}_bias"], eps=cfg.norm_eps, out=out)
+            do: Operations) -> Tensor:
+    out = do.get("normed", tuple(x.shape), x.dtype)
+    return do.layer_norm(x, w[name], w[f"{name}_bias"], eps=cfg.norm_eps, out=out)
 
 
 def head(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor) -> Tensor:

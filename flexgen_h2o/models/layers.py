@@ -10,8 +10,9 @@ into a fresh output and 80 ms into a reused one), so everything large goes throu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,38 @@ class Scratch:
     def nbytes(self) -> int:
         """Bytes held by all buffers together."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
+
+class Operations(Scratch):
+    """The operations of a decoder layer, each carried out at once, and the buffers for what they
+    give.
+
+    The families call them here, so that the same forward pass can be noted as a program:
+    `recording.Recording`.
+    """
+
+    def linear(self, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, *,
+               out: Tensor) -> None:
+        """See `linear`."""
+        linear(x, weight, bias, out=out)
+
+    def add_linear_(self, residual: Tensor, x: Tensor, weight: Tensor | QuantizedMatrix,
+                    bias: Tensor | None) -> None:
+        """See `add_linear_`."""
+        add_linear_(residual, x, weight, bias)
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
+                   out: Tensor) -> Tensor:
+        """See `layer_norm`; out is returned."""
+        return layer_norm(x, weight, bias, eps=eps, out=out)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor) -> Tensor:
+        """See `rms_norm`; out is returned."""
+        return rms_norm(x, weight, eps=eps, out=out)
+
+    def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
+        """See `activate_`."""
+        return activate_(x, name, factor)
 
 
 def row_blocks(rows: int) -> list[slice]:
@@ -151,20 +184,35 @@ def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> tupl
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The in-place function of an activation that config.json names (one of spec.ACTIVATIONS).
+def activation(name: str) -> str:
+    """The function, one of `ACTIVATE`, of an activation that config.json names (one of
+    spec.ACTIVATIONS).
 
     gelu_new and gelu_fast are the tanh approximation written out, equal to it within rounding.
     """
-    if name == "relu":
-        return torch.relu_
+    if name in ("relu", "gelu"):
+        return name
     if name in ("silu", "swish"):
-        return partial(F.silu, inplace=True)
-    if name == "gelu":
-        return torch.ops.aten.gelu_
+        return "silu"
     if name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
-        return partial(torch.ops.aten.gelu_, approximate="tanh")
+        return "gelu_tanh"
     raise ValueError(f"unknown activation {name!r}")
+
+
+ACTIVATE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({
+    "relu": torch.relu_,
+    "silu": partial(F.silu, inplace=True),
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_tanh": partial(torch.ops.aten.gelu_, approximate="tanh"),
+})
+"""In place, by the names of abi.ACTIVATIONS."""
+
+
+def activate_(x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
+    """``x = activation(x) * factor`` in place, of an activation that config.json names; x is
+    returned."""
+    ACTIVATE[activation(name)](x)
+    return x if factor is None else x.mul_(factor)
 
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: Tensor) -> Tensor:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.models.layers import (
-    Scratch,
-    activation,
-    add_linear_,
+    Operations,
     linear,
     rms_norm,
     rope_tables,
@@ -80,45 +78,45 @@ def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return rope_tables(cfg.rope, positions, dtype)
 
 
-def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch
+def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations
                      ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [rows, heads, head_dim] of x [rows, hidden], and keys and values [rows, kv_heads,
-    head_dim], all of scratch."""
+    head_dim], in buffers of `do`."""
     rows = x.shape[0]
-    q = scratch.get("q", (rows, cfg.num_heads, cfg.head_dim), x.dtype)
-    k, v = (scratch.get(name, (rows, cfg.num_kv_heads, cfg.head_dim), x.dtype) for name in "kv")
+    q = do.get("q", (rows, cfg.num_heads, cfg.head_dim), x.dtype)
+    k, v = (do.get(name, (rows, cfg.num_kv_heads, cfg.head_dim), x.dtype) for name in "kv")
     for block in row_blocks(rows):
-        normed = _normed(cfg, w["ln1"], x[block], scratch)
+        normed = _normed(cfg, w["ln1"], x[block], do)
         for name, out in (("q", q), ("k", k), ("v", v)):
-            linear(normed, w[name], w.get(f"{name}_bias"), out=out[block].view(len(normed), -1))
+            do.linear(normed, w[name], w.get(f"{name}_bias"), out=out[block].view(len(normed), -1))
     return q, k, v
 
 
 def attention_output(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor,
-                     scratch: Scratch) -> Tensor:
+                     do: Operations) -> Tensor:
     """Add attention's output to x and return it; attended [rows, heads, head_dim]."""
     attended = attended.reshape(len(x), cfg.q_size)
     for block in row_blocks(len(x)):
-        add_linear_(x[block], attended[block], w["out"], w.get("out_bias"))
+        do.add_linear_(x[block], attended[block], w["out"], w.get("out_bias"))
     return x
 
 
-def mlp(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Tensor:
+def mlp(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations) -> Tensor:
     """Add ``down(act(gate(norm(x))) * up(norm(x)))`` to x and return it."""
     for block in row_blocks(len(x)):
-        normed = _normed(cfg, w["ln2"], x[block], scratch)
-        gate, up = (scratch.get(name, (len(normed), cfg.ffn_size), x.dtype)
+        normed = _normed(cfg, w["ln2"], x[block], do)
+        gate, up = (do.get(name, (len(normed), cfg.ffn_size), x.dtype)
                     for name in ("gate", "up"))
-        linear(normed, w["gate"], w.get("gate_bias"), out=gate)
-        linear(normed, w["up"], w.get("up_bias"), out=up)
-        wide = activation(cfg.activation)(gate).mul_(up)
-        add_linear_(x[block], wide, w["down"], w.get("down_bias"))
+        do.linear(normed, w["gate"], w.get("gate_bias"), out=gate)
+        do.linear(normed, w["up"], w.get("up_bias"), out=up)
+        wide = do.activate_(gate, cfg.activation, up)
+        do.add_linear_(x[block], wide, w["down"], w.get("down_bias"))
     return x
 
 
-def _normed(cfg: ModelConfig, weight: Tensor, x: Tensor, scratch: Scratch) -> Tensor:
-    out = scratch.get("normed", tuple(x.shape), x.dtype)
-    return rms_norm(x, weight, eps=cfg.norm_eps, out=out)
+def _normed(cfg: ModelConfig, weight: Tensor, x: Tensor, do: Operations) -> Tensor:
+    out = do.get("normed", tuple(x.shape), x.dtype)
+    return do.rms_norm(x, weight, eps=cfg.norm_eps, out=out)
 
 
 def head(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.models.layers import (
-    Scratch,
-    activation,
-    add_linear_,
+    Operations,
     layer_norm,
     linear,
     row_blocks,
@@ -107,53 +105,55 @@ def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> None:
     return None
 
 
-def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch
+def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations
                      ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of x [rows, hidden], each [rows, heads, head_dim] of scratch."""
+    """Queries, keys and values of x [rows, hidden], each [rows, heads, head_dim], in buffers of
+    `do`."""
     rows, heads = x.shape[0], (x.shape[0], cfg.num_heads, cfg.head_dim)
-    q, k, v = (scratch.get(name, (rows, cfg.q_size), x.dtype) for name in "qkv")
+    q, k, v = (do.get(name, (rows, cfg.q_size), x.dtype) for name in "qkv")
     for block in row_blocks(rows):
         part = x[block]
-        source = _normed(cfg, w, "ln1", part, scratch) if cfg.pre_norm else part
+        source = _normed(cfg, w, "ln1", part, do) if cfg.pre_norm else part
         for name, out in (("q", q), ("k", k), ("v", v)):
-            linear(source, w[name], w.get(f"{name}_bias"), out=out[block])
+            do.linear(source, w[name], w.get(f"{name}_bias"), out=out[block])
     return q.view(heads), k.view(heads), v.view(heads)
 
 
 def attention_output(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor,
-                     scratch: Scratch) -> Tensor:
+                     do: Operations) -> Tensor:
     """Add attention's output to x (a norm after it included) and return it; attended [rows, heads,
     head_dim]."""
     attended = attended.reshape(len(x), cfg.q_size)
     for block in row_blocks(len(x)):
         part = x[block]
-        add_linear_(part, attended[block], w["out"], w.get("out_bias"))
+        do.add_linear_(part, attended[block], w["out"], w.get("out_bias"))
         if not cfg.pre_norm:
-            _norm(cfg, w, "ln1", part, out=part)
+            _norm(cfg, w, "ln1", part, out=part, norm=do.layer_norm)
     return x
 
 
-def mlp(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, scratch: Scratch) -> Tensor:
+def mlp(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations) -> Tensor:
     """The rest of a layer; x is updated in place and returned."""
     for block in row_blocks(len(x)):
         part = x[block]
-        source = _normed(cfg, w, "ln2", part, scratch) if cfg.pre_norm else part
-        wide = scratch.get("ffn", (len(part), cfg.ffn_size), x.dtype)
-        linear(source, w["fc1"], w.get("fc1_bias"), out=wide)
-        add_linear_(part, activation(cfg.activation)(wide), w["fc2"], w.get("fc2_bias"))
+        source = _normed(cfg, w, "ln2", part, do) if cfg.pre_norm else part
+        wide = do.get("ffn", (len(part), cfg.ffn_size), x.dtype)
+        do.linear(source, w["fc1"], w.get("fc1_bias"), out=wide)
+        do.add_linear_(part, do.activate_(wide, cfg.activation), w["fc2"], w.get("fc2_bias"))
         if not cfg.pre_norm:
-            _norm(cfg, w, "ln2", part, out=part)
+            _norm(cfg, w, "ln2", part, out=part, norm=do.layer_norm)
     return x
 
 
 def _normed(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor,
-            scratch: Scratch) -> Tensor:
-    return _norm(cfg, w, name, x, out=scratch.get("normed", tuple(x.shape), x.dtype))
+            do: Operations) -> Tensor:
+    return _norm(cfg, w, name, x, out=do.get("normed", tuple(x.shape), x.dtype),
+                 norm=do.layer_norm)
 
 
 def _norm(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor, *,
-          out: Tensor | None = None) -> Tensor:
-    return layer_norm(x, w.get(name), w.get(f"{name}_bias"), eps=cfg.norm_eps, out=out)
+          out: Tensor | None = None, norm: Callable[..., Tensor] = layer_norm) -> Tensor:
+    return norm(x, w.get(name), w.get(f"{name}_bias"), eps=cfg.norm_eps, out=out)
 
 
 def head(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.choice import likeliest
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import opt
-from flexgen_h2o.models.layers import Scratch, add_linear_, linear
+from flexgen_h2o.models.layers import Operations, add_linear_, linear
 from flexgen_h2o.models.spec import ModelConfig, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.planning.hardware_file import BILLION, BITS, ROWS
@@ -262,18 +262,18 @@ class Rates:
         step = DecodeStep(self._records(heads, slots, head_dim, bits=16), bits=16,
                           head_dim=head_dim)
         x = self._random(1, config.hidden_size)
-        scratch = Scratch(self._device.torch)
-        return self._clock.seconds(lambda: run_layer(config, weights, x, scratch, attend=step))
+        do = Operations(self._device.torch)
+        return self._clock.seconds(lambda: run_layer(config, weights, x, do, attend=step))
 
     def elementwise(self) -> float:
         """`Compute.elementwise`: what a layer with no attention takes beyond its products."""
         sizes = self.sizes
         config, weights = self._layer(sizes.hidden, max(1, sizes.hidden // sizes.head_dim))
-        scratch = Scratch(self._device.torch)
+        do = Operations(self._device.torch)
         x, source = (self._random(sizes.layer_rows, sizes.hidden) for _ in range(2))
         beyond = self._clock.difference(
-            lambda: run_layer(config, weights, x, scratch, attend=lambda q, k, v: q),
-            lambda: run_products(weights, source, x, scratch))
+            lambda: run_layer(config, weights, x, do, attend=lambda q, k, v: q),
+            lambda: run_products(weights, source, x, do))
         return BILLION * max(beyond, LEAST_SECONDS) / x.numel()
 
     def logit_seconds(self) -> float:
@@ -324,17 +324,17 @@ class DecodeStep:
                                     layout=self._layout, state=self._state)[0]
 
 
-def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, scratch: Scratch, *,
+def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, do: Operations, *,
               attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """A decoder layer, as the executor calls it; x [rows, hidden] is updated in place."""
-    attended = attend(*opt.attention_inputs(config, weights, x, scratch))
-    opt.attention_output(config, weights, x, attended, scratch)
-    opt.mlp(config, weights, x, scratch)
+    attended = attend(*opt.attention_inputs(config, weights, x, do))
+    opt.attention_output(config, weights, x, attended, do)
+    opt.mlp(config, weights, x, do)
 
 
-def run_products(weights: dict[str, Tensor], source: Tensor, x: Tensor, scratch: Scratch) -> None:
+def run_products(weights: dict[str, Tensor], source: Tensor, x: Tensor, do: Operations) -> None:
     """The products of such a layer alone, of source [rows, hidden]; two are added to x."""
-    q, _, _, wide = (linear(source, weights[name], out=scratch.get(
+    q, _, _, wide = (linear(source, weights[name], out=do.get(
         name, (len(source), len(weights[name])), source.dtype)) for name in ("q", "k", "v", "fc1"))
     add_linear_(x, q, weights["out"])
     add_linear_(x, wide, weights["fc2"])

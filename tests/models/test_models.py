@@ -16,7 +16,7 @@ from safetensors import safe_open
 from flexgen_h2o.kernels import chunks
 from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.models import family, layers
-from flexgen_h2o.models.layers import Scratch
+from flexgen_h2o.models.layers import Operations, Scratch
 from flexgen_h2o.models.spec import ACTIVATIONS, RopeConfig, from_transformers
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -41,7 +41,7 @@ class Runner:
         self.layers = [tensors(group) for group in specs.layers]
         self.caches = [[] for _ in self.layers]
         self.tables = specs.tables
-        self.scratch, self.dtype, self.seen = Scratch(), dtype, 0
+        self.do, self.dtype, self.seen = Operations(), dtype, 0
 
     def step(self, ids):
         """Logits [rows, vocab] of the next tokens of the sequence."""
@@ -52,11 +52,11 @@ class Runner:
                               ids, positions)
         rope = self.family.rope(self.cfg, positions, self.dtype)
         for w, cache in zip(self.layers, self.caches, strict=True):
-            qkv = self.family.attention_inputs(self.cfg, w, x, self.scratch)
+            qkv = self.family.attention_inputs(self.cfg, w, x, self.do)
             attended = attend(*qkv, cache=cache, rope=rope)
-            x = self.family.attention_output(self.cfg, w, x, attended, self.scratch)
+            x = self.family.attention_output(self.cfg, w, x, attended, self.do)
             if not self.cfg.parallel_residual:
-                x = self.family.mlp(self.cfg, w, x, self.scratch)
+                x = self.family.mlp(self.cfg, w, x, self.do)
         return self.family.head(self.cfg, self.head, x)
 
 
@@ -151,11 +151,11 @@ def test_parameter_counts(tiny_model, key):
 def test_scratch_is_what_the_plan_says(tiny_model, key, rows):
     runner = Runner(tiny_model(key).model)
     runner.step(random_ids(runner.cfg, rows))
-    held = runner.scratch.nbytes
+    held = runner.do.nbytes
     normed = 0 if runner.cfg.pre_norm else rows * runner.cfg.hidden_size * 4
     assert held + normed == runner.cfg.scratch_elements(rows) * 4
     runner.step(random_ids(runner.cfg, 1))
-    assert runner.scratch.nbytes == held
+    assert runner.do.nbytes == held
 
 
 @pytest.mark.parametrize("name, other", [
@@ -191,14 +191,14 @@ def test_activations_are_those_of_transformers_and_in_place(name):
 
     x = torch.linspace(-6, 6, 101)
     wanted = ACT2FN[name](x.clone())
-    got = layers.activation(name)(x)
+    got = layers.activate_(x, name)
     assert got.data_ptr() == x.data_ptr()
     torch.testing.assert_close(x, wanted, atol=2e-6, rtol=1e-5)
 
 
 def test_an_unknown_activation():
     with pytest.raises(ValueError, match="mish"):
-        layers.activation("mish")
+        layers.activate_(torch.ones(1), "mish")
 
 
 @given(rotary=st.integers(1, 8).map(lambda n: 2 * n), extra=st.integers(0, 5),

@@ -99,6 +99,30 @@ EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_TILED(linear_skinn
 EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL_TILED(linear_quantized, a) }
 EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL_TILED(unpack_rows, a) }
 EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, a) }
+EXPORT int h2o_norm(int isa, const Norm* a) { CALL(norm, a) }
+EXPORT int h2o_rotate(int isa, const Rotate* a) { CALL(rotate, a) }
+EXPORT int h2o_activate(int isa, const Activate* a) { CALL(activate, a) }
+
+// Carries out operations in order, up to one that fails: what those before it wrote stays.
+EXPORT int h2o_program(int isa, const Program* a) {
+#define RUN(operation, function, type) \
+    case operation: status = function(isa, static_cast<const type*>(step.arguments)); break;
+    for (int64_t i = 0; i < a->count; i++) {
+        const Step& step = a->steps[i];
+        int status = INVALID;
+        switch (step.operation) {
+            RUN(NORM, h2o_norm, Norm)
+            RUN(ROTATE, h2o_rotate, Rotate)
+            RUN(ACTIVATE, h2o_activate, Activate)
+            RUN(DECODE_ATTENTION, h2o_decode_attention, Decode)
+            RUN(LINEAR_SKINNY, h2o_linear_skinny, Linear)
+            RUN(LINEAR_QUANTIZED, h2o_linear_quantized, Product)
+        }
+        if (status != DONE) return status;
+    }
+    return DONE;
+#undef RUN
+}
 
 // A team of threads that do nothing. It stays with the thread that calls, and ends with it.
 EXPORT void h2o_idle_team(int64_t threads) {

@@ -28,6 +28,9 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2, INVALID = 3 };
     int quantize_groups(const Groups&);          \
     int dequantize_groups(const Groups&);        \
     int quantize_matrix(const Quantize&);        \
+    int norm(const Norm&);                       \
+    int rotate(const Rotate&);                   \
+    int activate(const Activate&);               \
     }
 
 DECLARE(portable)

@@ -1,0 +1,109 @@
+"""Decode steps of decoder layers that are in memory, each bound once for a block and then one call.
+
+A layer's norms, products, rotation, attention with eviction, activation and residual stand in a
+`Program`, which the family's own functions have noted; of a step only the rotations and the decode
+metadata are new. Layers that cannot be bound go on operation by operation: `unbound_reason`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.engine.workspace import Workspace
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.program import Program
+from flexgen_h2o.models import family
+from flexgen_h2o.models.recording import Recording
+from flexgen_h2o.models.spec import ModelConfig
+
+_log = logging.getLogger(__name__)
+
+
+def unbound_reason(workspace: Workspace, policy: Policy, *, device: torch.device,
+                   dtype: torch.dtype) -> str | None:
+    """Why no layer of a block can be bound; None if those can whose weights stay in memory."""
+    reasons = (
+        (device.type != "cpu", "compute is not on a CPU"),
+        (dtype != torch.bfloat16, f"the operations of {dtype} are PyTorch's, bit by bit"),
+        (ops.plain_torch("cpu"), "the C++ kernels are missing or not wanted"),
+        (policy.sep_layer, "attention and MLP are steps of their own"),
+        (not workspace.hidden.stays, "hidden states move between tiers"),
+        (not workspace.cache.binds, "the cache moves between tiers, is read in part or a stand-in"),
+    )
+    return next((why for holds, why in reasons if holds), None)
+
+
+class TokenLayers:
+    """The bound decoder layers of one block.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    weights : WeightStore
+        Loaded. A layer that has to be fetched, even in part, is not bound.
+    workspace : Workspace
+        Its cache has begun or resumed the block before anything is run.
+    policy : Policy
+    device : torch.device
+    dtype : torch.dtype
+        Of weights and activations.
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
+                 policy: Policy, device: torch.device, dtype: torch.dtype):
+        self._config = config
+        self._family = family(config)
+        self._weights = weights
+        self._workspace = workspace
+        self._programs: dict[tuple[int, int], Program] = {}
+        self._rope: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._attended: dict[int, torch.Tensor] = {}
+        why = unbound_reason(workspace, policy, device=device, dtype=dtype)
+        self._binds = why is None
+        if why is not None:
+            _log.debug("decode steps go operation by operation: %s", why)
+
+    def can_run(self, layer: int) -> bool:
+        """True if `run` does a layer step (numbered as in the schedule) of new tokens."""
+        return self._binds and self._weights.stays(layer)
+
+    def begin_token(self, batch: int, positions: torch.Tensor, token: int) -> None:
+        """Begin a forward pass of the block's new token `token` (from 1) of a batch: positions
+        [rows], int64."""
+        if not self._binds:
+            return
+        self._workspace.cache.begin_token(batch, token)
+        tables = self._family.rope(self._config, positions, torch.float32)
+        if tables is None or batch not in self._rope:
+            self._rope[batch] = tables
+            return
+        for bound, new in zip(self._rope[batch], tables, strict=True):
+            bound.copy_(new)
+
+    def run(self, layer: int, batch: int, *, cached: int, rows: int) -> None:
+        """Take the hidden states [rows, hidden] of a batch through a layer step, whose decoder
+        layer is number `cached` of the cache."""
+        program = self._programs.get((layer, batch))
+        if program is None:
+            program = self._programs[layer, batch] = self._bound(layer, batch, cached, rows)
+        program.run()
+
+    def _bound(self, layer: int, batch: int, cached: int, rows: int) -> Program:
+        config, weights = self._config, self._weights.get(layer)
+        program = Program()
+        do = Recording(self._workspace.operations, program)
+        x = self._workspace.hidden.get(batch, rows)
+        q, k, v = self._family.attention_inputs(config, weights, x, do)
+        if batch not in self._attended:
+            self._attended[batch] = torch.empty(q.shape, dtype=q.dtype)
+        attended = self._attended[batch]
+        self._workspace.cache.bind_token(cached, batch, q, k, v, rope=self._rope[batch],
+                                         out=attended, steps=program)
+        self._family.attention_output(config, weights, x, attended, do)
+        if not config.parallel_residual:
+            self._family.mlp(config, weights, x, do)
+        return program

@@ -1,0 +1,81 @@
+"""A decode step of a decoder layer, noted as a program while its family's functions run.
+
+Nothing is computed meanwhile: what the families call in `Operations` is bound to the tensors as
+they lie, which have to stay there. bfloat16 on a CPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.kernels import dispatch, native, ops
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.program import Program
+from flexgen_h2o.models.layers import Operations, activation
+
+
+class Recording(Operations):
+    """Notes operations in a program, with the buffers of other operations.
+
+    A product is the implementation that `dispatch` names for its rows when it is noted; PyTorch's
+    are calls of their own between those of the C++ library.
+
+    Parameters
+    ----------
+    operations : Operations
+        Whose buffers are used. What they hold is undefined between runs of the program.
+    program : Program
+    """
+
+    def __init__(self, operations: Operations, program: Program):
+        super().__init__(operations.device)
+        self.get = operations.get
+        self._program = program
+
+    def linear(self, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, *,
+               out: Tensor) -> None:
+        if self._own_product(x, weight, bias, out, add=False):
+            return
+        if bias is None:
+            self._program.then(partial(torch.mm, x, weight.t(), out=out))
+        else:
+            self._program.then(partial(torch.addmm, bias, x, weight.t(), out=out))
+
+    def add_linear_(self, residual: Tensor, x: Tensor, weight: Tensor | QuantizedMatrix,
+                    bias: Tensor | None) -> None:
+        if self._own_product(x, weight, bias, residual, add=True):
+            return
+        if bias is not None:
+            self._program.then(partial(residual.add_, bias))
+        self._program.then(partial(residual.addmm_, x, weight.t()))
+
+    def _own_product(self, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None,
+                     out: Tensor, *, add: bool) -> bool:
+        """Note a product of ours; False where PyTorch's is to be used."""
+        if isinstance(weight, QuantizedMatrix):
+            if dispatch.choice("linear_quantized", len(x), x.dtype,
+                               weight.layout.bits) == "codes":
+                native.linear_quantized(x, *ops.flat(weight), bias, out, add, steps=self._program)
+            else:
+                self._program.then(partial(ops.linear_quantized, x, weight, bias, out, add=add))
+            return True
+        if ops.skinny(x, weight):
+            native.linear_skinny(x, weight, bias, out, add, steps=self._program)
+            return True
+        return False
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
+                   out: Tensor) -> Tensor:
+        native.norm(x, weight, bias, out, eps=eps, centred=True, steps=self._program)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor) -> Tensor:
+        native.norm(x, weight, None, out, eps=eps, centred=False, steps=self._program)
+        return out
+
+    def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
+        native.activate(x, activation(name), factor, steps=self._program)
+        return x
