@@ -1,0 +1,206 @@
+"""Norms, rotation and activations against float64, and programs of several operations."""
+
+import ctypes
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import BUILT, SETS, threads, using
+
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.kernels import abi, native, ops, reference_layer
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.program import Program
+
+pytestmark = BUILT
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+SIZES = st.integers(1, 70)
+WAYS = st.sampled_from([*SETS, None])
+"""An instruction set, or the reference."""
+ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+GELUS = {"relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+         "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
+
+
+def wide(rows, columns, dtype, *, seed):
+    """Random rows between which lies NaN, and the whole that they are a part of."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.full((rows, columns + 3), float("nan"), dtype=dtype)
+    whole[:, :columns] = torch.randn(rows, columns, generator=generator).to(dtype)
+    return whole[:, :columns], whole
+
+
+def run(way, name, *arguments, **named):
+    with using(way):
+        getattr(native if way else reference_layer, name)(*arguments, **named)
+
+
+def near(got, expected, rounding, *, beside=1.0):
+    """Rounded once; `beside` are the summands, whose own errors stay in float32."""
+    bound = rounding * expected.abs() + 2e-6 * beside
+    assert ((got.double() - expected).abs() <= bound).all()
+
+
+@given(WAYS, DTYPES, st.integers(1, 5), st.integers(1, 200), st.booleans(), st.booleans(),
+       st.booleans(), st.booleans(), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=150)
+def test_norms(way, dtype, rows, width, centred, weighted, biased, in_place, seed):
+    x, whole = wide(rows, width, dtype, seed=seed)
+    weight, bias = (wide(1, width, dtype, seed=seed + i)[0][0] for i in (1, 2))
+    weight, bias = weight if weighted else None, bias if biased else None
+    expected = x.double()
+    if centred:
+        expected = expected - expected.mean(-1, keepdim=True)
+    expected = expected / (expected.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = expected * (1 if weight is None else weight.double())
+    expected = expected + (0 if bias is None else bias.double())
+    out, poison = (x, whole) if in_place else wide(rows, width, dtype, seed=seed + 3)
+    if not in_place:
+        out.fill_(float("nan"))
+    run(way, "norm", x, weight, bias, out, eps=1e-5, centred=centred)
+    # A row of values that are nearly alike has a mean that float32 knows only so well.
+    slack = 300 if centred else 10
+    near(out, expected, ROUNDING[dtype], beside=slack)
+    assert poison[:, width:].isnan().all()
+
+
+@given(WAYS, DTYPES, st.integers(1, 4), st.integers(1, 3), SIZES, st.integers(0, 5),
+       st.integers(0, 2**31))
+@settings(deadline=None, max_examples=100)
+def test_rotations(way, dtype, rows, heads, half, rest, seed):
+    dim = 2 * half + rest
+    x, whole = wide(rows, heads * (dim + 2), dtype, seed=seed)
+    heads_of_x = x.unflatten(1, (heads, dim + 2))[..., :dim]
+    kept = heads_of_x.clone()
+    untouched = whole.clone()
+    angles = torch.randn(rows, half, generator=torch.Generator().manual_seed(seed))
+    cos, sin = angles.cos(), angles.sin()
+    run(way, "rotate", heads_of_x, cos, sin)
+    first, second, passed = kept.double().split([half, half, rest], -1)
+    c, s = cos.double()[:, None], sin.double()[:, None]
+    expected = torch.cat([first * c - second * s, second * c + first * s, passed], -1)
+    near(heads_of_x, expected, ROUNDING[dtype])
+    x.unflatten(1, (heads, dim + 2))[..., :dim] = kept
+    assert torch.equal(whole.nan_to_num(7.0), untouched.nan_to_num(7.0))
+
+
+@given(WAYS, DTYPES, st.sampled_from(abi.ACTIVATIONS), st.integers(1, 4), st.integers(1, 100),
+       st.booleans(), st.sampled_from([0.1, 1.0, 20.0]), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=200)
+def test_activations(way, dtype, function, rows, width, gated, scale, seed):
+    x, whole = wide(rows, width, dtype, seed=seed)
+    x *= scale
+    factor = wide(rows, width, dtype, seed=seed + 1)[0] if gated else None
+    expected = GELUS[function](x.double()) * (1 if factor is None else factor.double())
+    run(way, "activate", x, function, factor)
+    near(x, expected, 1.01 * ROUNDING[dtype] + 1e-6)
+    assert whole[:, width:].isnan().all()
+
+
+@pytest.mark.parametrize("way", SETS)
+@pytest.mark.parametrize("function", abi.ACTIVATIONS)
+def test_activations_of_what_is_no_number(way, function):
+    values = torch.tensor([float("nan"), float("inf"), 0.0, -0.0, 3e38, -3e38]).repeat(4)
+    got = values[None].clone()
+    run(way, "activate", got, function)
+    expected = values.clamp(min=0)  # so far from 0 they are all alike; PyTorch's gelu is NaN there
+    assert torch.equal(got[0].nan_to_num(7.0, posinf=8.0), expected.nan_to_num(7.0, posinf=8.0))
+
+
+@pytest.mark.parametrize("way", SETS)
+def test_threads_change_nothing(way):
+    """Of rows and widths at which several take part."""
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            x, weight, bias = (wide(rows, 5000, torch.bfloat16, seed=rows)[0]
+                               for rows in (9, 1, 1))
+            run(way, "norm", x, weight[0], bias[0], x, eps=1e-5, centred=True)
+            run(way, "activate", x, "gelu", x.clone())
+            heads = x.unflatten(1, (50, 100))
+            angles = torch.randn(9, 40, generator=torch.Generator().manual_seed(0))
+            run(way, "rotate", heads, angles.cos(), angles.sin())
+            results.append(x)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_what_does_not_hold_together_writes_nothing():
+    x, out = torch.ones(2, 8), torch.full((2, 8), 3.0)
+    tables = torch.ones(2, 4)
+    for call in (
+            lambda: native.norm(x, torch.ones(7), None, out, eps=1e-5, centred=True),
+            lambda: native.norm(x, None, None, out[:1], eps=1e-5, centred=True),
+            lambda: native.norm(x.T, None, None, out.T, eps=1e-5, centred=True),
+            lambda: native.norm(x.double(), None, None, out.double(), eps=1e-5, centred=True),
+            lambda: native.rotate(out.view(2, 1, 8), torch.ones(2, 5), torch.ones(2, 5)),
+            lambda: native.rotate(out.view(2, 1, 8), tables, tables[:1]),
+            lambda: native.rotate(out.view(2, 1, 8), tables.double(), tables.double()),
+            lambda: native.activate(out, "mish"),
+            lambda: native.activate(out, "relu", torch.ones(2, 7)),
+            lambda: native.activate(out, "relu", x.bfloat16())):
+        with pytest.raises(ValueError):
+            call()
+    assert (out == 3).all()
+
+
+def operations(x, matrix, out, tables, *, steps=None):
+    """Some operations on x [rows, 32], each of which needs what the one before wrote."""
+    named = {} if steps is None else {"steps": steps}
+    native.norm(x, None, None, out, eps=1e-6, centred=False, **named)
+    native.rotate(out.view(len(x), 2, 16), *tables, **named)
+    if steps is None:
+        x.mul_(2)
+    else:
+        steps.then(lambda: x.mul_(2))
+    native.linear_quantized(out, *ops.flat(matrix), None, x, True, **named)
+    native.activate(x, "silu", out, **named)
+
+
+@pytest.mark.parametrize("way", SETS)
+def test_a_program_does_what_its_calls_do_one_by_one_and_sees_what_changes(way):
+    generator = torch.Generator().manual_seed(1)
+    layout = MatrixLayout(32, 32, 4, 32)
+    matrix = QuantizedMatrix(ops.quantize_matrix(torch.randn(32, 32, generator=generator), layout),
+                             layout)
+    x, out = torch.empty(3, 32), torch.full((3, 32), float("nan"))
+    tables = torch.empty(2, 3, 8)
+    with using(way):
+        program = Program()
+        operations(x, matrix, out, tables, steps=program)
+        for _ in range(3):
+            fresh = torch.randn(3, 32, generator=generator)
+            tables.uniform_(generator=generator)
+            x.copy_(fresh)
+            program.run()
+            expected, between = fresh.clone(), torch.empty(3, 32)
+            operations(expected, matrix, between, tables)
+            assert torch.equal(x, expected)
+            assert torch.equal(out, between)
+
+
+def test_a_program_keeps_its_tensors_and_ends_where_a_step_fails():
+    program = Program()
+
+    def note():
+        x = torch.full((1, 64), -1.0)
+        native.activate(x, "relu", steps=program)
+        return x.data_ptr()
+
+    address = note()
+    others = [torch.full((1, 64), 5.0) for _ in range(100)]
+    program.run()
+    assert all((x == 5).all() for x in others)
+    assert (ctypes.c_float * 64).from_address(address)[:] == [0.0] * 64
+
+    x, q = torch.full((1, 8), -1.0), torch.ones(1, 1, 8)
+    metadata = torch.tensor([[3], [4], [1], [0]], dtype=torch.int32)  # of slots there are two
+    failing = Program()
+    native.decode_attention(q, q, q, slots=torch.zeros(2, 1, 1, 2, 8), metadata=metadata, bits=16,
+                            eviction=native.EvictionArguments(), steps=failing)
+    native.activate(x, "relu", steps=failing)
+    with pytest.raises(ValueError, match="decode_attention"):
+        failing.run()
+    assert (x == -1).all()
