@@ -23,11 +23,11 @@ from flexgen_h2o.cache.carrying import Moved, put, take
 from flexgen_h2o.cache.fetched import make_parts
 from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, picked
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, LayerCachePlan, layer_cache_plans
+from flexgen_h2o.cache.step_metadata import StepMetadata
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.h2o.decode_metadata import decode_metadata
 from flexgen_h2o.h2o.eviction import Cut, EvictionState, eviction_of, narrowed, new_state
 from flexgen_h2o.kernels import native, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
@@ -72,7 +72,6 @@ class KVCache:
         self._plans: list[list[LayerCachePlan]] = []
         self._states: dict[tuple, EvictionState] = {}
         self._scores: dict[tuple, torch.Tensor] = {}
-        self._shared_metadata: dict[tuple, tuple[int, torch.Tensor]] = {}
         self._changed: dict[tuple, Changed] = {}
         self._prefix: tuple[torch.Tensor | None, ...] = ()
         """Of the layer step: keys, values and keys to be cached of what prompts begin with, and the
@@ -117,7 +116,7 @@ class KVCache:
         self._plans = [layer_cache_plans(batch_layout, self._h2o, self.shape.num_layers)
                        for batch_layout in batches]
         self._scores.clear()
-        self._shared_metadata.clear()
+        self._begin_metadata()
         self._changed.clear()
         self._prefix = ()
         for layer in range(self.shape.num_layers):
@@ -163,8 +162,12 @@ class KVCache:
         self._batch_layouts = list(batches)
         for part in self.parts:
             part.settle()
-        self._shared_metadata.clear()
+        self._begin_metadata()
         self._changed.clear()
+
+    def _begin_metadata(self) -> None:
+        self._step_metadata = StepMetadata(self._batch_layouts, self._plans, self._h2o,
+                                           stays=self.binds)
 
     def nbytes(self) -> int:
         """Bytes of all keys and values of the block at rest, once the prompts have been cut."""
@@ -396,7 +399,7 @@ class KVCache:
             if self.shape.attn_sparsity < 1:
                 attend = partial(
                     self._attend_sparsely, layer, batch, part, held=held, metadata=metadata,
-                    most=max(self._tokens(batch, part, token)) - 1)
+                    most=max(self._step_metadata.tokens(batch, part, token)) - 1)
             else:
                 attend = partial(
                     ops.decode_attention, slots=held, metadata=metadata, layout=layout,
@@ -432,9 +435,9 @@ class KVCache:
                 native.rotate(x, *rope, steps=steps)
         evicts = self._plans[batch][layer].evicts
         state = EvictionArguments.of(self._state(layer, batch, part) if evicts else None)
-        _, metadata = self._shared_metadata[self._metadata_key(layer, batch, part)]
-        native.decode_attention(q, k, v, slots=part.get(layer, batch), metadata=metadata,
-                                bits=self.shape.bits, eviction=state, out=out, steps=steps)
+        native.decode_attention(q, k, v, slots=part.get(layer, batch), bits=self.shape.bits,
+                                metadata=self._step_metadata.newest(layer, batch, part),
+                                eviction=state, out=out, steps=steps)
 
     def begin_token(self, batch: int, token: int) -> None:
         """Bring the metadata of what is bound of a batch to new token `token` (from 1)."""
@@ -496,28 +499,7 @@ class KVCache:
         return self._states[key]
 
     def _metadata(self, layer: int, batch: int, part: CachePart, token: int) -> torch.Tensor:
-        """The metadata of new token `token` (from 1), made once for all layers that share it.
-
-        What is bound reads it where it lies: it stays there."""
-        key = self._metadata_key(layer, batch, part)
-        made, metadata = self._shared_metadata.get(key, (0, None))
-        if made != token:
-            prompts = self._batch_layouts[batch].lengths[part.sequences(batch)]
-            new = decode_metadata(prompts, self._tokens(batch, part, token), self._h2o, layer)
-            if metadata is None or not self.binds:
-                metadata = new.to(self._place(part))
-            else:
-                metadata.copy_(new)
-            self._shared_metadata[key] = (token, metadata)
-        return metadata
-
-    def _metadata_key(self, layer: int, batch: int, part: CachePart) -> tuple:
-        return batch, part.first, self._plans[batch][layer].like
-
-    def _tokens(self, batch: int, part: CachePart, token: int) -> list[int]:
-        """Tokens of each sequence of a part, new token `token` included."""
-        mine, batch_layout = part.sequences(batch), self._batch_layouts[batch]
-        return [batch_layout.tokens(sequence, token) for sequence in range(mine.start, mine.stop)]
+        return self._step_metadata.new(layer, batch, part, token=token, place=self._place(part))
 
     def _place(self, part: CachePart) -> torch.device:
         """The device on which attention over a part runs."""

@@ -251,6 +251,8 @@ class Executor:
         if not batch.batch_layout.in_prefill(step.forward_pass):
             self._token_layers.begin_token(
                 step.batch, positions, batch.batch_layout.token(step.forward_pass))
+            if self._token_layers.complete:
+                return
         self._rope[step.batch] = self._family.rope(
             self._config, positions.to(self._device.torch), self._dtype)
 

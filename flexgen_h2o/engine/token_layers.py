@@ -62,19 +62,22 @@ class TokenLayers:
         self._programs: dict[tuple[int, int], Program] = {}
         self._rope: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
         self._attended: dict[int, torch.Tensor] = {}
+        layers = range(1, len(weights.units) - 1)
         why = unbound_reason(workspace, policy, device=device, dtype=dtype)
-        self._binds = why is None
         if why is not None:
             _log.debug("decode steps go operation by operation: %s", why)
+        self._layers = frozenset(filter(weights.stays, layers) if why is None else ())
+        self.complete = len(self._layers) == len(layers)
+        """True if `run` does every decoder layer."""
 
     def can_run(self, layer: int) -> bool:
         """True if `run` does a layer step (numbered as in the schedule) of new tokens."""
-        return self._binds and self._weights.stays(layer)
+        return layer in self._layers
 
     def begin_token(self, batch: int, positions: torch.Tensor, token: int) -> None:
         """Begin a forward pass of the block's new token `token` (from 1) of a batch: positions
         [rows], int64."""
-        if not self._binds:
+        if not self._layers:
             return
         self._workspace.cache.begin_token(batch, token)
         tables = self._family.rope(self._config, positions, torch.float32)

@@ -96,8 +96,8 @@ def test_the_config_of_the_repository_is_whole(bench):
     found = bench.config.load(ROOT / "configs" / "compare_cpu.yaml", models=Path("."))
     assert [each.name for each in found.scenarios] == [
         "opt-1.3b-512-128", "opt-1.3b-128-512", "opt-6.7b-512-32", "opt-1.3b-memory",
-        "smollm2-xsum"]
-    first, second, third, memory, real = found.scenarios
+        "smollm2-xsum", "smollm2-step"]
+    first, second, third, memory, real, _ = found.scenarios
     assert (first.memory, third.memory, memory.memory) == (2_500_000_000, 6_000_000_000, None)
     assert (second.prompt_len, second.gen_len, second.memory) == (128, 512, first.memory)
     assert (memory.batch, memory.best) == (16, False) and real.prompt_len is None
