@@ -340,7 +340,8 @@ def steps(rows: GpuRows, brain: bool) -> list[CheckStep]:
                                (check_prefill, "prefill", PREFILLS)):
         found += [CheckStep("check", name, partial(check, rows, *case)) for case in cases
                   if brain or case[0] != BRAIN]
-    found += [CheckStep("check", "product", partial(check_matrix, rows, case, error, BOUND[case[0]]))
+    found += [CheckStep("check", "product",
+                        partial(check_matrix, rows, case, error, BOUND[case[0]]))
               for case in MATRICES if brain or case[0] != BRAIN]
     found.append(CheckStep("check", "unpack", lambda: check_rows(rows)))
     timings: list[tuple[str, Callable[[], None]]] = [("rates", measure_rates)]

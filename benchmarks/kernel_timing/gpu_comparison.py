@@ -46,7 +46,8 @@ class CheckStep(NamedTuple):
     reserve: float = 0.0
 
 
-def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[CheckStep], None]) -> None:
+def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[CheckStep], None]
+              ) -> None:
     """All of them in turn; those for which there is no time are given to `skip`."""
     for step in steps:
         if deadline.left() > step.reserve:

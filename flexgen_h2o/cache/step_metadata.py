@@ -50,7 +50,7 @@ class StepMetadata:
         return metadata
 
     def newest(self, layer: int, batch: int, part: CachePart) -> torch.Tensor:
-        """What `new` gave last."""
+        """The result of the last `new`."""
         return self._made[self._key(layer, batch, part)][1]
 
     def tokens(self, batch: int, part: CachePart, token: int) -> list[int]:
