@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 
 from flexgen_h2o.config.launch import Launch
-from flexgen_h2o.engine.watch import WAITING, PipelineFailure, Watch
+from flexgen_h2o.engine.watch import PipelineFailure, Watch
 from flexgen_h2o.errors import UserError
 
 HIDDEN, TOKENS, ORDERS, _ANSWERS = range(4)
@@ -47,7 +47,7 @@ class Message:
         Raises `PipelineFailure` if a rank has failed or gone.
         """
         if not self._future.done():
-            with self._watch.state(WAITING, f"for {self._watch.names[self._peer]}"):
+            with self._watch.waiting(self._peer):
                 while not wait([self._future], timeout=_LOOK).done:
                     self._watch.check()
         try:

@@ -143,7 +143,8 @@ class Runner:
         doing = "converting" if source.bits == 16 else "quantizing"
         with byte_bar(doing, off=options.no_bars) as bar:
             checkpoint, names = source.open(placement, seed=options.seed,
-                                            weight_cache=options.weight_cache, progress=bar)
+                                            weight_cache=options.weight_cache,
+                                            progress=self._noted(bar))
         opened.callback(checkpoint.close)
         weights = source.weights.part(self.stage.first, self.stage.last)
         if settings.policy.sep_layer:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
 
 import msgspec
@@ -102,6 +102,13 @@ class Watch:
         finally:
             if self._mine.state != FAILED:
                 self._mine.state, self._mine.words = before
+
+    def waiting(self, rank: int) -> AbstractContextManager[None]:
+        """Note that the main thread waits for a rank, if there is work that has to get on: before
+        that, another may be loading for as long as it takes."""
+        if self._mine.state == IDLE:
+            return nullcontext()
+        return self.state(WAITING, f"for {self.names[rank]}")
 
     def check(self) -> None:
         """Raise `PipelineFailure` if something has gone wrong elsewhere."""

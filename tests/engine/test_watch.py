@@ -92,6 +92,17 @@ def test_nothing_is_expected_while_the_first_rank_has_nothing_to_do(ranks):
         ranks.watch.check()
 
 
+def test_waiting_counts_only_within_work(ranks):
+    with ranks.watch.waiting(1):
+        ranks.after(100)
+        ranks.watch.check()
+    with ranks.watch.state(WORKING), ranks.watch.waiting(1):
+        for beat in ranks.beats.values():
+            beat.state = IDLE
+        ranks.after(62)
+    assert ranks.failure() == "rank 0 (a) has waited for rank 1 (b) for 60 s"
+
+
 def test_a_rank_that_has_failed_says_why_and_one_alone_tells(ranks):
     other = Watch(ranks.board, 1, NAMES, patience=10, limit=60)
     ranks.after(1)
