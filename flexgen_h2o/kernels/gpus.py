@@ -1,4 +1,4 @@
-"""What kernels and dispatch go by of a GPU: its architecture, and how many programs it runs."""
+"""A GPU as kernels and dispatch see it: its architecture, and how many programs it runs."""
 
 from __future__ import annotations
 
