@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from compare import summary
-from kernel_timing.gpu_comparison import Checkpoint, CheckStep, Deadline, compare, run_steps
+from kernel_timing.gpu_comparison import CheckStep, Deadline, WrittenModel, compare, run_steps
 from kernel_timing.gpu_matrices import (
     BRAIN,
     FULL,
@@ -374,7 +374,7 @@ def main() -> None:
     deadline = Deadline(args.seconds)
     torch.manual_seed(torch.seed() % 2**32)  # fresh inputs every time
     folder = args.out / card_folder(torch.cuda.get_device_name())
-    checkpoint = Checkpoint(args.models, "opt-6.7b", "float16")
+    checkpoint = WrittenModel(args.models, "opt-6.7b", "float16")
     rows = GpuRows()
     try:
         with torch.inference_mode():

@@ -56,7 +56,7 @@ def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[Ch
             skip(step)
 
 
-class Checkpoint:
+class WrittenModel:
     """A model of random weights that is written beside other work, unless it is there.
 
     Parameters
@@ -105,7 +105,7 @@ class Checkpoint:
             self._log.close()
 
 
-def compare(path: Path, checkpoint: Checkpoint, deadline: Deadline,
+def compare(path: Path, checkpoint: WrittenModel, deadline: Deadline,
             do: Callable[..., dict] = run_job) -> list[dict[str, str]]:
     """Run the comparison of `CONFIG` and write its file, anew; its rows.
 

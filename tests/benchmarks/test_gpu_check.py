@@ -60,7 +60,7 @@ def checkpoint(bench, tmp_path):
         config = module.hf_config(module.published("facebook/opt-6.7b"), "float16")
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(b"")
-    return bench.gpu_comparison.Checkpoint(folder.parent, "opt-6.7b", "float16")
+    return bench.gpu_comparison.WrittenModel(folder.parent, "opt-6.7b", "float16")
 
 
 def test_steps_that_the_time_does_not_suffice_for_are_left_out(bench, clock):
@@ -147,7 +147,7 @@ def test_no_system_is_started_without_time(bench, tmp_path, checkpoint, clock):
 
 
 def test_a_model_that_cannot_be_written_is_said(bench, tmp_path, clock):
-    maker = bench.gpu_comparison.Checkpoint(tmp_path / "models", "opt-6.7c", "float16")
+    maker = bench.gpu_comparison.WrittenModel(tmp_path / "models", "opt-6.7c", "float16")
     with pytest.raises(UserError, match="could not be written: .*no published shape is called"):
         bench.gpu_comparison.compare(tmp_path / "compare.csv", maker,
                                      bench.gpu_comparison.Deadline(1e3, clock), None)
@@ -155,7 +155,7 @@ def test_a_model_that_cannot_be_written_is_said(bench, tmp_path, clock):
 
 
 def test_the_writing_of_a_model_ends_with_the_time(bench, tmp_path):
-    maker = bench.gpu_comparison.Checkpoint(tmp_path / "models", "opt-6.7b", "float16")
+    maker = bench.gpu_comparison.WrittenModel(tmp_path / "models", "opt-6.7b", "float16")
     with pytest.raises(UserError, match="could not be written in time"):
         maker.ready(0)
     maker.stop()
