@@ -178,6 +178,8 @@ def _tensors(source: Path, reader: Any) -> dict[str, GgufTensor]:
             continue
         name, block = _name(source, tensor.name)
         shape = tuple(int(size) for size in reversed(tensor.shape))
+        if not all(shape):  # its other sizes are bounded by no bytes of the file
+            raise UserError(f"{source}: tensor {tensor.name} is empty, of shape {shape}")
         groups = {"attn_q": heads, "attn_k": kv_heads}.get(block)
         if groups and shape[0] % (2 * groups):
             raise UserError(f"{source}: {tensor.name} has {shape[0]} rows for {groups} heads")

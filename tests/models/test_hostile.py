@@ -405,6 +405,14 @@ def test_gguf_values(tmp_path, harmless, capfd, key, value):
     refuse(capfd, model="model.gguf")
 
 
+def test_a_gguf_tensor_of_no_columns_and_terabytes_of_rows(tmp_path, harmless, capfd):
+    source = write_gguf(tmp_path / "model.gguf")
+    raw, name = source.read_bytes(), b"blk.0.attn_k.weight"
+    sizes = raw.index(name) + len(name) + 4  # behind their number
+    source.write_bytes(raw[:sizes] + struct.pack("<QQ", 0, 1 << 40) + raw[sizes + 16 :])
+    refuse(capfd, "attn_k.weight is empty", model="model.gguf")
+
+
 def test_what_is_good_is_taken(model, harmless):
     open_checkpoint(model).close()
     assert load_tokenizer(model) is not None
