@@ -67,6 +67,11 @@ def variants() -> Iterator[Variant]:
         for mean in (False, True):
             yield Variant("select", HALF, 128, 16,
                           partial(_select, HALF, 128, 16, length, length // 4, mean=mean))
+    yield Variant("select", HALF, 128, 16, partial(_select, HALF, 128, 16, 4096, 0))
+    for bits in BITS:
+        for dtype, group in ((HALF, 1), (BRAIN, GROUP)):
+            yield Variant("decode", dtype, 128, bits,
+                          partial(_decode, dtype, 128, bits, group, 0, scored=False))
 
 
 def _decodes(dtype: torch.dtype, size: int) -> list[tuple[int, int]]:
@@ -91,13 +96,15 @@ def _slots(dtype: torch.dtype, size: int, bits: int, *shape: int) -> torch.Tenso
     return torch.empty(2, *shape, GroupLayout(size, bits).nbytes, dtype=torch.uint8)
 
 
-def _decode(dtype: torch.dtype, size: int, bits: int, group: int, rotary: int) -> None:
+def _decode(dtype: torch.dtype, size: int, bits: int, group: int, rotary: int, *,
+            scored: bool = True) -> None:
     shape = (1, 4, 1024)
     q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
     triton_decode.decode_attention(
         q, k, k, slots=_slots(dtype, size, bits, *shape),
         metadata=torch.empty(4, 1, dtype=torch.int32), bits=bits,
-        eviction=_eviction(*shape, rotary=rotary, mean=rotary == 0))
+        eviction=_eviction(*shape, rotary=rotary, mean=rotary == 0) if scored
+        else EvictionArguments.of(None))
 
 
 def _prefill(dtype: torch.dtype, size: int, scored: bool) -> None:
@@ -108,11 +115,12 @@ def _prefill(dtype: torch.dtype, size: int, scored: bool) -> None:
 
 def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *,
             mean: bool = False) -> None:
+    """Without heavy hitters no score decides, and there are none."""
     k = torch.empty(length, 1, size, dtype=dtype)
-    shape = (1, 1, heavy)
+    shape, scores = (1, 1, heavy or 409), torch.empty(1, length) if heavy else None
     triton_select.select_heavy_hitters(
-        k, k, torch.empty(1, length), cuts=[length, heavy, 0],
-        slots=_slots(dtype, size, bits, *shape), bits=bits, eviction=_eviction(*shape, mean=mean))
+        k, k, scores, cuts=[length, heavy, 0 if heavy else 409], bits=bits,
+        slots=_slots(dtype, size, bits, *shape), eviction=_eviction(*shape, mean=mean))
 
 
 def _groups(dtype: torch.dtype, size: int, bits: int) -> None:

@@ -94,8 +94,9 @@ def _fitting(tuned, named_args, **constants):
     (benchmarks/results/gpu_static.csv holds the rest to it)."""
     if not constants["ROTARY"]:
         return tuned
-    return [one for one in tuned if one.kwargs["BLOCK"] < 64
-            and one.kwargs["BLOCK"] * constants["WIDTH"] <= 512 * one.num_warps]
+    of_a_warp = 4 if constants["WIDTH"] > 64 or named_args["q"].dtype == torch.float32 else 8
+    return [one for one in tuned
+            if one.kwargs["BLOCK"] < 64 and one.kwargs["BLOCK"] <= of_a_warp * one.num_warps]
 
 
 @triton.autotune(

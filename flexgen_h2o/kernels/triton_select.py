@@ -201,7 +201,7 @@ def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: 
     _choose[(len(lengths), kv_heads)](
         scores, *((0, 0) if scores is None else scores.stride()), table, kept_scores, positions,
         ranks, *state, kept_scores.shape[2], sinks, MEAN=mean, WHOLE=whole, BLOCK=block,
-        CHUNK=chunk, num_warps=max(4, min(16, max(block, chunk) // 128)))
+        CHUNK=chunk, num_warps=max(4, min(16, max(block // 128 if whole else 0, chunk // 256))))
     group = length if bits == 16 else GroupLayout(length, bits).group
     rows = max(1, 4096 // triton.next_power_of_2(length))
     kept = max(min(n, h + r + sinks) for n, h, r in zip(lengths, heavy, recent, strict=True))
