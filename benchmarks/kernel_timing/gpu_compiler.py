@@ -97,7 +97,7 @@ def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
     def take(function: JITFunction, args: tuple, options: dict) -> None:
         named = dict(zip(function.arg_names, args, strict=False)) | options
         constants = {param.name: named[param.name] for param in function.params
-                     if param.is_constexpr}
+                     if param.is_constexpr or named[param.name] is None}
         constants |= {name: options[name] for name in _OPTIONS if name in options}
         key = (function.fn.__name__, constants_text(constants), *(
             _kind(named[param.name]) for param in function.params if not param.is_constexpr))
@@ -109,6 +109,8 @@ def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
     with _caught(card.gpu.architecture, take), pretending(card.gpu):
         for variant in variants:  # noqa: B007 (take reads it)
             variant.call()
+    names = [(*identity(card, launch).values(),) for launch in found.values()]
+    assert len(names) == len(set(names)), "the file has one row for two launches"
     return list(found.values())
 
 

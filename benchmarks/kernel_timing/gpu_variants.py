@@ -31,8 +31,10 @@ GROUP = 4
 """Query heads of a KV head, where there is more than one."""
 ROWS = (1, 2, 16, 32, 64, 65)
 """Rows of products: without matrix units, with few to many, and unpacked."""
+RECENT = 416
 LENGTHS = (300, 1000, 2000, 4096, 8192, 16384, 32768)
-"""Prompts that are cut: up to the longest whose scores stay in registers, and one beyond."""
+"""Tokens that stay, and prompts that are cut: up to the longest whose scores stay in registers, and
+one beyond. Strides are multiples of 16, for which kernels are compiled apart."""
 
 
 class Variant(NamedTuple):
@@ -56,7 +58,7 @@ def variants() -> Iterator[Variant]:
                     yield Variant("decode", dtype, size, bits,
                                   partial(_decode, dtype, size, bits, group, rotary))
                 yield Variant("select", dtype, size, bits,
-                              partial(_select, dtype, size, bits, 4096, 409))
+                              partial(_select, dtype, size, bits, 4096, RECENT))
                 if bits < 16:
                     yield Variant("groups", dtype, size, bits, partial(_groups, dtype, size, bits))
         for bits in (8, 4):
@@ -66,7 +68,7 @@ def variants() -> Iterator[Variant]:
     for length in LENGTHS:
         for mean in (False, True):
             yield Variant("select", HALF, 128, 16,
-                          partial(_select, HALF, 128, 16, length, length // 4, mean=mean))
+                          partial(_select, HALF, 128, 16, length, length // 64 * 16, mean=mean))
     yield Variant("select", HALF, 128, 16, partial(_select, HALF, 128, 16, 4096, 0))
     for bits in BITS:
         for dtype, group in ((HALF, 1), (BRAIN, GROUP)):
@@ -117,9 +119,9 @@ def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *
             mean: bool = False) -> None:
     """Without heavy hitters no score decides, and there are none."""
     k = torch.empty(length, 1, size, dtype=dtype)
-    shape, scores = (1, 1, heavy or 409), torch.empty(1, length) if heavy else None
+    shape, scores = (1, 1, heavy or RECENT), torch.empty(1, length) if heavy else None
     triton_select.select_heavy_hitters(
-        k, k, scores, cuts=[length, heavy, 0 if heavy else 409], bits=bits,
+        k, k, scores, cuts=[length, heavy, 0 if heavy else RECENT], bits=bits,
         slots=_slots(dtype, size, bits, *shape), eviction=_eviction(*shape, mean=mean))
 
 
