@@ -225,6 +225,7 @@ class Runner:
         """
         self._links.reset()
         self._device.begin_run()
+        sent_before = 0 if self._exchange is None else self._exchange.sent_bytes
         executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
                             dtype=self.source.dtype, policy=self.settings.policy,
                             exchange=self._exchange)
@@ -256,6 +257,8 @@ class Runner:
         stats.full_kv_cache_bytes = self.own.kv_bytes_per_token(self.source.dtype.itemsize) * (
             sum(len(batch) * batch.batch_layout.longest for batch in block))
         stats.links = self._links.totals()
+        if self._exchange is not None:
+            stats.sent_bytes = self._exchange.sent_bytes - sent_before
         stats.peak_device_bytes = self._device.peak_bytes()
         stats.peak_process_bytes = peak_process_bytes()
         return stats

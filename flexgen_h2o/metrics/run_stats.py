@@ -23,7 +23,8 @@ class RunStats:
     compressed, and
     `kv_bytes_per_token` a cached token at rest, all layers together. `weight_bytes` are all weights
     at rest, their matrices in `weight_bits` (16: as `dtype` says). `links` is
-    `LinkStats.totals`. `projected` says that decode was extrapolated. `predicted_prefill_seconds`
+    `LinkStats.totals`. `sent_bytes` are those that this rank of a pipeline has sent to the others:
+    hidden states to the next one, or from the last one tokens to all. `projected` says that decode was extrapolated. `predicted_prefill_seconds`
     and `predicted_decode_seconds` are what a plan said, if one was made. A rate is None where its
     time was not measured.
     """
@@ -51,6 +52,7 @@ class RunStats:
     weight_bytes: int = 0
     weight_bits: int = 16
     links: dict[str, tuple[int, float]] = field(default_factory=dict)
+    sent_bytes: int = 0
     projected: bool = False
     predicted_prefill_seconds: float | None = None
     predicted_decode_seconds: float | None = None
@@ -96,7 +98,7 @@ class RunStats:
     def followed_by(self, other: RunStats) -> RunStats:
         """The figures of this run and another of the same model after it, as of one."""
         added = ("num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds",
-                 "decode_seconds", "step_seconds", "decode_slots", "idle_slots")
+                 "decode_seconds", "step_seconds", "decode_slots", "idle_slots", "sent_bytes")
         largest = ("peak_device_bytes", "peak_process_bytes", "kv_cache_bytes",
                    "full_kv_cache_bytes")
         links = dict(self.links)

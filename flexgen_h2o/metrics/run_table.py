@@ -35,6 +35,8 @@ def table(stats: RunStats) -> str:
     for link, (nbytes, seconds) in stats.links.items():
         rate = _figure(over(nbytes / GB, seconds), "GB/s")
         rows.append((link, f"{nbytes / GB:.3f} GB", rate + cut))
+    if stats.sent_bytes:
+        rows.append(("sent to next rank", f"{stats.sent_bytes / GB:.6f} GB", "hidden states" + cut))
     width = max(len(row[1]) for row in rows[6:])  # the rows above have no third column to align
     return "\n".join(f"{a:<18} {b:<{width}}  {c.strip()}".rstrip() for a, b, c in rows)
 

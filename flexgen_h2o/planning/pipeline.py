@@ -1,7 +1,7 @@
 """A pipeline over ranks by the cost model: which layers each rank has, and how long a block takes.
 
-Every rank is a machine like the one that is planned for. What travels between them is left out: a
-batch's hidden states for each layer's work on them.
+Every rank is a machine like the one that is planned for. What travels between them, hidden states of
+batches, is left out unless the `Network` is known.
 """
 
 from __future__ import annotations
@@ -20,6 +20,19 @@ from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.rows import PlannedRun
 from flexgen_h2o.planning.search import Choice, PlanRequest, judge, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
+
+
+@dataclass(frozen=True)
+class Network:
+    """The way from each rank to the next: bytes per second, and seconds that a message takes beside
+    them."""
+
+    bytes_per_second: float
+    latency: float = 0.0
+
+    def seconds(self, messages: float, nbytes: float) -> float:
+        """Seconds of so many messages, one after the other, of `nbytes` in all."""
+        return messages * self.latency + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -53,27 +66,34 @@ def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float
     return found
 
 
-def estimate_ranks(bounds: Sequence[int], hardware: Hardware, run: PlannedRun) -> Estimate:
+def estimate_ranks(bounds: Sequence[int], hardware: Hardware, run: PlannedRun,
+                   network: Network | None = None) -> Estimate:
     """Times of a block of a run over ranks.
 
     A forward pass takes as long as the rank that is busy the longest, and at least as long as a
-    group takes through all ranks; the prefill fills the pipeline, too.
+    group takes through all ranks; the prefill fills the pipeline, too. A network carries a group
+    while ranks compute others, so that a pass takes at least as long as all of its messages, and a
+    group's way through the ranks is longer by them.
     """
     runs = runs_of_ranks(run, bounds)
     found, groups = [estimate(hardware, each) for each in runs], runs[0].groups
-    phases = []
-    for name in ("prefill", "step"):
+    load, phases = run.workload, []
+    for name, tokens in (("prefill", load.prompt_len), ("step", 1)):
         each = [getattr(one, name) for one in found]
         slowest = max(each, key=lambda phase: phase.seconds)
-        through = sum(phase.seconds for phase in each) / groups
-        seconds = (slowest.seconds + through - slowest.seconds / groups if name == "prefill"
-                   else max(slowest.seconds, through))
+        sent = 0.0 if network is None else network.seconds(
+            load.num_gpu_batches, load.gpu_batch_size * load.num_gpu_batches * tokens
+            * run.model.hidden_size * run.itemsize)
+        busy = max(slowest.seconds, sent)
+        through = (sum(phase.seconds for phase in each) + (len(runs) - 1) * sent) / groups
+        seconds = (busy + through - busy / groups if name == "prefill"
+                   else max(busy, through))
         phases.append(Phase(seconds, slowest.resources))
     return Estimate(*phases, steps=found[0].steps, generated=found[0].generated)
 
 
 def judge_ranks(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryLimits,
-                prompts: int | None) -> PipelineChoice:
+                prompts: int | None, network: Network | None = None) -> PipelineChoice:
     """A run over so many ranks with layers by their times, or if these do not fit, by their number.
 
     Raises `UserError` if a rank has too little memory either way, or no layer.
@@ -87,12 +107,12 @@ def judge_ranks(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryL
         MemoryPlan(part).shortfalls(limits) for part in runs_of_ranks(run, each))), each[0])
     for part in runs_of_ranks(run, bounds):
         MemoryPlan(part).check(limits)
-    choice = judge(hardware, run, prompts, partial(estimate_ranks, bounds))
+    choice = judge(hardware, run, prompts, partial(estimate_ranks, bounds, network=network))
     return PipelineChoice(choice, tuple(bounds))
 
 
-def search_ranks(hardware: Hardware, request: PlanRequest, ranks: int, limits: MemoryLimits
-                 ) -> list[PipelineChoice]:
+def search_ranks(hardware: Hardware, request: PlanRequest, ranks: int, limits: MemoryLimits,
+                 network: Network | None = None) -> list[PipelineChoice]:
     """Runs over so many ranks, the best first.
 
     The policy is searched for one rank, of as many layers as any has, with embedding and head.
@@ -108,7 +128,7 @@ def search_ranks(hardware: Hardware, request: PlanRequest, ranks: int, limits: M
     for each in search(hardware, part, limits):
         run = replace(each.run, model=request.model, groups=1)
         with suppress(TooLittleMemory):  # of a rank with more layers
-            found.append(judge_ranks(hardware, run, ranks, limits, request.prompts))
+            found.append(judge_ranks(hardware, run, ranks, limits, request.prompts, network))
     if not found:
         raise UserError("no policy was found that fits on all ranks: give --percent and batch "
                         "sizes")

@@ -270,10 +270,12 @@ def _activation_rows(run: PlannedRun) -> Iterator[PlanRow]:
     away = placement.disk > 0 or (run.has_gpu and placement.cpu > 0)
     staging = HIDDEN_BUFFERS * batch if away else 0
     yield PlanRow("activation buffers", staging, staging if placement.disk > 0 else 0)
-    if run.stage is not None:
-        # On their way: to the next rank those of a group, and two from the rank before.
-        sent = 0 if run.heads else math.ceil(load.num_gpu_batches / run.groups)
-        yield PlanRow("message buffers", batch * (sent + (0 if run.embeds else 2)))
+    if run.stage is not None or run.groups > 1:
+        # On their way: to the next rank those of a group, and two from the rank before. Groups
+        # without a stage are of a search for all ranks, which stands for those in the middle.
+        stage = run.stage
+        sent = 0 if stage and stage.heads else math.ceil(load.num_gpu_batches / run.groups)
+        yield PlanRow("message buffers", batch * (sent + (0 if stage and stage.embeds else 2)))
 
 
 def _workspace(run: PlannedRun) -> PlanRow:
