@@ -5,10 +5,11 @@
     python benchmarks/plots.py budget --csv benchmarks/results/sweep_budget.csv --out budget.png
     python benchmarks/plots.py breakdown --trace run.json --out breakdown.png
     python benchmarks/plots.py memory --trace run.json --limit 2.5GB --out memory.png
+    python benchmarks/plots.py machines --csv benchmarks/results/machines.csv --out machines.png
 
 systems reads rows of `compare.py`, batch and budget those of `sweep.py` (or `flex_opt --csv`),
-breakdown and memory what `flex_opt --trace` has written. The ending of --out is the format: .png,
-.svg or .pdf. Nothing is measured here.
+machines those of `studies/machines.py`, breakdown and memory what `flex_opt --trace` has written.
+The ending of --out is the format: .png, .svg or .pdf. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from comparison.rows import BEST, EQUAL
-from plotting import batch, breakdown, budget, memory, sweeps, systems
+from plotting import batch, breakdown, budget, machines, memory, sweeps, systems
 from plotting.looks import slide_style
 from plotting.rows import chosen, read_rows
 
@@ -56,8 +57,14 @@ def of_memory(args: argparse.Namespace):
     return memory.draw(args.trace, limit=limit)
 
 
+def of_machines(args: argparse.Namespace):
+    """Replicas and pipelines, measured and simulated."""
+    return machines.draw(chosen(read_rows(args.csv, machines.NEEDED), args.only))
+
+
 FIGURES = {"systems": of_systems, "batch": of_batch, "budget": of_budget,
-           "breakdown": of_breakdown, "memory": of_memory}
+           "breakdown": of_breakdown, "memory": of_memory,
+           "machines": of_machines}
 """Sub-command to what makes its matplotlib Figure of the flags. They raise `UserError`."""
 
 
@@ -70,7 +77,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for each in made.values():
         each.add_argument("--out", required=True, metavar="FILE.png",
                           help="the figure (or .svg, .pdf)")
-    for name in ("systems", "batch", "budget"):
+    for name in ("systems", "batch", "budget", "machines"):
         made[name].add_argument("--csv", required=True, metavar="FILE", help="rows of results")
         made[name].add_argument("--only", action="append", default=[], metavar="COLUMN=VALUE",
                                 help="draw rows with this value alone; may be repeated")

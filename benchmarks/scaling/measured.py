@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaling.simulated import PIPELINE, REPLICAS
+
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.provenance import cpu_model, origin
-from scaling.simulated import PIPELINE, REPLICAS
 
 ONE = "one process"
 _FLAGS = {ONE: (), PIPELINE: ("--pipeline-parallel", "{}"), REPLICAS: ("--data-parallel",)}

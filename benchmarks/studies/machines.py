@@ -3,8 +3,8 @@
     python benchmarks/studies/machines.py
 
 Measured: the commands of docs/several-machines.md on this machine, one thread to a process, beside
-as many times one process. Simulated: clusters of configs/hardware/ by the planner's cost model, with
-an assumed network; all that is assumed stands in the rows.
+as many times one process. Simulated: clusters of configs/hardware/ by the planner's cost model,
+with an assumed network; all that is assumed stands in the rows. `plots.py machines` draws both.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ class RunStats:
     `kv_bytes_per_token` a cached token at rest, all layers together. `weight_bytes` are all weights
     at rest, their matrices in `weight_bits` (16: as `dtype` says). `links` is
     `LinkStats.totals`. `sent_bytes` are those that this rank of a pipeline has sent to the others:
-    hidden states to the next one, or from the last one tokens to all. `projected` says that decode was extrapolated. `predicted_prefill_seconds`
-    and `predicted_decode_seconds` are what a plan said, if one was made. A rate is None where its
-    time was not measured.
+    hidden states to the next one, or from the last one tokens to all. `projected` says that decode
+    was extrapolated. `predicted_prefill_seconds` and `predicted_decode_seconds` are what a plan
+    said, if one was made. A rate is None where its time was not measured.
     """
 
     model: str

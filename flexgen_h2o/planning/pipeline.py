@@ -1,7 +1,7 @@
 """A pipeline over ranks by the cost model: which layers each rank has, and how long a block takes.
 
-Every rank is a machine like the one that is planned for. What travels between them, hidden states of
-batches, is left out unless the `Network` is known.
+Every rank is a machine like the one that is planned for. What travels between them, hidden states
+of batches, is left out unless the `Network` is known.
 """
 
 from __future__ import annotations
