@@ -126,6 +126,25 @@ def test_sampling_ends_and_log_probs_are_those_of_one_rank(tiny_model):
         assert found == expected
 
 
+def test_a_rank_counts_what_it_sends(tiny_model):
+    tiny = tiny_model("opt")
+
+    def work(pipeline):
+        with LLM(str(tiny.folder), pipeline=pipeline, device="cpu", dtype="float32",
+                 policy=small(gpu_batch_size=1, num_gpu_batches=2), progress=False) as llm:
+            if pipeline.rank:
+                return llm.follow()
+            sent = []
+            for _ in range(2):
+                llm.generate([[5, 6, 7], [8, 9]], max_new_tokens=4, eos_token_id=-1)
+                sent.append(llm.stats.sent_bytes)
+            return sent, llm.model_config.hidden_size
+
+    (first, again), hidden = in_ranks(2, work)
+    # Of each call the float32 states of the prompts, and of all new tokens but the last.
+    assert first == again == 4 * hidden * (5 + 2 * 3)
+
+
 def test_bounds_of_the_first_rank_count(tiny_model):
     tiny = tiny_model("llama")
     layers = {}

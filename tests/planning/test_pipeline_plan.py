@@ -13,6 +13,7 @@ from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.cost import estimate
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import (
+    Network,
     estimate_ranks,
     judge_ranks,
     layer_seconds,
@@ -68,6 +69,20 @@ def test_ranks_share_the_time_and_fill_the_pipeline_once():
         estimate(HARDWARE, single).step.seconds)
 
 
+def test_a_network_counts_where_it_is_slower_than_the_ranks():
+    run = run_of(LARGE)
+    bounds = (0, 16, 32, 48)
+    near, far = (estimate_ranks(bounds, HARDWARE, run, Network(rate)) for rate in (1e18, 1e3))
+    alone = estimate_ranks(bounds, HARDWARE, run)
+    assert near.seconds == pytest.approx(alone.seconds)
+    step = 4 * 6 * LARGE.hidden_size * 2 / 1e3  # of all batches, once for each rank
+    assert far.step.seconds == pytest.approx(step)
+    # The last one's begins when two groups of six have passed.
+    assert far.prefill.seconds == pytest.approx(64 * step * (1 + 1 / 6), rel=0.1)
+    late = estimate_ranks(bounds, HARDWARE, run, Network(1e18, 10.0))
+    assert late.step.seconds == pytest.approx(60)
+
+
 def test_weights_that_are_fetched_are_so_for_each_group():
     run = run_of(LARGE, weights=planning_cases.ON_DISK)
     first, _ = runs_of_ranks(run, (0, 24, 48))
@@ -112,6 +127,16 @@ def test_a_search_proposes_what_fits_on_every_rank():
     assert rates[0] > 2 * one.tokens_per_second
     refused(lambda: search_ranks(HARDWARE, request, 2, MemoryLimits(None, 1 << 20, 1 << 20)),
             "the run does not fit")
+
+
+def test_a_search_leaves_room_for_messages():
+    """Hidden states of prompts fill a small GPU to the brim: those on their way count, too."""
+    gpu = planning_cases.GPU
+    limits = MemoryLimits(6 << 30, gpu.cpu_bytes, gpu.disk_bytes)
+    request = PlanRequest(model=LARGE, prompt_len=512, gen_len=16, itemsize=2, prompts=256)
+    found = search_ranks(gpu, request, 4, limits)
+    assert len(found) > 1
+    assert found[0].choice.run.workload.num_gpu_batches >= 4
 
 
 def test_bounds_fall_back_to_the_layers_number_where_the_times_do_not_fit():
