@@ -23,9 +23,9 @@ HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
 PIPELINE, REPLICAS = "pipeline", "replicas"
 CACHES = {"full": CacheOptions(),
           "H2O 20 %": CacheOptions(H2OConfig(heavy_ratio=0.1, recent_ratio=0.1))}
-ASSUMED = ("each machine is a GPU and a host of its own as in the hardware file; hidden states have "
-           "the network for themselves and travel while ranks compute; weights and cache in 16 "
-           "bits; replicas share the prompts equally; loading is left out")
+ASSUMED = ("each machine is a GPU and a host of its own as in the hardware file; hidden states "
+           "have the network for themselves and travel while ranks compute; weights and cache in "
+           "16 bits; replicas share the prompts equally; loading is left out")
 
 
 @dataclass(frozen=True)
