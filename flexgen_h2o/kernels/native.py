@@ -132,25 +132,25 @@ def _call(name: str, struct: str, *, steps: Steps | None = None,
 def bound(calls: Sequence[tuple[str, ctypes.Structure]]) -> Callable[[], None]:
     """A function that makes these calls of abi.OPERATIONS in order, on the instruction set of now.
 
-    Whoever calls it keeps what the arguments point to. What it raises: see `_check`.
+    The caller keeps what the arguments point to. What the function raises: see `_check`.
     """
     numbers = {name: number for number, name in enumerate(abi.OPERATIONS)}
     steps = (_STRUCTS["Step"] * len(calls))(*(
         (numbers[name], ctypes.addressof(arguments)) for name, arguments in calls))
-    program = _STRUCTS["Program"](ctypes.addressof(steps), len(calls))
-    function, chosen, held = _library().h2o_program, SETS.index(instruction_set()), list(calls)
-    address = ctypes.byref(program)
+    program = ctypes.byref(_STRUCTS["Program"](ctypes.addressof(steps), len(calls)))
+    function, chosen = _library().h2o_program, SETS.index(instruction_set())
+    held = steps, list(calls)  # the structs live as long as the function
 
     def run() -> None:
-        status = function(chosen, address)
+        status = function(chosen, program)
         if status:
-            _check(f"one of {', '.join(dict(held))}", status)
+            _check(f"one of {', '.join(dict(held[1]))}", status)
 
-    run.steps = steps  # lives as long as the function
     return run
 
 
 def _check(name: str, status: int) -> None:
+    """Raise what a status other than 0 says (Status of cpu/kernels.h)."""
     if status == 1:
         raise MemoryError(f"no memory for the workspace of {name}")
     if status == 2:
