@@ -72,7 +72,7 @@ def test_steps_that_the_time_does_not_suffice_for_are_left_out(bench, clock):
             done.append(name)
             clock.now += seconds
 
-        return bench.gpu_comparison.Step("check", name, call, reserve)
+        return bench.gpu_comparison.CheckStep("check", name, call, reserve)
 
     bench.gpu_comparison.run_steps(
         [step("a", 4), step("b", 3, 5), step("c", 1, 5), step("d", 3), step("e", 1)], deadline,
@@ -82,7 +82,7 @@ def test_steps_that_the_time_does_not_suffice_for_are_left_out(bench, clock):
 
 def test_a_check_that_is_left_out_has_failed_and_a_timing_has_not(bench, rows):
     for kind in ("check", "time"):
-        rows.skip(bench.gpu_comparison.Step(kind, "decode", None))
+        rows.skip(bench.gpu_comparison.CheckStep(kind, "decode", None))
     check, timing = rows.rows
     assert check["passed"] is False and timing["passed"] == ""
     assert math.isnan(check["measured"]) and check["unit"] == timing["unit"] == "no time left"

@@ -123,4 +123,5 @@ def test_no_command_makes_an_llm_of_its_own():
     found = {str(path.relative_to(root)) for path in root.rglob("*.py")
              for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
              if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "LLM"}
-    assert found == {"cli/llm_arguments.py", "integrations/lm_eval/model.py"}
+    assert found == {"cli/llm_arguments.py", "integrations/lm_eval/model.py",
+                     "integrations/ray/generator.py"}
