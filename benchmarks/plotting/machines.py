@@ -46,8 +46,9 @@ def _bar(axes, place: float, row: Row, width: float, handles: dict[str, object])
     bars = axes.bar(place, rate, width, color=_COLOURS[way], hatch=_HATCHES.get(way),
                     edgecolor="white")
     handles.setdefault(way, bars[0])
-    axes.annotate(f"{rate:.3g}", (place, rate), (0, 3), textcoords="offset points", ha="center",
-                  fontsize=10)
+    words = f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
+    axes.annotate(words, (place, rate), (0, 3), textcoords="offset points", ha="center",
+                  fontsize=10 if width > _WIDTH else 8, rotation=0 if width > _WIDTH else 90)
 
 
 def _measured(axes, rows: Sequence[Row], handles: dict[str, object]) -> None:
@@ -78,5 +79,6 @@ def _simulated(axes, rows: Sequence[Row], handles: dict[str, object]) -> None:
     log_numbers(axes.yaxis, [positive(row, "tokens_per_s") for row in rows if row["tokens_per_s"]])
     axes.set_xticks(range(len(jobs)), [f"{model.split('/')[-1]}, {cache}, {prompts} prompts"
                                        for model, cache, prompts in jobs], rotation=60, ha="right")
+    axes.set_ylim(top=4 * axes.get_ylim()[1])  # room for the words above the bars
     axes.set_title(f"Simulated: {rows[0]['processes']} x {rows[0]['hardware']}", loc="left")
     axes.grid(axis="y", color="0.9")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -48,8 +49,20 @@ def cluster() -> Iterator[None]:
         assert folder.is_dir()
         yield
     assert not folder.exists() and not found.is_initialized()
+    gc.collect()  # a generator's processes go with it, and it may be part of a cycle
     left = [each for each in psutil.Process().children(recursive=True) if each.pid not in before]
-    assert not psutil.wait_procs(left, timeout=30)[1]
+    alive = psutil.wait_procs(left, timeout=60)[1]
+    # Python's own tracker of shared memory stays as long as the process that has started it.
+    left_behind = [found for found in map(command_line, alive) if "resource_tracker" not in found]
+    assert not any(left_behind), left_behind
+
+
+def command_line(process: psutil.Process) -> str:
+    """What a process runs; nothing if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def requests(count: int = 12) -> list[dict[str, object]]:
