@@ -100,12 +100,19 @@ class LayerCachePlan:
     like: int
 
 
+def _budgets(batch_layout: BatchLayout, h2o: H2OConfig | None, layer: int) -> tuple:
+    """A key that layers share whose sequences have the same budgets at each step."""
+    sizes = tuple(budget(h2o, layer, length) for length in batch_layout.lengths)
+    grow = h2o is not None and h2o.budget_of == "text"
+    return (*sizes, *(h2o.ratios(layer) if grow else ()))
+
+
 def layer_cache_plans(batch_layout: BatchLayout, h2o: H2OConfig | None,
                       num_layers: int) -> list[LayerCachePlan]:
     """One for each layer."""
     seen: dict[tuple, int] = {}
-    like = [seen.setdefault(tuple(budget(h2o, layer, length) for length in batch_layout.lengths),
-                            layer) for layer in range(num_layers)]
+    like = [seen.setdefault(_budgets(batch_layout, h2o, layer), layer)
+            for layer in range(num_layers)]
     evicts = batch_layout.evicts or evicting_layers(batch_layout.sizes, h2o, num_layers)
     return [LayerCachePlan(*plan) for plan in zip(
         slots_of(batch_layout.sizes, h2o, num_layers), evicts, like, strict=True)]

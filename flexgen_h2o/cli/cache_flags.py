@@ -33,6 +33,7 @@ def h2o_config(flags: RunFlags) -> H2OConfig | None:
     sizes = _counts(flags) if set(given) & set(_COUNTS) else _ratios(flags, given)
     return H2OConfig(
         **sizes,
+        budget_of=flags.budget_of,
         sink_tokens=_sinks(flags),
         score=flags.score,
         decay=flags.score_decay,
@@ -71,6 +72,9 @@ def _check_sized(flags: RunFlags, given: list[str]) -> None:
     if flags.eviction in _WINDOWS and len(counts) == 2:
         raise UserError(f"{flag('num_heavy_hitter_tokens')} has no effect with "
                         f"{flag('eviction')} {flags.eviction}: leave it out")
+    if counts and flags.budget_of != "prompt":
+        raise UserError(f"{flag('budget_of')} {flags.budget_of} has no effect on {counts[0]}, "
+                        "which counts tokens: leave one of them out")
     if flags.evict_while_prefilling and flags.prefill_chunk is None:
         raise UserError(f"{flag('evict_while_prefilling')} evicts after each chunk of a "
                         "prompt: say how many tokens one has, such as "
@@ -86,6 +90,7 @@ def _check_full(flags: RunFlags) -> None:
     idle = {
         f"{flag('eviction')} {flags.eviction}": flags.eviction in _WINDOWS,
         flag("score"): flags.score != "sum",
+        f"{flag('budget_of')} {flags.budget_of}": flags.budget_of != "prompt",
         flag("sink_tokens"): flags.sink_tokens,
         flag("enable_position_rolling"): flags.enable_position_rolling,
         f"{flag('hh_all')} false": not flags.hh_all,

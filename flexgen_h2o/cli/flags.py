@@ -10,7 +10,7 @@ from typing import Any
 
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.config.formats import DTYPES
-from flexgen_h2o.config.h2o import EVICTIONS, SCORES, SINK_WINDOW_SINKS, H2OConfig
+from flexgen_h2o.config.h2o import BUDGETS_OF, EVICTIONS, SCORES, SINK_WINDOW_SINKS, H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 
 AUTO = "auto"
@@ -185,6 +185,11 @@ class RunFlags:
     recent_ratio: float | tuple[float, ...] | None = _flag(
         "cache", "ratios", None, metavar="X", shown="as --hh-ratio",
         help="recent tokens to keep, where not as many as heavy hitters; in the same forms",
+    )
+    budget_of: str = _flag(
+        "cache", "text", "prompt", choices=BUDGETS_OF,
+        help="what --hh-ratio and --recent-ratio are fractions of: the prompt's tokens, or all "
+        "tokens so far, so that the cache grows with the text",
     )
     num_heavy_hitter_tokens: int | None = _flag(
         "cache", "int", None, low=0, shown="half of --num-window-length",

@@ -13,6 +13,7 @@ SINK_WINDOW_SINKS = 4
 """Sinks of ``--eviction sink-window``, as in StreamingLLM (arXiv 2309.17453)."""
 SCORES = ("sum", "mean", "decay")
 POSITIONS = ("original", "rolling")
+BUDGETS_OF = ("prompt", "text")
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,14 @@ class H2OConfig:
     Parameters
     ----------
     heavy_ratio, recent_ratio : float or sequence of float, optional
-        Shares of each sequence's own prompt length, over 0 and at most 1; a sequence gives one per
-        decoder layer. `recent_ratio` defaults to `heavy_ratio`.
+        Shares of each sequence's own tokens, see `budget_of`, over 0 and at most 1; a sequence
+        gives one per decoder layer. `recent_ratio` defaults to `heavy_ratio`.
     heavy_tokens, recent_tokens : int, optional
         Counts in place of ratios: tokens per sequence, layer and KV head. `recent_tokens` defaults
         to `heavy_tokens`, which may be 0.
+    budget_of : str
+        What ratios are shares of: ``"prompt"``, its length, as in the authors' code; ``"text"``,
+        all tokens so far, as in the paper's experiments: the cache grows with what is generated.
     sink_tokens : int
         The first tokens of a sequence, kept beside the others.
     score : str
@@ -61,6 +65,7 @@ class H2OConfig:
     recent_ratio: float | Sequence[float] | None = None
     heavy_tokens: int | None = None
     recent_tokens: int | None = None
+    budget_of: str = "prompt"
     sink_tokens: int = 0
     score: str = "sum"
     decay: float = 0.98
@@ -78,6 +83,7 @@ class H2OConfig:
         check_choice("positions", self.positions, POSITIONS)
         for name in ("evict_generated", "simulate", "drop_positions"):
             check_bool(name, getattr(self, name))
+        self._check_budget_of()
         if self.prompt_chunk is not None:
             check_int("prompt_chunk", self.prompt_chunk, low=1)
             if self.is_full:
@@ -106,6 +112,20 @@ class H2OConfig:
                 "sink_tokens has no effect on the full cache: give heavy_ratio, heavy_tokens, "
                 "recent_ratio or recent_tokens"
             )
+
+    def _check_budget_of(self) -> None:
+        check_choice("budget_of", self.budget_of, BUDGETS_OF)
+        if self.budget_of == "prompt":
+            return
+        if self.heavy_ratio is None and self.recent_ratio is None:
+            raise UserError("budget_of 'text' has no effect without a ratio: give heavy_ratio or "
+                            "recent_ratio, or leave it out")
+        if not self.evict_generated:
+            raise UserError("budget_of 'text' has no effect where only the prompt is cut: leave "
+                            "evict_generated (--hh-all) on")
+        if self.prompt_chunk is not None:
+            raise UserError("eviction inside prompts knows shares of the whole prompt alone: leave "
+                            "budget_of 'text' or prompt_chunk (--evict-while-prefilling) out")
 
     def _per_layer(self) -> dict[str, tuple[float, ...]]:
         """The ratios that are given per layer."""

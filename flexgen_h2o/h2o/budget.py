@@ -29,26 +29,28 @@ class Budget:
         return self.heavy + self.recent + self.sinks
 
 
-def budget(h2o: H2OConfig | None, layer: int, prompt_len: int) -> Budget | None:
-    """The budget of a sequence whose prompt has `prompt_len` tokens.
+def budget(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -> Budget | None:
+    """The budget of a sequence whose prompt has `prompt_len` tokens, and `new` came after it.
 
-    A ratio r gives ``int(r * prompt_len)``, at least 1. `layer` counts decoder layers from 0.
-    Returns None where the configuration never evicts.
+    A ratio r gives ``int(r * n)``, at least 1, where n are the tokens of the prompt, or all of them
+    (`H2OConfig.budget_of`). `layer` counts decoder layers from 0. Returns None where the
+    configuration never evicts.
     """
     if h2o is None or h2o.is_full_at(layer):
         return None
     heavy_ratio, recent_ratio = h2o.ratios(layer)
+    tokens = prompt_len + new if h2o.budget_of == "text" else prompt_len
     heavy = h2o.heavy_tokens or 0  # neither a ratio nor a count: a window
     recent = heavy if h2o.recent_tokens is None else h2o.recent_tokens
     if heavy_ratio is not None:
-        heavy = _share(heavy_ratio, prompt_len)
+        heavy = _share(heavy_ratio, tokens)
     if recent_ratio is not None:
-        recent = _share(recent_ratio, prompt_len)
+        recent = _share(recent_ratio, tokens)
     return Budget(heavy, recent, h2o.sink_tokens)
 
 
-def _share(ratio: float, prompt_len: int) -> int:
-    return max(1, int(ratio * prompt_len + _RATIO_SLACK))
+def _share(ratio: float, tokens: int) -> int:
+    return max(1, int(ratio * tokens + _RATIO_SLACK))
 
 
 def kept(h2o: H2OConfig | None, layer: int, prompt_len: int) -> int:
@@ -62,9 +64,26 @@ def cached(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
     size = budget(h2o, layer, prompt_len)
     if size is None:
         return prompt_len + new
-    if h2o.evict_generated:
-        return min(prompt_len + new, size.total)
-    return min(prompt_len, size.total) + new
+    if not h2o.evict_generated:
+        return min(prompt_len, size.total) + new
+    if h2o.budget_of == "text":
+        return _cached_of_text(h2o, layer, prompt_len, new)
+    return min(prompt_len + new, size.total)
+
+
+def _cached_of_text(h2o: H2OConfig, layer: int, prompt_len: int, new: int) -> int:
+    """The tokens of a cache whose budget grows: a step adds one at most, whatever the budget has
+    grown by, so each earlier budget with the tokens since then is a bound."""
+    growth = sum(ratio for ratio in h2o.ratios(layer) if ratio is not None)
+    found = prompt_len + new
+    for back in range(max(new, 0) + 1):  # -1: before a prompt's last token
+        # A budget of ratios is less than two tokens off the line through its growth.
+        if (1 - growth) * back >= 2:
+            break
+        size = budget(h2o, layer, prompt_len, new - back)
+        assert size is not None  # the layer evicts
+        found = min(found, size.total + back)
+    return found
 
 
 def slots(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:

@@ -17,7 +17,7 @@ def decode_metadata(prompts: Sequence[int], tokens: Sequence[int], h2o: H2OConfi
     Parameters
     ----------
     prompts : sequence of int
-        Tokens of each prompt, which set the budgets.
+        Tokens of each prompt.
     tokens : sequence of int
         Tokens of each sequence, the evicted ones and the new one included.
 
@@ -28,7 +28,7 @@ def decode_metadata(prompts: Sequence[int], tokens: Sequence[int], h2o: H2OConfi
     """
     rows = []
     for prompt, count in zip(prompts, tokens, strict=True):
-        size = budget(h2o, layer, prompt)
+        size = budget(h2o, layer, prompt, count - prompt)
         before = cached(h2o, layer, prompt, count - 1 - prompt)
         full = size is not None and h2o.evict_generated and before >= size.total
         rows.append((before, count, size.recent if size else 0, int(full)))

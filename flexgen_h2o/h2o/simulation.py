@@ -151,4 +151,6 @@ class SimulatedCache:
 
     def _budget(self, key: tuple[int, int, int]) -> Budget | None:
         layer, batch, sequence = key
-        return budget(self._h2o, layer, self._batch_layouts[batch].lengths[sequence])
+        length = self._batch_layouts[batch].lengths[sequence]
+        tokens = self._memories[key].keys.shape[1]
+        return budget(self._h2o, layer, length, max(0, tokens - length))

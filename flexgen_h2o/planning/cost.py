@@ -341,6 +341,9 @@ class _Costs:
         for layer in range(self._model.num_layers):
             first, last = (cached(run.cache.h2o, layer, load.prompt_len, new)
                            for new in (0, steps - 1))
+            if run.cache.h2o is not None and run.cache.h2o.budget_of == "text":
+                total += steps * (first + last) / 2
+                continue
             growing = last - first  # a token each step, up to the budget
             total += (growing + 1) * (first + last) / 2 + (steps - 1 - growing) * last
         return total / steps / self._model.num_layers + 1

@@ -1,7 +1,7 @@
 """How many tokens stay cached, from what is documented of a configuration."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.h2o import H2OConfig
@@ -44,3 +44,25 @@ def test_ratio_examples(share, prompt_len, count):
 ])
 def test_sizes_left_out(values, expected):
     assert budget(H2OConfig(**values), 0, 10) == expected
+
+
+@given(st.data())
+def test_a_budget_of_the_text_grows_a_token_a_step_at_most(data):
+    """Step by step: a new token is cached, and one goes where the budget has no room for it."""
+    share = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)
+    h2o = H2OConfig(heavy_ratio=data.draw(st.none() | share), recent_ratio=data.draw(share),
+                    sink_tokens=data.draw(st.integers(0, 4)), budget_of="text")
+    assume(not h2o.is_full)
+    prompt_len = data.draw(st.integers(1, 300))
+    held = min(prompt_len, budget(h2o, 0, prompt_len).total)
+    for new in range(200):
+        if new:
+            held = min(held + 1, budget(h2o, 0, prompt_len, new).total)
+        assert (cached(h2o, 0, prompt_len, new), slots(h2o, 0, prompt_len, new)) == (held, held)
+
+
+def test_what_a_ratio_is_a_share_of():
+    for of, total in (("prompt", 20), ("text", 30)):
+        h2o = H2OConfig(heavy_ratio=0.1, budget_of=of)
+        assert budget(h2o, 0, 100).total == 20
+        assert budget(h2o, 0, 100, 50).total == cached(h2o, 0, 100, 59) == total

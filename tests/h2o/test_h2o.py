@@ -76,6 +76,10 @@ VARIANTS = {
     "window": {"heavy_tokens": 0, "recent_ratio": 0.2},
     "sinks and window": {"heavy_tokens": 0, "recent_tokens": 5, "sink_tokens": 3},
     "sinks and heavy": {"heavy_tokens": 4, "recent_ratio": 0.05, "sink_tokens": 2},
+    "of the text": {"heavy_ratio": 0.1, "budget_of": "text"},
+    "half of the text": {"heavy_ratio": 0.3, "recent_ratio": 0.2, "budget_of": "text"},
+    "by layer, of the text": {"heavy_ratio": [0.1, 0.11, 0.5], "recent_ratio": 0.1,
+                              "budget_of": "text"},
     "prompt only": {"heavy_ratio": 0.1, "evict_generated": False},
     "counts": {"heavy_tokens": 6, "recent_tokens": 2},
     "one token": {"heavy_tokens": 0, "recent_tokens": 1},
@@ -118,11 +122,16 @@ def test_any_budget_any_batch(tiny_model, data):
     """Budgets, prompts and batches at random, against the simulation."""
     tiny = tiny_model("llama")
     lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))
-    heavy, recent = data.draw(st.tuples(st.integers(0, 12), st.integers(1, 12)))
-    options = {"heavy_tokens": heavy, "recent_tokens": recent,
-               "sink_tokens": data.draw(st.integers(0, 3)),
+    if data.draw(st.booleans()):
+        share = st.sampled_from([0.05, 0.15, 0.3, 0.5])
+        sizes = {"heavy_ratio": data.draw(share), "recent_ratio": data.draw(share),
+                 "budget_of": "text"}
+    else:
+        heavy, recent = data.draw(st.tuples(st.integers(0, 12), st.integers(1, 12)))
+        sizes = {"heavy_tokens": heavy, "recent_tokens": recent,
+                 "evict_generated": data.draw(st.booleans())}
+    options = {**sizes, "sink_tokens": data.draw(st.integers(0, 3)),
                "score": data.draw(st.sampled_from(["sum", "mean", "decay"])),
-               "evict_generated": data.draw(st.booleans()),
                "positions": data.draw(st.sampled_from(["original", "rolling"]))}
     policy = {"gpu_batch_size": data.draw(st.integers(1, 5)),
               "num_gpu_batches": data.draw(st.integers(1, 2)),

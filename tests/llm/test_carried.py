@@ -19,6 +19,7 @@ from flexgen_h2o.errors import UserError
 CACHES = {
     "full": {},
     "h2o": {"h2o": H2OConfig(heavy_ratio=0.15)},
+    "of the text": {"h2o": H2OConfig(heavy_ratio=0.15, budget_of="text")},
     "mean, sinks, some evict": {"h2o": H2OConfig(heavy_tokens=6, recent_tokens=5, sink_tokens=2,
                                                  score="mean")},
     "rolling, some evict": {"h2o": H2OConfig(heavy_tokens=8, recent_tokens=7,

@@ -130,7 +130,7 @@ def enable_h2o(model: Any, h2o: H2OConfig, *, cache_bits: int = 16) -> EnabledH2
         OPT, LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX; not modified but for its attention
         implementation and, on this one object, `generate`.
     h2o : H2OConfig
-        ``drop_positions`` needs `LLM`.
+        ``drop_positions`` and ``budget_of="text"`` need `LLM`.
     cache_bits : int
         16: keys and values in the model's dtype; 8 or 4: in groups of codes with scales.
 

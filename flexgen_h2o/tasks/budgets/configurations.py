@@ -1,8 +1,9 @@
 """The caches that the quality task compares: policies over budgets, and variants of one. No torch.
 
 A variant may have quantized weights too, and is compared with the full cache and exact weights.
-A budget is a percentage of each sequence's own prompt: all that stays cached of it, but for the
-sinks of ``sink-window``, which come on top, since 4 tokens are another share of every sequence.
+A budget is a percentage of each sequence's own prompt, or of its text so far: all that stays cached
+of it, but for the sinks of ``sink-window``, which come on top, since 4 tokens are another share of
+every sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flexgen_h2o.h2o import budget as cache_budget
 
 POLICIES = ("full", "h2o", "window", "sink-window")  # in the words of --eviction
 # What --only picks from: the policies, the variants of h2o by what they vary, quantized weights.
-GROUPS = (*POLICIES, "score", "positions", "chunks", "bits", "weights")
+GROUPS = (*POLICIES, "text", "score", "positions", "chunks", "bits", "weights")
 VARIED = (5, 20)  # percent: a tight and a usual budget
 CHUNKS = (16, 64)  # tokens of a prompt after each of which eviction acts in it, too
 USUAL = 20
@@ -24,7 +25,7 @@ USUAL = 20
 
 @dataclass(frozen=True)
 class Configuration:
-    """One cache. `budget` is in percent of the prompt (100 for the full cache).
+    """One cache. `budget` is in percent of what `budget_of` says (100 for the full cache).
 
     Bits are 16 (as the run's dtype), 8 or 4.
     """
@@ -36,6 +37,7 @@ class Configuration:
     cache_bits: int = 16
     weight_bits: int = 16
     prompt_chunk: int | None = None
+    budget_of: str = "prompt"
 
     @property
     def variant(self) -> str:
@@ -58,6 +60,8 @@ class Configuration:
             return f"{self.cache_bits}-bit"
         if self.score != "sum":
             return self.score
+        if self.budget_of != "prompt":
+            return f"of the {self.budget_of}"
         if self.prompt_chunk is not None:
             return f"chunks of {self.prompt_chunk}"
         return self.positions if self.positions != "original" else ""
@@ -74,6 +78,8 @@ class Configuration:
             return "bits"
         if self.score != "sum":
             return "score"
+        if self.budget_of != "prompt":
+            return "text"
         if self.prompt_chunk is not None:
             return "chunks"
         return "positions" if self.positions != "original" else self.policy
@@ -85,7 +91,8 @@ class Configuration:
             return None
         if self.policy == "h2o":
             return H2OConfig(heavy_ratio=share / 2, recent_ratio=share / 2, score=self.score,
-                             positions=self.positions, prompt_chunk=self.prompt_chunk)
+                             positions=self.positions, prompt_chunk=self.prompt_chunk,
+                             budget_of=self.budget_of)
         sinks = SINK_WINDOW_SINKS if self.policy == "sink-window" else 0
         return H2OConfig(heavy_tokens=0, recent_ratio=share, sink_tokens=sinks,
                          positions=self.positions)
@@ -126,8 +133,8 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
     found += [Configuration(policy, budget) for policy in POLICIES[1:] for budget in budgets]
     for budget in (budget for budget in VARIED if budget in budgets):
         plain = Configuration("h2o", budget)
-        found += [replace(plain, score="mean"), replace(plain, score="decay"),
-                  replace(plain, positions="rolling")]
+        found += [replace(plain, budget_of="text"), replace(plain, score="mean"),
+                  replace(plain, score="decay"), replace(plain, positions="rolling")]
         found += [replace(plain, prompt_chunk=chunk) for chunk in CHUNKS]
     if USUAL in budgets:
         found += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]

@@ -10,7 +10,7 @@ from flexgen_h2o.tasks.budgets.configurations import USUAL
 
 _POLICIES = ("h2o", "window", "sink-window")
 _MARKERS = {"8-bit": "D", "4-bit": "v", "mean": "P", "decay": "X", "rolling": "*",
-            "chunks of 16": "<", "chunks of 64": ">"}
+            "of the text": "^", "chunks of 16": "<", "chunks of 64": ">"}
 _STEP = 1.6  # percent on the axis between variants, which all have the same budget
 
 
