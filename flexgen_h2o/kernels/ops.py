@@ -145,7 +145,7 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
 def skinny(x: Tensor, weight: Tensor) -> bool:
     """True if `linear_skinny` can do a product, and `dispatch` prefers it to PyTorch's."""
     return (len(x) <= SKINNY_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
-            and x.shape[1] % 2 == 0 and x.stride(1) == weight.stride(1) == 1
+            and x.stride(1) == weight.stride(1) == 1
             and not plain_torch("cpu")
             and dispatch.choice("linear", len(x), x.dtype) == "skinny")
 
