@@ -52,24 +52,25 @@ INLINE void copy_row(const bf16* from, int64_t count, float* to) {
 using Element = Operands::Element;
 constexpr int64_t SIZE = Operands::SIZE;
 
-// M rows of weights by R rows of x, to sums [M, QUADS]. Of the weights that come `ahead` elements
-// later every PASSES-th row is asked for, from row `pass` on.
+// M rows of weights by R rows of x, to sums [R, M]; meanwhile M rows at `later` are asked for.
 template <int M, int R>
 INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, int64_t x_row,
-                     int64_t inputs, int64_t ahead, int64_t pass, int64_t passes, float* to) {
-    Floats sums[M][R] = {};
+                     int64_t inputs, const bf16* const* later, float* to) {
+    Floats all[R][M] = {};
     const auto step = [&](const bf16* from, int64_t stride, int64_t k) {
         Operands::Vector mine[M];
         for (int m = 0; m < M; m++) mine[m] = Operands::weights(from + m * stride);
+#pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             const Operands::Vector some = Operands::inputs(x + r * x_row + k);
-            for (int m = 0; m < M; m++) sums[m][r] = Operands::add(sums[m][r], mine[m], some);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) all[r][m] = Operands::add(all[r][m], mine[m], some);
         }
     };
     int64_t k = 0;
     for (; k + SIZE <= inputs; k += SIZE) {
-        for (int64_t m = pass; m < M; m += passes)
-            __builtin_prefetch(weights + m * weight_row + k + ahead, 0, 2);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) __builtin_prefetch(later[m] + k, 0, 2);
         step(weights + k, weight_row, k);
     }
     if (k < inputs) {
@@ -79,8 +80,15 @@ INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, 
                         static_cast<size_t>(inputs - k) * sizeof *rest);
         step(rest, SIZE, k);
     }
-    for (int m = 0; m < M; m++)
-        for (int r = 0; r < R; r++) to[r * M + m] = sum(sums[m][r]);
+#pragma GCC unroll 4  // else the sums go by way of memory
+    for (int r = 0; r < R; r++) {
+        if constexpr (M == 4) {
+            ISA::sums(all[r], to + r * M);
+            continue;
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) to[r * M + m] = sum(all[r][m]);
+    }
 }
 
 // M outputs from `first` on.
@@ -88,15 +96,18 @@ template <int M>
 void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
     const bf16* weights = static_cast<const bf16*>(a.weight) + first * a.weight_row;
     const bf16* bias = a.bias ? static_cast<const bf16*>(a.bias) + first : nullptr;
-    const int64_t ahead = M * a.weight_row, passes = (a.rows + QUADS - 1) / QUADS;
+    const int64_t passes = (a.rows + QUADS - 1) / QUADS;
     for (int64_t pass = 0; pass < passes; pass++) {
         const int64_t row = pass * QUADS, left = a.rows - row;
         const int64_t rows = left < QUADS ? left : QUADS;
         const Element* mine = x + row * x_row;
         float sums[QUADS * M];
+        const bf16* later[M];  // each pass has its part of the next block
+        for (int m = 0; m < M; m++)
+            later[m] = weights + (M + (pass + m * passes) % M) * a.weight_row;
         const auto multiply = [&](auto count) {
-            products<M, decltype(count)::value>(weights, a.weight_row, mine, x_row, a.inputs, ahead,
-                                                pass, passes, sums);
+            products<M, decltype(count)::value>(weights, a.weight_row, mine, x_row, a.inputs, later,
+                                                sums);
         };
         switch (rows) {
             case 1: multiply(Count<1>{}); break;
@@ -119,7 +130,8 @@ int linear_skinny(const Linear& a) {
 #if defined(TILES)
     if (a.rows > VECTOR_ROWS) return tiled_linear(a);
 #endif
-    const int64_t x_row = (a.inputs + SIZE - 1) / SIZE * SIZE;
+    // A line apart, rows do not push each other out of L1.
+    const int64_t x_row = (a.inputs + SIZE - 1) / SIZE * SIZE + SIZE;
     const Memory<Element> x = memory<Element>(a.rows * x_row);
     if (!x) return NO_MEMORY;
     std::memset(x.get(), 0, static_cast<size_t>(a.rows * x_row) * sizeof(Element));

@@ -1,8 +1,9 @@
 // linear_quantized: products with quantized matrices.
 //
 // Outputs are the lanes of vectors, so that blocks are read as they lie, in one stream, and nothing
-// is summed across lanes. Sums of codes by x are scaled group by group. For few rows codes are taken
-// apart in registers; for more of them once for a panel of rows, into a buffer that stays in L1.
+// is summed across lanes. Sums of codes by x are scaled group by group. Pairs of bfloat16 come out of
+// codes in registers, beside the products; floats cost more, and come for a panel of rows once, into
+// a buffer that stays in L1.
 #include "outputs.h"
 #include "panel.h"
 #include "product_tiles.h"
@@ -14,10 +15,8 @@ constexpr int64_t AHEAD = 8;  // blocks of a tile that are asked for beforehand
 constexpr int VECTORS = 2;    // of outputs, in registers together
 #if defined(__AVX512F__)
 constexpr int ROWS = 8;       // of x, in registers together
-constexpr int64_t FEW = 16;   // rows for which a buffer of codes does not pay
 #else
 constexpr int ROWS = 4;
-constexpr int64_t FEW = 4;
 #endif
 static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (VECTORS * WIDTH) == 0, "two tiles");
 
@@ -76,11 +75,14 @@ constexpr int chains(int rows, int steps) {
 template <int CHAINS, int R>
 INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* sums, int64_t column,
                        float* totals, const Workspace& w) {
+#pragma GCC unroll 16  // else the sums go by way of memory
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++) {
             const int64_t at = column + v * WIDTH;
             float* total = totals + r * COLUMNS + at;
             Floats all = mine[0][r][v];
+#pragma GCC unroll 4
             for (int c = 1; c < CHAINS; c++) all += mine[c][r][v];
             all = fma(all, load(w.scales + at), load(total));
             store(total, fma(load(w.zeros + at), broadcast(sums[r]), all));
@@ -164,7 +166,7 @@ void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t f
     std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
     for (int64_t g = 0; g < m.groups; g++) {
         const Pair pair = group_of<A, bits>(m, tile, tiles, g, w);
-        if (rows <= FEW) {
+        if (A::inputs == 2 || rows <= ROWS) {
             by_rows(rows, [&](auto count, int64_t row) {
                 add_words<A, bits, decltype(count)::value>(p, pair, m.words, g, row, w);
             });
