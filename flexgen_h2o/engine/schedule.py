@@ -190,7 +190,9 @@ class _Run:
 
     def next_layer_step(self, number: int) -> int:
         """The first compute of the next layer step, for one that begins one; else past the last."""
-        return number + len(self.groups[self._group(number)]) if self._begins(number) else self.count
+        if not self._begins(number):
+            return self.count
+        return number + len(self.groups[self._group(number)])
 
     def _changes(self, number: int) -> bool:
         """True if a compute needs other weights than the one before it."""

@@ -35,12 +35,20 @@ class TableLine:
 
 
 TABLE = (
-    TableLine("linear", ("avx2", "avx512", "avx512bf16"), "skinny", most_rows=16,
-              why="WHY16"),
+    TableLine("linear", ("avx2",), "skinny", least_rows=2, most_rows=SKINNY_ROWS,
+              why="One thread of an EPYC, PyTorch held to AVX2 (ATEN_CPU_CAPABILITY=avx2, without "
+                  "oneDNN), 2048 x 4096 in cache: it takes 2.1, 2.9 and 3.0 times as long at 4, 16 "
+                  "and 32 rows, at 1 row 0.7 times."),
+    TableLine("linear", ("avx512",), "skinny", most_rows=SKINNY_ROWS,
+              why="The same with ONEDNN_MAX_CPU_ISA=AVX512_CORE: 1.2, 5.9, 3.9 and 2.9 times as "
+                  "long at 1, 4, 16 and 64 rows."),
+    TableLine("linear", ("avx512bf16",), "skinny", most_rows=32,
+              why="EPYC, 4096 x 16384: PyTorch takes 1.9, 1.5, 1.7 and 1.5 times as long at 1, 4, "
+                  "16 and 32 rows, 1.1 times at 64."),
     TableLine("linear", ("amx",), "skinny", most_rows=SKINNY_ROWS,
-              why="With AMX PyTorch reads weights at 0.69 of the bandwidth from 1 row on (Xeon, 4096 "
-                  "x 16384: 6.35 ms against 4.4) and is bound by them up to 64 rows; ours goes by "
-                  "tiles from 5 rows on."),
+              why="Not timed yet. PyTorch reads weights at 0.69 of the bandwidth from 1 row on "
+                  "(Xeon, 4096 x 16384: 6.35 ms against 4.4) and is bound by them up to 64 rows; "
+                  "ours goes by tiles from 5 rows on."),
 )
 """The first line that matches decides. Times are of bfloat16 on two cores."""
 

@@ -30,7 +30,7 @@ class Program:
         self._tensors: list[Tensor] = []
 
     def add(self, name: str, arguments: ctypes.Structure, tensors: Sequence[Tensor | None]) -> None:
-        """See `native.Steps`. Products that follow one another and share their input are one call."""
+        """See `native.Steps`. Products in a row that share their input become one call."""
         if self._calls and native.joined(self._calls[-1], (name, arguments)):
             self._linked.append(arguments)
         else:

@@ -50,7 +50,7 @@ def unpacks(x, layout):
 
 
 def rounds(x, layout):
-    """Whether the weights are rounded to x's dtype: by PyTorch's way, and by many rows' in tiles."""
+    """Whether weights are rounded to x's dtype: on PyTorch's way, and for many rows in tiles."""
     tiles = (native.missing() is None and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
              and native.instruction_set().startswith("amx"))
     return unpacks(x, layout) or tiles and x.dtype == torch.bfloat16 and len(x) > 64
