@@ -15,12 +15,12 @@ def row(operation, shape, contestant, **values):
             "speedup_over_plain": 1.0, "share_of_roofline": 0.5, "over_sdpa": "", **values}
 
 
-@pytest.mark.parametrize(("isa", "wanted"), [("avx512bf16", ">= 1.7: reached"),
+@pytest.mark.parametrize(("chosen", "wanted"), [("avx512bf16", ">= 1.7: reached"),
                                              ("amx", ">= 2.5: not reached")])
-def test_a_goal_depends_on_the_kind_of_cpu(goals, isa, wanted):
+def test_a_goal_depends_on_the_kind_of_cpu(goals, chosen, wanted):
     rows = [row("linear", "16 x 4096 x 16384", "ours, 4 bits", speedup_over_plain=1.8),
             row("linear", "16 x 4096 x 16384", "plain PyTorch")]
-    (line,) = goals.goal_lines(rows, isa)
+    (line,) = goals.goal_lines(rows, chosen)
     assert line.endswith(wanted) and "1.80" in line
 
 
