@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from kernel_timing import baselines as baselines
+from kernel_timing.goals import goal_lines
 from kernel_timing.rows import (
     DTYPE,
     INDEXED,
@@ -43,10 +44,10 @@ from kernel_timing.rows import (
 )
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
-from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import native, ops, reference, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.models import layers
 
 HEADS, DIM = 32, 128
@@ -58,6 +59,8 @@ SELECTION = (16, Cut(2048, heavy=205, recent=204))
 GROUPED = (16, 32, 1024, DIM)
 MATRIX, ROWS = (16384, 4096), (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 """Outputs and inputs, and rows that are multiplied with them."""
+READING_ROWS = 16
+"""The most rows whose roofline is reading the matrix; for more it is the products."""
 ROUNDED = [(8, 64), (4, 64), (4, 32)]
 """Bits and groups."""
 
@@ -262,7 +265,7 @@ def linear(rows: TimedRows, quick: bool) -> None:
                 wanted = F.linear(x.float(), first.float())
             function(first)
             check(f"linear: {name}, {count} rows", error(out, wanted))
-        flops = 2 * count * weight.numel() if count > SKINNY_ROWS else 0
+        flops = 2 * count * weight.numel() if count > READING_ROWS else 0
         endless = {name: itertools.cycle({"weight": one} for one in inputs[name])
                    for name in functions}
         rows.measure("linear", f"{count} x {MATRIX[1]} x {len(weight)}", functions, endless,
@@ -318,13 +321,15 @@ def main() -> None:
     if why := native.missing():
         parser.error(f"nothing to measure: {why}")
     torch.manual_seed(0)
-    machine = (f"{platform.node()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-               f"{native.instruction_set()}")
+    machine = (f"{platform.node()}, {cpu_model()}, {torch.get_num_threads()} threads, "
+               f"torch {torch.__version__}, {native.instruction_set()}")
     print(machine, flush=True)
     rows = TimedRows(args.repeats)
     for name in args.only:
         OPERATIONS[name](rows, args.quick)
         rows.write(Path(args.out))
+    for line in goal_lines(rows.rows, native.instruction_set()):
+        print(line)
     draw(rows.rows, Path(args.out).with_suffix(".png"), machine)
 
 

@@ -248,3 +248,8 @@ def plan_with(llm, change) -> None:
         return found, change(workload, limits)
 
     llm._memory._planned = planned
+
+
+def calls(program) -> list[str]:
+    """The calls of the C++ library that a `Program` has noted since its last other part."""
+    return [name for name, _ in program._calls]

@@ -16,15 +16,16 @@ import torch
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels import native
 from flexgen_h2o.metrics.figures import new_figure, save
-from flexgen_h2o.metrics.provenance import source_commit
+from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 from flexgen_h2o.storage.links import gemm_rate, memory_read_rate
 
 DTYPE = torch.bfloat16
 ROTATED = 1 << 30
 """Bytes of all the copies that contestants go through in turn."""
 COLUMNS = (
-    "date", "commit", "host", "threads", "torch", "isa", "dtype", "repeats", "operation", "shape",
-    "contestant", "ms", "fastest_ms", "roofline_ms", "share_of_roofline", "limit", "gb_per_s",
+    "date", "commit", "host", "cpu", "threads", "torch", "isa", "dtype", "repeats",
+    "operation", "shape", "contestant", "ms", "fastest_ms", "roofline_ms", "share_of_roofline",
+    "limit", "gb_per_s",
     "over_sdpa", "speedup_over_plain", "speedup_over_16_bits", "extra_mb", "error",
     "expected_error",
 )
@@ -88,7 +89,7 @@ class TimedRows:
     def write(self, path: Path) -> None:
         common = {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "commit": source_commit(), "host": platform.node(),
+            "commit": source_commit(), "host": platform.node(), "cpu": cpu_model(),
             "threads": torch.get_num_threads(), "torch": torch.__version__,
             "isa": native.instruction_set(), "dtype": str(DTYPE).removeprefix("torch."),
             "repeats": self.repeats}

@@ -48,12 +48,13 @@ EMPTY = 2**31 - 1
 MATRIX_TILE = 16
 """Outputs of a quantized matrix that lie together: the lanes of a vector."""
 
-PRODUCT_ROWS, PRODUCT_OUTPUTS = 64, 2 * MATRIX_TILE
+PRODUCT_ROWS, PRODUCT_OUTPUTS = 256, 2 * MATRIX_TILE
 """Rows of the input that meet a block of a quantized matrix while it is in a CPU's nearest cache,
-and the outputs that are computed together: each thread holds so many in float32."""
+and the outputs that are computed together: each thread holds so many in float32, with AMX 4 times
+as many."""
 
-SKINNY_ROWS = 16
-"""The most rows of `linear_skinny`: the lanes of a vector."""
+SKINNY_ROWS = 64
+"""The most rows of `linear_skinny`: what AMX has tiles for sums of."""
 
 QUERY_LANES = 64
 """The most queries that a thread attends with at once, of each of which it holds all weights (with

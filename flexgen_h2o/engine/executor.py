@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -177,7 +177,7 @@ class Executor:
         if self._exchange is None:
             return
         kind = Kind.SEND_TOKENS if self._stage.heads else Kind.SEND_HIDDEN
-        if self._takes_part(replace(step, kind=kind)):
+        if self._takes_part(step._replace(kind=kind)):
             self._ACTIONS[kind](self, step)
 
     def _end_exchange(self, timing: Timing, began: float) -> None:

@@ -16,9 +16,10 @@ sends: hidden states from rank to rank, and the tokens of a forward pass from th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
+from typing import NamedTuple
 
 from flexgen_h2o.config.stage import Stage, groups_of
 
@@ -41,8 +42,7 @@ class Kind(Enum):
     COMPUTE = auto()
 
 
-@dataclass(frozen=True)
-class LayerStep:
+class LayerStep(NamedTuple):
     """One thing to do: issue a load or a store, start attention, or compute.
 
     A receive makes ready for a message, which the compute that needs it waits for; tokens are
@@ -101,7 +101,7 @@ def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: boo
                sep_layer, keeps, stage)
     loaded = 0  # computes of which the cache has been asked for
     yield from run.load_weights(0)
-    for number in range(len(run)):
+    for number in range(run.count):
         current, following = run.compute(number), run.compute(number + 1)
         # With one batch the next hidden states are what the current compute is about to make.
         beside = overlap and following is not None and following.batch != current.batch
@@ -117,7 +117,7 @@ def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: boo
             yield from run.load_cache(run.compute(other))
         loaded = max(loaded, reach + 1)
         if early:
-            yield replace(following, kind=Kind.ATTEND)
+            yield following._replace(kind=Kind.ATTEND)
             yield from run.store_cache(following)
         if not run.ready_ahead(number):
             yield from run.arrivals(current)
@@ -130,7 +130,7 @@ def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: boo
         if not run.splits(number):
             yield from run.store_cache(current)
         if run.ends_layer_step(number):
-            yield replace(current, kind=Kind.RELEASE_WEIGHTS, batch=None)
+            yield current._replace(kind=Kind.RELEASE_WEIGHTS, batch=None)
         if not overlap:
             yield from run.load_weights(number + 1)
         if not beside:
@@ -162,17 +162,19 @@ class _Run:
         return [(group, layer, batch) for group, batches in enumerate(self.groups)
                 for layer in self._own for batch in batches]
 
-    @property
+    @cached_property
     def period(self) -> int:
         """Computes of a forward pass."""
         return len(self._order)
 
-    def __len__(self) -> int:
+    @cached_property
+    def count(self) -> int:
+        """All computes."""
         return self.passes * self.period
 
     def compute(self, number: int) -> LayerStep | None:
         """The compute of a number; None past the last."""
-        if number >= len(self):
+        if number >= self.count:
             return None
         forward_pass, place = divmod(number, self.period)
         _, layer, batch = self._order[place]
@@ -188,7 +190,9 @@ class _Run:
 
     def next_layer_step(self, number: int) -> int:
         """The first compute of the next layer step, for one that begins one; else past the last."""
-        return number + len(self.groups[self._group(number)]) if self._begins(number) else len(self)
+        if not self._begins(number):
+            return self.count
+        return number + len(self.groups[self._group(number)])
 
     def _changes(self, number: int) -> bool:
         """True if a compute needs other weights than the one before it."""
@@ -196,12 +200,12 @@ class _Run:
 
     def ends_layer_step(self, number: int) -> bool:
         """True if the weights of a compute are not those of the next."""
-        return number + 1 == len(self) or self._changes(number + 1)
+        return number + 1 == self.count or self._changes(number + 1)
 
     def load_weights(self, number: int) -> Iterator[LayerStep]:
         """The weights of a compute, if it is the first that needs them."""
-        if number < len(self) and self._changes(number):
-            yield replace(self.compute(number), kind=Kind.LOAD_WEIGHTS, batch=None)
+        if number < self.count and self._changes(number):
+            yield self.compute(number)._replace(kind=Kind.LOAD_WEIGHTS, batch=None)
 
     def attends(self, compute: LayerStep | None) -> bool:
         """True if it is one of a decoder layer, and of the half that attends."""
@@ -220,22 +224,22 @@ class _Run:
 
     def load_cache(self, compute: LayerStep | None) -> Iterator[LayerStep]:
         if self.attends(compute):
-            yield replace(compute, kind=Kind.LOAD_CACHE)
+            yield compute._replace(kind=Kind.LOAD_CACHE)
 
     def store_cache(self, compute: LayerStep) -> Iterator[LayerStep]:
         """Stores of the cache; those of the last pass are read only if the cache is kept."""
         if self.attends(compute) and (self.keeps or compute.forward_pass < self.passes - 1):
-            yield replace(compute, kind=Kind.STORE_CACHE)
+            yield compute._replace(kind=Kind.STORE_CACHE)
 
     def load_hidden(self, compute: LayerStep | None) -> Iterator[LayerStep]:
         """Hidden states come out of the embedding, or from the rank before."""
         if compute is not None and compute.layer > self._own[0]:
-            yield replace(compute, kind=Kind.LOAD_HIDDEN)
+            yield compute._replace(kind=Kind.LOAD_HIDDEN)
 
     def store_hidden(self, compute: LayerStep) -> Iterator[LayerStep]:
         """The head makes none, and those for the next rank go there."""
         if compute.layer < self._own[-1]:
-            yield replace(compute, kind=Kind.STORE_HIDDEN)
+            yield compute._replace(kind=Kind.STORE_HIDDEN)
 
     def _enters(self, compute: LayerStep) -> bool:
         """True if hidden states come from the rank before."""
@@ -247,7 +251,7 @@ class _Run:
         Not where the tokens may be waiting for that compute, nor by the first rank, which would
         wait for them: they come when the rest of the pipeline has them done.
         """
-        if not self.overlap or number == 0 or number >= len(self):
+        if not self.overlap or number == 0 or number >= self.count:
             return False
         compute, before = self.compute(number), self.compute(number - 1)
         apart = self._group(number) != self._group(number - 1)
@@ -259,20 +263,20 @@ class _Run:
         if compute.layer != self._own[0]:
             return
         if not self.stage.heads and compute.forward_pass > 0:
-            yield replace(compute, kind=Kind.TAKE_TOKENS, forward_pass=compute.forward_pass - 1)
+            yield compute._replace(kind=Kind.TAKE_TOKENS, forward_pass=compute.forward_pass - 1)
         if self._enters(compute):
-            yield replace(compute, kind=Kind.RECEIVE_HIDDEN)
+            yield compute._replace(kind=Kind.RECEIVE_HIDDEN)
 
     def receive_tokens(self, compute: LayerStep) -> Iterator[LayerStep]:
         """Made ready for before they can have been sent, so that no send of them ever waits."""
         if compute.layer == self._own[0] and not self.stage.heads:
-            yield replace(compute, kind=Kind.RECEIVE_TOKENS)
+            yield compute._replace(kind=Kind.RECEIVE_TOKENS)
 
     def departures(self, compute: LayerStep) -> Iterator[LayerStep]:
         """The send to other ranks when a forward pass of a batch ends here."""
         if compute.layer == self._own[-1] and self.stage.ranks > 1:
             kind = Kind.SEND_TOKENS if self.stage.heads else Kind.SEND_HIDDEN
-            yield replace(compute, kind=kind)
+            yield compute._replace(kind=kind)
 
     def last_tokens(self) -> Iterator[LayerStep]:
         """The tokens of the last forward pass."""

@@ -48,12 +48,12 @@ STRUCTS = MappingProxyType({
     "Groups": """void*: x records; Layout: layout;
         int64_t: dtype rows length x_row record_row threads""",
     # reference.linear_skinny: x [rows, inputs], weight [outputs, inputs], bias [outputs] or null,
-    # out [rows, outputs].
-    "Linear": """const void*: x weight bias; void*: out;
+    # out [rows, outputs]; next: another product of the same x, or null.
+    "Linear": """const void*: x weight bias; void*: out; const Linear*: next;
         int64_t: rows inputs outputs x_row weight_row out_row add threads""",
     # reference_matrix.linear_quantized: x [rows, inputs], bias [outputs] or null, out [rows,
-    # outputs].
-    "Product": """const void*: x bias; void*: out; Matrix: matrix;
+    # outputs]; next: another product of the same x, its matrix of as many bits, groups and inputs.
+    "Product": """const void*: x bias; void*: out; Matrix: matrix; const Product*: next;
         int64_t: dtype rows x_row out_row add threads""",
     # reference_matrix.unpack_rows: rows [count], out [count, inputs].
     "Rows": "const int64_t*: rows; void*: out; Matrix: matrix; int64_t: dtype count threads",

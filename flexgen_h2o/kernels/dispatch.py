@@ -35,13 +35,20 @@ class TableLine:
 
 
 TABLE = (
-    TableLine("linear", ("avx512bf16",), "skinny", most_rows=SKINNY_ROWS,
-              why="EPYC, 4096 x 16384: PyTorch takes 1.20, 1.15, 1.33 and 1.48 times as long at 1, "
-                  "4, 8 and 16 rows (benchmarks/results/kernels_linear.csv). With AMX it reads "
-                  "weights at 0.69 of the bandwidth from 1 row on (Xeon, 6.35 ms against 4.4)."),
-    TableLine("linear_quantized", ("amx",), "unpacked", least_rows=SKINNY_ROWS + 1,
-              why="Xeon with AMX, 4096 x 16384 in 4 bits: the codes take 11.9 ms for 16 rows and "
-                  "grow with the rows; unpacked takes 23.8 for 32, 29.9 for 64 and 91.8 for 1024."),
+    TableLine("linear", ("avx2",), "skinny", least_rows=2, most_rows=SKINNY_ROWS,
+              why="One thread of an EPYC, PyTorch held to AVX2 (ATEN_CPU_CAPABILITY=avx2, without "
+                  "oneDNN), 2048 x 4096 in cache: it takes 2.1, 2.9 and 3.0 times as long at 4, 16 "
+                  "and 32 rows, at 1 row 0.7 times."),
+    TableLine("linear", ("avx512",), "skinny", most_rows=SKINNY_ROWS,
+              why="The same with ONEDNN_MAX_CPU_ISA=AVX512_CORE: 1.2, 5.9, 3.9 and 2.9 times as "
+                  "long at 1, 4, 16 and 64 rows."),
+    TableLine("linear", ("avx512bf16",), "skinny", most_rows=32,
+              why="EPYC, 4096 x 16384: PyTorch takes 1.9, 1.5, 1.7 and 1.5 times as long at 1, 4, "
+                  "16 and 32 rows, 1.1 times at 64."),
+    TableLine("linear", ("amx",), "skinny", most_rows=SKINNY_ROWS,
+              why="Not timed yet. PyTorch reads weights at 0.69 of the bandwidth from 1 row on "
+                  "(Xeon, 4096 x 16384: 6.35 ms against 4.4) and is bound by them up to 64 rows; "
+                  "ours goes by tiles from 5 rows on."),
 )
 """The first line that matches decides. Times are of bfloat16 on two cores."""
 
@@ -104,7 +111,7 @@ def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
     first, second = IMPLEMENTATIONS[operation]
     if dtype != torch.bfloat16 or native.missing():
         return (first,)  # what tiles multiply, and the only dtype that the choices were timed in
-    if operation == "linear" and not (rows <= SKINNY_ROWS and native.multiplies_bfloat16()):
+    if operation == "linear" and rows > SKINNY_ROWS:
         return (first,)
     return first, second
 

@@ -106,11 +106,6 @@ def instruction_set() -> str:
     return chosen
 
 
-def multiplies_bfloat16() -> bool:
-    """True if there is `linear_skinny` here."""
-    return missing() is None and instruction_set() in ("avx512bf16", "amx")
-
-
 class Steps(Protocol):
     """Takes calls that are to be made later."""
 
@@ -147,6 +142,31 @@ def bound(calls: Sequence[tuple[str, ctypes.Structure]]) -> Callable[[], None]:
             _check(f"one of {', '.join(dict(held[1]))}", status)
 
     return run
+
+
+_SHARED = {"linear_skinny": ("x", "rows", "inputs", "x_row", "threads"),
+           "linear_quantized": ("x", "rows", "x_row", "dtype", "threads")}
+"""Products that may be joined, and the fields that are alike then."""
+_SHARED_MATRIX = ("inputs", "bits", "group")
+
+
+def joined(first: tuple[str, ctypes.Structure], second: tuple[str, ctypes.Structure]) -> bool:
+    """Have a product's call do another one too, if both have the same input; False if not.
+
+    It goes to the end of what the first one does. The caller keeps both structs.
+    """
+    (name, mine), (other, more) = first, second
+    if name != other or name not in _SHARED or any(
+            getattr(mine, field) != getattr(more, field) for field in _SHARED[name]):
+        return False
+    if name == "linear_quantized" and any(
+            getattr(mine.matrix, field) != getattr(more.matrix, field)
+            for field in _SHARED_MATRIX):
+        return False
+    while mine.next:
+        mine = type(mine).from_address(mine.next)
+    mine.next = ctypes.addressof(more)
+    return True
 
 
 def _check(name: str, status: int) -> None:
@@ -324,9 +344,8 @@ def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, a
     name = "linear_skinny"
     outputs = len(weight)
     dtype = product_shapes(name, x, outputs, bias, out)
-    need(dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS and x.shape[1] % 2 == 0, name,
-          f"takes up to {SKINNY_ROWS} rows of an even number of bfloat16, got {dtype} "
-          f"{list(x.shape)}")
+    need(dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS, name,
+         f"takes up to {SKINNY_ROWS} rows of bfloat16, got {dtype} {list(x.shape)}")
     expect(name, dtype, weight=(weight, (outputs, x.shape[1])))
     lines(name, x=x, weight=weight)
     _call(name, "Linear", steps=steps, tensors=(x, weight, bias, out),

@@ -145,7 +145,7 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
 def skinny(x: Tensor, weight: Tensor) -> bool:
     """True if `linear_skinny` can do a product, and `dispatch` prefers it to PyTorch's."""
     return (len(x) <= SKINNY_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
-            and x.shape[1] % 2 == 0 and x.stride(1) == weight.stride(1) == 1
+            and x.stride(1) == weight.stride(1) == 1
             and not plain_torch("cpu")
             and dispatch.choice("linear", len(x), x.dtype) == "skinny")
 
@@ -180,8 +180,9 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
 
     Where `dispatch` gives "codes", the quantized bytes alone are read, what is computed for a row
     does not depend on the rows beside it but for the order of its sums, and no bit depends on the
-    number of threads. Where it gives "unpacked" (bfloat16, many rows, with AMX), weights are
-    rounded to bfloat16 and the product is PyTorch's, which promises neither.
+    number of threads; with AMX more than 64 rows of bfloat16 meet weights that were rounded to it,
+    each by 2^-9 at most. Where it gives "unpacked" (bfloat16, if it was measured to be faster), all
+    weights are rounded so and the product is PyTorch's, which promises neither.
     """
     if plain_torch(x.device.type):
         reference_matrix.linear_quantized(x, matrix.data, matrix.layout, bias, out, add=add)

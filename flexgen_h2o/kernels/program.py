@@ -26,11 +26,15 @@ class Program:
     def __init__(self) -> None:
         self._parts: list[Callable[[], object]] = []
         self._calls: list[tuple[str, ctypes.Structure]] = []
+        self._linked: list[ctypes.Structure] = []
         self._tensors: list[Tensor] = []
 
     def add(self, name: str, arguments: ctypes.Structure, tensors: Sequence[Tensor | None]) -> None:
-        """See `native.Steps`."""
-        self._calls.append((name, arguments))
+        """See `native.Steps`. Products in a row that share their input become one call."""
+        if self._calls and native.joined(self._calls[-1], (name, arguments)):
+            self._linked.append(arguments)
+        else:
+            self._calls.append((name, arguments))
         self._tensors += [x for x in tensors if x is not None]
 
     def then(self, function: Callable[[], object]) -> None:

@@ -345,7 +345,8 @@ def _sparse_attention(run: PlannedRun) -> int:
 
 
 def _own_products(run: PlannedRun) -> int:
-    """Temporaries of products with quantized matrices: rows of each thread, or what is unpacked."""
+    """Temporaries of products with quantized matrices: a panel of rows and each thread's sums and
+    codes, or what is unpacked."""
     model, options = run.model, run.weights
     if options.bits == 16:
         return 0
@@ -354,4 +355,6 @@ def _own_products(run: PlannedRun) -> int:
     parts = (model.embed_shapes(), model.layer_shapes(), model.head_shapes())
     widest = max(inputs for part in parts for _, inputs in part.matrices)
     filled = -(-widest // options.group) * options.group
-    return (os.cpu_count() or 1) * PRODUCT_ROWS * (filled + PRODUCT_OUTPUTS) * 4
+    panel = PRODUCT_ROWS * (filled + filled // options.group)
+    thread = 4 * PRODUCT_OUTPUTS * (PRODUCT_ROWS + max(options.group, 512))
+    return 4 * (panel + (os.cpu_count() or 1) * thread)

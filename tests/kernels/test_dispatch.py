@@ -28,11 +28,13 @@ def test_every_line_names_what_exists_and_why():
 
 @BUILT
 @pytest.mark.parametrize(("name", "operation", "rows", "chosen"), [
-    ("portable", "linear", 1, "pytorch"), ("avx2", "linear", 16, "pytorch"),
-    ("avx512", "linear", 1, "pytorch"), ("avx512bf16", "linear", 16, "skinny"),
-    ("avx512bf16", "linear", 17, "pytorch"), ("amx", "linear", 1, "pytorch"),
+    ("portable", "linear", 1, "pytorch"), ("avx2", "linear", 1, "pytorch"),
+    ("avx2", "linear", 16, "skinny"),
+    ("avx512", "linear", 64, "skinny"), ("avx512bf16", "linear", 32, "skinny"),
+    ("avx512bf16", "linear", 33, "pytorch"), ("amx", "linear", 64, "skinny"),
+    ("amx_emulated", "linear", 65, "pytorch"), ("amx_emulated", "linear_quantized", 65, "codes"),
     ("avx512bf16", "linear_quantized", 999, "codes"), ("amx", "linear_quantized", 16, "codes"),
-    ("amx", "linear_quantized", 17, "unpacked"), ("avx512bf16", "prefill_attention", 9, "blocks"),
+    ("amx", "linear_quantized", 999, "codes"), ("avx512bf16", "prefill_attention", 9, "blocks"),
     ("amx", "prefill_attention", 9, "blocks"), ("portable", "prefill_attention", 9, "blocks")])
 def test_what_each_instruction_set_chooses(name, operation, rows, chosen):
     if name not in SETS:

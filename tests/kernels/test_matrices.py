@@ -49,6 +49,13 @@ def unpacks(x, layout):
             and dispatch.choice("linear_quantized", len(x), x.dtype, layout.bits) == "unpacked")
 
 
+def rounds(x, layout):
+    """Whether weights are rounded to x's dtype: on PyTorch's way, and for many rows in tiles."""
+    tiles = (native.missing() is None and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
+             and native.instruction_set().startswith("amx"))
+    return unpacks(x, layout) or tiles and x.dtype == torch.bfloat16 and len(x) > 64
+
+
 def weights(outputs, inputs, *, dtype=torch.float32, size=0.3):
     """A slice of something wider."""
     torch.manual_seed(outputs + 7 * inputs)
@@ -230,7 +237,7 @@ def check_product(layout, rows, *, dtype, bias, add, data=None):
     # Codes are summed before they are scaled: as large as the largest value of each group.
     terms = x.double().abs() @ values.abs().T + x.double().abs().sum(1, keepdim=True) * 2
     bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * terms
-    if unpacks(x, layout):
+    if rounds(x, layout):
         # Two roundings more: each weight's, and the product's before it is added to what is there.
         bound += 1.01 * EPSILON[dtype] * (x.double().abs() @ values.abs().T + product.abs())
     assert ((out.double() - expected).abs() <= bound).all()
@@ -245,6 +252,18 @@ def test_products(backend, shape, bits, dtype):
     for rows, bias, add in ((1, True, False), (3, False, True), (8, True, True),
                             (17, False, False)):
         check_product(MatrixLayout(*size, bits, group), rows, dtype=dtype, bias=bias, add=add)
+
+
+@pytest.mark.parametrize("rows", [5, 16, 33, 64, 65, 80, 97, 300])
+@pytest.mark.parametrize(("shape", "bits"), [((33, 200, 64), 4), ((161, 1100, 64), 4),
+                                             ((130, 1300, 24), 8), ((20, 70, 32), 8)])
+def test_products_in_tiles(rows, shape, bits):
+    """Rows, outputs and inputs that fill up no tiles, slabs or panels."""
+    *size, group = shape
+    for name in {"amx", "amx_emulated"} & set(SETS):
+        with using(name):
+            check_product(MatrixLayout(*size, bits, group), rows, dtype=torch.bfloat16,
+                          bias=rows % 2 == 1, add=rows % 3 == 0)
 
 
 @given(st.integers(1, 140), st.integers(1, 70), st.integers(1, 150), st.sampled_from([4, 8]),
@@ -305,7 +324,7 @@ def test_how_many_rows_go_together_makes_no_difference(backend, dtype):
     whole, values = multiplied(x, matrix).double(), by_hand(matrix.data, layout)[0]
     # Sums in another order, and a rounding of each; of weights too where either is PyTorch's.
     bound = 2.02 * EPSILON[dtype] * whole.abs() + 1e-5
-    if unpacks(x, layout):
+    if rounds(x, layout):
         bound += 1.01 * EPSILON[dtype] * (x.double().abs() @ values.abs().T)
     for size in (5, 8, 13, 64):
         parts = torch.cat([multiplied(part, matrix) for part in x.split(size)])

@@ -1,13 +1,15 @@
-"""linear_skinny against float64: bfloat16 weights by up to 16 rows."""
+"""linear_skinny against float64: bfloat16 weights by up to 64 rows, on each instruction set."""
 
+import inside
 import pytest
 import torch
-from kernel_cases import SETS, using
+from kernel_cases import BUILT, SETS, using
 
+from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.kernels import library, native, ops, reference
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models import layers
-
-HERE = pytest.mark.skipif("avx512bf16" not in SETS, reason="needs a CPU with AVX512_BF16")
 
 
 def case(rows, inputs, outputs, *, bias=True):
@@ -34,28 +36,33 @@ def check(function, rows, inputs, outputs, *, bias=True, add=False):
     assert wide[:, outputs:].isnan().all()
 
 
-@pytest.fixture(autouse=True)
-def _bfloat16():
-    with using("avx512bf16" if "avx512bf16" in SETS else None):
+@pytest.fixture(params=SETS or [None], autouse=True)
+def _set(request):
+    with using(request.param):
         yield
 
 
-@pytest.mark.parametrize("function", [pytest.param(ops.linear_skinny, marks=HERE),
-                                      reference.linear_skinny])
-@pytest.mark.parametrize("rows", [1, 2, 15, 16])
-@pytest.mark.parametrize("inputs, outputs", [(2, 1), (30, 8), (32, 7), (34, 9), (258, 33),
-                                             (2048, 64)])
-def test_products(function, rows, inputs, outputs):
-    for bias in (True, False):
-        for add in (True, False):
-            check(function, rows, inputs, outputs, bias=bias, add=add)
+@BUILT
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 17, 33, 50, 64])
+@pytest.mark.parametrize("inputs, outputs", [(1, 1), (2, 5), (31, 8), (65, 49), (258, 33),
+                                             (576, 192)])
+def test_products(rows, inputs, outputs):
+    for bias, add in ((True, False), (False, True)):
+        check(ops.linear_skinny, rows, inputs, outputs, bias=bias, add=add)
 
 
-@HERE
-def test_threads_change_nothing():
+@pytest.mark.parametrize("rows", [1, 17])
+def test_the_reference(rows):
+    for bias, add in ((True, True), (False, False)):
+        check(reference.linear_skinny, rows, 34, 9, bias=bias, add=add)
+
+
+@BUILT
+@pytest.mark.parametrize("rows", [3, 21])
+def test_threads_change_nothing(rows):
     results = []
     for threads in (1, 2, 3):
-        x, weight, bias, wide = case(5, 130, 77)
+        x, weight, bias, wide = case(rows, 130, 77)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -66,7 +73,35 @@ def test_threads_change_nothing():
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@HERE
+@BUILT
+@pytest.mark.parametrize("rows", [2, 20])
+def test_products_that_share_their_input_are_one_call(rows):
+    """Weights of other heights, with a bias and without, and one whose input is another."""
+    torch.manual_seed(rows)
+    x, other = torch.randn(2, rows, 70).bfloat16()
+    program, wanted, found = Program(), [], []
+    for source, outputs, add in ((x, 40, False), (x, 7, False), (x, 33, True), (other, 20, False)):
+        weight, bias = torch.randn(outputs, 70).bfloat16(), torch.randn(outputs).bfloat16()
+        out = torch.randn(rows, outputs).bfloat16()
+        wanted.append(out.clone())
+        found.append(out)
+        ops.linear_skinny(source, weight, bias, wanted[-1], add=add)
+        native.linear_skinny(source, weight, bias, out, add, steps=program)
+    for width, bits in ((64, 4), (50, 4), (30, 4), (30, 8)):
+        layout = MatrixLayout(width, 70, bits)
+        matrix = QuantizedMatrix(ops.quantize_matrix(torch.randn(width, 70), layout), layout)
+        out = torch.empty(rows, width).bfloat16()
+        wanted.append(out.clone())
+        found.append(out)
+        native.linear_quantized(x, *ops.flat(matrix), None, wanted[-1], False)
+        native.linear_quantized(x, *ops.flat(matrix), None, out, False, steps=program)
+    assert inside.calls(program) == ["linear_skinny"] * 2 + ["linear_quantized"] * 2
+    program.run()
+    for mine, one in zip(found, wanted, strict=True):
+        assert torch.equal(mine, one)
+
+
+@BUILT
 def test_the_custom_op():
     x, weight, bias, wide = case(3, 32, 16)
     out = torch.randn(3, 16).bfloat16()
@@ -74,7 +109,7 @@ def test_the_custom_op():
         torch.library.opcheck(library.linear_skinny, arguments)
 
 
-@pytest.mark.parametrize("rows", [16, 17])
+@pytest.mark.parametrize("rows", [16, 65])
 def test_a_layer_gives_the_same_either_way(monkeypatch, rows):
     x, weight, bias, wide = case(rows, 64, 40)
     residual = torch.randn(rows, 40).bfloat16()
@@ -87,11 +122,12 @@ def test_a_layer_gives_the_same_either_way(monkeypatch, rows):
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=0.1)
 
 
+@BUILT
 def test_what_is_admitted(monkeypatch):
-    x, weight, *_ = case(16, 32, 8)
-    assert ops.skinny(x, weight) == native.multiplies_bfloat16()
-    for bad in ((case(17, 32, 8)[0], weight), (x.float(), weight.float()), (x.T, weight),
-                (x, weight.T), (x[:, :31], weight[:, :31]), (x.to("meta"), weight.to("meta"))):
+    x, weight, *_ = case(16, 31, 8)
+    assert ops.skinny(x, weight) == (native.instruction_set() != "portable")
+    for bad in ((case(65, 31, 8)[0], weight), (x.float(), weight.float()), (x.T, weight),
+                (x, weight.T), (x.to("meta"), weight.to("meta"))):
         assert not ops.skinny(*bad)
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
     assert not ops.skinny(x, weight)

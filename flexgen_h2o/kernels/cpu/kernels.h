@@ -18,7 +18,6 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2, INVALID = 3 };
     int prefill_attention(const Prefill&);       \
     int linear_skinny(const Linear&);            \
     int linear_quantized(const Product&);        \
-    int unpack_rows(const Rows&);                \
     }
 #define DECLARE(isa)                             \
     DECLARE_TILED(isa)                           \
@@ -28,6 +27,7 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2, INVALID = 3 };
     int quantize_groups(const Groups&);          \
     int dequantize_groups(const Groups&);        \
     int quantize_matrix(const Quantize&);        \
+    int unpack_rows(const Rows&);                \
     int norm(const Norm&);                       \
     int rotate(const Rotate&);                   \
     int activate(const Activate&);               \

@@ -1,85 +1,153 @@
-// linear_skinny: a matrix of bfloat16 weights, read once, times few rows of bfloat16.
+// linear_skinny: matrices of bfloat16 weights, read once, times few rows of bfloat16.
 //
-// The rows of x stand in lanes, so that weights are used as they lie in memory, pair by pair, and
-// at the speed at which they come: the weights of OUTPUTS outputs flow through as so many streams.
-// Only with AVX512_BF16; the caller asks first.
+// Vectors lie along the inputs, so that weights stream in as they lie and x needs no other form:
+// OUTPUTS weights' rows by QUADS rows of x at a time. The first pass over a block of outputs has it
+// from memory, those for more rows from the cache, and all of them ask for the next block. With AMX
+// more rows go by tiles: linear_tiles.h.
+#include "count.h"
 #include "kernels.h"
+#include "linear_tiles.h"
 #include "memory.h"
-#include "simd.h"
+#include "outputs.h"
 
 namespace ISA {
-
-#if defined(__AVX512BF16__)
 namespace {
 
-static_assert(SKINNY_ROWS <= WIDTH, "rows are lanes of one vector");
-constexpr int OUTPUTS = 8;   // that are computed together: more streams push each other out of L1
-constexpr int64_t LINE = 16; // pairs of a cache line
-constexpr int64_t AHEAD = 8; // lines of a stream that are asked for beforehand
+constexpr int QUADS = 4;  // rows of x that are computed together
+#if defined(__AVX512F__)
+constexpr int OUTPUTS = 4;
+#else
+constexpr int OUTPUTS = 2;  // there are but 16 registers
+#endif
 
-// sums[m] = weights of output m by the WIDTH rows of x. Two sums each, as one must wait for itself.
-template <int M>
-INLINE void products(const bf16* weights, int64_t stride, const uint32_t* x, int64_t pairs,
-                     __m512* sums) {
-    __m512 odd[M];
-    for (int m = 0; m < M; m++) sums[m] = odd[m] = Floats{};
-    const auto step = [&](int64_t k, __m512* to) {
-        const __m512bh lanes = load_raw<__m512bh>(x + k * WIDTH);
-        for (int m = 0; m < M; m++) {
-            int pair;
-            std::memcpy(&pair, weights + m * stride + 2 * k, sizeof pair);
-            to[m] = _mm512_dpbf16_ps(to[m], lanes, bits_of<__m512bh>(_mm512_set1_epi32(pair)));
+#if defined(__AVX512BF16__)
+// Sums of pairs of bfloat16, which AVX512_BF16 multiplies as they are.
+struct Operands {
+    using Element = bf16;
+    using Vector = __m512bh;
+    static constexpr int64_t SIZE = 2 * WIDTH;
+    static INLINE Vector weights(const bf16* from) { return load_raw<Vector>(from); }
+    static INLINE Vector inputs(const bf16* from) { return load_raw<Vector>(from); }
+    static INLINE Floats add(Floats sum, Vector a, Vector b) {
+        return Floats(_mm512_dpbf16_ps(__m512(sum), a, b));
+    }
+};
+INLINE void copy_row(const bf16* from, int64_t count, bf16* to) {
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
+}
+#else
+// bfloat16 are the upper halves of floats; of x they are made once.
+struct Operands {
+    using Element = float;
+    using Vector = Floats;
+    static constexpr int64_t SIZE = WIDTH;
+    static INLINE Vector weights(const bf16* from) { return load(from); }
+    static INLINE Vector inputs(const float* from) { return load(from); }
+    static INLINE Floats add(Floats sum, Vector a, Vector b) { return fma(a, b, sum); }
+};
+INLINE void copy_row(const bf16* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i++) to[i] = one(from + i);
+}
+#endif
+using Element = Operands::Element;
+constexpr int64_t SIZE = Operands::SIZE;
+
+// M rows of weights by R rows of x, to sums [R, M]; meanwhile M rows at `later` are asked for.
+template <int M, int R>
+INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, int64_t x_row,
+                     int64_t inputs, const bf16* const* later, float* to) {
+    Floats all[R][M] = {};
+    const auto step = [&](const bf16* from, int64_t stride, int64_t k) {
+        Operands::Vector mine[M];
+        for (int m = 0; m < M; m++) mine[m] = Operands::weights(from + m * stride);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const Operands::Vector some = Operands::inputs(x + r * x_row + k);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) all[r][m] = Operands::add(all[r][m], mine[m], some);
         }
     };
     int64_t k = 0;
-    for (; k + LINE <= pairs; k += LINE) {
-        for (int m = 0; m < M; m++)
-            __builtin_prefetch(weights + m * stride + 2 * (k + AHEAD * LINE), 0, 3);
-        for (int64_t i = 0; i < LINE; i += 2) {
-            step(k + i, sums);
-            step(k + i + 1, odd);
-        }
+    for (; k + SIZE <= inputs; k += SIZE) {
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) __builtin_prefetch(later[m] + k, 0, 2);
+        step(weights + k, weight_row, k);
     }
-    for (; k < pairs; k++) step(k, sums);
-    for (int m = 0; m < M; m++) sums[m] = Floats(sums[m]) + Floats(odd[m]);
+    if (k < inputs) {
+        bf16 rest[M * SIZE] = {};
+        for (int m = 0; m < M; m++)
+            std::memcpy(rest + m * SIZE, weights + m * weight_row + k,
+                        static_cast<size_t>(inputs - k) * sizeof *rest);
+        step(rest, SIZE, k);
+    }
+#pragma GCC unroll 4  // else the sums go by way of memory
+    for (int r = 0; r < R; r++) {
+        if constexpr (M == 4) {
+            ISA::sums(all[r], to + r * M);
+            continue;
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) to[r * M + m] = sum(all[r][m]);
+    }
 }
 
+// M outputs from `first` on.
 template <int M>
-void outputs(const Linear& a, const uint32_t* x, int64_t first) {
-    __m512 sums[M];
-    products<M>(static_cast<const bf16*>(a.weight) + first * a.weight_row, a.weight_row, x,
-                a.inputs / 2, sums);
-    const bf16* bias = static_cast<const bf16*>(a.bias);
-    for (int m = 0; m < M; m++) {
-        const Floats mine = Floats(sums[m]) + (bias ? one(bias + first + m) : 0.0f);
-        bf16* out = static_cast<bf16*>(a.out) + first + m;
-        for (int64_t row = 0; row < a.rows; row++) {
-            bf16* to = out + row * a.out_row;
-            put(to, a.add ? mine[row] + one(to) : mine[row]);
+void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
+    const bf16* weights = static_cast<const bf16*>(a.weight) + first * a.weight_row;
+    const bf16* bias = a.bias ? static_cast<const bf16*>(a.bias) + first : nullptr;
+    const int64_t passes = (a.rows + QUADS - 1) / QUADS;
+    for (int64_t pass = 0; pass < passes; pass++) {
+        const int64_t row = pass * QUADS, left = a.rows - row;
+        const int64_t rows = left < QUADS ? left : QUADS;
+        const Element* mine = x + row * x_row;
+        float sums[QUADS * M];
+        const bf16* later[M];  // each pass has its part of the next block
+        for (int m = 0; m < M; m++)
+            later[m] = weights + (M + (pass + m * passes) % M) * a.weight_row;
+        const auto multiply = [&](auto count) {
+            products<M, decltype(count)::value>(weights, a.weight_row, mine, x_row, a.inputs, later,
+                                                sums);
+        };
+        switch (rows) {
+            case 1: multiply(Count<1>{}); break;
+            case 2: multiply(Count<2>{}); break;
+            case 3: multiply(Count<3>{}); break;
+            default: multiply(Count<QUADS>{});
         }
+        for (int64_t r = 0; r < rows; r++)
+            put_outputs(sums + r * M, bias,
+                        static_cast<bf16*>(a.out) + (row + r) * a.out_row + first, M, a.add);
     }
 }
 
 }  // namespace
 
+// Every product of the chain, which share x.
 int linear_skinny(const Linear& a) {
-    const int64_t pairs = a.inputs / 2;
-    const Memory<uint32_t> x = memory<uint32_t>(pairs * WIDTH);
+    for (const Linear* each = a.next; each; each = each->next)
+        if (each->rows != a.rows || each->inputs != a.inputs) return INVALID;
+#if defined(TILES)
+    if (a.rows > VECTOR_ROWS) return tiled_linear(a);
+#endif
+    // A line apart, rows do not push each other out of L1.
+    const int64_t x_row = (a.inputs + SIZE - 1) / SIZE * SIZE + SIZE;
+    const Memory<Element> x = memory<Element>(a.rows * x_row);
     if (!x) return NO_MEMORY;
-    std::memset(x.get(), 0, static_cast<size_t>(pairs) * WIDTH * sizeof(uint32_t));
+    std::memset(x.get(), 0, static_cast<size_t>(a.rows * x_row) * sizeof(Element));
     for (int64_t row = 0; row < a.rows; row++)
-        for (int64_t k = 0; k < pairs; k++)
-            std::memcpy(x.get() + k * WIDTH + row,
-                        static_cast<const bf16*>(a.x) + row * a.x_row + 2 * k, 4);
-    const int64_t blocks = a.outputs / OUTPUTS;
-#pragma omp parallel for schedule(static) num_threads(a.threads)
-    for (int64_t block = 0; block < blocks; block++)
-        outputs<OUTPUTS>(a, x.get(), block * OUTPUTS);
-    for (int64_t rest = blocks * OUTPUTS; rest < a.outputs; rest++) outputs<1>(a, x.get(), rest);
+        copy_row(static_cast<const bf16*>(a.x) + row * a.x_row, a.inputs, x.get() + row * x_row);
+#pragma omp parallel num_threads(a.threads)
+    for (const Linear* each = &a; each; each = each->next) {
+        const int64_t blocks = each->outputs / OUTPUTS;
+#pragma omp for schedule(static) nowait
+        for (int64_t block = 0; block < blocks; block++)
+            outputs<OUTPUTS>(*each, x.get(), x_row, block * OUTPUTS);
+#pragma omp single nowait
+        for (int64_t rest = blocks * OUTPUTS; rest < each->outputs; rest++)
+            outputs<1>(*each, x.get(), x_row, rest);
+    }
     return DONE;
 }
-#else
-int linear_skinny(const Linear&) { return NOT_HERE; }
-#endif
 
 }  // namespace ISA

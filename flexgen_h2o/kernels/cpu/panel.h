@@ -1,0 +1,73 @@
+// The input of a product with quantized matrices, as all threads read it.
+#pragma once
+
+#include "codes.h"
+#include "count.h"
+#include "memory.h"
+#include "outputs.h"
+
+namespace ISA {
+
+constexpr int64_t PANEL = PRODUCT_ROWS;
+constexpr int64_t COLUMNS = PRODUCT_OUTPUTS;
+constexpr int64_t LEAST_PACKED = 1 << 16;  // elements for which waking other threads pays
+
+// Rows of x, filled up with zeros: to whole groups, and what else tiles ask for.
+struct Panel {
+    uint32_t* x;   // [groups, rows, steps]
+    float* sums;   // [groups, rows]: of x
+    int64_t rows, steps;
+};
+
+// What one thread works in.
+struct Workspace {
+    float* totals;    // [rows of the panel, columns]
+    uint32_t* codes;  // [steps, columns]
+    float* scales;    // [COLUMNS]
+    float* zeros;     // [COLUMNS]: what a sum of x is to be multiplied with
+    float* products;  // of tiles, before they are scaled
+};
+
+template <class T>
+INLINE float sum_of(const T* x, int64_t count) {
+    Floats all{};
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) all += load(x + i);
+    float total = sum(all);
+    for (; i < count; i++) total += one(x + i);
+    return total;
+}
+
+// `rows` of x from `first` on to a panel.
+template <class A, class T>
+void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows, const Panel& p) {
+#pragma omp parallel for schedule(static) num_threads(a.threads) \
+    if (rows * a.matrix.inputs > LEAST_PACKED)
+    for (int64_t row = 0; row < p.rows; row++) {
+        const T* from = static_cast<const T*>(a.x) + (first + row) * a.x_row;
+        for (int64_t g = 0; g < m.groups; g++) {
+            uint32_t* to = p.x + (g * p.rows + row) * p.steps;
+            const int64_t left = a.matrix.inputs - g * m.group;
+            const int64_t size = row >= rows ? 0 : left < m.group ? left : m.group;
+            const T* mine = from + g * m.group;
+            p.sums[g * p.rows + row] = sum_of(mine, size);
+            int64_t step = 0;
+            for (; step * A::inputs < size; step++)
+                to[step] = A::pack(mine + step * A::inputs, size - step * A::inputs);
+            for (; step < p.steps; step++) to[step] = 0;
+        }
+    }
+}
+
+// Totals [rows, columns] to the outputs from `begin` on, of rows from `first` on.
+template <class T>
+void put_columns(const Product& a, int64_t begin, int64_t columns, int64_t first, int64_t rows,
+                 const float* totals) {
+    const int64_t left = a.matrix.outputs - begin, count = left < columns ? left : columns;
+    const T* bias = a.bias ? static_cast<const T*>(a.bias) + begin : nullptr;
+    for (int64_t row = 0; row < rows; row++)
+        put_outputs(totals + row * columns, bias,
+                    static_cast<T*>(a.out) + (first + row) * a.out_row + begin, count, a.add);
+}
+
+}  // namespace ISA

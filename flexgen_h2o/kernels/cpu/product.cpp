@@ -1,0 +1,244 @@
+// linear_quantized: products with quantized matrices.
+//
+// Outputs are the lanes of vectors, so that blocks are read as they lie, in one stream, and nothing
+// is summed across lanes. Sums of codes by x are scaled group by group. Pairs of bfloat16 come out of
+// codes in registers, beside the products; floats cost more, and come for a panel of rows once, into
+// a buffer that stays in L1.
+#include "outputs.h"
+#include "panel.h"
+#include "product_tiles.h"
+
+namespace ISA {
+namespace {
+
+constexpr int64_t AHEAD = 8;  // blocks of a tile that are asked for beforehand
+constexpr int VECTORS = 2;    // of outputs, in registers together
+#if defined(__AVX512F__)
+constexpr int ROWS = 8;       // of x, in registers together
+#else
+constexpr int ROWS = 4;
+#endif
+static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (VECTORS * WIDTH) == 0, "two tiles");
+
+// The blocks of a group of two tiles; of a tile that is not there, the other one's.
+struct Pair {
+    const uint8_t* block[2];
+    INLINE const uint8_t* words(int64_t column) const {
+        return words_of(block[column / MATRIX_TILE]) + 4 * (column % MATRIX_TILE);
+    }
+};
+
+// Asks for what comes later; scales and zero points of a group come to floats.
+template <class A, int bits>
+INLINE Pair group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, const Workspace& w) {
+    Pair pair;
+    for (int64_t t = 0; t < 2; t++) {
+        const int64_t mine = t < tiles ? tile + t : tile;
+        const uint8_t* block = pair.block[t] = m.at(mine, g);
+        // Behind the end of a tile its neighbour in the next chunk goes on.
+        const int64_t ahead = g + AHEAD;
+        const uint8_t* later = ahead < m.groups ? m.at(mine, ahead)
+                                                : m.at(mine + 2, ahead - m.groups);
+        if (t < tiles)
+            for (int64_t line = 0; line < m.block_bytes; line += 64)
+                __builtin_prefetch(later + line, 0, 3);
+        for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
+            const Floats scale = load(reinterpret_cast<const fp16*>(scales_of(block)) + i);
+            const Floats zero = load(reinterpret_cast<const fp16*>(zeros_of(block)) + i);
+            store(w.scales + t * MATRIX_TILE + i, scale);
+            store(w.zeros + t * MATRIX_TILE + i, fma(scale, broadcast(-A::shift(bits)), zero));
+        }
+    }
+    return pair;
+}
+
+// The codes of a group to the buffer.
+template <class A, int bits>
+INLINE void unpack(const Pair& pair, int64_t words, const Workspace& w) {
+    constexpr int STEPS = 32 / bits / A::inputs;  // of a word
+    for (int64_t column = 0; column < COLUMNS; column += WIDTH)
+        for (int64_t n = 0; n < words; n++) {
+            const Words word = load_words(pair.words(column) + 4 * n * MATRIX_TILE);
+            for (int s = 0; s < STEPS; s++)
+                store_words(w.codes + (n * STEPS + s) * COLUMNS + column,
+                            A::template codes<bits>(word, s));
+        }
+}
+
+// How many chains of sums R rows need: a sum has to wait for the last one.
+constexpr int chains(int rows, int steps) {
+    const int wanted = rows * VECTORS >= 8 ? 1 : rows * VECTORS >= 4 ? 2 : 4;
+    return wanted < steps ? wanted : steps;
+}
+
+// What R rows' sums of codes by x add to their totals.
+template <int CHAINS, int R>
+INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* sums, int64_t column,
+                       float* totals, const Workspace& w) {
+#pragma GCC unroll 16  // else the sums go by way of memory
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) {
+            const int64_t at = column + v * WIDTH;
+            float* total = totals + r * COLUMNS + at;
+            Floats all = mine[0][r][v];
+#pragma GCC unroll 4
+            for (int c = 1; c < CHAINS; c++) all += mine[c][r][v];
+            all = fma(all, load(w.scales + at), load(total));
+            store(total, fma(load(w.zeros + at), broadcast(sums[r]), all));
+        }
+}
+
+// R rows from `row` on of the panel by a group, whose codes are taken apart on the way.
+template <class A, int bits, int R>
+INLINE void add_words(const Panel& p, const Pair& pair, int64_t words, int64_t g, int64_t row,
+                      const Workspace& w) {
+    constexpr int STEPS = 32 / bits / A::inputs, CHAINS = chains(R, STEPS);
+    for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
+        const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
+        Floats mine[CHAINS][R][VECTORS] = {};
+        for (int64_t n = 0; n < words; n++, x += STEPS) {
+            Words word[VECTORS];
+            for (int v = 0; v < VECTORS; v++)
+                word[v] = load_words(pair.words(column + v * WIDTH) + 4 * n * MATRIX_TILE);
+            for (int s = 0; s < STEPS; s++) {
+                Words codes[VECTORS];
+                for (int v = 0; v < VECTORS; v++) codes[v] = A::template codes<bits>(word[v], s);
+                for (int r = 0; r < R; r++) {
+                    const auto element = A::broadcast_x(x[r * p.steps + s]);
+                    for (int v = 0; v < VECTORS; v++) {
+                        Floats& to = mine[s % CHAINS][r][v];
+                        to = A::add_product(to, codes[v], element);
+                    }
+                }
+            }
+        }
+        add_scaled<CHAINS, R>(mine, p.sums + g * p.rows + row, column, w.totals + row * COLUMNS, w);
+    }
+}
+
+// The same with codes from the buffer.
+template <class A, int R>
+INLINE void add_codes(const Panel& p, int64_t steps, int64_t g, int64_t row, const Workspace& w) {
+    constexpr int CHAINS = chains(R, 2);
+    const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
+    for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
+        Floats mine[CHAINS][R][VECTORS] = {};
+        for (int64_t step = 0; step < steps; step += CHAINS)
+            for (int c = 0; c < CHAINS; c++) {
+                Words codes[VECTORS];
+                for (int v = 0; v < VECTORS; v++)
+                    codes[v] = load_words(w.codes + (step + c) * COLUMNS + column + v * WIDTH);
+                for (int r = 0; r < R; r++) {
+                    const auto element = A::broadcast_x(x[r * p.steps + step + c]);
+                    for (int v = 0; v < VECTORS; v++)
+                        mine[c][r][v] = A::add_product(mine[c][r][v], codes[v], element);
+                }
+            }
+        add_scaled<CHAINS, R>(mine, p.sums + g * p.rows + row, column, w.totals + row * COLUMNS, w);
+    }
+}
+
+// Calls add(Count<R>, first) for R rows at a time.
+template <class F>
+INLINE void by_rows(int64_t rows, const F& add) {
+    int64_t row = 0;
+    for (; row + ROWS <= rows; row += ROWS) add(Count<ROWS>{}, row);
+    switch (rows - row) {
+#if defined(__AVX512F__)
+        case 7: return add(Count<7>{}, row);
+        case 6: return add(Count<6>{}, row);
+        case 5: return add(Count<5>{}, row);
+        case 4: return add(Count<4>{}, row);
+#endif
+        case 3: return add(Count<3>{}, row);
+        case 2: return add(Count<2>{}, row);
+        case 1: return add(Count<1>{}, row);
+    }
+}
+
+// Outputs of up to two tiles, for a panel of which `rows` are there.
+template <class A, class T, int bits>
+void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t first, int64_t rows,
+                      const Panel& p, const Workspace& w) {
+    const int64_t all = tiles_of(a.matrix), steps = m.group / A::inputs;
+    const int64_t tiles = all - tile < 2 ? all - tile : 2;
+    std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
+    for (int64_t g = 0; g < m.groups; g++) {
+        const Pair pair = group_of<A, bits>(m, tile, tiles, g, w);
+        if (A::inputs == 2 || rows <= ROWS) {
+            by_rows(rows, [&](auto count, int64_t row) {
+                add_words<A, bits, decltype(count)::value>(p, pair, m.words, g, row, w);
+            });
+            continue;
+        }
+        unpack<A, bits>(pair, m.words, w);
+        by_rows(rows, [&](auto count, int64_t row) {
+            add_codes<A, decltype(count)::value>(p, steps, g, row, w);
+        });
+    }
+    put_columns<T>(a, tile * MATRIX_TILE, COLUMNS, first, rows, w.totals);
+}
+
+// Every product of the chain, which share x.
+template <class A, class T, int bits>
+int product(const Product& a) {
+    const Blocks m(a.matrix);
+    const int64_t most = a.rows < PANEL ? a.rows : PANEL;
+    Panel p{nullptr, nullptr, most, m.group / A::inputs};
+    const int64_t size = most * COLUMNS + p.steps * COLUMNS + 2 * COLUMNS;
+    const Memory<uint32_t> x = memory<uint32_t>(m.groups * most * (p.steps + 1));
+    const Memory<float> everyone = memory<float>(a.threads * size);
+    if (!x || !everyone) return NO_MEMORY;
+    p.x = x.get(), p.sums = reinterpret_cast<float*>(p.x + m.groups * most * p.steps);
+    for (int64_t first = 0; first < a.rows; first += PANEL) {
+        const int64_t rows = a.rows - first < PANEL ? a.rows - first : PANEL;
+        pack_panel<A, T>(a, m, first, rows, p);
+#pragma omp parallel num_threads(a.threads)
+        {
+            Workspace w{};
+            w.totals = everyone.get() + thread_number() * size;
+            w.codes = reinterpret_cast<uint32_t*>(w.totals + most * COLUMNS);
+            w.scales = w.totals + most * COLUMNS + p.steps * COLUMNS;
+            w.zeros = w.scales + COLUMNS;
+            for (const Product* each = &a; each; each = each->next) {
+                const Blocks blocks(each->matrix);
+                const int64_t chunks = (tiles_of(each->matrix) + 1) / 2;
+#pragma omp for schedule(static) nowait
+                for (int64_t chunk = 0; chunk < chunks; chunk++)
+                    chunk_of_outputs<A, T, bits>(*each, blocks, 2 * chunk, first, rows, p, w);
+            }
+        }
+    }
+    return DONE;
+}
+
+template <class A, class T>
+int product_of(const Product& a) {
+    return a.matrix.bits == 4 ? product<A, T, 4>(a) : product<A, T, 8>(a);
+}
+
+}  // namespace
+
+int linear_quantized(const Product& a) {
+    for (const Product* each = a.next; each; each = each->next)
+        if (each->matrix.inputs != a.matrix.inputs || each->matrix.group != a.matrix.group ||
+            each->matrix.bits != a.matrix.bits || each->rows != a.rows)
+            return INVALID;
+    switch (a.dtype) {
+        case BFLOAT16:
+#if defined(TILES)
+            if (a.rows > VECTOR_ROWS)
+                return a.matrix.bits == 4 ? tiled_product<4>(a) : tiled_product<8>(a);
+#endif
+#if defined(__AVX512BF16__)
+            return product_of<Pairs, bf16>(a);
+#else
+            return product_of<Single, bf16>(a);
+#endif
+        case FLOAT16: return product_of<Single, fp16>(a);
+        default: return product_of<Single, float>(a);
+    }
+}
+
+}  // namespace ISA
