@@ -10,38 +10,13 @@ import torch.nn.functional as F
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.limits import EMPTY
+from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.kernels.rotary import rotated
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
 
 QUERIES = 256
 """Queries that `prefill_attention` treats together: memory stays linear in the tokens."""
-
-
-def attention_weights(products, hidden, *, dim, form, sinks):
-    """The weights of some queries over some keys.
-
-    Parameters
-    ----------
-    products : float32 Tensor [..., heads, queries, keys]
-        Of queries with keys.
-    hidden : bool Tensor that broadcasts to it
-        Keys that a query does not see.
-    dim : int
-        Width of a head.
-    form : AttentionForm
-        Its window has to be in `hidden`.
-    sinks : Tensor that broadcasts to [..., heads, queries, 1], or None
-        Logits that take a share of each query's weights.
-    """
-    logits = products * form.scale_of(dim)
-    if form.softcap:
-        logits = (logits / form.softcap).tanh() * form.softcap
-    logits = logits.masked_fill(hidden, float("-inf"))
-    if not form.sinks:
-        return logits.softmax(-1)
-    own = sinks.float().expand(*logits.shape[:-1], 1)
-    return torch.cat((logits, own), dim=-1).softmax(-1)[..., :-1]
 
 
 def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=1.0,

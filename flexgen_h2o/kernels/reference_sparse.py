@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
-from flexgen_h2o.kernels.reference import attention_weights, cache_token, dequantize_groups
+from flexgen_h2o.h2o.attention_weights import attention_weights
+from flexgen_h2o.kernels.reference import cache_token, dequantize_groups
 
 
 def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_FORM, sinks=None):

@@ -90,8 +90,6 @@ class ModelConfig:
         What the checkpoint says that it is stored in, such as "bfloat16".
     rope : RopeConfig or None
         None for learned positions.
-    sliding_window : int or None
-        Attention reaches back no further; a run must not be longer. None when inactive.
     pre_norm, final_norm, norm_affine : bool
         OPT: norms before (not after) attention and MLP; a norm before the head; norms with weights.
     embed_dim : int
@@ -126,7 +124,6 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str | None = None
     rope: RopeConfig | None = None
-    sliding_window: int | None = None
     pre_norm: bool = True
     final_norm: bool = True
     norm_affine: bool = True
@@ -149,6 +146,10 @@ class ModelConfig:
         if rotary % 2 or not 2 <= rotary <= self.head_dim:
             raise UserError(f"{self.name}: {rotary} rotary dimensions in a head of "
                             f"{self.head_dim} are not supported (an even number that fits is)")
+
+    def part(self, first: int, last: int) -> ModelConfig:
+        """The model of the layers first:last alone."""
+        return replace(self, num_layers=last - first, attention=self.attention[first:last])
 
     def form(self, layer: int) -> AttentionForm:
         """The form of attention of a decoder layer."""
