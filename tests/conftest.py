@@ -96,6 +96,7 @@ TINY: dict[str, Callable[[], Any]] = {
     "llama_linear_rope": lambda: _llama(rope_parameters=LINEAR_ROPE),
     "llama_head_dim": lambda: _llama(head_dim=12, hidden_act="gelu_pytorch_tanh"),
     "mistral": lambda: _mistral(sliding_window=None),
+    "mistral_window": lambda: _mistral(sliding_window=7),
     "neox": _neox,
     "neox_sequential": lambda: _neox(rotary=1.0, use_parallel_residual=False,
                                      hidden_act="gelu_fast"),

@@ -101,7 +101,7 @@ class Runner:
         self.config = source.config
         self.seat = seat
         self.stage = Stage.whole(self.config.num_layers) if seat is None else seat.stage
-        self.own = replace(self.config, num_layers=len(self.stage))  # the model of these layers
+        self.own = self.config.part(self.stage.first, self.stage.last)  # of these layers
         self._exchange = None if seat is None else Exchange(
             seat.pipeline, seat.stage, seat.groups, width=self.config.hidden_size,
             dtype=source.dtype, device=device.torch)
@@ -285,4 +285,4 @@ class Runner:
     def _cache_shape(self) -> CacheShape:
         config, cache = self.own, self.settings.cache
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
-                          self.source.dtype, cache.bits, cache.attn_sparsity)
+                          self.source.dtype, cache.bits, cache.attn_sparsity, config.attention)

@@ -105,7 +105,8 @@ class TokenLayers:
             self._attended[batch] = torch.empty(q.shape, dtype=q.dtype)
         attended = self._attended[batch]
         self._workspace.cache.bind_token(cached, batch, q, k, v, rope=self._rope[batch],
-                                         out=attended, steps=program)
+                                         sinks=weights.get("sinks"), out=attended,
+                                         steps=program)
         self._family.attention_output(config, weights, x, attended, do)
         if not config.parallel_residual:
             self._family.mlp(config, weights, x, do)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
 
@@ -89,14 +90,14 @@ class ModelConfig:
         What the checkpoint says that it is stored in, such as "bfloat16".
     rope : RopeConfig or None
         None for learned positions.
-    sliding_window : int or None
-        Attention reaches back no further; a run must not be longer. None when inactive.
     pre_norm, final_norm, norm_affine : bool
         OPT: norms before (not after) attention and MLP; a norm before the head; norms with weights.
     embed_dim : int
         OPT: width of the token table, projected to `hidden_size` where they differ. 0 means equal.
     parallel_residual : bool
         GPT-NeoX: attention and MLP read the same input.
+    attention : tuple of AttentionForm
+        One for each decoder layer; empty where all have the default form. See `form`.
 
     Raises
     ------
@@ -123,12 +124,12 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str | None = None
     rope: RopeConfig | None = None
-    sliding_window: int | None = None
     pre_norm: bool = True
     final_norm: bool = True
     norm_affine: bool = True
     embed_dim: int = 0
     parallel_residual: bool = False
+    attention: tuple[AttentionForm, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "embed_dim", self.embed_dim or self.hidden_size)
@@ -138,10 +139,21 @@ class ModelConfig:
         if self.activation not in ACTIVATIONS:
             raise UserError(f"{self.name}: activation function {self.activation!r} is not "
                             f"supported (supported: {', '.join(ACTIVATIONS)})")
+        if self.attention and len(self.attention) != self.num_layers:
+            raise UserError(f"{self.name}: {len(self.attention)} forms of attention for "
+                            f"{self.num_layers} layers; the config is wrong")
         rotary = self.rope.rotary_dim if self.rope else 2
         if rotary % 2 or not 2 <= rotary <= self.head_dim:
             raise UserError(f"{self.name}: {rotary} rotary dimensions in a head of "
                             f"{self.head_dim} are not supported (an even number that fits is)")
+
+    def part(self, first: int, last: int) -> ModelConfig:
+        """The model of the layers first:last alone."""
+        return replace(self, num_layers=last - first, attention=self.attention[first:last])
+
+    def form(self, layer: int) -> AttentionForm:
+        """The form of attention of a decoder layer."""
+        return self.attention[layer] if self.attention else DEFAULT_FORM
 
     @property
     def q_size(self) -> int:

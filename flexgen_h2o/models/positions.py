@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import budget, cached
 from flexgen_h2o.models.model_config import ModelConfig
@@ -44,6 +45,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
     UserError
         There can be no such text.
     """
+    h2o = None if h2o is None else h2o.of_user()
     evicts = h2o is not None and not h2o.is_full
     if evicts and (h2o.heavy_ratio is not None or h2o.recent_ratio is not None):
         raise UserError("a stream has no prompt of which ratios could be: give heavy_tokens and "
@@ -57,7 +59,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
         raise UserError(f"{config.name} has learned positions, of which there is none past the "
                         f"{config.max_positions} trained: leave past_context off")
     limits = [(max_tokens, f"max_tokens, {max_tokens}")]
-    context = min(config.max_positions, config.sliding_window or config.max_positions)
+    context = config.max_positions
     if evicts and h2o.positions == "rolling":
         places = chunk + budget(h2o, 0, 1).total
         if places > context:
@@ -82,7 +84,7 @@ def longest_prompt(config: ModelConfig, h2o: H2OConfig | None) -> int | None:
         return None
     if h2o is not None and h2o.prompt_chunk and h2o.positions == "rolling":
         return None
-    return min(config.max_positions, config.sliding_window or config.max_positions)
+    return config.max_positions
 
 
 def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, length: int,
@@ -98,7 +100,7 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
     """
     if h2o is not None and h2o.drop_positions:
         return
-    limit = min(config.max_positions, config.sliding_window or config.max_positions)
+    limit = config.max_positions
     rolls = h2o is not None and not h2o.is_full and h2o.positions == "rolling"
     longest = longest_prompt(config, h2o)
     if longest is not None and length > longest:
@@ -111,7 +113,8 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
         if rolls:
             # A place in the cache is all that counts; what is new has places beside the slots.
             beside = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
-            needed = min(needed, beside + max(cached(h2o, layer, length, new_tokens - 1)
+            held = windowed(h2o, config.attention)
+            needed = min(needed, beside + max(cached(held, layer, length, new_tokens - 1)
                                               for layer in range(config.num_layers)))
             advice = ", or lower the budget"
     if needed > limit:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.schema import checked
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json
@@ -211,7 +212,7 @@ def _llama(f: _Fields) -> ModelConfig:
         attention_bias=not mistral and f.value(bool, "attention_bias"),
         mlp_bias=not mistral and f.value(bool, "mlp_bias"),
         rope=_rope(f, head_dim, theta=f.raw("rope_theta")),
-        sliding_window=_window(f) if mistral else None,
+        attention=_windows(f) if mistral else (),
     )
 
 
@@ -239,11 +240,14 @@ _READERS: dict[str, Callable[[_Fields], ModelConfig]] = {
 }
 
 
-def _window(f: _Fields) -> int | None:
+def _windows(f: _Fields) -> tuple[AttentionForm, ...]:
+    """The same window in all layers, unless no text can be as long."""
     if f.values.get("sliding_window", 0) is None:  # null switches it off; a missing key does not
-        return None
+        return ()
     window = f.count("sliding_window")
-    return window if window < f.count("max_position_embeddings") else None
+    if window >= f.count("max_position_embeddings"):
+        return ()
+    return (AttentionForm(window=window),) * f.count("num_hidden_layers")
 
 
 def _rope(f: _Fields, head_dim: int, *, theta: Any) -> RopeConfig:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.kernels import chunks
 from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.models import family, layers
@@ -51,26 +52,29 @@ class Runner:
         x = self.family.embed(self.cfg, plain, lambda name, index: self.embed[name][index],
                               ids, positions)
         rope = self.family.rope(self.cfg, positions, self.dtype)
-        for w, cache in zip(self.layers, self.caches, strict=True):
+        for layer, (w, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             qkv = self.family.attention_inputs(self.cfg, w, x, self.do)
-            attended = attend(*qkv, cache=cache, rope=rope)
+            attended = attend(*qkv, cache=cache, rope=rope, form=self.cfg.form(layer))
             x = self.family.attention_output(self.cfg, w, x, attended, self.do)
             if not self.cfg.parallel_residual:
                 x = self.family.mlp(self.cfg, w, x, self.do)
         return self.family.head(self.cfg, self.head, x)
 
 
-def attend(q, k, v, *, cache, rope):
-    """Causal attention over everything cached, which the new keys and values join."""
+def attend(q, k, v, *, cache, rope, form):
+    """Attention by its form over everything cached, which the new keys and values join."""
     if rope is not None:
         q, k = (apply_rope_(x, *rope) for x in (q, k))
     cache.append((k.clone(), v.clone()))
     keys, values = (torch.cat(parts) for parts in zip(*cache, strict=True))
     group = q.shape[1] // k.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * q.shape[-1] ** -0.5
-    later = torch.arange(len(keys)) > torch.arange(len(keys) - len(q), len(keys))[:, None]
-    shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+    products = torch.einsum("qhd,khd->hqk", q.float(), keys.float())
+    place = torch.arange(len(keys) - len(q), len(keys))[:, None]
+    hidden = torch.arange(len(keys)) > place
+    if form.window is not None:
+        hidden |= torch.arange(len(keys)) <= place - form.window
+    shares = attention_weights(products, hidden, dim=q.shape[-1], form=form, sinks=None)
     return torch.einsum("hqk,khd->qhd", shares, values.float()).to(q.dtype)
 
 
