@@ -15,6 +15,8 @@ import torch
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
+from flexgen_h2o.models.checkpoint_formats.dequantizing import DequantizingCheckpoint
+from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
 from flexgen_h2o.storage.extent import Extent
@@ -162,6 +164,8 @@ class BinCheckpoint(Checkpoint):
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Open what lies in a folder: safetensors if there is any, else `.bin`.
 
+    Where config.json says that it is quantized, it is presented as the tensors that it stands for.
+
     Parameters
     ----------
     path : Path or str
@@ -173,6 +177,24 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         If there is no checkpoint, or it cannot be used (see the two classes).
     """
     path = Path(path)
+    config = path / "config.json"
+    given = checkpoint_json(config) if config.exists() else None
+    settings = quantization(given, str(path)) if isinstance(given, dict) else None
+    plain = _open_plain(path)
+    if settings is None:
+        return plain
+    try:
+        if not isinstance(plain, SafetensorsCheckpoint):
+            raise UserError(f"{path} is quantized, which is read from safetensors alone; get the "
+                            f"model with {_SAFETENSORS}")
+        return DequantizingCheckpoint(plain, settings)
+    except BaseException:
+        plain.close()
+        raise
+
+
+def _open_plain(path: Path) -> Checkpoint:
+    """The tensors of a folder or file as they are stored."""
     if path.is_file():
         return (BinCheckpoint if path.suffix == ".bin" else SafetensorsCheckpoint)(path)
     if not path.is_dir():

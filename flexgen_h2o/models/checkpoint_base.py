@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.extent import Extent
 
@@ -129,6 +130,28 @@ class Checkpoint(ABC):
                 f"{self.source}: tensor {name} is stored as {_plain(info.dtype)}; "
                 "use a checkpoint in float32, float16 or bfloat16"
             )
+
+    def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
+             rows: range | None = None) -> bool:
+        """Write a matrix into `out` by the codes that it is stored as, with no second rounding.
+
+        Parameters
+        ----------
+        name : str
+            One of `names()`.
+        layout : MatrixLayout
+            Of the matrix, or of these rows.
+        out : uint8 Tensor [layout.nbytes]
+        rows : range, optional
+            Those wanted, counted over all axes but the last. None: all.
+
+        Returns
+        -------
+        bool
+            False where it is not stored as codes that this layout can hold; what `out` holds then
+            is not known.
+        """
+        return False
 
     def close(self) -> None:
         """Let go of open files. The checkpoint must not be read afterwards."""

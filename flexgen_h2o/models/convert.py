@@ -69,9 +69,9 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
     """A copy of a local checkpoint in another dtype, as one safetensors file, made once.
 
     For weights that are to be streamed straight from a file when the checkpoint's own dtype
-    or format does not allow it. Tensors follow one another by layer and their data starts at a
-    multiple of 64 bytes. Tensors that are not floating (masks that old checkpoints carry) are
-    left out; configuration and tokenizer files are copied.
+    or format does not allow it. What is quantized is dequantized. Tensors follow one another by
+    layer and their data starts at a multiple of 64 bytes. Tensors that are not floating (masks that
+    old checkpoints carry) are left out; configuration and tokenizer files are copied.
 
     Parameters
     ----------
@@ -106,6 +106,7 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(checkpoint_text(path), made / path.name)
         config = read_config(folder)
+        config.pop("quantization_config", None)
         config.pop("torch_dtype", None)  # the name that transformers before 5 gave it
         (made / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
 

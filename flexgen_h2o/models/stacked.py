@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
 from flexgen_h2o.storage.extent import Extent
@@ -155,6 +156,18 @@ class StackedCheckpoint(Checkpoint):
             part = torch.empty(rows[-1] + 1 - rows[0], place.width, dtype=out.dtype)
             self._inner.read_part(tensor, place.start + rows[0] * place.width, part)
             out[first : first + len(rows)] = part[::skip]
+
+    def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
+             rows: range | None = None) -> bool:
+        if name not in self._views:
+            return self._inner.keep(name, layout, out, rows)
+        view, place = self._views[name], self._place(name)
+        if view.transposed or len(place.shape) != 2:
+            return False
+        some = place.rows if rows is None else place.rows[rows.start : rows.stop : rows.step]
+        above = place.start // place.width
+        return self._inner.keep(view.tensor, layout, out,
+                                range(above + some.start, above + some.stop, some.step))
 
     def close(self) -> None:
         self._inner.close()
