@@ -2,7 +2,7 @@
 
 Eight codes of 4 bits in an int32: ``qweight`` [inputs, outputs / 8], ``qzeros`` [groups,
 outputs / 8], ``scales`` [groups, outputs]. From its lowest bits on a word holds outputs 0, 2, 4, 6,
-1, 3, 5, 7 of its eight. An element is ``(code - zero) * scale``. Source: AutoAWQ's packing_utils.py.
+1, 3, 5, 7 of its eight. An element is ``(code - zero) * scale``. Source: AutoAWQ, packing_utils.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.models.checkpoint_base import Checkpoint
-from flexgen_h2o.models.checkpoint_formats.gptq import Transposed, groups_of
+from flexgen_h2o.models.checkpoint_formats.gptq import Transposed
 from flexgen_h2o.models.checkpoint_formats.packed import (
     FLOATS,
     Packed,
@@ -38,12 +38,13 @@ class _Interleaved(Transposed):
         return codes[:, first - begin * _PER_WORD : stop - begin * _PER_WORD].T
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Awq(Packed):
+    group: int
+
     def opened(self) -> Rows:
         qweight, qzeros, scales = (raw(self.checkpoint, name) for name in self.parts)
-        inputs = self.shape[-1]
-        group_of = torch.arange(inputs) // -(-inputs // len(scales))
+        group_of = torch.arange(self.shape[-1]) // self.group
         return _Interleaved(qweight, _in_order(qzeros), scales, group_of, _BITS)
 
 
@@ -65,8 +66,10 @@ def find(checkpoint: Checkpoint, settings: Quantization) -> dict[str, Packed]:
             part(checkpoint, each, dtypes)
             check_filled(checkpoint, each, axes=2)
         inputs, words = checkpoint.info(weight).shape
-        groups, outputs = groups_of(settings, inputs), words * _PER_WORD
+        group, outputs = settings.group_size or inputs, words * _PER_WORD
+        groups = -(-inputs // group)
         check_shape(checkpoint, parts[1], (groups, words))
         check_shape(checkpoint, parts[2], (groups, outputs))
-        found[f"{name}.weight"] = _Awq(checkpoint, name, (outputs, inputs), parts, 15)
+        found[f"{name}.weight"] = _Awq(checkpoint, name, (outputs, inputs), parts, 15,
+                                       group=group)
     return found

@@ -65,6 +65,7 @@ class Transposed(CodedRows):
 @dataclass(frozen=True, kw_only=True)
 class _Gptq(Packed):
     bits: int
+    group: int
     zeros_below: bool
 
     def opened(self) -> Rows:
@@ -79,7 +80,7 @@ class _Gptq(Packed):
     def _group_of(self, groups: int) -> Tensor:
         inputs = self.shape[-1]
         if len(self.parts) == 3:
-            return torch.arange(inputs) // -(-inputs // groups)
+            return torch.arange(inputs) // self.group
         return group_indices(self.checkpoint, self.parts[3], groups)
 
 
@@ -108,7 +109,8 @@ def find(checkpoint: Checkpoint, settings: Quantization) -> dict[str, Packed]:
             check_filled(checkpoint, each, axes=2)
         words, outputs = checkpoint.info(weight).shape
         inputs, groups = words * 32 // bits, checkpoint.info(parts[2]).shape[0]
-        check_shape(checkpoint, parts[2], (groups_of(settings, inputs), outputs))
+        group = settings.group_size or inputs
+        check_shape(checkpoint, parts[2], (-(-inputs // group), outputs))
         check_shape(checkpoint, parts[1], (groups, -(-outputs * bits // 32)))
         if parts[3] in checkpoint.names():
             part(checkpoint, parts[3], (torch.int32, torch.int64))
@@ -116,11 +118,6 @@ def find(checkpoint: Checkpoint, settings: Quantization) -> dict[str, Packed]:
         else:
             parts = parts[:3]
         found[f"{name}.weight"] = _Gptq(checkpoint, name, (outputs, inputs), parts,
-                                        (1 << bits) - 1, bits=bits,
+                                        (1 << bits) - 1, bits=bits, group=group,
                                         zeros_below=settings.zeros_below)
     return found
-
-
-def groups_of(settings: Quantization, inputs: int) -> int:
-    """Groups of so many inputs, the last one filled up."""
-    return 1 if settings.group_size is None else -(-inputs // settings.group_size)

@@ -58,7 +58,7 @@ class _Blocks(Packed, CodedRows):
         if bool((exponents == _NO_NUMBER).any()):
             raise UserError(f"{self.checkpoint.source}: tensor {self.name}{_SCALES} holds scales "
                             "that are no numbers; it is damaged: get it again")
-        return torch.ldexp(torch.tensor(0.5), exponents.int() - _BIAS)
+        return torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - _BIAS)
 
 
 def find(checkpoint: Checkpoint, settings: Quantization) -> dict[str, Packed]:
