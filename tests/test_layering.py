@@ -64,7 +64,8 @@ TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.si
 """What may load torch when it is imported: these rooms and modules, but none of `LIGHT`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
          "storage.extent", "storage.placement", "cache", "models", "models.model_config",
-         "models.shapes", "models.positions", "models.spec", "engine", "engine.schedule",
+         "models.shapes", "models.positions", "models.spec", "models.checkpoint_formats",
+         "models.checkpoint_formats.settings", "engine", "engine.schedule",
          "engine.batch", "engine.calls", "engine.load_options", "engine.stop_strings",
          "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",
          "integrations.lm_eval.__main__"}

@@ -15,12 +15,13 @@ from typing import Any
 from flexgen_h2o.cli.flags import AUTO, GOALS
 from flexgen_h2o.cli.plan_text import plan_text
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import GROUP, CacheOptions, WeightOptions
 from flexgen_h2o.config.launch import launched
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_length, longest_prompt
 from flexgen_h2o.models.spec import from_transformers, published, read_config
@@ -162,10 +163,14 @@ def _elsewhere(config: RunConfig, path: str) -> PlanSubject:
              else published(name))
     if model is None:
         raise UserError(f"--hardware plans for folders and published shapes: {name!r} is neither")
+    stored = quantization(read_config(folder), config.model) if folder.is_dir() else None
     _check(config, model)
+
+    def weights(bits: int) -> WeightOptions:
+        return WeightOptions(bits, GROUP if stored is None else stored.group(bits))
+
     return PlanSubject(hardware, _within(limits, config), model,
-                       4 if config.dtype == "float32" else 2,
-                       WeightOptions)
+                       4 if config.dtype == "float32" else 2, weights)
 
 
 def _check(config: RunConfig, model: ModelConfig) -> None:
