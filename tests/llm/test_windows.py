@@ -29,6 +29,7 @@ WINDOW = 7  # of the tiny model, in all of its layers
 LENGTHS = [5, 6, 7, 8, 13, 30, 1]  # around the window, and far longer
 MIXED = (AttentionForm(window=5, softcap=1.5), AttentionForm(scale=0.2), AttentionForm(window=9))
 SMALL = [H2OConfig(heavy_tokens=2), H2OConfig(heavy_ratio=0.2),
+         H2OConfig(heavy_ratio=0.1, budget_of="text"),
          H2OConfig(heavy_tokens=4, recent_tokens=5),
          H2OConfig(heavy_tokens=2, recent_tokens=1, sink_tokens=1, score="mean"),
          H2OConfig(heavy_tokens=3, recent_tokens=1, score="decay", decay=0.8),
