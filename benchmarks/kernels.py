@@ -326,7 +326,7 @@ def main() -> None:
     machine = (f"{platform.node()}, {cpu_model()}, {torch.get_num_threads()} threads, "
                f"torch {torch.__version__}, {native.instruction_set()}")
     print(machine, flush=True)
-    rows = TimedRows(args.repeats)
+    rows = TimedRows(args.repeats, Path(args.out))
     for name in args.only:
         more = {"counts": args.rows} if name == "linear" else {}
         OPERATIONS[name](rows, args.quick, **more)
