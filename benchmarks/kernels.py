@@ -19,7 +19,7 @@ import itertools
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -237,7 +237,7 @@ def quantized(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
     return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
 
 
-def linear(rows: TimedRows, quick: bool) -> None:
+def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
     """Products with one matrix in 16, 8 and 4 bits."""
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
@@ -248,7 +248,7 @@ def linear(rows: TimedRows, quick: bool) -> None:
     inputs = {PLAIN: plain, OURS: plain} | {
         name: [QuantizedMatrix(data, matrix.layout) for data in copies(matrix.data, quick)]
         for name, matrix in ((OURS_8, matrices[8]), (OURS_4, matrices[4]))}
-    for count in ROWS:
+    for count in counts:
         x = torch.randn(count, MATRIX[1], dtype=DTYPE)
         out = torch.full((count, len(weight)), float("nan"), dtype=DTYPE)
         functions = {PLAIN: lambda weight, x=x, out=out: torch.mm(x, weight.t(), out=out)}
@@ -309,6 +309,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=list(OPERATIONS))
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS),
+                        help="that are multiplied, of the operation linear")
     parser.add_argument("--quick", action="store_true",
                         help="small shapes, which caches hold: to try this script, not to report")
     parser.add_argument("--out", default="benchmarks/results/kernels.csv",
@@ -324,9 +326,10 @@ def main() -> None:
     machine = (f"{platform.node()}, {cpu_model()}, {torch.get_num_threads()} threads, "
                f"torch {torch.__version__}, {native.instruction_set()}")
     print(machine, flush=True)
-    rows = TimedRows(args.repeats)
+    rows = TimedRows(args.repeats, Path(args.out))
     for name in args.only:
-        OPERATIONS[name](rows, args.quick)
+        more = {"counts": args.rows} if name == "linear" else {}
+        OPERATIONS[name](rows, args.quick, **more)
         rows.write(Path(args.out))
     for line in goal_lines(rows.rows, native.instruction_set()):
         print(line)

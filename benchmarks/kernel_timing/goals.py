@@ -1,4 +1,4 @@
-"""What the kernels are to reach on a CPU, as ratios in one run, beside what a run has reached."""
+"""Goals of the kernels on a CPU, as ratios in one run, beside what a run has reached."""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ LOOKS = {OURS: ("#0072B2", ""), OURS_8: ("#56B4E9", "//"), OURS_4: ("#CC79A7", "
 
 
 class TimedRows:
-    """Times cases and collects the rows of the file."""
+    """Times cases and collects the rows of the file, which has them as they come if it is named."""
 
-    def __init__(self, repeats: int):
-        self.repeats, self.rows = repeats, []
+    def __init__(self, repeats: int, path: Path | None = None):
+        self.repeats, self.path, self.rows = repeats, path, []
 
     def measure(self, operation: str, shape: str, functions: dict[str, Callable],
                 inputs: dict[str, Iterator[dict]], *, nbytes: dict[str, int] | None = None,
@@ -85,6 +85,8 @@ class TimedRows:
                   + "".join(
                       f", {key} {row[key]:.2f}" for key in RATIOS if row[key] != ""),
                   flush=True)
+        if self.path is not None:
+            self.write(self.path)
 
     def write(self, path: Path) -> None:
         common = {

@@ -250,9 +250,11 @@ def test_a_buffer_has_room_for_a_quantized_head(bits):
     (OPT_30B, 64, 28672), (LLAMA_8B, 64, 14336), (published("opt-125m"), 1000, 4000),
 ])
 def test_workspace_of_products_with_quantized_weights(monkeypatch, cfg, group, filled):
-    """64 rows of the widest input and of 32 outputs by thread; on a GPU what is unpacked."""
+    """256 rows of the widest input with their sums by group; by thread their sums of 128 outputs,
+    and codes. On a GPU what is unpacked."""
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    for has_gpu, tier, more in ((False, 1, 3 * 64 * 4 * (filled + 32)), (True, 0, 64 << 20)):
+    panel, thread = 256 * (filled + filled // group), 128 * (256 + max(group, 512))
+    for has_gpu, tier, more in ((False, 1, 4 * (panel + 3 * thread)), (True, 0, 64 << 20)):
         plain, quantized = (
             rows(memory_plan(cfg, make_policy(*ALL_GPU), LOAD, itemsize=2, has_gpu=has_gpu,
                              weights=options))["workspace"][tier]

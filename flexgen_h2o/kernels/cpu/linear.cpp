@@ -13,7 +13,8 @@
 namespace ISA {
 namespace {
 
-constexpr int QUADS = 4;  // rows of x that are computed together
+constexpr int QUADS = 4;         // rows of x that are computed together
+constexpr int64_t AHEAD = 8192;  // elements of weights that memory sends meanwhile, at least
 #if defined(__AVX512F__)
 constexpr int OUTPUTS = 4;
 #else
@@ -97,14 +98,15 @@ void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
     const bf16* weights = static_cast<const bf16*>(a.weight) + first * a.weight_row;
     const bf16* bias = a.bias ? static_cast<const bf16*>(a.bias) + first : nullptr;
     const int64_t passes = (a.rows + QUADS - 1) / QUADS;
+    const int64_t ahead = (1 + AHEAD / (M * a.weight_row)) * M;  // rows
     for (int64_t pass = 0; pass < passes; pass++) {
         const int64_t row = pass * QUADS, left = a.rows - row;
         const int64_t rows = left < QUADS ? left : QUADS;
         const Element* mine = x + row * x_row;
         float sums[QUADS * M];
-        const bf16* later[M];  // each pass has its part of the next block
+        const bf16* later[M];  // each pass has its part of a block
         for (int m = 0; m < M; m++)
-            later[m] = weights + (M + (pass + m * passes) % M) * a.weight_row;
+            later[m] = weights + (ahead + (pass + m * passes) % M) * a.weight_row;
         const auto multiply = [&](auto count) {
             products<M, decltype(count)::value>(weights, a.weight_row, mine, x_row, a.inputs, later,
                                                 sums);

@@ -15,7 +15,7 @@ constexpr int64_t VECTOR_ROWS = 4;  // so few go by vectors
 constexpr int64_t SIDE = TILE_ROWS;
 constexpr int64_t DEPTH = 2 * TILE_PAIRS;
 constexpr int64_t TILE = SIDE * TILE_PAIRS;  // words
-constexpr int64_t AHEAD = 4;                 // tiles of weights that are asked for beforehand
+constexpr int64_t TILES_AHEAD = 4;           // tiles of weights that are asked for beforehand
 static_assert(SKINNY_ROWS <= 4 * SIDE, "sums of 4 tiles of rows");
 
 // x as right operands [steps, tiles of rows, pairs, rows], filled up with zeros.
@@ -63,7 +63,7 @@ void multiply(Tiles& tiles, const Linear& a, const uint32_t* x, int64_t steps, i
     for (int64_t k = 0; k < steps; k++, x += R * TILE) {
         for (int64_t row = 0; row < O * SIDE && output + row < a.outputs; row++)
             __builtin_prefetch(static_cast<const bf16*>(a.weight) +
-                                   (output + row) * a.weight_row + (k + AHEAD) * DEPTH, 0, 3);
+                                   (output + row) * a.weight_row + (k + TILES_AHEAD) * DEPTH, 0, 3);
         const LeftTile first = left_tile(a, output, k * DEPTH, copies[0]);
         tiles.load<A0>(first.from, first.bytes);
         tiles.load<B0>(x, TILE_BYTES);
