@@ -22,7 +22,8 @@ from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
 from flexgen_h2o.models.convert import TEXTS, Keep, cache_dir, weight_files
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import gguf_types
-from flexgen_h2o.models.gguf_blocks import KINDS, GgufBlocks
+from flexgen_h2o.models.gguf_blocks import GgufBlocks
+from flexgen_h2o.models.gguf_kinds import KEPT
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
 from flexgen_h2o.models.spec import (
@@ -74,7 +75,7 @@ class Source:
     @property
     def _keeps_groups(self) -> bool:
         quantized = self.gguf is not None and self.bits != 16
-        return quantized and not KINDS[self.bits].isdisjoint(gguf_types(self.folder))
+        return quantized and not KEPT[self.bits].isdisjoint(gguf_types(self.folder))
 
     def open(self, placement: Placement, *, seed: int, weight_cache: str | os.PathLike | None,
              progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:

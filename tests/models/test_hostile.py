@@ -26,7 +26,7 @@ from word_models import with_words
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.engine.loader import load_tokenizer
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.models.gguf_header import check_header
+from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.sources import checkpoint_folder
 from flexgen_h2o.tasks import generate
 
@@ -400,7 +400,7 @@ def change_value(raw: bytes, key: bytes, value: bytes) -> bytes:
     (b"llama.rope.freq_base", b"\0\0\xc0\x7f"), (b"general.architecture", b"\xff\xff\xff\xff")])
 def test_gguf_values(tmp_path, harmless, capfd, key, value):
     source = write_gguf(tmp_path / "model.gguf")
-    check_header(source)
+    read_header(source)
     source.write_bytes(change_value(source.read_bytes(), key, value))
     refuse(capfd, model="model.gguf")
 
