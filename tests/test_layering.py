@@ -63,7 +63,9 @@ TORCH = {"h2o.eviction", "h2o.decode_metadata", "h2o.simulation", "planning.rate
 """What may load torch when it is imported: these rooms and modules, but none of `LIGHT`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
          "storage.extent", "storage.placement", "cache", "models", "models.model_config",
-         "models.shapes", "models.positions", "models.spec", "engine", "engine.schedule",
+         "models.shapes", "models.positions", "models.spec", "models.gguf_architectures",
+         "models.gguf_config", "models.gguf_header", "models.gguf_kinds", "models.gguf_metadata",
+         "models.gguf_rope", "engine", "engine.schedule",
          "engine.batch", "engine.calls", "engine.load_options", "engine.stop_strings",
          "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",
          "integrations.lm_eval.__main__"}

@@ -19,7 +19,7 @@ from flexgen_h2o.models.convert import (
 )
 from flexgen_h2o.models.gguf_config import config_of
 from flexgen_h2o.models.gguf_header import GgufHeader
-from flexgen_h2o.models.gguf_tensors import read_gguf
+from flexgen_h2o.models.gguf_reader import read_gguf
 from flexgen_h2o.models.gguf_tokenizer import save_tokenizer
 
 _TYPES = "gguf_types.json"

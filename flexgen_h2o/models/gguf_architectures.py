@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flexgen_h2o.models.gguf_metadata import Metadata
-from flexgen_h2o.models.gguf_rope import gemma3_rope, partial_rope, phi3_rope, rope
+from flexgen_h2o.models.gguf_rope import gemma3_rope, layered_rope, partial_rope, phi3_rope, rope
 
 Table = Mapping[str, str]
 
@@ -48,7 +48,7 @@ _NORM = _table(layer_norm_eps="attention.layer_norm_epsilon")
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one architecture of GGUF files becomes a Hugging Face folder.
+    """The way from an architecture of GGUF files to a Hugging Face folder.
 
     Attributes
     ----------
@@ -286,7 +286,8 @@ _MIXTRAL = replace(
                  ffn_gate_exps="block_sparse_moe.experts.{}.w1",
                  ffn_up_exps="block_sparse_moe.experts.{}.w3",
                  ffn_down_exps="block_sparse_moe.experts.{}.w2"))
-_OLMO3 = replace(_OLMO2, model_type="olmo3", class_name="Olmo3ForCausalLM", more=_olmo3)
+_OLMO3 = replace(_OLMO2, model_type="olmo3", class_name="Olmo3ForCausalLM", more=_olmo3,
+                 rope=layered_rope)
 
 
 def variant(meta: Metadata) -> Architecture | None:

@@ -15,7 +15,8 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference_matrix import assembled
 from flexgen_h2o.models.gguf_dequantize import five_bits
 from flexgen_h2o.models.gguf_kinds import KEPT, KEPT_GROUP
-from flexgen_h2o.models.gguf_tensors import GgufTensor, read_gguf
+from flexgen_h2o.models.gguf_reader import read_gguf
+from flexgen_h2o.models.gguf_tensors import GgufTensor
 
 # The code of 0, where a block has no zero point of its own.
 _MIDDLES = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}

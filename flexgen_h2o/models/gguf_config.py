@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.errors import UserError, did_you_mean, shown
 from flexgen_h2o.models.gguf_architectures import ARCHITECTURES, Architecture, variant
-from flexgen_h2o.models.gguf_header import GgufHeader, read_header
-from flexgen_h2o.models.gguf_kinds import KEPT
+from flexgen_h2o.models.gguf_header import GgufHeader
+from flexgen_h2o.models.gguf_kinds import KEPT, KEPT_GROUP
 from flexgen_h2o.models.gguf_metadata import Metadata
 
 
@@ -85,11 +85,8 @@ def kv_heads(meta: Metadata) -> int:
     return meta.count("attention.head_count_kv", meta.count("attention.head_count"))
 
 
-def read_gguf_config(source: Path) -> dict[str, Any]:
-    """`config_of` a file."""
-    return config_of(read_header(source))
-
-
-def keeps_groups(header: GgufHeader, bits: int) -> bool:
-    """True if quantized weights of so many bits keep any of the file's blocks as they are."""
-    return any(tensor.kind.name in KEPT.get(bits, ()) for tensor in header.tensors.values())
+def kept_weights(header: GgufHeader, bits: int) -> WeightOptions:
+    """The form of the weights in so many bits: in the groups of the file's blocks, if any are kept.
+    """
+    kept = any(tensor.kind.name in KEPT.get(bits, ()) for tensor in header.tensors.values())
+    return WeightOptions(bits, KEPT_GROUP) if kept else WeightOptions(bits)

@@ -11,16 +11,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.gguf_dequantize import dequantize
-
-if TYPE_CHECKING:
-    from flexgen_h2o.models.gguf_tensors import GgufTensor
+from flexgen_h2o.models.gguf_tensors import GgufTensor
 
 _BLOCK = 32
 _MOST_ELEMENTS = 1 << 28  # of an expert, which is made at a time; the largest known have 8 million

@@ -76,11 +76,18 @@ def phi3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
             "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
 
 
+def layered_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """Those of layers that see all, which may be stretched; window layers never are."""
+    full = rope(meta, head_dim)
+    return {"full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": full["rope_theta"]}}
+
+
 def gemma3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """Those of layers that see all, which may be stretched, and those of window layers."""
-    theta = meta.number("rope.freq_base", 1e6)
+    """Likewise, each with a base of its own."""
+    full = {**rope(meta, head_dim), "rope_theta": meta.number("rope.freq_base", 1e6)}
     local = meta.number("rope.freq_base_swa", _THETA)
-    return {"full_attention": {**rope(meta, head_dim), "rope_theta": theta},
+    return {"full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": local}}
 
 

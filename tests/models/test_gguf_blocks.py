@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFWriter
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 from inside import before_conversions
 
