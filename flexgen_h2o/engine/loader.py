@@ -205,7 +205,7 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
                             f"for {config.num_layers} layers; do the two belong together?")
         weights = kind.weights(config)
         resolve(checkpoint, _specs(weights).values(), kind.aliases)
-        longer = kind.weights(replace(config, num_layers=config.num_layers + 1))
+        longer = kind.weights(config.longer())
         beyond = [name for spec in longer.layers[-1].values() for name in kind.aliases(spec.name)]
         extra = next((name for name in beyond if name in names), None)
         if extra is not None:

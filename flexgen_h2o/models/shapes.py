@@ -1,4 +1,4 @@
-"""Published model shapes and the defaults of each model type, in the words of config.json.
+"""Published model shapes, in the words of config.json.
 
 Plain data in today's spelling (`rope_parameters`), read by `spec.from_transformers` like any other
 config.json. A shape is enough for the memory plan and for `--path _DUMMY_`; a real checkpoint
@@ -9,39 +9,6 @@ is that of the OPT paper (arXiv 2205.01068, table 1), whose weights are not publ
 from __future__ import annotations
 
 from typing import Any
-
-# What transformers assumes for a key that config.json leaves out, by model type.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "opt": {
-        "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072,
-        "num_attention_heads": 12, "max_position_embeddings": 2048, "activation_function": "relu",
-        "do_layer_norm_before": True, "_remove_final_layer_norm": False,
-        "enable_bias": True, "layer_norm_elementwise_affine": True,
-        "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 2,
-    },
-    "llama": {
-        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
-        "intermediate_size": 11008, "num_attention_heads": 32,
-        "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-    },
-    "mistral": {
-        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
-        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "max_position_embeddings": 131072, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "sliding_window": 4096,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-    },
-    "gpt_neox": {
-        "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44,
-        "intermediate_size": 24576, "num_attention_heads": 64,
-        "max_position_embeddings": 2048, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
-        "attention_bias": True, "use_parallel_residual": True,
-        "rotary_emb_base": 10000.0, "rotary_pct": 0.25,
-        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2,
-    },
-}
 
 
 def _opt(hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from gguf.quants import dequantize
 from gguf_cases import CASES, make
 from safetensors.torch import load_file
 
+from flexgen_h2o import LLM
+from flexgen_h2o.models.registry import FAMILIES
 from flexgen_h2o.models.sources import checkpoint_folder, read_config
 
 # What a GGUF does not know, and no model of today sets otherwise (or training alone uses).
@@ -90,3 +92,19 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
             found = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             assert torch.equal(found, values)
             assert made[f"{called}_bias"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items()
+                                  if case.model_type in FAMILIES])
+def test_tokens_are_those_of_transformers(tmp_path, name):
+    """In float32, past the window where there is one."""
+    model, source = make(name, tmp_path)
+    prompts = [[int(token) for token in torch.randint(2, 260, (length,))] for length in (21, 7)]
+    expected = []
+    for prompt in prompts:
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False,
+                             eos_token_id=None, pad_token_id=0)
+        expected.append(out[0, len(prompt):].tolist())
+    with LLM(str(source), dtype="float32", device="cpu") as llm:
+        found = llm.generate(prompts, max_new_tokens=12, eos_token_id=-1)
+    assert [each.token_ids for each in found] == expected

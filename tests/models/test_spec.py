@@ -114,7 +114,7 @@ def test_the_largest_shapes(size, billions):
 def test_published_names():
     assert published("OPT-30B").num_layers == published("facebook/opt-30b").num_layers == 48
     assert published("meta-llama/meta-llama-3.1-8b").rope.kind == "llama3"
-    assert published("mistral-7b-v0.3").sliding_window is None
+    assert not published("mistral-7b-v0.3").attention
     assert published("opt-350m").embed_dim == 512 and not published("opt-350m").final_norm
     assert published("someone/opt-30b") is None
     assert published("opt-31b") is None
@@ -198,12 +198,14 @@ def test_a_rotary_context_may_be_long():
 
 def test_sliding_window():
     def window(**options):
-        return from_transformers({"model_type": "mistral", **options}, "x").sliding_window
+        config = from_transformers({"model_type": "mistral", **options}, "x")
+        forms = {config.form(layer) for layer in range(config.num_layers)}
+        return next(iter(forms)).window if len(forms) == 1 else forms
 
     assert window() == 4096
     assert window(sliding_window=None) is None
     assert window(sliding_window=4096, max_position_embeddings=4096) is None
-    assert from_transformers(LLAMA | {"sliding_window": 8}, "x").sliding_window is None
+    assert from_transformers(LLAMA | {"sliding_window": 8}, "x").form(0).window is None
 
 
 @pytest.mark.parametrize("options, words", [
@@ -217,9 +219,13 @@ def test_sliding_window():
     ({"quantization_config": {"quant_method": "gptq"}}, ["quantized"]),
     ({"hidden_act": "mish"}, ["'mish'", "gelu_new"]),
     ({"hidden_act": 3}, ["hidden_act must be", "got 3"]),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "linear"]),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'"]),
-    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'"]),
+    ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, ["'proportional'", "linear"]),
+    ({"rope_scaling": {"type": "dynamic"}}, ["rope factor must be", "got None"]),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 0}}, ["rope factor must be", "got 0"]),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}, ["beta_fast"]),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["short_factor"]),
+    ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
+     ["short_factor must have 4 numbers, got 1"]),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["flat"]),
     ({"rope_scaling": "linear"}, ["rope parameters"]),
     ({"rope_scaling": {"type": "linear"}}, ["rope factor must be", "got None"]),
