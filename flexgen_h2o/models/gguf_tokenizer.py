@@ -10,8 +10,9 @@ from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.models.gguf_header import GgufHeader
 from flexgen_h2o.models.gguf_metadata import Metadata
 
-_PLAIN = frozenset({"default", "gpt-2", "gpt2", "olmo", "smollm", "mpt", "trillion"})
-"""Splits of texts before byte pairs that are GPT-2's."""
+# Ways to split texts before byte pairs, by llama.cpp's names (src/llama-vocab.cpp).
+_PLAIN = frozenset({"default", "gpt-2", "gpt2", "olmo", "smollm", "mpt", "trillion"})  # GPT-2's
+_DIGITS = frozenset({"refact", "starcoder"})  # GPT-2's, with each digit by itself
 
 
 def save_tokenizer(header: GgufHeader, folder: Path) -> None:
@@ -30,7 +31,7 @@ def save_tokenizer(header: GgufHeader, folder: Path) -> None:
                         f"{shown(split)}, splits texts; give the model's Hugging Face folder "
                         "instead")
     try:
-        _tokenizer(header).save_pretrained(folder)
+        _tokenizer(header, split).save_pretrained(folder)
     except BaseException as error:  # a parser of files from anywhere raises anything
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -39,17 +40,25 @@ def save_tokenizer(header: GgufHeader, folder: Path) -> None:
                         ) from error
 
 
-def _tokenizer(header: GgufHeader) -> Any:
+def _tokenizer(header: GgufHeader, split: str) -> Any:
+    from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     # Of no family: AutoTokenizer reads the whole configuration first, and of fewer architectures.
-    return PreTrainedTokenizerFast.from_pretrained(str(header.source.parent),
+    made = PreTrainedTokenizerFast.from_pretrained(str(header.source.parent),
                                                    gguf_file=header.source.name)
+    if split in _DIGITS:
+        made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return made
 
 
 def _splits() -> Collection[str]:
+    """The splits that come out right."""
+    ours = _PLAIN | _DIGITS
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    except ImportError:  # transformers before 5.20 knows them by architecture
-        return _PLAIN | {"llama-bpe", "llama3", "llama-v3", "qwen2", "tekken"}
-    return _PLAIN | GGUF_PRE_TOKENIZER_SPLITS.keys()
+    except ImportError:  # an older transformers knows them by architecture
+        return ours | {"llama-bpe", "llama3", "llama-v3", "qwen2", "tekken"}
+    return ours | GGUF_PRE_TOKENIZER_SPLITS.keys()
