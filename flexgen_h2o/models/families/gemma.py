@@ -1,5 +1,5 @@
-"""Gemma 2 (arXiv 2408.00118) and the text of Gemma 3 (arXiv 2503.19786): windows in some layers, norms
-before and after, soft caps, scaled embeddings."""
+"""Gemma 2 (arXiv 2408.00118) and the text of Gemma 3 (arXiv 2503.19786): windows in some layers,
+norms before and after, soft caps, scaled embeddings."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ DEFAULTS = {
 }
 
 # Checkpoints with a vision part call what is in front of the layers in two ways.
-PREFIXES = (("model.", ""), ("model.", "language_model.model."), ("model.", "model.language_model."),
-            ("lm_head.", "language_model.lm_head."))
+PREFIXES = (("model.", ""), ("model.", "language_model.model."),
+            ("model.", "model.language_model."), ("lm_head.", "language_model.lm_head."))
 
 
 def read(f: Fields) -> ModelConfig:
