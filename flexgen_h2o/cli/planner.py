@@ -16,12 +16,13 @@ from typing import Any
 from flexgen_h2o.cli.flags import AUTO, GOALS
 from flexgen_h2o.cli.plan_text import plan_text
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import GROUP, CacheOptions, WeightOptions
 from flexgen_h2o.config.launch import launched
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.gguf_config import config_of, kept_weights
 from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.model_config import ModelConfig
@@ -170,7 +171,10 @@ def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOp
     """The shape of a model by what is small in its files, and the form of its weights by bits."""
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        return from_transformers(read_config(path), model), WeightOptions
+        values = read_config(path)
+        stored = quantization(values, model)
+        return from_transformers(values, model), lambda bits: WeightOptions(
+            bits, GROUP if stored is None else stored.group(bits))
     if path.suffix.lower() == ".gguf" and path.is_file():
         header = read_header(path)
         return from_transformers(config_of(header), model), partial(kept_weights, header)

@@ -19,6 +19,7 @@ from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_
 from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
+from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
 from flexgen_h2o.models.convert import TEXTS, Keep, cache_dir, weight_files
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import gguf_types
@@ -49,7 +50,7 @@ class Source:
 
     folder is None for dummy weights of a published shape, which have no tokenizer either; gguf is
     the file that the folder was made from, if it was one; bits are those of a matrix's elements;
-    end_tokens are the ids that end a text.
+    end_tokens are the ids that end a text; quantization is how the folder's weights are stored.
     """
 
     config: ModelConfig
@@ -60,12 +61,16 @@ class Source:
     end_tokens: tuple[int, ...]
     gguf: Path | None = None
     bits: int = 16
+    quantization: Quantization | None = None
 
     @cached_property
     def form(self) -> WeightFormat:
-        """The tensors' storage options: in groups as a GGUF's, where it has any of so many bits."""
+        """The tensors' storage options: in groups as the checkpoint's, where it has any of so many
+        bits."""
         if self._keeps_groups:
             return WeightFormat(self.dtype, self.bits, GgufBlocks.GROUP)
+        if self.quantization is not None:
+            return WeightFormat(self.dtype, self.bits, self.quantization.group(self.bits))
         return WeightFormat(self.dtype, self.bits)
 
     def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
@@ -179,16 +184,17 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, d
     dummy = path == DUMMY
     config = published(model) if dummy else None
     name = model if path is None or dummy else path
-    folder = gguf = None
+    folder = gguf = stored = None
     if config is None:
         wanted = None if dtype == "auto" and device.torch.type == "cuda" else dtype
         wanted = "bfloat16" if wanted == "auto" else wanted
         gguf = gguf_of(name)
         folder = checkpoint_folder(name, dtype=wanted, progress=progress)
-        config = from_transformers(read_config(folder), model)
+        given = read_config(folder)
+        config, stored = from_transformers(given, model), quantization(given, model)
     weights = family(config).weights(config) if dummy else _weights(config, folder)
     return Source(config, weights, _dtype(dtype, config, device), folder, dummy,
-                  _end_tokens(config, folder), gguf, bits)
+                  _end_tokens(config, folder), gguf, bits, stored)
 
 
 def _weights(config: ModelConfig, folder: Path) -> ModelWeights:

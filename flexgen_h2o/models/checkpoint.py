@@ -15,6 +15,8 @@ import torch
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
+from flexgen_h2o.models.checkpoint_formats.dequantizing import DequantizingCheckpoint
+from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
 from flexgen_h2o.storage.extent import Extent
@@ -77,19 +79,21 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._infos[name]
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        self._fill_part(name, info, 0, out)
+
+    def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
         extent, flat = info.extent, out.view(-1)
-        fd = self._files[extent.path]
+        fd, width = self._files[extent.path], info.dtype.itemsize
+        first = extent.offset + start * width
         if out.dtype == info.dtype:
-            pread_exactly(fd, bytes_view(flat), extent.offset, extent.path)
+            pread_exactly(fd, bytes_view(flat), first, extent.path)
             return
         # Scratch of the stored dtype is aligned for it, wherever in the file the bytes lie.
-        width = info.dtype.itemsize
         scratch = torch.empty(min(len(flat), _CONVERT_BYTES // width), dtype=info.dtype)
-        for start in range(0, len(flat), max(1, len(scratch))):
-            part = scratch[: len(flat) - start]
-            offset = extent.offset + start * width
-            pread_exactly(fd, bytes_view(part), offset, extent.path)
-            flat[start : start + len(part)].copy_(part)
+        for done in range(0, len(flat), max(1, len(scratch))):
+            part = scratch[: len(flat) - done]
+            pread_exactly(fd, bytes_view(part), first + done * width, extent.path)
+            flat[done : done + len(part)].copy_(part)
 
     def close(self) -> None:
         """Close the shards. The checkpoint must not be read afterwards."""
@@ -136,13 +140,20 @@ class BinCheckpoint(Checkpoint):
         return self._infos[name]
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        out.copy_(self._tensor(name))  # any strides: a transposed weight needs no contiguous copy
+
+    def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
+        flat = self._tensor(name).reshape(-1)
+        out.view(-1).copy_(flat[start : start + out.numel()])
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """A mapped tensor."""
         file = self._file[name]
         with self._lock:
             if self._mapped is None or self._mapped[0] != file:
                 self._mapped = None  # unmapped before the next is mapped, not after
                 self._mapped = (file, _load_bin(file))
-            tensor = self._mapped[1][name]
-        out.copy_(tensor)  # any strides: a transposed weight needs no contiguous copy
+            return self._mapped[1][name]
 
     def close(self) -> None:
         """Unmap the shard. The checkpoint must not be read afterwards."""
@@ -152,6 +163,8 @@ class BinCheckpoint(Checkpoint):
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Open what lies in a folder: safetensors if there is any, else `.bin`.
+
+    Where config.json says that it is quantized, it is presented as the tensors that it stands for.
 
     Parameters
     ----------
@@ -164,6 +177,24 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         If there is no checkpoint, or it cannot be used (see the two classes).
     """
     path = Path(path)
+    config = path / "config.json"
+    given = checkpoint_json(config) if config.exists() else None
+    settings = quantization(given, str(path)) if isinstance(given, dict) else None
+    plain = _open_plain(path)
+    if settings is None:
+        return plain
+    try:
+        if not isinstance(plain, SafetensorsCheckpoint):
+            raise UserError(f"{path} is quantized, which is read from safetensors alone; get the "
+                            f"model with {_SAFETENSORS}")
+        return DequantizingCheckpoint(plain, settings)
+    except BaseException:
+        plain.close()
+        raise
+
+
+def _open_plain(path: Path) -> Checkpoint:
+    """The tensors of a folder or file as they are stored."""
     if path.is_file():
         return (BinCheckpoint if path.suffix == ".bin" else SafetensorsCheckpoint)(path)
     if not path.is_dir():

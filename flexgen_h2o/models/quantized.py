@@ -70,7 +70,7 @@ class QuantizingCheckpoint(Checkpoint):
             self._inner.read(own, out)
         elif self._gguf is not None and name in self._opened().names:
             self._opened().read(name, layout, out)
-        else:
+        elif not self._inner.keep(own, layout, out):
             # The same size, and a perplexity closer to the original's: see benchmarks/results.
             ops.quantize_matrix(self._matrix(own, inner), layout, search=True, out=out)
 

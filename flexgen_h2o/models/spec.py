@@ -11,6 +11,7 @@ from typing import Any
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json
+from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.fields import MOST_TOKENS, Fields
 from flexgen_h2o.models.model_config import (
     ACTIVATIONS,
@@ -96,9 +97,7 @@ def _refuse_unsupported(values: Mapping[str, Any], name: str) -> None:
     for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
         if values.get(key):
             raise UserError(f"{name}: mixture of experts ({key}) is not supported")
-    if values.get("quantization_config") is not None:
-        raise UserError(f"{name}: a quantized checkpoint (quantization_config) is not supported; "
-                        "use the original weights")
+    quantization(values, name)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"{name}: model type {model_type!r} is not supported "

@@ -236,7 +236,7 @@ def test_sliding_window():
     ({"num_experts": 4}, ["mixture of experts", "num_experts"]),
     ({"model_type": "bloom", "alibi": True}, ["ALiBi"]),
     ({"model_type": "mpt", "attn_config": {"alibi": True}}, ["ALiBi"]),
-    ({"quantization_config": {"quant_method": "gptq"}}, ["quantized"]),
+    ({"quantization_config": {"quant_method": "hqq"}}, ["quantized by 'hqq'", "gptq"]),
     ({"hidden_act": "mish"}, ["'mish'", "gelu_new"]),
     ({"hidden_act": 3}, ["hidden_act must be", "got 3"]),
     ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, ["'proportional'", "linear"]),

@@ -1,0 +1,83 @@
+"""MXFP4 as gpt-oss ships it: 4-bit floats in blocks of 32 that share a power of two.
+
+``X_blocks`` [..., rows, blocks, 16] uint8: element 2 * i of a block in the low half of byte i, and
+2 * i + 1 in its high half; a sign bit, two of exponent, one of mantissa. ``X_scales`` [..., rows,
+blocks] uint8: the exponent, plus 127. A tensor is known here as ``X_blocks``, of shape [..., rows,
+32 * blocks]; transformers' own ``X`` has its last two axes the other way round. Source: OCP
+Microscaling Formats (MX) Specification 1.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.checkpoint_base import Checkpoint
+from flexgen_h2o.models.checkpoint_formats.packed import (
+    CodedRows,
+    Codes,
+    Packed,
+    Rows,
+    check_filled,
+    check_shape,
+    part,
+)
+from flexgen_h2o.models.checkpoint_formats.settings import Quantization
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BYTES = 16  # of a block
+# Twice the magnitudes of the eight positive numbers: whole, and so are codes around the middle.
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+_MIDDLE = max(_DOUBLED)
+_BIAS, _NO_NUMBER = 127, 255
+
+
+@dataclass(frozen=True)
+class _Blocks(Packed, CodedRows):
+    def opened(self) -> Rows:
+        return self
+
+    def codes(self, first: int, stop: int) -> Codes:
+        blocks = self.shape[-1] // (2 * _BYTES)
+        packed = torch.empty(stop - first, blocks * _BYTES, dtype=torch.uint8)
+        self.checkpoint.read_part(self.name + _BLOCKS, first * blocks * _BYTES, packed)
+        numbers = torch.tensor([_MIDDLE + each for each in _DOUBLED]
+                               + [_MIDDLE - each for each in _DOUBLED], dtype=torch.uint8)
+        pairs = torch.stack((packed & 0x0F, packed >> 4), dim=-1)
+        codes = numbers[pairs.flatten(1).int()]
+        scales = self._powers(first, stop, blocks)
+        return Codes(codes, scales, torch.full_like(scales, _MIDDLE),
+                     torch.arange(self.shape[-1]) // (2 * _BYTES))
+
+    def _powers(self, first: int, stop: int, blocks: int) -> Tensor:
+        exponents = torch.empty(stop - first, blocks, dtype=torch.uint8)
+        self.checkpoint.read_part(self.name + _SCALES, first * blocks, exponents)
+        if bool((exponents == _NO_NUMBER).any()):
+            raise UserError(f"{self.checkpoint.source}: tensor {self.name}{_SCALES} holds scales "
+                            "that are no numbers; it is damaged: get it again")
+        return torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - _BIAS)
+
+
+def find(checkpoint: Checkpoint, settings: Quantization) -> dict[str, Packed]:
+    """The quantized tensors of a checkpoint by the names of their blocks; UserError where a part is
+    wrong."""
+    found: dict[str, Packed] = {}
+    for blocks in checkpoint.names():
+        if not blocks.endswith(_BLOCKS):
+            continue
+        name = blocks.removesuffix(_BLOCKS)
+        part(checkpoint, blocks, (torch.uint8,))
+        part(checkpoint, name + _SCALES, (torch.uint8,))
+        check_filled(checkpoint, blocks)
+        shape = checkpoint.info(blocks).shape
+        check_shape(checkpoint, blocks, (*shape[:-1], _BYTES))
+        if len(shape) < 3:
+            raise UserError(f"{checkpoint.source}: tensor {blocks} has shape {list(shape)}, which "
+                            "is no matrix of blocks; it is damaged")
+        check_shape(checkpoint, name + _SCALES, shape[:-1])
+        found[blocks] = _Blocks(checkpoint, name, (*shape[:-2], shape[-2] * 2 * _BYTES),
+                                (blocks, name + _SCALES), 2 * _MIDDLE)
+    return found
