@@ -1,4 +1,4 @@
-"""Every family end to end: tokens of transformers on all tiers, H2O as its mask, and bound steps."""
+"""Every family end to end: tokens of transformers everywhere, H2O as its mask, bound steps."""
 
 from __future__ import annotations
 
