@@ -13,7 +13,7 @@ from flexgen_h2o.engine import loader
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.schedule import Kind
 from flexgen_h2o.kernels import native, ops
-from flexgen_h2o.models import from_gguf, quantized
+from flexgen_h2o.models import from_gguf, gguf_rope, quantized
 from flexgen_h2o.planning import rows
 from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.tasks import analyze
@@ -23,7 +23,7 @@ from flexgen_h2o.tasks.streams import segments
 own_attention, sparse_attention = rows._own_attention, rows._sparse_attention
 run_dtype = loader._dtype
 stream_failure, save_analysis = segments._failure, analyze._save
-LLAMA3_ROPE = from_gguf._LLAMA3_ROPE
+LLAMA3_ROPE = gguf_rope.LLAMA3_ROPE
 STRUCTS = native._STRUCTS  # of the library's calls, by name
 UNPACKED_PRODUCT = ops._unpacked_product.__name__
 
@@ -179,13 +179,13 @@ def lanes_with(transfers, pool) -> list:
 
 def before_conversions(monkeypatch, look) -> None:
     """Call ``look()`` before a GGUF file is opened to be converted."""
-    convert = from_gguf._open
+    convert = from_gguf.read_gguf
 
     def watched(source):
         look()
         return convert(source)
 
-    monkeypatch.setattr(from_gguf, "_open", watched)
+    monkeypatch.setattr(from_gguf, "read_gguf", watched)
 
 
 def quantize_in_a_new_way(monkeypatch) -> None:

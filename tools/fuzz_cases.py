@@ -26,7 +26,8 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.engine.loader import find, load_tokenizer
 from flexgen_h2o.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
-from flexgen_h2o.models.from_gguf import convert_gguf, read_gguf
+from flexgen_h2o.models.from_gguf import convert_gguf
+from flexgen_h2o.models.gguf_reader import read_gguf
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.planning.hardware_file import load_hardware
 from flexgen_h2o.storage.tiers import Device

@@ -21,7 +21,7 @@ class SimulatedBlockCache:
     binds = False
     stays = True
 
-    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor], Tensor],
+    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
                  form: Callable[[int], AttentionForm]):
         self._cache = SimulatedCache(h2o, rotate, form)
         self.begin = self._cache.begin

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.models.checkpoint_formats.settings import quantization
+from flexgen_h2o.models.gguf_config import config_of, kept_weights
+from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_length, longest_prompt
 from flexgen_h2o.models.spec import from_transformers, published, read_config
@@ -158,19 +161,28 @@ def _elsewhere(config: RunConfig, path: str) -> PlanSubject:
         raise UserError(f"--device-memory-limit has no effect: {hardware.name} has no GPU")
     limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
     name = config.model if config.path in (None, DUMMY) else config.path
-    folder = Path(os.path.expanduser(name))
-    model = (from_transformers(read_config(folder), config.model) if folder.is_dir()
-             else published(name))
-    if model is None:
-        raise UserError(f"--hardware plans for folders and published shapes: {name!r} is neither")
-    stored = quantization(read_config(folder), config.model) if folder.is_dir() else None
+    model, weights = _shape(config.model, name)
     _check(config, model)
-
-    def weights(bits: int) -> WeightOptions:
-        return WeightOptions(bits, GROUP if stored is None else stored.group(bits))
-
     return PlanSubject(hardware, _within(limits, config), model,
                        4 if config.dtype == "float32" else 2, weights)
+
+
+def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOptions]]:
+    """The shape of a model by what is small in its files, and the form of its weights by bits."""
+    path = Path(os.path.expanduser(name))
+    if path.is_dir():
+        values = read_config(path)
+        stored = quantization(values, model)
+        return from_transformers(values, model), lambda bits: WeightOptions(
+            bits, GROUP if stored is None else stored.group(bits))
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        header = read_header(path)
+        return from_transformers(config_of(header), model), partial(kept_weights, header)
+    known = published(name)
+    if known is None:
+        raise UserError("--hardware plans for folders, .gguf files and published shapes: "
+                        f"{name!r} is none of them")
+    return known, WeightOptions
 
 
 def _check(config: RunConfig, model: ModelConfig) -> None:

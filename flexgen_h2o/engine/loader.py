@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,8 @@ from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantiz
 from flexgen_h2o.models.convert import TEXTS, Keep, cache_dir, weight_files
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import gguf_types
-from flexgen_h2o.models.gguf_blocks import KINDS, GgufBlocks
+from flexgen_h2o.models.gguf_blocks import GgufBlocks
+from flexgen_h2o.models.gguf_kinds import KEPT
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
 from flexgen_h2o.models.spec import (
@@ -79,7 +80,7 @@ class Source:
     @property
     def _keeps_groups(self) -> bool:
         quantized = self.gguf is not None and self.bits != 16
-        return quantized and not KINDS[self.bits].isdisjoint(gguf_types(self.folder))
+        return quantized and not KEPT[self.bits].isdisjoint(gguf_types(self.folder))
 
     def open(self, placement: Placement, *, seed: int, weight_cache: str | os.PathLike | None,
              progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
@@ -210,8 +211,7 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
                             f"for {config.num_layers} layers; do the two belong together?")
         weights = kind.weights(config)
         resolve(checkpoint, _specs(weights).values(), kind.aliases)
-        longer = kind.weights(replace(config, num_layers=config.num_layers + 1,
-                                      attention=config.attention + config.attention[-1:]))
+        longer = kind.weights(config.longer())
         beyond = [name for spec in longer.layers[-1].values() for name in kind.aliases(spec.name)]
         extra = next((name for name in beyond if name in names), None)
         if extra is not None:

@@ -101,7 +101,7 @@ class Runner:
         self.config = source.config
         self.seat = seat
         self.stage = Stage.whole(self.config.num_layers) if seat is None else seat.stage
-        self.own = self.config.part(self.stage.first, self.stage.last)  # of these layers
+        self.own = self.config.part(self.stage.first, self.stage.last)
         self._exchange = None if seat is None else Exchange(
             seat.pipeline, seat.stage, seat.groups, width=self.config.hidden_size,
             dtype=source.dtype, device=device.torch)
@@ -181,7 +181,7 @@ class Runner:
     def workspace(self, size: WorkspaceSize, cache: BlockCache | None = None) -> Workspace:
         """A workspace for blocks up to `size`, with a cache as set or the given one."""
         settings = self.settings
-        return Workspace(self.config, self._cache_shape(), size, policy=settings.policy,
+        return Workspace(self.own, self._cache_shape(), size, policy=settings.policy,
                          h2o=settings.cache.h2o, transfers=self._transfers,
                          offload_dir=settings.offload_dir, cache=cache)
 

@@ -46,14 +46,14 @@ class SimulatedCache:
     Parameters
     ----------
     h2o : H2OConfig
-    rotate : callable (x, positions) -> Tensor like x
+    rotate : callable (x, positions, layer) -> Tensor like x
         x [heads, tokens, head_dim], float32, rotated to positions [heads or 1, tokens]; x itself
         where the model has no rotary positions.
     form : callable (layer) -> AttentionForm, optional
         None: all layers have the default form.
     """
 
-    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor], Tensor],
+    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
                  form: Callable[[int], AttentionForm] | None = None):
         self._h2o = h2o
         self._rotate = rotate
@@ -129,8 +129,8 @@ class SimulatedCache:
         if self._h2o.positions == "rolling":
             places = memory.alive.cumsum(1) - 1
         # All heads have as many tokens alive, so that a query's place is the same in each.
-        keys, queries = self._rotate(memory.keys, places), self._rotate(
-            q.float().transpose(0, 1), places[:1, newest])
+        keys, queries = self._rotate(memory.keys, places, key[0]), self._rotate(
+            q.float().transpose(0, 1), places[:1, newest], key[0])
         queries = queries.unflatten(0, (len(keys), -1))  # [kv_heads, group, rows, head_dim]
         products = torch.einsum("hgrd,htd->hgrt", queries, keys)
         form = self._form(key[0])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -14,13 +13,13 @@ from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference_matrix import assembled
-from flexgen_h2o.models.from_gguf import GgufTensor, read_gguf
+from flexgen_h2o.models.gguf_dequantize import five_bits
+from flexgen_h2o.models.gguf_kinds import KEPT, KEPT_GROUP
+from flexgen_h2o.models.gguf_reader import read_gguf
+from flexgen_h2o.models.gguf_tensors import GgufTensor
 
-KINDS: Mapping[int, frozenset[str]] = MappingProxyType(
-    {4: frozenset({"Q4_0", "Q4_1"}), 8: frozenset({"Q8_0"})})
-"""GGUF types that are kept, by bits."""
-
-_MIDDLES = {"Q4_0": 8, "Q8_0": 128}  # the code of 0, where a block has no zero point of its own
+# The code of 0, where a block has no zero point of its own.
+_MIDDLES = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}
 _CHUNK_ELEMENTS = 1 << 18  # repacked at a time: a few MB
 
 
@@ -33,18 +32,20 @@ class GgufBlocks:
     ``Q4_0``  16 bytes: element j in the low half of byte j, element j + 16 in its high half;
               d * (code - 8)
     ``Q4_1``  float16 m, then 16 bytes likewise; d * code + m
+    ``Q5_0``  the codes' highest bits in 4 bytes, the others as in Q4_0; d * (code - 16)
+    ``Q5_1``  float16 m, then likewise; d * code + m
     ``Q8_0``  32 int8; d * code
     ========  =================================================================================
 
-    So a group's scale is d, of either sign, and its zero point m, or -8 * d, or -128 * d with
+    So a group's scale is d, of either sign, and its zero point m, or -8, -16 or -128 * d with
     codes from 0 on. Source: ggml-common.h and ggml-quants.c of llama.cpp.
 
     Parameters
     ----------
     source : Path
-        A `.gguf` file of architecture `llama`.
+        A `.gguf` file of an architecture that is known.
     bits : int
-        4 (Q4_0 and Q4_1) or 8 (Q8_0).
+        4 (Q4_0 and Q4_1) or 8 (Q5_0, Q5_1 and Q8_0).
 
     Raises
     ------
@@ -52,21 +53,22 @@ class GgufBlocks:
         If the file is damaged or of another architecture.
     """
 
-    GROUP = 32
+    GROUP = KEPT_GROUP
 
     def __init__(self, source: Path, bits: int):
         self.source = Path(source).resolve()
         self.bits = bits
         _, tensors = read_gguf(self.source)
         self._tensors = {name: tensor for name, tensor in tensors.items()
-                         if tensor.kind.name in KINDS[bits] and len(tensor.shape) == 2}
+                         if isinstance(tensor, GgufTensor) and len(tensor.shape) == 2
+                         and tensor.kind.name in KEPT[bits]}
 
     @cached_property
     def names(self) -> frozenset[str]:
         """Hugging Face names of the matrices that `read` gives.
 
         Not among them is a matrix with a scale or zero point that is infinite or, as float16,
-        too large: -8 * d or -128 * d. To know, every block is looked at, once.
+        too large: -8 * d and its like. To know, every block is looked at, once.
         """
         return frozenset(name for name, tensor in self._tensors.items()
                          if all(_is_finite(packed, tensor.kind.name)
@@ -117,7 +119,7 @@ def _chunks(tensor: GgufTensor) -> Iterator[np.ndarray]:
 def _scales_and_zeros(packed: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """float16 [rows, groups] each; a zero point that float16 cannot hold is infinite."""
     scales = packed[..., :2].view(np.float16)[..., 0]
-    if kind == "Q4_1":
+    if kind in ("Q4_1", "Q5_1"):
         return scales, packed[..., 2:4].view(np.float16)[..., 0]
     with np.errstate(over="ignore"):
         return scales, np.float16(-_MIDDLES[kind]) * scales  # exact: a power of two
@@ -135,6 +137,9 @@ def _repacked(packed: np.ndarray, kind: str, layout: MatrixLayout) -> torch.Tens
     codes = torch.zeros(layout.tiles * MATRIX_TILE, layout.groups, layout.group, dtype=torch.int32)
     if kind == "Q8_0":
         codes[:rows] = torch.from_numpy(packed[..., 2:] ^ 0x80)  # int8 + 128
+    elif kind in ("Q5_0", "Q5_1"):
+        blocks = torch.from_numpy(np.array(packed)).flatten(0, 1)
+        codes[:rows] = five_bits(blocks, 4 if kind == "Q5_1" else 2).view(rows, -1, layout.group)
     else:
         pairs = packed[..., -layout.group // 2 :]
         low, high = codes[:rows].tensor_split(2, dim=-1)

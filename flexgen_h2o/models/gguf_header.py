@@ -1,110 +1,219 @@
-"""A walk through the header of a GGUF file, before a library believes its counts and lengths.
+"""The header of a GGUF file: its values, and where its tensors lie. No torch, and no tensor's data.
 
-The gguf library takes what lies past the end of a file for empty: a list that says that it has 2^60
-numbers is read without end. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Every count and length is held against the file's size and against what models have before it is
+believed, so that a damaged or hostile file costs no more than a good one.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.models.gguf_kinds import KINDS, OTHERS, Kind
 
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a number of each type."""
+Value = bool | int | float | str | tuple[bool | int | float, ...]
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
+            12: "d"}
+"""Letters of `struct` of a number of each type."""
 
 _STRING, _LIST = 8, 9
 _VERSIONS = (2, 3)
 _MOST = {"values": 1 << 12, "tensors": 1 << 17}
-# Of all lists: the words, scores, kinds and merges of half a million tokens. The library takes
-# 20 us and a kilobyte for each.
-_MOST_ENTRIES = 1 << 21
+_MOST_ENTRIES = 1 << 21  # of all lists: words, scores, kinds and merges of half a million tokens
 _MOST_TEXT = 64 << 20
+_MOST_NAME = 1 << 10
+_MOST_KEPT = 1 << 12  # bytes of a text, or numbers of a list, that is kept
 _MOST_DIMS = 4
+_ALIGNMENTS = {1 << power for power in range(17)}
 
 
-def check_header(source: Path) -> None:
-    """Hold the header of a GGUF file against the file's size and against what models have.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a GGUF file: rows of blocks.
 
-    Raises `UserError` where a count or a length is beyond either, or a list holds lists.
+    Attributes
+    ----------
+    kind : Kind
+    shape : tuple of int
+        Rows first; the last size is that of a row.
+    offset, nbytes : int
+        Its place in the file.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a GGUF file says of a model.
+
+    Attributes
+    ----------
+    source : Path
+    values : mapping
+        By key: numbers, texts that are not long, and lists of numbers that are not long.
+    tensors : mapping of str to StoredTensor
+    """
+
+    source: Path
+    values: Mapping[str, Value]
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_header(source: Path) -> GgufHeader:
+    """Read the header of a GGUF file.
+
+    Raises
+    ------
+    UserError
+        Where the file cannot be read or is damaged, a count or a length is beyond the file or
+        beyond any model's, or a tensor is of a type that is not supported.
     """
     try:
         with open(source, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-            _Header(source, data).walk()
+            return _Walk(source, data).header()
     except OSError as error:
         raise UserError(f"cannot read {source}: {error.strerror}") from error
     except ValueError as error:  # an empty file cannot be mapped
         raise UserError(f"{source} is not a usable GGUF file or is truncated") from error
 
 
-class _Header:
+class _Walk:
     """A place in a file's header, from its beginning to its end."""
 
     def __init__(self, source: Path, data: mmap.mmap):
         self._source, self._data = source, data
-        self._at, self._entries, self._order = 0, 0, "<"
+        self._at, self._entries = 0, 0
 
-    def walk(self) -> None:
+    def header(self) -> GgufHeader:
         if self._data[:4] != b"GGUF":
             raise self._damaged("it does not begin with GGUF")
         self._skip(4)
         if self._data[4:6] == b"\0\0":  # a version of a few bits, from a machine of the other order
-            self._order = ">"
-        version = self._number(4)
+            raise UserError(f"{self._source} is a big-endian GGUF file, which is not supported: "
+                            "convert the model again on a little-endian machine")
+        version = self._number("I")
         if version not in _VERSIONS:
             raise self._damaged(f"version {version} is none of {_VERSIONS}")
-        tensors, values = self._count("tensors"), self._count("values")
-        for _ in range(values):
-            self._text()
-            self._value(self._number(4))
+        tensors, count = self._count("tensors"), self._count("values")
+        values: dict[str, Value] = {}
+        for _ in range(count):
+            key = self._name()
+            value = self._value(self._number("I"))
+            if key in values:
+                raise self._damaged(f"it has two values {key}")
+            if value is not None:
+                values[key] = value
+        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(tensors):
-            self._text()
-            dims = self._number(4)
-            if not 1 <= dims <= _MOST_DIMS:
-                raise self._damaged(f"a tensor has {dims} dimensions")
-            self._skip(8 * dims + 4)
-            if self._number(8) > len(self._data):
-                raise self._damaged("a tensor lies past its end")
+            name = self._name()
+            if name in found:
+                raise self._damaged(f"it has two tensors {name}")
+            found[name] = self._tensor()
+        start = self._start(values.get("general.alignment", 32))
+        return GgufHeader(self._source, values, {
+            name: self._placed(name, shape, kind, start + offset)
+            for name, (shape, kind, offset) in found.items()})
 
-    def _value(self, kind: int) -> None:
+    def _tensor(self) -> tuple[tuple[int, ...], int, int]:
+        """Shape, type and offset of a tensor."""
+        dims = self._number("I")
+        if not 1 <= dims <= _MOST_DIMS:
+            raise self._damaged(f"a tensor has {dims} dimensions")
+        shape = tuple(int(self._number("Q")) for _ in range(dims))[::-1]
+        return shape, int(self._number("I")), int(self._number("Q"))
+
+    def _start(self, alignment: Value) -> int:
+        """Where the tensors' data begins: behind the header."""
+        if alignment not in _ALIGNMENTS:
+            raise self._damaged(f"an alignment of {shown(alignment)} bytes is not supported")
+        return -(-self._at // int(alignment)) * int(alignment)  # type: ignore[arg-type]
+
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> StoredTensor:
+        if kind not in KINDS:
+            called = OTHERS.get(kind, f"number {kind}")
+            raise UserError(f"{self._source}: tensor {name} is of the GGUF type {called}, which is "
+                            "not supported; use another quantization of this model, such as Q4_K_M")
+        if not all(shape):  # its other sizes are bounded by no bytes of the file
+            raise UserError(f"{self._source}: tensor {name} is empty, of shape {shape}")
+        block = KINDS[kind]
+        if shape[-1] % block.elements:
+            raise self._damaged(f"tensor {name} has rows of {shape[-1]} elements, in blocks of "
+                                f"{block.elements}")
+        nbytes = math.prod(shape) // block.elements * block.nbytes
+        if offset + nbytes > len(self._data):
+            raise self._damaged(f"tensor {name} lies past its end")
+        return StoredTensor(block, shape, offset, nbytes)
+
+    def _value(self, kind: int) -> Value | None:
+        """A value; None for what is too long to be kept."""
         if kind == _STRING:
-            self._text()
-        elif kind == _LIST:
-            inner, count = self._number(4), self._number(8)
-            self._entries += count
-            if self._entries > _MOST_ENTRIES:
-                raise self._damaged(f"a list of {count} entries is longer than any model's")
-            if inner == _STRING:
-                for _ in range(count):
-                    self._text()
-            else:
-                self._skip(count * self._size(inner))
-        else:
-            self._skip(self._size(kind))
+            text = self._text()
+            return None if len(text) > _MOST_KEPT else self._decoded(text)
+        if kind != _LIST:
+            return self._number(self._letter(kind))
+        inner, count = int(self._number("I")), int(self._number("Q"))
+        self._entries += count
+        if self._entries > _MOST_ENTRIES:
+            raise self._damaged(f"a list of {count} entries is longer than any model's")
+        if inner == _STRING:
+            for _ in range(count):
+                self._text_length()
+            return None
+        letters = f"<{count}{self._letter(inner)}"
+        begin = self._at
+        self._skip(struct.calcsize(letters))
+        return struct.unpack_from(letters, self._data, begin) if count <= _MOST_KEPT else None
 
-    def _size(self, kind: int) -> int:
-        if kind not in _SIZES:
+    def _letter(self, kind: int) -> str:
+        if kind not in _NUMBERS:
             raise self._damaged(f"a value is of the unknown type {kind}")
-        return _SIZES[kind]
+        return _NUMBERS[kind]
 
     def _count(self, what: str) -> int:
-        found = self._number(8)
+        found = int(self._number("Q"))
         if found > _MOST[what]:
             raise self._damaged(f"{found} {what} are more than any model has")
         return found
 
-    def _text(self) -> None:
-        length = self._number(8)
+    def _name(self) -> str:
+        begin, length = self._at + 8, self._text_length()
+        if length > _MOST_NAME:
+            raise self._damaged(f"a name of {length} bytes is longer than any model's")
+        return self._decoded(self._data[begin : begin + length])
+
+    def _text(self) -> bytes:
+        begin, length = self._at + 8, self._text_length()
+        return self._data[begin : begin + min(length, _MOST_KEPT + 1)]
+
+    def _text_length(self) -> int:
+        """The length of a text, which is skipped."""
+        length = int(self._number("Q"))
         if length > _MOST_TEXT:
             raise self._damaged(f"a text of {length} bytes is longer than any model's")
         self._skip(length)
+        return length
 
-    def _number(self, size: int) -> int:
-        self._skip(size)
-        (number,) = struct.unpack_from(f"{self._order}{'I' if size == 4 else 'Q'}", self._data,
-                                       self._at - size)
+    def _decoded(self, text: bytes) -> str:
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise self._damaged(f"a text of it is not UTF-8: {text[:40]!r}") from error
+
+    def _number(self, letter: str) -> bool | int | float:
+        begin = self._at
+        self._skip(struct.calcsize(f"<{letter}"))
+        (number,) = struct.unpack_from(f"<{letter}", self._data, begin)
         return number
 
     def _skip(self, size: int) -> None:

@@ -21,6 +21,7 @@ import pytest
 import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from models.test_sources import write_gguf
 from planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
 
 import flexgen_h2o
@@ -573,8 +574,12 @@ def test_another_machine_is_planned_for_without_torch(tmp_path):
                                           '"num_attention_heads": 4, "ffn_dim": 128}')
     done = elsewhere(*plan, "--model", str(tmp_path), "--prompt-len", "9")
     assert f"{tmp_path} on a GPU, 9 + 32 tokens" in done.stdout
+    source = write_gguf(tmp_path / "tiny.gguf")
+    done = elsewhere(*plan, "--model", str(source), "--prompt-len", "9", "--weight-bits", "8")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert f"{source} on a GPU, 9 + 32 tokens" in done.stdout
     done = elsewhere(*plan, "--device-memory-limit", "5GB", machine=CPU)
     assert (done.returncode, done.stdout) == (2, "") and "a CPU has no GPU" in done.stderr
     done = elsewhere(*plan, "--model", "someone/unknown")
     assert done.returncode == 2 and done.stdout == ""
-    assert "'someone/unknown' is neither" in done.stderr and done.stderr.count("\n") == 1
+    assert "'someone/unknown' is none of them" in done.stderr and done.stderr.count("\n") == 1

@@ -38,7 +38,7 @@ def test_each_method_has_a_reader_and_a_finder():
 def test_other_methods_are_refused_by_name(method):
     settings_refused({"quant_method": method, "bits": 4}, f"quantized by '{method}'",
                      "is not supported (supported: fp8, mxfp4, awq, gptq, compressed-tensors)",
-                     "use the original weights, with --weight-bits 8 or 4")
+                     "use the original weights, and --weight-bits 8 or 4")
 
 
 @pytest.mark.parametrize("settings, words", [
@@ -54,7 +54,7 @@ def test_other_methods_are_refused_by_name(method):
     (GPTQ | {"group_size": 10**400}, ["group_size must be"]),
     (AWQ | {"version": "gemv"}, ["version = 'gemv' (supported: gemm)"]),
     (AWQ | {"bits": 8}, ["bits = 8"]), (AWQ | {"zero_point": False}, ["zero_point = False"]),
-    (FP8 | {"weight_block_size": [128]}, ["weight_block_size"]),
+    (FP8 | {"weight_block_size": [128]}, ["weight_block_size must be two sizes, got [128]"]),
     (FP8 | {"weight_block_size": [0, 128]}, ["weight_block_size must be", "got [0, 128]"]),
     (FP8 | {"weight_block_size": 128}, ["weight_block_size must be a list"]),
     (FP8 | {"expert_dtype": "fp4"}, ["expert_dtype = 'fp4'"]),

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFWriter
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 from inside import before_conversions
 
@@ -28,7 +28,8 @@ HEADS, KV_HEADS = 4, 2
 Q, K, V = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 UP, DOWN = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("up", "down"))
 EMBED = "model.embed_tokens.weight"
-BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q8_0: 8}
+BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q5_0: 8, Kind.Q5_1: 8, Kind.Q8_0: 8}
+SIZES = {kind: GGML_QUANT_SIZES[kind][1] for kind in BITS}
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -55,9 +56,9 @@ def write_gguf(path: Path, tensors: dict[str, tuple[np.ndarray, Kind | None]],
 def packed(kind: Kind, rows: int, groups: int) -> np.ndarray:
     """Blocks of random bytes with scales of both signs, and zero points: uint8 [rows, bytes]."""
     draw = np.random.default_rng(0)
-    size = {Kind.Q4_0: 18, Kind.Q4_1: 20, Kind.Q8_0: 34}[kind]
+    size = SIZES[kind]
     blocks = draw.integers(0, 256, (rows, groups, size), dtype=np.uint8)
-    halves = 4 if kind == Kind.Q4_1 else 2
+    halves = 4 if kind in (Kind.Q4_1, Kind.Q5_1) else 2
     some = draw.standard_normal((rows, groups, halves // 2)).astype(np.float16)
     blocks[..., :halves] = some.view(np.uint8)
     return blocks.reshape(rows, -1)
@@ -65,7 +66,7 @@ def packed(kind: Kind, rows: int, groups: int) -> np.ndarray:
 
 def with_scale(raw: np.ndarray, scale: float, kind: Kind, place: int = 0) -> np.ndarray:
     """Quantized rows with another float16 in their last block: the scale, or m at place 2."""
-    size = {Kind.Q4_0: 18, Kind.Q4_1: 20, Kind.Q8_0: 34}[kind]
+    size = SIZES[kind]
     raw = raw.copy()
     start = raw.shape[1] - size + place
     raw[-1, start : start + 2] = np.array([scale], np.float16).view(np.uint8)
@@ -150,7 +151,7 @@ def test_what_fills_up_a_tile_is_zeros(tmp_path):
 
 def test_only_matrices_of_these_bits_are_kept(tmp_path):
     kinds = {"token_embd": Kind.Q8_0, "blk.0.ffn_up": Kind.Q4_1, "blk.0.ffn_down": Kind.Q4_0,
-             "blk.0.attn_v": Kind.Q5_0, "output": Kind.F16}
+             "blk.0.attn_v": Kind.MXFP4, "output": Kind.F16}
     source = write_gguf(tmp_path / "a.gguf", {
         **{f"{name}.weight": (normal(32, 32), kind) for name, kind in kinds.items()},
         "blk.0.attn_q.bias": (normal(32), Kind.Q8_0), "output_norm.weight": (normal(32), None)})
@@ -197,8 +198,8 @@ def test_refusals(tmp_path):
     for layout in (MatrixLayout(32, 32, 4, 64), MatrixLayout(32, 32, 8, 32)):
         with pytest.raises(ValueError, match="do not fit"):
             blocks.read(UP, layout, out)
-    with pytest.raises(UserError, match="only 'llama' can be converted"):
-        GgufBlocks(write_gguf(tmp_path / "b.gguf", tensors, "qwen2"), 4)
+    with pytest.raises(UserError, match="architecture 'bloom', which is none of"):
+        GgufBlocks(write_gguf(tmp_path / "b.gguf", tensors, "bloom"), 4)
     (tmp_path / "cut.gguf").write_bytes(source.read_bytes()[:-100])
     with pytest.raises(UserError, match="cut.gguf is not a usable GGUF file or is truncated"):
         GgufBlocks(tmp_path / "cut.gguf", 4)

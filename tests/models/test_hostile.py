@@ -26,7 +26,7 @@ from word_models import with_words
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.engine.loader import load_tokenizer
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.models.gguf_header import check_header
+from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.sources import checkpoint_folder
 from flexgen_h2o.tasks import generate
 
@@ -353,9 +353,13 @@ def listed(kind: int, count: int) -> bytes:
     return text(b"general.x") + struct.pack("<IIQ", 9, kind, count)
 
 
-def tensor(dims: int = 1, size: int = 1, offset: int = 0) -> bytes:
+def tensor(dims: int = 1, size: int = 1, offset: int = 0, kind: int = 0) -> bytes:
     return text(b"w") + struct.pack("<I", dims) + struct.pack("<Q", size) * min(dims, 9) + \
-        struct.pack("<IQ", 0, offset)
+        struct.pack("<IQ", kind, offset)
+
+
+def number(key: bytes, value: int) -> bytes:
+    return text(key) + struct.pack("<II", 4, value)
 
 
 GGUFS = {
@@ -374,6 +378,16 @@ GGUFS = {
     "size": (gguf(tensors=1, body=tensor(size=1 << 62)), "GGUF"),
     "version": (gguf(version=99), "version 99"),
     "no architecture": (gguf(), "architecture 'unknown'"),
+    "twice a value": (gguf(values=2, body=number(b"x", 1) * 2), "two values x"),
+    "twice a tensor": (gguf(tensors=2, body=tensor() * 2), "two tensors w"),
+    "a long name": (gguf(values=1, body=text(b"x" * 5000)), "a name of 5000 bytes"),
+    "not UTF-8": (gguf(values=1, body=text(b"\xff") + bytes(99)), "not UTF-8"),
+    "alignment": (gguf(values=1, body=number(b"general.alignment", 3)), "alignment of 3"),
+    "parts of blocks": (gguf(tensors=1, body=tensor(size=31, kind=2)), "in blocks of 32"),
+    "known type": (gguf(tensors=1, body=tensor(kind=16)), "GGUF type IQ2_XXS"),
+    "unknown type": (gguf(tensors=1, body=tensor(kind=99)), "GGUF type number 99"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+    "one of several": (gguf(values=1, body=number(b"split.count", 2)), "one of 2 files"),
 }
 
 
@@ -400,7 +414,7 @@ def change_value(raw: bytes, key: bytes, value: bytes) -> bytes:
     (b"llama.rope.freq_base", b"\0\0\xc0\x7f"), (b"general.architecture", b"\xff\xff\xff\xff")])
 def test_gguf_values(tmp_path, harmless, capfd, key, value):
     source = write_gguf(tmp_path / "model.gguf")
-    check_header(source)
+    read_header(source)
     source.write_bytes(change_value(source.read_bytes(), key, value))
     refuse(capfd, model="model.gguf")
 
@@ -416,3 +430,14 @@ def test_a_gguf_tensor_of_no_columns_and_terabytes_of_rows(tmp_path, harmless, c
 def test_what_is_good_is_taken(model, harmless):
     open_checkpoint(model).close()
     assert load_tokenizer(model) is not None
+
+
+def test_many_tensors_of_the_same_bytes(tmp_path, harmless, capfd):
+    """Each is a tensor for each of as many experts as there are bytes."""
+    body = text(b"general.architecture") + struct.pack("<I", 8) + text(b"qwen3moe")
+    for place in range(200):
+        body += text(b"blk.%d.ffn_up_exps.weight" % place) + struct.pack(
+            "<IQQQIQ", 3, 1, 1, 1 << 17, 0, 0)
+    raw = gguf(tensors=200, values=1, body=body)
+    (tmp_path / "model.gguf").write_bytes(raw + bytes(1 << 20))
+    refuse(capfd, "more tensors than any model", model="model.gguf")

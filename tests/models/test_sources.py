@@ -19,7 +19,7 @@ from inside import LLAMA3_ROPE, before_conversions
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
-from flexgen_h2o.models import convert, from_gguf, sources
+from flexgen_h2o.models import convert, sources
 from flexgen_h2o.models.checkpoint import SafetensorsCheckpoint
 from flexgen_h2o.models.sources import (
     cache_dir,
@@ -434,7 +434,7 @@ def write_gguf(path: Path, *, extra=None, architecture="llama", experts=0) -> Pa
 def test_gguf_equals_transformers(tmp_path, monkeypatch, untied, chunk_elements):
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    monkeypatch.setattr(from_gguf, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr("flexgen_h2o.models.gguf_tensors._CHUNK_ELEMENTS", chunk_elements)
     head = {"output.weight": np.ones((260, HIDDEN), np.float32)} if untied else {}
     source = write_gguf(tmp_path / "tiny.gguf", extra=head)
     folder = checkpoint_folder(str(source))
@@ -504,8 +504,8 @@ def test_gguf_refusals(tmp_path, cache):
         source = write_gguf(tmp_path / "odd.gguf", **options)
         return lambda: checkpoint_folder(str(source))
 
-    refused(converting(architecture="qwen2"), "qwen2", "llama")
-    refused(converting(experts=8), "mixture of experts")
+    refused(converting(architecture="qwen3next"), "qwen3next", "did you mean qwen3")
+    refused(converting(experts=8), "blk.0.ffn_gate.weight is no part of the llama")
     refused(converting(extra={"blk.0.odd.weight": np.ones(3, np.float32)}), "blk.0.odd.weight")
     rotated = 3 * llama3_factors(8.0, HEAD_DIM, 5e5)[::-1].copy()
     for factors in (np.array([1, 2, 1, 2], np.float32), rotated):

@@ -34,7 +34,7 @@ from flexgen_h2o.models.checkpoint_formats.packed import (
 )
 from flexgen_h2o.models.checkpoint_formats.scaled import (
     FLOAT8,
-    Grid,
+    ScaleGrid,
     grid,
     scaled_floats,
     scaled_integers,
@@ -46,7 +46,7 @@ _PACKED, _SCALE, _ZERO, _GROUPS = "_packed", "_scale", "_zero_point", "_g_idx"
 
 @dataclass(frozen=True, kw_only=True)
 class _Integers(Packed):
-    scales: Grid
+    scales: ScaleGrid
     bits: int
 
     def opened(self) -> Rows:

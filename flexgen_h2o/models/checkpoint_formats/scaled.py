@@ -26,7 +26,7 @@ SCALES = (*FLOATS, *([torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") 
 
 
 @dataclass(frozen=True)
-class Grid:
+class ScaleGrid:
     """Numbers of which each belongs to a block of a tensor [..., rows, columns].
 
     Attributes
@@ -63,7 +63,7 @@ class Grid:
 
 
 def grid(checkpoint: Checkpoint, name: str, shape: tuple[int, ...],
-         block: tuple[int, int] | None = None) -> Grid:
+         block: tuple[int, int] | None = None) -> ScaleGrid:
     """The grid `name` of a tensor of `shape`; without a block the grid's own shape tells it.
 
     Raises `UserError` where they do not fit.
@@ -71,14 +71,14 @@ def grid(checkpoint: Checkpoint, name: str, shape: tuple[int, ...],
     stored = checkpoint.info(name).shape
     rows, columns = shape[-2:]
     if math.prod(stored) == 1:
-        return Grid(checkpoint, name, shape, (rows, columns))
+        return ScaleGrid(checkpoint, name, shape, (rows, columns))
     if len(stored) == len(shape) and all(stored):
         high, wide = stored[-2:]
         size = block or (-(-rows // high), -(-columns // wide))
         fits = (high, wide) == (-(-rows // size[0]), -(-columns // size[1]))
         even = block or (rows % high, columns % wide) == (0, 0)
         if fits and even and stored[:-2] == shape[:-2]:
-            return Grid(checkpoint, name, shape, size)
+            return ScaleGrid(checkpoint, name, shape, size)
     blocks = f" in blocks of {list(block)}" if block else ""
     raise UserError(f"{checkpoint.source}: tensor {name} has shape {list(stored)}, which holds no "
                     f"scales of a weight {list(shape)}{blocks}; do they belong together?")
@@ -90,10 +90,10 @@ class ScaledFloats(Packed, Rows):
 
     Attributes
     ----------
-    scales : Grid
+    scales : ScaleGrid
     """
 
-    scales: Grid
+    scales: ScaleGrid
 
     def opened(self) -> Rows:
         return self
@@ -109,12 +109,12 @@ class ScaledIntegers(Packed, CodedRows):
 
     Attributes
     ----------
-    scales : Grid
-    zeros : Grid or None
+    scales : ScaleGrid
+    zeros : ScaleGrid or None
     """
 
-    scales: Grid
-    zeros: Grid | None
+    scales: ScaleGrid
+    zeros: ScaleGrid | None
 
     def opened(self) -> Rows:
         return self

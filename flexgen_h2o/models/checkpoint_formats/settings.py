@@ -18,13 +18,13 @@ from flexgen_h2o.errors import UserError, shown
 
 _Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 _GroupSize = Annotated[int, Meta(ge=-1, le=1 << 20)]
-_INSTEAD = "use the original weights, with --weight-bits 8 or 4 if they are too large"
+_INSTEAD = "use the original weights, and --weight-bits 8 or 4"
 _PACKED, _PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What config.json says of a checkpoint's quantization.
+    """The settings of a checkpoint's quantization, from its config.json.
 
     Attributes
     ----------
@@ -111,14 +111,20 @@ class _Values:
         size = self.get(_GroupSize | None, "group_size", default)
         return None if size is None or size < 1 else size
 
+    def block(self, key: str) -> tuple[int, int]:
+        sizes = self.get(list[_Size], key, [128, 128])
+        if len(sizes) != 2:
+            raise UserError(f"{self.name}: {self.where} value {key} must be two sizes, got "
+                            f"{shown(sizes)}")
+        return sizes[0], sizes[1]
+
 
 def _fp8(values: _Values) -> Quantization:
     values.one_of("fmt", ("e4m3", "e5m2"), "e4m3")
     values.one_of("expert_dtype", ("fp8",), "fp8")
     block = None
     if values.values.get("weight_block_size", ()) is not None:  # null: one scale for a tensor
-        block = tuple(values.get(Annotated[list[_Size], Meta(min_length=2, max_length=2)],
-                                 "weight_block_size", [128, 128]))
+        block = values.block("weight_block_size")
     return Quantization("fp8", block=block)
 
 
@@ -175,8 +181,7 @@ def _scheme(values: _Values, group: Any) -> tuple[int, int | None, tuple[int, in
                               "group" if grouped else "tensor")
     block = None
     if strategy == "block":
-        block = tuple(weights.get(Annotated[list[_Size], Meta(min_length=2, max_length=2)],
-                                  "block_structure", [128, 128]))
+        block = weights.block("block_structure")
     return bits if kind == "int" else 0, grouped if strategy == "group" else None, block
 
 

@@ -1,0 +1,321 @@
+"""Tiny models of every GGUF architecture, and what llama.cpp's converter makes of them.
+
+Names of tensors are those that the gguf package's own name map gives. What the converter does to
+tensors and the keys that it writes are done here as its sources do them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+from safetensors.torch import load_file
+
+VOCAB, LAYERS = 260, 2
+_SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
+          "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
+          "pad_token_id": None, "tie_word_embeddings": False}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0,
+         "beta_slow": 1.0, "original_max_position_embeddings": 128}
+_WINDOWS = ["sliding_attention", "full_attention"]
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
+Weights = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the hub and the GGUF architecture that it becomes.
+
+    `keys` are what the converter writes beside the usual values, `changed` what it does to a
+    tensor: given its name, its values and the model's config, the tensors in its place.
+    """
+
+    architecture: str
+    model_type: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    keys: Callable[[GGUFWriter, Any], None] = lambda writer, config: None
+    changed: Callable[[str, np.ndarray, Any], Iterator[tuple[str, np.ndarray]]] | None = None
+
+
+def _permuted(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+        name.split(".")[-2])
+    if heads:
+        shape = (heads, 2, len(values) // heads // 2, *values.shape[1:])
+        values = values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
+    yield name, values
+
+
+def _one_more(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    yield name, values + 1 if name.endswith("norm.weight") else values
+
+
+def _sorted_heads(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    if "query_key_value" in name:
+        split = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
+        values = split.swapaxes(0, 1).reshape(values.shape)
+    yield name, values
+
+
+def _split_gates(name: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """gpt-oss: gates and ups are columns (or biases) in turn, and matrices are transposed."""
+    if "gate_up_proj" not in name and ".down_proj" not in name:
+        yield name + ".weight" if name.endswith("sinks") else name, values
+        return
+    end = ".bias" if name.endswith("_bias") else ".weight"
+    name = name.removesuffix("_bias")
+    values = values if end == ".bias" else values.swapaxes(1, 2)
+    if name.endswith("down_proj"):
+        yield name + end, values
+    else:
+        yield name.replace("gate_up", "gate") + end, values[:, 0::2]
+        yield name.replace("gate_up", "up") + end, values[:, 1::2]
+
+
+def _scaling(writer: GGUFWriter, config: Any) -> None:
+    scaling = config.rope_parameters
+    if scaling["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling["factor"])
+    elif scaling["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+
+
+def _llama3(writer: GGUFWriter, config: Any) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    half = len(scaled)
+    plain = config.rope_parameters["rope_theta"] ** -(torch.arange(half).float() / half)
+    writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+
+
+def _longrope(writer: GGUFWriter, config: Any) -> None:
+    scaling = config.rope_parameters
+    head_dim = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(head_dim * scaling["partial_rotary_factor"]))
+    writer.add_sliding_window(config.sliding_window or 0)
+    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    for name in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{name}.weight",
+                          np.array(scaling[f"{name}_factor"], np.float32))
+
+
+def _gemma2(writer: GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _gemma3(writer: GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
+
+
+def _olmo3(writer: GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([each == _WINDOWS[0] for each in config.layer_types])
+
+
+def _granite(writer: GGUFWriter, config: Any) -> None:
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _partial(writer: GGUFWriter, config: Any) -> None:
+    head_dim = config.hidden_size // config.num_attention_heads
+    share = config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(head_dim * share))
+    writer.add_parallel_residual(config.use_parallel_residual)
+
+
+def _expert_widths(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size",
+                                                  config.intermediate_size))
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _gpt_oss(writer: GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    _scaling(writer, config)
+
+
+_PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                "partial_rotary_factor": 0.5}}
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+         "short_factor": [1.0, 1.25, 1.5], "long_factor": [1.0, 2.0, 4.5],
+         "original_max_position_embeddings": 128}
+_GEMMA3_ROPE = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+CASES: dict[str, Case] = {
+    "llama": Case("llama", "llama", changed=_permuted),
+    "llama 3": Case("llama", "llama", {"head_dim": 12, "tie_word_embeddings": True,
+                                       "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}, _llama3, _permuted),
+    "gptneox": Case("gptneox", "gpt_neox", {
+        "num_key_value_heads": 4, "rope_parameters": _PARTIAL["rope_parameters"],
+        "use_parallel_residual": False}, _partial, _sorted_heads),
+    "qwen2": Case("qwen2", "qwen2", {"rope_parameters": _YARN}, _scaling),
+    "qwen3": Case("qwen3", "qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
+    "phi3": Case("phi3", "phi3", {"rope_parameters": _LONG, "sliding_window": None,
+                                  "original_max_position_embeddings": 128}, _longrope),
+    "gemma2": Case("gemma2", "gemma2", {
+        "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 16,
+        "tie_word_embeddings": True, "layer_types": _WINDOWS}, _gemma2, _one_more),
+    "gemma3": Case("gemma3", "gemma3_text", {
+        "num_hidden_layers": 6, "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 16,
+        "tie_word_embeddings": True, "rope_parameters": _GEMMA3_ROPE}, _gemma3, _one_more),
+    "olmo2": Case("olmo2", "olmo2"),
+    "olmo3": Case("olmo2", "olmo3", {"num_hidden_layers": 4, "sliding_window": 16}, _olmo3),
+    "granite": Case("granite", "granite", {
+        "attention_multiplier": 0.3535534, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
+        "logits_scaling": 4.0}, _granite, _permuted),
+    "stablelm": Case("stablelm", "stablelm", {**_PARTIAL, "use_qkv_bias": True}, _partial),
+    "stablelm 12b": Case("stablelm", "stablelm", {
+        **_PARTIAL, "qk_layernorm": True, "use_parallel_residual": True}, _partial),
+    "seed_oss": Case("seed_oss", "seed_oss", {"head_dim": 12}),
+    "mixtral": Case("llama", "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2,
+                                         "head_dim": 8}, changed=_permuted),
+    "qwen2moe": Case("qwen2moe", "qwen2_moe", {
+        **_EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+        _expert_widths),
+    "qwen3moe": Case("qwen3moe", "qwen3_moe", {
+        **_EXPERTS, "head_dim": 12, "moe_intermediate_size": 16, "norm_topk_prob": True},
+        _expert_widths),
+    "olmoe": Case("olmoe", "olmoe", _EXPERTS),
+    "gpt-oss": Case("gpt-oss", "gpt_oss", {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "intermediate_size": 32,
+        "sliding_window": 16, "layer_types": _WINDOWS, "rope_parameters": {
+            **_YARN, "truncate": False}}, _gpt_oss, _split_gates),
+}
+
+
+def make(name: str, folder: Path, **options: Any) -> tuple[Any, Path]:
+    """The model of a case with random weights, as transformers has it, and its GGUF in `folder`.
+
+    Weights are multiples of 2^-10, so that 1 can be added to them and taken away again.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    case = CASES[name]
+    config = AutoConfig.for_model(case.model_type, **{**_SMALL, **case.options})
+    torch.manual_seed(sum(map(ord, name)))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.25 if parameter.dim() == 1 else 0.5
+            parameter.add_(torch.randn_like(parameter) * spread).mul_(1024).round_().div_(1024)
+    model.save_pretrained(folder / "original")
+    weights = load_file(folder / "original" / "model.safetensors")
+    path = write(case, config, {key: value.float().numpy() for key, value in weights.items()},
+                 folder / f"{name}.gguf", **options)
+    return model, path
+
+
+def write(case: Case, config: Any, weights: Weights, path: Path, kind: Kind | None = None) -> Path:
+    """A GGUF of the published tensors; matrices of the layers in blocks of a `kind`."""
+    writer = GGUFWriter(path, case.architecture)
+    writer.add_name("tiny")
+    _add_values(writer, config)
+    add_tokenizer(writer)
+    case.keys(writer, config)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == case.architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, values in stacked(_as_converted(case, weights, config)).items():
+        called = names.get_name(name, (".weight", ".bias"))
+        assert called is not None, name
+        values = np.ascontiguousarray(values)
+        if kind and values.ndim > 1 and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+            writer.add_tensor(called, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(called, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _as_converted(case: Case, weights: Weights, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for name, values in weights.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if "shared_expert_gate" in name:
+            values = values[0]
+        yield from (case.changed(name, values, config) if case.changed else [(name, values)])
+
+
+def stacked(tensors: Iterator[tuple[str, np.ndarray]]) -> Weights:
+    """Experts (and norms of single heads) of a layer as one tensor each."""
+    found: Weights = {}
+    several: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for name, values in tensors:
+        for part in ("experts", "norms"):
+            before, found_part, after = name.partition(f".{part}.")
+            number, _, rest = after.partition(".")
+            if found_part and number.isdigit():
+                key = f"{before}.{part}.{rest}" if part == "experts" else f"{before}.{rest}"
+                # What the converter calls the merged tensors of Mixtral.
+                key = key.replace("model.layers", "layers").replace(
+                    "block_sparse_moe", "feed_forward") if "block_sparse" in key else key
+                several.setdefault(key, []).append((int(number), values))
+                break
+        else:
+            found[name] = values
+    return found | {name: np.stack([values for _, values in sorted(each, key=lambda e: e[0])])
+                    for name, each in several.items()}
+
+
+def _add_values(writer: GGUFWriter, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None)
+                             or config.num_attention_heads)
+    if config.to_dict().get("head_dim"):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "layer_norm_eps"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def add_tokenizer(writer: GGUFWriter, split: str = "qwen2") -> None:
+    """Bytes, two merges and two special tokens: 260 in all."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = ["<s>", "</s>", *sorted(ByteLevel.alphabet()), "he", "hel"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["h e", "he l"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)

@@ -1,0 +1,176 @@
+"""A GGUF of each architecture becomes the folder of the model that it was made from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from gguf_cases import CASES, add_tokenizer, make
+from refusals import refused
+from safetensors.torch import load_file
+
+from flexgen_h2o import LLM
+from flexgen_h2o.models.gguf_config import config_of
+from flexgen_h2o.models.gguf_header import read_header
+from flexgen_h2o.models.registry import FAMILIES
+from flexgen_h2o.models.sources import checkpoint_folder, read_config
+
+# What a GGUF does not know, and no model of today sets otherwise (or training alone uses).
+UNKNOWN = {"initializer_range", "use_cache", "_name_or_path", "transformers_version", "dtype",
+           "attention_dropout", "resid_pdrop", "embd_pdrop", "router_aux_loss_coef",
+           "output_router_logits", "max_window_layers", "hidden_dropout", "classifier_dropout",
+           "residual_dropout", "router_jitter_noise", "architectures", "pretraining_tp",
+           "initial_context_length", "use_bidirectional_attention", "attention_probs_dropout_prob"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_config_and_tensors_are_those_of_the_model(tmp_path, name):
+    from transformers import AutoConfig
+
+    model, source = make(name, tmp_path)
+    folder = checkpoint_folder(str(source))
+    found = AutoConfig.from_pretrained(folder).to_dict()
+    expected = model.config.to_dict()
+    assert read_config(folder)["architectures"] == [type(model).__name__]
+    different = {key: (found.get(key), value) for key, value in expected.items()
+                 if key not in UNKNOWN and found.get(key) != value}
+    assert different == {}
+    original = load_file(tmp_path / "original" / "model.safetensors")
+    made = load_file(folder / "model.safetensors")
+    assert set(made) == set(original)
+    for key, tensor in original.items():
+        assert made[key].dtype == torch.float32 and torch.equal(made[key], tensor), key
+    assert json.loads((folder / "generation_config.json").read_text()) == {
+        "bos_token_id": 0, "eos_token_id": 1}
+
+
+# Where transformers reads the architecture itself; its experts of gpt-oss have names of their own.
+ITS_OWN = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "stablelm", "qwen2moe",
+           "qwen3moe")
+
+
+@pytest.mark.parametrize("name", ITS_OWN)
+def test_tensors_are_those_of_transformers_own_reader(tmp_path, name):
+    """The config is ours: its own leaves out the sizes of heads and of experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    _, source = make(name, tmp_path, kind=Kind.Q8_0)
+    folder = checkpoint_folder(str(source))
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    theirs = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=empty)
+    expected = theirs["tensors"]
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert set(found) - {"lm_head.weight"} == set(expected) - {"lm_head.weight"}
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    _, source = make("gpt-oss", tmp_path, kind=Kind.MXFP4)
+    folder = checkpoint_folder(str(source), dtype="bfloat16")
+    assert read_config(folder)["quantization_config"]["quant_method"] == "mxfp4"
+    made = load_file(folder / "model.safetensors")
+    stored = {tensor.name: dequantize(tensor.data, tensor.tensor_type)
+              for tensor in GGUFReader(source).tensors}
+    for layer in range(2):
+        parts = [stored[f"blk.{layer}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down")]
+        turned = [torch.from_numpy(part).transpose(1, 2) for part in parts]
+        fused = torch.stack(turned[:2], dim=-1).flatten(2)
+        for name, values in (("gate_up_proj", fused), ("down_proj", turned[2])):
+            called = f"model.layers.{layer}.mlp.experts.{name}"
+            blocks, scales = made[f"{called}_blocks"], made[f"{called}_scales"]
+            assert blocks.dtype == scales.dtype == torch.uint8
+            found = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            assert torch.equal(found, values)
+            assert made[f"{called}_bias"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items()
+                                  if case.model_type in FAMILIES and name != "stablelm 12b"])
+def test_tokens_are_those_of_transformers(tmp_path, name):
+    """In float32, past the window where there is one."""
+    model, source = make(name, tmp_path)
+    prompts = [[int(token) for token in torch.randint(2, 260, (length,))] for length in (21, 7)]
+    expected = []
+    for prompt in prompts:
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False,
+                             eos_token_id=None, pad_token_id=0)
+        expected.append(out[0, len(prompt):].tolist())
+    with LLM(str(source), dtype="float32", device="cpu") as llm:
+        found = llm.generate(prompts, max_new_tokens=12, eos_token_id=-1)
+    assert [each.token_ids for each in found] == expected
+
+
+def tokenizer_of(tmp_path, monkeypatch, split: str):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr("gguf_cases.add_tokenizer", lambda writer: add_tokenizer(writer, split))
+    _, source = make("granite", tmp_path)
+    return AutoTokenizer.from_pretrained(checkpoint_folder(str(source)))
+
+
+@pytest.mark.parametrize(("split", "words"), [
+    ("refact", ["he", "Ġ", "1", "2"]), ("qwen2", ["he", "Ġ", "1", "2"]),
+    ("llama-bpe", ["he", "Ġ", "12"]), ("default", ["he", "Ġ12"])])
+def test_tokenizers_split_texts_as_their_own_do(tmp_path, monkeypatch, split, words):
+    tokenizer = tokenizer_of(tmp_path, monkeypatch, split)
+    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("he 12")
+    assert [word for word, _ in found] == words
+    assert tokenizer.decode(tokenizer("hello 12</s>").input_ids) == "hello 12</s>"
+
+
+def test_a_tokenizer_that_transformers_would_get_wrong(tmp_path, monkeypatch):
+    refused(lambda: tokenizer_of(tmp_path, monkeypatch, "seed-coder"), "'seed-coder'",
+            "Hugging Face folder")
+
+
+def changed(path, *pairs):
+    """A GGUF with bytes exchanged for as many others."""
+    raw = path.read_bytes()
+    for old, new in pairs:
+        assert len(old) == len(new) and old in raw
+        raw = raw.replace(old, new)
+    path.write_bytes(raw)
+    return lambda: checkpoint_folder(str(path))
+
+
+def test_what_is_not_supported_is_refused_by_name(tmp_path):
+    def file(name):
+        (tmp_path / name).mkdir()
+        return make(name, tmp_path / name)[1]
+
+    refused(changed(file("qwen2"), (b"yarn", b"yawn")), "rope scaling 'yawn'", "qwen2")
+    refused(changed(file("qwen3"), (b"blk.0.attn_q_norm", b"blk.0.attn_x_norm")),
+            "tensor blk.0.attn_x_norm.weight is no part of the qwen3 architecture")
+    refused(changed(file("seed_oss"), (b"seed_oss", b"seed_new")), "'seed_new'",
+            "did you mean seed_oss")
+    refused(changed(file("gpt-oss"), (b"blk.0.ffn_up_exps.bias", b"blk.1.ffn_ux_exps.bias")),
+            "ffn_ux_exps")
+    refused(changed(file("phi3"), (b"rope_factors_long.weight", b"rope_factors_lung.weight")),
+            "rope_factors_lung.weight is no part of the phi3")
+
+
+@pytest.mark.parametrize(("name", "layers", "scale"), [("gemma2", 46, 8), ("gemma3", 62, 8),
+                                                       ("gemma2", 26, 12)])
+def test_the_largest_gemmas_scale_queries_by_their_width(tmp_path, name, layers, scale):
+    """Of a file with as many layers; its tensors don't matter."""
+    _, source = make(name, tmp_path)
+    header = read_header(source)
+    values = {**header.values, f"{name}.block_count": layers}
+    tensors = {**header.tensors, **{f"blk.{n}.x": next(iter(header.tensors.values()))
+                                    for n in range(layers)}}
+    config = config_of(replace(header, values=values, tensors=tensors))
+    assert config["query_pre_attn_scalar"] == scale and len(config["layer_types"]) == layers
