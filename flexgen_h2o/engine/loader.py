@@ -215,8 +215,7 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
 
 def _specs(weights: ModelWeights) -> dict[str, TensorSpec]:
     """All tensors by their canonical names."""
-    groups = (weights.embed, *weights.layers, weights.head)
-    return {spec.name: spec for group in groups for spec in group.values()}
+    return {spec.name: spec for group in weights.groups() for spec in group.values()}
 
 
 def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:

@@ -6,7 +6,9 @@ Other files take these names from `spec`, which makes them out of a config.json.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
@@ -66,6 +68,54 @@ class PartShapes:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of experts that is the MLP of every decoder layer (arXiv 1701.06538).
+
+    Attributes
+    ----------
+    count, per_token : int
+        Experts of a layer, and how many of them a token goes to.
+    ffn_size : int
+        Width of an expert.
+    normalise : bool
+        The weights of a token's experts are made to sum to 1.
+    shared_ffn_size : int
+        Width of the expert that every token goes to, behind a gate of its own; 0: there is none.
+    """
+
+    count: int
+    per_token: int
+    ffn_size: int
+    normalise: bool = True
+    shared_ffn_size: int = 0
+
+    def slots(self, tokens: int, away: int, given: int | None = None) -> int:
+        """Experts that fast memory has room for beside those that rest in it.
+
+        Without a number that is `given`, as many as a decode step of so many `tokens` chooses in
+        two layers. Never more than the experts that rest `away` from fast memory.
+        """
+        touched = min(self.count, self.per_token * tokens)
+        return min(away, 2 * touched if given is None else given)
+
+    def touched(self, tokens: float, frequencies: Sequence[float] | None = None) -> float:
+        """The experts of a layer that so many tokens choose together, as expected.
+
+        Each token chooses on its own: an expert that a token chooses with probability p is chosen
+        by any of n tokens with probability ``1 - (1 - p) ** n``.
+
+        Parameters
+        ----------
+        tokens : float
+        frequencies : sequence of float, optional
+            The share of the tokens that choose each expert; they sum to `per_token`. Without: all
+            are chosen alike often.
+        """
+        shares = frequencies or [self.per_token / self.count] * self.count
+        return sum(1 - (1 - min(share, 1.0)) ** tokens for share in shares)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and options of one model; a family ignores the options that it does not have.
 
@@ -97,6 +147,8 @@ class ModelConfig:
         OPT: width of the token table, projected to `hidden_size` where they differ. 0 means equal.
     parallel_residual : bool
         GPT-NeoX: attention and MLP read the same input.
+    experts : ExpertsConfig or None
+        Those in place of each layer's MLP, if any.
 
     Raises
     ------
@@ -129,6 +181,7 @@ class ModelConfig:
     norm_affine: bool = True
     embed_dim: int = 0
     parallel_residual: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "embed_dim", self.embed_dim or self.hidden_size)
@@ -247,6 +300,8 @@ class ModelWeights:
         Keys of `embed` that are lookup tables: rows are gathered where the table lives.
     mlp : tuple of str
         Keys of a layer that its MLP half uses, and not attention; a bias goes with its matrix.
+    experts : tuple of tuple of dict of str to TensorSpec
+        The tensors of each expert of each decoder layer; empty where a model has none.
     """
 
     embed: dict[str, TensorSpec]
@@ -254,6 +309,11 @@ class ModelWeights:
     head: dict[str, TensorSpec]
     tables: tuple[str, ...]
     mlp: tuple[str, ...] = ()
+    experts: tuple[tuple[dict[str, TensorSpec], ...], ...] = ()
+
+    def groups(self) -> tuple[dict[str, TensorSpec], ...]:
+        """The tensors of all parts, each expert a part of its own."""
+        return (self.embed, *self.layers, *chain.from_iterable(self.experts), self.head)
 
     def part(self, first: int, last: int) -> ModelWeights:
         """The same with the tensors alone that layers first:last need, and those before the first
