@@ -77,19 +77,21 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._infos[name]
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        self._fill_part(name, info, 0, out)
+
+    def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
         extent, flat = info.extent, out.view(-1)
-        fd = self._files[extent.path]
+        fd, width = self._files[extent.path], info.dtype.itemsize
+        first = extent.offset + start * width
         if out.dtype == info.dtype:
-            pread_exactly(fd, bytes_view(flat), extent.offset, extent.path)
+            pread_exactly(fd, bytes_view(flat), first, extent.path)
             return
         # Scratch of the stored dtype is aligned for it, wherever in the file the bytes lie.
-        width = info.dtype.itemsize
         scratch = torch.empty(min(len(flat), _CONVERT_BYTES // width), dtype=info.dtype)
-        for start in range(0, len(flat), max(1, len(scratch))):
-            part = scratch[: len(flat) - start]
-            offset = extent.offset + start * width
-            pread_exactly(fd, bytes_view(part), offset, extent.path)
-            flat[start : start + len(part)].copy_(part)
+        for done in range(0, len(flat), max(1, len(scratch))):
+            part = scratch[: len(flat) - done]
+            pread_exactly(fd, bytes_view(part), first + done * width, extent.path)
+            flat[done : done + len(part)].copy_(part)
 
     def close(self) -> None:
         """Close the shards. The checkpoint must not be read afterwards."""
@@ -136,13 +138,20 @@ class BinCheckpoint(Checkpoint):
         return self._infos[name]
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        out.copy_(self._tensor(name))  # any strides: a transposed weight needs no contiguous copy
+
+    def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
+        flat = self._tensor(name).reshape(-1)
+        out.view(-1).copy_(flat[start : start + out.numel()])
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """A mapped tensor."""
         file = self._file[name]
         with self._lock:
             if self._mapped is None or self._mapped[0] != file:
                 self._mapped = None  # unmapped before the next is mapped, not after
                 self._mapped = (file, _load_bin(file))
-            tensor = self._mapped[1][name]
-        out.copy_(tensor)  # any strides: a transposed weight needs no contiguous copy
+            return self._mapped[1][name]
 
     def close(self) -> None:
         """Unmap the shard. The checkpoint must not be read afterwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -59,6 +60,13 @@ class Checkpoint(ABC):
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
         """Fill `out`, which has been checked."""
 
+    def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, which has been checked, with elements from `start` on. Those that can read
+        a part alone do so."""
+        whole = torch.empty(info.shape, dtype=out.dtype)
+        self._fill(name, info, whole)
+        out.view(-1).copy_(whole.view(-1)[start : start + out.numel()])
+
     def read(self, name: str, out: torch.Tensor) -> None:
         """Read one tensor into memory that the caller owns, converting to its dtype.
 
@@ -85,15 +93,42 @@ class Checkpoint(ABC):
         if tuple(out.shape) != info.shape:
             raise ValueError(f"{name} has shape {info.shape}, not that of out {tuple(out.shape)}")
         bytes_alone = info.dtype == out.dtype == torch.uint8
-        usable = out.is_floating_point() or bytes_alone
+        self._check(name, info, out, as_stored=bytes_alone)
+        self._fill(name, info, out)
+
+    def read_part(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Read some consecutive elements of a tensor, converting to out's dtype.
+
+        Parameters
+        ----------
+        name : str
+            One of `names()`.
+        start : int
+            The first element to read, in row-major order.
+        out : torch.Tensor
+            As for `read`, but of any shape: as many elements are read. Also of a tensor's own
+            dtype, whatever that is, as the parts of quantized matrices are read.
+
+        Raises
+        ------
+        KeyError, ValueError, UserError
+            As `read`; ValueError also for elements beyond the tensor's last.
+        """
+        info = self.info(name)
+        if not 0 <= start <= math.prod(info.shape) - out.numel():
+            raise ValueError(f"{name} has no {out.numel()} elements from {start} on")
+        self._check(name, info, out, as_stored=info.dtype == out.dtype)
+        self._fill_part(name, info, start, out)
+
+    def _check(self, name: str, info: TensorInfo, out: torch.Tensor, *, as_stored: bool) -> None:
+        usable = out.is_floating_point() or as_stored
         if out.device.type != "cpu" or not out.is_contiguous() or not usable:
             raise ValueError(f"{name} can only be read into a contiguous floating CPU tensor")
-        if info.dtype not in _READABLE and not bytes_alone:
+        if info.dtype not in _READABLE and not as_stored:
             raise UserError(
                 f"{self.source}: tensor {name} is stored as {_plain(info.dtype)}; "
                 "use a checkpoint in float32, float16 or bfloat16"
             )
-        self._fill(name, info, out)
 
     def close(self) -> None:
         """Let go of open files. The checkpoint must not be read afterwards."""

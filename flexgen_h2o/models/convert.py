@@ -24,11 +24,12 @@ from flexgen_h2o.metrics.text import sizes
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.models.spec import read_config
+from flexgen_h2o.models.stacked import View, unstacked
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ByteProgress = Callable[[int, int], None]
 
-_FORMAT = 2  # raise it when what is written changes: copies of an older format are then made anew
+_FORMAT = 3  # raise it when what is written changes: copies of an older format are then made anew
 # Hashed into the key of a copy, of each source file: so many chunks, the first at its beginning and
 # the last at its end; a file of up to a megabyte is read whole, and 100 MB take 1 ms, 35 when cold.
 _SAMPLES, _SAMPLE_BYTES = 256, 4 << 10
@@ -63,7 +64,8 @@ def converted() -> Keep:
     return Keep(cache_dir() / "converted", "set FLEXGEN_H2O_CACHE to another folder")
 
 
-def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = None) -> Path:
+def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = None, *,
+                     views: Mapping[str, Sequence[View]] | None = None) -> Path:
     """A copy of a local checkpoint in another dtype, as one safetensors file, made once.
 
     For weights that are to be streamed straight from a file when the checkpoint's own dtype
@@ -79,6 +81,8 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
         "float32", "float16" or "bfloat16".
     progress : callable, optional
         Called with (bytes done, bytes in all).
+    views : mapping of str to sequence of View, optional
+        What to write in place of stacked and fused tensors: see `stacked.StackedCheckpoint`.
 
     Returns
     -------
@@ -94,7 +98,7 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
     target = torch_dtype(dtype)
 
     def build(made: Path) -> None:
-        with open_checkpoint(folder) as checkpoint:
+        with unstacked(open_checkpoint(folder), views or {}) as checkpoint:
             layout = _layout(checkpoint, target)
             chunks = _whole_tensors(checkpoint, target)
             write_weights(made, layout, chunks, keep=converted(), progress=progress)

@@ -1,0 +1,135 @@
+"""Stacked and fused tensors: every view is what indexing gives, from any kind of checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models.test_checkpoint import read
+from refusals import refused
+from safetensors.torch import save_file
+
+from flexgen_h2o.models import stacked
+from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.convert import converted_folder
+from flexgen_h2o.models.stacked import StackedCheckpoint, View, unstacked
+
+HIDDEN, FFN, EXPERTS = 6, 5, 3
+
+
+def tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Stacks as Qwen3-MoE (halves) and gpt-oss (transposed, rows in turn) ship them."""
+    made = {"halves": (EXPERTS, 2 * FFN, HIDDEN), "turned": (EXPERTS, HIDDEN, 2 * FFN),
+            "turns_bias": (EXPERTS, 2 * FFN), "qkv": (4 + 2 + 2, HIDDEN), "plain": (7,)}
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype)
+            for name, shape in made.items()}
+
+
+def views() -> dict[str, tuple[View, ...]]:
+    found = {"q": View("qkv", rows=range(4)), "k": View("qkv", rows=range(4, 6)),
+             "v": View("qkv", rows=range(6, 8))}
+    for e in range(EXPERTS):
+        found[f"{e}.gate"] = View("halves", e, rows=range(FFN))
+        found[f"{e}.up"] = View("halves", e, rows=range(FFN, 2 * FFN))
+        for offset, part in enumerate(("gate", "up")):
+            rows = range(offset, 2 * FFN, 2)
+            found[f"{e}.{part}_in_turn"] = View("turned", e, transposed=True, rows=rows)
+            found[f"{e}.{part}_bias"] = View("turns_bias", e, rows=rows)
+    return {name: (view,) for name, view in found.items()}
+
+
+def expected(all_tensors: dict[str, torch.Tensor], view: View) -> torch.Tensor:
+    whole = all_tensors[view.tensor]
+    entry = whole if view.entry is None else whole[view.entry]
+    entry = entry.T if view.transposed else entry
+    return entry if view.rows is None else entry[list(view.rows)]
+
+
+def save(folder, kind: str, made: dict[str, torch.Tensor]) -> None:
+    if kind == "safetensors":
+        save_file(made, folder / "model.safetensors")
+    else:
+        torch.save(made, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("scratch", [1, 13, 1 << 20])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_views_are_what_indexing_gives(tmp_path, monkeypatch, kind, scratch, out_dtype):
+    monkeypatch.setattr(stacked, "_SCRATCH_ELEMENTS", scratch)
+    made = tensors()
+    save(tmp_path, kind, made)
+    with unstacked(open_checkpoint(tmp_path), views()) as checkpoint:
+        assert set(checkpoint.names()) == {"plain", *views()}
+        for name, (view,) in views().items():
+            assert checkpoint.info(name).shape == expected(made, view).shape
+            assert torch.equal(read(checkpoint, name, out_dtype),
+                               expected(made, view).to(out_dtype)), name
+        assert torch.equal(read(checkpoint, "plain"), made["plain"])
+
+
+def test_consecutive_rows_have_an_extent(tmp_path):
+    made = tensors()
+    save(tmp_path, "safetensors", made)
+    with StackedCheckpoint(open_checkpoint(tmp_path), views()) as checkpoint:
+        for name, (view,) in views().items():
+            extent = checkpoint.info(name).extent
+            assert (extent is None) == (view.transposed or view.rows.step > 1), name
+            if extent is not None:
+                raw = extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes]
+                part = expected(made, view).contiguous().view(torch.uint8)
+                assert raw == part.numpy().tobytes()
+
+
+def test_the_first_place_that_there_is_and_names_of_its_own(tmp_path):
+    made = tensors()
+    save(tmp_path, "safetensors", made)
+    places = {"a": (View("elsewhere"), View("qkv", rows=range(1))), "b": (View("elsewhere"),),
+              "plain": (View("qkv"),)}
+    with StackedCheckpoint(open_checkpoint(tmp_path), places) as checkpoint:
+        assert torch.equal(read(checkpoint, "a"), made["qkv"][:1])
+        assert torch.equal(read(checkpoint, "plain"), made["plain"])
+        assert "b" not in checkpoint.names() and "qkv" not in checkpoint.names()
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert unstacked(checkpoint, {"b": (View("elsewhere"),)}) is checkpoint
+
+
+@pytest.mark.parametrize("view", [
+    View("halves"), View("halves", EXPERTS), View("halves", -1), View("halves", 0, rows=range(11)),
+    View("halves", 0, rows=range(-1, 2)), View("halves", 0, rows=range(3, 0, -1)),
+    View("plain", 0), View("plain", transposed=True), View("qkv", rows=range(9))])
+def test_what_a_tensor_lacks_is_refused(tmp_path, view):
+    save(tmp_path, "safetensors", tensors())
+    with StackedCheckpoint(open_checkpoint(tmp_path), {"part": (view,)}) as checkpoint:
+        refused(lambda: checkpoint.info("part"), f"tensor {view.tensor} has shape", "no part")
+
+
+def test_a_converted_copy_holds_single_matrices(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    made = tensors()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save(folder, "safetensors", made)
+    (folder / "config.json").write_text("{}")
+    copy = converted_folder(folder, "float32", views=views())
+    with unstacked(open_checkpoint(copy), views()) as checkpoint:
+        assert set(checkpoint.names()) == {"plain", *views()}
+        for name, (view,) in views().items():
+            info = checkpoint.info(name)
+            assert info.extent is not None and info.dtype == torch.float32
+            assert torch.equal(read(checkpoint, name), expected(made, view).float())
+
+
+@given(data=st.data(), shape=st.tuples(*[st.integers(1, 9)] * 3), turned=st.booleans())
+def test_any_part(tmp_path_factory, data, shape, turned):
+    folder = tmp_path_factory.mktemp("any")
+    whole = torch.arange(shape[0] * shape[1] * shape[2]).view(shape).float()
+    save(folder, "safetensors", {"whole": whole})
+    height = shape[2] if turned else shape[1]
+    start = data.draw(st.integers(0, height - 1))
+    stop, step = data.draw(st.integers(start, height)), data.draw(st.integers(1, 3))
+    view = View("whole", data.draw(st.integers(0, shape[0] - 1)), turned, range(start, stop, step))
+    with StackedCheckpoint(open_checkpoint(folder), {"part": (view,)}) as checkpoint:
+        assert torch.equal(read(checkpoint, "part"), expected({"whole": whole}, view))
