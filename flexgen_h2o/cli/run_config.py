@@ -18,7 +18,7 @@ from flexgen_h2o.cli.cache_flags import h2o_config
 from flexgen_h2o.cli.flags import AUTO, GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.placement import PLACED, parse_percent
+from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.errors import UserError, did_you_mean
@@ -178,6 +178,7 @@ class RunConfig(RunFlags):
         return self._make(
             Policy, gpu_batch_size=self.resolved_gpu_batch_size,
             num_gpu_batches=self.resolved_num_gpu_batches,
+            experts=None if self.expert_percent is None else Placement(*self.expert_percent),
             **dict(zip(PLACED, parse_percent(percent), strict=True)))
 
     def h2o(self) -> H2OConfig | None:

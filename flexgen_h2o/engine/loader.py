@@ -63,9 +63,10 @@ class Source:
     @cached_property
     def form(self) -> WeightFormat:
         """The tensors' storage options: in groups as a GGUF's, where it has any of so many bits."""
+        exact = frozenset(self.config.exact_shapes)
         if self._keeps_groups:
-            return WeightFormat(self.dtype, self.bits, GgufBlocks.GROUP)
-        return WeightFormat(self.dtype, self.bits)
+            return WeightFormat(self.dtype, self.bits, GgufBlocks.GROUP, exact)
+        return WeightFormat(self.dtype, self.bits, exact=exact)
 
     def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
         """True if no file keeps the weights in `form`: the disk tier writes what it holds."""

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -100,6 +100,8 @@ class Runner:
                  seat: Seat | None = None):
         self.source = source
         self.config = source.config
+        if self.config.experts is not None:  # all batches choose before any expert is needed
+            settings = replace(settings, policy=replace(settings.policy, sep_layer=True))
         self.seat = seat
         self.stage = Stage.whole(self.config.num_layers) if seat is None else seat.stage
         self.own = replace(self.config, num_layers=len(self.stage))  # the model of these layers
@@ -269,7 +271,8 @@ class Runner:
             sum(len(batch) * batch.batch_layout.longest for batch in block))
         stats.links = self._links.totals()
         if experts_before is not None:
-            stats.note_experts(self._experts.counts.since(experts_before))
+            for name, count in asdict(self._experts.counts.since(experts_before)).items():
+                setattr(stats, f"expert_{name}", count)
         if self._exchange is not None:
             stats.sent_bytes = self._exchange.sent_bytes - sent_before
         stats.peak_device_bytes = self._device.peak_bytes()

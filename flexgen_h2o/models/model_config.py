@@ -197,6 +197,13 @@ class ModelConfig:
                             f"{self.head_dim} are not supported (an even number that fits is)")
 
     @property
+    def exact_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of the matrices that stay in the run's dtype: routers, and gates of one row."""
+        if self.experts is None:
+            return ()
+        return (self.experts.count, self.hidden_size), (1, self.hidden_size)
+
+    @property
     def q_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_dim

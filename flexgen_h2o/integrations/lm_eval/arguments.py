@@ -22,7 +22,7 @@ FLAGS = (
     "sep_layer", "offload_dir", "verify", "memory_limit", "device_memory_limit", "eviction",
     "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score",
     "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity", "compress_cache",
-    "cache_bits", "prefill_chunk", "seed",
+    "cache_bits", "prefill_chunk", "seed", "expert_percent", "expert_slots",
 )
 """Model arguments that are flags of `flex_opt` too."""
 
@@ -159,6 +159,8 @@ def parse(given: Mapping[str, object]) -> Arguments:
     flags = {name: value for name, value in given.items() if name in FLAGS}
     if "percent" in flags:
         flags["percent"] = _percent(flags["percent"])
+    if isinstance(flags.get("expert_percent"), str):
+        flags["expert_percent"] = flags["expert_percent"].replace("/", " ")
     rest = {name: value for name, value in given.items() if name in own}
     if "batch_size" in rest:
         rest["batch_size"] = _batch_size(rest["batch_size"])
