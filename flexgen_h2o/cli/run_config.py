@@ -100,6 +100,8 @@ class RunConfig(RunFlags):
                   self.cache_bits is not None or self.compress_cache]
         yield ("--allow-compression", self.allow_compression and all(chosen),
                "as the bits of weights and cache are both given: leave one of them out")
+        yield ("--expert-percent", self.expert_percent is not None and not fixed,
+               "with --percent auto, which chooses it")
         elsewhere = self.hardware is not None
         yield ("--recalibrate", self.recalibrate and fixed and not self.plan_only,
                "on a fixed policy: add --percent auto or --plan-only")
