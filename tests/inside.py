@@ -74,6 +74,11 @@ def weights_of(llm):
     return llm._runtime.weights
 
 
+def slots_of_experts(llm) -> list:
+    """The staging buffers of a mixture's experts."""
+    return llm._runtime._experts._buffers
+
+
 def weight_sizes(llm) -> dict[str, int]:
     """Bytes of each weight, by name."""
     store = weights_of(llm)

@@ -319,7 +319,7 @@ class Executor:
         if self._experts is not None:
             before, rows = self._block_rows(step)
             self._experts.route(self._cached(step), weights, x, first=before + row, rows=rows,
-                                following=self._weights.in_memory(step.layer + 2, "router"))
+                                following=self._weights.in_memory(step.layer + 2, "ln2", "router"))
         elif not (self._sep_layer or self._config.parallel_residual):
             self._family.mlp(self._config, weights, x, self._do)
 

@@ -304,11 +304,11 @@ class WeightStore:
         """True if all weights of a unit are in compute memory for good."""
         return not self.units[index].fetched_bytes
 
-    def in_memory(self, index: int, name: str) -> dict[str, Weight] | None:
-        """What is in compute memory for good of a unit, if the tensor of that name is; None if
+    def in_memory(self, index: int, *names: str) -> dict[str, Weight] | None:
+        """What is in compute memory for good of a unit, if the tensors of these names are; None if
         not, or if there is no such unit."""
         held = self.units[index].resident if index < len(self.units) else {}
-        return held if name in held else None
+        return held if held.keys() >= set(names) else None
 
     def get(self, index: int) -> dict[str, Weight]:
         """A unit's weights by local name, on the compute device, ready for compute to use.

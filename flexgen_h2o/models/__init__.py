@@ -33,7 +33,7 @@ from types import ModuleType
 
 from flexgen_h2o.models.spec import ModelConfig
 
-FAMILIES = ("opt", "llama", "gpt_neox", "mixtral")
+FAMILIES = ("opt", "llama", "gpt_neox")
 
 
 def family(cfg: ModelConfig) -> ModuleType:
