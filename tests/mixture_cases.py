@@ -41,8 +41,7 @@ def _qwen3(**options):
 MIXTURES: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
-    "olmoe_normalised": lambda: _olmoe(norm_topk_prob=True, clip_qkv=0.8,
-                                       tie_word_embeddings=True),
+    "olmoe_normalised": lambda: _olmoe(norm_topk_prob=True, tie_word_embeddings=True),
     "qwen2_moe": _qwen2,
     "qwen3_moe": _qwen3,
 }

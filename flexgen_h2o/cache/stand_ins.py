@@ -20,7 +20,7 @@ class SimulatedBlockCache:
     binds = False
     stays = True
 
-    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor]):
         self._cache = SimulatedCache(h2o, rotate)
         self.begin = self._cache.begin
         self.resume = self._cache.resume

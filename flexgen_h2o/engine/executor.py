@@ -25,6 +25,7 @@ from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
 from flexgen_h2o.models import family
+from flexgen_h2o.models.rope import RopeTables, all_tables
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -88,8 +89,9 @@ class Executor:
         self._chunk_rows = CHUNK_ROWS[self._device.torch.type]
         self._still = _still(weights, workspace)
         self._token_layers = TokenLayers(config, weights, workspace, policy=policy,
-                                         device=self._device.torch, dtype=dtype)
-        self._rope: dict[int, tuple | None] = {}
+                                         device=self._device.torch, dtype=dtype,
+                                         first=self._stage.first)
+        self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._batches: list[Batch] = []
         self._started: dict[int, PendingAttention] = {}
         self._found: dict[int, torch.Tensor] = {}
@@ -258,13 +260,19 @@ class Executor:
                 step.batch, positions, batch.batch_layout.token(step.forward_pass))
             if self._token_layers.complete:
                 return
-        self._rope[step.batch] = self._family.rope(
-            self._config, positions.to(self._device.torch), self._dtype)
+        positions = positions.to(self._device.torch)
+        self._rope[step.batch] = all_tables(self._config.ropes, positions, self._dtype)
+
+    def _tables(self, step: LayerStep) -> RopeTables | None:
+        """The rotations of a layer step's rows."""
+        tables = self._rope[step.batch]
+        layer = self._stage.first + self._cached(step)
+        return tables[self._config.rope_number(layer)] if tables else None
 
     def _prompt_layer(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        rope = self._rope[step.batch]
+        rope = self._tables(step)
         attend = self._attend_once if batch.shares else self._attend_prompts
         for chunk in batch.chunks(step.forward_pass, self._chunk_rows):
             rows = slice(chunk.row, chunk.end)
@@ -308,7 +316,7 @@ class Executor:
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
         qkv = self._family.attention_inputs(self._config, weights, x, self._do)
         return self._cache.attend_token(
-            self._cached(step), step.batch, *qkv, rope=self._rope[step.batch],
+            self._cached(step), step.batch, *qkv, rope=self._tables(step),
             token=batch.batch_layout.token(step.forward_pass))
 
     def _finish(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from flexgen_h2o.models.spec import (
     from_transformers,
     published,
 )
+from flexgen_h2o.models.stacked import View, unstacked
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.tiers import Device
 
@@ -116,7 +117,8 @@ class Source:
         if placement.disk > 0 and not all(self._direct(checkpoint, n) for n in names.values()):
             checkpoint.close()
             dtype = str(self.dtype).removeprefix("torch.")
-            folder = converted_folder(self.folder, dtype, progress=progress)
+            folder = converted_folder(self.folder, dtype, progress=progress,
+                                      views=_views(self.config))
             checkpoint, names = self._resolve(folder, specs)
         return checkpoint, names
 
@@ -132,7 +134,7 @@ class Source:
                       title=self.folder.name, progress=progress)
 
     def _resolve(self, folder: Path, specs) -> tuple[Checkpoint, dict[str, str]]:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = unstacked(open_checkpoint(folder), _views(self.config))
         try:
             return checkpoint, resolve(checkpoint, specs.values(), family(self.config).aliases)
         except BaseException:
@@ -198,7 +200,7 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
     grows with its numbers is planned or made.
     """
     kind = family(config)
-    with open_checkpoint(folder) as checkpoint:
+    with unstacked(open_checkpoint(folder), _views(config)) as checkpoint:
         names = checkpoint.names()
         if config.num_layers > len(names):  # each has a tensor at least
             raise UserError(f"{checkpoint.source} has {len(names)} tensors, but config.json calls "
@@ -212,6 +214,12 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
             raise UserError(f"{checkpoint.source} has a tensor {extra}, but config.json calls for "
                             f"{config.num_layers} layers; do the two belong together?")
     return weights
+
+
+def _views(config: ModelConfig) -> Mapping[str, Sequence[View]]:
+    """Where larger tensors of a checkpoint may have those of the model."""
+    views = getattr(family(config), "views", None)
+    return {} if views is None else views(config)
 
 
 def _specs(weights: ModelWeights) -> dict[str, TensorSpec]:

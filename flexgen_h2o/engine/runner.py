@@ -104,7 +104,7 @@ class Runner:
             settings = replace(settings, policy=replace(settings.policy, sep_layer=True))
         self.seat = seat
         self.stage = Stage.whole(self.config.num_layers) if seat is None else seat.stage
-        self.own = replace(self.config, num_layers=len(self.stage))  # the model of these layers
+        self.own = self.config.part(self.stage.first, self.stage.last)
         self._exchange = None if seat is None else Exchange(
             seat.pipeline, seat.stage, seat.groups, width=self.config.hidden_size,
             dtype=source.dtype, device=device.torch)
@@ -193,7 +193,7 @@ class Runner:
     def workspace(self, size: WorkspaceSize, cache: BlockCache | None = None) -> Workspace:
         """A workspace for blocks up to `size`, with a cache as set or the given one."""
         settings = self.settings
-        return Workspace(self.config, self._cache_shape(), size, policy=settings.policy,
+        return Workspace(self.own, self._cache_shape(), size, policy=settings.policy,
                          h2o=settings.cache.h2o, transfers=self._transfers,
                          offload_dir=settings.offload_dir, cache=cache)
 

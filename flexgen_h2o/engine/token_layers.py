@@ -18,6 +18,7 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models import family
 from flexgen_h2o.models.recording import Recording
+from flexgen_h2o.models.rope import RopeTables, all_tables
 from flexgen_h2o.models.spec import ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -51,16 +52,19 @@ class TokenLayers:
     device : torch.device
     dtype : torch.dtype
         Of weights and activations.
+    first : int
+        The model's layer that is the cache's first.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
-                 policy: Policy, device: torch.device, dtype: torch.dtype):
+                 policy: Policy, device: torch.device, dtype: torch.dtype, first: int = 0):
         self._config = config
+        self._first = first
         self._family = family(config)
         self._weights = weights
         self._workspace = workspace
         self._programs: dict[tuple[int, int], Program] = {}
-        self._rope: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._attended: dict[int, torch.Tensor] = {}
         layers = range(1, len(weights.units) - 1)
         why = unbound_reason(workspace, policy, device=device, dtype=dtype)
@@ -80,12 +84,13 @@ class TokenLayers:
         if not self._layers:
             return
         self._workspace.cache.begin_token(batch, token)
-        tables = self._family.rope(self._config, positions, torch.float32)
-        if tables is None or batch not in self._rope:
+        tables = all_tables(self._config.ropes, positions, torch.float32)
+        if batch not in self._rope:
             self._rope[batch] = tables
             return
         for bound, new in zip(self._rope[batch], tables, strict=True):
-            bound.copy_(new)
+            for old, table in zip(bound, new, strict=True):
+                old.copy_(table)
 
     def run(self, layer: int, batch: int, *, cached: int, rows: int) -> None:
         """Take the hidden states [rows, hidden] of a batch through a layer step, whose decoder
@@ -104,8 +109,10 @@ class TokenLayers:
         if batch not in self._attended:
             self._attended[batch] = torch.empty(q.shape, dtype=q.dtype)
         attended = self._attended[batch]
-        self._workspace.cache.bind_token(cached, batch, q, k, v, rope=self._rope[batch],
-                                         out=attended, steps=program)
+        ropes = self._rope[batch]
+        rope = ropes[config.rope_number(self._first + cached)] if ropes else None
+        self._workspace.cache.bind_token(cached, batch, q, k, v, rope=rope, out=attended,
+                                         steps=program)
         self._family.attention_output(config, weights, x, attended, do)
         if not config.parallel_residual:
             self._family.mlp(config, weights, x, do)

@@ -20,8 +20,8 @@ from flexgen_h2o.engine.block_queue import BlockQueue
 from flexgen_h2o.engine.hidden import HiddenStates
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.kernels.rotary import rotated_to
-from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Operations
+from flexgen_h2o.models.rope import rope_tables
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.transfer import Transfers
@@ -117,14 +117,21 @@ class Workspace:
         self._folder: RunFolder | None = None
 
         def rope(positions: torch.Tensor):
-            return family(config).rope(config, positions, torch.float32)
+            return None if config.rope is None else rope_tables(config.rope, positions,
+                                                                torch.float32)
+
+        def rotate(x: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
+            if not config.ropes:
+                return x
+            own = config.ropes[config.rope_number(layer)]
+            return rotated_to(x, positions, partial(rope_tables, own, dtype=torch.float32))
 
         with ExitStack() as opened:
             self._opened = opened
             if cache is not None:
                 self.cache = cache
             elif h2o is not None and h2o.simulate:
-                self.cache = SimulatedBlockCache(h2o, partial(rotated_to, rope=rope))
+                self.cache = SimulatedBlockCache(h2o, rotate)
             else:
                 self.cache = KVCache(shape, size.cache, policy, h2o=h2o, rope=rope,
                                      transfers=transfers, run_folder=self._run_folder)

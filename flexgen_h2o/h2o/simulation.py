@@ -44,12 +44,12 @@ class SimulatedCache:
     Parameters
     ----------
     h2o : H2OConfig
-    rotate : callable (x, positions) -> Tensor like x
+    rotate : callable (x, positions, layer) -> Tensor like x
         x [heads, tokens, head_dim], float32, rotated to positions [heads or 1, tokens]; x itself
         where the model has no rotary positions.
     """
 
-    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor]):
         self._h2o = h2o
         self._rotate = rotate
         self._decay = h2o.decay if h2o.score == "decay" else 1.0
@@ -122,8 +122,8 @@ class SimulatedCache:
         if self._h2o.positions == "rolling":
             places = memory.alive.cumsum(1) - 1
         # All heads have as many tokens alive, so that a query's place is the same in each.
-        keys, queries = self._rotate(memory.keys, places), self._rotate(
-            q.float().transpose(0, 1), places[:1, newest])
+        keys, queries = self._rotate(memory.keys, places, key[0]), self._rotate(
+            q.float().transpose(0, 1), places[:1, newest], key[0])
         queries = queries.unflatten(0, (len(keys), -1))  # [kv_heads, group, rows, head_dim]
         logits = torch.einsum("hgrd,htd->hgrt", queries, keys) * q.shape[-1] ** -0.5
         seen = memory.alive[:, None] & (position <= newest[:, None])  # [kv_heads, rows, tokens]

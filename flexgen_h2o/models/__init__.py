@@ -1,19 +1,22 @@
 """Model families: what a model is made of, and its forward pass over plain tensors.
 
-A family is one module with these functions; w maps its short tensor names to tensors, and rows
-are packed real tokens:
+A family is one module of `families` with these names; w maps its short tensor names to tensors, and
+rows are packed real tokens:
 
+    DEFAULTS                                          of config.json, by model type
+    read(fields) -> ModelConfig                       the sizes and options of a config.json
     weights(cfg) -> ModelWeights                      the tensors and their checkpoint names
     aliases(name) -> tuple of names                   what a checkpoint may call a tensor
     embed(cfg, w, lookup, ids, positions) -> x        [rows, hidden]
-    rope(cfg, positions, dtype) -> (cos, sin) | None  rotary tables of these rows
     attention_inputs(cfg, w, x, do) -> q, k, v        [rows, heads (of k and v: kv_heads), head_dim]
     attention_output(cfg, w, x, attended, do)         adds to x, and returns it; attended is like q
     mlp(cfg, w, x, do) -> x                           adds to x, and returns it
     head(cfg, w, x) -> logits                         [rows, vocab]
 
-A decoder layer is `attention_inputs`, causal attention over the cache and these rows with softmax
-scale head_dim ** -0.5, `attention_output`, and `mlp`; with a parallel residual `attention_output`
+A mixture of experts has other functions in place of `mlp`: see `mixture`.
+
+A decoder layer is `attention_inputs`, causal attention over the cache and these rows of the layer's
+`AttentionForm`, `attention_output`, and `mlp`; with a parallel residual `attention_output`
 does the MLP too. q and k come before rotation, since the cache decides at which positions. All
 three may be overwritten, and hold only until the next `attention_inputs` with the same `do`.
 
@@ -21,32 +24,17 @@ three may be overwritten, and hold only until the next `attention_inputs` with t
 change tensors through nothing else: a decode step is carried out at once, or noted once for a block
 and then run by few calls (`recording.Recording`), by the same lines.
 
-Importing this package imports no torch: that comes with the first `family`.
+Importing a family imports no torch: the memory plan reads sizes off its table of tensors.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
-from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.models.registry import FAMILIES, family
 
-FAMILIES = ("opt", "llama", "gpt_neox")
-
-
-def family(cfg: ModelConfig) -> ModuleType:
-    """The module of a model's family.
-
-    Raises
-    ------
-    ValueError
-        If there is no such family; `spec.from_transformers` never makes such a config.
-    """
-    if cfg.family not in FAMILIES:
-        raise ValueError(f"{cfg.family!r} is none of {', '.join(FAMILIES)}")
-    return importlib.import_module(f"{__name__}.{cfg.family}")
+__all__ = ["FAMILIES", "checkpoint_folder", "family"]
 
 
 def checkpoint_folder(name: str, *, dtype: str | None = None,

@@ -18,11 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.chunks import chunk_rows
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.models.spec import RopeConfig
 
 
 class Scratch:
@@ -79,18 +77,18 @@ class Operations(Scratch):
         """See `layer_norm`; out is returned."""
         return layer_norm(x, weight, bias, eps=eps, out=out)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor,
+                 offset: float = 0.0) -> Tensor:
         """See `rms_norm`; out is returned."""
-        return rms_norm(x, weight, eps=eps, out=out)
+        return rms_norm(x, weight, eps=eps, out=out, offset=offset)
+
+    def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
+        """``x += scale * y``."""
+        x.add_(y, alpha=scale)
 
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         """See `activate_`."""
         return activate_(x, name, factor)
-
-
-def row_blocks(rows: int) -> list[slice]:
-    """Slices of at most `ROW_BLOCK` rows that cover `rows`."""
-    return [slice(start, min(start + ROW_BLOCK, rows)) for start in range(0, rows, ROW_BLOCK)]
 
 
 def linear(x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, *,
@@ -150,38 +148,26 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
     return norm(x) if out is None else _into(out, norm, x)
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
-    """Root-mean-square normalisation (arXiv 1910.07467) of each row, like `layer_norm`."""
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None,
+             offset: float = 0.0) -> Tensor:
+    """Root-mean-square normalisation (arXiv 1910.07467) of each row, like `layer_norm`.
+
+    offset is added to the weights, in float32: some families keep them less one.
+    """
+    if offset:
+        return _offset_rms_norm(x, weight, eps=eps, out=out, offset=offset)
     norm = partial(F.rms_norm, normalized_shape=x.shape[-1:], weight=weight, eps=eps)
     return norm(x) if out is None else _into(out, norm, x)
 
 
-def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotations at some positions.
+def _offset_rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None,
+                     offset: float) -> Tensor:
+    factors = weight.float() + offset
 
-    Parameters
-    ----------
-    rope : RopeConfig
-    positions : Tensor [rows], int64
-    dtype : torch.dtype
-        Of the result; angles are computed in float32.
+    def norm(part: Tensor) -> Tensor:
+        return F.rms_norm(part.float(), part.shape[-1:], factors, eps).to(part.dtype)
 
-    Returns
-    -------
-    cos, sin : Tensor [rows, rotary_dim / 2]
-
-    Notes
-    -----
-    The scalings are those of transformers' modeling_rope_utils.py.
-    """
-    steps = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device=positions.device)
-    frequencies = 1.0 / (rope.theta ** (steps / rope.rotary_dim))
-    if rope.kind == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.kind == "llama3":
-        frequencies = _llama3_frequencies(rope, frequencies)
-    angles = positions[:, None].float() * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return norm(x) if out is None else _into(out, norm, x)
 
 
 def activation(name: str) -> str:
@@ -213,14 +199,6 @@ def activate_(x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
     returned."""
     ACTIVATE[activation(name)](x)
     return x if factor is None else x.mul_(factor)
-
-
-def _llama3_frequencies(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Slow turns divided by the factor, fast ones kept, and a smooth passage in between."""
-    cycles = rope.original_max_positions * frequencies / (2 * math.pi)  # per original context
-    kept = (cycles - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / rope.factor
 
 
 def _into(out: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

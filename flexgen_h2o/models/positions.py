@@ -17,6 +17,9 @@ def check_cache(config: ModelConfig, h2o: H2OConfig | None) -> None:
     if config.rope is None and h2o.positions == "rolling":
         raise UserError(f"{config.name} adds learned positions to the embeddings: they can't roll "
                         "with the cache; leave position rolling off")
+    if config.local_rope is not None and h2o.positions == "rolling":
+        raise UserError(f"{config.name} rotates some layers in another way than others: positions "
+                        "can't roll with the cache; leave position rolling off")
     if config.rope is not None and h2o.drop_positions:
         raise UserError(f"{config.name} has rotary positions, of which there is no end to drop: "
                         "leave --hh-long-seq off, or use position rolling")

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexgen_h2o.kernels import dispatch, native, ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.program import Program
-from flexgen_h2o.models.layers import Operations, activation
+from flexgen_h2o.models.layers import Operations, activation, rms_norm
 
 
 class Recording(Operations):
@@ -72,9 +72,16 @@ class Recording(Operations):
         native.norm(x, weight, bias, out, eps=eps, centred=True, steps=self._program)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor,
+                 offset: float = 0.0) -> Tensor:
+        if offset:
+            self._program.then(partial(rms_norm, x, weight, eps=eps, out=out, offset=offset))
+            return out
         native.norm(x, weight, None, out, eps=eps, centred=False, steps=self._program)
         return out
+
+    def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
+        self._program.then(partial(x.add_, y, alpha=scale))
 
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         native.activate(x, activation(name), factor, steps=self._program)

@@ -1,4 +1,4 @@
-"""Published model shapes and the defaults of each model type, in the words of config.json.
+"""Published model shapes, in the words of config.json.
 
 Plain data in today's spelling (`rope_parameters`), read by `spec.from_transformers` like any other
 config.json. A shape is enough for the memory plan and for `--path _DUMMY_`; a real checkpoint
@@ -9,39 +9,6 @@ is that of the OPT paper (arXiv 2205.01068, table 1), whose weights are not publ
 from __future__ import annotations
 
 from typing import Any
-
-# What transformers assumes for a key that config.json leaves out, by model type.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "opt": {
-        "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072,
-        "num_attention_heads": 12, "max_position_embeddings": 2048, "activation_function": "relu",
-        "do_layer_norm_before": True, "_remove_final_layer_norm": False,
-        "enable_bias": True, "layer_norm_elementwise_affine": True,
-        "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 2,
-    },
-    "llama": {
-        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
-        "intermediate_size": 11008, "num_attention_heads": 32,
-        "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-    },
-    "mistral": {
-        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
-        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "max_position_embeddings": 131072, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "sliding_window": 4096,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-    },
-    "gpt_neox": {
-        "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44,
-        "intermediate_size": 24576, "num_attention_heads": 64,
-        "max_position_embeddings": 2048, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
-        "attention_bias": True, "use_parallel_residual": True,
-        "rotary_emb_base": 10000.0, "rotary_pct": 0.25,
-        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2,
-    },
-}
 
 
 def _opt(hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:
@@ -108,6 +75,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "EleutherAI/pythia-2.8b": _pythia(2560, 32, 32),
     "EleutherAI/pythia-6.9b": _pythia(4096, 32, 32, vocab_size=50432),
     "EleutherAI/pythia-12b": _pythia(5120, 36, 40, vocab_size=50688),
+    "mistralai/Mixtral-8x7B-v0.1": {
+        "model_type": "mixtral", "max_position_embeddings": 32768, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "allenai/OLMoE-1B-7B-0924": {
+        "model_type": "olmoe", "intermediate_size": 1024, "dtype": "bfloat16"},
+    "Qwen/Qwen1.5-MoE-A2.7B": {
+        "model_type": "qwen2_moe", "max_position_embeddings": 8192, "bos_token_id": 151643,
+        "eos_token_id": 151643, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "Qwen/Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe", "num_hidden_layers": 48, "head_dim": 128,
+        "max_position_embeddings": 40960, "norm_topk_prob": True, "bos_token_id": 151643,
+        "eos_token_id": 151645, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
     "HuggingFaceTB/SmolLM2-135M": _llama(
         576, 30, 9, 1536, vocab_size=49152, num_key_value_heads=3, max_position_embeddings=8192,
         rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,

@@ -23,7 +23,7 @@ from flexgen_h2o.h2o.eviction import Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.choice import likeliest
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.models import opt
+from flexgen_h2o.models.families import opt
 from flexgen_h2o.models.layers import Operations, add_linear_, linear
 from flexgen_h2o.models.spec import ModelConfig, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat

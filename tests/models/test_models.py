@@ -15,9 +15,10 @@ from safetensors import safe_open
 
 from flexgen_h2o.kernels import chunks
 from flexgen_h2o.kernels.rotary import apply_rope_
-from flexgen_h2o.models import family, layers
+from flexgen_h2o.models import decoder, family, layers
 from flexgen_h2o.models.layers import Operations, Scratch
-from flexgen_h2o.models.spec import ACTIVATIONS, RopeConfig, from_transformers
+from flexgen_h2o.models.rope import RopeConfig, all_tables, rope_tables
+from flexgen_h2o.models.spec import ACTIVATIONS, from_transformers
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -50,17 +51,18 @@ class Runner:
         plain = {name: t for name, t in self.embed.items() if name not in self.tables}
         x = self.family.embed(self.cfg, plain, lambda name, index: self.embed[name][index],
                               ids, positions)
-        rope = self.family.rope(self.cfg, positions, self.dtype)
-        for w, cache in zip(self.layers, self.caches, strict=True):
+        ropes = all_tables(self.cfg.ropes, positions, self.dtype)
+        for layer, (w, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
+            tables = ropes[self.cfg.rope_number(layer)] if ropes else None
             qkv = self.family.attention_inputs(self.cfg, w, x, self.do)
-            attended = attend(*qkv, cache=cache, rope=rope)
+            attended = attend(*qkv, cache=cache, rope=tables, form=self.cfg.form(layer))
             x = self.family.attention_output(self.cfg, w, x, attended, self.do)
             if not self.cfg.parallel_residual:
                 x = self.family.mlp(self.cfg, w, x, self.do)
         return self.family.head(self.cfg, self.head, x)
 
 
-def attend(q, k, v, *, cache, rope):
+def attend(q, k, v, *, cache, rope, form):
     """Causal attention over everything cached, which the new keys and values join."""
     if rope is not None:
         q, k = (apply_rope_(x, *rope) for x in (q, k))
@@ -68,9 +70,12 @@ def attend(q, k, v, *, cache, rope):
     keys, values = (torch.cat(parts) for parts in zip(*cache, strict=True))
     group = q.shape[1] // k.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * q.shape[-1] ** -0.5
-    later = torch.arange(len(keys)) > torch.arange(len(keys) - len(q), len(keys))[:, None]
-    shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * form.scale_of(q.shape[-1])
+    if form.softcap:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    back = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))
+    unseen = (back < 0) | (back >= (form.window or len(keys)))
+    shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", shares, values.float()).to(q.dtype)
 
 
@@ -95,7 +100,7 @@ def test_logits_of_prefill_and_ten_steps(tiny_model, key):
 
 @pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "neox", "neox_sequential"])
 def test_blocks_and_chunks_of_rows_change_nothing(tiny_model, key, monkeypatch):
-    monkeypatch.setattr(layers, "ROW_BLOCK", 7)
+    monkeypatch.setattr(decoder, "ROW_BLOCK", 7)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
     model = tiny_model(key).model
     runner = Runner(model)
@@ -211,7 +216,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance(rotary, extra, positions
     q, k = torch.randn(2, 3, rotary + extra, generator=generator, dtype=torch.float64)
 
     def rotated(x, position):
-        tables = layers.rope_tables(rope, torch.tensor([position]), torch.float64)
+        tables = rope_tables(rope, torch.tensor([position]), torch.float64)
         return apply_rope_(x[None].clone(), *tables)[0]
 
     for position in positions:
@@ -226,7 +231,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance(rotary, extra, positions
 
 def test_rope_in_place_on_strided_views():
     rope = RopeConfig(10000.0, 4)
-    tables = layers.rope_tables(rope, torch.arange(5), torch.float32)
+    tables = rope_tables(rope, torch.arange(5), torch.float32)
     fused = torch.randn(5, 3, 24)
     wanted = apply_rope_(fused[..., 8:16].clone(), *tables)
     untouched = fused.clone()

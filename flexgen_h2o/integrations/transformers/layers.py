@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -185,7 +184,7 @@ class SimulatedLayer(H2OLayer):
                 heavy_tokens=size.heavy, recent_tokens=size.recent, sink_tokens=size.sinks,
                 score=self._h2o.score, decay=self._h2o.decay, positions=self._h2o.positions,
                 evict_generated=self._h2o.evict_generated, simulate=True)
-        one = SimulatedCache(h2o, partial(rotated_to, rope=self._rope))
+        one = SimulatedCache(h2o, lambda x, places, layer: rotated_to(x, places, self._rope))
         one.begin([BatchLayout((step.prompts[sequence],), 0)])
         self._sequences.append(one)
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from flexgen_h2o.models.decoder import linear_specs, norm_specs, row_blocks
+from flexgen_h2o.models.fields import Fields
+from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec, renamed
 
-from flexgen_h2o.models.layers import (
-    Operations,
-    layer_norm,
-    linear,
-    row_blocks,
-)
-from flexgen_h2o.models.spec import ModelConfig, ModelWeights, TensorSpec, renamed
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flexgen_h2o.models.layers import Operations
+
+DEFAULTS = {
+    "opt": {
+        "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072,
+        "num_attention_heads": 12, "max_position_embeddings": 2048, "activation_function": "relu",
+        "do_layer_norm_before": True, "_remove_final_layer_norm": False,
+        "enable_bias": True, "layer_norm_elementwise_affine": True,
+        "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 2,
+    },
+}
 
 # Checkpoints saved from the bare model lack the leading "model."
 PREFIXES = (("model.decoder.", "decoder."), ("model.decoder.", ""))
@@ -22,55 +31,64 @@ PREFIXES = (("model.decoder.", "decoder."), ("model.decoder.", ""))
 POSITION_OFFSET = 2
 
 
+def read(f: Fields) -> ModelConfig:
+    """The model of a config.json."""
+    pre_norm, bias = f.flag("do_layer_norm_before"), f.flag("enable_bias")
+    return ModelConfig(
+        **f.common("opt", grouped=False),
+        ffn_size=f.count("ffn_dim"),
+        activation=f.value(str, "activation_function"),
+        attention_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        pre_norm=pre_norm,
+        final_norm=pre_norm and not f.flag("_remove_final_layer_norm"),
+        norm_affine=f.flag("layer_norm_elementwise_affine"),
+        embed_dim=f.count_or("word_embed_proj_dim", f.count("hidden_size")),
+    )
+
+
 def aliases(name: str) -> tuple[str, ...]:
     """The names that a checkpoint may use for a tensor, the canonical one first."""
     return renamed(name, PREFIXES)
 
 
 def weights(cfg: ModelConfig) -> ModelWeights:
-    """The tensors of an OPT model."""
+    """The tensors, by short names, as a checkpoint calls them."""
     hidden, narrow = cfg.hidden_size, cfg.embed_dim
     top = "model.decoder."
     tokens = TensorSpec(f"{top}embed_tokens.weight", (cfg.vocab_size, narrow))
     places = TensorSpec(f"{top}embed_positions.weight",
                         (cfg.max_positions + POSITION_OFFSET, hidden))
-    embed, head = {"tokens": tokens, "positions": places}, {}
+    before, after = {"tokens": tokens, "positions": places}, {}
     if narrow != hidden:
-        embed["project_in"] = TensorSpec(f"{top}project_in.weight", (hidden, narrow))
-        head["project_out"] = TensorSpec(f"{top}project_out.weight", (narrow, hidden))
+        before["project_in"] = TensorSpec(f"{top}project_in.weight", (hidden, narrow))
+        after["project_out"] = TensorSpec(f"{top}project_out.weight", (narrow, hidden))
     if cfg.final_norm:
-        head |= _norm_specs(cfg, "norm", f"{top}final_layer_norm")
-    head["lm_head"] = tokens if cfg.tie_word_embeddings else TensorSpec(
+        after |= _norm_specs(cfg, "norm", f"{top}final_layer_norm")
+    after["lm_head"] = tokens if cfg.tie_word_embeddings else TensorSpec(
         "lm_head.weight", (cfg.vocab_size, narrow))
     layers = tuple(_layer_specs(cfg, f"{top}layers.{i}.") for i in range(cfg.num_layers))
-    return ModelWeights(embed, layers, head, tables=("tokens", "positions"),
+    return ModelWeights(before, layers, after, tables=("tokens", "positions"),
                         mlp=("ln2", "fc1", "fc2"))
 
 
 def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
     hidden, ffn = cfg.hidden_size, cfg.ffn_size
-    matrices = {
-        "q": ("self_attn.q_proj", hidden, hidden),
-        "k": ("self_attn.k_proj", hidden, hidden),
-        "v": ("self_attn.v_proj", hidden, hidden),
-        "out": ("self_attn.out_proj", hidden, hidden),
-        "fc1": ("fc1", ffn, hidden),
-        "fc2": ("fc2", hidden, ffn),
-    }
     specs = _norm_specs(cfg, "ln1", f"{prefix}self_attn_layer_norm")
     specs |= _norm_specs(cfg, "ln2", f"{prefix}final_layer_norm")
-    for short, (name, rows, columns) in matrices.items():
-        specs[short] = TensorSpec(f"{prefix}{name}.weight", (rows, columns))
-        if cfg.attention_bias:
-            specs[f"{short}_bias"] = TensorSpec(f"{prefix}{name}.bias", (rows,))
+    for short, name, shape in (("q", "self_attn.q_proj", (hidden, hidden)),
+                               ("k", "self_attn.k_proj", (hidden, hidden)),
+                               ("v", "self_attn.v_proj", (hidden, hidden)),
+                               ("out", "self_attn.out_proj", (hidden, hidden)),
+                               ("fc1", "fc1", (ffn, hidden)),
+                               ("fc2", "fc2", (hidden, ffn))):
+        specs |= linear_specs(short, f"{prefix}{name}", shape, cfg.attention_bias)
     return specs
 
 
 def _norm_specs(cfg: ModelConfig, short: str, name: str) -> dict[str, TensorSpec]:
-    if not cfg.norm_affine:
-        return {}
-    return {short: TensorSpec(f"{name}.weight", (cfg.hidden_size,)),
-            f"{short}_bias": TensorSpec(f"{name}.bias", (cfg.hidden_size,))}
+    return norm_specs(short, name, cfg.hidden_size, True) if cfg.norm_affine else {}
 
 
 def embed(cfg: ModelConfig, w: Mapping[str, Tensor], lookup: Callable[[str, Tensor], Tensor],
@@ -90,6 +108,8 @@ def embed(cfg: ModelConfig, w: Mapping[str, Tensor], lookup: Callable[[str, Tens
     -------
     Tensor [rows, hidden]
     """
+    from flexgen_h2o.models.layers import linear  # only now: it loads torch
+
     x = lookup("tokens", ids)
     if "project_in" in w:
         x = linear(x, w["project_in"])
@@ -98,11 +118,6 @@ def embed(cfg: ModelConfig, w: Mapping[str, Tensor], lookup: Callable[[str, Tens
         return x.add_(lookup("positions", positions + POSITION_OFFSET))
     x[known.to(x.device)] += lookup("positions", positions[known] + POSITION_OFFSET)
     return x
-
-
-def rope(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> None:
-    """None: OPT learns its positions."""
-    return None
 
 
 def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations
@@ -152,14 +167,16 @@ def _normed(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor,
 
 
 def _norm(cfg: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor, *,
-          out: Tensor | None = None, norm: Callable[..., Tensor] = layer_norm) -> Tensor:
+          norm: Callable[..., Tensor], out: Tensor | None = None) -> Tensor:
     return norm(x, w.get(name), w.get(f"{name}_bias"), eps=cfg.norm_eps, out=out)
 
 
 def head(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Logits [rows, vocab], in x's dtype, of x [rows, hidden]."""
+    from flexgen_h2o.models.layers import layer_norm, linear  # only now: it loads torch
+
     if cfg.final_norm:
-        x = _norm(cfg, w, "norm", x)
+        x = _norm(cfg, w, "norm", x, norm=layer_norm)
     if "project_out" in w:
         x = linear(x, w["project_out"])
     return linear(x, w["lm_head"])

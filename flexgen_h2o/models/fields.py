@@ -1,0 +1,166 @@
+"""Checked access to the values of a config.json. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from flexgen_h2o.config.attention_form import AttentionForm
+from flexgen_h2o.config.schema import checked
+from flexgen_h2o.errors import UserError
+
+# Sizes are held against the checkpoint's tensors, too. What is above these is a damaged file, and
+# would make work without end before that: the largest of published models have 126 layers, a
+# million words, tens of thousands of features and positions of ten to a hundred million.
+MOST_TOKENS, MOST_POSITIONS, _WIDEST = 1 << 24, 1 << 30, 1 << 20
+_Token = Annotated[int, Meta(ge=0, le=MOST_TOKENS - 1)]
+Positive = Annotated[float, Meta(gt=0)]
+_MOST = {"num_hidden_layers": 1 << 12, "vocab_size": MOST_TOKENS,
+         "max_position_embeddings": MOST_POSITIONS, "sliding_window": MOST_POSITIONS,
+         "original_max_position_embeddings": MOST_POSITIONS}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class Fields:
+    """Checked access to the values of one config.json.
+
+    Parameters
+    ----------
+    name : str
+        What the user called the model; error messages begin with it.
+    values : mapping
+        The content of config.json.
+    defaults : mapping
+        What transformers assumes for a key that is missing.
+    """
+
+    def __init__(self, name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self.name, self.values, self.defaults = name, values, defaults
+
+    def raw(self, key: str) -> Any:
+        """The value as given; null counts as missing, and the default stands in."""
+        value = self.values.get(key)
+        return self.defaults.get(key) if value is None else value
+
+    def fit(self, kind: Any, value: Any, key: str) -> Any:
+        """A value as the type `kind`; UserError where it is none, which says `key`."""
+        return checked(kind, value, f"{self.name}: config value {key}")
+
+    def value(self, kind: Any, key: str) -> Any:
+        """The value of a key as the type `kind`."""
+        return self.fit(kind, self.raw(key), key)
+
+    def number(self, key: str) -> float:
+        """The value of a key, a number above 0."""
+        return self.value(Positive, key)
+
+    def number_or(self, key: str, default: float) -> float:
+        """The value of a key, a number above 0, or a default where there is none."""
+        return default if self.raw(key) is None else self.number(key)
+
+    def flag(self, key: str) -> bool:
+        """The value of a key, true or false."""
+        return self.value(bool, key)
+
+    def size(self, key: str, value: Any) -> int:
+        """A value as a size of what `key` says."""
+        return self.fit(Annotated[int, Meta(ge=1, le=_MOST.get(key, _WIDEST))], value, key)
+
+    def count(self, key: str) -> int:
+        """The value of a key, a size."""
+        return self.size(key, self.raw(key))
+
+    def count_or(self, key: str, default: int) -> int:
+        """The value of a key, a size, or a default where there is none."""
+        return default if self.raw(key) is None else self.count(key)
+
+    def tokens(self, key: str) -> tuple[int, ...]:
+        """Token ids given as one or as a list; null, unlike a missing key, means none."""
+        value = self.values.get(key, self.defaults.get(key))
+        ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+        return self.fit(tuple[_Token, ...], ids, key)
+
+    def head_dim(self) -> int:
+        """head_dim if it is given, else hidden_size / num_attention_heads, which must be whole."""
+        if self.raw("head_dim") is not None:
+            return self.count("head_dim")
+        hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
+        if hidden % heads:
+            raise UserError(f"{self.name}: config value hidden_size must be a multiple of "
+                            f"num_attention_heads = {heads}, got {hidden}")
+        return hidden // heads
+
+    def kv_heads(self) -> int:
+        """num_key_value_heads, or as many as there are query heads."""
+        return self.count_or("num_key_value_heads", self.count("num_attention_heads"))
+
+    def inside(self, key: str, defaults: Mapping[str, Any]) -> Fields:
+        """The object that stands under a key, with what it lacks and this one has."""
+        values = self.raw(key) or {}
+        if not isinstance(values, Mapping):
+            raise UserError(f"{self.name}: config value {key} must be an object")
+        return Fields(self.name, {**self.values, **values}, defaults)
+
+    def refuse(self, key: str) -> None:
+        """Raise `UserError` where a key is neither missing, null, 0 nor false."""
+        if self.raw(key):
+            raise UserError(f"{self.name}: {key} = {self.raw(key)} is not supported in a "
+                            f"{self.values.get('model_type')} model")
+
+    def common(self, family: str, *, grouped: bool = True) -> dict[str, Any]:
+        """The ModelConfig fields that every model type spells alike.
+
+        grouped: there may be fewer key heads than query heads.
+        """
+        dtype = first(self.values.get("dtype"), self.values.get("torch_dtype"))
+        return {
+            "name": self.name,
+            "family": family,
+            "vocab_size": self.count("vocab_size"),
+            "hidden_size": self.count("hidden_size"),
+            "num_layers": self.count("num_hidden_layers"),
+            "num_heads": self.count("num_attention_heads"),
+            "num_kv_heads": self.kv_heads() if grouped else self.count("num_attention_heads"),
+            "head_dim": self.head_dim(),
+            "max_positions": self.count("max_position_embeddings"),
+            "tie_word_embeddings": self.flag("tie_word_embeddings"),
+            "eos_token_ids": self.tokens("eos_token_id"),
+            "bos_token_id": next(iter(self.tokens("bos_token_id")), None),
+            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        }
+
+    def window(self) -> int | None:
+        """sliding_window, or None where it is null (a missing key has the default) or as long as
+        the context."""
+        if self.values.get("sliding_window", 0) is None or self.raw("sliding_window") is None:
+            return None
+        window = self.count("sliding_window")
+        return window if window < self.count("max_position_embeddings") else None
+
+    def windows(self, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
+        """The window of each layer: of those that layer_types says, or `has_window` (number) if
+        there is no such key."""
+        layers, window = self.count("num_hidden_layers"), self.window()
+        types = self.raw("layer_types")
+        if types is None:
+            return tuple(window if has_window(layer) else None for layer in range(layers))
+        types = self.fit(list[str], list(types) if isinstance(types, tuple) else types,
+                         "layer_types")
+        if len(types) != layers or not set(types) <= set(LAYER_TYPES):
+            raise UserError(f"{self.name}: config value layer_types must say one of "
+                            f"{', '.join(LAYER_TYPES)} for each of {layers} layers")
+        return tuple(window if each == LAYER_TYPES[1] else None for each in types)
+
+
+def attention_forms(windows: tuple[int | None, ...], *, scale: float | None = None,
+                    softcap: float = 0.0) -> tuple[AttentionForm, ...]:
+    """One form a layer, which differ in their windows; empty where all are the default form."""
+    forms = tuple(AttentionForm(scale=scale, softcap=softcap, window=window) for window in windows)
+    return () if set(forms) == {AttentionForm()} else forms
+
+
+def first(*values: Any) -> Any:
+    """The first that is not None (0 and false are values, and have to be seen to be refused)."""
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,255 @@
+"""Rotary position embedding: how config.json spells it, and the tables of rotations.
+
+All scalings of transformers that are pure functions of position. Loads torch with the first table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from msgspec import Meta
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.fields import MOST_POSITIONS, Fields, Positive, first
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+RopeTables: TypeAlias = "tuple[Tensor, Tensor]"
+"""Cosines and sines, [rows, rotary_dim / 2] each."""
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (arXiv 2104.09864) and how it is stretched.
+
+    Attributes
+    ----------
+    theta : float
+        Base of the wavelengths.
+    rotary_dim : int
+        Leading dimensions of each head that rotate; even.
+    kind : str
+        One of `ROPE_KINDS`. `dynamic` stretches past the trained context only, where no run gets:
+        within it is `default`. The fields below are those of the other kinds.
+    factor : float
+        By how much positions are compressed.
+    low_freq_factor, high_freq_factor : float
+        `llama3` only: the band, in turns per original context, between scaled and untouched.
+    original_max_positions : int
+        `llama3`, `yarn` and `longrope`: the context length before stretching.
+    beta_fast, beta_slow : float
+        `yarn` (arXiv 2309.00071): the same band as for `llama3`, between untouched and scaled.
+    truncate : bool
+        `yarn`: the band ends at whole dimensions.
+    attention_factor : float
+        `yarn` and `longrope`: on cosines and sines.
+    short_factors : tuple of float
+        `longrope` (arXiv 2402.13753): divisors of the frequencies within the original context, for
+        each pair of dimensions.
+    """
+
+    theta: float
+    rotary_dim: int
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+
+    def reach(self, max_positions: int) -> int:
+        """The context of a model whose config says `max_positions`.
+
+        YaRN reaches to the factor times the original context, which configs often leave out. Past
+        its original context LongRoPE rotates all of a text otherwise, and no run gets there.
+        """
+        if self.kind == "yarn":
+            stretched = int(self.factor * self.original_max_positions)
+            return min(max(max_positions, stretched), MOST_POSITIONS)
+        return min(max_positions, self.original_max_positions) if self.kind == "longrope" else (
+            max_positions)
+
+
+def read_rope(f: Fields, *, theta: Any = None, given: Any = None,
+              partial: bool = False) -> RopeConfig:
+    """Rope options from `rope_parameters` (transformers 5) or `rope_scaling` (4).
+
+    Parameters
+    ----------
+    f : Fields
+    theta : number, optional
+        The base, if `given` has none. None: rope_theta.
+    given : mapping, optional
+        In place of the two keys.
+    partial : bool
+        A part of each head may rotate.
+
+    Raises
+    ------
+    UserError
+        For what is not supported or makes no sense.
+    """
+    if given is None:
+        given = f.values.get("rope_scaling") or f.values.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+        raise UserError(f"{f.name}: rope parameters that are not one flat object are not supported")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise UserError(f"{f.name}: rope type {kind!r} is not supported "
+                        f"(supported: {', '.join(ROPE_KINDS)})")
+    share = f.fit(Annotated[float, Meta(gt=0, le=1)], first(
+        given.get("partial_rotary_factor"), f.raw("partial_rotary_factor"),
+        f.raw("rotary_pct"), 1.0), "partial_rotary_factor")
+    if not partial and share != 1.0:
+        raise UserError(f"{f.name}: partial_rotary_factor = {share} is not supported "
+                        f"in a {f.values['model_type']} model")
+    base = first(given.get("rope_theta"), theta, f.raw("rope_theta"))
+    rotary_dim = int(f.head_dim() * share)
+    return RopeConfig(theta=f.fit(Positive, base, "rope_theta"), rotary_dim=rotary_dim, kind=kind,
+                      **_SCALINGS[kind](f, given, rotary_dim))
+
+
+def _default(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
+    return {}
+
+
+def _linear(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
+    return {"factor": f.fit(Positive, given.get("factor"), "rope factor")}
+
+
+def _llama3(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
+    scaling = _linear(f, given, rotary_dim)
+    for key in ("low_freq_factor", "high_freq_factor"):
+        scaling[key] = f.fit(Positive, given.get(key), f"rope {key}")
+    if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise UserError(f"{f.name}: config value rope high_freq_factor must be above "
+                        f"low_freq_factor, got {scaling['high_freq_factor']}")
+    return scaling | {"original_max_positions": _original(f, given)}
+
+
+def _yarn(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
+    original = _original(f, given)
+    factor = _factor(f, given, original)
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    attention = given.get("attention_factor")
+    if attention is None:
+        weights = [f.fit(float, given.get(key) or 0.0, f"rope {key}")
+                   for key in ("mscale", "mscale_all_dim")]
+        attention = scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1.0)
+    bands = {key: f.fit(Positive, given.get(key) or default, f"rope {key}")
+             for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+    truncate = f.fit(bool, first(given.get("truncate"), True), "rope truncate")
+    return {"factor": factor, "original_max_positions": original, "truncate": truncate, **bands,
+            "attention_factor": f.fit(Positive, attention, "rope attention_factor")}
+
+
+def _longrope(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
+    original = _original(f, given)
+    factor = _factor(f, given, original)
+    short = f.fit(list[Positive], given.get("short_factor"), "rope short_factor")
+    if len(short) != rotary_dim // 2:
+        raise UserError(f"{f.name}: config value rope short_factor must have "
+                        f"{rotary_dim // 2} numbers, got {len(short)}")
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    attention = first(given.get("attention_factor"), stretched)
+    return {"factor": factor, "original_max_positions": original, "short_factors": tuple(short),
+            "attention_factor": f.fit(Positive, attention, "rope attention_factor")}
+
+
+_SCALINGS = {"default": _default, "linear": _linear, "dynamic": _linear, "yarn": _yarn,
+             "longrope": _longrope, "llama3": _llama3}
+
+
+def _original(f: Fields, given: Mapping) -> int:
+    # As transformers: a key beside the rope parameters wins over one inside.
+    original = first(f.raw("original_max_position_embeddings"),
+                     given.get("original_max_position_embeddings"),
+                     f.count("max_position_embeddings"))
+    return f.size("original_max_position_embeddings", original)
+
+
+def _factor(f: Fields, given: Mapping, original: int) -> float:
+    """The stretch of the context: without a factor, what transformers takes for it."""
+    return f.fit(Positive, first(given.get("factor"),
+                                 f.count("max_position_embeddings") / original), "rope factor")
+
+
+def all_tables(ropes: Iterable[RopeConfig], positions: Tensor, dtype: torch.dtype
+               ) -> tuple[RopeTables, ...]:
+    """`rope_tables` of each of several."""
+    return tuple(rope_tables(rope, positions, dtype) for rope in ropes)
+
+
+def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> RopeTables:
+    """Cosines and sines of the rotations at some positions.
+
+    Parameters
+    ----------
+    rope : RopeConfig
+    positions : Tensor [rows], int64
+    dtype : torch.dtype
+        Of the result; angles are computed in float32.
+
+    Returns
+    -------
+    cos, sin : Tensor [rows, rotary_dim / 2]
+
+    Notes
+    -----
+    The scalings are those of transformers' modeling_rope_utils.py.
+    """
+    angles = positions[:, None].float() * frequencies(rope, positions.device)
+    cos, sin = angles.cos(), angles.sin()
+    if rope.attention_factor != 1.0:
+        cos, sin = cos.mul_(rope.attention_factor), sin.mul_(rope.attention_factor)
+    return cos.to(dtype), sin.to(dtype)
+
+
+def frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
+    """Radians per position of each pair of dimensions, float32 [rotary_dim / 2]."""
+    import torch  # only now: sizes are read without it
+
+    steps = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device=device)
+    plain = 1.0 / (rope.theta ** (steps / rope.rotary_dim))
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "longrope":
+        return plain / torch.tensor(rope.short_factors, device=device)
+    if rope.kind == "llama3":
+        # Slow turns divided by the factor, fast ones kept, and a smooth passage in between.
+        cycles = rope.original_max_positions * plain / (2 * math.pi)  # per original context
+        kept = (cycles - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = kept.clamp(0, 1)
+    elif rope.kind == "yarn":
+        kept = 1 - _yarn_ramp(rope, steps / 2)
+    else:
+        return plain
+    return kept * plain + (1 - kept) * plain / rope.factor
+
+
+def _yarn_ramp(rope: RopeConfig, pairs: Tensor) -> Tensor:
+    """0 for pairs that turn fast, 1 for slow ones, and a line in between."""
+    def pair(turns: float) -> float:
+        """The pair that turns so often in the original context."""
+        wave = rope.original_max_positions / (turns * 2 * math.pi)
+        return rope.rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    return ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
