@@ -108,7 +108,7 @@ TINY: dict[str, Callable[[], Any]] = {
 
 
 def make_tiny(key: str, folder: Path) -> TinyModel:
-    """Build the model of one key of `TINY` or `MIXTURES` with seeded random weights, and save it in `folder`."""
+    """Build the model of a key of `TINY` or `MIXTURES` with seeded random weights, and save it."""
     from transformers import AutoModelForCausalLM
 
     config = (TINY | MIXTURES)[key]()

@@ -243,7 +243,7 @@ def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
     percent = [share for placement in (policy.weights, policy.cache, policy.activations)
                for share in (placement.gpu, placement.cpu)]
     experts = policy.experts and (policy.experts.gpu, policy.experts.cpu, policy.experts.disk)
-    return replace(config, percent=tuple(percent), expert_percent=experts, gpu_batch_size=policy.gpu_batch_size,
-                   num_gpu_batches=policy.num_gpu_batches,
+    return replace(config, percent=tuple(percent), expert_percent=experts,
+                   gpu_batch_size=policy.gpu_batch_size, num_gpu_batches=policy.num_gpu_batches,
                    cpu_cache_compute=policy.cpu_cache_compute, goal=GOALS[0],
                    allow_compression=False, recalibrate=False, **bits)

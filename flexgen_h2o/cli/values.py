@@ -23,9 +23,9 @@ from flexgen_h2o.files.readers import read_yaml
 def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
     """A field and the metadata of its flag.
 
-    `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, float or bool. Rules:
-    `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the bare flag),
-    `shown` (the default in words) and `short` (another name of one letter, such as ``-i``).
+    `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, float or
+    bool. Rules: `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the
+    bare flag), `shown` (the default in words) and `short` (another name of one letter, such as ``-i``).
     """
     return field(default=default, metadata={"kind": kind, "help": help, **rules})
 

@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
 
+from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.slot_policy import Key, SlotPolicy
 from flexgen_h2o.engine.weights import WeightStore
-from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.transfer import Lane, Transfers
 

@@ -155,7 +155,8 @@ class Runner:
             weights = weights.separated()
         self.weights = WeightStore(
             weights, checkpoint, names, placement=placement, form=source.form,
-            experts=settings.policy.experts, transfers=self._transfers, pin=settings.policy.pin_weight, verify=options.verify)
+            experts=settings.policy.experts, transfers=self._transfers,
+            pin=settings.policy.pin_weight, verify=options.verify)
 
         def run_folder() -> RunFolder:
             folder = RunFolder(settings.offload_dir)

@@ -3,8 +3,8 @@
 Experts are used in the order of the layers, over and over. What was used longest ago is then what
 is needed next, so that plain "least recently used" keeps nothing when there are fewer slots than
 experts. Here an expert is worth how often it was chosen, of late: a use counts 1 and fades by
-`FADE` with each pass of the expert's own layer. What is worth least goes; among equals the one whose
-layer comes last. (LRFU, Lee et al., 2001, with the layers' passes as the clock.)
+`FADE` with each pass of the expert's own layer. What is worth least goes; among equals the one
+whose layer comes last. (LRFU, Lee et al., 2001, with the layers' passes as the clock.)
 """
 
 from __future__ import annotations

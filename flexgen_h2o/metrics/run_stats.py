@@ -34,7 +34,8 @@ class RunStats:
     Of a mixture of experts: a touch is one expert of one layer in one forward pass of a block, for
     all of its tokens. Of the touched experts that do not rest in compute memory, `expert_hits` were
     there when they were asked for and `expert_loads` had to be brought then; `expert_guesses` were
-    brought ahead, needed or not. `expert_bytes` are those of loads and guesses. A rate is None where its time was not measured.
+    brought ahead, needed or not. `expert_bytes` are those of loads and guesses. A rate is None
+    where its time was not measured.
     """
 
     model: str
@@ -116,7 +117,8 @@ class RunStats:
     def followed_by(self, other: RunStats) -> RunStats:
         """The figures of this run and another of the same model after it, as of one."""
         added = ("num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds",
-                 "decode_seconds", "step_seconds", "decode_slots", "idle_slots", "sent_bytes", *EXPERTS)
+                 "decode_seconds", "step_seconds", "decode_slots", "idle_slots", "sent_bytes",
+                 *EXPERTS)
         largest = ("peak_device_bytes", "peak_process_bytes", "kv_cache_bytes",
                    "full_kv_cache_bytes")
         links = dict(self.links)

@@ -1,4 +1,4 @@
-"""Mixtures of experts (arXiv 1701.06538): tables, router, an expert and a shared one, of any family.
+"""Mixtures of experts (arXiv 1701.06538): tables, router, experts and a shared one, of any family.
 
 A family with experts has these beside what every family has, in place of `mlp`; a layer's first
 half has the norm "ln2" and the router "router", the second one the shared expert, if there is one:
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.decoder import attention_specs, model_specs, norm_specs
-from flexgen_h2o.models.fields import Fields
+from flexgen_h2o.models.fields import Fields, first
 from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalise: 
     if f.raw("mlp_only_layers") or (f.raw("decoder_sparse_step") or 1) != 1:
         raise UserError(f"{f.name}: a mixture of experts with dense layers between (mlp_only_layers"
                         ", decoder_sparse_step) is not supported")
-    # transformers 5 saves some of them under another name.
-    count = f.count("num_experts") if f.values.get("num_experts") or not f.values.get(
-        "num_local_experts") else f.count("num_local_experts")
+    # transformers 5 saves either under the other's name.
+    given = [key for key in ("num_experts", "num_local_experts") if f.values.get(key)]
+    count = first(*given, *(key for key in ("num_experts", "num_local_experts") if f.raw(key)))
     experts = ExpertsConfig(
-        count, f.count("num_experts_per_tok"), f.count(width),
+        f.count(count or "num_experts"), f.count("num_experts_per_tok"), f.count(width),
         normalise=f.flag("norm_topk_prob") if normalise is None else normalise,
         shared_ffn_size=f.count(shared) if shared else 0)
     if experts.per_token > experts.count:

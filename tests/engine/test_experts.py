@@ -15,8 +15,8 @@ from mixture_cases import MIXTURES
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.config.experts import ExpertsConfig
+from flexgen_h2o.errors import UserError
 
 NEW = 10
 HERE, HOST, DISK, MIXED = (Placement(*shares) for shares in (
