@@ -25,7 +25,8 @@ def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
 
     `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, float or
     bool. Rules: `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the
-    bare flag), `shown` (the default in words) and `short` (another name of one letter, such as ``-i``).
+    bare flag), `shown` (the default in words) and `short` (another name of one letter, such as
+    ``-i``).
     """
     return field(default=default, metadata={"kind": kind, "help": help, **rules})
 

@@ -90,7 +90,7 @@ def test_on_a_device_with_memory_of_its_own(tiny_model, wanted, tmp_path, device
                          cache=MIXED, activations=MIXED, expert_slots=slots, gpu_batch_size=2,
                          num_gpu_batches=2, offload_dir=tmp_path)
         assert got == expected
-        assert stats.expert_loads > 0
+        assert stats.expert_loads > 0 or (device, place) == ("poisoned", HOST)
 
 
 def test_prompts_in_chunks_and_shared_ones(tiny_model, wanted, tmp_path, monkeypatch):
