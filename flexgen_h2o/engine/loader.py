@@ -200,11 +200,13 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
     grows with its numbers is planned or made.
     """
     kind = family(config)
-    with unstacked(open_checkpoint(folder), _views(config)) as checkpoint:
-        names = checkpoint.names()
+    with open_checkpoint(folder) as plain:
+        names = plain.names()
         if config.num_layers > len(names):  # each has a tensor at least
-            raise UserError(f"{checkpoint.source} has {len(names)} tensors, but config.json calls "
+            raise UserError(f"{plain.source} has {len(names)} tensors, but config.json calls "
                             f"for {config.num_layers} layers; do the two belong together?")
+        checkpoint = unstacked(plain, _views(config))
+        names = checkpoint.names()
         weights = kind.weights(config)
         resolve(checkpoint, _specs(weights).values(), kind.aliases)
         longer = kind.weights(replace(config, num_layers=config.num_layers + 1))

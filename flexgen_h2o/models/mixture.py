@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MATRICES = {"gate": "gate_proj.weight", "up": "up_proj.weight", "down": "down_proj.weight"}
 """An expert's tensors, as most checkpoints call them."""
+_MOST_EXPERTS = 1 << 16  # each has a place in tables; the largest of published models have 24,000
 SHARED = ("shared_gate", "shared_up", "shared_down", "shared_router")
 
 
@@ -63,6 +64,10 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalise: 
         f.count(count or "num_experts"), f.count("num_experts_per_tok"), f.count(width),
         normalise=f.flag("norm_topk_prob") if normalise is None else normalise,
         shared_ffn_size=f.count(shared) if shared else 0)
+    every = experts.count * f.count("num_hidden_layers")
+    if every > _MOST_EXPERTS:
+        raise UserError(f"{f.name}: {every} experts in all layers are more than the "
+                        f"{_MOST_EXPERTS} that are supported; is config.json damaged?")
     if experts.per_token > experts.count:
         raise UserError(f"{f.name}: config value num_experts_per_tok must be at most the "
                         f"{experts.count} experts, got {experts.per_token}")

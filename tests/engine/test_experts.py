@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
-import time
 from dataclasses import replace
 
 import pytest
 import torch
-from inside import before_reads, slots_of_experts, weights_of
+from inside import (
+    before_reads,
+    hold_first_expert,
+    slots_of_experts,
+    weight_sizes,
+    weights_of,
+)
 from mixture_cases import MIXTURES
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.experts import ExpertsConfig
+from flexgen_h2o.config.formats import WeightOptions
+from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.planning.memory_plan import memory_plan
 
 NEW = 10
 HERE, HOST, DISK, MIXED = (Placement(*shares) for shares in (
@@ -168,38 +175,14 @@ def test_stacked_experts_are_read_one_by_one(tiny_model, wanted, tmp_path, key):
 
 
 def test_what_arrives_first_is_computed_first(tiny_model, wanted, tmp_path, monkeypatch):
-    """The first read of a run stands still until some other expert has been computed."""
-    from flexgen_h2o.engine.expert_slots import ExpertSlots
-
+    """The first expert that is asked for comes only once another one has been computed."""
     prompts, expected = wanted("mixtral")
-    go, order = threading.Event(), []
-    held = threading.local()
-    first = threading.Lock()
-
-    def hold() -> None:
-        held.done = True
-        if first.acquire(blocking=False):
-            assert go.wait(30)
-
-    arrivals = ExpertSlots.arrivals
-
-    def watched(self):
-        asked = list(self._wanted)
-        for found in arrivals(self):
-            order.append(asked.index(found[0]))
-            if len(order) == 1:
-                while not any(self._is_there(key) for key in asked if key != found[0]):
-                    time.sleep(0.001)
-            yield found
-            go.set()
-
-    monkeypatch.setattr(ExpertSlots, "arrivals", watched)
     with LLM(str(tiny_model("mixtral").folder), dtype="float32", offload_dir=tmp_path,
              policy=Policy(experts=DISK, expert_slots=14, gpu_batch_size=5)) as llm:
-        before_reads(monkeypatch, hold)
+        order = hold_first_expert(monkeypatch, llm)
         outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
     assert [out.token_ids for out in outputs] == expected
-    assert order[0] != 0
+    assert order[0] != (0, 0) in order
 
 
 def test_a_slot_keeps_what_is_used_and_a_guess_is_corrected(tiny_model, wanted, tmp_path):
@@ -267,6 +250,27 @@ def test_experts_on_disk_take_as_many_slots_as_they_are_given(tiny_model, tmp_pa
     assert held(experts=DISK, gpu_batch_size=1) == 2 * 3
     assert held(experts=DISK, gpu_batch_size=4) == 2 * 11
     assert held(experts=DISK, expert_slots=100) == 33
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_the_memory_plan_counts_experts_and_slots(tiny_model, tmp_path, bits):
+    policy = Policy(experts=Placement(0, 40, 60), expert_slots=4, gpu_batch_size=2)
+    with LLM(str(tiny_model("qwen3_moe").folder), dtype="bfloat16", weight_bits=bits,
+             weight_cache=None, policy=policy, offload_dir=tmp_path) as llm:
+        plan = memory_plan(
+            llm.model_config, policy, Workload(8, 4, 2, 1), itemsize=2, writes_weights=True,
+            weights=WeightOptions(bits))
+        rows = {row.name: row for row in plan.rows}
+        sizes, tiers = weight_sizes(llm), weights_of(llm).tiers
+        largest = max(sum(sizes[spec.name] for spec in unit.specs.values())
+                      for unit in weights_of(llm).experts.values())
+        for tier in ("cpu", "disk"):
+            found = sum(sizes[name] for name in sizes
+                        if ".experts." in name and tiers[name] == tier)
+            assert abs(found - getattr(rows["experts"], tier)) <= largest
+        held = sum(buffer.device.nbytes for buffer in slots_of_experts(llm))
+        assert 0 < held <= rows["expert slots"].cpu
+        assert llm.model_config.num_parameters() == tiny_model("qwen3_moe").model.num_parameters()
 
 
 @pytest.mark.parametrize("skew", [0.0, 1.5])
