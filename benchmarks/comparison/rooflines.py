@@ -67,8 +67,8 @@ def work(model: ModelConfig, load: Load) -> WorkAmount:
         CacheOptions(bits=load.cache_bits), model, load.itemsize)
     return WorkAmount(
         all_bytes=layers + ends + (0 if experts is None else experts.count * expert),
-        weight_bytes=layers + int(touched * expert) + options.matrix_bytes((model.vocab_size, model.embed_dim),
-                                                   load.itemsize),
+        weight_bytes=layers + int(touched * expert) + options.matrix_bytes(
+            (model.vocab_size, model.embed_dim), load.itemsize),
         cache_bytes=load.batch * load.cached * record,
         step_flops=load.batch * (2 * (matrices + head) + attention * load.cached),
         prefill_flops=load.batch * load.prompt_len * (

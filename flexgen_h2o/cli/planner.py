@@ -242,7 +242,8 @@ def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
         if options.bits != getattr(config, f"resolved_{kind}_bits")}
     percent = [share for placement in (policy.weights, policy.cache, policy.activations)
                for share in (placement.gpu, placement.cpu)]
-    experts = policy.experts and (policy.experts.gpu, policy.experts.cpu, policy.experts.disk)
+    experts = None if policy.experts is None else (
+        policy.experts.gpu, policy.experts.cpu, policy.experts.disk)
     return replace(config, percent=tuple(percent), expert_percent=experts,
                    gpu_batch_size=policy.gpu_batch_size, num_gpu_batches=policy.num_gpu_batches,
                    cpu_cache_compute=policy.cpu_cache_compute, goal=GOALS[0],

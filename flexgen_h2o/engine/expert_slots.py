@@ -21,8 +21,9 @@ from flexgen_h2o.storage.transfer import Lane, Transfers
 
 @dataclass
 class ExpertCounts:
-    """What became of experts: a touch is one expert of one layer for all tokens of a forward pass.
+    """Counts of experts by what became of them.
 
+    A touch is one expert of one layer for all tokens of a forward pass.
     `touches` are all, `hits` those of experts that had a slot when they were asked for, `loads`
     those that had to be brought then, and `guesses` the experts that were brought before they were
     asked for, needed or not. `bytes` were brought in all.
