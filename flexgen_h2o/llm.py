@@ -35,6 +35,7 @@ from flexgen_h2o.engine.tokenization import Prompts, several
 from flexgen_h2o.engine.watch import PipelineFailure
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import TooLittleMemory, UserError, shown
+from flexgen_h2o.files.chat_template import render_chats
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.positions import check_cache, check_experts, check_halves, longest_prompt
 from flexgen_h2o.outputs import Output, Scored
@@ -296,6 +297,46 @@ class LLM(Session):
         self._orders.give(Generate([request.prompt for request in requests], each, cut_gen_len),
                           run)
         return _Generation(prompts, requests, planned, run)
+
+    def chat(self, conversations: Sequence, sampling_params: SamplingParams
+             | Sequence[SamplingParams] | None = None, *, chat_template: str | None = None,
+             chat_template_kwargs: Mapping[str, Any] | None = None,
+             **sampling: Any) -> list[Output]:
+        """Answer conversations, which the tokenizer's chat template makes prompts of.
+
+        Templates are rendered in a process of their own, whose time and memory are bounded.
+
+        Parameters
+        ----------
+        conversations : sequence of sequences of mappings
+            The messages of each, such as ``{"role": "user", "content": "Hello"}``; messages alone
+            are one conversation.
+        sampling_params, **sampling
+            As of `generate`.
+        chat_template : str, optional
+            A jinja template in place of the tokenizer's.
+        chat_template_kwargs : mapping, optional
+            Arguments of the template, such as ``{"enable_thinking": False}``.
+
+        Returns
+        -------
+        list of Output
+            In the order of the conversations; `prompt` is what the template made.
+
+        Raises
+        ------
+        UserError
+            There is no tokenizer or no template, the template refuses messages, or as `generate`.
+        """
+        self._orders.check("chat")
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [conversations]
+        texts = render_chats(self.tokenizer, conversations, chat_template, chat_template_kwargs)
+        # Special tokens are the template's: the tokenizer adds none.
+        prompts = [self._prompts.encode(text, key, goes_on=True) for key, text in enumerate(texts)]
+        outputs = self.generate(prompts, sampling_params, **sampling)
+        return [replace(output, prompt=text)
+                for output, text in zip(outputs, texts, strict=True)]
 
     def follow(self) -> None:
         """On a rank of a pipeline that is not the first: run what that one runs, until it closes

@@ -79,9 +79,21 @@ def _neox(*, rotary: float = 0.25, **options):
                                      "rope_parameters": rope, **options}))
 
 
+def _of(name: str, **options):
+    import transformers
+
+    return getattr(transformers, f"{name}Config")(**_sizes(**{
+        "num_key_value_heads": 2, "pad_token_id": None, **options}))
+
+
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+             "original_max_position_embeddings": 64}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75,
+             "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+             "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]}
 
 # Each makes the transformers config of one branch; the folder of a model is named by its key.
 TINY: dict[str, Callable[[], Any]] = {
@@ -97,6 +109,26 @@ TINY: dict[str, Callable[[], Any]] = {
     "llama_linear_rope": lambda: _llama(rope_parameters=LINEAR_ROPE),
     "llama_head_dim": lambda: _llama(head_dim=12, hidden_act="gelu_pytorch_tanh"),
     "mistral": lambda: _mistral(sliding_window=None),
+    "mistral_window": lambda: _mistral(sliding_window=7),
+    "llama_yarn": lambda: _llama(rope_parameters=YARN_ROPE),
+    "llama_dynamic": lambda: _llama(rope_parameters=LINEAR_ROPE | {"rope_type": "dynamic"}),
+    "qwen2": lambda: _of("Qwen2", num_key_value_heads=3),
+    "qwen2_windows": lambda: _of("Qwen2", use_sliding_window=True, sliding_window=9,
+                                 max_window_layers=1),
+    "qwen3": lambda: _of("Qwen3", head_dim=12, tie_word_embeddings=True),
+    "seed_oss": lambda: _of("SeedOss", head_dim=12, attention_out_bias=False),
+    "phi3": lambda: _of("Phi3", sliding_window=20),
+    "phi3_longrope": lambda: _of("Phi3", hidden_size=96, original_max_position_embeddings=128,
+                                 tie_word_embeddings=True, rope_parameters=LONG_ROPE),
+    "gemma2": lambda: _of("Gemma2", head_dim=12, sliding_window=8, query_pre_attn_scalar=20,
+                          attn_logit_softcapping=5.0, final_logit_softcapping=4.0),
+    "gemma3": lambda: _of("Gemma3Text", head_dim=12, sliding_window=6, query_pre_attn_scalar=20,
+                          layer_types=["sliding_attention", "full_attention",
+                                       "sliding_attention"]),
+    "granite": lambda: _of("Granite", attention_multiplier=0.2, residual_multiplier=0.4,
+                           embedding_multiplier=3.0, logits_scaling=0.5),
+    "olmo2": lambda: _of("Olmo2"),
+    "stablelm": lambda: _of("StableLm", hidden_size=96, use_qkv_bias=True),
     "neox": _neox,
     "neox_sequential": lambda: _neox(rotary=1.0, use_parallel_residual=False,
                                      hidden_act="gelu_fast"),

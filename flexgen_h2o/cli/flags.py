@@ -67,6 +67,14 @@ class RunFlags:
         "input", "path", None, metavar="FILE", shown="synthetic prompts",
         help=".txt file of one prompt a line, or .jsonl file with a `prompt` key",
     )
+    chat: bool = _flag(
+        "input", "bool", False,
+        help="put each prompt, as a user's message, into the model's chat template",
+    )
+    chat_template_kwargs: str | None = _flag(
+        "input", "text", None, metavar="JSON", shown="none",
+        help='arguments of the chat template, such as \'{"enable_thinking": false}\'',
+    )
     config: str | None = _flag(
         "input", "path", None, metavar="FILE.yaml", shown="none",
         help="read flags from a file (underscores for dashes); the command line overrides it",

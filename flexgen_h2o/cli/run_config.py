@@ -21,8 +21,9 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.errors import UserError, did_you_mean
+from flexgen_h2o.errors import UserError, did_you_mean, shown
 from flexgen_h2o.files.atomic import open_atomic
+from flexgen_h2o.files.readers import json_value
 
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _Made = TypeVar("_Made", Policy, SamplingParams)
@@ -47,6 +48,7 @@ class RunConfig(RunFlags):
                             f"got {self.device!r}")
         self._check_lengths()
         self._check_files(ratio_files)
+        self._check_chat()
         self._check_bits()
         self._check_planning()
         # These check what they are made of.
@@ -65,6 +67,21 @@ class RunConfig(RunFlags):
             raise UserError(f"--cut-gen-len must be at most --gen-len {self.gen_len}, got {cut}")
         if cut == 1 and self.gen_len > 1:
             raise UserError("--cut-gen-len 1 measures no decode step to project from: give 2 up")
+
+    def _check_chat(self) -> None:
+        if self.chat and self.synthetic:
+            raise UserError("--chat is for texts: add --prompt or --prompts")
+        if self.chat_template_kwargs is not None and not self.chat:
+            raise UserError("--chat-template-kwargs has no effect: add --chat")
+        self.chat_arguments()
+
+    def chat_arguments(self) -> dict[str, Any]:
+        """The arguments of the chat template. Raises `UserError`."""
+        text = self.chat_template_kwargs or "{}"
+        found = json_value("--chat-template-kwargs", text)
+        if not isinstance(found, dict):
+            raise UserError(f"--chat-template-kwargs must be a JSON object, got {shown(text)}")
+        return found
 
     def _check_bits(self) -> None:
         """Refuse bits that contradict each other, and to keep weights that are not quantized."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -209,7 +209,7 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
         names = checkpoint.names()
         weights = kind.weights(config)
         resolve(checkpoint, _specs(weights).values(), kind.aliases)
-        longer = kind.weights(replace(config, num_layers=config.num_layers + 1))
+        longer = kind.weights(config.longer())
         beyond = [name for spec in longer.layers[-1].values() for name in kind.aliases(spec.name)]
         extra = next((name for name in beyond if name in names), None)
         if extra is not None:

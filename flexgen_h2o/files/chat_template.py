@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import UserError, shown
 
 SECONDS = 10.0
 """What a template may take for one chat: thousands of times what published ones take."""
@@ -52,18 +52,21 @@ class ChatRenderer:
                             "in place of messages")
         tokens = {name: token if isinstance(token, list) else str(token)
                   for name, token in tokenizer.special_tokens_map.items()}
-        self._always = {"template": found, "variables": tokens, "seconds": seconds}
+        self._always: dict[str, Any] = {"template": found, "variables": tokens, "seconds": seconds}
         self._seconds = seconds
         self._worker: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]],
+               arguments: Mapping[str, Any] | None = None) -> str:
         """The prompt that asks for the answer to a chat, with the template's special tokens.
 
         Parameters
         ----------
         messages : sequence of mappings
             As OpenAI's: `role`, `content` and what else the template reads, as JSON has them.
+        arguments : mapping, optional
+            Arguments of the template, such as `enable_thinking`.
 
         Raises
         ------
@@ -71,10 +74,13 @@ class ChatRenderer:
             In one line: the template refuses the messages, is damaged, does what the sandbox
             forbids, or takes more than its time or memory.
         """
+        variables = {**self._always["variables"], **(arguments or {})}
+        given = {"messages": list(messages), "variables": variables}
         try:
-            request = json.dumps(self._always | {"messages": list(messages)}).encode() + b"\n"
+            request = json.dumps(self._always | given).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(f"messages must be what JSON can hold: {error}") from None
+            raise UserError("messages and a template's arguments must be what JSON can hold: "
+                            f"{error}") from None
         with self._lock:
             reply = self._answer(request)
         if reply is None:
@@ -123,3 +129,29 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
     """One chat as a prompt; for many, a `ChatRenderer` spares the second of its start."""
     with ChatRenderer(tokenizer, template) as renderer:
         return renderer.render(messages)
+
+
+def render_chats(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]],
+                 template: str | None = None, arguments: Any = None) -> list[str]:
+    """Conversations as prompts, each of which asks for the answer to its last message.
+
+    arguments is a mapping of the template's arguments, or None. Raises `UserError`, which names the
+    conversation by its number.
+    """
+    if tokenizer is None:
+        raise UserError("a chat needs a tokenizer, and the model has none here: give prompts")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise UserError("arguments of a chat template must be a mapping of names to values, got "
+                        f"{shown(arguments)}")
+    prompts = []
+    with ChatRenderer(tokenizer, template) as renderer:
+        for number, messages in enumerate(conversations):
+            if (not isinstance(messages, Sequence) or not messages
+                    or not all(isinstance(message, Mapping) for message in messages)):
+                raise UserError(f"conversation {number} must be a list of messages, such as "
+                                '{"role": "user", "content": "Hello"}')
+            try:
+                prompts.append(renderer.render(messages, arguments))
+            except UserError as error:
+                raise UserError(f"conversation {number}: {error}") from None
+    return prompts

@@ -97,12 +97,19 @@ class Fields:
         """num_key_value_heads, or as many as there are query heads."""
         return self.count_or("num_key_value_heads", self.count("num_attention_heads"))
 
-    def inside(self, key: str, defaults: Mapping[str, Any]) -> Fields:
-        """The object that stands under a key, with what it lacks and this one has."""
-        values = self.raw(key) or {}
-        if not isinstance(values, Mapping):
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """The object that stands under a key; an empty one where there is none."""
+        value = self.raw(key) or {}
+        if not isinstance(value, Mapping):
             raise UserError(f"{self.name}: config value {key} must be an object")
-        return Fields(self.name, {**self.values, **values}, defaults)
+        return value
+
+    def inside(self, key: str) -> Fields:
+        """The object that stands under a key, with what it lacks and this one has; this one's end
+        tokens count."""
+        ends = {name: value for name, value in self.values.items() if name == "eos_token_id"}
+        values = {**self.values, **self.mapping(key), **ends}
+        return Fields(self.name, values, self.defaults)
 
     def refuse(self, key: str) -> None:
         """Raise `UserError` where a key is neither missing, null, 0 nor false."""
@@ -140,26 +147,27 @@ class Fields:
         window = self.count("sliding_window")
         return window if window < self.count("max_position_embeddings") else None
 
-    def windows(self, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
-        """The window of each layer: of those that layer_types says, or `has_window` (number) if
-        there is no such key."""
-        layers, window = self.count("num_hidden_layers"), self.window()
-        types = self.raw("layer_types")
+    def local_layers(self, is_local: Callable[[int], bool]) -> tuple[bool, ...]:
+        """True for each layer of sliding_attention: as layer_types says, or `is_local` (number)
+        where there is no such key."""
+        layers, types = self.count("num_hidden_layers"), self.raw("layer_types")
         if types is None:
-            return tuple(window if has_window(layer) else None for layer in range(layers))
+            return tuple(map(is_local, range(layers)))
         types = self.fit(list[str], list(types) if isinstance(types, tuple) else types,
                          "layer_types")
         if len(types) != layers or not set(types) <= set(LAYER_TYPES):
-            raise UserError(f"{self.name}: config value layer_types must say one of "
-                            f"{', '.join(LAYER_TYPES)} for each of {layers} layers")
-        return tuple(window if each == LAYER_TYPES[1] else None for each in types)
+            raise UserError(f"{self.name}: config value layer_types must say {LAYER_TYPES[0]} or "
+                            f"{LAYER_TYPES[1]} for each of {layers} layers")
+        return tuple(each == LAYER_TYPES[1] for each in types)
 
-
-def attention_forms(windows: tuple[int | None, ...], *, scale: float | None = None,
-                    softcap: float = 0.0) -> tuple[AttentionForm, ...]:
-    """One form a layer, which differ in their windows; empty where all are the default form."""
-    forms = tuple(AttentionForm(scale=scale, softcap=softcap, window=window) for window in windows)
-    return () if set(forms) == {AttentionForm()} else forms
+    def forms(self, local: tuple[bool, ...], *, scale: float | None = None, softcap: float = 0.0
+              ) -> tuple[AttentionForm, ...]:
+        """The attention of each layer, of which the local ones have the window; empty where all
+        are of the default form."""
+        window = self.window() if any(local) else None
+        forms = tuple(AttentionForm(scale=scale, softcap=softcap, window=window if each else None)
+                      for each in local)
+        return () if set(forms) == {AttentionForm()} else forms
 
 
 def first(*values: Any) -> Any:

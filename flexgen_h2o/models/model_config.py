@@ -150,8 +150,6 @@ class ModelConfig:
         Factors of embeddings and of what attention and MLP add; what logits are divided by.
     logit_softcap : float
         Logits become ``softcap * tanh(logit / softcap)``; 0: they do not.
-    sliding_window : int or None
-        Attention reaches back no further; a run must not be longer. None when inactive.
     pre_norm, final_norm, norm_affine : bool
         OPT: norms before (not after) attention and MLP; a norm before the head; norms with weights.
     embed_dim : int
@@ -197,7 +195,6 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     logit_softcap: float = 0.0
-    sliding_window: int | None = None
     pre_norm: bool = True
     final_norm: bool = True
     norm_affine: bool = True
@@ -227,6 +224,12 @@ class ModelConfig:
         """The model of the layers first:last alone."""
         return replace(self, num_layers=last - first, attention=self.attention[first:last],
                        local_layers=self.local_layers[first:last])
+
+    def longer(self) -> ModelConfig:
+        """The model with one more layer, like its last."""
+        return replace(self, num_layers=self.num_layers + 1,
+                       attention=self.attention + self.attention[-1:],
+                       local_layers=self.local_layers + self.local_layers[-1:])
 
     @cached_property
     def weights(self) -> ModelWeights:

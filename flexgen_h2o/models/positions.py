@@ -60,7 +60,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
         raise UserError(f"{config.name} has learned positions, of which there is none past the "
                         f"{config.max_positions} trained: leave past_context off")
     limits = [(max_tokens, f"max_tokens, {max_tokens}")]
-    context = min(config.max_positions, config.sliding_window or config.max_positions)
+    context = config.max_positions
     if evicts and h2o.positions == "rolling":
         places = chunk + budget(h2o, 0, 1).total
         if places > context:
@@ -96,7 +96,7 @@ def longest_prompt(config: ModelConfig, h2o: H2OConfig | None) -> int | None:
         return None
     if h2o is not None and h2o.prompt_chunk and h2o.positions == "rolling":
         return None
-    return min(config.max_positions, config.sliding_window or config.max_positions)
+    return config.max_positions
 
 
 def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, length: int,
@@ -112,7 +112,7 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
     """
     if h2o is not None and h2o.drop_positions:
         return
-    limit = min(config.max_positions, config.sliding_window or config.max_positions)
+    limit = config.max_positions
     rolls = h2o is not None and not h2o.is_full and h2o.positions == "rolling"
     longest = longest_prompt(config, h2o)
     if longest is not None and length > longest:

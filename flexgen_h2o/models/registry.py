@@ -21,6 +21,16 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "olmoe": "olmoe",
     "qwen2_moe": "qwen2_moe",
     "qwen3_moe": "qwen3_moe",
+    "qwen2": "qwen",
+    "qwen3": "qwen",
+    "seed_oss": "qwen",
+    "phi3": "phi3",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+    "gemma3_text": "gemma",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "stablelm": "stablelm",
 })
 """From model_type in config.json to the module in `families`."""
 

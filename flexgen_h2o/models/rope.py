@@ -224,11 +224,12 @@ def frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
     import torch  # only now: sizes are read without it
 
     steps = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device=device)
-    plain = 1.0 / (rope.theta ** (steps / rope.rotary_dim))
+    steepness = rope.theta ** (steps / rope.rotary_dim)
+    plain = 1.0 / steepness
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "longrope":
-        return plain / torch.tensor(rope.short_factors, device=device)
+        return 1.0 / (torch.tensor(rope.short_factors, device=device) * steepness)
     if rope.kind == "llama3":
         # Slow turns divided by the factor, fast ones kept, and a smooth passage in between.
         cycles = rope.original_max_positions * plain / (2 * math.pi)  # per original context

@@ -22,9 +22,9 @@ def _llama(hidden: int, layers: int, heads: int, ffn: int, **other) -> dict[str,
 
 
 def _llama3(**other) -> dict[str, Any]:
-    return _llama(4096, 32, 32, 14336, vocab_size=128256, num_key_value_heads=8,
-                  rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001,
-                  **{"dtype": "bfloat16", **other})
+    return {**_llama(4096, 32, 32, 14336, vocab_size=128256, num_key_value_heads=8,
+                     rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001),
+            "dtype": "bfloat16", **other}
 
 
 def _pythia(hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:
@@ -33,6 +33,46 @@ def _pythia(hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:
             "eos_token_id": 0, "dtype": "float16", **other}
 
 
+def _llama32(hidden: int, layers: int, heads: int, **other) -> dict[str, Any]:
+    return _llama3(**{
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "max_position_embeddings": 131072, "rope_parameters": _LLAMA31_ROPE, **other})
+
+
+def _sizes(model_type: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int,
+           **other) -> dict[str, Any]:
+    return {"model_type": model_type, "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "intermediate_size": ffn, "dtype": "bfloat16", **other}
+
+
+def _rope(theta: float, kind: str = "default", **other) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **other}
+
+
+def _qwen2(*sizes: int, **other) -> dict[str, Any]:
+    return _sizes("qwen2", *sizes, **{
+        "max_position_embeddings": 131072, "rope_parameters": _rope(1000000.0),
+        "bos_token_id": 151643, "eos_token_id": 151643, **other})
+
+
+def _qwen3(*sizes: int, **other) -> dict[str, Any]:
+    return _sizes("qwen3", *sizes, head_dim=128, max_position_embeddings=40960,
+                  rope_parameters=_rope(1000000.0), bos_token_id=151643, eos_token_id=151645,
+                  **other)
+
+
+def _gemma3(*sizes: int, **other) -> dict[str, Any]:
+    return _sizes("gemma3_text", *sizes, sliding_window=1024, rope_parameters={
+        "sliding_attention": _rope(10000.0),
+        "full_attention": _rope(1000000.0, "linear", factor=8.0)}, **other)
+
+
+_LLAMA31_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0,
+                 "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                 "original_max_position_embeddings": 8192}
+_OLMO2 = {"vocab_size": 100352, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+          "rope_parameters": _rope(500000.0), "eos_token_id": 100257}
 _LLAMA2 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -60,6 +100,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 8192}),
+    "meta-llama/Llama-3.1-70B": _llama32(
+        8192, 80, 64, intermediate_size=28672,
+        rope_parameters={**_LLAMA31_ROPE, "factor": 8.0}),
+    "meta-llama/Llama-3.2-1B": _llama32(2048, 16, 32, intermediate_size=8192,
+                                        tie_word_embeddings=True),
+    "meta-llama/Llama-3.2-3B": _llama32(3072, 28, 24, intermediate_size=8192,
+                                        tie_word_embeddings=True),
+    "mistralai/Mistral-7B-v0.1": {
+        "model_type": "mistral", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "sliding_window": 4096, "dtype": "bfloat16", "rope_parameters": _rope(10000.0)},
     "mistralai/Mistral-7B-v0.3": {
         "model_type": "mistral", "vocab_size": 32768, "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5, "sliding_window": None, "dtype": "bfloat16",
@@ -89,6 +139,39 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960, "norm_topk_prob": True, "bos_token_id": 151643,
         "eos_token_id": 151645, "dtype": "bfloat16",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "Qwen/Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, max_position_embeddings=32768,
+                                tie_word_embeddings=True),
+    "Qwen/Qwen2.5-1.5B": _qwen2(1536, 28, 12, 2, 8960, tie_word_embeddings=True),
+    "Qwen/Qwen2.5-7B": _qwen2(3584, 28, 28, 4, 18944, vocab_size=152064),
+    "Qwen/Qwen2.5-72B": _qwen2(8192, 80, 64, 8, 29568, vocab_size=152064, rms_norm_eps=1e-5),
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 3072, tie_word_embeddings=True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 36, 32, 8, 9728, tie_word_embeddings=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 8, 12288),
+    "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 8, 17408),
+    "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 8, 25600),
+    "ByteDance-Seed/Seed-OSS-36B-Base": _sizes(
+        "seed_oss", 5120, 64, 80, 8, 27648, head_dim=128, rope_parameters=_rope(10000000.0)),
+    "microsoft/Phi-3-mini-4k-instruct": _sizes("phi3", 3072, 32, 32, 32, 8192,
+                                               sliding_window=2047),
+    "microsoft/phi-4": _sizes(
+        "phi3", 5120, 40, 40, 10, 17920, vocab_size=100352, max_position_embeddings=16384,
+        original_max_position_embeddings=16384, bos_token_id=100257, eos_token_id=100265,
+        rope_parameters=_rope(250000.0)),
+    "google/gemma-2-2b": _sizes("gemma2", 2304, 26, 8, 4, 9216),
+    "google/gemma-2-9b": _sizes("gemma2", 3584, 42, 16, 8, 14336),
+    "google/gemma-2-27b": _sizes("gemma2", 4608, 46, 32, 16, 36864, head_dim=128,
+                                 query_pre_attn_scalar=144),
+    "google/gemma-3-12b-pt": _gemma3(3840, 48, 16, 8, 15360),
+    "google/gemma-3-27b-pt": _gemma3(5376, 62, 32, 16, 21504, head_dim=128,
+                                     query_pre_attn_scalar=168),
+    "ibm-granite/granite-3.0-8b-base": _sizes(
+        "granite", 4096, 40, 32, 8, 12800, vocab_size=49155, max_position_embeddings=4096,
+        rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+        embedding_multiplier=12.0, logits_scaling=16.0, residual_multiplier=0.22,
+        attention_multiplier=0.0078125),
+    "allenai/OLMo-2-1124-7B": _sizes("olmo2", 4096, 32, 32, 32, 11008, **_OLMO2),
+    "allenai/OLMo-2-1124-13B": _sizes("olmo2", 5120, 40, 40, 40, 13824, **_OLMO2),
+    "stabilityai/stablelm-3b-4e1t": _sizes("stablelm", 2560, 32, 32, 32, 6912),
     "HuggingFaceTB/SmolLM2-135M": _llama(
         576, 30, 9, 1536, vocab_size=49152, num_key_value_heads=3, max_position_embeddings=8192,
         rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,

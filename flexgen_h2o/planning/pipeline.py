@@ -123,7 +123,7 @@ def search_ranks(hardware: Hardware, request: PlanRequest, ranks: int, limits: M
         Nothing fits; it says what is missing.
     """
     layers = math.ceil(request.model.num_layers / ranks)
-    part = replace(request, model=replace(request.model, num_layers=layers), groups=ranks)
+    part = replace(request, model=request.model.part(0, layers), groups=ranks)
     found = []
     for each in search(hardware, part, limits):
         run = replace(each.run, model=request.model, groups=1)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from flexgen_h2o.planning.search import Choice
 
 _GROUPS = ("model", "batch and lengths", "policy", "planning", "cache", "sampling")
-_NOT_HERE = ("prompt", "prompts", "plan_only", "hardware", "output", "trace", "log_file",
+_NOT_HERE = ("prompt", "prompts", "chat", "chat_template_kwargs", "plan_only", "hardware",
+             "output", "trace", "log_file",
              "debug_mode", "pipeline_parallel", "rank_timeout")
 """Flags of `generate` that would do nothing here: a file of ``--config`` must not give them."""
 

@@ -65,7 +65,12 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
         if config.warm_up:
             _warm_up(llm, prompts, config, trace)
-        outputs = llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
+        options = {"cut_gen_len": config.cut_gen_len, **asdict(config.sampling())}
+        if config.chat:
+            outputs = llm.chat([[{"role": "user", "content": text}] for text in texts],
+                               chat_template_kwargs=config.chat_arguments(), **options)
+        else:
+            outputs = llm.generate(prompts, **options)
         stats = llm.stats
         assert stats is not None  # generate has set it
         if best is not None:

@@ -15,7 +15,7 @@ from flexgen_h2o.tasks.generate import run
 __all__ = ["main", "parse_args", "parser", "run"]
 
 _GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache")
-_IDLE = ("plan_only", "warm_up", "cut_gen_len", "rank_timeout")
+_IDLE = ("plan_only", "chat", "chat_template_kwargs", "warm_up", "cut_gen_len", "rank_timeout")
 """Flags of these groups that say nothing of a plan."""
 
 

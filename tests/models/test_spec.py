@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import LINEAR_ROPE, LLAMA3_ROPE, TINY
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models import family
+from flexgen_h2o.models import FAMILIES, family
 from flexgen_h2o.models.shapes import PUBLISHED
 from flexgen_h2o.models.spec import RopeConfig, from_transformers, published
 
@@ -43,6 +44,24 @@ KNOWN = {
     "EleutherAI/pythia-2.8b": 2_775_208_960,
     "EleutherAI/pythia-6.9b": 6_857_302_016,
     "EleutherAI/pythia-12b": 11_846_072_320,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "ByteDance-Seed/Seed-OSS-36B-Base": 36_151_104_512,
+    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "microsoft/phi-4": 14_659_507_200,
+    "google/gemma-2-2b": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
+    "stabilityai/stablelm-3b-4e1t": 2_795_443_200,
     "HuggingFaceTB/SmolLM2-135M": 134_515_008,
 }
 
@@ -117,7 +136,7 @@ def test_the_largest_shapes(size, billions):
 def test_published_names():
     assert published("OPT-30B").num_layers == published("facebook/opt-30b").num_layers == 48
     assert published("meta-llama/meta-llama-3.1-8b").rope.kind == "llama3"
-    assert published("mistral-7b-v0.3").sliding_window is None
+    assert not published("mistral-7b-v0.3").attention
     assert published("opt-350m").embed_dim == 512 and not published("opt-350m").final_norm
     assert published("someone/opt-30b") is None
     assert published("opt-31b") is None
@@ -129,12 +148,13 @@ def test_cache_bytes_per_token():
     assert published("Llama-3.1-8B").kv_bytes_per_token(2) == 2 * 32 * 8 * 128 * 2
 
 
-@pytest.mark.parametrize("model_type", ["opt", "llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_missing_keys_take_the_defaults_of_transformers(model_type):
     from transformers import AutoConfig
 
     wanted = from_transformers(AutoConfig.for_model(model_type), "x")
-    assert from_transformers({"model_type": model_type}, "x") == wanted
+    assert replace(from_transformers({"model_type": model_type}, "x"), dtype=None) == replace(
+        wanted, dtype=None)
 
 
 @pytest.mark.parametrize("key", TINY)
@@ -202,12 +222,14 @@ def test_a_rotary_context_may_be_long():
 
 def test_sliding_window():
     def window(**options):
-        return from_transformers({"model_type": "mistral", **options}, "x").sliding_window
+        config = from_transformers({"model_type": "mistral", **options}, "x")
+        forms = {config.form(layer) for layer in range(config.num_layers)}
+        return next(iter(forms)).window if len(forms) == 1 else forms
 
     assert window() == 4096
     assert window(sliding_window=None) is None
     assert window(sliding_window=4096, max_position_embeddings=4096) is None
-    assert from_transformers(LLAMA | {"sliding_window": 8}, "x").sliding_window is None
+    assert from_transformers(LLAMA | {"sliding_window": 8}, "x").form(0).window is None
 
 
 @pytest.mark.parametrize("options, words", [

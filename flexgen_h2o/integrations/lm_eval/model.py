@@ -96,9 +96,7 @@ class FlexGenLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """Most tokens of context and continuation."""
-        config = self.llm.model_config
-        own = min(config.max_positions, config.sliding_window or config.max_positions)
-        return self.arguments.max_length or own
+        return self.arguments.max_length or self.llm.model_config.max_positions
 
     @property
     def max_gen_toks(self) -> int:

@@ -54,7 +54,7 @@ def read(f: Fields) -> ModelConfig:
         out_bias=bias,
         mlp_bias=not mistral and f.flag("mlp_bias"),
         rope=rope,
-        sliding_window=f.window() if mistral else None,
+        attention=f.forms((True,) * common["num_layers"]) if mistral else (),
     )
 
 

@@ -32,7 +32,7 @@ def read(f: Fields) -> ModelConfig:
         activation=f.value(str, "hidden_act"),
         norm_eps=f.number("rms_norm_eps"),
         rope=rope,
-        sliding_window=f.window(),
+        attention=f.forms((True,) * common["num_layers"]),
         experts=read_experts(f, width="intermediate_size", normalise=True),
     )
 

@@ -20,7 +20,8 @@ from flexgen_h2o.tasks.jobs.requests import Defaults
 
 _GROUPS = ("model", "policy", "planning", "cache")
 _SHARED = ("config", "gpu_batch_size", "num_gpu_batches", "prefill_chunk", "seed", "csv")
-_NOT_HERE = ("prompt", "prompts", "num_prompts", "prompt_len", "cut_gen_len", "warm_up",
+_NOT_HERE = ("prompt", "prompts", "chat", "chat_template_kwargs", "num_prompts", "prompt_len",
+             "cut_gen_len", "warm_up",
              "plan_only", "do_sample", "top_k", "top_p", "min_p", "repetition_penalty",
              "no_repeat_ngram_size", "min_new_tokens", "ignore_eos", "trace", "log_file", "no_log",
              "verbose", "debug_mode")

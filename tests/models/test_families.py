@@ -1,0 +1,138 @@
+"""Every family end to end: tokens of transformers on all tiers, H2O as its mask, and bound steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models import family
+from flexgen_h2o.models.rope import rope_tables
+from flexgen_h2o.models.spec import from_transformers
+
+FAMILIES = ["mistral_window", "llama_yarn", "qwen2", "qwen2_windows", "qwen3", "seed_oss", "phi3",
+            "phi3_longrope", "gemma2", "gemma3", "granite", "olmo2", "stablelm"]
+NEW = 8
+H2O = {"heavy_tokens": 3, "recent_tokens": 4}
+
+
+def prompts_of(lengths=(9, 3, 21, 5), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(110, (length,), generator=generator).tolist() for length in lengths]
+
+
+def tokens_of(folder, *, h2o=None, dtype="float32", offload_dir=None, **policy):
+    with LLM(str(folder), policy=Policy(**policy), dtype=dtype, h2o=h2o,
+             offload_dir=offload_dir) as llm:
+        outputs = llm.generate(prompts_of(), max_new_tokens=NEW, eos_token_id=-1)
+    return [out.token_ids for out in outputs]
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_tokens_are_those_of_transformers_everywhere(tiny_model, tmp_path, key):
+    tiny = tiny_model(key)
+    wanted = [tiny.model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False,
+                                  pad_token_id=0)[0, len(prompt):].tolist()
+              for prompt in prompts_of()]
+    assert tokens_of(tiny.folder, gpu_batch_size=4) == wanted
+    mixed, disk = Placement(40, 30, 30), Placement(0, 0, 100)
+    assert tokens_of(tiny.folder, weights=mixed, cache=disk, activations=mixed, gpu_batch_size=1,
+                     num_gpu_batches=3, offload_dir=str(tmp_path)) == wanted
+    assert tokens_of(tiny.folder, weights=disk, cache=mixed, gpu_batch_size=3, overlap=False,
+                     sep_layer=True, offload_dir=str(tmp_path)) == wanted
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_h2o_is_its_masked_simulation(tiny_model, tmp_path, key):
+    folder = tiny_model(key).folder
+    wanted = tokens_of(folder, h2o=H2OConfig(**H2O, simulate=True), gpu_batch_size=4)
+    assert tokens_of(folder, h2o=H2OConfig(**H2O), gpu_batch_size=4) == wanted
+    assert tokens_of(folder, h2o=H2OConfig(**H2O), gpu_batch_size=2, num_gpu_batches=2,
+                     weights=Placement(0, 0, 100), cache=Placement(30, 30, 40),
+                     offload_dir=str(tmp_path)) == wanted
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_bound_steps_in_bfloat16_stay_near(tiny_model, key):
+    """An evicting cache takes continuations token by token, as one call a layer."""
+    pairs = [(prompt, prompts_of((12,), seed)[0]) for seed, prompt in enumerate(prompts_of(), 1)]
+
+    def scores(dtype):
+        with LLM(str(tiny_model(key).folder), dtype=dtype, policy=Policy(gpu_batch_size=4),
+                 h2o=H2OConfig(heavy_tokens=40, recent_tokens=40)) as llm:
+            return torch.tensor(llm.loglikelihood(pairs))
+
+    wanted = scores("float32")
+    assert wanted.std() > 0.5
+    assert (scores("bfloat16") - wanted).abs().mean() < 0.1 * wanted.std()
+
+
+@pytest.mark.parametrize("key, rope", [
+    ("llama", LINEAR_ROPE), ("llama", LLAMA3_ROPE),
+    ("llama", LINEAR_ROPE | {"rope_type": "dynamic"}),
+    ("llama", YARN_ROPE), ("llama", YARN_ROPE | {"beta_fast": 8, "beta_slow": 2}),
+    ("llama", YARN_ROPE | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 0.3}),
+    ("llama", YARN_ROPE | {"attention_factor": 1.3}), ("phi3", LONG_ROPE),
+    ("phi3", LONG_ROPE | {"attention_factor": 1.2})])
+def test_tables_of_rope_scalings_are_those_of_transformers(key, rope):
+    from transformers import LlamaConfig, Phi3Config
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    kind, rotary = {"llama": (LlamaConfig, LlamaRotaryEmbedding),
+                    "phi3": (Phi3Config, Phi3RotaryEmbedding)}[key]
+    config = kind(hidden_size=96, num_attention_heads=6, max_position_embeddings=256,
+                  **{"original_max_position_embeddings": 128} if key == "phi3" else {},
+                  rope_parameters=dict(rope))
+    positions = torch.arange(0, 128)
+    wanted = rotary(config)(torch.zeros(1), positions[None])
+    found = rope_tables(from_transformers(config, "x").rope, positions, torch.float32)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs[0, :, : ours.shape[1]], atol=2e-6, rtol=0)
+
+
+def test_the_context_that_a_scaling_gives():
+    def context(**options):
+        return from_transformers({"model_type": "qwen3", **options}, "x").max_positions
+
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+    assert context(max_position_embeddings=1000, rope_scaling=yarn) == 4000
+    assert context(max_position_embeddings=5000, rope_scaling=yarn) == 5000
+    assert context(max_position_embeddings=1000, rope_scaling=None) == 1000
+    phi = {"model_type": "phi3", "max_position_embeddings": 4096, "rope_scaling": {
+        "type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+        "original_max_position_embeddings": 512}
+    assert from_transformers(phi, "x").max_positions == 512
+
+
+def test_the_text_of_a_model_with_a_vision_part():
+    text = {"hidden_size": 64, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 16,
+            "sliding_window": 9, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    cfg = from_transformers({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106],
+                             "vision_config": {}}, "x")
+    assert (cfg.hidden_size, cfg.eos_token_ids, cfg.vocab_size) == (64, (1, 106), 262208)
+    assert cfg.local_layers == (True,) * 5 + (False, True)
+    assert [cfg.form(layer).window for layer in (0, 5)] == [9, None]
+    assert (cfg.rope.kind, cfg.rope.factor, cfg.local_rope.theta) == ("linear", 8.0, 10000.0)
+    assert "model.language_model.layers.0.mlp.up_proj.weight" in family(cfg).aliases(
+        "model.layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("config, words", [
+    ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm = True is not supported"),
+    ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual"),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional"),
+    ({"model_type": "gemma3", "text_config": 3}, "text_config must be an object"),
+    ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, "layer_types must say"),
+    ({"model_type": "qwen2", "rope_scaling": {"type": "mrope"}}, "'mrope'"),
+])
+def test_what_is_refused_by_name(config, words):
+    with pytest.raises(UserError, match=words):
+        from_transformers(config, "x")
+
+
+def test_positions_do_not_roll_where_layers_rotate_differently(tiny_model):
+    with pytest.raises(UserError, match="rotates some layers in another way"):
+        LLM(str(tiny_model("gemma3").folder), h2o=H2OConfig(**H2O, positions="rolling"))
