@@ -18,9 +18,6 @@ LOGIT_ROWS = 512
 WEIGHT_BUFFERS = 2
 """Staging buffers of weights: one computed with, one being filled."""
 
-GUESSED_ROWS = 64
-"""The most rows of a block whose next experts are guessed: more choose nearly all of them."""
-
 HIDDEN_BUFFERS = 3
 """Staging buffers of hidden states: one being stored, one computed with, one being loaded."""
 

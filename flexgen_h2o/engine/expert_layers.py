@@ -13,12 +13,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.limits import GUESSED_ROWS, ROW_BLOCK
+from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.spec import ModelConfig
+
+GUESSED_ROWS = 64
+"""The most rows of a block whose next experts are guessed: more choose nearly all of them."""
 
 SUMS = {torch.float32: torch.float64}
 """What experts' outputs are summed in, where it is not float32."""
