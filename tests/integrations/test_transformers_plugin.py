@@ -99,7 +99,7 @@ def qwen(request):
 # The same tokens as LLM, and as the definition
 
 
-@pytest.mark.parametrize("key", FAMILIES)
+@pytest.mark.parametrize("key", [*FAMILIES, "mixtral", "qwen3_moe"])
 def test_the_tokens_of_llm(tiny_model, key):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
