@@ -36,7 +36,7 @@ class ExpertCounts:
     bytes: int = 0
 
     def since(self, before: ExpertCounts) -> ExpertCounts:
-        """What came after another count."""
+        """Counts of what came after another count."""
         return ExpertCounts(*(getattr(self, each.name) - getattr(before, each.name)
                               for each in fields(self)))
 

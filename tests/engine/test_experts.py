@@ -23,6 +23,9 @@ from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.positions import check_experts
+from flexgen_h2o.models.shapes import PUBLISHED
+from flexgen_h2o.models.spec import from_transformers
 from flexgen_h2o.planning.memory_plan import memory_plan
 
 NEW = 10
@@ -239,6 +242,17 @@ def test_an_expert_that_changes_on_disk_is_found(tiny_model, tmp_path):
             llm.generate(prompts, max_new_tokens=2, eos_token_id=-1)
 
 
+def test_options_of_experts_without_any_are_refused(tiny_model):
+    for policy, flag in ((Policy(experts=HERE), "--expert-percent"),
+                         (Policy(expert_slots=3), "--expert-slots")):
+        with pytest.raises(UserError, match=f"no experts: leave {flag} out"):
+            LLM(str(tiny_model("llama").folder), policy=policy)
+    with pytest.raises(UserError, match="expert_slots"):
+        Policy(expert_slots=0)
+    with pytest.raises(UserError, match="can't be spread over ranks"):
+        check_experts(from_transformers(MIXTURES["mixtral"](), "m"), Policy(), ranks=2)
+
+
 def test_experts_on_disk_take_as_many_slots_as_they_are_given(tiny_model, tmp_path):
     def held(**policy):
         with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32", offload_dir=tmp_path,
@@ -271,6 +285,24 @@ def test_the_memory_plan_counts_experts_and_slots(tiny_model, tmp_path, bits):
         held = sum(buffer.device.nbytes for buffer in slots_of_experts(llm))
         assert 0 < held <= rows["expert slots"].cpu
         assert llm.model_config.num_parameters() == tiny_model("qwen3_moe").model.num_parameters()
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_random_weights_of_a_published_shape(tmp_path, monkeypatch, bits):
+    """They are made as they are needed, the experts' on disk too, and are the same wherever."""
+    shape = PUBLISHED["Qwen/Qwen3-30B-A3B"] | {
+        "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_experts": 16, "moe_intermediate_size": 32,
+        "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1}
+    monkeypatch.setitem(PUBLISHED, "Qwen/Qwen3-30B-A3B", shape)
+    prompts, found = make_prompts(300, [9, 4]), []
+    for experts in (HERE, DISK):
+        with LLM("qwen3-30b-a3b", path="_DUMMY_", dtype="float32", weight_bits=bits,
+                 offload_dir=tmp_path, policy=Policy(experts=experts, expert_slots=5)) as llm:
+            outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+            found.append([out.token_ids for out in outputs])
+            assert (llm.stats.expert_bytes > 0) == (experts == DISK)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("skew", [0.0, 1.5])
