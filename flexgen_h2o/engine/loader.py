@@ -219,7 +219,7 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
 
 
 def _views(config: ModelConfig) -> Mapping[str, Sequence[View]]:
-    """Where larger tensors of a checkpoint may have those of the model."""
+    """Places in larger tensors of a checkpoint of those that the model needs."""
     views = getattr(family(config), "views", None)
     return {} if views is None else views(config)
 

@@ -116,7 +116,7 @@ def _shapes(wide: int, hidden: int) -> dict[str, tuple[int, int]]:
 
 
 def views(cfg: ModelConfig) -> dict[str, Sequence[View]]:
-    """Where checkpoints that stack all experts of a layer have each of their tensors."""
+    """Places of each expert's tensors in checkpoints that stack all experts of a layer."""
     from flexgen_h2o.models.stacked import View  # only now: it loads torch
 
     wide, found = cfg.experts.ffn_size, {}
