@@ -49,7 +49,7 @@ class SlotPolicy:
         self._lowest.pop(key[0], None)
 
     def worth(self, key: Key) -> float:
-        """How often an expert was used, of late."""
+        """The uses of an expert, faded with its passes."""
         worth, seen = self._worth.get(key, (0.0, 0))
         return worth * FADE ** (self._passes[key[0]] - seen)
 

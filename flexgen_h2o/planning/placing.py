@@ -70,7 +70,7 @@ class Placing:
         return next(filter(self._fits, runs), runs[0])
 
     def _placement(self, policy: Policy, kind: str) -> Placement:
-        """What is placed of a kind."""
+        """The placement of a kind."""
         return getattr(policy, self._field(kind))
 
     def _with(self, policy: Policy, placements: Mapping[str, Placement]) -> Policy:

@@ -352,7 +352,7 @@ def _workspace(run: PlannedRun) -> PlanRow:
 
 
 def _mixture(run: PlannedRun) -> int:
-    """What experts take and give of all rows of a block, and the temporaries of one expert."""
+    """Inputs and sums of experts for all rows of a block, and the temporaries of one expert."""
     model, experts = run.model, run.model.experts
     if experts is None:
         return 0
