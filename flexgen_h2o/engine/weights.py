@@ -305,8 +305,8 @@ class WeightStore:
         return not self.units[index].fetched_bytes
 
     def in_memory(self, index: int, *names: str) -> dict[str, Weight] | None:
-        """A unit's weights that are in compute memory for good, if the tensors of these names are; None if
-        not, or if there is no such unit."""
+        """A unit's weights that are in compute memory for good, if the tensors of these names are;
+        None if not, or if there is no such unit."""
         held = self.units[index].resident if index < len(self.units) else {}
         return held if held.keys() >= set(names) else None
 
