@@ -20,6 +20,7 @@ from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 from flexgen_h2o.config.sampling import SamplingParams, params_of_each
+from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.conversation import CHUNK, Stream
 from flexgen_h2o.engine.batch import Request
@@ -115,6 +116,8 @@ class LLM(Session):
                               device=opened_device, progress=bar)
             self.model_config = source.config
             check_cache(self.model_config, h2o)
+            self._cache = replace(self._cache, h2o=windowed(h2o, self.model_config.attention))
+            settings = replace(settings, cache=self._cache)
             check_halves(self.model_config, self.policy)
             check_experts(self.model_config, self.policy,
                           1 if load.pipeline is None else load.pipeline.ranks)
@@ -132,7 +135,8 @@ class LLM(Session):
             stage = None
             if seat is not None:
                 stage, workload = seat.stage, seat.workload
-                settings = replace(settings, cache=replace(self._cache, h2o=stage.h2o(h2o)))
+                settings = replace(settings, cache=replace(
+                    self._cache, h2o=stage.h2o(self._cache.h2o)))
             self._runtime = Runner(source, opened_device, settings, seat)
             self.calls = self._runtime.calls
             self._memory = MemoryCheck(

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import native, reference
@@ -95,8 +96,28 @@ def same(one, other) -> bool:
 # prefill_attention
 
 
+def sinks_of(attention: AttentionForm, heads: int) -> torch.Tensor | None:
+    """Learned logits of some heads, the first of which has the largest of all its logits."""
+    if not attention.sinks:
+        return None
+    sinks = torch.randn(heads) * 2
+    sinks[0] = 40
+    return sinks
+
+
+def weights64(products, hidden, *, dim, form, sink):
+    """Attention's weights by its form, in float64: products [..., keys], hidden likewise, and the
+    one sink of the head."""
+    logits = products * form.scale_of(dim)
+    if form.softcap:
+        logits = form.softcap * (logits / form.softcap).tanh()
+    logits = logits.masked_fill(hidden, float("-inf"))
+    own = torch.full((*logits.shape[:-1], 1), float("-inf") if sink is None else float(sink))
+    return torch.cat((logits, own.double()), dim=-1).softmax(-1)[..., :-1]
+
+
 def prefill_case(lengths, key_lengths=None, *, group=1, kv_heads=2, dim=16, decay=1.0,
-                 dtype=torch.float32):
+                 dtype=torch.float32, attention=None):
     """q and v as slices of something wider, k as a transposed cache, attention score as a part of a
     wider one.
 
@@ -111,11 +132,14 @@ def prefill_case(lengths, key_lengths=None, *, group=1, kv_heads=2, dim=16, deca
     v = torch.randn(keys, kv_heads, dim + 1).to(dtype)[..., 1:]
     scores = torch.full((kv_heads, keys + 5), float("nan"))
     scores[:, :keys] = torch.rand(kv_heads, keys) * 3
-    return dict(q=q, k=k, v=v, lengths=lengths, key_lengths=key_lengths, scores=scores[:, :keys],
+    case = dict(q=q, k=k, v=v, lengths=lengths, key_lengths=key_lengths, scores=scores[:, :keys],
                 decay=decay)
+    if attention is not None:
+        case |= {"form": attention, "sinks": sinks_of(attention, q.shape[1])}
+    return case
 
 
-def prefill64(q, k, v, *, lengths, key_lengths, scores, decay):
+def prefill64(q, k, v, *, lengths, key_lengths, scores, decay, form=DEFAULT_FORM, sinks=None):
     """Output and attention score in float64, head by head."""
     out, after = q.double(), scores.double()
     group = q.shape[1] // k.shape[1]
@@ -123,12 +147,16 @@ def prefill64(q, k, v, *, lengths, key_lengths, scores, decay):
                 v.double().split(key_lengths), after.split(key_lengths, dim=1), strict=True)
     for rows, mine, keys, values, received in parts:
         tokens = len(keys)
-        future = ~torch.ones(rows, tokens, dtype=torch.bool).tril(tokens - rows)
+        hidden = ~torch.ones(rows, tokens, dtype=torch.bool).tril(tokens - rows)
+        if form.window is not None:
+            hidden |= torch.ones(rows, tokens, dtype=torch.bool).tril(
+                tokens - rows - form.window)
         weights = decay ** torch.arange(rows - 1, -1, -1).double()
         received *= decay**rows
         for head in range(q.shape[1]):
-            logits = mine[:, head] @ keys[:, head // group].T * q.shape[-1] ** -0.5
-            probabilities = logits.masked_fill(future, float("-inf")).softmax(-1)
+            probabilities = weights64(
+                mine[:, head] @ keys[:, head // group].T, hidden, dim=q.shape[-1], form=form,
+                sink=None if sinks is None else sinks[head])
             mine[:, head] = probabilities @ values[:, head // group]
             received[head // group] += weights @ probabilities
     return out, after
@@ -232,7 +260,8 @@ def check_select(functions, case):
 
 
 def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=2, dim=16, n=None,
-                full=(), recent=2, eviction: Eviction | None = None, rotary=0, ties=False):
+                full=(), recent=2, eviction: Eviction | None = None, rotary=0, ties=False,
+                attention=None):
     """A step of sequences with `cached` slots each; those numbered in `full` need a victim.
 
     ties: scores are whole numbers from 1 to 3, times `HUGE`.
@@ -269,7 +298,10 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
         angles = torch.rand(n + 1, rotary // 2) * 6
         state = EvictionState(eviction, scores, positions, ranks,
                               (angles.cos(), angles.sin()) if rotary else None)
-    return dict(q=q, k=k, v=v, slots=slots, metadata=metadata, layout=layout, state=state)
+    case = dict(q=q, k=k, v=v, slots=slots, metadata=metadata, layout=layout, state=state)
+    if attention is not None:
+        case |= {"form": attention, "sinks": sinks_of(attention, q.shape[1])}
+    return case
 
 
 def rotated(x, position, tables):
@@ -281,7 +313,7 @@ def rotated(x, position, tables):
     return torch.cat([parts.real, parts.imag, x[..., 2 * half :]], dim=-1)
 
 
-def decode64(*, q, k, v, slots, metadata, layout, state):
+def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sinks=None):
     """Output and what each slot and, last, the new token received; float64, head by head."""
     _, sequences, kv_heads, n, _ = slots.shape
     group = q.shape[1] // kv_heads
@@ -296,8 +328,13 @@ def decode64(*, q, k, v, slots, metadata, layout, state):
             if state is not None and state.ranks is not None:
                 keys = rotated(keys, state.ranks[s, mine, :cached], state.rope)
                 query, new = (rotated(x, cached, state.rope) for x in (query, new))
-            logits = torch.cat([keys, new[None]]) @ query * q.shape[-1] ** -0.5
-            probabilities = logits.softmax(-1)
+            hidden = torch.zeros(cached + 1, dtype=torch.bool)
+            if state is not None and state.eviction.window:
+                place = int(metadata[1, s]) - 1
+                hidden[:-1] = state.positions[s, mine, :cached] <= place - state.eviction.window
+            probabilities = weights64(
+                torch.cat([keys, new[None]]) @ query, hidden, dim=q.shape[-1], form=form,
+                sink=None if sinks is None else sinks[head])
             out[s, head] = probabilities @ torch.cat([values, v[s, mine].double()[None]])
             received[s, mine, :cached] += probabilities[:-1]
             received[s, mine, n] += probabilities[-1]
@@ -316,7 +353,10 @@ def check_victims(taken, score, state, metadata):
             assert slot == cached[s]
             continue
         slack = 2e-5 if score.dtype == torch.float64 else 0
-        may = {t: (float(score[s, head, t]), p)
+        window = state.eviction.window
+        gone = [p <= tokens[s] - window if window else False
+                for p in state.positions[s, head].tolist()]
+        may = {t: (-1.0 if gone[t] else float(score[s, head, t]), p)
                for t, p in enumerate(state.positions[s, head, : cached[s]].tolist())
                if state.eviction.sinks <= p < tokens[s] - recent[s]}
         lowest = min(may.values())

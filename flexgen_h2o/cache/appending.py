@@ -8,13 +8,19 @@ cut of a prompt does (arXiv 2306.14048, algorithm 1, by chunks).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import rotated
+
+WINDOW_QUERIES = 64
+"""That are treated together where plain PyTorch attends to a window with gaps."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,22 @@ class CacheState:
     scored: bool = False
 
 
+@dataclass(frozen=True)
+class LayerAttention:
+    """The form of attention of a layer, and its learned logits [heads] if it has such."""
+
+    form: AttentionForm = DEFAULT_FORM
+    sinks: torch.Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Both as arguments of the operations of `kernels.ops`."""
+        return {"form": self.form, "sinks": self.sinks}
+
+
 def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Tensor,
            cache_state: CacheState, state: EvictionState | None,
-           layout: GroupLayout | None) -> torch.Tensor:
+           layout: GroupLayout | None, attention: LayerAttention) -> torch.Tensor:
     """Attend from a chunk of one sequence over its slots and itself; cache it, evict what is over.
 
     Parameters
@@ -58,6 +77,7 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
         Of the sequence alone, [1, kv_heads, slots]; None: nothing is evicted, and the slots are in
         the order of positions. Where positions roll its rotations reach over slots and chunk.
     layout : GroupLayout or None
+    attention : LayerAttention
 
     Returns
     -------
@@ -67,7 +87,7 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
     packed = (fresh if layout is None else ops.quantize_groups(fresh, layout)).to(held.device)
     if state is None:
         return _attend_in_place(q, fresh, packed, held=held, cached=cache_state.cached,
-                                layout=layout)
+                                layout=layout, attention=attention)
     old = _in_order(held, state, cache_state.cached)
     exact = torch.cat((_vectors(old.records, layout, like=q), fresh), dim=2)
     scores = None
@@ -80,7 +100,14 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
         keys = rotated(keys, cos[: keys.shape[1]], sin[: keys.shape[1]])
         mine = slice(cache_state.cached, cache_state.cached + len(q))
         q = rotated(q, cos[mine, None], sin[mine, None])
-    out = _attend(q, keys, values, scores=scores, decay=state.eviction.decay)
+    if state.eviction.window:  # what is cached has gaps
+        new = torch.arange(cache_state.tokens, cache_state.tokens + len(q), device=q.device)
+        positions = torch.cat((old.positions.to(q.device), new.expand(len(keys), -1)), dim=1)
+        out = _attend_at(q, keys, values, positions, scores=scores, decay=state.eviction.decay,
+                         attention=attention)
+    else:
+        out = _attend(q, keys, values, scores=scores, decay=state.eviction.decay,
+                      attention=attention)
     if scores is None:
         scores = old.scores.new_zeros((len(old.scores), keys.shape[1]))
     _keep(torch.cat((old.records, packed), dim=2), scores.to(held.device), old.positions,
@@ -88,7 +115,7 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
     return out
 
 
-def _attend_in_place(q, fresh, packed, *, held, cached, layout) -> torch.Tensor:
+def _attend_in_place(q, fresh, packed, *, held, cached, layout, attention) -> torch.Tensor:
     """`append` where everything stays: the chunk takes the next slots."""
     end = cached + len(q)
     held[:, :, cached:end] = packed
@@ -96,13 +123,38 @@ def _attend_in_place(q, fresh, packed, *, held, cached, layout) -> torch.Tensor:
         keys, values = held[:, :, :end].to(q.device)
     else:  # the chunk's own vectors are exact, as a new token's are in a decode step
         keys, values = torch.cat((_vectors(held[:, :, :cached], layout, like=q), fresh), dim=2)
-    return _attend(q, keys, values, scores=None, decay=1.0)
+    return _attend(q, keys, values, scores=None, decay=1.0, attention=attention)
 
 
-def _attend(q, keys, values, *, scores, decay) -> torch.Tensor:
-    """Attention of the last tokens over [kv_heads, tokens, head_dim]."""
+def _attend(q, keys, values, *, scores, decay, attention) -> torch.Tensor:
+    """Attention of the last tokens over [kv_heads, tokens, head_dim]; where there is a window, none
+    of the tokens between them is missing."""
     return ops.prefill_attention(q, keys.transpose(0, 1), values.transpose(0, 1), [len(q)],
-                                 key_lengths=[keys.shape[1]], scores=scores, decay=decay)
+                                 key_lengths=[keys.shape[1]], scores=scores, decay=decay,
+                                 **attention.options)
+
+
+def _attend_at(q, keys, values, positions, *, scores, decay, attention) -> torch.Tensor:
+    """The same of tokens at positions [kv_heads, tokens], ascending: each query sees the keys in
+    its window. In plain PyTorch, a few queries at a time."""
+    heads, tokens = positions.shape
+    rows, out = len(q), torch.empty_like(q)
+    keys, values = keys.float(), values.float()
+    sinks = None if attention.sinks is None else attention.sinks.view(heads, -1, 1, 1)
+    if scores is not None:
+        scores.mul_(decay**rows)
+    for some in torch.arange(rows, device=q.device).split(WINDOW_QUERIES):
+        place = positions[:, tokens - rows + some][..., None]
+        hidden = (positions[:, None] > place) | (
+            positions[:, None] <= place - attention.form.window)
+        products = torch.einsum("rkgd,ktd->kgrt", q[some].float().unflatten(1, (heads, -1)), keys)
+        weights = attention_weights(products, hidden[:, None], dim=q.shape[-1],
+                                    form=attention.form, sinks=sinks)
+        if scores is not None:
+            scores += torch.einsum("kgrt,r->kt", weights, decay ** (rows - 1 - some).float())
+        attended = torch.einsum("kgrt,ktd->rkgd", weights, values)
+        out[some] = attended.flatten(1, 2).to(q.dtype)
+    return out
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from flexgen_h2o.cache.appending import CacheState, append
+from flexgen_h2o.cache.appending import CacheState, LayerAttention, append
 from flexgen_h2o.cache.attending import HostAttentionQueue, PendingAttention
 from flexgen_h2o.cache.carrying import Moved, put, take
 from flexgen_h2o.cache.fetched import make_parts
@@ -28,9 +29,9 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.h2o.eviction import Cut, EvictionState, eviction_of, narrowed, new_state
+from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState, eviction_of, narrowed, new_state
 from flexgen_h2o.kernels import native, ops
-from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.rotary import apply_rope_, rotated
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
@@ -63,7 +64,7 @@ class KVCache:
         self.shape = shape
         self._h2o = None if h2o is None or h2o.is_full else h2o
         self._eviction = eviction_of(self._h2o)
-        self._evicts_within = self._h2o is not None and self._h2o.prompt_chunk is not None
+        self._evicts_within = self._h2o is not None and self._h2o.evicts_chunks(shape.bits)
         self._transfers = transfers
         self._device = transfers.device.torch
         self._rope = rope
@@ -209,7 +210,7 @@ class KVCache:
             part.store(layer, batch, self._changed.pop((layer, batch, part.first), None))
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
-                      rope: Rope | None) -> torch.Tensor:
+                      rope: Rope | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Cache spans of prompts and attend within each prompt.
 
         Parameters
@@ -220,6 +221,8 @@ class KVCache:
             place.
         rope : Rope or None
             Of the rows.
+        sinks : Tensor [heads] or None
+            What the layer's form of attention asks for.
 
         Returns
         -------
@@ -232,24 +235,27 @@ class KVCache:
             for x in (q, k):
                 apply_rope_(x, *rope)
         lengths = [len(span) for span in spans]
+        attention = LayerAttention(self.shape.form(layer), sinks)
         if self._batch_layouts[batch].grows:
             attend = self._append if appends else self._attend_span
             rows = zip(*(x.split(lengths) for x in (q, cached, v)), strict=True)
-            outputs = [attend(layer, batch, span, *some)
+            outputs = [attend(layer, batch, span, *some, attention)
                        for span, some in zip(spans, rows, strict=True)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         length = self._batch_layouts[batch].lengths[spans[0].sequence]
         if spans[0].start > 0 or spans[0].end < length:
-            return self._attend_shared(layer, batch, *spans, q, k, v, bare=cached)
+            return self._attend_shared(layer, batch, *spans, q, k, v, bare=cached,
+                                       attention=attention)
         scores = None
         if self._scored(layer, batch):
             scores = torch.zeros((k.shape[1], len(k)), device=k.device)
-        out = ops.prefill_attention(q, k, v, lengths, scores=scores, decay=self._eviction.decay)
+        out = ops.prefill_attention(q, k, v, lengths, scores=scores, decay=self._eviction.decay,
+                                    **attention.options)
         self._keep(layer, batch, spans, cached, v, scores)
         return out
 
-    def _attend_shared(self, layer: int, batch: int, span: PromptChunk, q, k, v, *, bare
-                       ) -> torch.Tensor:
+    def _attend_shared(self, layer: int, batch: int, span: PromptChunk, q, k, v, *, bare,
+                       attention: LayerAttention) -> torch.Tensor:
         """Attend within what several prompts begin with; then, from the rest of each, over both.
 
         The rest of a prompt comes in the same layer step, and the prompt is cached with it. `bare`
@@ -264,14 +270,15 @@ class KVCache:
             if scores is not None:
                 scores[:, : span.start] = received
         out = ops.prefill_attention(q, k, v, [len(span)], key_lengths=[span.end], scores=scores,
-                                    decay=self._eviction.decay)
+                                    decay=self._eviction.decay, **attention.options)
         if span.start > 0:
             self._keep(layer, batch, [span], bare, v, scores)
         else:  # copies: what is given lies in scratch memory
             self._prefix = k.clone(), v.clone(), bare.clone(), scores
         return out
 
-    def _append(self, layer: int, batch: int, span: PromptChunk, q, k, v) -> torch.Tensor:
+    def _append(self, layer: int, batch: int, span: PromptChunk, q, k, v,
+                attention: LayerAttention) -> torch.Tensor:
         """Put a chunk onto what is cached of its sequence, and evict what is over the budget."""
         part = next(p for p in self.parts if span.sequence < p.last)
         row = span.sequence - part.first
@@ -280,15 +287,15 @@ class KVCache:
         cache_state = CacheState(cached=span.start, tokens=span.start)
         if self._plans[batch][layer].evicts:
             cache_state = CacheState(min(span.start, limit.total), span.start, limit.heavy,
-                                     limit.recent, scored=self._h2o.scored)
+                                     limit.recent, scored=self._scored(layer, batch))
             state = narrowed(self._state(layer, batch, part), slice(row, row + 1))
             if state.ranks is not None:
                 state = replace(state, rope=self._table(cache_state.cached + len(span)))
         return append(q, k, v, held=part.get(layer, batch)[:, row], cache_state=cache_state,
-                      state=state,
-                      layout=self.shape.layout)
+                      state=state, layout=self.shape.layout, attention=attention)
 
-    def _attend_span(self, layer: int, batch: int, span: PromptChunk, q, k, v) -> torch.Tensor:
+    def _attend_span(self, layer: int, batch: int, span: PromptChunk, q, k, v,
+                     attention: LayerAttention) -> torch.Tensor:
         """Attend from a chunk of a prompt over all that came before; cut the prompt at its end."""
         part = next(p for p in self._prompts if span.sequence < p.last)
         held = part.get(layer, batch)[:, span.sequence - part.first]
@@ -306,7 +313,8 @@ class KVCache:
                 self._scores[key] = torch.zeros((held.shape[1], length), device=q.device)
             scores = self._scores[key][:, : span.end]
         out = ops.prefill_attention(q, keys, values, [len(span)], key_lengths=[span.end],
-                                    scores=scores, decay=self._eviction.decay)
+                                    scores=scores, decay=self._eviction.decay,
+                                    **attention.options)
         if span.end == length:
             self._keep(layer, batch, [span], cached, values, self._scores.pop(key, None))
         return out
@@ -329,6 +337,8 @@ class KVCache:
             held = part.get(layer, batch)[:, sequences]
             if self._plans[batch][layer].evicts:
                 state = narrowed(self._state(layer, batch, part), sequences)
+                if state.eviction.window:
+                    _forget(scores[:, rows], cuts, state.eviction.window)
                 some = (x if x is None else x.to(held.device)
                         for x in (k[rows], v[rows], None if scores is None else scores[:, rows]))
                 ops.select_heavy_hitters(*some, cuts=cuts, slots=held, state=state,
@@ -378,12 +388,13 @@ class KVCache:
         return [held, *(x[row] for x in state.tensors)]
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
-                     rope: Rope | None) -> PendingAttention:
+                     rope: Rope | None, sinks: torch.Tensor | None = None) -> PendingAttention:
         """Start attending from one new token of each sequence over what is cached and itself.
 
         The new tokens are cached. Over host memory a job attends, over the rest the device. q is
         [sequences, heads, head_dim], k and v [sequences, kv_heads, head_dim], before rotation; all
-        may be overwritten, and are free again when this returns. rope is of the sequences.
+        may be overwritten, and are free again when this returns. rope is of the sequences, sinks
+        as of `attend_prompt`.
         """
         if rope is not None and not self._rolls(layer, batch):
             for x in (q, k):
@@ -395,15 +406,17 @@ class KVCache:
             mine = part.sequences(batch)
             rows = [x[mine] for x in (q, k, v)]
             held = part.get(layer, batch)
+            own = sinks.cpu() if part.on_host and sinks is not None else sinks
+            options = LayerAttention(self.shape.form(layer), own).options
             metadata, layout = self._metadata(layer, batch, part, token), self.shape.layout
             if self.shape.attn_sparsity < 1:
                 attend = partial(
                     self._attend_sparsely, layer, batch, part, held=held, metadata=metadata,
-                    most=max(self._step_metadata.tokens(batch, part, token)) - 1)
+                    most=max(self._step_metadata.tokens(batch, part, token)) - 1, **options)
             else:
                 attend = partial(
                     ops.decode_attention, slots=held, metadata=metadata, layout=layout,
-                    state=self._state(layer, batch, part) if evicts else None)
+                    state=self._state(layer, batch, part) if evicts else None, **options)
             if part.on_host:
                 out, handle = self._host.start(*rows, attend)
                 attending.handles.append(handle)
@@ -425,7 +438,8 @@ class KVCache:
         whole = len(self.parts) == 1 and self.shape.attn_sparsity == 1
         return self._device.type == "cpu" and whole and self.stays
 
-    def bind_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None, out: torch.Tensor,
+    def bind_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
+                   sinks: torch.Tensor | None = None, out: torch.Tensor,
                    steps: native.Steps) -> None:
         """Note `attend_token` among the steps of a program, which then attends to what q, k and v
         hold, writes to `out` (like q) and caches the token that `begin_token` named."""
@@ -437,7 +451,8 @@ class KVCache:
         state = EvictionArguments.of(self._state(layer, batch, part) if evicts else None)
         native.decode_attention(q, k, v, slots=part.get(layer, batch), bits=self.shape.bits,
                                 metadata=self._step_metadata.newest(layer, batch, part),
-                                eviction=state, out=out, steps=steps)
+                                eviction=state, out=out, steps=steps,
+                                form=FormArguments.of(self.shape.form(layer), sinks))
 
     def begin_token(self, batch: int, token: int) -> None:
         """Bring the metadata of what is bound of a batch to new token `token` (from 1)."""
@@ -446,14 +461,15 @@ class KVCache:
             self._metadata(layer, batch, part, token)
 
     def _attend_sparsely(self, layer: int, batch: int, part: CachePart, q, k, v, *, held, most: int,
-                         metadata: torch.Tensor):
+                         metadata: torch.Tensor, **attention: Any):
         """Decode attention over all cached keys that reads only the values with large weights.
 
         `most` are the tokens of the longest sequence.
         """
         layout = self.shape.layout
         index, weights = ops.choose_values(q, k, keys=held[0, :, :, :most], metadata=metadata,
-                                           sparsity=self.shape.attn_sparsity, layout=layout)
+                                           sparsity=self.shape.attn_sparsity, layout=layout,
+                                           **attention)
         if part.gathers_values:
             index = self._carry(index, "cpu", D2H)
             values = self._carry(part.gather(layer, batch, index), self._device, H2D)
@@ -472,7 +488,8 @@ class KVCache:
         return there
 
     def _scored(self, layer: int, batch: int) -> bool:
-        return self._plans[batch][layer].evicts and self._h2o.scored
+        plan = self._plans[batch][layer]
+        return plan.evicts and plan.scored
 
     def _rolls(self, layer: int, batch: int) -> bool:
         """True if positions are ranks. As long as nothing is evicted, the two are the same."""
@@ -495,8 +512,16 @@ class KVCache:
             if self._rolls(layer, batch):
                 rope = tuple(table.to(place) for table in self._table(slots + 1))
             self._states[key] = new_state((mine.stop - mine.start, self.shape.kv_heads, slots),
-                                          self._eviction, rope=rope, device=place)
+                                          self._eviction_in(layer, batch), rope=rope, device=place)
         return self._states[key]
+
+    def _eviction_in(self, layer: int, batch: int) -> Eviction:
+        """The policy in a layer. Without heavy hitters no cache holds what its window hides."""
+        window = self._h2o.window(layer)
+        if window is None:
+            return self._eviction
+        return replace(self._eviction, sinks=0,
+                       window=window if self._plans[batch][layer].scored else 0)
 
     def _metadata(self, layer: int, batch: int, part: CachePart, token: int) -> torch.Tensor:
         return self._step_metadata.new(layer, batch, part, token=token, place=self._place(part))
@@ -504,3 +529,9 @@ class KVCache:
     def _place(self, part: CachePart) -> torch.device:
         """The device on which attention over a part runs."""
         return torch.device("cpu") if part.on_host else self._device
+
+
+def _forget(scores: torch.Tensor, cuts: Sequence[Cut], window: int) -> None:
+    """Let nothing of a prompt stay that its next token does not see: scores [kv_heads, rows]."""
+    for cut, mine in zip(cuts, scores.split([cut.length for cut in cuts], dim=1), strict=True):
+        mine[:, : max(0, cut.length + 1 - window)] = float("-inf")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flexgen_h2o.cache.parts import Records
+from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout
@@ -19,7 +20,8 @@ class CacheShape:
     """Sizes that all sequences share: the model's, and those of a stored vector.
 
     `bits` 8 or 4 keeps groups of codes with their scales in place of `dtype`. `attn_sparsity` is
-    the share of the cached values that a new token reads (`kernels.reference_sparse`).
+    the share of the cached values that a new token reads (`kernels.reference_sparse`), `attention`
+    the forms of all layers, or empty: `ModelConfig.form`.
     """
 
     num_layers: int
@@ -28,6 +30,11 @@ class CacheShape:
     dtype: torch.dtype
     bits: int = 16
     attn_sparsity: float = 1.0
+    attention: tuple[AttentionForm, ...] = ()
+
+    def form(self, layer: int) -> AttentionForm:
+        """The form of attention of a layer."""
+        return self.attention[layer] if self.attention else DEFAULT_FORM
 
     @property
     def layout(self) -> GroupLayout | None:
@@ -75,10 +82,11 @@ def slots_of(sizes: Iterable[tuple[int, int]], h2o: H2OConfig | None, num_layers
 def evicting_layers(sizes: Iterable[tuple[int, int]], h2o: H2OConfig | None, num_layers: int
                     ) -> tuple[bool, ...]:
     """The layers in which some sequence of these sizes will lose a token."""
-    appends = h2o is None or h2o.evict_generated
-    return tuple(any(slots(h2o, layer, length, new * appends) < length + new * appends
-                     for length, new in sizes)
-                 for layer in range(num_layers))
+    def evicts(layer: int, length: int, new: int) -> bool:
+        new *= h2o is None or h2o.evicts_generated_at(layer)
+        return slots(h2o, layer, length, new) < length + new
+
+    return tuple(any(evicts(layer, *size) for size in sizes) for layer in range(num_layers))
 
 
 @dataclass(frozen=True)
@@ -93,19 +101,25 @@ class LayerCachePlan:
         a rank is then the position itself.
     like : int
         The first layer with the same budgets.
+    scored : bool
+        Some sequence has heavy hitters.
     """
 
     slots: int
     evicts: bool
     like: int
+    scored: bool
 
 
 def layer_cache_plans(batch_layout: BatchLayout, h2o: H2OConfig | None,
                       num_layers: int) -> list[LayerCachePlan]:
     """One for each layer."""
     seen: dict[tuple, int] = {}
-    like = [seen.setdefault(tuple(budget(h2o, layer, length) for length in batch_layout.lengths),
-                            layer) for layer in range(num_layers)]
+    budgets = [tuple(budget(h2o, layer, length) for length in batch_layout.lengths)
+               for layer in range(num_layers)]
+    like = [seen.setdefault((each, h2o is None or h2o.evicts_generated_at(layer)), layer)
+            for layer, each in enumerate(budgets)]
+    scored = [any(size is not None and size.heavy > 0 for size in each) for each in budgets]
     evicts = batch_layout.evicts or evicting_layers(batch_layout.sizes, h2o, num_layers)
     return [LayerCachePlan(*plan) for plan in zip(
-        slots_of(batch_layout.sizes, h2o, num_layers), evicts, like, strict=True)]
+        slots_of(batch_layout.sizes, h2o, num_layers), evicts, like, scored, strict=True)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from flexgen_h2o.cache.attending import PendingAttention
+from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.simulation import SimulatedCache
@@ -20,8 +21,9 @@ class SimulatedBlockCache:
     binds = False
     stays = True
 
-    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor]):
-        self._cache = SimulatedCache(h2o, rotate)
+    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
+                 form: Callable[[int], AttentionForm]):
+        self._cache = SimulatedCache(h2o, rotate, form)
         self.begin = self._cache.begin
         self.resume = self._cache.resume
         self.repeat = self._cache.repeat
@@ -33,14 +35,15 @@ class SimulatedBlockCache:
     store = load
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
-                      rope) -> Tensor:
+                      rope, sinks: Tensor | None) -> Tensor:
         """Like `KVCache.attend_prompt`; rotations are the simulation's own."""
-        return self._cache.attend_prompt(layer, batch, q, k, v, spans=spans)
+        return self._cache.attend_prompt(layer, batch, q, k, v, spans=spans, sinks=sinks)
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
-                     rope) -> PendingAttention:
+                     rope, sinks: Tensor | None) -> PendingAttention:
         """Attend from a new token of each sequence; see `KVCache.attend_token`."""
-        return PendingAttention({0: self._cache.attend_token(layer, batch, q, k, v)})
+        return PendingAttention({
+            0: self._cache.attend_token(layer, batch, q, k, v, sinks=sinks)})
 
 
 class ProbedCache:
@@ -78,7 +81,8 @@ class ProbedCache:
         """Bytes of what is cached: none."""
         return 0
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope):
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
+                      sinks: Tensor | None):
         """Attend within one whole prompt; see `KVCache.attend_prompt`."""
         if rope is not None:
             for x in (q, k):

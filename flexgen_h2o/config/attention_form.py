@@ -1,4 +1,4 @@
-"""The form of a layer's attention: what it does beside softmax(q k / sqrt(head_dim)) v. No torch."""
+"""The form of a layer's attention: how it differs from softmax(q k / sqrt(head_dim)) v."""
 
 from __future__ import annotations
 

@@ -202,6 +202,9 @@ class CacheOptions:
         if self.bits != 16 and self.h2o is not None and self.h2o.simulate:
             raise UserError("simulate masks an exact cache: leave cache_bits at 16")
         check_number("attn_sparsity", self.attn_sparsity, above=0, high=1)
+        if self.attn_sparsity < 1 and self.evicts and self.h2o.of_user().is_full:
+            raise UserError("attn_sparsity chooses among all that came before, and layers of this "
+                            "model attend to a window: leave it out")
         if self.attn_sparsity < 1 and (self.evicts or self.h2o is not None and self.h2o.simulate):
             raise UserError("attn_sparsity chooses among all that came before, and so nothing may "
                             "be evicted: leave it or h2o out")
@@ -210,6 +213,11 @@ class CacheOptions:
     def evicts(self) -> bool:
         """True if any token ever goes, if only behind the mask of a simulation."""
         return self.h2o is not None and not self.h2o.is_full
+
+    @property
+    def evicts_chunks(self) -> bool:
+        """True if prompts that come in chunks are evicted from after each of them."""
+        return self.h2o is not None and self.h2o.evicts_chunks(self.bits)
 
     @property
     def simulated(self) -> bool:

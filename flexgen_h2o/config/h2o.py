@@ -144,10 +144,28 @@ class H2OConfig:
         layers = min(map(len, self._per_layer().values()), default=1)
         return all(self.is_full_at(layer) for layer in range(layers))
 
+    def window(self, layer: int) -> int | None:
+        """The window of attention of one decoder layer, if that bounds its cache."""
+        return None
+
+    def evicts_generated_at(self, layer: int) -> bool:
+        """True if generated tokens count too in one decoder layer that is not full."""
+        return self.evict_generated
+
+    def evicts_chunks(self, bits: int) -> bool:
+        """True if a prompt that comes in chunks to a cache of so many bits is evicted from after
+        each of them; if not, it is held whole until it has come."""
+        return self.prompt_chunk is not None
+
+    def of_user(self) -> H2OConfig:
+        """The same without what the model's layers add."""
+        return self
+
     @property
     def scored(self) -> bool:
         """True if some layer has heavy hitters to choose, and so needs scores."""
-        return not self.is_full and (self.heavy_ratio is not None or bool(self.heavy_tokens))
+        heavy = self.heavy_ratio is not None or bool(self.heavy_tokens)
+        return heavy and not self.of_user().is_full
 
 
 def _ratios(name: str, value: object) -> float | tuple[float, ...]:

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.windowed import WindowedH2O
 from flexgen_h2o.errors import UserError
 
 
@@ -68,6 +69,8 @@ class Stage:
         if ratios and h2o.prompt_chunk is not None and replace(
                 h2o, prompt_chunk=None, **ratios).is_full:
             ratios["prompt_chunk"] = None  # of a full cache it has no effect
+        if isinstance(h2o, WindowedH2O):
+            return replace(h2o, windows=h2o.windows[self.first : self.last], **ratios)
         return replace(h2o, **ratios)
 
 

@@ -278,17 +278,17 @@ class Executor:
             rows = slice(chunk.row, chunk.end)
             tables = None if rope is None else tuple(table[rows] for table in rope)
             qkv = self._family.attention_inputs(self._config, weights, x[rows], self._do)
-            self._finish(step, weights, x[rows], attend(step, chunk.spans, qkv, tables),
-                         chunk.row)
+            attended = attend(step, chunk.spans, qkv, tables, weights.get("sinks"))
+            self._finish(step, weights, x[rows], attended, chunk.row)
 
     def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
-                        rope) -> torch.Tensor:
+                        rope, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attend within prompts, and cache them: q, k and v [rows, heads, head_dim]."""
         return self._cache.attend_prompt(self._cached(step), step.batch, *qkv, spans=spans,
-                                         rope=rope)
+                                         rope=rope, sinks=sinks)
 
     def _attend_once(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
-                     rope) -> torch.Tensor:
+                     rope, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attend within prompts, or parts of them, that several sequences share; where a prompt
         ends, all sequences that have it get its cache."""
         outputs, first = [], 0
@@ -298,7 +298,7 @@ class Executor:
             first = rows.stop
             outputs.append(self._attend_prompts(
                 step, [span], [x[rows] for x in qkv],
-                None if rope is None else [table[rows] for table in rope]))
+                None if rope is None else [table[rows] for table in rope], sinks))
             if span.end == batch.batch_layout.lengths[span.sequence]:
                 self._cache.repeat(self._cached(step), step.batch, *batch.alike[span.sequence])
         return torch.cat(outputs)
@@ -317,7 +317,7 @@ class Executor:
         qkv = self._family.attention_inputs(self._config, weights, x, self._do)
         return self._cache.attend_token(
             self._cached(step), step.batch, *qkv, rope=self._tables(step),
-            token=batch.batch_layout.token(step.forward_pass))
+            token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
 
     def _finish(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor,
                 attended: torch.Tensor, row: int = 0) -> None:

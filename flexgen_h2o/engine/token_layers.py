@@ -111,7 +111,8 @@ class TokenLayers:
         attended = self._attended[batch]
         ropes = self._rope[batch]
         rope = ropes[config.rope_number(self._first + cached)] if ropes else None
-        self._workspace.cache.bind_token(cached, batch, q, k, v, rope=rope, out=attended,
+        self._workspace.cache.bind_token(cached, batch, q, k, v, rope=rope,
+                                         sinks=weights.get("sinks"), out=attended,
                                          steps=program)
         self._family.attention_output(config, weights, x, attended, do)
         if not config.parallel_residual:

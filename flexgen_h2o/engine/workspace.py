@@ -67,17 +67,17 @@ class BlockCache(Protocol):
         """Write back what it changed."""
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
-                      rope) -> torch.Tensor:
+                      rope, sinks) -> torch.Tensor:
         """Attend within prompts, and cache them."""
 
     def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
         """Cache the prompt of one sequence, which has ended, for others that have the same."""
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
-                     rope) -> PendingAttention:
+                     rope, sinks) -> PendingAttention:
         """Attend from a new token of each sequence, and cache it."""
 
-    def bind_token(self, layer: int, batch: int, q, k, v, *, rope, out, steps) -> None:
+    def bind_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, steps) -> None:
         """Note the attention of a token step for a program; only where `binds`."""
 
     def begin_token(self, batch: int, token: int) -> None:
@@ -131,7 +131,7 @@ class Workspace:
             if cache is not None:
                 self.cache = cache
             elif h2o is not None and h2o.simulate:
-                self.cache = SimulatedBlockCache(h2o, rotate)
+                self.cache = SimulatedBlockCache(h2o, rotate, shape.form)
             else:
                 self.cache = KVCache(shape, size.cache, policy, h2o=h2o, rope=rope,
                                      transfers=transfers, run_folder=self._run_folder)

@@ -37,6 +37,25 @@ def budget(h2o: H2OConfig | None, layer: int, prompt_len: int) -> Budget | None:
     """
     if h2o is None or h2o.is_full_at(layer):
         return None
+    window = h2o.window(layer)
+    if window is not None:
+        return _within(window - 1, h2o, layer, prompt_len)
+    return _budget(h2o, layer, prompt_len)
+
+
+def _within(most: int, h2o: H2OConfig, layer: int, prompt_len: int) -> Budget:
+    """The smaller of H2O's budget and the `most` tokens that a window shows beside the newest.
+
+    Nothing is pinned: the first tokens leave the window, and are heavy hitters until then.
+    """
+    user = h2o.of_user()
+    size = None if user.is_full_at(layer) else _budget(user, layer, prompt_len)
+    if size is None or size.total >= most or not user.evict_generated:
+        return Budget(0, most)
+    return Budget(size.heavy + size.sinks, size.recent) if size.heavy else Budget(0, size.total)
+
+
+def _budget(h2o: H2OConfig, layer: int, prompt_len: int) -> Budget:
     heavy_ratio, recent_ratio = h2o.ratios(layer)
     heavy = h2o.heavy_tokens or 0  # neither a ratio nor a count: a window
     recent = heavy if h2o.recent_tokens is None else h2o.recent_tokens
@@ -62,7 +81,7 @@ def cached(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
     size = budget(h2o, layer, prompt_len)
     if size is None:
         return prompt_len + new
-    if h2o.evict_generated:
+    if h2o.evicts_generated_at(layer):
         return min(prompt_len + new, size.total)
     return min(prompt_len, size.total) + new
 

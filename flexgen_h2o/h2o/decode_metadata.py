@@ -30,6 +30,6 @@ def decode_metadata(prompts: Sequence[int], tokens: Sequence[int], h2o: H2OConfi
     for prompt, count in zip(prompts, tokens, strict=True):
         size = budget(h2o, layer, prompt)
         before = cached(h2o, layer, prompt, count - 1 - prompt)
-        full = size is not None and h2o.evict_generated and before >= size.total
+        full = size is not None and h2o.evicts_generated_at(layer) and before >= size.total
         rows.append((before, count, size.recent if size else 0, int(full)))
     return torch.tensor(rows, dtype=torch.int32).T.contiguous()

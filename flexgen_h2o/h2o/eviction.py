@@ -39,11 +39,15 @@ class Eviction:
         The factor per query on the accumulated scores.
     sinks : int
         The first tokens of a sequence that always stay.
+    window : int
+        A query sees the keys of the last so many positions, itself included, and what the next
+        one does not see goes first: there is nothing that it could be kept for. 0: no window.
     """
 
     mean: bool = False
     decay: float = 1.0
     sinks: int = 0
+    window: int = 0
 
     def kept(self, cut: Cut) -> int:
         """The tokens of a prompt that stay, counted."""
@@ -75,7 +79,11 @@ class Eviction:
             return index.repeat(heads, 1)
         first, last = self.sinks, tokens - cut.recent
         positions = index if positions is None else positions
-        score = self._score(scores, positions, positions[..., -1:] + 1)[:, first:last]
+        tokens = positions[..., -1:] + 1
+        score = self._score(scores, positions, tokens)
+        if self.window:
+            score = score.masked_fill(positions <= tokens - self.window, -torch.inf)
+        score = score[:, first:last]
         # Sorted from new to old: a stable sort then leaves the newer of equals in front.
         order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
         heavy = (last - 1 - order[:, : cut.heavy]).sort(dim=-1).values
@@ -84,7 +92,8 @@ class Eviction:
 
     def victims(self, scores: torch.Tensor, positions: torch.Tensor, *, tokens: torch.Tensor,
                 recent: torch.Tensor) -> torch.Tensor:
-        """The slot with the lowest score outside the sinks and the recent tokens.
+        """The slot with the lowest score outside the sinks and the recent tokens, or one that has
+        left the window.
 
         Of equal scores the oldest goes. Where nothing can go, the index means nothing.
 
@@ -106,7 +115,10 @@ class Eviction:
         """
         tokens, recent = tokens[:, None, None], recent[:, None, None]
         evictable = (positions >= self.sinks) & (positions < tokens - recent)
-        score = self._score(scores, positions, tokens).masked_fill(~evictable, torch.inf)
+        score = self._score(scores, positions, tokens)
+        if self.window:
+            score = score.masked_fill(positions <= tokens - self.window, -torch.inf)
+        score = score.masked_fill(~evictable, torch.inf)
         lowest = score.amin(dim=-1, keepdim=True)
         # Positions differ, so the oldest of equals is one slot on every device.
         return positions.masked_fill(~evictable | (score > lowest), EMPTY).argmin(dim=-1)

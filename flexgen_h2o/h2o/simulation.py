@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.budget import Budget, budget
 
@@ -47,11 +49,15 @@ class SimulatedCache:
     rotate : callable (x, positions, layer) -> Tensor like x
         x [heads, tokens, head_dim], float32, rotated to positions [heads or 1, tokens]; x itself
         where the model has no rotary positions.
+    form : callable (layer) -> AttentionForm, optional
+        None: all layers have the default form.
     """
 
-    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor]):
+    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
+                 form: Callable[[int], AttentionForm] | None = None):
         self._h2o = h2o
         self._rotate = rotate
+        self._form = form or (lambda layer: DEFAULT_FORM)
         self._decay = h2o.decay if h2o.score == "decay" else 1.0
         self._memories: dict[tuple[int, int, int], Memory] = {}
 
@@ -73,15 +79,15 @@ class SimulatedCache:
         """Bytes of the keys and values that are held: all of them, in float32."""
         return sum(memory.keys.nbytes + memory.values.nbytes for memory in self._memories.values())
 
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk]
-                      ) -> Tensor:
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
+                      sinks: Tensor | None = None) -> Tensor:
         """Attend within prompts and remember them; see `KVCache.attend_prompt`."""
         outputs, row = [], 0
         for span in spans:
             rows = slice(row, row + len(span))
             row = rows.stop
             key = (layer, batch, span.sequence)
-            outputs.append(self._attend(key, q[rows], k[rows], v[rows]))
+            outputs.append(self._attend(key, q[rows], k[rows], v[rows], sinks))
             # Of a chunk that is not the last only if chunks are to be evicted as they come.
             whole = span.end == self._batch_layouts[batch].lengths[span.sequence]
             if whole or self._h2o.prompt_chunk:
@@ -94,17 +100,18 @@ class SimulatedCache:
             self._memories[layer, batch, target] = copy.deepcopy(
                 self._memories[layer, batch, source])
 
-    def attend_token(self, layer: int, batch: int, q, k, v) -> Tensor:
+    def attend_token(self, layer: int, batch: int, q, k, v, *, sinks: Tensor | None = None
+                     ) -> Tensor:
         """Like `KVCache.attend_token`, at once: [sequences, heads, head_dim]."""
         outputs = []
         for sequence in range(len(q)):
             row, key = slice(sequence, sequence + 1), (layer, batch, sequence)
-            outputs.append(self._attend(key, q[row], k[row], v[row]))
-            if self._h2o.evict_generated:
+            outputs.append(self._attend(key, q[row], k[row], v[row], sinks))
+            if self._h2o.evicts_generated_at(layer):
                 self._evict(key)
         return torch.cat(outputs)
 
-    def _attend(self, key: tuple[int, int, int], q, k, v) -> Tensor:
+    def _attend(self, key: tuple[int, int, int], q, k, v, sinks: Tensor | None) -> Tensor:
         """Append new tokens, attend from each over what is alive up to itself, add to the attention
         score.
 
@@ -125,9 +132,15 @@ class SimulatedCache:
         keys, queries = self._rotate(memory.keys, places, key[0]), self._rotate(
             q.float().transpose(0, 1), places[:1, newest], key[0])
         queries = queries.unflatten(0, (len(keys), -1))  # [kv_heads, group, rows, head_dim]
-        logits = torch.einsum("hgrd,htd->hgrt", queries, keys) * q.shape[-1] ** -0.5
+        products = torch.einsum("hgrd,htd->hgrt", queries, keys)
+        form = self._form(key[0])
         seen = memory.alive[:, None] & (position <= newest[:, None])  # [kv_heads, rows, tokens]
-        probabilities = logits.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+        if form.window is not None:
+            seen &= position > newest[:, None] - form.window
+        if sinks is not None:
+            sinks = sinks.view(len(keys), -1, 1, 1)
+        probabilities = attention_weights(products, ~seen[:, None], dim=q.shape[-1], form=form,
+                                          sinks=sinks)
         for row in probabilities.sum(1).unbind(1):
             memory.scores = memory.scores * self._decay + row
         out = torch.einsum("hgrt,htd->rhgd", probabilities, memory.values)
@@ -141,8 +154,12 @@ class SimulatedCache:
             return
         excess = int(memory.alive[0].sum()) - limit.total
         score = memory.scores
+        window = self._form(key[0]).window
         if self._h2o.score == "mean":  # over the queries that could see the key
             score = score / (tokens - torch.arange(tokens, device=score.device))
+        if window is not None:  # the next token does not see the first ones
+            score = score.clone()
+            score[:, : max(0, tokens + 1 - window)] = float("-inf")
         for head, (alive, scores) in enumerate(zip(memory.alive.tolist(), score.tolist(),
                                                    strict=True)):
             candidates = [i for i in range(limit.sinks, tokens - limit.recent) if alive[i]]

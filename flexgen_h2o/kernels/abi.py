@@ -19,13 +19,16 @@ STRUCTS = MappingProxyType({
     "Layout": "int64_t: bits groups group code_bytes nbytes",
     # A matrix of storage/quantization.py (MatrixLayout).
     "Matrix": "void*: data; int64_t: outputs inputs bits group",
+    # arguments.FormArguments: sinks [heads] or null; a scale of 0 is 1 / sqrt(head_dim), a softcap
+    # or a window of 0 is none. Of a window decode attention reads nothing: see Decode.
+    "Form": "const float*: sinks; double: scale softcap; int64_t: window",
     # reference.prefill_attention: q [rows, heads, head_dim], k and v [key_rows, kv_heads,
     # head_dim], out contiguous as q, scores [kv_heads, key_rows] or null.
     "Prefill": """const void*: q k v; void*: out; float*: scores;
         const int64_t*: lengths key_lengths;
         int64_t: dtype sequences heads kv_heads head_dim
                  q_row q_head k_row k_head v_row v_head scores_head threads;
-        double: decay""",
+        double: decay; Form: form""",
     # reference.select_heavy_hitters: k and v [rows, kv_heads, head_dim], scores [kv_heads, rows] or
     # null, cuts [sequences, 3], slots [2, sequences, kv_heads, num_slots, width]; kept_scores,
     # positions and ranks [sequences, kv_heads, num_slots] are contiguous.
@@ -36,13 +39,14 @@ STRUCTS = MappingProxyType({
                  slots_kind slots_sequence slots_head slots_slot mean sinks threads""",
     # reference.decode_attention: q [sequences, heads, head_dim], k and v [sequences, kv_heads,
     # head_dim], out contiguous as q, metadata [4, sequences] contiguous; attention score and
-    # positions both or neither null; cos and sin [rope_rows, half_rotary].
+    # positions both or neither null; cos and sin [rope_rows, half_rotary]; a window other than 0
+    # hides what is cached at positions outside of it.
     "Decode": """const void*: q k v; void*: out slots; const int32_t*: metadata; float*: scores;
         int32_t*: positions ranks; const float*: cos sin; int64_t*: taken; Layout: layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots rope_rows half_rotary
                  q_row q_head k_row k_head v_row v_head
-                 slots_kind slots_sequence slots_head slots_slot mean sinks threads;
-        double: decay""",
+                 slots_kind slots_sequence slots_head slots_slot mean sinks window threads;
+        double: decay; Form: form""",
     # reference.quantize_groups and its inverse: x [rows, length] and records [rows, nbytes]; x is
     # float32 where it is the output.
     "Groups": """void*: x records; Layout: layout;

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.h2o.eviction import EvictionState
 
@@ -32,6 +33,7 @@ class EvictionArguments(NamedTuple):
     mean: bool = False
     decay: float = 1.0
     sinks: int = 0
+    window: int = 0
 
     @classmethod
     def of(cls, state: EvictionState | None) -> EvictionArguments:
@@ -41,7 +43,31 @@ class EvictionArguments(NamedTuple):
         rope = (None, None) if state.rope is None else (table.contiguous() for table in state.rope)
         eviction = state.eviction
         return cls(state.scores, state.positions, state.ranks, *rope, mean=eviction.mean,
-                   decay=eviction.decay, sinks=eviction.sinks)
+                   decay=eviction.decay, sinks=eviction.sinks, window=eviction.window)
+
+
+class FormArguments(NamedTuple):
+    """An `AttentionForm` in the kernels' types, with the learned logits that belong to it.
+
+    A scale of 0 is that of the default form; a softcap or a window of 0 is none. `sink_logits` are
+    float32 [heads], or None. The custom ops of `library` take its fields one by one, in this order.
+    """
+
+    scale: float = 0.0
+    softcap: float = 0.0
+    window: int = 0
+    sink_logits: Tensor | None = None
+
+    @classmethod
+    def of(cls, form: AttentionForm, sinks: Tensor | None) -> FormArguments:
+        """A form's arguments; `sinks` [heads] of any floating dtype, or None."""
+        if form == DEFAULT_FORM:
+            return DEFAULT_ARGUMENTS
+        return cls(form.scale or 0.0, form.softcap, form.window or 0,
+                   sinks.float().contiguous() if form.sinks else None)
+
+
+DEFAULT_ARGUMENTS = FormArguments()
 
 
 def need(holds: bool, name: str, what: str) -> None:
@@ -111,6 +137,12 @@ def check_state(name: str, eviction: EvictionArguments, shape: tuple[int, ...]) 
     expect(name, torch.float32, kept_scores=(scores, shape))
     expect(name, torch.int32, positions=(positions, shape), ranks=(ranks, shape))
     contiguous(name, kept_scores=scores, positions=positions, ranks=ranks)
+
+
+def check_form(name: str, form: FormArguments, heads: int) -> None:
+    """Sinks are float32 [heads], contiguous."""
+    expect(name, torch.float32, sinks=(form.sink_logits, (heads,)))
+    contiguous(name, sinks=form.sink_logits)
 
 
 def product_shapes(name: str, x: Tensor, outputs: int, bias: Tensor | None, out: Tensor

@@ -16,7 +16,11 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels import native
-from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.arguments import (
+    DEFAULT_ARGUMENTS,
+    EvictionArguments,
+    FormArguments,
+)
 
 NAMESPACE = "flexgen_h2o"
 
@@ -31,26 +35,39 @@ def _triton(module: str, name: str):
     return call
 
 
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
+                      key_lengths: Sequence[int], scores: Tensor | None, decay: float,
+                      form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
+    """See `reference.prefill_attention`."""
+    return flat_prefill_attention(q, k, v, lengths, key_lengths, scores, decay, *form)
+
+
 @torch.library.custom_op(f"{NAMESPACE}::prefill_attention", mutates_args=("scores",),
                          device_types="cpu")
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
-                      key_lengths: Sequence[int], scores: Tensor | None, decay: float) -> Tensor:
-    """See `reference.prefill_attention`."""
-    return native.prefill_attention(q, k, v, lengths, key_lengths, scores, decay)
+def flat_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
+                           key_lengths: Sequence[int], scores: Tensor | None, decay: float,
+                           scale: float, softcap: float, window: int, sink_logits: Tensor | None
+                           ) -> Tensor:
+    """`prefill_attention` as a custom op."""
+    return native.prefill_attention(q, k, v, lengths, key_lengths, scores, decay,
+                                    FormArguments(scale, softcap, window, sink_logits))
 
 
-prefill_attention.register_kernel("cuda")(_triton("prefill", "prefill_attention"))
+@flat_prefill_attention.register_kernel("cuda")
+def _(q, k, v, lengths, key_lengths, scores, decay, *form):
+    return _triton("prefill", "prefill_attention")(q, k, v, lengths, key_lengths, scores, decay,
+                                                   FormArguments(*form))
 
 
-@prefill_attention.register_fake
-def _(q, k, v, lengths, key_lengths, scores, decay):
+@flat_prefill_attention.register_fake
+def _(q, k, v, lengths, key_lengths, scores, decay, *form):
     return q.new_empty(q.shape)
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
                          slots: Tensor, bits: int, eviction: EvictionArguments) -> None:
     """See `reference.select_heavy_hitters`."""
-    kept, positions, ranks, _, _, mean, _, sinks = eviction
+    kept, positions, ranks, _, _, mean, _, sinks, _ = eviction
     flat_select_heavy_hitters(k, v, scores, cuts, slots, bits, kept, positions, ranks, mean, sinks)
 
 
@@ -78,9 +95,12 @@ def _(k, v, scores, cuts, slots, bits, kept, positions, ranks, mean, sinks):
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     bits: int, eviction: EvictionArguments) -> tuple[Tensor, Tensor]:
+                     bits: int, eviction: EvictionArguments,
+                     form: FormArguments = DEFAULT_ARGUMENTS) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`."""
-    return flat_decode_attention(q, k, v, slots, metadata, bits, *eviction)
+    scale, softcap, _, sink_logits = form
+    return flat_decode_attention(q, k, v, slots, metadata, bits, *eviction, scale, softcap,
+                                 sink_logits)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::decode_attention",
@@ -88,21 +108,26 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
 def flat_decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: Tensor,
                           bits: int, scores: Tensor | None, positions: Tensor | None,
                           ranks: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-                          mean: bool, decay: float, sinks: int) -> tuple[Tensor, Tensor]:
+                          mean: bool, decay: float, sinks: int, window: int, scale: float,
+                          softcap: float, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
     """`decode_attention` as a custom op."""
     return native.decode_attention(
         q, k, v, slots=slots, metadata=metadata, bits=bits,
-        eviction=EvictionArguments(scores, positions, ranks, cos, sin, mean, decay, sinks))
+        eviction=EvictionArguments(scores, positions, ranks, cos, sin, mean, decay, sinks, window),
+        form=FormArguments(scale, softcap, sink_logits=sink_logits))
 
 
 @flat_decode_attention.register_kernel("cuda")
-def _(q, k, v, slots, metadata, bits, *eviction):
-    return _triton("decode", "decode_attention")(q, k, v, slots=slots, metadata=metadata, bits=bits,
-                                                 eviction=EvictionArguments(*eviction))
+def _(q, k, v, slots, metadata, bits, *others):
+    *eviction, scale, softcap, sink_logits = others
+    return _triton("decode", "decode_attention")(
+        q, k, v, slots=slots, metadata=metadata, bits=bits,
+        eviction=EvictionArguments(*eviction),
+        form=FormArguments(scale, softcap, sink_logits=sink_logits))
 
 
 @flat_decode_attention.register_fake
-def _(q, k, v, slots, metadata, bits, *eviction):
+def _(q, k, v, slots, metadata, bits, *others):
     return q.new_empty(q.shape), q.new_empty(k.shape[:2], dtype=torch.int64)
 
 

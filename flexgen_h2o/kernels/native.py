@@ -23,8 +23,11 @@ from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (
+    DEFAULT_ARGUMENTS,
     DTYPES,
     EvictionArguments,
+    FormArguments,
+    check_form,
     check_slots,
     check_state,
     contiguous,
@@ -191,8 +194,14 @@ def _strides(k: Tensor, v: Tensor) -> dict[str, int]:
             "v_head": v.stride(1)}
 
 
+def _form(form: FormArguments) -> ctypes.Structure:
+    """The struct of a form; the caller keeps the sinks."""
+    return _STRUCTS["Form"](_address(form.sink_logits), form.scale, form.softcap, form.window)
+
+
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
-                      key_lengths: Sequence[int], scores: Tensor | None, decay: float) -> Tensor:
+                      key_lengths: Sequence[int], scores: Tensor | None, decay: float,
+                      form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
     """See `library.prefill_attention`."""
     name = "prefill_attention"
     dtype = head_shapes(name, q, k, v)
@@ -203,6 +212,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
           f"{len(k)} keys")
     expect(name, torch.float32, scores=(scores, (k.shape[1], len(k))))
     lines(name, scores=scores)
+    check_form(name, form, q.shape[1])
     q, k, v = map(_rows, (q, k, v))
     out = q.new_empty(q.shape)
     lengths, key_lengths = _integers(lengths), _integers(key_lengths)
@@ -212,7 +222,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
           lengths=ctypes.addressof(lengths), key_lengths=ctypes.addressof(key_lengths),
           dtype=DTYPES[dtype], sequences=len(lengths), heads=q.shape[1], kv_heads=k.shape[1],
           head_dim=q.shape[2], q_row=q.stride(0), q_head=q.stride(1), **_strides(k, v),
-          scores_head=0 if scores is None else scores.stride(0), decay=decay)
+          scores_head=0 if scores is None else scores.stride(0), decay=decay, form=_form(form))
     return out
 
 
@@ -252,7 +262,8 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     bits: int, eviction: EvictionArguments, out: Tensor | None = None,
+                     bits: int, eviction: EvictionArguments,
+                     form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
                      steps: Steps | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; out is [sequences, heads, head_dim], contiguous."""
     name = "decode_attention"
@@ -262,6 +273,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     state, cos, sin = tuple(slots.shape[1:4]), eviction.cos, eviction.sin
     expect(name, torch.int32, metadata=(metadata, (4, sequences)))
     check_state(name, eviction, state)
+    check_form(name, form, q.shape[1])
+    need(not eviction.window or eviction.positions is not None, name,
+         "a window needs the positions of what is cached")
     rope = (0, 0)
     if eviction.ranks is not None:
         need(eviction.scores is not None and cos is not None and cos.dim() == 2
@@ -277,7 +291,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     q, k, v = map(_rows, (q, k, v))
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     _call(name, "Decode", steps=steps,
-          tensors=(q, k, v, out, slots, metadata, *eviction[:5], taken),
+          tensors=(q, k, v, out, slots, metadata, *eviction[:5], taken, form.sink_logits),
           q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
           slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=_address(eviction.scores),
           positions=_address(eviction.positions), ranks=_address(eviction.ranks),
@@ -286,7 +300,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
           sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
           num_slots=state[2], rope_rows=rope[0], half_rotary=rope[1],
           q_row=q.stride(0), q_head=q.stride(1), **_strides(k, v), **_slot_strides(slots),
-          mean=eviction.mean, sinks=eviction.sinks, decay=eviction.decay)
+          mean=eviction.mean, sinks=eviction.sinks, window=eviction.window,
+          decay=eviction.decay, form=_form(form))
     return out, taken
 
 

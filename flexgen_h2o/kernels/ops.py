@@ -12,12 +12,14 @@ import importlib.util
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
@@ -30,7 +32,7 @@ from flexgen_h2o.kernels import (
     reference_sparse,
     sdpa,
 )
-from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 __all__ = ["attend_chosen", "choose_values", "decode_attention", "dequantize_groups", "skinny",
@@ -76,17 +78,20 @@ def _backend(x: Tensor):
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *,
                       key_lengths: Sequence[int] | None = None, scores: Tensor | None = None,
-                      decay: float = 1.0) -> Tensor:
+                      decay: float = 1.0, form: AttentionForm = DEFAULT_FORM,
+                      sinks: Tensor | None = None) -> Tensor:
     """See `reference.prefill_attention`; memory linear in the tokens."""
-    whole = scores is None and key_lengths is None
-    if whole and not _forced() and (
-            q.is_cuda or not _fused(q.device.type)
-            or dispatch.choice("prefill_attention", len(q), q.dtype) == "sdpa"):
-        return sdpa.prefill_attention(q, k, v, lengths)
+    if form.window is not None and form.window >= max(key_lengths or lengths, default=0):
+        form = replace(form, window=None)
+    whole = scores is None and key_lengths is None and sdpa.possible(form)
+    if whole and not _forced() and (not _fused(q.device.type) or form.window is None and (
+            q.is_cuda or dispatch.choice("prefill_attention", len(q), q.dtype) == "sdpa")):
+        return sdpa.prefill_attention(q, k, v, lengths, form=form)
     if plain_torch(q.device.type):
         return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, scores=scores,
-                                           decay=decay)
-    return _backend(q).prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay)
+                                           decay=decay, form=form, sinks=sinks)
+    return _backend(q).prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay,
+                                         FormArguments.of(form, sinks))
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[Cut],
@@ -103,21 +108,24 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     layout: GroupLayout | None = None, state: EvictionState | None = None
+                     layout: GroupLayout | None = None, state: EvictionState | None = None,
+                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
                      ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
     if plain_torch(q.device.type):
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
-                                          state=state)
+                                          state=state, form=form, sinks=sinks)
     return _backend(q).decode_attention(q, k, v, slots=slots, metadata=metadata,
-                                        bits=_bits(layout), eviction=EvictionArguments.of(state))
+                                        bits=_bits(layout), eviction=EvictionArguments.of(state),
+                                        form=FormArguments.of(form, sinks))
 
 
 def choose_values(q: Tensor, k: Tensor, *, keys: Tensor, metadata: Tensor, sparsity: float,
-                  layout: GroupLayout | None = None) -> tuple[Tensor, Tensor]:
+                  layout: GroupLayout | None = None, form: AttentionForm = DEFAULT_FORM,
+                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `reference_sparse.choose_values`; plain PyTorch on every device."""
     return reference_sparse.choose_values(q, k, keys=keys, metadata=metadata, sparsity=sparsity,
-                                          layout=layout)
+                                          layout=layout, form=form, sinks=sinks)
 
 
 def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weights: Tensor,

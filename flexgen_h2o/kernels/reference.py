@@ -6,8 +6,11 @@ Everything is computed in float32 whatever the inputs' dtype; outputs have the i
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.limits import EMPTY
+from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.kernels.rotary import rotated
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
@@ -16,7 +19,8 @@ QUERIES = 256
 """Queries that `prefill_attention` treats together: memory stays linear in the tokens."""
 
 
-def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=1.0):
+def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=1.0,
+                      form=DEFAULT_FORM, sinks=None):
     """Causal attention within each of several packed sequences, with the attention score that each
     key receives.
 
@@ -39,6 +43,9 @@ def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=
         probability of each key over the sequence's rows r and the query heads of the group.
     decay : float
         1: the plain sum (arXiv 2306.14048).
+    form : AttentionForm
+    sinks : Tensor [heads] or None
+        The logits that `form.sinks` asks for.
 
     Returns
     -------
@@ -49,22 +56,29 @@ def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=
     all_scores = [None] * len(lengths) if scores is None else scores.split(key_lengths, dim=1)
     for one in zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), all_scores,
                    out.split(lengths), strict=True):
-        _attend_sequence(*one, decay=decay)
+        _attend_sequence(*one, decay=decay, form=form, sinks=sinks)
     return out
 
 
-def _attend_sequence(q, k, v, scores, out, *, decay):
+def _attend_sequence(q, k, v, scores, out, *, decay, form, sinks):
     """`prefill_attention` of one sequence."""
     rows, tokens, kv_heads = len(q), len(k), k.shape[1]
     keys, values = k.float(), v.float()
+    position = torch.arange(tokens, device=q.device)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, -1, 1, 1)
     if scores is not None:
         scores.mul_(decay**rows)
     for start in range(0, rows, QUERIES):
         query = torch.arange(start, min(start + QUERIES, rows), device=q.device)
         mine = q[query].float().unflatten(1, (kv_heads, -1))
-        logits = torch.einsum("rkgd,tkd->kgrt", mine, keys) * q.shape[-1] ** -0.5
-        future = torch.arange(tokens, device=q.device) > (tokens - rows + query)[:, None]
-        probabilities = logits.masked_fill(future, float("-inf")).softmax(-1)
+        products = torch.einsum("rkgd,tkd->kgrt", mine, keys)
+        place = (tokens - rows + query)[:, None]
+        hidden = position > place
+        if form.window is not None:
+            hidden |= position <= place - form.window
+        probabilities = attention_weights(products, hidden, dim=q.shape[-1], form=form,
+                                          sinks=sinks)
         if scores is not None:
             weights = decay ** (rows - 1 - query).float()
             scores += torch.einsum("kgrt,r->kt", probabilities, weights)
@@ -115,7 +129,8 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
             state.ranks[sequence, :, :kept] = torch.arange(kept, device=index.device)
 
 
-def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None):
+def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=DEFAULT_FORM,
+                     sinks=None):
     """Attention of one new token of each sequence over its slots and itself; then it is cached.
 
     With an eviction state, what each slot received is added to its score, and a new token for which
@@ -137,7 +152,13 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None):
     layout : GroupLayout, optional
         Of the records that the slots hold. None: they hold plain vectors.
     state : EvictionState, optional
-        Updated in place. None: nothing is scored and no sequence needs a victim.
+        Updated in place. None: nothing is scored and no sequence needs a victim. A token that is
+        not in the window of `state.eviction`, if there is one, is not seen.
+    form : AttentionForm
+        Its window is the cache's to keep: everything that is cached lies in it, but for what the
+        state says.
+    sinks : Tensor [heads] or None
+        The logits that `form.sinks` asks for.
 
     Returns
     -------
@@ -157,10 +178,15 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None):
         query, key, keys = rotated(query, *new), rotated(key, *new), rotated(keys, *old)
     keys, values = (torch.cat([x.masked_fill(~filled[..., None], 0), own[:, :, None]], dim=2)
                     for x, own in ((keys, key), (values, value)))
-    logits = torch.einsum("skgd,sktd->skgt", query.unflatten(1, (kv_heads, -1)), keys)
-    logits *= q.shape[-1] ** -0.5
-    logits[..., :n].masked_fill_(~filled[:, :, None], float("-inf"))
-    probabilities = logits.softmax(-1)
+    products = torch.einsum("skgd,sktd->skgt", query.unflatten(1, (kv_heads, -1)), keys)
+    hidden = ~filled
+    if state is not None and state.eviction.window:
+        last = tokens[:, None, None] - 1 - state.eviction.window
+        hidden = hidden | (state.positions <= last)
+    hidden = F.pad(hidden, (0, 1))[:, :, None]  # the new token sees itself
+    probabilities = attention_weights(
+        products, hidden, dim=q.shape[-1], form=form,
+        sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     out = torch.einsum("skgt,sktd->skgd", probabilities, values).flatten(1, 2).to(q.dtype)
     taken = cached[:, None].expand(-1, kv_heads)
     if state is not None:

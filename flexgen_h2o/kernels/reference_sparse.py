@@ -8,11 +8,14 @@ from elsewhere between them. Everything is computed in float32.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from flexgen_h2o.config.attention_form import DEFAULT_FORM
+from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.kernels.reference import cache_token, dequantize_groups
 
 
-def choose_values(q, k, *, keys, metadata, sparsity, layout=None):
+def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_FORM, sinks=None):
     """Whose values one new token of each sequence reads, and with what weights.
 
     The weights are those of attention over everything that is cached and the new token itself. Of
@@ -35,6 +38,10 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None):
         Over 0, at most 1.
     layout : GroupLayout, optional
         Of the records that the slots hold. None: they hold plain vectors.
+    form : AttentionForm
+        Without a window that is shorter than what is cached.
+    sinks : Tensor [heads] or None
+        The logits that `form.sinks` asks for.
 
     Returns
     -------
@@ -48,12 +55,14 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None):
     kv_heads, slots = keys.shape[1:3]
     number = torch.arange(slots, device=q.device)
     filled = (number < cached[:, None])[:, None]  # of every head
-    query = q.float().unflatten(1, (kv_heads, -1)) * q.shape[-1] ** -0.5
+    query = q.float().unflatten(1, (kv_heads, -1))
     keys = keys if layout is None else dequantize_groups(keys, layout)
     logits = torch.einsum("skgd,sktd->skgt", query, keys.float())
     own = torch.einsum("skgd,skd->skg", query, k.float())[..., None]
-    logits = torch.cat([logits.masked_fill(~filled[:, :, None], float("-inf")), own], dim=-1)
-    weights, own = logits.softmax(-1).split([slots, 1], dim=-1)
+    weights = attention_weights(
+        torch.cat([logits, own], dim=-1), F.pad(~filled, (0, 1))[:, :, None], dim=q.shape[-1],
+        form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+    weights, own = weights.split([slots, 1], dim=-1)
     # Floats that are not negative are in the order of their bits. Of equal ones the slot decides.
     order = (weights.sum(2).view(torch.int32).long() << 32) + number
     most = max(1, int(sparsity * slots))

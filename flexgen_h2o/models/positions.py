@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import budget, cached
 from flexgen_h2o.models.model_config import ModelConfig
@@ -47,6 +48,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
     UserError
         There can be no such text.
     """
+    h2o = None if h2o is None else h2o.of_user()
     evicts = h2o is not None and not h2o.is_full
     if evicts and (h2o.heavy_ratio is not None or h2o.recent_ratio is not None):
         raise UserError("a stream has no prompt of which ratios could be: give heavy_tokens and "
@@ -125,7 +127,8 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
         if rolls:
             # A place in the cache is all that counts; what is new has places beside the slots.
             beside = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
-            needed = min(needed, beside + max(cached(h2o, layer, length, new_tokens - 1)
+            held = windowed(h2o, config.attention)
+            needed = min(needed, beside + max(cached(held, layer, length, new_tokens - 1)
                                               for layer in range(config.num_layers)))
             advice = ", or lower the budget"
     if needed > limit:

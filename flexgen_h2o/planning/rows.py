@@ -30,6 +30,7 @@ from flexgen_h2o.config.limits import (
 from flexgen_h2o.config.placement import TIERS, Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.h2o.budget import budget, slots
 from flexgen_h2o.storage.placement import compute_tiers, experts_apart, set_apart, split
@@ -59,11 +60,16 @@ class PlannedRun:
     stage: Stage | None = None
     groups: int = 1
 
+    def __post_init__(self) -> None:
+        h2o = windowed(self.cache.h2o, self.model.attention)
+        if h2o != self.cache.h2o:
+            object.__setattr__(self, "cache", replace(self.cache, h2o=h2o))
+
     def of_stage(self, stage: Stage, groups: int) -> PlannedRun:
         """The part of one rank of a pipeline, which cuts batches into so many groups: its layers
         alone, and embedding or head if it has them."""
         return replace(self, stage=stage, groups=min(groups, self.workload.num_gpu_batches),
-                       model=replace(self.model, num_layers=len(stage)),
+                       model=self.model.part(stage.first, stage.last),
                        cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
 
     @property
@@ -136,7 +142,8 @@ class PlannedRun:
     @property
     def evicts_chunks(self) -> bool:
         """True if prompts come in chunks, each of which is evicted from before the next."""
-        return self.cache.evicts and self.cache.h2o.prompt_chunk is not None
+        chunks = self.pass_rows < self.workload.prompt_len
+        return chunks and self.cache.evicts_chunks
 
     @property
     def attends_on_host(self) -> bool:

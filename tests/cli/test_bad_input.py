@@ -288,12 +288,11 @@ def test_unsupported_architecture_is_named(model, here, capfd, values, words):
 
 
 def test_sliding_window_shorter_than_the_run(model, here, capfd):
-    change_config(model, model_type="mistral", sliding_window=8, attention_bias=False)
-    # Its biases are not read: only the length is in the way.
+    change_config(model, model_type="mistral", sliding_window=4, attention_bias=False)
     ran = ["--model", "model", *SHORT, "--no-log"]
-    assert generate.main([*ran, "--gen-len", "3"]) == 0
-    message = refused(capfd, here, "--model", "model", "--gen-len", "4")
-    assert "8 positions" in message and "at most 3" in message
+    assert generate.main([*ran, "--gen-len", "9"]) == 0
+    message = refused(capfd, here, "--model", "model", "--attn-sparsity", "0.5")
+    assert "layers of this model attend to a window" in message
 
 
 @pytest.mark.parametrize("local", [False, True])

@@ -99,7 +99,8 @@ def qwen(request):
 # The same tokens as LLM, and as the definition
 
 
-@pytest.mark.parametrize("key", [*FAMILIES, "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("key", [*FAMILIES, "qwen3", "seed_oss", "phi3_longrope", "granite",
+                                 "olmo2", "stablelm", "mixtral", "qwen3_moe"])
 def test_the_tokens_of_llm(tiny_model, key):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)

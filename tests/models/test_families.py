@@ -1,6 +1,11 @@
-"""Every family end to end: tokens of transformers on all tiers, H2O as its mask, and bound steps."""
+"""Every family end to end: tokens of transformers everywhere, H2O as its mask, bound steps."""
 
 from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +13,7 @@ from conftest import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models import family
+from flexgen_h2o.models import family, registry, spec
 from flexgen_h2o.models.rope import rope_tables
 from flexgen_h2o.models.spec import from_transformers
 
@@ -131,6 +136,31 @@ def test_the_text_of_a_model_with_a_vision_part():
 def test_what_is_refused_by_name(config, words):
     with pytest.raises(UserError, match=words):
         from_transformers(config, "x")
+
+
+def test_the_family_of_the_how_to(monkeypatch, tmp_path):
+    """docs/families.md adds a family: its code as it stands there."""
+    from transformers import Starcoder2Config, Starcoder2ForCausalLM
+
+    text = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    name = "flexgen_h2o.models.families.starcoder2"
+    module = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(code, "docs/families.md", "exec"), module.__dict__)
+    for place in (registry, spec):
+        monkeypatch.setattr(place, "FAMILIES", {**registry.FAMILIES, "starcoder2": "starcoder2"})
+    torch.manual_seed(0)
+    config = Starcoder2Config(vocab_size=120, hidden_size=48, num_hidden_layers=3,
+                              intermediate_size=80, num_attention_heads=6, num_key_value_heads=2,
+                              max_position_embeddings=256, sliding_window=11, eos_token_id=None,
+                              initializer_range=0.3)
+    model = Starcoder2ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    wanted = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False,
+                             pad_token_id=0)[0, len(prompt):].tolist() for prompt in prompts_of()]
+    assert tokens_of(tmp_path, gpu_batch_size=4) == wanted
+    assert from_transformers(config, "x").num_parameters() == model.num_parameters()
 
 
 def test_positions_do_not_roll_where_layers_rotate_differently(tiny_model):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.kernels import chunks
 from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.models import decoder, family, layers
@@ -63,19 +64,19 @@ class Runner:
 
 
 def attend(q, k, v, *, cache, rope, form):
-    """Causal attention over everything cached, which the new keys and values join."""
+    """Attention by its form over everything cached, which the new keys and values join."""
     if rope is not None:
         q, k = (apply_rope_(x, *rope) for x in (q, k))
     cache.append((k.clone(), v.clone()))
     keys, values = (torch.cat(parts) for parts in zip(*cache, strict=True))
     group = q.shape[1] // k.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * form.scale_of(q.shape[-1])
-    if form.softcap:
-        scores = form.softcap * torch.tanh(scores / form.softcap)
-    back = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))
-    unseen = (back < 0) | (back >= (form.window or len(keys)))
-    shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+    products = torch.einsum("qhd,khd->hqk", q.float(), keys.float())
+    place = torch.arange(len(keys) - len(q), len(keys))[:, None]
+    hidden = torch.arange(len(keys)) > place
+    if form.window is not None:
+        hidden |= torch.arange(len(keys)) <= place - form.window
+    shares = attention_weights(products, hidden, dim=q.shape[-1], form=form, sinks=None)
     return torch.einsum("hqk,khd->qhd", shares, values.float()).to(q.dtype)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import LINEAR_ROPE, LLAMA3_ROPE, TINY
 
+from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import FAMILIES, family
 from flexgen_h2o.models.shapes import PUBLISHED
@@ -230,6 +231,14 @@ def test_sliding_window():
     assert window(sliding_window=None) is None
     assert window(sliding_window=4096, max_position_embeddings=4096) is None
     assert from_transformers(LLAMA | {"sliding_window": 8}, "x").form(0).window is None
+
+
+def test_forms_of_attention_go_with_their_layers():
+    config = replace(from_transformers(LLAMA | {"num_hidden_layers": 3}, "x"), attention=tuple(
+        AttentionForm(window=window) for window in (3, 4, 5)))
+    assert [config.part(1, 3).form(layer).window for layer in (0, 1)] == [4, 5]
+    with pytest.raises(UserError, match="3 forms of attention for 2 layers"):
+        replace(config, num_layers=2)
 
 
 @pytest.mark.parametrize("options, words", [

@@ -23,8 +23,8 @@ from flexgen_h2o.integrations.transformers.rotations import Rotations
 NAME = "flexgen_h2o"
 """The name of the attention implementation in transformers."""
 
-FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "mixtral", "olmoe",
-            "qwen2_moe", "qwen3_moe")
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "seed_oss", "phi3", "granite", "olmo2",
+            "stablelm", "gpt_neox", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """`model_type` of the models that are tested."""
 
 

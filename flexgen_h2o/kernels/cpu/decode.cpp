@@ -62,7 +62,8 @@ void unpack(const Head& h, const T* from, float* to, bool rolls) {
 
 template <class T>
 void queries(const Head& h, float* q) {
-    const float scale = 1.0f / sqrtf(static_cast<float>(h.a.head_dim));
+    const float scale = h.a.form.scale > 0 ? static_cast<float>(h.a.form.scale)
+                                           : 1.0f / sqrtf(static_cast<float>(h.a.head_dim));
     const T* from = static_cast<const T*>(h.a.q) + h.sequence * h.a.q_row +
                     h.kv_head * h.group * h.a.q_head;
     for (int64_t g = 0; g < h.group; g++) {
@@ -123,6 +124,18 @@ void span(const Head& h, const Space& space, int64_t part, int64_t& begin, int64
     if (end > h.cached) end = h.cached;
 }
 
+// Logits of the slots begin to end with a soft cap, and without what is outside of the window.
+void form_logits(const Head& h, float* row, int64_t begin, int64_t end) {
+    const float cap = static_cast<float>(h.a.form.softcap);
+    if (cap > 0)  // what is behind the end is overwritten
+        for (int64_t t = begin; t < end; t += WIDTH) store(row + t, soft_capped(load(row + t), cap));
+    if (!h.a.window) return;
+    const int32_t* positions = h.a.positions + h.first();
+    const int64_t hidden = h.metadata(1) - 1 - h.a.window;  // and all before it
+    for (int64_t t = begin; t < end; t++)
+        if (positions[t] <= hidden) row[t] = NONE;
+}
+
 template <class T>
 void attend_part(const Head& h, const Space& space, int64_t index, int64_t part, float* scratch,
                  float* logits) {
@@ -145,12 +158,14 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     const int64_t stop = begin + padded(end - begin);
     for (int64_t g = 0; g < h.group; g++) {
         float *row = logits + g * space.stride, *at = partial(h, space, index, part, g).out - 2;
+        form_logits(h, row, begin, end);
         for (int64_t t = end; t < stop; t++) row[t] = NONE;
         Floats most = broadcast(NONE), total{};
         for (int64_t t = begin; t < stop; t += WIDTH) most = larger(load(row + t), most);
         at[0] = widest(most);
+        const float top = at[0] > NONE ? at[0] : 0;  // all may be outside of a window
         for (int64_t t = begin; t < stop; t += WIDTH) {
-            const Floats e = exp(load(row + t) - at[0]);
+            const Floats e = exp(load(row + t) - top);
             store(row + t, e);
             total += e;
         }
@@ -177,6 +192,7 @@ int64_t victim(const Head& h) {
     const int32_t tokens = static_cast<int32_t>(h.metadata(1));
     const int32_t safe = tokens - static_cast<int32_t>(h.metadata(2));
     const int32_t sinks = static_cast<int32_t>(h.a.sinks);
+    const int32_t window = static_cast<int32_t>(h.a.window);
     const float* scores = h.a.scores + first;
     const int32_t* positions = h.a.positions + first;
     Floats lowest = broadcast(-NONE);
@@ -194,6 +210,7 @@ int64_t victim(const Head& h) {
             std::memcpy(&position, positions + t, some * sizeof *positions);
         }
         if (h.a.mean) score /= __builtin_convertvector(tokens - position, Floats);
+        if (window) score = position <= tokens - window ? broadcast(NONE) : score;
         const Ints better = (position >= sinks) & (position < safe) &
                             ((score < lowest) | ((score == lowest) & (position < oldest)));
         lowest = better ? score : lowest;
@@ -260,12 +277,18 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
         Floats products{};
         for (int64_t i = 0; i < h.width; i += WIDTH)
             products = fma(load(q + g * h.width + i), load(key + i), products);
-        const float own = sum(products);
-        float top = own;
+        float own = sum(products);
+        if (a.form.softcap > 0) {
+            const float cap = static_cast<float>(a.form.softcap);
+            own = cap * tanhf(own / cap);
+        }
+        const float sink = a.form.sinks ? a.form.sinks[h.kv_head * h.group + g] : NONE;
+        float top = fmaxf(own, sink);
         for (int64_t p = 0; p < space.parts; p++)
             top = fmaxf(top, partial(h, space, index, p, g).top);
         const float own_weight = expf(own - top);
         float total = own_weight;
+        if (a.form.sinks) total += expf(sink - top);
         for (int64_t p = 0; p < space.parts; p++) {
             const Partial some = partial(h, space, index, p, g);
             total += some.total * expf(some.top - top);

@@ -42,6 +42,7 @@ struct Block : Lanes {
         load_queries();
         Floats top[VECTORS], total[VECTORS];
         key_products(top);
+        add_sinks(top, total);
         value_products(top, total);
         for (int n = 0; n < VECTORS; n++) total[n] = 1.0f / total[n];
         write(total);
@@ -56,16 +57,25 @@ struct Block : Lanes {
             As::query(query<T>(lane), a.head_dim, to + lane);
     }
 
-    // Logits, unscaled, of all keys that any lane sees; the largest of each lane.
+    // The first chunk with a key that any lane sees.
+    int64_t first_chunk() const { return begin() / CHUNK * CHUNK; }
+
+    // What logits still have to be multiplied by: capped ones are scaled already.
+    float rest_of_scale() const { return a.form.softcap > 0 ? 1.0f : scale(); }
+
+    // Logits, unscaled unless they are capped, of all keys that any lane sees; the largest of each
+    // lane.
     void key_products(Floats* top) const {
-        Ints limits[VECTORS]{};
-        for (int64_t lane = 0; lane < LANES; lane++)
-            limits[lane / WIDTH][lane % WIDTH] =
-                static_cast<int32_t>(limit(lane < count ? lane : count - 1));
+        int32_t limits[LANES], starts[LANES];
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            const int64_t mine = lane < count ? lane : count - 1;
+            limits[lane] = static_cast<int32_t>(limit(mine));
+            starts[lane] = static_cast<int32_t>(start(mine));
+        }
         for (int n = 0; n < VECTORS; n++) top[n] = broadcast(NONE);
         const T* k = cached<T>(sequence, a.k, a.k_row, kv_head * a.k_head);
-        const int64_t seen = this->seen(), open = limit(0);
-        for (int64_t t = 0; t < seen; t += CHUNK) {
+        const int64_t seen = this->seen(), open = limit(0), closed = start(count - 1);
+        for (int64_t t = first_chunk(); t < seen; t += CHUNK) {
             const int64_t some = t + CHUNK < seen ? CHUNK : seen - t;
             int64_t stride = a.k_row;
             const auto* rows = As::keys(k + t * stride, stride, some, a.head_dim,
@@ -73,12 +83,21 @@ struct Block : Lanes {
             float* logits = space.logits.get() + t * LANES;
             product<false>(rows, stride, 1, some, space.queries.get(), a.head_dim / As::DEPTH,
                            logits);
+            if (a.form.softcap > 0) cap(logits, some);
             for (int64_t i = 0; i < some; i++) {
                 float* mine = logits + i * LANES;
                 for (int n = 0; n < VECTORS; n++) {
                     Floats x = load(mine + n * WIDTH);
                     if (t + i > open) {
-                        x = limits[n] < static_cast<int32_t>(t + i) ? broadcast(NONE) : x;
+                        x = load_raw<Ints>(limits + n * WIDTH) < static_cast<int32_t>(t + i)
+                                ? broadcast(NONE)
+                                : x;
+                        store(mine + n * WIDTH, x);
+                    }
+                    if (t + i < closed) {
+                        x = load_raw<Ints>(starts + n * WIDTH) > static_cast<int32_t>(t + i)
+                                ? broadcast(NONE)
+                                : x;
                         store(mine + n * WIDTH, x);
                     }
                     top[n] = larger(x, top[n]);
@@ -87,14 +106,33 @@ struct Block : Lanes {
         }
     }
 
+    void cap(float* logits, int64_t some) const {
+        const float scale = this->scale(), most = static_cast<float>(a.form.softcap);
+        for (int64_t i = 0; i < some * LANES; i += WIDTH)
+            store(logits + i, soft_capped(load(logits + i) * scale, most));
+    }
+
+    // What is in the denominators before any key: the sinks, which may be the largest logits.
+    void add_sinks(Floats* top, Floats* total) const {
+        for (int n = 0; n < VECTORS; n++) total[n] = Floats{};
+        if (!a.form.sinks) return;
+        const float scale = rest_of_scale();
+        Floats sinks[VECTORS]{};
+        for (int64_t lane = 0; lane < LANES; lane++)
+            sinks[lane / WIDTH][lane % WIDTH] = a.form.sinks[head(lane)] / scale;
+        for (int n = 0; n < VECTORS; n++) {
+            top[n] = larger(sinks[n], top[n]);
+            total[n] = exp((sinks[n] - top[n]) * scale);
+        }
+    }
+
     // Logits become weights, exp(logit - top); their sums, and the values by them.
     void value_products(const Floats* top, Floats* total) const {
-        const float scale = 1.0f / sqrtf(static_cast<float>(a.head_dim));
+        const float scale = rest_of_scale();
         const int64_t dim = a.head_dim, seen = this->seen();
         std::memset(space.sums.get(), 0, static_cast<size_t>(dim) * LANES * sizeof(float));
-        for (int n = 0; n < VECTORS; n++) total[n] = Floats{};
         const T* v = cached<T>(sequence, a.v, a.v_row, kv_head * a.v_head);
-        for (int64_t t = 0; t < seen; t += CHUNK) {
+        for (int64_t t = first_chunk(); t < seen; t += CHUNK) {
             const int64_t some = t + CHUNK < seen ? CHUNK : seen - t;
             float* logits = space.logits.get() + t * LANES;
             for (int64_t i = 0; i < some * LANES; i += LANES)
@@ -127,7 +165,7 @@ struct Block : Lanes {
             factors[lane / WIDTH][lane % WIDTH] = kept(lane);
         for (int n = 0; n < VECTORS; n++) factors[n] *= inverse[n];
         const int64_t seen = this->seen();
-        for (int64_t t = 0; t < seen; t++) {
+        for (int64_t t = begin(); t < seen; t++) {
             const float* weights = space.logits.get() + t * LANES;
             Floats received{};
             for (int n = 0; n < VECTORS; n++)

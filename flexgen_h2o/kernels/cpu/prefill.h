@@ -25,6 +25,17 @@ struct Lanes {
     // The last key that a lane sees.
     int64_t limit(int64_t lane) const { return sequence.tokens - sequence.rows + row(lane); }
     int64_t seen() const { return limit(count - 1) + 1; }
+    // The first key that a lane sees, and the first that any of the block's does.
+    int64_t start(int64_t lane) const {
+        const int64_t start = a.form.window ? limit(lane) + 1 - a.form.window : 0;
+        return start > 0 ? start : 0;
+    }
+    int64_t begin() const { return start(0); }
+
+    float scale() const {
+        return a.form.scale > 0 ? static_cast<float>(a.form.scale)
+                                : 1.0f / sqrtf(static_cast<float>(a.head_dim));
+    }
 
     template <class T>
     const T* query(int64_t lane) const {

@@ -94,9 +94,9 @@ struct TileSpace {
     // SIDE]. Rows, as left ones: queries [QUERY_LANES, dim], weights [QUERY_LANES, KEY_CHUNK].
     Memory<uint32_t> keys, values, queries, weights;
     Memory<float> logits, sums;  // [QUERY_LANES, KEY_CHUNK], [QUERY_LANES, dim]
-    // Of each lane: the last key that it sees, its largest logit so far, parts of the sum of its
+    // Of each lane: the last key that it sees, the first, its largest logit so far, parts of the sum of its
     // weights relative to that one, and what they are multiplied by to be added to the score.
-    int64_t limits[QUERY_LANES];
+    int64_t limits[QUERY_LANES], starts[QUERY_LANES];
     float top[QUERY_LANES], factors[QUERY_LANES];
     Floats totals[QUERY_LANES];
     int64_t dim = 0, packed = 0;  // head_dim up to whole tiles; keys and values in tiles by now
@@ -120,8 +120,11 @@ struct TileSpace {
 
     void start() { packed = 0; }
 
-    // Keys and values of a head up to the first `seen`, and on to whole tiles.
-    void pack(const Prefill& a, const Sequence& sequence, int64_t kv_head, int64_t seen) {
+    // Keys and values of a head from `begin`, where a pair of tiles begins, up to the first `seen`,
+    // and on to whole tiles. What is before `begin` will not be asked for again.
+    void pack(const Prefill& a, const Sequence& sequence, int64_t kv_head, int64_t begin,
+              int64_t seen) {
+        if (packed < begin) packed = begin;
         const auto* k = cached<bf16>(sequence, a.k, a.k_row, kv_head * a.k_head);
         const auto* v = cached<bf16>(sequence, a.v, a.v_row, kv_head * a.v_head);
         for (; packed < seen; packed += PAIR) {
@@ -189,7 +192,9 @@ struct TileBlock : Lanes {
     Space& space;
     Tiles tiles{space.shapes};
     // Of logits, that are exponents of 2 then.
-    const float scale = 1.44269504f / sqrtf(static_cast<float>(a.head_dim));
+    const float scale = a.form.softcap > 0   ? 1.44269504f
+                        : a.form.scale > 0 ? 1.44269504f * Lanes::scale()
+                                           : 1.44269504f / sqrtf(static_cast<float>(a.head_dim));
 
     void run(float* scores) {
         load_queries();
@@ -198,11 +203,16 @@ struct TileBlock : Lanes {
             space.top[lane] = NONE;
             space.totals[lane] = Floats{};
             space.limits[lane] = limit(lane);
+            space.starts[lane] = start(lane);
+            if (a.form.sinks) {  // as if it were the first key, with a value of zeros
+                space.top[lane] = a.form.sinks[head(lane)] * 1.44269504f / scale;
+                space.totals[lane][0] = 1;
+            }
         }
-        const int64_t seen = this->seen();
-        space.pack(a, sequence, kv_head, seen);
+        const int64_t seen = this->seen(), begin = this->begin() / KEY_CHUNK * KEY_CHUNK;
+        space.pack(a, sequence, kv_head, begin, seen);
         int64_t fetched = 0;
-        for (int64_t t = 0; t < seen; t += KEY_CHUNK) {
+        for (int64_t t = begin; t < seen; t += KEY_CHUNK) {
             for (const int64_t more = fetched + 8; fetched < more; fetched++) fetch(fetched);
             logits(t);
             for (int64_t lane = 0; lane < count; lane++) weigh(t, lane);
@@ -210,7 +220,7 @@ struct TileBlock : Lanes {
         }
         write();
         if (!scores) return;
-        for (int64_t t = 0; t < seen; t += KEY_CHUNK) {
+        for (int64_t t = begin; t < seen; t += KEY_CHUNK) {
             logits(t);
             add_received(t, scores);
         }
@@ -259,19 +269,32 @@ struct TileBlock : Lanes {
                              steps);
                 store_pair(tiles, space.logits.get() + lane * LOGITS_ROW + i, LOGITS_ROW);
             }
+        if (a.form.softcap > 0) cap(t);
+    }
+
+    __attribute__((noinline)) void cap(int64_t t) const {
+        const float scale = Lanes::scale(), most = static_cast<float>(a.form.softcap);
+        for (int64_t lane = 0; lane < count; lane++) {
+            float* x = space.logits.get() + lane * LOGITS_ROW;
+            for (int64_t j = 0; j < width(t, lane); j += WIDTH)
+                store(x + j, soft_capped(load(x + j) * scale, most));
+        }
     }
 
     // Logits become weights, unnormalized, in bfloat16.
     __attribute__((noinline)) void weigh(int64_t t, int64_t lane) const {
         const int64_t width = this->width(t, lane), sees = space.limits[lane] + 1 - t;
+        const int64_t start = space.starts[lane] - t;
         float* x = space.logits.get() + lane * LOGITS_ROW;
         int64_t some = 0;
-        if (sees > 0) {
+        if (sees > 0 && start < KEY_CHUNK) {
             some = sees < width ? up_to(WIDTH, sees) : width;
             if (sees < some) {
                 float* tail = x + some - WIDTH;
                 store(tail, masked(load(tail), sees - (some - WIDTH)));
             }
+            for (int64_t j = 0; j < start; j += WIDTH)
+                store(x + j, masked_before(load(x + j), start - j));
             Floats most = load(x);
             for (int64_t j = WIDTH; j < some; j += WIDTH) most = larger(load(x + j), most);
             raise(lane, widest(most));
@@ -295,6 +318,12 @@ struct TileBlock : Lanes {
         Ints place{};
         for (int i = 0; i < WIDTH; i++) place[i] = i;
         return place < static_cast<int32_t>(sees) ? x : broadcast(NONE);
+    }
+
+    INLINE static Floats masked_before(Floats x, int64_t start) {
+        Ints place{};
+        for (int i = 0; i < WIDTH; i++) place[i] = i;
+        return place < static_cast<int32_t>(start) ? broadcast(NONE) : x;
     }
 
     // A larger maximum: what was summed up becomes smaller.
@@ -345,6 +374,7 @@ struct TileBlock : Lanes {
                 Floats x = load(space.logits.get() + i * LOGITS_ROW + j - t);
                 const int64_t sees = space.limits[i] + 1 - j;
                 if (sees < WIDTH) x = masked(x, sees);
+                if (space.starts[i] > j) x = masked_before(x, space.starts[i] - j);
                 const Floats e = exp2((x - space.top[i]) * scale);
                 received = fma(e, broadcast(space.factors[i]), received);
             }

@@ -284,4 +284,13 @@ INLINE Floats exp(Floats x) {
     return under ? Floats{} : result;
 }
 
+// cap tanh(x / cap), within a few units in the last place of the cap; NaN stays.
+INLINE Floats soft_capped(Floats x, float cap) {
+    const Words sign = bits_of<Words>(x) & 0x80000000u;
+    const Floats size = bits_of<Floats>(bits_of<Words>(x) ^ sign);
+    const Floats e = exp(size * (-2.0f / cap));
+    const Floats result = (1.0f - e) / (1.0f + e) * cap;
+    return bits_of<Floats>(bits_of<Words>(result) | sign);
+}
+
 }  // namespace ISA

@@ -1,0 +1,131 @@
+"""Forms of attention (scale, soft cap, window, sinks) in every kernel, beside float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import FORMS, check_decode, check_prefill, decode_case, prefill_case
+
+from flexgen_h2o.config.attention_form import AttentionForm
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.eviction import Eviction
+from flexgen_h2o.kernels import blockwise, native, ops, reference, sdpa
+from flexgen_h2o.kernels.arguments import FormArguments
+
+COMBINATIONS = [AttentionForm(scale, cap, window, sinks) for scale, cap, window, sinks in
+                itertools.product((None, 0.4), (0.0, 2.5), (None, 7), (False, True))][1:]
+FUNCTIONS = [reference.prefill_attention, ops.prefill_attention]
+DECODE = [reference.decode_attention, ops.decode_attention]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def by_blocks(q, k, v, lengths, *, key_lengths, scores, decay, form, sinks):
+    return blockwise.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay,
+                                       FormArguments.of(form, sinks))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("form", COMBINATIONS, ids=str)
+def test_prefill(isa, form, dtype):
+    check_prefill([*FUNCTIONS, by_blocks], prefill_case(
+        [5, 1, 90], group=3, dim=24, dtype=dtype, attention=form))
+    check_prefill([*FUNCTIONS, by_blocks], prefill_case(
+        [9, 20], [40, 20], decay=0.9, dim=16, dtype=dtype, attention=form))
+
+
+@pytest.mark.parametrize("window", [2, 31, 64, 130, 300, 399])
+@pytest.mark.parametrize("dtype", FLOATS[:2])
+def test_long_prefill_in_windows_of_every_size(isa, window, dtype):
+    form = AttentionForm(window=window, softcap=3.0, sinks=True)
+    check_prefill(FUNCTIONS, prefill_case([400], group=2, dim=32, dtype=dtype, attention=form))
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 200)), min_size=1, max_size=3),
+       form=st.builds(AttentionForm, scale=st.sampled_from((None, 0.05, 1.0)),
+                      softcap=st.sampled_from((0.0, 1.0, 30.0)),
+                      window=st.none() | st.integers(2, 200), sinks=st.booleans()),
+       group=st.integers(1, 5), dim=st.sampled_from((2, 6, 16, 40)),
+       decay=st.sampled_from((1.0, 0.95)), dtype=st.sampled_from(FLOATS))
+def test_any_prefill(lengths, form, group, dim, decay, dtype):
+    rows = [length for length, _ in lengths]
+    keys = [length + before for length, before in lengths]
+    check_prefill([ops.prefill_attention, by_blocks], prefill_case(
+        rows, keys, group=group, dim=dim, decay=decay, dtype=dtype, attention=form))
+
+
+@pytest.mark.parametrize("lengths", [[300], [40, 40], [5, 700]])
+@pytest.mark.parametrize("window", [None, 3, 290])
+def test_sdpa(lengths, window):
+    form = AttentionForm(scale=0.3, window=window)
+    case = prefill_case(lengths, group=2, attention=form)
+    out = sdpa.prefill_attention(case["q"], case["k"], case["v"], lengths, form=form)
+    wanted = reference.prefill_attention(case["q"], case["k"], case["v"], lengths, form=form)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=2e-5)
+    assert not sdpa.possible(AttentionForm(softcap=1.0))
+    assert not sdpa.possible(AttentionForm(sinks=True))
+
+
+@pytest.mark.parametrize("stored", FORMS)
+@pytest.mark.parametrize("form", [form for form in COMBINATIONS if form.window is None], ids=str)
+def test_decode(isa, form, stored):
+    check_decode(DECODE, decode_case([1, 0, 70, 33], form=stored, group=3, dim=16,
+                                     attention=form))
+    check_decode(DECODE, decode_case([9, 40, 33], form=stored, group=2, dim=16, full=[1, 2],
+                                     eviction=Eviction(), rotary=8, attention=form))
+
+
+@pytest.mark.parametrize("window", [2, 6, 40])
+@pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(decay=0.9)])
+def test_decode_does_not_see_what_has_left_the_window(isa, window, eviction):
+    eviction = Eviction(eviction.mean, eviction.decay, window=window)
+    for cached in ([9, 40, 33], [600]):
+        check_decode(DECODE, decode_case(
+            cached, group=2, full=[0], eviction=eviction,
+            attention=AttentionForm(softcap=2.0, sinks=True, window=window)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(cached=st.lists(st.integers(3, 80), min_size=1, max_size=3), window=st.integers(0, 90),
+       cap=st.sampled_from((0.0, 5.0)), sinks=st.booleans(), stored=st.sampled_from(FORMS),
+       group=st.integers(1, 5))
+def test_any_decode(cached, window, cap, sinks, stored, group):
+    form = AttentionForm(softcap=cap, sinks=sinks)
+    check_decode([ops.decode_attention], decode_case(
+        cached, form=stored, group=group, full=[0], eviction=Eviction(window=window),
+        attention=form))
+
+
+def test_the_default_form_gives_the_same_bits():
+    case = prefill_case([70, 3], group=2, dim=24)
+    plain = ops.prefill_attention(**case | {"scores": None})
+    wide = AttentionForm(window=70)  # as wide as the longest prompt: no window
+    assert torch.equal(plain, ops.prefill_attention(**case | {"scores": None, "form": wide}))
+    case = decode_case([70, 3])
+    assert torch.equal(ops.decode_attention(**case)[0],
+                       ops.decode_attention(**case | {"form": wide})[0])
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="the C++ kernels were not built")
+def test_arguments_are_checked():
+    form = AttentionForm(sinks=True)
+    case = prefill_case([4], attention=form) | {"sinks": torch.zeros(3)}
+    with pytest.raises(ValueError, match="sinks must be"):
+        ops.prefill_attention(**case)
+    with pytest.raises(ValueError, match="a window needs the positions"):
+        native.decode_attention(**{
+            name: x for name, x in decode_case([4]).items() if name in ("q", "k", "v", "slots",
+                                                                        "metadata")},
+            bits=16, eviction=ops.EvictionArguments(window=3))
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"scale": 0.0}, "scale"), ({"scale": float("inf")}, "scale"), ({"softcap": -1.0}, "soft cap"),
+    ({"window": 1}, "window"), ({"window": 2.5}, "window"), ({"sinks": 1}, "sinks")])
+def test_forms_are_checked(options, words):
+    with pytest.raises(UserError, match=words):
+        AttentionForm(**options)

@@ -1,0 +1,86 @@
+"""Chats: conversations through the tokenizer's template, from Python and the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from refusals import refused
+from word_models import with_words
+
+from flexgen_h2o import LLM
+from flexgen_h2o.tasks import generate
+
+TEMPLATE = ("{% for m in messages %}{{ m.role[0] | replace('u', 'w1') }} {{ m.content }} "
+            "{% endfor %}{% if enable_thinking is defined and not enable_thinking %}w9 {% endif %}"
+            "{% if add_generation_prompt %}w7{% endif %}")
+HELLO = [{"role": "user", "content": "w3 w4"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model, tmp_path_factory):
+    target = tmp_path_factory.mktemp("chat") / "model"
+    found = with_words(tiny_model("qwen3").folder, target, chat_template=TEMPLATE)
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    return found
+
+
+def test_answers_are_those_of_the_rendered_prompts(folder):
+    with LLM(folder, dtype="float32") as llm:
+        prompts = ["w1 w3 w4 w7", "w1 w5 w7"]
+        wanted = llm.generate(prompts, max_new_tokens=6)
+        chats = [HELLO, [{"role": "user", "content": "w5"}]]
+        assert [out.token_ids for out in llm.chat(chats, max_new_tokens=6)] == [
+            out.token_ids for out in wanted]
+        one = llm.chat(HELLO, max_new_tokens=6)
+        assert [(out.prompt, out.token_ids) for out in one] == [(prompts[0], wanted[0].token_ids)]
+        quiet, = llm.chat(HELLO, max_new_tokens=1, chat_template_kwargs={"enable_thinking": False})
+        assert quiet.prompt == "w1 w3 w4 w9 w7" and quiet.prompt_token_ids == [1, 3, 4, 9, 7]
+        given, = llm.chat(HELLO, max_new_tokens=1, chat_template="w{{ messages | length }}")
+        assert given.prompt_token_ids == [1]
+
+
+def test_every_end_token_of_the_generation_config_ends_a_text(folder):
+    with LLM(folder, dtype="float32") as llm:
+        free, = llm.generate(["w1 w2"], max_new_tokens=20, eos_token_id=-1)
+    for place in (2, 4):
+        ends = [free.token_ids[place], 119]
+        with open(f"{folder}/generation_config.json", "w", encoding="utf-8") as file:
+            json.dump({"eos_token_id": ends[::-1]}, file)
+        with LLM(folder, dtype="float32") as llm:
+            out, = llm.generate(["w1 w2"], max_new_tokens=20)
+        assert out.token_ids[-1] in ends and len(out.token_ids) <= place + 1
+
+
+@pytest.mark.parametrize("conversations, options, words", [
+    ([[]], {}, "conversation 0 must be a list of messages"),
+    (["hello"], {}, "conversation 0 must be a list of messages"),
+    ([HELLO, [{"role": 3}]], {}, "conversation 1: the chat template does not take"),
+    ([HELLO], {"chat_template_kwargs": [1]}, "must be a mapping of names to values"),
+    ([HELLO], {"chat_template_kwargs": {"x": {1}}}, "what JSON can hold"),
+])
+def test_what_is_no_chat(folder, conversations, options, words):
+    with LLM(folder, dtype="float32") as llm:
+        assert words in refused(lambda: llm.chat(conversations, max_new_tokens=1, **options))
+
+
+def test_a_model_without_a_template(tiny_model, tmp_path):
+    plain = with_words(tiny_model("llama").folder, tmp_path / "plain")
+    with LLM(plain, dtype="float32") as llm:
+        assert "has no chat template" in refused(lambda: llm.chat(HELLO, max_new_tokens=1))
+
+
+def test_chats_on_the_command_line(folder, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    words = ["--model", folder, "--prompt", "w3 w4", "--gen-len", "2", "--dtype", "float32",
+             "--no-log", "--output", str(out), "--verbose", "0"]
+    arguments = ["--chat-template-kwargs", '{"enable_thinking": false}']
+    assert generate.main([*words, "--chat", *arguments]) == 0
+    assert json.loads(out.read_text())["prompt"] == "w1 w3 w4 w9 w7"
+    for wrong, message in [
+            (["--chat", "--chat-template-kwargs", "[1]"], "must be a JSON object"),
+            (["--chat", "--chat-template-kwargs", "{"], "is not JSON"), (arguments, "add --chat")]:
+        assert generate.main([*words, *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert generate.main(["--model", folder, "--chat", "--no-log"]) == 2
+    assert "--chat is for texts" in capsys.readouterr().err

@@ -1,0 +1,258 @@
+"""Layers that attend to a window: transformers' tokens, H2O's definition, caches of its size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine.test_pipeline import tokens as tokens_of_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inside import cache_of
+from llm.test_carried import CACHES, Case
+from llm.test_conversation import answers, open_llm, turns_of
+from llm.test_llm import PLACES, make_prompts, transformers_tokens
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.config.attention_form import AttentionForm
+from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.windowed import windowed
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.budget import Budget, budget, cached, slots
+from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.rows import layer_slots
+
+WINDOW = 7  # of the tiny model, in all of its layers
+LENGTHS = [5, 6, 7, 8, 13, 30, 1]  # around the window, and far longer
+MIXED = (AttentionForm(window=5, softcap=1.5), AttentionForm(scale=0.2), AttentionForm(window=9))
+SMALL = [H2OConfig(heavy_tokens=2), H2OConfig(heavy_ratio=0.2),
+         H2OConfig(heavy_tokens=4, recent_tokens=5),
+         H2OConfig(heavy_tokens=2, recent_tokens=1, sink_tokens=1, score="mean"),
+         H2OConfig(heavy_tokens=3, recent_tokens=1, score="decay", decay=0.8),
+         H2OConfig(recent_tokens=3, sink_tokens=2),
+         H2OConfig(heavy_tokens=2, evict_generated=False),
+         H2OConfig(heavy_tokens=2, positions="rolling"),
+         H2OConfig(heavy_tokens=2, recent_tokens=2, prompt_chunk=3)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model):
+    return tiny_model("mistral_window")
+
+
+@pytest.fixture
+def mixed(monkeypatch):
+    """Models are of `MIXED` forms of attention in place of their own."""
+    import flexgen_h2o.llm
+
+    find = flexgen_h2o.llm.find
+
+    def of_forms(*args, **options):
+        source = find(*args, **options)
+        source.config = replace(source.config, attention=MIXED)
+        return source
+
+    monkeypatch.setattr(flexgen_h2o.llm, "find", of_forms)
+
+
+def tokens_of(tiny, prompts, new=12, *, h2o=None, offload_dir=None, cache_bits=16, **policy):
+    policy = Policy(**{"gpu_batch_size": 3, "num_gpu_batches": 2} | policy)
+    with LLM(str(tiny.folder), policy=policy, h2o=h2o, dtype="float32", cache_bits=cache_bits,
+             offload_dir=offload_dir) as llm:
+        return [out.token_ids for out in llm.generate(prompts, max_new_tokens=new,
+                                                      eos_token_id=-1)]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_transformers_tokens_on_every_tier(tiny, tmp_path, device, place, chunk):
+    prompts = make_prompts(120, LENGTHS)
+    expected = transformers_tokens(tiny, prompts, 12)
+    for size, overlap, host in ((3, True, True), (1, False, False)):
+        assert tokens_of(tiny, prompts, cache=place, weights=place, gpu_batch_size=size,
+                         overlap=overlap, prefill_chunk=chunk, cpu_cache_compute=host,
+                         offload_dir=str(tmp_path)) == expected
+
+
+def test_the_cache_is_of_the_window(tiny):
+    prompts = make_prompts(120, [40, 3])
+    with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=2), dtype="float32") as llm:
+        llm.generate(prompts, max_new_tokens=20)
+        held = cache_of(llm).parts[0].get(0, 0)
+    assert held.shape[3] == WINDOW - 1  # a new token is beside them, and takes one of theirs
+
+
+def test_prompts_that_begin_alike(tiny):
+    start = make_prompts(120, [20])[0]
+    prompts = [start + rest for rest in make_prompts(120, [3, 3, 9], 1)] + [start, start]
+    expected = transformers_tokens(tiny, prompts, 12)
+    assert tokens_of(tiny, prompts, gpu_batch_size=5) == expected
+    h2o = H2OConfig(heavy_tokens=2)
+    assert tokens_of(tiny, prompts, gpu_batch_size=5, h2o=h2o) == tokens_of(
+        tiny, prompts, gpu_batch_size=1, h2o=replace(h2o, simulate=True))
+
+
+@pytest.mark.parametrize("h2o", SMALL, ids=str)
+def test_h2o_is_as_simulated(tiny, h2o):
+    prompts = make_prompts(120, LENGTHS)
+    simulated = tokens_of(tiny, prompts, h2o=replace(h2o, simulate=True), gpu_batch_size=1)
+    assert tokens_of(tiny, prompts, h2o=h2o) == simulated
+    if h2o.prompt_chunk is None:
+        assert tokens_of(tiny, prompts, h2o=h2o, prefill_chunk=4, gpu_batch_size=2,
+                         cache=Placement(0, 0, 100)) == simulated
+
+
+@pytest.mark.parametrize("h2o", [None, *SMALL[:3], *SMALL[-3:]], ids=str)
+def test_layers_of_several_forms_are_as_simulated(tiny_model, mixed, h2o):
+    tiny = tiny_model("llama")
+    prompts = make_prompts(120, LENGTHS)
+    simulated = replace(h2o or H2OConfig(), simulate=True)
+    expected = tokens_of(tiny, prompts, h2o=simulated, gpu_batch_size=1)
+    assert tokens_of(tiny, prompts, h2o=h2o) == expected
+    assert expected != transformers_tokens(tiny, prompts, 12)
+    if h2o is None:
+        for place in PLACES:
+            assert tokens_of(tiny, prompts, cache=place, prefill_chunk=4,
+                             cpu_cache_compute=True) == expected
+
+
+@settings(max_examples=12, deadline=None)
+@given(heavy=st.integers(0, 6), recent=st.integers(1, 6), pinned=st.integers(0, 2),
+       length=st.integers(1, 25), chunk=st.none() | st.integers(1, 6), size=st.integers(1, 2))
+def test_any_budget_is_as_simulated(tiny_model, heavy, recent, pinned, length, chunk, size):
+    tiny = tiny_model("mistral_window")
+    h2o = H2OConfig(heavy_tokens=heavy, recent_tokens=recent, sink_tokens=pinned,
+                    prompt_chunk=chunk)
+    prompts = make_prompts(120, [length, 9])
+    assert tokens_of(tiny, prompts, h2o=h2o, gpu_batch_size=size) == tokens_of(
+        tiny, prompts, h2o=replace(h2o, simulate=True))
+
+
+CARRIED = {"full": {}, "4 bits": {"cache_bits": 4}, "h2o": {"h2o": SMALL[0]},
+           "rolling": {"h2o": SMALL[7]}, "inside prompts": {"h2o": SMALL[8]}}
+
+
+@pytest.mark.parametrize("cache", CARRIED)
+def test_sequences_go_on_in_another_block(tiny, tmp_path, cache, monkeypatch):
+    monkeypatch.setitem(CACHES, cache, CARRIED[cache])
+    case = Case(tiny.folder, cache, 1)
+    for place, share in zip(PLACES, (0.01, 0.5, 0.3, 0.01), strict=True):
+        case.holds(Policy(gpu_batch_size=2, num_gpu_batches=2, cache=place, refill_share=share),
+                   tmp_path)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compressed_caches(tiny, bits):
+    prompts = make_prompts(120, LENGTHS)
+    expected = tokens_of(tiny, prompts, cache_bits=bits, gpu_batch_size=1)
+    assert tokens_of(tiny, prompts, cache_bits=bits, prefill_chunk=3) == expected
+    assert tokens_of(tiny, prompts, cache_bits=bits, cache=Placement(0, 0, 100)) == expected
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+def test_streams(tiny, chunk):
+    turns = turns_of(tiny, [7, 1, 13, 2])
+    with open_llm(tiny, chunk=chunk) as llm:
+        found = answers(llm, turns, max_tokens=100)
+    text = []
+    for turn, answer in zip(turns, found, strict=True):
+        text += turn
+        assert answer == transformers_tokens(tiny, [text], 12)[0]
+        text += answer
+    with open_llm(tiny, H2OConfig(heavy_tokens=3, recent_tokens=2), chunk=chunk) as llm:
+        dropped = answers(llm, turns)
+    with open_llm(tiny, H2OConfig(heavy_tokens=3, recent_tokens=2, simulate=True),
+                  chunk=chunk) as llm:
+        assert answers(llm, turns, max_tokens=100) == dropped
+
+
+def test_ranks_have_the_windows_of_their_layers(tiny_model, mixed):
+    prompts = make_prompts(120, LENGTHS)
+    folder = tiny_model("llama").folder
+    for h2o in (None, SMALL[0]):
+        options = {"h2o": h2o, "policy": Policy(gpu_batch_size=2, num_gpu_batches=2)}
+        assert tokens_of_ranks(folder, prompts, ranks=2, bounds=(0, 1, 3), **options) == (
+            tokens_of_ranks(folder, prompts, **options))
+
+
+# Sizes
+
+
+def test_budgets_on_window_layers():
+    forms = (AttentionForm(window=8), AttentionForm())
+    alone = windowed(None, forms)
+    assert [budget(alone, layer, 50) for layer in (0, 1)] == [Budget(0, 7), None]
+    assert [slots(alone, 0, *size) for size in ((3, 2), (3, 4), (3, 9), (50, 1))] == [5, 7, 7, 7]
+    assert alone.of_user().is_full and not alone.is_full and not alone.scored
+
+    def of(layer=0, **options):
+        return budget(windowed(H2OConfig(**options), forms), layer, 50)
+
+    assert of(heavy_tokens=2) == of(1, heavy_tokens=2) == Budget(2, 2)
+    assert of(heavy_tokens=2, sink_tokens=1) == Budget(3, 2)  # the window leaves the first token
+    assert of(1, heavy_tokens=2, sink_tokens=1) == Budget(2, 2, 1)
+    assert of(recent_tokens=3, sink_tokens=1) == Budget(0, 4)
+    assert of(heavy_tokens=4) == of(heavy_ratio=0.1) == of(heavy_ratio=1.0) == Budget(0, 7)
+    assert of(heavy_tokens=2, evict_generated=False) == Budget(0, 7)
+    prompts_only = windowed(H2OConfig(heavy_tokens=2, evict_generated=False), forms)
+    assert [cached(prompts_only, layer, 50, 9) for layer in (0, 1)] == [7, 13]
+    assert windowed(alone, forms) == alone and windowed(alone, forms[1:]).is_full
+    assert windowed(None, forms[1:]) is None
+
+
+def test_the_memory_plan_knows_slots_by_layer(tiny):
+    with LLM(str(tiny.folder), dtype="float32") as llm:
+        config = llm.model_config
+    one = replace(config, attention=(AttentionForm(window=7), *(AttentionForm(),) * 2))
+    load = Workload(100, 29, 1, 1)
+    none = replace(config, attention=())
+    plans = [memory_plan(model, Policy(), load, itemsize=4) for model in (config, one, none)]
+    held = [layer_slots(plan.run.cache, plan.run.model, load) for plan in plans]
+    assert held == [(6, 6, 6), (6, 128, 128), (128, 128, 128)]
+    caches = [next(row.cpu for row in plan.rows if row.name == "cache") for plan in plans]
+    assert caches == [sum(each) * caches[2] // 384 for each in held]
+    # Chunks go through the window: no prompt is held whole.
+    chunked = memory_plan(config, Policy(prefill_chunk=10), load, itemsize=4)
+    assert not chunked.run.gathers_prompts and chunked.run.evicts_chunks
+    packed = memory_plan(config, Policy(prefill_chunk=10), load, itemsize=4,
+                         cache=CacheOptions(bits=4))
+    assert packed.run.gathers_prompts
+
+
+def test_what_does_not_go_with_windows_is_refused(tiny):
+    with pytest.raises(UserError, match="layers of this model attend to a window: leave it out"):
+        LLM(str(tiny.folder), attn_sparsity=0.5)
+    with pytest.raises(UserError, match="256 positions"), LLM(str(tiny.folder)) as llm:
+        llm.generate([[5] * 250], max_new_tokens=20)
+
+
+def test_sinks_take_their_share_on_every_path(tiny_model, mixed, monkeypatch):
+    """Learned logits come with a layer's weights: as in a simulation, and not as without."""
+    from flexgen_h2o.engine.executor import Executor
+
+    def with_sinks(method):
+        def wrapped(self, step, *rest):
+            held = self._weights
+            self._weights = SimpleNamespace(
+                get=lambda layer: {**held.get(layer), "sinks": sinks})
+            try:
+                return method(self, step, *rest)
+            finally:
+                self._weights = held
+
+        return wrapped
+
+    tiny, prompts = tiny_model("llama"), make_prompts(120, LENGTHS)
+    without = tokens_of(tiny, prompts)
+    monkeypatch.setitem(globals(), "MIXED", tuple(replace(form, sinks=True) for form in MIXED))
+    sinks = torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.0])
+
+    for name in ("_prompt_layer", "_start"):
+        monkeypatch.setattr(Executor, name, with_sinks(getattr(Executor, name)))
+    expected = tokens_of(tiny, prompts, h2o=H2OConfig(simulate=True), gpu_batch_size=1)
+    assert expected != without
+    for place in PLACES:
+        assert tokens_of(tiny, prompts, cache=place, cpu_cache_compute=True) == expected
