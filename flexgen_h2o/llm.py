@@ -38,7 +38,7 @@ from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import TooLittleMemory, UserError, shown
 from flexgen_h2o.files.chat_template import render_chats
 from flexgen_h2o.metrics.run_stats import RunStats
-from flexgen_h2o.models.positions import check_cache, check_halves, longest_prompt
+from flexgen_h2o.models.positions import check_cache, check_experts, check_halves, longest_prompt
 from flexgen_h2o.outputs import Output, Scored
 from flexgen_h2o.planning.memory_check import MemoryCheck
 from flexgen_h2o.storage.tiers import open_device
@@ -119,6 +119,8 @@ class LLM(Session):
             self._cache = replace(self._cache, h2o=windowed(h2o, self.model_config.attention))
             settings = replace(settings, cache=self._cache)
             check_halves(self.model_config, self.policy)
+            check_experts(self.model_config, self.policy,
+                          1 if load.pipeline is None else load.pipeline.ranks)
             self._prompts = Prompts(source, name, h2o)
             self._prompts.check_longest(
                 load.texts, 1 if load.workload is None else load.workload.gen_len)

@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 import torch
 from fakes import LazyDevice, PoisonedDevice
+from mixture_cases import MIXTURES
 from refusals import command_refused
 
 # The GPU kernels run under Triton's interpreter. Triton looks once, when it is first imported, and
@@ -139,12 +140,14 @@ TINY: dict[str, Callable[[], Any]] = {
 
 
 def make_tiny(key: str, folder: Path) -> TinyModel:
-    """Build the model of one key of `TINY` with seeded random weights, and save it in `folder`."""
+    """Build the model of a key of `TINY` or `MIXTURES` with seeded random weights, and save it."""
     from transformers import AutoModelForCausalLM
 
-    config = TINY[key]()
+    config = (TINY | MIXTURES)[key]()
     config.eos_token_id = None  # a random model must not happen to stop
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if hasattr(model, "set_experts_implementation"):  # grouped products want even shapes
+        model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(sum(map(ord, key)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

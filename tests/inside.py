@@ -6,6 +6,7 @@ the package breaks is found in one place.
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 from flexgen_h2o import LLM
@@ -74,16 +75,21 @@ def weights_of(llm):
     return llm._runtime.weights
 
 
+def slots_of_experts(llm) -> list:
+    """The staging buffers of a mixture's experts."""
+    return llm._runtime._experts._buffers
+
+
 def weight_sizes(llm) -> dict[str, int]:
     """Bytes of each weight, by name."""
     store = weights_of(llm)
-    return {spec.name: store._bytes(spec) for unit in store.units for spec in unit.specs.values()}
+    return {spec.name: store._bytes(spec) for spec in store._specs()}
 
 
 def extents_of(llm) -> dict:
     """Where each weight that is read from disk lies, by name."""
     store = weights_of(llm)
-    return {spec.name: store._extent(spec) for unit in store.units for spec in unit.specs.values()}
+    return {spec.name: store._extent(spec) for spec in store._specs()}
 
 
 def staging_bytes(llm) -> list[int]:
@@ -175,6 +181,34 @@ def lanes_with(transfers, pool) -> list:
     for lane in transfers._lanes.values():
         lane._pool = pool()
     return [lane._pool for lane in transfers._lanes.values()]
+
+
+def hold_first_expert(monkeypatch, llm) -> list:
+    """Let the first expert that is loaded come only when another one has been computed.
+
+    Returns the list to which the experts are added as they are computed, the first ones of which
+    are a layer's first.
+    """
+    slots, go, order = llm._runtime._experts, threading.Event(), []
+    bring, arrivals = slots._weights.bring, slots.arrivals
+
+    def late(lane, buffer, *, unit):
+        if unit is slots._weights.experts[0, 0]:
+            assert go.wait(60)
+        bring(lane, buffer, unit=unit)
+
+    def watched():
+        if not order:  # by then the second one is there
+            second = [key for key in slots._wanted if key != (0, 0)][0]
+            slots._buffers[slots._policy.slot(second)].loaded.event()
+        for key, weights in arrivals():
+            order.append(key)
+            yield key, weights
+            go.set()
+
+    monkeypatch.setattr(slots._weights, "bring", late)
+    monkeypatch.setattr(slots, "arrivals", watched)
+    return order
 
 
 def before_conversions(monkeypatch, look) -> None:

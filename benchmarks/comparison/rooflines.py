@@ -51,18 +51,24 @@ class WorkAmount:
 
 def work(model: ModelConfig, load: Load) -> WorkAmount:
     """Bytes and FLOPs of a load."""
-    matrices = model.num_layers * model.layer_parameters()
+    experts, active, touched = model.experts, model.layer_shapes().parameters, 0.0
+    if experts is not None:
+        active += experts.per_token * model.expert_shapes().parameters
+        touched = experts.touched(load.batch)
+    matrices = model.num_layers * active
     head = model.vocab_size * model.embed_dim
     options, attention = WeightOptions(load.weight_bits), 4 * model.num_layers * model.q_size
     layers = model.num_layers * part_bytes(options, model.layer_shapes(), load.itemsize)
+    expert = 0 if experts is None else model.num_layers * part_bytes(
+        options, model.expert_shapes(), load.itemsize)
     ends = sum(part_bytes(options, part, load.itemsize)
                for part in (model.embed_shapes(), model.head_shapes()))
     record = model.num_layers * record_bytes(
         CacheOptions(bits=load.cache_bits), model, load.itemsize)
     return WorkAmount(
-        all_bytes=layers + ends,
-        weight_bytes=layers + options.matrix_bytes((model.vocab_size, model.embed_dim),
-                                                   load.itemsize),
+        all_bytes=layers + ends + (0 if experts is None else experts.count * expert),
+        weight_bytes=layers + int(touched * expert) + options.matrix_bytes(
+            (model.vocab_size, model.embed_dim), load.itemsize),
         cache_bytes=load.batch * load.cached * record,
         step_flops=load.batch * (2 * (matrices + head) + attention * load.cached),
         prefill_flops=load.batch * load.prompt_len * (

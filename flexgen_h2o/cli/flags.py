@@ -128,6 +128,16 @@ class RunFlags:
         "policy", "bool", False,
         help="schedule attention and MLP as two layers, which takes smaller buffers for weights",
     )
+    expert_percent: tuple[float, ...] | None = _flag(
+        "policy", "shares", None, metavar="P", shown="what the rest leaves of the fastest memory",
+        help="percent of a mixture's experts on gpu, cpu, disk; --percent is of all other weights "
+        "then",
+    )
+    expert_slots: int | None = _flag(
+        "policy", "int", None, low=1, shown="what a decode step chooses in two layers",
+        help="experts of a mixture that have room in the fastest memory beside those that rest "
+        "there; the ones used most, of late, stay",
+    )
     refill_share: float = _flag(
         "policy", "float", Policy.refill_share, above=0, high=1,
         help="end a block when so many of its sequences have ended, and let the others go on "

@@ -76,6 +76,8 @@ def arguments(spec: Field[Any]) -> dict[str, Any]:
         options |= {"type": _parse_bool, "nargs": "?", "const": True, "metavar": "true|false"}
     elif kind == "texts":
         options |= {"action": "append"}
+    elif kind == "shares":
+        options |= {"nargs": 3}
     elif kind in ("percent", "ratios", "words"):
         options |= {"nargs": "+"}
     elif kind == "numbers":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.config.placement import PLACED
+from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.config.policy import Policy, percent_text
 from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.hardware import Hardware
@@ -24,12 +24,15 @@ def flags(run: PlannedRun) -> str:
     policy = run.policy
     batches = ("gpu_batch_size", "num_gpu_batches")
     values = {spec.name: getattr(policy, spec.name) for spec in fields(Policy)
-              if spec.name not in PLACED
+              if spec.name not in (*PLACED, "experts")
               and (spec.name in batches or getattr(policy, spec.name) != spec.default)}
     values |= {f"{name}_bits": options.bits
                for name, options in (("weight", run.weights), ("cache", run.cache))
                if options.bits != 16}
     words = [f"{flag_name(name)} {str(value).lower()}" for name, value in values.items()]
+    if policy.experts is not None:
+        shares = " ".join(f"{getattr(policy.experts, tier):g}" for tier in TIERS)
+        words.insert(0, f"--expert-percent {shares}")
     return f"--percent {percent_text(policy)} {' '.join(words)}".replace(" true", "")
 
 

@@ -26,7 +26,7 @@ from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.gguf_config import config_of, kept_weights
 from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.models.positions import check_cache, check_length, longest_prompt
+from flexgen_h2o.models.positions import check_cache, check_experts, check_length, longest_prompt
 from flexgen_h2o.models.spec import from_transformers, published, read_config
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.hardware_file import BITS, load_hardware
@@ -188,6 +188,7 @@ def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOp
 def _check(config: RunConfig, model: ModelConfig) -> None:
     """Refuse what the model can't do. How long a text is in tokens is not known yet."""
     check_cache(model, config.h2o())
+    check_experts(model, config.policy(), config.pipeline_parallel)
     if config.synthetic:
         check_length(model, config.h2o(), prompt="--prompt-len", length=config.prompt_len,
                      new_tokens=config.gen_len)
@@ -258,7 +259,9 @@ def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
         if options.bits != getattr(config, f"resolved_{kind}_bits")}
     percent = [share for placement in (policy.weights, policy.cache, policy.activations)
                for share in (placement.gpu, placement.cpu)]
-    return replace(config, percent=tuple(percent), gpu_batch_size=policy.gpu_batch_size,
-                   num_gpu_batches=policy.num_gpu_batches,
+    experts = None if policy.experts is None else (
+        policy.experts.gpu, policy.experts.cpu, policy.experts.disk)
+    return replace(config, percent=tuple(percent), expert_percent=experts,
+                   gpu_batch_size=policy.gpu_batch_size, num_gpu_batches=policy.num_gpu_batches,
                    cpu_cache_compute=policy.cpu_cache_compute, goal=GOALS[0],
                    allow_compression=False, recalibrate=False, **bits)

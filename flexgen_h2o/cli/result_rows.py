@@ -25,7 +25,7 @@ EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
 """Columns of what stays cached."""
 _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "prefill_chunk", "sep_layer",
              "refill_share", "compress_weight", "compress_cache", "weight_bits", "cache_bits",
-             *EVICTION, "attn_sparsity")
+             *EVICTION, "attn_sparsity", "expert_percent", "expert_slots")
 SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
 """Columns of what is run, but for lengths and batches."""
 CSV_COLUMNS = (
@@ -37,6 +37,7 @@ CSV_COLUMNS = (
     "peak_device_bytes", "peak_process_bytes", "weight_bytes",
     "kv_cache_bytes", "full_kv_cache_bytes", "kv_bytes_per_token",
     *(f"{link.replace('->', '_to_')}_{unit}" for link in LINKS for unit in ("gb", "gb_per_s")),
+    "expert_touches", "expert_hit_rate", "expert_loads", "expert_guesses", "expert_gb",
     "projected",
 )
 
@@ -64,6 +65,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
         name = link.replace("->", "_to_")
         row[f"{name}_gb"] = nbytes / GB
         row[f"{name}_gb_per_s"] = over(nbytes / GB, seconds)
+    row["expert_gb"] = stats.expert_bytes / GB
     return {name: row[name] if name in row else getattr(stats, name) for name in CSV_COLUMNS}
 
 
@@ -84,6 +86,8 @@ def _resolved(config: RunConfig) -> dict[str, object]:
     h2o = config.h2o()
     full = h2o is None or h2o.is_full
     return {
+        "expert_percent": (None if config.expert_percent is None
+                           else " ".join(f"{share:g}" for share in config.expert_percent)),
         "weight_bits": config.resolved_weight_bits,
         "cache_bits": config.resolved_cache_bits,
         "eviction": "full" if full else config.eviction,

@@ -18,7 +18,7 @@ from flexgen_h2o.cli.cache_flags import h2o_config
 from flexgen_h2o.cli.flags import AUTO, GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.placement import PLACED, parse_percent
+from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.errors import UserError, did_you_mean, shown
@@ -117,6 +117,8 @@ class RunConfig(RunFlags):
                   self.cache_bits is not None or self.compress_cache]
         yield ("--allow-compression", self.allow_compression and all(chosen),
                "as the bits of weights and cache are both given: leave one of them out")
+        yield ("--expert-percent", self.expert_percent is not None and not fixed,
+               "with --percent auto, which chooses it")
         elsewhere = self.hardware is not None
         yield ("--recalibrate", self.recalibrate and fixed and not self.plan_only,
                "on a fixed policy: add --percent auto or --plan-only")
@@ -195,6 +197,7 @@ class RunConfig(RunFlags):
         return self._make(
             Policy, gpu_batch_size=self.resolved_gpu_batch_size,
             num_gpu_batches=self.resolved_num_gpu_batches,
+            experts=None if self.expert_percent is None else Placement(*self.expert_percent),
             **dict(zip(PLACED, parse_percent(percent), strict=True)))
 
     def h2o(self) -> H2OConfig | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from flexgen_h2o.config import schema
 from flexgen_h2o.config.checks import check_bool, check_choice, check_int, check_number
-from flexgen_h2o.config.placement import parse_percent
+from flexgen_h2o.config.placement import parse_percent, parse_shares
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_yaml
 
@@ -23,9 +23,10 @@ from flexgen_h2o.files.readers import read_yaml
 def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
     """A field and the metadata of its flag.
 
-    `kind` is text, path, texts, words, percent, ratios, numbers, size, int, float or bool. Rules:
-    `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the bare flag),
-    `shown` (the default in words) and `short` (another name of one letter, such as ``-i``).
+    `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, float or
+    bool. Rules: `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the
+    bare flag), `shown` (the default in words) and `short` (another name of one letter, such as
+    ``-i``).
     """
     return field(default=default, metadata={"kind": kind, "help": help, **rules})
 
@@ -54,6 +55,8 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
                          high=rules.get("high"))
         case "percent":
             value = _percentages(name, value)
+        case "shares":
+            value = _shares(name, value)
         case "size":
             value = parse_size(name, value)
         case "ratios":
@@ -115,6 +118,14 @@ def _percentages(flag: str, value: object) -> tuple[float, ...] | str:
     if list(numbers) == ["auto"]:
         return "auto"
     shares = [s for p in parse_percent(numbers, flag) for s in (p.gpu, p.cpu)]
+    return tuple(int(share) if share == int(share) else share for share in shares)
+
+
+def _shares(flag: str, value: object) -> tuple[float, ...]:
+    """The shares of gpu, cpu and disk. YAML may give a list or ``0 100 0``."""
+    numbers = value.split() if isinstance(value, str) else value
+    placement = parse_shares(_several(numbers), flag)
+    shares = (placement.gpu, placement.cpu, placement.disk)
     return tuple(int(share) if share == int(share) else share for share in shares)
 
 

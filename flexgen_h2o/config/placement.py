@@ -79,6 +79,20 @@ def parse_percent(values: Sequence[object], name: str = "--percent"
     return weights, cache, activations
 
 
+def parse_shares(values: Sequence[object], name: str) -> Placement:
+    """Read the shares of device, host and disk, in percent, which sum to 100.
+
+    Raises `UserError`, in which they are called `name`: a wrong count, not a number, out of
+    0..100, another sum.
+    """
+    if len(values) != len(TIERS):
+        raise UserError(f"{name} takes 3 numbers (gpu cpu disk), got {len(values)}")
+    shares = [_percentage(name, value) for value in values]
+    if abs(sum(shares) - 100) > _PERCENT_SLACK:
+        raise UserError(f"{name} must sum to 100, got {sum(shares):g}")
+    return Placement(*shares)
+
+
 def _percentage(name: str, value: object) -> float:
     """One number of ``--percent``, from a number or its text."""
     if isinstance(value, str):

@@ -21,7 +21,10 @@ class Policy:
     `cpu_cache_compute` attends on the CPU where the cache lives there; `pin_weight` page-locks
     host weights when there is a GPU. `prefill_chunk` tokens of a prompt go through the whole
     network at once (None: all): fewer need less memory. `sep_layer` schedules attention and MLP as
-    two layers, so that only half a layer's weights are fetched at a time. When
+    two layers, so that only half a layer's weights are fetched at a time. `experts` places the
+    experts of a mixture, and `weights` all else then; None: `weights` is of both, and experts get
+    what the rest leaves of the fastest memory. `expert_slots` is how many experts that rest
+    elsewhere have room in fast memory (None: two layers' of a decode step). When
     `refill_share` of a block's sequences have ended, the others go on in a block with the next ones
     (1: a block goes on until all have ended). Raises `UserError` for a value of a wrong type or
     range.
@@ -38,12 +41,18 @@ class Policy:
     prefill_chunk: int | None = None
     sep_layer: bool = False
     refill_share: float = 0.5
+    experts: Placement | None = None
+    expert_slots: int | None = None
 
     def __post_init__(self) -> None:
         check_int("gpu_batch_size", self.gpu_batch_size, low=1)
         check_int("num_gpu_batches", self.num_gpu_batches, low=1)
         if self.prefill_chunk is not None:
             check_int("prefill_chunk", self.prefill_chunk, low=1)
+        if self.expert_slots is not None:
+            check_int("expert_slots", self.expert_slots, low=1)
+        if not isinstance(self.experts, Placement | None):
+            raise UserError(f"experts must be a Placement or None, got {self.experts!r}")
         for kind in PLACED:
             if not isinstance(getattr(self, kind), Placement):
                 raise UserError(f"{kind} must be a Placement, got {getattr(self, kind)!r}")

@@ -15,6 +15,8 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.exchange import Exchange
+from flexgen_h2o.engine.expert_layers import ExpertLayers
+from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
 from flexgen_h2o.engine.sinks import Sink
@@ -60,11 +62,13 @@ class Executor:
         separated, too.
     exchange : Exchange, optional
         With the other ranks of a pipeline, each of which runs the same blocks through its layers.
+    experts : ExpertSlots, optional
+        Those of a model with experts, whose policy separates attention and MLP.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
                  transfers: Transfers, dtype: torch.dtype, policy: Policy,
-                 exchange: Exchange | None = None):
+                 exchange: Exchange | None = None, experts: ExpertSlots | None = None):
         self._config = config
         self._family = family(config)
         self._weights = weights
@@ -78,6 +82,7 @@ class Executor:
         self._sep_layer = policy.sep_layer
         self._refill_share = policy.refill_share
         self._last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
+        self._experts = None if experts is None else ExpertLayers(config, experts, self._do)
         self._exchange = exchange
         self._stage = Stage.whole(config.num_layers) if exchange is None else exchange.stage
         self._own = self._stage.layer_steps(policy.sep_layer)
@@ -273,8 +278,8 @@ class Executor:
             rows = slice(chunk.row, chunk.end)
             tables = None if rope is None else tuple(table[rows] for table in rope)
             qkv = self._family.attention_inputs(self._config, weights, x[rows], self._do)
-            self._finish(weights, x[rows],
-                         attend(step, chunk.spans, qkv, tables, weights.get("sinks")))
+            attended = attend(step, chunk.spans, qkv, tables, weights.get("sinks"))
+            self._finish(step, weights, x[rows], attended, chunk.row)
 
     def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
                         rope, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -302,7 +307,7 @@ class Executor:
         attending = self._started.pop(step.batch, None) or self._start(step)
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        self._finish(weights, x, attending.result(self._transfers))
+        self._finish(step, weights, x, attending.result(self._transfers))
 
     def _start(self, step: LayerStep) -> PendingAttention:
         """Give compute a decoder layer's attention over new tokens."""
@@ -314,12 +319,22 @@ class Executor:
             self._cached(step), step.batch, *qkv, rope=self._tables(step),
             token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
 
-    def _finish(self, weights: Mapping[str, Weight], x: torch.Tensor, attended: torch.Tensor
-                ) -> None:
-        """The rest of a layer step, once attention is done; x [rows, hidden] is updated."""
+    def _finish(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor,
+                attended: torch.Tensor, row: int = 0) -> None:
+        """The rest of a layer step, once attention is done; x [rows, hidden], of a batch's rows
+        from number `row` on, is updated."""
         self._family.attention_output(self._config, weights, x, attended, self._do)
-        if not (self._sep_layer or self._config.parallel_residual):
+        if self._experts is not None:
+            before, rows = self._block_rows(step)
+            self._experts.route(self._cached(step), weights, x, first=before + row, rows=rows,
+                                following=self._weights.in_memory(step.layer + 2, "ln2", "router"))
+        elif not (self._sep_layer or self._config.parallel_residual):
             self._family.mlp(self._config, weights, x, self._do)
+
+    def _block_rows(self, step: LayerStep) -> tuple[int, int]:
+        """The rows of a forward pass in the batches before a step's, and in all."""
+        rows = [0 if batch.finished else batch.rows(step.forward_pass) for batch in self._batches]
+        return sum(rows[: step.batch]), sum(rows)
 
     def _cached(self, step: LayerStep) -> int:
         """The decoder layer of a layer step, from the rank's first on."""
@@ -327,7 +342,11 @@ class Executor:
 
     def _mlp(self, step: LayerStep, batch: Batch) -> None:
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        self._family.mlp(self._config, self._weights.get(step.layer), x, self._do)
+        weights = self._weights.get(step.layer)
+        if self._experts is not None:
+            self._experts.add_(weights, x, first=self._block_rows(step)[0])
+        else:
+            self._family.mlp(self._config, weights, x, self._do)
 
     def _head(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)

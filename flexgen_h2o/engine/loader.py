@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,7 @@ from flexgen_h2o.models.spec import (
     from_transformers,
     published,
 )
+from flexgen_h2o.models.stacked import View, unstacked
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.tiers import Device
 
@@ -67,11 +68,13 @@ class Source:
     def form(self) -> WeightFormat:
         """The tensors' storage options: in groups as the checkpoint's, where it has any of so many
         bits."""
+        exact = frozenset(self.config.exact_shapes)
         if self._keeps_groups:
-            return WeightFormat(self.dtype, self.bits, GgufBlocks.GROUP)
+            return WeightFormat(self.dtype, self.bits, GgufBlocks.GROUP, exact)
         if self.quantization is not None:
-            return WeightFormat(self.dtype, self.bits, self.quantization.group(self.bits))
-        return WeightFormat(self.dtype, self.bits)
+            group = self.quantization.group(self.bits)
+            return WeightFormat(self.dtype, self.bits, group, exact)
+        return WeightFormat(self.dtype, self.bits, exact=exact)
 
     def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
         """True if no file keeps the weights in `form`: the disk tier writes what it holds."""
@@ -121,7 +124,8 @@ class Source:
         if placement.disk > 0 and not all(self._direct(checkpoint, n) for n in names.values()):
             checkpoint.close()
             dtype = str(self.dtype).removeprefix("torch.")
-            folder = converted_folder(self.folder, dtype, progress=progress)
+            folder = converted_folder(self.folder, dtype, progress=progress,
+                                      views=_views(self.config))
             checkpoint, names = self._resolve(folder, specs)
         return checkpoint, names
 
@@ -137,7 +141,7 @@ class Source:
                       title=self.folder.name, progress=progress)
 
     def _resolve(self, folder: Path, specs) -> tuple[Checkpoint, dict[str, str]]:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = unstacked(open_checkpoint(folder), _views(self.config))
         try:
             return checkpoint, resolve(checkpoint, specs.values(), family(self.config).aliases)
         except BaseException:
@@ -204,11 +208,13 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
     grows with its numbers is planned or made.
     """
     kind = family(config)
-    with open_checkpoint(folder) as checkpoint:
-        names = checkpoint.names()
+    with open_checkpoint(folder) as plain:
+        names = plain.names()
         if config.num_layers > len(names):  # each has a tensor at least
-            raise UserError(f"{checkpoint.source} has {len(names)} tensors, but config.json calls "
+            raise UserError(f"{plain.source} has {len(names)} tensors, but config.json calls "
                             f"for {config.num_layers} layers; do the two belong together?")
+        checkpoint = unstacked(plain, _views(config))
+        names = checkpoint.names()
         weights = kind.weights(config)
         resolve(checkpoint, _specs(weights).values(), kind.aliases)
         longer = kind.weights(config.longer())
@@ -220,10 +226,15 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
     return weights
 
 
+def _views(config: ModelConfig) -> Mapping[str, Sequence[View]]:
+    """Places in larger tensors of a checkpoint of those that the model needs."""
+    views = getattr(family(config), "views", None)
+    return {} if views is None else views(config)
+
+
 def _specs(weights: ModelWeights) -> dict[str, TensorSpec]:
     """All tensors by their canonical names."""
-    groups = (weights.embed, *weights.layers, weights.head)
-    return {spec.name: spec for group in groups for spec in group.values()}
+    return {spec.name: spec for group in weights.groups() for spec in group.values()}
 
 
 def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:

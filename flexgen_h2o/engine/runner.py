@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from flexgen_h2o.engine.block_queue import BlockQueue, BlockSize
 from flexgen_h2o.engine.calls import Calls
 from flexgen_h2o.engine.exchange import Exchange
 from flexgen_h2o.engine.executor import Executor, Timing
+from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.engine.loader import ByteProgress, Source
 from flexgen_h2o.engine.pipeline import Pipeline
@@ -99,6 +100,8 @@ class Runner:
                  seat: Seat | None = None):
         self.source = source
         self.config = source.config
+        if self.config.experts is not None:  # all batches choose before any expert is needed
+            settings = replace(settings, policy=replace(settings.policy, sep_layer=True))
         self.seat = seat
         self.stage = Stage.whole(self.config.num_layers) if seat is None else seat.stage
         self.own = self.config.part(self.stage.first, self.stage.last)
@@ -112,6 +115,7 @@ class Runner:
         self._links = LinkStats()
         self._spinning = Spinning()
         self._transfers: Transfers | None = None
+        self._experts: ExpertSlots | None = None
         self.loaded_bytes = 0  # resident, of the process, when the weights had come
         self.load_seconds = 0.0  # until everything was ready: set by its opener
 
@@ -151,7 +155,8 @@ class Runner:
             weights = weights.separated()
         self.weights = WeightStore(
             weights, checkpoint, names, placement=placement, form=source.form,
-            transfers=self._transfers, pin=settings.policy.pin_weight, verify=options.verify)
+            experts=settings.policy.experts, transfers=self._transfers,
+            pin=settings.policy.pin_weight, verify=options.verify)
 
         def run_folder() -> RunFolder:
             folder = RunFolder(settings.offload_dir)
@@ -160,7 +165,15 @@ class Runner:
 
         with byte_bar("loading", off=options.no_bars) as bar:
             self.weights.load(run_folder, self._noted(bar))
+        self._load_experts()
         self.loaded_bytes = resident_bytes()
+
+    def _load_experts(self) -> None:
+        """Make the slots of a model's experts, if it has any."""
+        policy, experts = self.settings.policy, self.config.experts
+        self._experts = None if experts is None else ExpertSlots(
+            self.weights, self._transfers, experts, given=policy.expert_slots,
+            tokens=policy.gpu_batch_size * policy.num_gpu_batches, overlap=policy.overlap)
 
     def _noted(self, bar: ByteProgress) -> ByteProgress:
         """A callback that shows progress, and tells the other ranks of it."""
@@ -228,7 +241,8 @@ class Runner:
         sent_before = 0 if self._exchange is None else self._exchange.sent_bytes
         executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
                             dtype=self.source.dtype, policy=self.settings.policy,
-                            exchange=self._exchange)
+                            exchange=self._exchange, experts=self._experts)
+        experts_before = None if self._experts is None else replace(self._experts.counts)
         with (torch.inference_mode(), self.sampled_memory(), self._spinning.watched(),
               dispatch.measured(self.settings.load.implementations),
               contextlib.ExitStack() as opened):
@@ -257,6 +271,9 @@ class Runner:
         stats.full_kv_cache_bytes = self.own.kv_bytes_per_token(self.source.dtype.itemsize) * (
             sum(len(batch) * batch.batch_layout.longest for batch in block))
         stats.links = self._links.totals()
+        if experts_before is not None:
+            for name, count in asdict(self._experts.counts.since(experts_before)).items():
+                setattr(stats, f"expert_{name}", count)
         if self._exchange is not None:
             stats.sent_bytes = self._exchange.sent_bytes - sent_before
         stats.peak_device_bytes = self._device.peak_bytes()

@@ -7,9 +7,10 @@ copy and a few large reads. On disk they are the checkpoint's own bytes, or the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -26,7 +27,12 @@ from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.checksums import Checksums
 from flexgen_h2o.storage.disk import Disk, RunFolder, plan_reads
 from flexgen_h2o.storage.extent import Extent
-from flexgen_h2o.storage.placement import assign, compute_tiers, set_apart
+from flexgen_h2o.storage.placement import (
+    assign,
+    compute_tiers,
+    experts_apart,
+    set_apart,
+)
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.transfer import H2D, Lane, Transfers
 
@@ -44,6 +50,8 @@ class WeightStore:
         Canonical tensor name to the checkpoint's own name.
     placement : Placement
         Share of the bytes on each tier, as `form` counts them.
+    experts : Placement, optional
+        The same of the experts alone; see `Policy.experts`.
     form : WeightFormat
         Of every tensor, wherever it is.
     pin : bool
@@ -54,7 +62,7 @@ class WeightStore:
 
     def __init__(self, weights: ModelWeights, checkpoint: Checkpoint, names: Mapping[str, str],
                  *, placement: Placement, form: WeightFormat, transfers: Transfers,
-                 pin: bool = True, verify: bool = False):
+                 experts: Placement | None = None, pin: bool = True, verify: bool = False):
         self._checkpoint = checkpoint
         self._names = names
         self._form = form
@@ -63,7 +71,10 @@ class WeightStore:
         self._device: Device = transfers.device
         self.tables = weights.tables
         self.units = [Unit(dict(specs)) for specs in (weights.embed, *weights.layers, weights.head)]
-        self.tiers = self._place(placement)
+        self.experts = {(layer, number): Unit(dict(specs))
+                        for layer, those in enumerate(weights.experts)
+                        for number, specs in enumerate(those)}
+        self.tiers = self._place(placement, experts)
         self._tables: dict[str, Weight] = {}
         self._ring: BufferRing[int] = BufferRing(transfers, ())
         self._spill: dict[str, Extent] = {}
@@ -72,10 +83,14 @@ class WeightStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors at rest, a tied one once."""
-        specs = {s.name: s for unit in self.units for s in unit.specs.values()}
-        return sum(map(self._bytes, specs.values()))
+        return sum(map(self._bytes, {spec.name: spec for spec in self._specs()}.values()))
 
-    def _place(self, placement: Placement) -> dict[str, str]:
+    def _specs(self) -> Iterator[TensorSpec]:
+        """All tensors, unit by unit; a tied one comes twice."""
+        for unit in chain(self.units, self.experts.values()):
+            yield from unit.specs.values()
+
+    def _place(self, placement: Placement, experts: Placement | None) -> dict[str, str]:
         """Tier of each tensor by checkpoint name, a tied one once.
 
         The head's matrix is the largest tensor that is ever fetched, and staging buffers would have
@@ -85,14 +100,20 @@ class WeightStore:
         order = [*self.units[1:-1], self.units[0], self.units[-1]]
         sizes = {spec.name: self._bytes(spec) for unit in order for spec in unit.specs.values()}
         kept = {}
+        each = {key: sum(map(self._bytes, unit.specs.values()))
+                for key, unit in self.experts.items()}
+        placement, experts = experts_apart(sum(sizes.values()), sum(each.values()), placement,
+                                           experts)
         if self.units[-1].specs:  # only the last rank of a pipeline has a head
             head = max((spec.name for spec in self.units[-1].specs.values()),
                        key=sizes.__getitem__)
             tier, placement = set_apart(
                 sizes[head], sum(sizes.values()), placement, compute_tiers(self._device.separate))
             kept = {} if tier is None else {head: tier}
-        return kept | assign(((name, nbytes) for name, nbytes in sizes.items() if name not in kept),
-                             placement)
+        spread = {spec.name: tier for key, tier in assign(each.items(), experts).items()
+                  for spec in self.experts[key].specs.values()}
+        return kept | spread | assign(((name, nbytes) for name, nbytes in sizes.items()
+                                       if name not in kept), placement)
 
     def _bytes(self, spec: TensorSpec) -> int:
         return self._form.nbytes(spec.shape)
@@ -104,7 +125,7 @@ class WeightStore:
         Tensors for the disk tier stay where they lie in the checkpoint; those that do not lie
         plainly in a file of the right dtype (dummy weights) are written to the run folder.
         """
-        total = sum(self._bytes(s) for u in self.units for s in u.specs.values())
+        total = sum(map(self._bytes, self._specs()))
         done = 0
         self._write_spill(run_folder)
         self._expect_kept_checksums()
@@ -115,6 +136,11 @@ class WeightStore:
                     self._load_pack(unit, tier, wanted)
             done += sum(self._bytes(spec) for spec in unit.specs.values())
             progress(done, total)
+        for unit in self.experts.values():
+            tier = self.tiers[next(iter(unit.specs.values())).name]
+            self._load_pack(unit, tier, unit.specs)
+            done += sum(self._bytes(spec) for spec in unit.specs.values())
+            progress(done, total)
         self._tie_tables()
         self._make_buffers()
 
@@ -122,7 +148,7 @@ class WeightStore:
         """Hold tensors against the checksums that their files keep, as copies in a cache do."""
         if self._checksums is None:
             return
-        for spec in (s for unit in self.units for s in unit.specs.values()):
+        for spec in self._specs():
             info, extent = self._checkpoint.info(self._names[spec.name]), self._extent(spec)
             if info.checksum is not None and extent is not None and extent == info.extent:
                 self._checksums.expect(extent, info.checksum)
@@ -201,7 +227,7 @@ class WeightStore:
 
     def _write_spill(self, run_folder: Callable[[], RunFolder]) -> None:
         """Write what belongs on disk but does not lie there in the right form."""
-        missing = {s.name: s for u in self.units for s in u.specs.values()
+        missing = {s.name: s for s in self._specs()
                    if self.tiers[s.name] == "disk" and self._extent(s) is None}
         if not missing:
             return
@@ -256,9 +282,10 @@ class WeightStore:
         """Start bringing unit `index` to compute memory; nothing to do when it is there."""
         unit = self.units[index]
         if unit.fetched_bytes:
-            self._ring.load(index, partial(self._bring, unit=unit))
+            self._ring.load(index, partial(self.bring, unit=unit))
 
-    def _bring(self, lane: Lane, buffer: StagingBuffer, *, unit: Unit) -> None:
+    def bring(self, lane: Lane, buffer: StagingBuffer, *, unit: Unit) -> None:
+        """Fill a buffer with a unit's weights that are not in compute memory: a job on a lane."""
         start = 0
         for pack, host in unit.host:
             lane.copy(buffer.device[start : start + pack.nbytes], host[: pack.nbytes], H2D)
@@ -277,6 +304,12 @@ class WeightStore:
         """True if all weights of a unit are in compute memory for good."""
         return not self.units[index].fetched_bytes
 
+    def in_memory(self, index: int, *names: str) -> dict[str, Weight] | None:
+        """A unit's weights that are in compute memory for good, if the tensors of these names are;
+        None if not, or if there is no such unit."""
+        held = self.units[index].resident if index < len(self.units) else {}
+        return held if held.keys() >= set(names) else None
+
     def get(self, index: int) -> dict[str, Weight]:
         """A unit's weights by local name, on the compute device, ready for compute to use.
 
@@ -285,7 +318,10 @@ class WeightStore:
         unit = self.units[index]
         if not unit.fetched_bytes:
             return unit.resident
-        buffer = self._ring.get(index)
+        return self.views(unit, self._ring.get(index))
+
+    def views(self, unit: Unit, buffer: StagingBuffer) -> dict[str, Weight]:
+        """A unit's weights by local name, of which `buffer` has those that `bring` has brought."""
         weights = dict(unit.resident)
         start = 0
         for pack in [p for p, _ in unit.host] + [p for t, p in unit.packs.items() if t == "disk"]:

@@ -11,6 +11,9 @@ RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_
           "latency_p50_seconds", "latency_p95_seconds")
 
 
+EXPERTS = ("expert_touches", "expert_hits", "expert_loads", "expert_guesses", "expert_bytes")
+
+
 @dataclass(kw_only=True)
 class RunStats:
     """The figures of one call of generate, warm-up excluded.
@@ -26,7 +29,13 @@ class RunStats:
     `LinkStats.totals`. `sent_bytes` are those that this rank of a pipeline has sent to the others:
     hidden states to the next one, or from the last one tokens to all. `projected` says that decode
     was extrapolated. `predicted_prefill_seconds` and `predicted_decode_seconds` are what a plan
-    said, if one was made. A rate is None where its time was not measured.
+    said, if one was made.
+
+    Of a mixture of experts: a touch is one expert of one layer in one forward pass of a block, for
+    all of its tokens. Of the touched experts that do not rest in compute memory, `expert_hits` were
+    there when they were asked for and `expert_loads` had to be brought then; `expert_guesses` were
+    brought ahead, needed or not. `expert_bytes` are those of loads and guesses. A rate is None
+    where its time was not measured.
     """
 
     model: str
@@ -56,6 +65,11 @@ class RunStats:
     projected: bool = False
     predicted_prefill_seconds: float | None = None
     predicted_decode_seconds: float | None = None
+    expert_touches: int = 0
+    expert_hits: int = 0
+    expert_loads: int = 0
+    expert_guesses: int = 0
+    expert_bytes: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
@@ -79,6 +93,11 @@ class RunStats:
         return over(self.idle_slots, self.decode_slots)
 
     @property
+    def expert_hit_rate(self) -> float | None:
+        """Hits / touches of experts that do not rest in compute memory. None without any."""
+        return over(self.expert_hits, self.expert_hits + self.expert_loads)
+
+    @property
     def latency_p50_seconds(self) -> float | None:
         """Median seconds of a decode step."""
         return self._step_percentile(50)
@@ -98,7 +117,8 @@ class RunStats:
     def followed_by(self, other: RunStats) -> RunStats:
         """The figures of this run and another of the same model after it, as of one."""
         added = ("num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds",
-                 "decode_seconds", "step_seconds", "decode_slots", "idle_slots", "sent_bytes")
+                 "decode_seconds", "step_seconds", "decode_slots", "idle_slots", "sent_bytes",
+                 *EXPERTS)
         largest = ("peak_device_bytes", "peak_process_bytes", "kv_cache_bytes",
                    "full_kv_cache_bytes")
         links = dict(self.links)

@@ -32,6 +32,10 @@ def table(stats: RunStats) -> str:
          f"device {stats.peak_device_bytes / GB:.2f} GB" if stats.peak_device_bytes else ""),
         ("KV cache", f"{stats.kv_cache_bytes / GB:.3f} GB", _of_the_cache(stats)),
     ]
+    if stats.expert_touches:
+        hits = stats.expert_hit_rate
+        rows.append(("experts", f"{stats.expert_bytes / GB:.3f} GB", "none had to be brought"
+                     if hits is None else f"{100 * hits:.1f} % were there when needed" + cut))
     for link, (nbytes, seconds) in stats.links.items():
         rate = _figure(over(nbytes / GB, seconds), "GB/s")
         rows.append((link, f"{nbytes / GB:.3f} GB", rate + cut))

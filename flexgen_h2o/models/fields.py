@@ -19,7 +19,8 @@ _Token = Annotated[int, Meta(ge=0, le=MOST_TOKENS - 1)]
 Positive = Annotated[float, Meta(gt=0)]
 _MOST = {"num_hidden_layers": 1 << 12, "vocab_size": MOST_TOKENS,
          "max_position_embeddings": MOST_POSITIONS, "sliding_window": MOST_POSITIONS,
-         "original_max_position_embeddings": MOST_POSITIONS}
+         "original_max_position_embeddings": MOST_POSITIONS, "num_experts": 1 << 10,
+         "num_local_experts": 1 << 10, "num_experts_per_tok": 1 << 10}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 

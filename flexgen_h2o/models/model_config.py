@@ -6,11 +6,14 @@ Other files take these names from `spec`, which makes them out of a config.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.registry import family
@@ -35,11 +38,15 @@ class PartShapes:
     vectors: int = 0
 
     @classmethod
-    def of(cls, specs: Mapping[str, TensorSpec]) -> PartShapes:
-        """The part that has these tensors, by short names."""
+    def of(cls, specs: Mapping[str, TensorSpec],
+           exact: Collection[tuple[int, ...]] = ()) -> PartShapes:
+        """The part that has these tensors, by short names. Matrices of shapes in `exact`, which
+        are never quantized, count as vectors."""
         shapes = [spec.shape for spec in specs.values()]
-        return cls(tuple((shape[0], shape[1]) for shape in shapes if len(shape) == 2),
-                   sum(shape[0] for shape in shapes if len(shape) == 1))
+        plain = [shape for shape in shapes if len(shape) == 1 or shape in exact]
+        return cls(tuple((shape[0], shape[1]) for shape in shapes
+                         if len(shape) == 2 and shape not in exact),
+                   sum(map(math.prod, plain)))
 
     @property
     def parameters(self) -> int:
@@ -69,6 +76,8 @@ class ModelWeights:
         Keys of `embed` that are lookup tables: rows are gathered where the table lives.
     mlp : tuple of str
         Keys of a layer that its MLP half uses, and not attention; a bias goes with its matrix.
+    experts : tuple of tuple of dict of str to TensorSpec
+        The tensors of each expert of each decoder layer; empty where a model has none.
     """
 
     embed: dict[str, TensorSpec]
@@ -76,6 +85,11 @@ class ModelWeights:
     head: dict[str, TensorSpec]
     tables: tuple[str, ...]
     mlp: tuple[str, ...] = ()
+    experts: tuple[tuple[dict[str, TensorSpec], ...], ...] = ()
+
+    def groups(self) -> tuple[dict[str, TensorSpec], ...]:
+        """The tensors of all parts, each expert a part of its own."""
+        return (self.embed, *self.layers, *chain.from_iterable(self.experts), self.head)
 
     def part(self, first: int, last: int) -> ModelWeights:
         """The same with the tensors alone that layers first:last need, and those before the first
@@ -142,6 +156,8 @@ class ModelConfig:
         OPT: width of the token table, projected to `hidden_size` where they differ. 0 means equal.
     parallel_residual : bool
         GPT-NeoX: attention and MLP read the same input.
+    experts : ExpertsConfig or None
+        Those in place of each layer's MLP, if any.
     attention : tuple of AttentionForm
         One for each decoder layer; empty where all have the default form. See `form`.
 
@@ -184,6 +200,7 @@ class ModelConfig:
     norm_affine: bool = True
     embed_dim: int = 0
     parallel_residual: bool = False
+    experts: ExpertsConfig | None = None
     attention: tuple[AttentionForm, ...] = ()
 
     def __post_init__(self):
@@ -233,6 +250,13 @@ class ModelConfig:
         return self.attention[layer] if self.attention else DEFAULT_FORM
 
     @property
+    def exact_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of the matrices that stay in the run's dtype: routers, and gates of one row."""
+        if self.experts is None:
+            return ()
+        return (self.experts.count, self.hidden_size), (1, self.hidden_size)
+
+    @property
     def q_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_dim
@@ -251,7 +275,7 @@ class ModelConfig:
         return PartShapes.of(self.weights.embed)
 
     def layer_shapes(self) -> PartShapes:
-        """One decoder layer."""
+        """One decoder layer, without its experts."""
         return self._layer_shapes[0]
 
     def half_shapes(self) -> tuple[PartShapes, PartShapes]:
@@ -261,8 +285,13 @@ class ModelConfig:
     @cached_property
     def _layer_shapes(self) -> tuple[PartShapes, PartShapes, PartShapes]:
         layer, weights = self.weights.layers[0], self.weights.part(0, 1).separated()
-        return PartShapes.of(layer), PartShapes.of(weights.layers[0]), PartShapes.of(
-            weights.layers[1])
+        attention, mlp, whole = (PartShapes.of(specs, self.exact_shapes)
+                                 for specs in (*weights.layers[:2], layer))
+        return whole, attention, mlp
+
+    def expert_shapes(self) -> PartShapes:
+        """One expert of a decoder layer, of a model that has some."""
+        return PartShapes.of(self.weights.experts[0][0])
 
     def head_shapes(self) -> PartShapes:
         """Tensors after the last layer; the output matrix only if it is not tied."""
@@ -275,8 +304,10 @@ class ModelConfig:
         return self.embed_shapes().parameters
 
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer."""
-        return self.layer_shapes().parameters
+        """Parameters of one decoder layer, with all of its experts."""
+        experts = 0 if self.experts is None else (
+            self.experts.count * self.expert_shapes().parameters)
+        return self.layer_shapes().parameters + experts
 
     def head_parameters(self) -> int:
         """Parameters after the last layer; the output matrix only if it is not tied."""
@@ -289,7 +320,7 @@ class ModelConfig:
 
     def scratch_elements(self, rows: int) -> int:
         """Elements of compute dtype that a decoder layer takes from its `Scratch` for `rows`."""
-        *into, _ = self.half_shapes()[1].matrices
+        into = self.half_shapes()[1].matrices[:-1]
         wide = sum(outputs for outputs, _ in into)
         return (rows * (self.q_size + 2 * self.kv_size)
                 + min(rows, ROW_BLOCK) * (self.hidden_size + wide))

@@ -125,6 +125,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "EleutherAI/pythia-2.8b": _pythia(2560, 32, 32),
     "EleutherAI/pythia-6.9b": _pythia(4096, 32, 32, vocab_size=50432),
     "EleutherAI/pythia-12b": _pythia(5120, 36, 40, vocab_size=50688),
+    "mistralai/Mixtral-8x7B-v0.1": {
+        "model_type": "mixtral", "max_position_embeddings": 32768, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "allenai/OLMoE-1B-7B-0924": {
+        "model_type": "olmoe", "intermediate_size": 1024, "dtype": "bfloat16"},
+    "Qwen/Qwen1.5-MoE-A2.7B": {
+        "model_type": "qwen2_moe", "max_position_embeddings": 8192, "bos_token_id": 151643,
+        "eos_token_id": 151643, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "Qwen/Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe", "num_hidden_layers": 48, "head_dim": 128,
+        "max_position_embeddings": 40960, "norm_topk_prob": True, "bos_token_id": 151643,
+        "eos_token_id": 151645, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
     "Qwen/Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, max_position_embeddings=32768,
                                 tie_word_embeddings=True),
     "Qwen/Qwen2.5-1.5B": _qwen2(1536, 28, 12, 2, 8960, tie_word_embeddings=True),

@@ -94,11 +94,13 @@ def _refuse_unsupported(values: Mapping[str, Any], name: str) -> None:
     if (values.get("alibi") or nested.get("alibi")
             or values.get("position_embedding_type") == "alibi"):
         raise UserError(f"{name}: ALiBi attention biases are not supported")
+    model_type = values.get("model_type")
+    known = isinstance(model_type, str) and model_type in FAMILIES
+    routes = known and hasattr(reader(model_type), "route")
     for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
-        if values.get(key):
+        if values.get(key) and not routes:
             raise UserError(f"{name}: mixture of experts ({key}) is not supported")
     quantization(values, name)
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not known:
         raise UserError(f"{name}: model type {model_type!r} is not supported "
                         f"(supported: {', '.join(FAMILIES)})")

@@ -25,15 +25,19 @@ class WeightFormat:
         Of an element of a matrix: 16 (dtype as it is), 8 or 4.
     group : int
         Inputs of a matrix that share a scale and a zero point.
+    exact : frozenset of (outputs, inputs)
+        Shapes of the matrices that are never quantized: routers of experts, which are small, and
+        by which a rounded number picks another expert.
     """
 
     dtype: torch.dtype
     bits: int = 16
     group: int = GROUP
+    exact: frozenset[tuple[int, ...]] = frozenset()
 
     def layout(self, shape: tuple[int, ...]) -> MatrixLayout | None:
         """The layout of a tensor that is quantized; None for one that is not."""
-        if self.bits == 16 or len(shape) != 2:
+        if self.bits == 16 or len(shape) != 2 or tuple(shape) in self.exact:
             return None
         return MatrixLayout(*shape, bits=self.bits, group=self.group)
 

@@ -33,7 +33,7 @@ COMPUTE, HOST = "compute", "cpu attention"
 RESOURCES = (COMPUTE, HOST, *LINKS)
 TERMS = (None, *((kind, tier) for kind in PLACED for tier in TIERS))
 """The variables in which seconds are affine: a constant, and the share (1: all) of each kind on
-each tier."""
+each tier. The weights of a mixture that count here are the experts; the others lie as they do."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ def shares_of(run: PlannedRun) -> np.ndarray:
     """The shares of a run's placements by `TERMS`; of the cache, what whole sequences make."""
     policy, batch = run.policy, run.workload.gpu_batch_size
     sequences = (count / batch for count in split(batch, policy.cache))
-    return np.array([1, *policy.weights.fractions(), *sequences, *policy.activations.fractions()])
+    weights = policy.weights if run.model.experts is None else run.spread[1]
+    return np.array([1, *weights.fractions(), *sequences, *policy.activations.fractions()])
 
 
 def layer_steps_of(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStepCost, ...],
@@ -163,6 +164,13 @@ class _Tally:
                 self.link("disk->cpu", nbytes, (kind, tier))
             if self._hardware.has_gpu:
                 self.link("cpu->gpu", nbytes, (kind, tier))
+
+    def bring_fixed(self, tier: str, nbytes: float) -> None:
+        """Bytes that come to compute memory from a tier, whatever the placements are."""
+        for link, passed in (("disk->cpu", tier == "disk"),
+                             ("cpu->gpu", tier != "gpu" and self._hardware.has_gpu)):
+            if passed:
+                self.add(link, nbytes / self._hardware.links[link])
 
     def send(self, kind: str, nbytes: float, tiers: tuple[str, ...] = TIERS[1:]) -> None:
         """Bytes of which the shares on `tiers` leave compute memory."""
@@ -208,7 +216,8 @@ class _Costs:
     def embedding(self, rows: float, count: int) -> LayerStepCost:
         """Rows of a batch looked up where the table is; only they travel."""
         tally = _Tally(self._hardware)
-        tally.bring("weights", self._batches * rows * self._model.embed_dim * self._run.itemsize)
+        self._bring_weights(
+            tally, self._batches * rows * self._model.embed_dim * self._run.itemsize)
         tally.send("activations", self._hidden(rows))
         return self._layer_step(count, tally)
 
@@ -218,7 +227,7 @@ class _Costs:
         model, run, batch = self._model, self._run, self._run.workload.gpu_batch_size
         tally = _Tally(self._hardware)
         matrix = (model.vocab_size, model.embed_dim)
-        tally.bring("weights", run.weights.matrix_bytes(matrix, run.itemsize))
+        self._bring_weights(tally, run.weights.matrix_bytes(matrix, run.itemsize))
         tally.bring("activations", self._hidden(rows))
         logits = batch * model.vocab_size / 1e9
         seconds = (self._products(batch, math.prod(matrix))
@@ -235,6 +244,7 @@ class _Costs:
         for sequences, chunks in ((together, batch // together), (batch % together, 1)):
             if sequences:
                 tally.add(COMPUTE, self._batches * chunks * self._row_seconds(sequences * tokens))
+        tally.add(COMPUTE, self._expert_seconds(self._sequences * tokens))
         tally.add(COMPUTE, self._sequences * self._prompt_attention() / self.passes)
         self._prompt_cache(tally)
         return self._layer_step(count, tally)
@@ -244,6 +254,7 @@ class _Costs:
         batch = self._run.workload.gpu_batch_size
         tally = self._rows(batch)
         tally.add(COMPUTE, self._batches * self._row_seconds(batch))
+        tally.add(COMPUTE, self._expert_seconds(self._batches * batch))
         self._token_attention(tally)
         return self._layer_step(count, tally)
 
@@ -251,10 +262,38 @@ class _Costs:
         """A decoder layer's weights, and the hidden states of `rows` in each batch both ways."""
         tally = _Tally(self._hardware)
         run = self._run
-        tally.bring("weights", part_bytes(run.weights, self._layer, run.itemsize))
+        self._bring_weights(tally, part_bytes(run.weights, self._layer, run.itemsize))
+        self._bring_experts(tally, rows)
         tally.bring("activations", self._hidden(rows))
         tally.send("activations", self._hidden(rows))
         return tally
+
+    def _bring_weights(self, tally: _Tally, nbytes: float) -> None:
+        """Weights that every token needs. Beside experts they are where they are."""
+        if self._model.experts is None:
+            tally.bring("weights", nbytes)
+            return
+        for tier, share in zip(TIERS, self._run.spread[0].fractions(), strict=True):
+            tally.bring_fixed(tier, share * nbytes)
+
+    def _bring_experts(self, tally: _Tally, rows: float) -> None:
+        """The experts that so many rows of each batch choose, but for those that slots have."""
+        experts, run = self._model.experts, self._run
+        if experts is None:
+            return
+        # As slots keep what is used most, and all are taken to be used alike.
+        missed = 1 - run.expert_slots / max(run.experts_away, run.expert_slots, 1)
+        touched = experts.touched(self._batches * rows)
+        tally.bring("weights", missed * touched * run.expert_bytes)
+
+    def _expert_seconds(self, rows: float) -> float:
+        """Products with the experts that so many rows of all batches choose."""
+        experts = self._model.experts
+        if experts is None:
+            return 0.0
+        touched = experts.touched(rows)
+        elements = sum(map(math.prod, self._model.expert_shapes().matrices))
+        return touched * self._products(max(1.0, rows * experts.per_token / touched), elements)
 
     def _hidden(self, rows: float) -> float:
         """Bytes of hidden states of so many rows in each batch."""

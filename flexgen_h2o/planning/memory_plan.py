@@ -63,7 +63,8 @@ class MemoryPlan:
             advice = ("no --percent would fit: lower --gpu-batch-size, --num-gpu-batches or "
                       "--gen-len, or take a smaller model")
         else:
-            advice = f"--percent {percent_text(fitting)} would fit"
+            alone = "" if self.run.policy.experts is None else " without --expert-percent"
+            advice = f"--percent {percent_text(fitting)}{alone} would fit"
         raise TooLittleMemory(f"the run does not fit. {sums}. {advice}")
 
     def before_loading(self, limits: MemoryLimits, *, kept: int) -> MemoryLimits:
@@ -94,8 +95,9 @@ class MemoryPlan:
         The search starts at this plan's placement, and again with all on the fastest tier, so
         that it also finds what must come back from a full disk. None if neither way fits.
         """
-        fastest = replace(self.run.policy, **dict.fromkeys(PLACED, Placement(100, 0, 0)))
-        for start in (self.run.policy, fastest):
+        given = replace(self.run.policy, experts=None)  # a share of all weights moves them first
+        fastest = replace(given, **dict.fromkeys(PLACED, Placement(100, 0, 0)))
+        for start in (given, fastest):
             policy: Policy | None = start
             while policy is not None:
                 short = MemoryPlan(replace(self.run, policy=policy)).shortfalls(limits)

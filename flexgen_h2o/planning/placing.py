@@ -7,7 +7,7 @@ buffers; the least time is then a linear programme (FlexGen, arXiv 2303.06865, s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -47,8 +47,8 @@ class Placing:
     """
 
     def __init__(self, hardware: Hardware, run: PlannedRun, limits: MemoryLimits):
-        self.run = run
         self._limits = limits
+        self.run = run if run.model.experts is None else self._others_placed(run)
         # Without a GPU the tiers gpu and cpu are the same memory.
         self._tiers = TIERS if run.has_gpu else ("gpu", "disk")
         prefill, step = layer_steps_of(hardware, run)
@@ -58,6 +58,27 @@ class Placing:
                                          if steps)]
         self._free = np.array([math.inf if limits.free(tier) is None else limits.free(tier)
                                for tier in TIERS])
+
+    def _others_placed(self, run: PlannedRun) -> PlannedRun:
+        """A run of a mixture with all but the experts on the fastest tier that has room for it.
+
+        From here on the experts are what is placed of the weights.
+        """
+        least = dict.fromkeys(("experts", "cache", "activations"), Placement(0, 0, 100))
+        runs = [replace(run, policy=replace(run.policy, weights=weights, **least)) for weights in
+                (Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100))]
+        return next(filter(self._fits, runs), runs[0])
+
+    def _placement(self, policy: Policy, kind: str) -> Placement:
+        """The placement of a kind."""
+        return getattr(policy, self._field(kind))
+
+    def _with(self, policy: Policy, placements: Mapping[str, Placement]) -> Policy:
+        """A policy with other placements of some kinds."""
+        return replace(policy, **{self._field(kind): each for kind, each in placements.items()})
+
+    def _field(self, kind: str) -> str:
+        return "experts" if kind == "weights" and self.run.model.experts is not None else kind
 
     @cached_property
     def seconds(self) -> float:
@@ -119,7 +140,13 @@ class Placing:
         if run is None:
             return None
         policy = MemoryPlan(run).suggest(self._limits)
-        return None if policy is None else replace(run, policy=policy)
+        if policy is None:
+            return None
+        found = replace(run, policy=policy)
+        if run.model.experts is None:
+            return found
+        others, experts = found.spread
+        return replace(run, policy=replace(policy, weights=others, experts=experts))
 
     def _placed(self, shares: np.ndarray) -> PlannedRun:
         """The run with the shares [_SHARES] in whole percents, of the cache in sequences."""
@@ -129,7 +156,7 @@ class Placing:
             if kind == "cache":
                 placement = _placement(split(self.run.workload.gpu_batch_size, placement))
             placements[kind] = Placement(*split(100, placement))
-        return replace(self.run, policy=replace(self.run.policy, **placements))
+        return replace(self.run, policy=self._with(self.run.policy, placements))
 
     def _improved(self, run: PlannedRun) -> PlannedRun | None:
         """The fastest neighbour that fits, if it is faster."""
@@ -144,9 +171,9 @@ class Placing:
         most = self._time(shares_of(run)) * (1 + _NOTHING)
         for kind in PLACED:
             for source, target in (("disk", "cpu"), ("disk", "gpu"), ("cpu", "gpu")):
-                placement = getattr(run.policy, kind)
+                placement = self._placement(run.policy, kind)
                 moved = _moved(placement, source, target, getattr(placement, source))
-                other = replace(run, policy=replace(run.policy, **{kind: moved}))
+                other = replace(run, policy=self._with(run.policy, {kind: moved}))
                 usable = target in self._tiers and self._fits(other)
                 if usable and self._time(shares_of(other)) <= most:
                     run = other
@@ -156,14 +183,14 @@ class Placing:
         """Policies with a little, or all, of one kind moved from a tier to another."""
         sequence = 100 / self.run.workload.gpu_batch_size
         for kind in PLACED:
-            placement = getattr(policy, kind)
+            placement = self._placement(policy, kind)
             for source in self._tiers:
                 held = getattr(placement, source)
                 unit = max(1, sequence) if kind == "cache" else 1
                 moved = {min(held, round(step * unit)) for step in (*_STEPS, 100)} - {0}
                 for target in self._tiers:
                     for amount in moved if target != source else ():
-                        yield replace(policy, **{
+                        yield self._with(policy, {
                             kind: _moved(placement, source, target, amount)})
 
     def _solve(self, free: np.ndarray, cache_tier: str | None = None) -> np.ndarray | None:
@@ -209,16 +236,16 @@ class Placing:
         share that has room for it needs no buffers of its size.
         """
         fast = Placement(100, 0, 0)
-        head, weights = head_bytes(self.run)
+        head, weights = head_bytes(self.run) if self.run.model.experts is None else (0, 1)
         everything = dict.fromkeys(PLACED, fast)
-        base = _totals(replace(self.run, policy=replace(self.run.policy, **everything)))
+        base = _totals(replace(self.run, policy=self._with(self.run.policy, everything)))
         found = np.zeros((len(TIERS), len(TERMS)))
         found[:, 0] = base
         for number, (kind, tier) in enumerate(_SHARES, 1):
             if tier in self._tiers[1:]:
                 kept = math.ceil(1e4 * head / weights) / 1e4 if kind == "weights" else 0.0
                 there = everything | {kind: _moved(fast, "gpu", tier, 100 * (1 - kept))}
-                run = replace(self.run, policy=replace(self.run.policy, **there))
+                run = replace(self.run, policy=self._with(self.run.policy, there))
                 found[:, number] = (_totals(run) - base) / (1 - kept)
         return found
 

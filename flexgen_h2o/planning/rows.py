@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,24 +20,25 @@ from flexgen_h2o.config.limits import (
     PRODUCT_OUTPUTS,
     PRODUCT_ROWS,
     QUERY_LANES,
+    ROW_BLOCK,
     SLOT_TILE,
     STARTED_BATCHES,
     UNPACKED_BYTES,
     WEIGHT_BUFFERS,
     WRITE_BACK_TOKENS,
 )
-from flexgen_h2o.config.placement import TIERS
+from flexgen_h2o.config.placement import TIERS, Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.h2o.budget import budget, slots
-from flexgen_h2o.storage.placement import compute_tiers, set_apart, split
+from flexgen_h2o.storage.placement import compute_tiers, experts_apart, set_apart, split
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig, PartShapes
 
-WEIGHT_ROWS = ("weights", "embeddings", "weight buffers")
+WEIGHT_ROWS = ("weights", "embeddings", "weight buffers", "experts", "expert slots")
 """The rows that are in place once the model is loaded."""
 
 RESERVE = 128 << 20
@@ -79,6 +81,46 @@ class PlannedRun:
     def heads(self) -> bool:
         """True if it ends forward passes."""
         return self.stage is None or self.stage.heads
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a block."""
+        return self.workload.gpu_batch_size * self.workload.num_gpu_batches
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes at rest of an expert; 0 where there are none."""
+        experts = self.model.experts
+        if experts is None:
+            return 0
+        return part_bytes(self.weights, self.model.expert_shapes(), self.itemsize)
+
+    @property
+    def all_experts(self) -> int:
+        """Experts of all layers."""
+        experts = self.model.experts
+        return 0 if experts is None else self.model.num_layers * experts.count
+
+    @property
+    def spread(self) -> tuple[Placement, Placement]:
+        """The placements of what every token needs, and of the experts."""
+        _, others = head_bytes(self)
+        return experts_apart(others, self.all_experts * self.expert_bytes, self.policy.weights,
+                             self.policy.experts)
+
+    @property
+    def experts_away(self) -> float:
+        """Experts, of all layers, that have to be brought to compute memory."""
+        _, cpu, disk = self.spread[1].fractions()
+        return self.all_experts * (disk + (cpu if self.has_gpu else 0))
+
+    @property
+    def expert_slots(self) -> int:
+        """Experts that fast memory has room for beside those that rest in it."""
+        experts = self.model.experts
+        if experts is None:
+            return 0
+        return experts.slots(self.sequences, math.ceil(self.experts_away), self.policy.expert_slots)
 
     @property
     def pass_rows(self) -> int:
@@ -177,7 +219,8 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
     layers = model.num_layers * at_rest(model.layer_shapes())
     head, total = head_bytes(run)
-    kept, placement = set_apart(head, total, run.policy.weights, compute_tiers(run.has_gpu))
+    others, _ = run.spread
+    kept, placement = set_apart(head, total, others, compute_tiers(run.has_gpu))
     fractions = placement.fractions()
     for name, nbytes, apart in (("weights", layers, 0),
                                 ("embeddings", total - layers, head if kept else 0)):
@@ -191,11 +234,25 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
         # head's matrix is there or it is not.
         tensor = max(run.weights.matrix_bytes(shape, run.itemsize)
                      for shape in model.layer_shapes().matrices)
-        parts = model.half_shapes() if run.policy.sep_layer else (model.layer_shapes(),)
+        halves = run.policy.sep_layer or model.experts is not None
+        parts = model.half_shapes() if halves else (model.layer_shapes(),)
         largest = max(map(at_rest, parts))
         buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor),
                                        0 if kept else head)
     yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)
+    if model.experts is not None:
+        yield from _expert_rows(run)
+
+
+def _expert_rows(run: PlannedRun) -> Iterator[PlanRow]:
+    """Experts as placed, and the slots of those that are brought."""
+    _, placement = run.spread
+    gpu, cpu, disk = (int(run.all_experts * run.expert_bytes * share)
+                      for share in placement.fractions())
+    yield PlanRow("experts", gpu, cpu, disk if run.writes_weights else 0)
+    # Three matrices, which may lie anywhere in a page at both ends.
+    slots = run.expert_slots * (run.expert_bytes + 6 * mmap.PAGESIZE)
+    yield PlanRow("expert slots", slots, slots if run.has_gpu and placement.disk > 0 else 0)
 
 
 def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
@@ -297,8 +354,23 @@ def _workspace(run: PlannedRun) -> PlanRow:
     # Logits in the run's dtype, and up to three float32 copies while sampling.
     logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
     logits *= run.heads
-    own = max(_own_attention(run), _carried(run)) + _own_products(run)
+    own = max(_own_attention(run), _carried(run)) + _own_products(run) + _mixture(run)
     return PlanRow("workspace", layer + logits + own + RESERVE)
+
+
+def _mixture(run: PlannedRun) -> int:
+    """Inputs and sums of experts for all rows of a block, and the temporaries of one expert."""
+    model, experts = run.model, run.model.experts
+    if experts is None:
+        return 0
+    rows = run.sequences * run.pass_rows
+    chunk = min(rows, ROW_BLOCK)
+    sums = 8 if run.itemsize == 4 else 4  # float64 where float32 is computed in
+    hidden, wide = model.hidden_size, max(experts.ffn_size, experts.shared_ffn_size)
+    # A token's experts: number, share, and their order.
+    chosen = rows * (experts.per_token * 4 * 8 + experts.count * 3 * 4)
+    inner = chunk * ((2 * wide + 3 * hidden) * run.itemsize + hidden * (2 * sums + 4))
+    return rows * hidden * (run.itemsize + sums) + chosen + inner
 
 
 def _carried(run: PlannedRun) -> int:
@@ -359,7 +431,9 @@ def _own_products(run: PlannedRun) -> int:
         return 0
     if run.has_gpu:
         return UNPACKED_BYTES
-    parts = (model.embed_shapes(), model.layer_shapes(), model.head_shapes())
+    parts = [model.embed_shapes(), model.layer_shapes(), model.head_shapes()]
+    if model.experts is not None:
+        parts.append(model.expert_shapes())
     widest = max(inputs for part in parts for _, inputs in part.matrices)
     filled = -(-widest // options.group) * options.group
     panel = PRODUCT_ROWS * (filled + filled // options.group)

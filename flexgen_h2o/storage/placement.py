@@ -63,6 +63,30 @@ def set_apart(nbytes: int, total: int, placement: Placement, tiers: Sequence[str
     return None, placement
 
 
+def experts_apart(others: int, experts: int, placement: Placement, given: Placement | None
+                  ) -> tuple[Placement, Placement]:
+    """The placements of so many bytes of `others` and of so many bytes of `experts`.
+
+    Parameters
+    ----------
+    placement : Placement
+        Of the others if the experts' is `given`. If not, of both together: what every token needs
+        gets the fastest memory first, and the experts what is left.
+    """
+    if given is not None or experts == 0:
+        return placement, given or placement
+    room, parts = [share * (others + experts) for share in placement.fractions()], []
+    for nbytes in (others, experts):
+        taken, left = [], float(nbytes)
+        for tier, free in enumerate(room):
+            taken.append(min(free, left))
+            left -= taken[-1]
+            room[tier] -= taken[-1]
+        parts.append(Placement(*(100 * each / max(sum(taken), 1) for each in taken))
+                     if nbytes else placement)
+    return parts[0], parts[1]
+
+
 def split(count: int, placement: Placement) -> tuple[int, int, int]:
     """Split `count` sequences (or rows) over (gpu, cpu, disk) by largest remainder."""
     exact = [fraction * count for fraction in placement.fractions()]

@@ -27,8 +27,9 @@ from flexgen_h2o.storage.tiers import Device, Event
 H2D, D2H = "cpu->gpu", "gpu->cpu"
 ATTENTION = "attention"
 LANES_OF = {kind: (f"{kind} 0", f"{kind} 1") for kind in ("weights", "loads", "stores")} | {
-    ATTENTION: (ATTENTION,)}
-"""The lanes of each kind of job, which take turns; the host attends to one thing at a time."""
+    ATTENTION: (ATTENTION,), "experts": tuple(f"experts {lane}" for lane in range(4))}
+"""The lanes of each kind of job, which take turns; the host attends to one thing at a time. An
+expert is small: several come at once, so that the disk has enough to do."""
 
 LANES = tuple(chain.from_iterable(LANES_OF.values()))
 
@@ -45,6 +46,11 @@ class Handle:
         Raises whatever the job raised.
         """
         return self._future.result()
+
+    @property
+    def done(self) -> bool:
+        """True if the host has carried the job out; its copies may be under way."""
+        return self._future.done()
 
     def synchronize(self) -> None:
         """Wait until every byte that the job moves is in place."""

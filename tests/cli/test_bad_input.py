@@ -276,7 +276,7 @@ def test_weights_that_are_not_finite(model, here, capfd, value, name, argv):
 
 @pytest.mark.parametrize(("values", "words"), [
     ({"model_type": "bloom"}, "'bloom' is not supported"),
-    ({"model_type": "qwen2_moe", "num_experts": 60}, "mixture of experts"),
+    ({"model_type": "deepseek_v3", "n_routed_experts": 60}, "mixture of experts"),
     ({"alibi": True}, "ALiBi"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
     ({"quantization_config": {"bits": 4}}, "quantized"),

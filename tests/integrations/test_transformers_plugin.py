@@ -100,7 +100,7 @@ def qwen(request):
 
 
 @pytest.mark.parametrize("key", [*FAMILIES, "qwen3", "seed_oss", "phi3_longrope", "granite",
-                                 "olmo2", "stablelm"])
+                                 "olmo2", "stablelm", "mixtral", "qwen3_moe"])
 def test_the_tokens_of_llm(tiny_model, key):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)

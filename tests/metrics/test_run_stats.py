@@ -170,7 +170,7 @@ def test_csv_schema():
         "overlap,pin_weight,cpu_cache_compute,prefill_chunk,sep_layer,refill_share,"
         "compress_weight,compress_cache,weight_bits,cache_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,"
         "num_window_length,hh_all,evict_while_prefilling,score,score_decay,sink_tokens,enable_position_rolling,"
-        "attn_sparsity,"
+        "attn_sparsity,expert_percent,expert_slots,"
         "prompt_len,gen_len,gpu_batch_size,num_gpu_batches,num_prompts,prompt_tokens,"
         "generated_tokens,load_seconds,prefill_seconds,decode_seconds,"
         "prefill_tokens_per_second,decode_tokens_per_second,total_tokens_per_second,"
@@ -179,8 +179,25 @@ def test_csv_schema():
         "peak_device_bytes,peak_process_bytes,weight_bytes,"
         "kv_cache_bytes,full_kv_cache_bytes,kv_bytes_per_token,"
         "disk_to_cpu_gb,disk_to_cpu_gb_per_s,cpu_to_disk_gb,cpu_to_disk_gb_per_s,"
-        "cpu_to_gpu_gb,cpu_to_gpu_gb_per_s,gpu_to_cpu_gb,gpu_to_cpu_gb_per_s,projected"
+        "cpu_to_gpu_gb,cpu_to_gpu_gb_per_s,gpu_to_cpu_gb,gpu_to_cpu_gb_per_s,"
+        "expert_touches,expert_hit_rate,expert_loads,expert_guesses,expert_gb,projected"
     )
+
+
+def test_experts_in_the_table_and_in_the_row(tmp_path):
+    assert make_stats().expert_hit_rate is None and "experts" not in run_table.table(make_stats())
+    one = make_stats(expert_touches=9, expert_hits=2, expert_loads=6, expert_guesses=1,
+                     expert_bytes=4 * 10**9)
+    both = one.followed_by(one)
+    assert both.expert_hit_rate == 0.25 and both.expert_bytes == 8 * 10**9
+    assert "8.000 GB" in run_table.table(both) and "25.0 % were there" in run_table.table(both)
+    here = make_stats(expert_touches=9)
+    assert "none had to be brought" in run_table.table(here)
+    append_csv(tmp_path / "r.csv", one, RunConfig(expert_percent=(0, 50, 50), expert_slots=7))
+    (row,) = read_csv(tmp_path / "r.csv")
+    found = [row[name] for name in ("expert_percent", "expert_slots", "expert_touches",
+                                    "expert_hit_rate", "expert_loads", "expert_gb")]
+    assert found == ["0 50 50", "7", "9", "0.25", "6", "4"]
 
 
 def test_csv_rows(tmp_path):

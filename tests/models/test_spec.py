@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -101,10 +102,12 @@ def test_shapes_are_those_of_the_tensors(key):
     head = {name: spec for name, spec in specs.head.items() if spec.name not in tied}
     parts = [(cfg.embed_shapes(), specs.embed), (cfg.head_shapes(), head)]
     parts += [(cfg.layer_shapes(), layer) for layer in specs.layers]
+    parts += [(cfg.expert_shapes(), expert) for layer in specs.experts for expert in layer[-2:]]
     for part, tensors in parts:
         shapes = [spec.shape for spec in tensors.values()]
-        assert sorted(part.matrices) == sorted(shape for shape in shapes if len(shape) == 2)
-        assert part.vectors == sum(shape[0] for shape in shapes if len(shape) == 1)
+        plain = [shape for shape in shapes if len(shape) == 1 or shape in cfg.exact_shapes]
+        assert sorted(part.matrices) == sorted(shape for shape in shapes if shape not in plain)
+        assert part.vectors == sum(map(math.prod, plain))
 
 
 @pytest.mark.parametrize("name, embed, layer, head", [
@@ -165,6 +168,7 @@ def test_the_saved_config_and_the_object_agree(tiny_model, key):
 
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8}
 NEOX = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4}
 LLAMA3_OLD = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
               "original_max_position_embeddings": 64}
@@ -241,7 +245,14 @@ def test_forms_of_attention_go_with_their_layers():
     ({"model_type": "bert"}, ["'bert'", "opt, llama, mistral, gpt_neox"]),
     ({"model_type": None}, ["model type None"]),
     ({"model_type": ["opt"]}, ["model type"]),
-    ({"model_type": "mixtral", "num_local_experts": 8}, ["mixture of experts"]),
+    ({"model_type": "gpt_oss", "num_local_experts": 32}, ["mixture of experts"]),
+    (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok", "8 experts, got 9"]),
+    (MIXTRAL | {"num_local_experts": 10**5}, ["num_local_experts must be at most 1024"]),
+    (MIXTRAL | {"num_local_experts": 1000, "num_hidden_layers": 66}, ["66000 experts"]),
+    ({"model_type": "qwen2_moe", "mlp_only_layers": [1]}, ["dense layers", "mlp_only_layers"]),
+    ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["decoder_sparse_step"]),
+    ({"model_type": "qwen3_moe", "use_sliding_window": True}, ["use_sliding_window"]),
+    ({"model_type": "olmoe", "clip_qkv": 8.0}, ["clip_qkv"]),
     ({"num_experts": 4}, ["mixture of experts", "num_experts"]),
     ({"model_type": "bloom", "alibi": True}, ["ALiBi"]),
     ({"model_type": "mpt", "attn_config": {"alibi": True}}, ["ALiBi"]),
@@ -301,7 +312,7 @@ def test_refusals_name_what_is_refused(options, words):
     with pytest.raises(UserError) as refusal:
         from_transformers(LLAMA | options, "some/model")
     message = str(refusal.value)
-    assert message.startswith("some/model: ") and "\n" not in message and len(message) < 200
+    assert message.startswith("some/model: ") and "\n" not in message and len(message) < 300
     assert all(word in message for word in words), message
 
 

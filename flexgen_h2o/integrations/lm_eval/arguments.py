@@ -20,9 +20,10 @@ FLAGS = (
     "path", "device", "dtype", "compress_weight", "weight_bits", "weight_cache", "no_weight_cache",
     "gpu_batch_size", "num_gpu_batches", "percent", "overlap", "pin_weight", "cpu_cache_compute",
     "sep_layer", "offload_dir", "verify", "memory_limit", "device_memory_limit", "eviction",
-    "hh_ratio", "recent_ratio", "budget_of", "num_heavy_hitter_tokens", "num_window_length",
-    "hh_all", "score", "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity",
-    "compress_cache", "cache_bits", "prefill_chunk", "seed",
+    "expert_percent", "expert_slots", "hh_ratio", "recent_ratio", "budget_of",
+    "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score", "score_decay",
+    "sink_tokens", "enable_position_rolling", "attn_sparsity", "compress_cache", "cache_bits",
+    "prefill_chunk", "seed",
 )
 """Model arguments that are flags of `flex_opt` too."""
 
@@ -159,6 +160,8 @@ def parse(given: Mapping[str, object]) -> Arguments:
     flags = {name: value for name, value in given.items() if name in FLAGS}
     if "percent" in flags:
         flags["percent"] = _percent(flags["percent"])
+    if isinstance(flags.get("expert_percent"), str):
+        flags["expert_percent"] = flags["expert_percent"].replace("/", " ")
     rest = {name: value for name, value in given.items() if name in own}
     if "batch_size" in rest:
         rest["batch_size"] = _batch_size(rest["batch_size"])

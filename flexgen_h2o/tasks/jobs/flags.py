@@ -168,6 +168,8 @@ class BatchOptions:
             "weight_bits": run.resolved_weight_bits, "cache_bits": run.resolved_cache_bits,
             "gpu_batch_size": run.resolved_gpu_batch_size,
             "num_gpu_batches": run.resolved_num_gpu_batches, "percent": list(run.percent),
+            "expert_percent": run.expert_percent and list(run.expert_percent),
+            "expert_slots": run.expert_slots,
             "h2o": h2o and {name: list(value) if isinstance(value, tuple) else value
                             for name, value in asdict(h2o).items()},
             "temperature": self.temperature, "input": self.input,

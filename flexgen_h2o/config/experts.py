@@ -1,0 +1,54 @@
+"""The mixture of experts of a model: its sizes, and how many experts tokens choose together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of experts that is the MLP of every decoder layer (arXiv 1701.06538).
+
+    Attributes
+    ----------
+    count, per_token : int
+        Experts of a layer, and how many of them a token goes to.
+    ffn_size : int
+        Width of an expert.
+    normalise : bool
+        The weights of a token's experts are made to sum to 1.
+    shared_ffn_size : int
+        Width of the expert that every token goes to, behind a gate of its own; 0: there is none.
+    """
+
+    count: int
+    per_token: int
+    ffn_size: int
+    normalise: bool = True
+    shared_ffn_size: int = 0
+
+    def slots(self, tokens: int, away: int, given: int | None = None) -> int:
+        """Experts that fast memory has room for beside those that rest in it.
+
+        Without a number that is `given`, as many as a decode step of so many `tokens` chooses in
+        two layers. Never more than the experts that rest `away` from fast memory.
+        """
+        touched = min(self.count, self.per_token * tokens)
+        return min(away, 2 * touched if given is None else given)
+
+    def touched(self, tokens: float, frequencies: Sequence[float] | None = None) -> float:
+        """The experts of a layer that so many tokens choose together, as expected.
+
+        Each token chooses on its own: an expert that a token chooses with probability p is chosen
+        by any of n tokens with probability ``1 - (1 - p) ** n``.
+
+        Parameters
+        ----------
+        tokens : float
+        frequencies : sequence of float, optional
+            The share of the tokens that choose each expert; they sum to `per_token`. Without: all
+            are chosen alike often.
+        """
+        shares = frequencies or [self.per_token / self.count] * self.count
+        return sum(1 - (1 - min(share, 1.0)) ** tokens for share in shares)

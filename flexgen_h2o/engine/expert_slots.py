@@ -1,0 +1,221 @@
+"""Experts on their way to compute: those in compute memory as they lie, the others through slots.
+
+A slot is a staging buffer that keeps its expert until another one needs it. Which one gives up its
+slot is the choice of `slot_policy`; loads are jobs beside compute, one an expert.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields
+
+from flexgen_h2o.config.experts import ExpertsConfig
+from flexgen_h2o.engine.packs import Weight
+from flexgen_h2o.engine.slot_policy import Key, SlotPolicy
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.storage.buffer_ring import StagingBuffer
+from flexgen_h2o.storage.transfer import Lane, Transfers
+
+
+@dataclass
+class ExpertCounts:
+    """Counts of experts by what became of them.
+
+    A touch is one expert of one layer for all tokens of a forward pass.
+    `touches` are all, `hits` those of experts that had a slot when they were asked for, `loads`
+    those that had to be brought then, and `guesses` the experts that were brought before they were
+    asked for, needed or not. `bytes` were brought in all.
+    """
+
+    touches: int = 0
+    hits: int = 0
+    loads: int = 0
+    guesses: int = 0
+    bytes: int = 0
+
+    def since(self, before: ExpertCounts) -> ExpertCounts:
+        """Counts of what came after another count."""
+        return ExpertCounts(*(getattr(self, each.name) - getattr(before, each.name)
+                              for each in fields(self)))
+
+
+class ExpertSlots:
+    """The experts of a model, ready when a layer needs them.
+
+    Parameters
+    ----------
+    weights : WeightStore
+        Loaded; where the experts rest.
+    transfers : Transfers
+    experts : ExpertsConfig
+    tokens : int
+        Sequences of a block.
+    given : int or None
+        Slots; None: as `ExpertsConfig.slots` says.
+    overlap : bool
+        Load beside compute and ahead of it, or one expert at a time when its turn comes.
+    """
+
+    def __init__(self, weights: WeightStore, transfers: Transfers, experts: ExpertsConfig, *,
+                 tokens: int, given: int | None, overlap: bool):
+        self._weights, self._transfers, self._overlap = weights, transfers, overlap
+        device = transfers.device
+        away = [unit for unit in weights.experts.values() if unit.fetched_bytes]
+        size = max((unit.fetched_bytes for unit in away), default=0)
+        read = max((unit.packs["disk"].nbytes for unit in away if "disk" in unit.packs), default=0)
+        self._buffers = [
+            StagingBuffer(device.empty(size),
+                          device.host_empty(read) if read and device.separate else None)
+            for _ in range(experts.slots(tokens, len(away), given))]
+        layers = len(weights.experts) // experts.count
+        self._policy = SlotPolicy(len(self._buffers), layers)
+        self._waiting: deque[Key] = deque()
+        self._wanted: dict[Key, None] = {}
+        self._guessed: deque[Key] = deque()
+        self._protected: set[Key] = set()
+        self.counts = ExpertCounts()
+
+    @property
+    def guesses(self) -> bool:
+        """True if it helps to say early which experts may be needed."""
+        return self._overlap and bool(self._buffers)
+
+    def reset(self) -> None:
+        """Forget what was asked for and will not be used; what has come stays. Between runs."""
+        self._waiting.clear()
+        self._wanted.clear()
+        self._end_guesses()
+        for key in list(self._policy.held):
+            self._policy.unpin(key)
+            buffer = self._buffers[self._policy.slot(key)]
+            try:
+                for handle in buffer.busy:
+                    handle.synchronize()
+            except Exception:  # whatever it was, its bytes have not come
+                self._policy.forget(key)
+            buffer.busy = []
+
+    def begin(self, layer: int) -> None:
+        """Begin a pass of a layer: what was guessed of it so far may be given up."""
+        self._policy.begin(layer)
+        self._wanted.clear()
+
+    def want(self, keys: Iterable[Key]) -> None:
+        """Ask for experts of the layer that has begun; each is loaded once."""
+        for key in keys:
+            if key in self._wanted:
+                continue
+            self._wanted[key] = None
+            self.counts.touches += 1
+            if not self._weights.experts[key].fetched_bytes:
+                continue
+            self._policy.use(key)
+            if self._policy.slot(key) is None:
+                self.counts.loads += 1
+                self._waiting.append(key)
+            else:
+                self.counts.hits += 1
+                self._policy.pin(key)
+        if self._overlap:
+            self._advance()
+
+    def guess(self, keys: Iterable[Key]) -> None:
+        """Say which experts the next layer may need, the likeliest first."""
+        self._end_guesses()
+        for key in keys:
+            if self._weights.experts[key].fetched_bytes:
+                self._guessed.append(key)
+        if self._overlap:
+            self._advance()
+
+    def arrivals(self) -> Iterator[tuple[Key, dict[str, Weight]]]:
+        """The experts that were asked for, those that are there first, then as they come.
+
+        Weights may be used by what compute is given until the next is asked for.
+        """
+        under_way: list[Key] = []
+        for key in self._wanted:
+            if not self._weights.experts[key].fetched_bytes:
+                yield key, self._weights.experts[key].resident
+            elif self._policy.slot(key) is not None:
+                under_way.append(key)
+        while under_way or self._waiting:
+            if not under_way:
+                under_way.append(self._start())
+            key = next((key for key in under_way if self._is_there(key)), under_way[0])
+            under_way.remove(key)
+            buffer = self._buffers[self._policy.slot(key)]
+            if buffer.loaded is not None:
+                self._transfers.ready(buffer.loaded)
+            yield key, self._weights.views(self._weights.experts[key], buffer)
+            buffer.free = self._transfers.device.mark()
+            self._policy.unpin(key)
+            if self._overlap:
+                under_way += self._advance()
+
+    def _is_there(self, key: Key) -> bool:
+        loaded = self._buffers[self._policy.slot(key)].loaded
+        return loaded is None or loaded.done
+
+    def _start(self) -> Key:
+        """Load the next expert that is waited for; there is no other under way."""
+        key = self._waiting.popleft()
+        slot = self._policy.take(key)
+        if slot is None:  # guesses have all of them
+            self._end_guesses()
+            slot = self._policy.take(key)
+        self._policy.pin(key)
+        self._load(key, slot)
+        return key
+
+    def _advance(self) -> list[Key]:
+        """Start loads of what is waited for, and then of guesses, while there are slots."""
+        begun = []
+        while self._waiting:
+            slot = self._policy.take(self._waiting[0])
+            if slot is None and self._protected:
+                self._end_guesses()
+                continue
+            if slot is None:
+                return begun
+            key = self._waiting.popleft()
+            self._policy.pin(key)
+            self._load(key, slot)
+            begun.append(key)
+        while self._guessed:
+            key = self._guessed[0]
+            held = self._policy.slot(key)
+            slot = self._policy.take(key) if held is None else held
+            if slot is None:
+                break
+            self._guessed.popleft()
+            self._policy.pin(key)
+            self._protected.add(key)
+            if held is None:
+                self.counts.guesses += 1
+                self._load(key, slot)
+        return begun
+
+    def _end_guesses(self) -> None:
+        """Let guesses that were not asked for give up their slots."""
+        self._guessed.clear()
+        for key in self._protected - self._wanted.keys():
+            self._policy.unpin(key)
+        self._protected.clear()
+
+    def _load(self, key: Key, slot: int) -> None:
+        buffer, unit = self._buffers[slot], self._weights.experts[key]
+        before = buffer.busy
+        free = self._transfers.device.mark() if buffer.free is None else buffer.free
+        self.counts.bytes += unit.fetched_bytes
+
+        def job(lane: Lane) -> None:
+            for handle in before:
+                with suppress(Exception):  # of an expert that is not wanted any more
+                    handle.synchronize()
+            self._weights.bring(lane, buffer, unit=unit)
+
+        buffer.loaded = self._transfers.submit("experts", job, after=(free,))
+        buffer.busy = [buffer.loaded]

@@ -1,0 +1,43 @@
+"""Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): one expert for all tokens beside the chosen."""
+
+from __future__ import annotations
+
+from flexgen_h2o.models.decoder import aliases, attention_inputs, attention_output, embed, head
+from flexgen_h2o.models.fields import Fields
+from flexgen_h2o.models.mixture import expert, mixture_specs, read_experts, route, shared, views
+from flexgen_h2o.models.model_config import ModelConfig, ModelWeights
+from flexgen_h2o.models.rope import read_rope
+
+__all__ = ["DEFAULTS", "aliases", "attention_inputs", "attention_output", "embed", "expert", "head",
+           "read", "route", "shared", "views", "weights"]
+
+DEFAULTS = {
+    "qwen2_moe": {
+        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24,
+        "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "qkv_bias": True, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
+        "norm_topk_prob": False, "tie_word_embeddings": False,
+    },
+}
+
+
+def read(f: Fields) -> ModelConfig:
+    """The model of a config.json."""
+    f.refuse("use_sliding_window")
+    rope, common = read_rope(f), f.common("qwen2_moe")
+    return ModelConfig(
+        **common | {"max_positions": rope.reach(common["max_positions"])},
+        ffn_size=f.count("intermediate_size"),
+        activation=f.value(str, "hidden_act"),
+        norm_eps=f.number("rms_norm_eps"),
+        attention_bias=f.flag("qkv_bias"),
+        rope=rope,
+        experts=read_experts(f, shared="shared_expert_intermediate_size"),
+    )
+
+
+def weights(cfg: ModelConfig) -> ModelWeights:
+    """The tensors, by short names, as a checkpoint calls them."""
+    return mixture_specs(cfg)

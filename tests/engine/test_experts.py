@@ -1,0 +1,354 @@
+"""Mixtures of experts: transformers' tokens whatever the policy, and what is counted meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from inside import (
+    before_reads,
+    hold_first_expert,
+    slots_of_experts,
+    weight_sizes,
+    weights_of,
+)
+from mixture_cases import MIXTURES
+from safetensors.torch import load_file, save_file
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.config.experts import ExpertsConfig
+from flexgen_h2o.config.formats import WeightOptions
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.positions import check_experts
+from flexgen_h2o.models.shapes import PUBLISHED
+from flexgen_h2o.models.spec import from_transformers
+from flexgen_h2o.planning.memory_plan import memory_plan
+
+NEW = 10
+HERE, HOST, DISK, MIXED = (Placement(*shares) for shares in (
+    (100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 30, 40)))
+
+
+def make_prompts(vocab, lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny_model):
+    """A function from a model's key to prompts and what transformers continues them with."""
+    made = {}
+
+    def get(key):
+        if key not in made:
+            model = tiny_model(key).model
+            prompts = make_prompts(model.config.vocab_size, [9, 4, 1, 12, 7])
+            found = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False,
+                                    eos_token_id=None, pad_token_id=0) for prompt in prompts]
+            made[key] = prompts, [tokens[0, len(prompt):].tolist()
+                                  for prompt, tokens in zip(prompts, found, strict=True)]
+        return made[key]
+
+    return get
+
+
+def run(folder, prompts, *, h2o=None, weight_bits=16, dtype="float32", offload_dir=None, **policy):
+    with LLM(str(folder), policy=Policy(**policy), h2o=h2o, dtype=dtype, weight_bits=weight_bits,
+             offload_dir=offload_dir, weight_cache=None) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        return [out.token_ids for out in outputs], llm.stats
+
+
+# Where the experts are, their slots, sequences of a batch, batches, overlap.
+POLICIES = [
+    (None, None, 2, 2, True),
+    (HOST, None, 5, 1, True),
+    (DISK, None, 2, 3, True),
+    (DISK, 1, 2, 2, True),
+    (DISK, 3, 1, 1, True),
+    (DISK, 2, 3, 2, False),
+    (MIXED, 4, 1, 5, True),
+    (MIXED, None, 2, 2, False),
+]
+
+
+@pytest.mark.parametrize("key", MIXTURES)
+def test_the_same_tokens_as_transformers_for_every_policy(tiny_model, wanted, tmp_path, key):
+    prompts, expected = wanted(key)
+    for experts, slots, size, count, overlap in POLICIES:
+        got, stats = run(tiny_model(key).folder, prompts, experts=experts, expert_slots=slots,
+                         gpu_batch_size=size, num_gpu_batches=count, overlap=overlap,
+                         offload_dir=tmp_path)
+        assert got == expected, (experts, slots, size, count, overlap)
+        away = stats.expert_hits + stats.expert_loads
+        assert stats.expert_touches >= away
+        assert (away > 0) == (experts in (DISK, MIXED)), "in memory they are used where they are"
+        assert overlap or stats.expert_guesses == 0
+
+
+@pytest.mark.parametrize(("key", "place"), [
+    ("qwen2_moe", HOST), ("qwen3_moe", MIXED), ("mixtral", DISK)])
+def test_on_a_device_with_memory_of_its_own(tiny_model, wanted, tmp_path, device, key, place):
+    """Where a copy that nobody waits for shows old bytes, and fresh memory is full of NaN."""
+    prompts, expected = wanted(key)
+    for weights, slots in itertools.product((HERE, MIXED), (2, None)):
+        got, stats = run(tiny_model(key).folder, prompts, experts=place, weights=weights,
+                         cache=MIXED, activations=MIXED, expert_slots=slots, gpu_batch_size=2,
+                         num_gpu_batches=2, offload_dir=tmp_path)
+        assert got == expected
+        assert stats.expert_loads > 0 or (device, place) == ("poisoned", HOST)
+
+
+def test_prompts_in_chunks_and_shared_ones(tiny_model, wanted, tmp_path, monkeypatch):
+    from flexgen_h2o.engine import executor, expert_layers
+
+    prompts, expected = wanted("qwen3_moe")
+    folder = tiny_model("qwen3_moe").folder
+    got, _ = run(folder, prompts, experts=DISK, prefill_chunk=3, gpu_batch_size=2,
+                 num_gpu_batches=2, offload_dir=tmp_path)
+    assert got == expected
+    monkeypatch.setitem(executor.CHUNK_ROWS, "cpu", 8)
+    monkeypatch.setattr(expert_layers, "ROW_BLOCK", 3)
+    twice = [each for prompt in prompts for each in (prompt, prompt)]
+    got, _ = run(folder, twice, experts=MIXED, gpu_batch_size=10, offload_dir=tmp_path)
+    assert got == [each for tokens in expected for each in (tokens, tokens)]
+
+
+@pytest.mark.parametrize("key", ["mixtral", "qwen2_moe"])
+def test_h2o_is_the_masked_simulation(tiny_model, tmp_path, key):
+    folder = tiny_model(key).folder
+    prompts = make_prompts(97, [30, 17, 24])
+    h2o = H2OConfig(heavy_tokens=3, recent_tokens=4)
+    simulated, _ = run(folder, prompts, h2o=replace(h2o, simulate=True))
+    full, _ = run(folder, prompts)
+    got, _ = run(folder, prompts, h2o=h2o, experts=DISK, cache=MIXED, gpu_batch_size=2,
+                 num_gpu_batches=2, offload_dir=tmp_path)
+    assert got == simulated != full
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_experts_and_a_router_that_is_not(tiny_model, tmp_path, bits):
+    folder = tiny_model("qwen2_moe").folder
+    prompts = make_prompts(97, [9, 4])
+    expected, stats = run(folder, prompts, weight_bits=bits)
+    for experts, slots in ((DISK, 2), (MIXED, None)):
+        got, _ = run(folder, prompts, weight_bits=bits, experts=experts, expert_slots=slots,
+                     gpu_batch_size=1, num_gpu_batches=2, offload_dir=tmp_path)
+        assert got == expected
+    with LLM(str(folder), weight_bits=bits, dtype="float32", weight_cache=None) as llm:
+        first = weights_of(llm).units[1].resident
+        saved = load_file(folder / "model.safetensors")
+        assert torch.equal(first["router"], saved["model.layers.0.mlp.gate.weight"])
+        assert not isinstance(first["q"], torch.Tensor)
+        assert not isinstance(weights_of(llm).experts[0, 0].resident["up"], torch.Tensor)
+
+
+def test_bfloat16_stays_near_whatever_the_policy(tiny_model, tmp_path):
+    """Sums in float32: the order in which experts arrive is less than a rounding."""
+    folder, prompts = tiny_model("mixtral").folder, make_prompts(97, [9, 4, 6])
+    pairs = [(prompt[:-2], prompt[-2:]) for prompt in prompts]
+    found = []
+    for experts, slots in ((None, None), (DISK, 2), (MIXED, 3)):
+        with LLM(str(folder), dtype="bfloat16", offload_dir=tmp_path,
+                 policy=Policy(experts=experts, expert_slots=slots)) as llm:
+            found.append(torch.tensor(llm.loglikelihood(pairs)))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("key", ["qwen3_moe", "mixtral"])
+def test_stacked_experts_are_read_one_by_one(tiny_model, wanted, tmp_path, key):
+    """Checkpoints with one tensor for all experts of a layer, as transformers 5 holds them."""
+    tiny = tiny_model(key)
+    prompts, expected = wanted(key)
+    stacked = tmp_path / "stacked"
+    tiny.model.config.save_pretrained(stacked)
+    state = {name: tensor.contiguous() for name, tensor in tiny.model.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in state)
+    save_file(state, stacked / "model.safetensors", {"format": "pt"})
+    for experts in (None, DISK):
+        got, stats = run(stacked, prompts, experts=experts, offload_dir=tmp_path / "offload")
+        assert got == expected
+    assert stats.expert_bytes > 0
+    assert not (tmp_path / "offload").exists(), "read from the checkpoint's own bytes"
+
+
+def test_what_arrives_first_is_computed_first(tiny_model, wanted, tmp_path, monkeypatch):
+    """The first expert that is asked for comes only once another one has been computed."""
+    prompts, expected = wanted("mixtral")
+    with LLM(str(tiny_model("mixtral").folder), dtype="float32", offload_dir=tmp_path,
+             policy=Policy(experts=DISK, expert_slots=14, gpu_batch_size=5)) as llm:
+        order = hold_first_expert(monkeypatch, llm)
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+    assert [out.token_ids for out in outputs] == expected
+    assert order[0] != (0, 0) in order
+
+
+def test_a_slot_keeps_what_is_used_and_a_guess_is_corrected(tiny_model, wanted, tmp_path):
+    """With slots for all, each expert comes once, across calls; guesses change no token."""
+    prompts, expected = wanted("qwen3_moe")
+    policy = Policy(experts=DISK, expert_slots=33, gpu_batch_size=5)
+    with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32", policy=policy,
+             offload_dir=tmp_path) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        once = llm.stats
+        assert [out.token_ids for out in outputs] == expected
+        assert once.expert_loads + once.expert_guesses <= 33
+        assert once.expert_hits + once.expert_loads == once.expert_touches
+        assert once.expert_hit_rate > 0.5
+        llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        assert llm.stats.expert_bytes <= once.expert_bytes
+        assert llm.stats.expert_loads + once.expert_loads + once.expert_guesses <= 33
+    alone, stats = run(tiny_model("qwen3_moe").folder, prompts[:1], experts=DISK, expert_slots=12,
+                       gpu_batch_size=1, offload_dir=tmp_path)
+    assert alone == expected[:1]
+    assert stats.expert_guesses > 0
+
+
+def test_a_read_that_fails_ends_the_run_and_the_next_one_is_right(tiny_model, wanted, tmp_path,
+                                                                  monkeypatch):
+    prompts, expected = wanted("mixtral")
+    with LLM(str(tiny_model("mixtral").folder), dtype="float32", offload_dir=tmp_path,
+             policy=Policy(experts=DISK, gpu_batch_size=3, num_gpu_batches=2)) as llm:
+        with monkeypatch.context() as patched:
+            reads = itertools.count()
+
+            def fail() -> None:
+                if next(reads) > 20:
+                    raise UserError("reading failed; check the disk")
+
+            before_reads(patched, fail)
+            with pytest.raises(UserError, match="check the disk"):
+                llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        assert [out.token_ids for out in outputs] == expected
+
+
+def test_an_expert_that_changes_on_disk_is_found(tiny_model, tmp_path):
+    prompts = make_prompts(97, [9, 4])
+    with LLM(str(tiny_model("mixtral").folder), dtype="bfloat16", offload_dir=tmp_path,
+             weight_bits=4, weight_cache=None, verify=True,
+             policy=Policy(experts=DISK, expert_slots=1)) as llm:
+        llm.generate(prompts, max_new_tokens=2, eos_token_id=-1)
+        (file,) = tmp_path.glob("*/weights.bin")
+        content = bytearray(file.read_bytes())
+        content[5::64] = bytes(each ^ 1 for each in content[5::64])
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="has changed"):
+            llm.generate(prompts, max_new_tokens=2, eos_token_id=-1)
+
+
+def test_options_of_experts_without_any_are_refused(tiny_model):
+    for policy, flag in ((Policy(experts=HERE), "--expert-percent"),
+                         (Policy(expert_slots=3), "--expert-slots")):
+        with pytest.raises(UserError, match=f"no experts: leave {flag} out"):
+            LLM(str(tiny_model("llama").folder), policy=policy)
+    with pytest.raises(UserError, match="expert_slots"):
+        Policy(expert_slots=0)
+    with pytest.raises(UserError, match="can't be spread over ranks"):
+        check_experts(from_transformers(MIXTURES["mixtral"](), "m"), Policy(), ranks=2)
+
+
+def test_experts_on_disk_take_as_many_slots_as_they_are_given(tiny_model, tmp_path):
+    def held(**policy):
+        with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32", offload_dir=tmp_path,
+                 policy=Policy(**policy)) as llm:
+            return len(slots_of_experts(llm))
+
+    assert held(experts=HERE) == held(experts=HOST, expert_slots=5) == 0
+    assert held(experts=DISK, expert_slots=5) == 5
+    assert held(experts=DISK, gpu_batch_size=1) == 2 * 3
+    assert held(experts=DISK, gpu_batch_size=4) == 2 * 11
+    assert held(experts=DISK, expert_slots=100) == 33
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_the_memory_plan_counts_experts_and_slots(tiny_model, tmp_path, bits):
+    policy = Policy(experts=Placement(0, 40, 60), expert_slots=4, gpu_batch_size=2)
+    with LLM(str(tiny_model("qwen3_moe").folder), dtype="bfloat16", weight_bits=bits,
+             weight_cache=None, policy=policy, offload_dir=tmp_path) as llm:
+        plan = memory_plan(
+            llm.model_config, policy, Workload(8, 4, 2, 1), itemsize=2, writes_weights=True,
+            weights=WeightOptions(bits))
+        rows = {row.name: row for row in plan.rows}
+        sizes, tiers = weight_sizes(llm), weights_of(llm).tiers
+        largest = max(sum(sizes[spec.name] for spec in unit.specs.values())
+                      for unit in weights_of(llm).experts.values())
+        for tier in ("cpu", "disk"):
+            found = sum(sizes[name] for name in sizes
+                        if ".experts." in name and tiers[name] == tier)
+            assert abs(found - getattr(rows["experts"], tier)) <= largest
+        held = sum(buffer.device.nbytes for buffer in slots_of_experts(llm))
+        assert 0 < held <= rows["expert slots"].cpu
+        assert llm.model_config.num_parameters() == tiny_model("qwen3_moe").model.num_parameters()
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_random_weights_of_a_published_shape(tmp_path, monkeypatch, bits):
+    """They are made as they are needed, the experts' on disk too, and are the same wherever."""
+    shape = PUBLISHED["Qwen/Qwen3-30B-A3B"] | {
+        "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_experts": 16, "moe_intermediate_size": 32,
+        "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1}
+    monkeypatch.setitem(PUBLISHED, "Qwen/Qwen3-30B-A3B", shape)
+    prompts, found = make_prompts(300, [9, 4]), []
+    for experts in (HERE, DISK):
+        with LLM("qwen3-30b-a3b", path="_DUMMY_", dtype="float32", weight_bits=bits,
+                 offload_dir=tmp_path, policy=Policy(experts=experts, expert_slots=5)) as llm:
+            outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+            found.append([out.token_ids for out in outputs])
+            assert (llm.stats.expert_bytes > 0) == (experts == DISK)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.5])
+def test_the_share_of_touched_experts_is_foreseen(tiny_model, tmp_path, skew):
+    """Counts of a model whose routers prefer some experts: predicted within 15 %."""
+    tiny = tiny_model("qwen3_moe")
+    state = load_file(tiny.folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in state.items():
+        if name.endswith("mlp.gate.weight"):  # all inputs have something in common, to one side
+            tensor += skew * torch.randn(len(tensor), 1, generator=generator) / 40 ** 0.5
+        if name.endswith("post_attention_layernorm.weight"):
+            tensor.fill_(1.0)
+        if name.endswith("embed_tokens.weight"):
+            tensor += 0.2
+    folder = tmp_path / "skewed"
+    tiny.model.config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    experts = ExpertsConfig(11, 3, 13)
+    chosen = choices_of(folder, make_prompts(97, [64] * 16, seed=1))
+    for tokens in (1, 4, 16, 64):
+        seen, foreseen = [], []
+        for ids in chosen:  # of a layer, [tokens, 3]
+            frequencies = (torch.bincount(ids.flatten(), minlength=11) / len(ids)).tolist()
+            groups = ids[: len(ids) // tokens * tokens].view(-1, tokens * 3)
+            seen += [len(group.unique()) for group in groups]
+            foreseen.append(experts.touched(tokens, frequencies))
+        mean = sum(seen) / len(seen)
+        assert abs(sum(foreseen) / len(foreseen) / mean - 1) < 0.15, (tokens, mean, foreseen)
+        assert experts.touched(tokens) > 0.97 * mean, "skew touches fewer"
+
+
+def choices_of(folder, prompts):
+    """The experts that all tokens of prompts choose in each layer, in the engine, shuffled."""
+    from flexgen_h2o.engine import expert_layers
+
+    found: dict[int, list] = {}
+    route = expert_layers.ExpertLayers.route
+
+    def watched(self, layer, *arguments, **options):
+        route(self, layer, *arguments, **options)
+        found.setdefault(layer, []).append(self._chosen[-1][1].clone())
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(expert_layers.ExpertLayers, "route", watched)
+        run(folder, prompts, gpu_batch_size=8, num_gpu_batches=2)
+    generator = torch.Generator().manual_seed(0)
+    every = [torch.cat(parts) for parts in found.values()]
+    return [ids[torch.randperm(len(ids), generator=generator)] for ids in every]

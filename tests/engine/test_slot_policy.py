@@ -1,0 +1,119 @@
+"""The cache of experts: who has a slot, who gives it up, and what that is worth."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o.engine.slot_policy import FADE, SlotPolicy
+
+LAYERS, EXPERTS = 4, 6
+CHOICES = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=4), min_size=1,
+                   max_size=40)
+
+
+def passes(choices):
+    """Layer after layer, over and over, and the experts that each pass uses."""
+    for number, chosen in enumerate(choices):
+        yield number % LAYERS, [(number % LAYERS, expert) for expert in sorted(chosen)]
+
+
+def step(policy, layer, keys) -> int:
+    """One layer that uses experts one by one; how many had slots."""
+    policy.begin(layer)
+    hits = 0
+    for key in keys:
+        policy.use(key)
+    for key in keys:
+        hits += policy.slot(key) is not None
+        if policy.slot(key) is None:
+            assert policy.take(key) is not None
+    return hits
+
+
+@given(CHOICES, st.integers(1, 12))
+@settings(max_examples=80)
+def test_slots_belong_to_one_expert_each_and_stay_until_they_are_needed(choices, slots):
+    policy = SlotPolicy(slots, LAYERS)
+    seen = set()
+    for layer, keys in passes(choices):
+        before = set(policy.held)
+        step(policy, layer, keys)
+        seen |= set(keys)
+        held = set(policy.held)
+        numbers = [policy.slot(key) for key in held]
+        assert len(set(numbers)) == len(numbers) and set(numbers) <= set(range(slots))
+        assert len(held) == min(slots, len(seen)), "a slot is never left empty"
+        assert held <= before | set(keys)
+        assert keys[-1] in held
+
+
+@given(CHOICES, st.integers(2, 12), st.randoms(use_true_random=False))
+@settings(max_examples=80)
+def test_a_pinned_expert_keeps_its_slot_and_the_victim_is_worth_least(choices, slots, chance):
+    policy = SlotPolicy(slots, LAYERS)
+    pinned: dict = {}
+    for layer, keys in passes(choices):
+        policy.begin(layer)
+        for key in keys:
+            policy.use(key)
+            if policy.slot(key) is None:
+                victim, full = policy.victim(), len(policy.held) == slots
+                if full:
+                    free = [other for other in policy.held if other not in pinned]
+                    assert (victim is None) == (not free)
+                    assert not free or policy.worth(victim) == min(map(policy.worth, free))
+                slot = policy.take(key)
+                assert (slot is None) == (full and victim is None)
+                assert not full or victim is None or policy.slot(victim) is None
+            if policy.slot(key) is not None and chance.random() < 0.4:
+                policy.pin(key)
+                pinned[key] = policy.slot(key)
+        for key in [key for key in pinned if chance.random() < 0.3]:
+            policy.unpin(key)
+            del pinned[key]
+        assert all(policy.slot(key) == slot for key, slot in pinned.items())
+
+
+@given(CHOICES)
+def test_worth_is_the_uses_faded_by_the_passes_of_the_layer(choices):
+    policy = SlotPolicy(1, LAYERS)
+    wanted = {(layer, expert): 0.0 for layer in range(LAYERS) for expert in range(EXPERTS)}
+    for layer, keys in passes(choices):
+        policy.begin(layer)
+        for key in wanted:
+            wanted[key] *= FADE if key[0] == layer else 1
+        for key in keys:
+            policy.use(key)
+            wanted[key] += 1
+    assert all(abs(policy.worth(key) - worth) < 1e-9 for key, worth in wanted.items())
+
+
+def hit_rate(weights, slots, passes=60):
+    """The share of hits, where each layer's tokens choose two experts by these weights."""
+    chance, policy, hits, uses = random.Random(5), SlotPolicy(slots, LAYERS), 0, 0
+    for number in range(passes * LAYERS):
+        layer, keys = number % LAYERS, set()
+        while len(keys) < 2:
+            keys.add((number % LAYERS, *chance.choices(range(EXPERTS), weights)))
+        found = step(policy, layer, sorted(keys))
+        if number >= 10 * LAYERS:
+            hits, uses = hits + found, uses + len(keys)
+    return hits / uses
+
+
+def test_layers_in_turn_do_not_flush_the_cache():
+    """Least recently used would keep nothing of what comes round again."""
+    assert hit_rate([1] * EXPERTS, slots=12) > 0.35, "half of the experts have slots"
+    assert hit_rate([20, 20, 20, 1, 1, 1], slots=12) > 0.75
+
+
+def test_an_expert_that_is_forgotten_has_no_slot():
+    policy = SlotPolicy(2, LAYERS)
+    step(policy, 0, [(0, 1), (0, 2)])
+    policy.pin((0, 1))
+    policy.forget((0, 1))
+    assert policy.slot((0, 1)) is None and set(policy.held) == {(0, 2)}
+    assert policy.take((0, 3)) is not None and len(policy.held) == 2

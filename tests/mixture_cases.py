@@ -1,0 +1,47 @@
+"""Tiny mixtures of experts of odd shapes: the transformers config of each branch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+SIZES = {"vocab_size": 97, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 5,
+         "num_key_value_heads": 1, "intermediate_size": 27, "max_position_embeddings": 256}
+
+
+def _mixtral(**options):
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**SIZES | {"num_local_experts": 7, "num_experts_per_tok": 2} | options)
+
+
+def _olmoe(**options):
+    from transformers import OlmoeConfig
+
+    return OlmoeConfig(**SIZES | {"num_key_value_heads": 5, "num_experts": 9,
+                                  "num_experts_per_tok": 3} | options)
+
+
+def _qwen2(**options):
+    from transformers import Qwen2MoeConfig
+
+    return Qwen2MoeConfig(**SIZES | {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 13,
+        "shared_expert_intermediate_size": 21} | options)
+
+
+def _qwen3(**options):
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(**SIZES | {
+        "num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 13,
+        "head_dim": 6, "norm_topk_prob": True} | options)
+
+
+MIXTURES: dict[str, Callable[[], Any]] = {
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "olmoe_normalised": lambda: _olmoe(norm_topk_prob=True, tie_word_embeddings=True),
+    "qwen2_moe": _qwen2,
+    "qwen3_moe": _qwen3,
+}

@@ -1,0 +1,121 @@
+"""The planner and mixtures of experts: what they take, what they cost, where they are put."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planning_cases import CPU, GPU, machine, planned
+
+from flexgen_h2o.cli.plan_text import flags
+from flexgen_h2o.config.experts import ExpertsConfig
+from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.models.spec import published
+from flexgen_h2o.planning.cost import estimate, layer_steps_of
+from flexgen_h2o.planning.memory_plan import MemoryPlan
+from flexgen_h2o.planning.placing import Placing
+from flexgen_h2o.planning.search import PlanRequest, search
+from flexgen_h2o.storage.free_memory import MemoryLimits
+from flexgen_h2o.storage.placement import experts_apart
+
+QWEN = published("Qwen3-30B-A3B")
+MIXTRAL = published("Mixtral-8x7B-v0.1")
+EXPERT = 3 * 768 * 2048  # parameters of one of Qwen's
+ALL = 48 * 128
+
+
+def rows(run):
+    return {row.name: row for row in MemoryPlan(run).rows}
+
+
+@pytest.mark.parametrize(("name", "billions"), [
+    ("Mixtral-8x7B-v0.1", 46.70), ("OLMoE-1B-7B-0924", 6.92), ("Qwen1.5-MoE-A2.7B", 14.32),
+    ("Qwen3-30B-A3B", 30.53)])
+def test_published_shapes_have_the_published_sizes(name, billions):
+    assert round(published(name).num_parameters() / 1e9, 2) == billions
+
+
+def test_what_every_token_needs_is_in_the_fastest_memory_first():
+    fast, host = experts_apart(10, 90, Placement(25, 75, 0), None)
+    assert fast == Placement(100, 0, 0)
+    assert host.gpu == pytest.approx(100 * 15 / 90) and host.disk == 0
+    fast, host = experts_apart(10, 90, Placement(5, 0, 95), None)
+    assert (fast.gpu, fast.disk) == (50, 50) and host == Placement(0, 0, 100)
+    given = Placement(0, 100, 0)
+    assert experts_apart(10, 90, Placement(25, 75, 0), given) == (Placement(25, 75, 0), given)
+    assert experts_apart(10, 0, Placement(25, 75, 0), None)[0] == Placement(25, 75, 0)
+
+
+def test_experts_and_their_slots_in_the_memory_plan():
+    run = planned(weights=(30, 50), model=QWEN, batch=(2, 3), gpu=True)
+    found, others = rows(run), QWEN.num_parameters() - ALL * EXPERT
+    assert found["weights"].cpu == found["embeddings"].cpu == 0, "all that is not an expert"
+    assert found["experts"].gpu == pytest.approx(
+        2 * (0.3 * QWEN.num_parameters() - others), rel=1e-6)
+    assert found["experts"].cpu == pytest.approx(2 * 0.5 * QWEN.num_parameters(), rel=1e-6)
+    slots = 2 * 6 * 8  # what six tokens choose, twice
+    assert run.expert_slots == slots
+    assert 0 <= found["expert slots"].gpu - slots * 2 * EXPERT < slots * (32 << 10)
+    few = replace(run, policy=replace(run.policy, expert_slots=3))
+    assert rows(few)["expert slots"].gpu < 4 * 2 * EXPERT
+    here = planned(weights=(0, 100), model=QWEN, gpu=False)
+    assert rows(here)["expert slots"].cpu == 0, "without a GPU they are used where they are"
+    assert rows(here)["experts"].cpu == 2 * ALL * EXPERT
+    fewer = rows(planned(model=QWEN, bits=(4, 16), gpu=False))["experts"].cpu
+    assert 0.25 < fewer / (2 * ALL * EXPERT) < 0.33
+
+
+def test_what_does_not_fit_is_moved_experts_first():
+    run = planned(model=MIXTRAL, gpu=True, experts=Placement(100, 0, 0))
+    limits = MemoryLimits(24 * 10**9, 100 * 10**9, 10**12)
+    fitting = MemoryPlan(run).suggest(limits)
+    assert fitting.experts is None
+    moved = rows(replace(run, policy=fitting))
+    assert moved["weights"].cpu == 0 < moved["experts"].cpu
+    with pytest.raises(Exception, match="without --expert-percent would fit"):
+        MemoryPlan(run).check(limits)
+
+
+def test_only_the_experts_that_are_touched_travel():
+    run = planned(weights=(100, 0), experts=Placement(0, 0, 100), model=QWEN, batch=(1, 1),
+                  expert_slots=1, gpu=False)
+    hardware = machine(gpu=False, read=1.0)
+
+    def moved(run):
+        steps = estimate(hardware, run).step.resources
+        return steps["disk->cpu"] / (48 * 2 * EXPERT)
+
+    assert moved(run) == pytest.approx(8, rel=1e-3)
+    many = replace(run, workload=replace(run.workload, gpu_batch_size=8, num_gpu_batches=4))
+    assert moved(many) == pytest.approx(ExpertsConfig(128, 8, 768).touched(32), rel=1e-3)
+    assert 100 < moved(many) < 128
+    half = replace(run, policy=replace(run.policy, expert_slots=ALL // 2))
+    assert moved(half) == pytest.approx(4, rel=1e-3), "half of them have slots"
+    prompt = estimate(hardware, run).prefill.resources["disk->cpu"] / (48 * 2 * EXPERT)
+    assert 120 < prompt <= 128
+
+
+def test_touched_is_what_independent_tokens_choose():
+    experts = ExpertsConfig(4, 2, 1)
+    assert experts.touched(1) == 2
+    assert experts.touched(2) == 3
+    assert experts.touched(10**6) == pytest.approx(4)
+    assert experts.touched(5, [1.0, 1.0, 0.0, 0.0]) == 2
+
+
+@pytest.mark.parametrize("hardware", [GPU, CPU])
+def test_auto_places_experts_by_themselves(hardware):
+    limits = MemoryLimits(hardware.gpu_bytes, 30 * 10**9, 10**12)
+    run = planned(model=QWEN, batch=(4, 2), gpu=hardware.has_gpu)
+    best = Placing(hardware, run, limits).best()
+    assert best.policy.weights == Placement(100, 0, 0)
+    assert best.policy.experts != Placement(100, 0, 0)
+    assert not MemoryPlan(best).shortfalls(limits)
+    assert "--expert-percent " in flags(best)
+    worse = replace(best, policy=replace(best.policy, experts=Placement(0, 0, 100)))
+    assert estimate(hardware, best).seconds < estimate(hardware, worse).seconds
+    choices = search(hardware, PlanRequest(
+        model=QWEN, prompt_len=64, gen_len=64, itemsize=2, gpu_batch_size=4, num_gpu_batches=1),
+        limits)
+    assert choices[0].run.policy.experts is not None
+    assert len(layer_steps_of(hardware, best)) == 2
