@@ -273,3 +273,11 @@ def store_records(x, records, live, LENGTH: tl.constexpr, GROUP: tl.constexpr,
         tl.store(place + LENGTH // 2, high.to(tl.uint8), mask=mask)
     if CODES % 2 == 1:
         tl.store(records + CODES, tl.zeros(live.shape, tl.uint8), mask=live)
+
+
+@triton.jit
+def soft_capped(x, cap):
+    """cap * tanh(x / cap)."""
+    size = tl.exp2(tl.abs(x) * (-2.0 * 1.4426950408889634 / cap))
+    capped = (1.0 - size) / (1.0 + size) * cap
+    return tl.where(x < 0, -capped, capped)

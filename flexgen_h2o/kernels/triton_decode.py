@@ -19,7 +19,11 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels import dispatch
-from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.arguments import (
+    DEFAULT_ARGUMENTS,
+    EvictionArguments,
+    FormArguments,
+)
 from flexgen_h2o.kernels.gpus import gpu_of
 from flexgen_h2o.kernels.triton_common import (
     EMPTY,
@@ -31,10 +35,12 @@ from flexgen_h2o.kernels.triton_common import (
     load_rotated,
     multiprocessors,
     one_layout,
+    soft_capped,
     store_records,
     unit_stride,
 )
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.0e38)
 """Below every logit, and finite: the difference of two is never NaN."""
 
@@ -44,21 +50,29 @@ FINISH_ELEMENTS = 8192
 
 
 @triton.jit
-def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS: tl.constexpr):
-    """Logits of a block of slots, [slots] of one query head or [heads, slots] of several.
+def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, cap, seen,
+            HEADS: tl.constexpr, CAPPED: tl.constexpr):
+    """Logits of a block of slots, [slots] of one query head or [heads, slots] of several; none of
+    slots that are not `seen`.
 
     They are stored at `kept`, a row of n for each head, unless it is None.
     """
     if HEADS == 1:
         products = (k_low.to(tl.float32) * q_low.to(tl.float32)
                     + k_high.to(tl.float32) * q_high.to(tl.float32))
-        logit = tl.where(live, tl.sum(products, axis=1) * scale, float("-inf"))
+        logit = tl.sum(products, axis=1) * scale
+        if CAPPED:
+            logit = soft_capped(logit, cap) * LOG2_E
+        logit = tl.where(seen, logit, float("-inf"))
         if kept is not None:
             tl.store(kept + slot, logit, mask=live)
     else:
         logit = tl.dot(q_low.to(k_low.dtype), tl.trans(k_low), input_precision="tf32")
         logit = tl.dot(q_high.to(k_high.dtype), tl.trans(k_high), logit, input_precision="tf32")
-        logit = tl.where(live[None, :], logit * scale, float("-inf"))
+        logit = logit * scale
+        if CAPPED:
+            logit = soft_capped(logit, cap) * LOG2_E
+        logit = tl.where(seen[None, :], logit, float("-inf"))
         if kept is not None:
             tl.store(kept + g.to(tl.int64)[:, None] * n + slot[None, :], logit,
                      mask=(g < HEADS)[:, None] & live[None, :])
@@ -106,7 +120,8 @@ def _fitting(tuned, named_args, **constants):
     prune_configs_by={"early_config_prune": _fitting}, cache_results=True)
 @triton.jit
 def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, ranks, b_row, b_head,
-          cos, sin, logits, parts, stats, kv_heads, n, split, scale, HEADS: tl.constexpr,
+          cos, sin, logits, parts, stats, kv_heads, n, split, scale, cap, positions, window,
+          HEADS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
           SHARERS: tl.constexpr, TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr,
           BITS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr,
           LONG: tl.constexpr, BLOCK: tl.constexpr):
@@ -146,7 +161,14 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
         k_low, k_high = load_rotated(place, live, places, cos, sin, ROTARY, LENGTH, GROUP, BITS,
                                      WIDTH)
         v_low, v_high = load_halves(place + s_kind * UNIT, live, LENGTH, GROUP, BITS, WIDTH)
-        logit = _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, HEADS)
+        seen = live
+        if WINDOWED:
+            tokens = tl.load(metadata + tl.num_programs(0) // (kv_heads * SHARERS) + sequence)
+            position = tl.load(positions + sequence * b_row + head * b_head + slot, mask=live,
+                               other=0)
+            seen = live & (position > tokens - 1 - window)
+        logit = _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, cap, seen,
+                        HEADS, CAPPED)
         most, total, low, high = _attend(logit, v_low, v_high, most, total, low, high, HEADS)
     _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH, WIDTH, HEADS)
 
@@ -174,7 +196,7 @@ def _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH: tl.constex
 
 
 @triton.jit
-def _combine(parts, stats, v, out, mine, live, own, count, splits, everyone,
+def _combine(parts, stats, v, out, mine, live, own, sink, count, splits, everyone,
              LENGTH: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
     """Put the splits and the new token together: the output; maximum and sum of each head."""
     part = tl.arange(0, SPLITS)
@@ -183,8 +205,12 @@ def _combine(parts, stats, v, out, mine, live, own, count, splits, everyone,
     mosts = tl.load(place, mask=there, other=LOWEST)
     totals = tl.load(place + everyone, mask=there, other=0.0)
     most = tl.maximum(tl.max(mosts, axis=1), own)
+    if sink is not None:
+        most = tl.maximum(most, sink)
     fresh = tl.exp2(own - most)
     total = tl.sum(tl.exp2(mosts - most[:, None]) * totals, axis=1) + fresh
+    if sink is not None:
+        total += tl.exp2(sink - most)
     lane = tl.arange(0, triton.next_power_of_2(LENGTH))
     value = tl.load(v + lane, mask=lane < LENGTH, other=0).to(tl.float32)
     result = fresh[:, None] * value[None, :]
@@ -204,7 +230,7 @@ def _combine(parts, stats, v, out, mine, live, own, count, splits, everyone,
 
 @triton.jit
 def _score(logits, scores, positions, mine, heads, lse, cached, tokens, recent, n, decay, sinks,
-           MEAN: tl.constexpr, BLOCK: tl.constexpr):
+           window, MEAN: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr):
     """Add what each slot received to its attention score; the slot with the lowest score, or 0.
 
     Each lane remembers the best victim of its own slots: one comparison among threads at the end.
@@ -225,6 +251,8 @@ def _score(logits, scores, positions, mine, heads, lse, cached, tokens, recent, 
         may = live & (position >= sinks) & (position < tokens - recent)
         if MEAN:
             score = tl.div_rn(score, tl.maximum(tokens - position, 1).to(tl.float32))
+        if WINDOWED:  # what the next token does not see goes first
+            score = tl.where(position > tokens - window, score, float("-inf"))
         may = may & ((score < best) | ((score == best) & (position < oldest)))
         best = tl.where(may, score, best)
         oldest = tl.where(may, position, oldest)
@@ -258,7 +286,8 @@ def _note(scores, positions, ranks, place, own, cached, tokens, full, BLOCK: tl.
 def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_kind, s_row,
             s_head, s_slot, metadata, scores, positions, ranks, b_row, b_head, cos, sin, logits,
             parts,
-            stats, taken, kv_heads, n, split, splits, scale, decay, sinks, HEADS: tl.constexpr,
+            stats, taken, kv_heads, n, split, splits, scale, cap, window, sink_logits, decay,
+            sinks, HEADS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
             TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
             WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
             SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
@@ -279,10 +308,15 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
                                LENGTH, 16, WIDTH)
     own = scale * tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)
                          + q_high.to(tl.float32) * k_high.to(tl.float32), axis=1)
+    if CAPPED:
+        own = soft_capped(own, cap) * LOG2_E
+    sink = None
+    if sink_logits is not None:
+        sink = tl.load(sink_logits + head * HEADS + g, mask=g < HEADS, other=0.0) * LOG2_E
     mine = tl.program_id(0).to(tl.int64) * HEADS + g
     everyone = tl.num_programs(0).to(tl.int64) * HEADS * splits
-    most, total = _combine(parts, stats, v, out, mine, g < HEADS, own, tl.cdiv(cached, split),
-                           splits, everyone, LENGTH, SPLITS, CHUNK)
+    most, total = _combine(parts, stats, v, out, mine, g < HEADS, own, sink,
+                           tl.cdiv(cached, split), splits, everyone, LENGTH, SPLITS, CHUNK)
     place = cached
     if scores is not None:
         tokens = tl.load(metadata + sequences + sequence)
@@ -291,7 +325,7 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
         state = sequence * b_row + head * b_head
         lse = most + tl.log2(total)
         victim = _score(logits, scores + state, positions + state, mine, g < HEADS, lse, cached,
-                        tokens, recent, n, decay, sinks, MEAN, BLOCK)
+                        tokens, recent, n, decay, sinks, window, MEAN, WINDOWED, BLOCK)
         place = tl.where(full == 1, victim, cached)
         received = tl.sum(tl.where(g < HEADS, tl.exp2(own - lse), 0.0), axis=0)
         _note(scores + state, positions + state, None if ranks is None else ranks + state, place,
@@ -316,16 +350,18 @@ def _split(n: int, programs: int, device: torch.device) -> int:
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     bits: int, eviction: EvictionArguments) -> tuple[Tensor, Tensor]:
+                     bits: int, eviction: EvictionArguments,
+                     form: FormArguments = DEFAULT_ARGUMENTS) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; it never waits for the device."""
     with one_layout(eviction) as eviction:
         return _decode_attention(q, k, v, slots=slots, metadata=metadata, bits=bits,
-                                 eviction=eviction)
+                                 eviction=eviction, form=form)
 
 
 def _decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                      bits: int, eviction: EvictionArguments) -> tuple[Tensor, Tensor]:
-    scores, positions, ranks, cos, sin, mean, decay, sinks = eviction
+                      bits: int, eviction: EvictionArguments, form: FormArguments
+                      ) -> tuple[Tensor, Tensor]:
+    scores, positions, ranks, cos, sin, mean, decay, sinks, window = eviction
     (sequences, heads, length), kv_heads, n = q.shape, k.shape[1], slots.shape[3]
     out, taken = q.new_empty(q.shape), q.new_empty((sequences, kv_heads), dtype=torch.int64)
     pairs, group = sequences * kv_heads, heads // kv_heads
@@ -350,10 +386,12 @@ def _decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadat
         "decode_attention", group, q.dtype, gpu_of(q.device)) == "matrix units"
     heads, least = (group, FEWEST) if together else (1, 1)
     stride = (0, 0) if scores is None else scores.stride()[:2]
-    scale = math.log2(math.e) * length**-0.5
+    scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
+    shape |= {"CAPPED": form.softcap > 0, "WINDOWED": window > 0}
     _read[(pairs * (group // heads), splits)](
         q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
-        parts, stats, kv_heads, n, split, scale, **shape, HEADS=heads, SHARERS=group // heads,
+        parts, stats, kv_heads, n, split, scale, form.softcap, positions, window, **shape,
+        HEADS=heads, SHARERS=group // heads,
         LONG=n >= 512, TALL=max(least, triton.next_power_of_2(heads)), WIDTH=max(least, half))
     block = max(16, min(triton.next_power_of_2(n), FINISH_ELEMENTS // tall))
     wide = triton.next_power_of_2(length)
@@ -361,7 +399,8 @@ def _decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadat
     _finish[(pairs,)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, slots,
         *strides, metadata, scores, positions, ranks, *stride, *tables, logits, parts, stats,
-        taken, kv_heads, n, split, splits, scale, decay, sinks, **shape, HEADS=group, TALL=tall,
+        taken, kv_heads, n, split, splits, scale, form.softcap, window, form.sink_logits, decay,
+        sinks, **shape, HEADS=group, TALL=tall,
         WIDTH=half, MEAN=mean, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, BLOCK=block,
         num_warps=max(4, min(16, tall * block // 512)))
     return out, taken

@@ -19,8 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.kernels import blockwise, dispatch
+from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
 from flexgen_h2o.kernels.gpus import gpu_of
-from flexgen_h2o.kernels.triton_common import FEWEST, configs, device_ints, starts, unit_stride
+from flexgen_h2o.kernels.triton_common import (
+    FEWEST,
+    configs,
+    device_ints,
+    soft_capped,
+    starts,
+    unit_stride,
+)
 
 LOWEST = tl.constexpr(-3.0e38)
 """Below every logit, and finite: the difference of two is never NaN."""
@@ -70,15 +78,20 @@ def _tile(x, row, stride, last, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: t
 
 @triton.jit
 def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, last, scale,
-            DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
-            BLOCK_N: tl.constexpr):
-    """Online softmax over the keys first to last; MASKED: some of them lie in a row's future."""
+            inner, cap, window, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+            CAPPED: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Online softmax over the keys first to last; MASKED: some of them lie in a row's future, or
+    with WINDOWED before its window. CAPPED: logits are scaled by `inner`, and capped."""
     for start in range(first, last, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         keys = _tile(k, key, k_stride, last, DIM, WIDTH, not MASKED)
         logits = tl.dot(q, tl.trans(keys))
+        if CAPPED:
+            logits = soft_capped(logits * inner, cap)
         if MASKED:
             logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
+        if WINDOWED:
+            logits = tl.where(key[None, :] > position[:, None] - window, logits, float("-inf"))
         # Scaled after the maximum: then scaling and subtraction are one instruction.
         new = tl.maximum(most, tl.max(logits, axis=1) * scale)
         shrink = tl.exp2(most - new)
@@ -94,7 +107,8 @@ def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, l
                  cache_results=True)
 @triton.jit
 def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, sequences, rows,
-             scale, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+             scale, inner, cap, window, sinks, GROUP: tl.constexpr, DIM: tl.constexpr,
+             WIDTH: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
              LONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Output, and stats [2, heads, rows] unless they are None, of BLOCK_M rows of one head.
 
@@ -114,14 +128,22 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
                  False)
     most = tl.full((BLOCK_M,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks is not None:  # as if each were the first key, with a value of zeros
+        most = tl.maximum(most, tl.load(sinks + head) * 1.4426950408889634)
+        total += 1.0
     result = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    # Every row sees the keys up to `seen`; the blocks after it need a mask.
-    seen = (tokens - n + first_row + 1) // BLOCK_N * BLOCK_N
-    most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, 0,
-                                  seen, scale, DIM, WIDTH, False, BLOCK_N)
     last = tl.minimum(tokens - n + first_row + BLOCK_M, tokens)
+    if WINDOWED:
+        seen = tl.maximum(tokens - n + first_row + 1 - window, 0) // BLOCK_N * BLOCK_N
+    else:
+        # Every row sees the keys up to `seen`; the blocks after it need a mask.
+        seen = (tokens - n + first_row + 1) // BLOCK_N * BLOCK_N
+        most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, 0,
+                                      seen, scale, inner, cap, window, DIM, WIDTH, False, CAPPED,
+                                      False, BLOCK_N)
     most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, seen,
-                                  last, scale, DIM, WIDTH, True, BLOCK_N)
+                                  last, scale, inner, cap, window, DIM, WIDTH, True, CAPPED,
+                                  WINDOWED, BLOCK_N)
     row = q_start.to(tl.int64) + row
     live = row < q_start + n
     if stats is not None:
@@ -135,7 +157,8 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
 
 @triton.jit
 def _columns(keys, q, q_stride, most, total, weights, position, before, n, first, last, scale,
-             received, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+             inner, cap, window, received, DIM: tl.constexpr, WIDTH: tl.constexpr,
+             MASKED: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
              BLOCK_M: tl.constexpr):
     """Add what the rows first to last give to the keys at `position`: [keys, rows].
 
@@ -146,8 +169,13 @@ def _columns(keys, q, q_stride, most, total, weights, position, before, n, first
         row = start + tl.arange(0, BLOCK_M)
         tile = _tile(q, row, q_stride, n, DIM, WIDTH, False)
         logits = tl.dot(keys, tl.trans(tile))
+        if CAPPED:
+            logits = soft_capped(logits * inner, cap)
         if MASKED:
             logits = tl.where(position[:, None] <= (before + row)[None, :], logits, float("-inf"))
+        if WINDOWED:
+            logits = tl.where(position[:, None] > (before + row - window)[None, :], logits,
+                              float("-inf"))
         p = tl.exp2(logits * scale - tl.load(most + row, mask=row < n, other=0.0)[None, :])
         # A row's sum and its weight are one factor, 0 for rows that do not exist.
         factor = 1.0
@@ -163,7 +191,8 @@ def _columns(keys, q, q_stride, most, total, weights, position, before, n, first
 @triton.jit
 def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_row, weights,
                  sequences,
-                 rows, scale, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                 rows, scale, inner, cap, window, GROUP: tl.constexpr, DIM: tl.constexpr,
+                 WIDTH: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
                  LONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The attention score of BLOCK_M keys of one KV head, from all heads of its group.
 
@@ -184,6 +213,8 @@ def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_ro
     first = tl.maximum(first_key - before, 0)
     every = tl.maximum(first_key + BLOCK_M - 1 - before, 0)
     every = tl.minimum(first + tl.cdiv(every - first, BLOCK_N) * BLOCK_N, n)
+    if WINDOWED:  # up to the last row whose window has the last key
+        every = tl.minimum(tl.maximum(first_key + BLOCK_M - 1 + window - before, 0), n)
     received = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for g in range(GROUP):
         query = head * GROUP + g
@@ -191,9 +222,12 @@ def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_ro
         most = stats + query * rows + q_start
         total = most + tl.num_programs(1).to(tl.int64) * GROUP * rows
         received = _columns(keys, mine, q_row, most, total, weights, position, before, n, first,
-                            every, scale, received, DIM, WIDTH, True, BLOCK_N)
-        received = _columns(keys, mine, q_row, most, total, weights, position, before, n, every,
-                            n, scale, received, DIM, WIDTH, False, BLOCK_N)
+                            every, scale, inner, cap, window, received, DIM, WIDTH, True, CAPPED,
+                            WINDOWED, BLOCK_N)
+        if not WINDOWED:
+            received = _columns(keys, mine, q_row, most, total, weights, position, before, n,
+                                every, n, scale, inner, cap, window, received, DIM, WIDTH, False,
+                                CAPPED, False, BLOCK_N)
     place = scores + head * m_head + (k_start + position.to(tl.int64)) * m_row
     old = tl.load(place, mask=position < tokens, other=0.0)
     if weights is not None:
@@ -210,10 +244,11 @@ def _powers(decay: float, count: int, device: torch.device) -> Tensor | None:
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
-                      key_lengths: Sequence[int], scores: Tensor | None, decay: float) -> Tensor:
+                      key_lengths: Sequence[int], scores: Tensor | None, decay: float,
+                      form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
     """See `reference.prefill_attention`; memory linear in the tokens, and no atomics."""
     if dispatch.gpu_choice("scored_prefill", 1, q.dtype, gpu_of(q.device)) == "matmul":
-        return blockwise.prefill_attention(q, k, v, lengths, key_lengths, scores, decay)
+        return blockwise.prefill_attention(q, k, v, lengths, key_lengths, scores, decay, form)
     out = q.new_empty(q.shape)
     rows, heads, dim = q.shape
     kv_heads, longest = k.shape[1], max(lengths, default=0)
@@ -224,15 +259,18 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
         tuple(zip(starts(lengths), lengths, starts(key_lengths), key_lengths, strict=True)),
         q.device)
     stats = None if scores is None else q.new_empty((2, heads, rows), dtype=torch.float32)
-    scale = math.log2(math.e) * dim**-0.5
-    shape = {"GROUP": heads // kv_heads, "DIM": dim,
+    inner = form.scale or dim**-0.5
+    scale = math.log2(math.e) * (1 if form.softcap else inner)
+    options = (scale, inner, form.softcap, form.window)
+    shape = {"CAPPED": form.softcap > 0, "WINDOWED": form.window > 0,
+             "GROUP": heads // kv_heads, "DIM": dim,
              "WIDTH": max(FEWEST, triton.next_power_of_2(dim)), "LONG": longest >= LONG}
     _forward[lambda size: (triton.cdiv(longest, size["BLOCK_M"]), heads, len(lengths))](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, stats, sequences, rows,
-        scale, **shape)
+        *options, form.sink_logits, **shape)
     if scores is not None:
         _sum_columns[lambda size: (triton.cdiv(max(key_lengths), size["BLOCK_M"]), kv_heads,
                                    len(lengths))](
             q, *q.stride()[:2], k, *k.stride()[:2], stats, scores, *scores.stride(),
-            _powers(decay, longest, q.device), sequences, rows, scale, **shape)
+            _powers(decay, longest, q.device), sequences, rows, *options, **shape)
     return out

@@ -18,6 +18,7 @@ if (sys.platform, platform.machine()) != ("linux", "x86_64"):
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
+from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm  # noqa: E402
 from flexgen_h2o.config.formats import GroupLayout  # noqa: E402
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState  # noqa: E402
 from flexgen_h2o.kernels import (  # noqa: E402
@@ -27,8 +28,10 @@ from flexgen_h2o.kernels import (  # noqa: E402
     triton_prefill,
     triton_select,
 )
-from flexgen_h2o.kernels.arguments import EvictionArguments  # noqa: E402
+from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments  # noqa: E402
 
+ATTENTION = [AttentionForm(scale=0.4), AttentionForm(softcap=2.5), AttentionForm(window=7),
+             AttentionForm(sinks=True), AttentionForm(0.4, 2.5, 20, True)]
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
 
@@ -117,14 +120,16 @@ def decode_case(cached, *, form=torch.float32, group=1, kv_heads=2, dim=16, n=No
     return dict(q=q, k=k, v=v, slots=slots, metadata=metadata, layout=layout, state=state)
 
 
-def triton_decode_step(q, k, v, *, slots, metadata, layout, state):
+def triton_decode_step(q, k, v, *, slots, metadata, layout, state, form=DEFAULT_FORM, sinks=None):
     return triton_decode.decode_attention(
         q, k, v, slots=slots, metadata=metadata, bits=layout.bits if layout else 16,
-        eviction=EvictionArguments.of(state))
+        eviction=EvictionArguments.of(state), form=FormArguments.of(form, sinks))
 
 
-def check_decode(copy=torch.clone, **options):
+def check_decode(copy=torch.clone, attention=DEFAULT_FORM, **options):
     case = decode_case(**options)
+    case |= {"form": attention,
+             "sinks": random(case["q"].shape[1]) * 3 if attention.sinks else None}
     other = case | {"slots": case["slots"].clone(), "state": clone(case["state"], copy)}
     expected, place = reference.decode_attention(**case)
     out, taken = triton_decode_step(**other)
@@ -230,6 +235,31 @@ def test_prefill(dtype, group, decay, rows, tokens):
     if group == 1:
         alone = triton_prefill.prefill_attention(q, k, v, rows, tokens, None, 1.0)
         assert torch.equal(alone, out)
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@pytest.mark.parametrize(("form", "group"), [(torch.float32, 1), (torch.bfloat16, 3), (4, 4)])
+def test_decode_of_every_form_of_attention(attention, form, group):
+    check_decode(cached=[0, 33, 1, 50], form=form, group=group, attention=attention)
+    check_decode(cached=[33, 70], full=(0,), form=form, group=group, attention=attention,
+                 eviction=Eviction(window=attention.window or 0))
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=str)
+@pytest.mark.parametrize(("dtype", "decay"), [(torch.bfloat16, 1.0), (torch.float16, 0.9)])
+def test_prefill_of_every_form_of_attention(attention, dtype, decay):
+    for rows, tokens in (([40], [40]), ([18, 3], [34, 50])):
+        q = random(sum(rows), 6, 20, dtype=dtype)
+        k, v = random(2, sum(tokens), 2, 20, dtype=dtype)
+        sinks = random(6) * 3 if attention.sinks else None
+        scores, wanted = torch.zeros(2, 2, sum(tokens))
+        expected = reference.prefill_attention(
+            q.float(), k.float(), v.float(), rows, key_lengths=tokens, scores=wanted, decay=decay,
+            form=attention, sinks=sinks)
+        out = triton_prefill.prefill_attention(q, k, v, rows, tokens, scores, decay,
+                                               FormArguments.of(attention, sinks))
+        assert (out.float() - expected).abs().max() < BOUND[dtype]
+        torch.testing.assert_close(scores, wanted, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", BOUND)
