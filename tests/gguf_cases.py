@@ -186,7 +186,7 @@ CASES: dict[str, Case] = {
     "olmo2": Case("olmo2", "olmo2"),
     "olmo3": Case("olmo2", "olmo3", {"num_hidden_layers": 4, "sliding_window": 16}, _olmo3),
     "granite": Case("granite", "granite", {
-        "attention_multiplier": 0.3535534, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
+        "attention_multiplier": 0.25, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
         "logits_scaling": 4.0}, _granite, _permuted),
     "stablelm": Case("stablelm", "stablelm", {**_PARTIAL, "use_qkv_bias": True}, _partial),
     "stablelm 12b": Case("stablelm", "stablelm", {

@@ -13,8 +13,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 
 @dataclass(frozen=True)
 class WindowedH2O(H2OConfig):
-    """What stays cached, with the windows of the model's layers. Users give an `H2OConfig`, and
-    `windowed` makes this of it.
+    """An `H2OConfig` with the windows of the model's layers, as `windowed` makes it of a user's.
 
     A layer with a window caches what the next token will see, one token fewer than the window, and
     a new one takes the slot of the oldest. A budget of H2O that is smaller than that counts there
@@ -63,8 +62,8 @@ class WindowedH2O(H2OConfig):
 
 
 def windowed(h2o: H2OConfig | None, forms: Sequence[AttentionForm]) -> H2OConfig | None:
-    """What stays cached in layers of these forms, of a user's configuration or of one of other
-    layers; without a window it is the user's."""
+    """The configuration for layers of these forms, of a user's or of one for other layers; without
+    a window it is the user's."""
     h2o = None if h2o is None else h2o.of_user()
     windows = tuple(form.window for form in forms)
     if not any(windows):

@@ -262,7 +262,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
     inner = form.scale or dim**-0.5
     scale = math.log2(math.e) * (1 if form.softcap else inner)
     options = (scale, inner, form.softcap, form.window)
-    shape = {"CAPPED": form.softcap > 0, "WINDOWED": form.window > 0, "GROUP": heads // kv_heads, "DIM": dim,
+    shape = {"CAPPED": form.softcap > 0, "WINDOWED": form.window > 0,
+             "GROUP": heads // kv_heads, "DIM": dim,
              "WIDTH": max(FEWEST, triton.next_power_of_2(dim)), "LONG": longest >= LONG}
     _forward[lambda size: (triton.cdiv(longest, size["BLOCK_M"]), heads, len(lengths))](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, stats, sequences, rows,

@@ -18,7 +18,7 @@ import numpy as np
 from flexgen_h2o.config.limits import GROWTH, ROW_BLOCK, WRITE_BACK_TOKENS
 from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.budget import cached
+from flexgen_h2o.h2o.budget import budget, cached
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.rows import (
@@ -317,12 +317,15 @@ class _Costs:
     def _prompt_attention(self) -> float:
         """Causal attention over a whole prompt, with scores in the layers that need them."""
         run, model, rates = self._run, self._model, self._compute.prefill_attention
-        pairs = self.prompt * (self.prompt + 1) / 2
-        scored = 0.0
-        if run.cache.evicts and run.cache.h2o.scored:
-            scored = len(run.evicting_layers) / model.num_layers
-        flops = 4 * model.head_dim * model.num_heads * pairs
-        return flops * (scored / rates["scored"] + (1 - scored) / rates["plain"])
+        seconds = 0.0
+        for layer in range(model.num_layers):
+            # Of each query with the keys that it sees.
+            seen = min(self.prompt, model.form(layer).window or self.prompt)
+            pairs = seen * (seen + 1) / 2 + (self.prompt - seen) * seen
+            size = budget(run.cache.h2o, layer, run.workload.prompt_len)
+            scored = size is not None and size.heavy > 0
+            seconds += pairs / rates["scored" if scored else "plain"]
+        return 4 * model.head_dim * model.num_heads * seconds / model.num_layers
 
     def _prompt_cache(self, tally: _Tally) -> None:
         """The cut cache is written once. Until then, prompts in chunks go to and fro whole."""

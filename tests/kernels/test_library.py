@@ -6,7 +6,7 @@ from kernel_cases import copied, decode_case, of_form, prefill_case, select_case
 
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import library, native, reference
-from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 
 pytestmark = pytest.mark.skipif(native.missing() is not None,
                                 reason="the C++ kernels were not built")
@@ -21,15 +21,16 @@ def arguments(form=torch.float32, *, state=True, rolls=True):
     cut = select_case([Cut(9, 2, 3), Cut(2, 1, 1)], form=form, rolls=rolls)
     prompt = prefill_case([5, 2], [7, 2], dtype=dtype)
     bits = 16 if layout is None else layout.bits
-    yield library.prefill_attention, (prompt["q"], prompt["k"], prompt["v"], [5, 2], [7, 2],
-                                      prompt["scores"] if state else None, 0.9)
+    yield library.flat_prefill_attention, (
+        prompt["q"], prompt["k"], prompt["v"], [5, 2], [7, 2], prompt["scores"] if state else None,
+        0.9, 0.3, 2.0, 3, torch.zeros(prompt["q"].shape[1]))
     yield library.flat_select_heavy_hitters, (
         cut["k"], cut["v"], cut["scores"] if state else None, [9, 2, 3, 2, 1, 1], cut["slots"],
         bits, cut["state"].scores, cut["state"].positions, cut["state"].ranks, True, 1)
     yield library.flat_decode_attention, (
         case["q"], case["k"], case["v"], case["slots"], case["metadata"] if state else
         case["metadata"] * torch.tensor([[1], [1], [1], [0]], dtype=torch.int32),
-        bits, *eviction)
+        bits, *eviction, 0.3, 2.0, torch.zeros(case["q"].shape[1]))
     if layout is not None:
         yield library.quantize_groups, (prompt["q"], bits)
         records = reference.quantize_groups(prompt["q"], layout)
@@ -54,9 +55,11 @@ def test_meta_tensors_have_the_right_shapes():
                                      and one.dtype == other.dtype)
 
 
-def decode_with_a_struct(q, k, v, slots, metadata, bits, *eviction):
+def decode_with_a_struct(q, k, v, slots, metadata, bits, *others):
+    *eviction, scale, softcap, sink_logits = others
     return library.decode_attention(q, k, v, slots=slots, metadata=metadata, bits=bits,
-                                    eviction=EvictionArguments(*eviction))
+                                    eviction=EvictionArguments(*eviction),
+                                    form=FormArguments(scale, softcap, sink_logits=sink_logits))
 
 
 @pytest.mark.parametrize("form", [torch.bfloat16, 4])

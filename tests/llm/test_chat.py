@@ -55,7 +55,8 @@ def test_every_end_token_of_the_generation_config_ends_a_text(folder):
 @pytest.mark.parametrize("conversations, options, words", [
     ([[]], {}, "conversation 0 must be a list of messages"),
     (["hello"], {}, "conversation 0 must be a list of messages"),
-    ([HELLO, [{"role": 3}]], {}, "conversation 1: the chat template does not take"),
+    ([HELLO], {"chat_template": "{{ messages[0].a.b }}"},
+     "conversation 0: the chat template does not take"),
     ([HELLO], {"chat_template_kwargs": [1]}, "must be a mapping of names to values"),
     ([HELLO], {"chat_template_kwargs": {"x": {1}}}, "what JSON can hold"),
 ])

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from flexgen_h2o.cache.appending import CacheState, append
+from flexgen_h2o.cache.appending import CacheState, LayerAttention, append
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import GROWTH
@@ -81,7 +81,7 @@ class SlotLayer(H2OLayer):
             if self._rotations is not None:
                 state = replace(state, rope=self._rope(cached + len(q), k.device))
         out = append(q, k, v, held=self._slots[:, sequence], cache_state=cache_state, state=state,
-                     layout=self._layout)
+                     layout=self._layout, attention=LayerAttention())
         if sequence == len(step.new) - 1 and tokens == step.prompts[sequence]:
             self._settle()
         return out
