@@ -492,6 +492,10 @@ class LLM(Session):
             For each pair, the natural log-probability of each token of the continuation.
         """
         self._orders.refuse("probe")
+        if self.model_config.attention:
+            raise UserError("a probe attends as the default form does, and layers of this model "
+                            "have windows, soft caps, sinks or a scale of their own: take another "
+                            "model")
         if not callable(attend):
             raise UserError(f"attend must be a function, got {shown(attend)}")
         requests, continuations = self._prompts.encode_pairs(pairs)

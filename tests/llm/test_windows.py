@@ -226,6 +226,8 @@ def test_the_memory_plan_knows_slots_by_layer(tiny):
 def test_what_does_not_go_with_windows_is_refused(tiny):
     with pytest.raises(UserError, match="layers of this model attend to a window: leave it out"):
         LLM(str(tiny.folder), attn_sparsity=0.5)
+    with pytest.raises(UserError, match="a probe attends as"), LLM(str(tiny.folder)) as llm:
+        llm.probe([([1, 2], [3])], lambda *_: None)
     with pytest.raises(UserError, match="256 positions"), LLM(str(tiny.folder)) as llm:
         llm.generate([[5] * 250], max_new_tokens=20)
 
