@@ -39,7 +39,7 @@ def architecture_of(header: GgufHeader) -> tuple[Metadata, Architecture]:
 
 
 def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
-    """What config.json says on the hub of the model in a GGUF file.
+    """The config.json on the hub of the model in a GGUF file.
 
     Parameters
     ----------

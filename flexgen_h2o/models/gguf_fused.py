@@ -53,7 +53,7 @@ class FusedExperts:
                                                                              groups)
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
-        """What it is written in, where the model is to be of the dtype `target`."""
+        """The dtype it is written in, where the model is to be of the dtype `target`."""
         return target if self.form == "values" else torch.uint8
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError, shown
-from flexgen_h2o.models.gguf_kinds import KINDS, OTHERS, Kind
+from flexgen_h2o.models.gguf_kinds import KINDS, OTHERS, BlockType
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
 
@@ -40,14 +40,14 @@ class StoredTensor:
 
     Attributes
     ----------
-    kind : Kind
+    kind : BlockType
     shape : tuple of int
         Rows first; the last size is that of a row.
     offset, nbytes : int
         Its place in the file.
     """
 
-    kind: Kind
+    kind: BlockType
     shape: tuple[int, ...]
     offset: int
     nbytes: int
@@ -55,7 +55,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says of a model.
+    """A GGUF file's description of a model.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ class _Walk:
         return shape, int(self._number("I")), int(self._number("Q"))
 
     def _start(self, alignment: Value) -> int:
-        """Where the tensors' data begins: behind the header."""
+        """The offset of the tensors' data, behind the header."""
         if alignment not in _ALIGNMENTS:
             raise self._damaged(f"an alignment of {shown(alignment)} bytes is not supported")
         return -(-self._at // int(alignment)) * int(alignment)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True)
-class Kind:
+class BlockType:
     """A type of tensor: consecutive elements of a row in blocks of one size.
 
     Attributes
@@ -27,23 +27,23 @@ class Kind:
     nbytes: int
 
 
-KINDS: Mapping[int, Kind] = MappingProxyType({
-    0: Kind("F32", 1, 4),
-    1: Kind("F16", 1, 2),
-    2: Kind("Q4_0", 32, 18),
-    3: Kind("Q4_1", 32, 20),
-    6: Kind("Q5_0", 32, 22),
-    7: Kind("Q5_1", 32, 24),
-    8: Kind("Q8_0", 32, 34),
-    10: Kind("Q2_K", 256, 84),
-    11: Kind("Q3_K", 256, 110),
-    12: Kind("Q4_K", 256, 144),
-    13: Kind("Q5_K", 256, 176),
-    14: Kind("Q6_K", 256, 210),
-    20: Kind("IQ4_NL", 32, 18),
-    23: Kind("IQ4_XS", 256, 136),
-    30: Kind("BF16", 1, 2),
-    39: Kind("MXFP4", 32, 17),
+KINDS: Mapping[int, BlockType] = MappingProxyType({
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34),
+    10: BlockType("Q2_K", 256, 84),
+    11: BlockType("Q3_K", 256, 110),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    20: BlockType("IQ4_NL", 32, 18),
+    23: BlockType("IQ4_XS", 256, 136),
+    30: BlockType("BF16", 1, 2),
+    39: BlockType("MXFP4", 32, 17),
 })
 """The types that are read, by the number that stands in the file."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flexgen_h2o.models.gguf_dequantize import dequantize
-from flexgen_h2o.models.gguf_kinds import Kind
+from flexgen_h2o.models.gguf_kinds import BlockType
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32
 
@@ -23,7 +23,7 @@ class GgufTensor:
     ----------
     file : uint8 array
         The whole file, mapped.
-    kind : Kind
+    kind : BlockType
     shape : tuple of int
         Of the checkpoint's tensor: a matrix or a vector.
     offset : int
@@ -35,7 +35,7 @@ class GgufTensor:
     """
 
     file: np.ndarray
-    kind: Kind
+    kind: BlockType
     shape: tuple[int, ...]
     offset: int
     order: np.ndarray | None = None
@@ -47,7 +47,7 @@ class GgufTensor:
         return whole[rows if self.order is None or len(whole) == 1 else self.order[rows]]
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
-        """What it is written in, where the model is to be of the dtype `target`."""
+        """The dtype it is written in, where the model is to be of the dtype `target`."""
         return target
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
