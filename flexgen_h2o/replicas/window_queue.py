@@ -127,7 +127,7 @@ class WindowQueue:
         """The words of replica 0, when they come. Raises `QueueLost` if it goes before."""
         with self._answering():
             while not self._store.check(["job"]):
-                self._check()
+                self.check()
                 self._wait(_POLL)
             return self._store.get("job")
 
@@ -182,7 +182,7 @@ class WindowQueue:
             if others:
                 self._wait(_POLL)
         if self.lost:
-            self._check()
+            self.check()
 
     def _claim(self, window: int, holder: bytes) -> bytes:
         """Take a window that nobody or `holder` has; returns who has it now."""
@@ -194,7 +194,8 @@ class WindowQueue:
         with self._answering():
             self._store.compare_set(f"window/{window}", str(self.replica), _DONE.decode())
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise `QueueLost` if there is no queue any more."""
         if self.lost:
             raise QueueLost(_LOST)
 

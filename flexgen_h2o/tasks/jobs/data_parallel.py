@@ -170,10 +170,11 @@ def work(queue: WindowQueue, job: Job, left: np.ndarray, size: int,
     with closing(queue.windows(-(-len(left) // size))) as windows:
         for window in windows:
             if should_end():
-                return
+                break
             job.run(left[window * size:(window + 1) * size])
             if should_end():
-                return
+                break
+    queue.check()  # that there is no queue any more is a reason to end, too
 
 
 def own_file(options: BatchOptions, place: ReplicaSeat) -> ResultsFile:
