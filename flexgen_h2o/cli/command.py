@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from flexgen_h2o.cli.signals import _Signals
+from flexgen_h2o.config.launch import MESSAGES
 from flexgen_h2o.errors import UserError
 
 
@@ -26,9 +29,26 @@ def command(main: Callable[[Sequence[str] | None], None]) -> Main:
     """
     @functools.wraps(main)
     def entry(argv: Sequence[str] | None = None) -> int:
-        return exit_status(lambda: main(argv), last=argv is None)
+        try:
+            status = exit_status(lambda: main(argv), last=argv is None)
+        except SystemExit as end:
+            if argv is None:
+                _leave_what_waits(end.code)
+            raise
+        if argv is None:
+            _leave_what_waits(status)
+        return status
 
     return entry
+
+
+def _leave_what_waits(status: object) -> None:
+    """End the process now if a thread of it waits for a rank that is gone or hangs: before 3.14
+    Python aborts if such a thread wakes up while it ends."""
+    if any(thread.name == MESSAGES for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1)
 
 
 def exit_status(work: Callable[[], None], *, last: bool = False) -> int:

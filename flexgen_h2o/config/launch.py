@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from flexgen_h2o.errors import UserError
 
+MESSAGES = "messages"
+"""The name of threads that wait for other ranks: nothing ends their waiting but the other's end."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from flexgen_h2o.config.launch import Launch
+from flexgen_h2o.config.launch import MESSAGES, Launch
 from flexgen_h2o.engine.watch import PipelineFailure, Watch
 from flexgen_h2o.errors import UserError
 
@@ -64,7 +64,7 @@ class _Waiter:
         self._queue: SimpleQueue = SimpleQueue()
         self._newest: Future | None = None
         # The group is the thread's, too: it must not go while the thread waits in it.
-        self._thread = threading.Thread(target=self._run, args=(group, device), name="messages",
+        self._thread = threading.Thread(target=self._run, args=(group, device), name=MESSAGES,
                                         daemon=True)
         self._thread.start()
 

@@ -43,7 +43,8 @@ def rank(number, disturbed, how, argv, told):
                 disturb(how)
             enter(self, step, batch)
         Executor._enter = disturbed_enter
-    sys.exit(batch.main(argv))  # as a process of its own ends
+    sys.argv[1:] = argv  # as a process of its own is started
+    sys.exit(batch.main())
 
 for disturbed, how, argv, told in json.loads(sys.argv[1]):
     with socket.socket() as free:
