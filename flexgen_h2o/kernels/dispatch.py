@@ -43,8 +43,8 @@ TABLE = (
               why="The same with ONEDNN_MAX_CPU_ISA=AVX512_CORE: 1.2, 5.9, 3.9 and 2.9 times as "
                   "long at 1, 4, 16 and 64 rows."),
     TableLine("linear", ("avx512bf16",), "skinny", most_rows=32,
-              why="EPYC, 4096 x 16384: PyTorch takes 1.9, 1.5, 1.6 and 1.5 times as long at 1, 4, "
-                  "16 and 32 rows, 1.0 to 1.1 times at 64."),
+              why="EPYC, 4096 x 16384: PyTorch takes 2.6, 2.2, 2.0 and 1.5 times as long at 1, 4, "
+                  "16 and 32 rows (benchmarks/results/kernels_products.csv)."),
     TableLine("linear", ("amx",), "skinny", most_rows=SKINNY_ROWS,
               why="Not timed yet. PyTorch reads weights at 0.69 of the bandwidth from 1 row on "
                   "(Xeon, 4096 x 16384: 6.35 ms against 4.4) and is bound by them up to 64 rows; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from msgspec import Meta
 
@@ -22,6 +22,13 @@ _MOST = {"num_hidden_layers": 1 << 12, "vocab_size": MOST_TOKENS,
          "original_max_position_embeddings": MOST_POSITIONS, "num_experts": 1 << 10,
          "num_local_experts": 1 << 10, "num_experts_per_tok": 1 << 10}
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class Rotation(Protocol):
+    """Rotary positions: `rope.RopeConfig`, which is read by way of `Fields`."""
+
+    def reach(self, max_positions: int) -> int:
+        """The positions that a model of so many in config.json can take."""
 
 
 class Fields:
@@ -137,6 +144,19 @@ class Fields:
             "eos_token_ids": self.tokens("eos_token_id"),
             "bos_token_id": next(iter(self.tokens("bos_token_id")), None),
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        }
+
+    def decoder(self, family: str, rope: Rotation, *, activation: str = "hidden_act",
+                eps: str = "rms_norm_eps") -> dict[str, Any]:
+        """`common` of a model with rotary positions, and what such models spell alike: the width
+        of the MLP, its activation and the smallest variance under the keys of these names."""
+        common = self.common(family)
+        return common | {
+            "max_positions": rope.reach(common["max_positions"]),
+            "rope": rope,
+            "ffn_size": self.count("intermediate_size"),
+            "activation": self.value(str, activation),
+            "norm_eps": self.number(eps),
         }
 
     def window(self) -> int | None:

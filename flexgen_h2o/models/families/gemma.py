@@ -51,12 +51,9 @@ def read(f: Fields) -> ModelConfig:
     pattern = f.count("sliding_window_pattern")
     local = f.local_layers(lambda layer: bool((layer + 1) % pattern))
     rope, local_rope = _ropes(f)
-    common = f.common("gemma")
+    common = f.decoder("gemma", rope, activation="hidden_activation")
     return ModelConfig(
-        **common | {"max_positions": rope.reach(common["max_positions"])},
-        ffn_size=f.count("intermediate_size"),
-        activation=f.value(str, "hidden_activation"),
-        norm_eps=f.number("rms_norm_eps"),
+        **common,
         norm_offset=1.0,  # weights are kept less one
         attention_bias=f.flag("attention_bias"),
         out_bias=f.flag("attention_bias"),
@@ -64,7 +61,6 @@ def read(f: Fields) -> ModelConfig:
         embed_scale=common["hidden_size"] ** 0.5,
         # transformers' Gemma 3 has the key of a cap on attention, too, and does not read it
         logit_softcap=f.number_or("final_logit_softcapping", 0.0),
-        rope=rope,
         local_rope=local_rope,
         local_layers=local if local_rope is not None else (),
         attention=f.forms(

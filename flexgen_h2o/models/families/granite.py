@@ -34,21 +34,16 @@ DEFAULTS = {
 
 def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
-    rope = read_rope(f)
     bias = f.flag("attention_bias")
-    common = f.common("granite")
+    common = f.decoder("granite", read_rope(f))
     return ModelConfig(
-        **common | {"max_positions": rope.reach(common["max_positions"])},
-        ffn_size=f.count("intermediate_size"),
-        activation=f.value(str, "hidden_act"),
-        norm_eps=f.number("rms_norm_eps"),
+        **common,
         attention_bias=bias,
         out_bias=bias,
         mlp_bias=f.flag("mlp_bias"),
         embed_scale=f.number("embedding_multiplier"),
         residual_scale=f.number("residual_multiplier"),
         logit_divisor=f.number("logits_scaling"),
-        rope=rope,
         attention=f.forms((False,) * common["num_layers"],
                           scale=f.number("attention_multiplier")),
     )

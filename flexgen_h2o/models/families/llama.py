@@ -42,18 +42,13 @@ DEFAULTS = {
 def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
     mistral = f.values["model_type"] == "mistral"  # differs in its window, and never has a bias
-    rope = read_rope(f)
     bias = not mistral and f.flag("attention_bias")
-    common = f.common("llama")
+    common = f.decoder("llama", read_rope(f))
     return ModelConfig(
-        **common | {"max_positions": rope.reach(common["max_positions"])},
-        ffn_size=f.count("intermediate_size"),
-        activation=f.value(str, "hidden_act"),
-        norm_eps=f.number("rms_norm_eps"),
+        **common,
         attention_bias=bias,
         out_bias=bias,
         mlp_bias=not mistral and f.flag("mlp_bias"),
-        rope=rope,
         attention=f.forms((True,) * common["num_layers"]) if mistral else (),
     )
 

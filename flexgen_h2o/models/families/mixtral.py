@@ -25,13 +25,9 @@ DEFAULTS = {
 
 def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
-    rope, common = read_rope(f), f.common("mixtral")
+    common = f.decoder("mixtral", read_rope(f))
     return ModelConfig(
-        **common | {"max_positions": rope.reach(common["max_positions"])},
-        ffn_size=f.count("intermediate_size"),
-        activation=f.value(str, "hidden_act"),
-        norm_eps=f.number("rms_norm_eps"),
-        rope=rope,
+        **common,
         attention=f.forms((True,) * common["num_layers"]),
         experts=read_experts(f, width="intermediate_size", normalise=True),
     )

@@ -34,18 +34,13 @@ DEFAULTS = {
 
 def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
-    rope = read_rope(f)
     bias = f.flag("attention_bias")
-    common = f.common("olmo2")
+    common = f.decoder("olmo2", read_rope(f))
     return ModelConfig(
-        **common | {"max_positions": rope.reach(common["max_positions"])},
-        ffn_size=f.count("intermediate_size"),
-        activation=f.value(str, "hidden_act"),
-        norm_eps=f.number("rms_norm_eps"),
+        **common,
         attention_bias=bias,
         out_bias=bias,
         qk_norm=True,
-        rope=rope,
     )
 
 

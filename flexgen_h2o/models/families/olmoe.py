@@ -25,16 +25,12 @@ DEFAULTS = {
 def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
     f.refuse("clip_qkv")
-    rope, common = read_rope(f), f.common("olmoe")
+    common = f.decoder("olmoe", read_rope(f))
     return ModelConfig(
-        **common | {"max_positions": rope.reach(common["max_positions"])},
-        ffn_size=f.count("intermediate_size"),
-        activation=f.value(str, "hidden_act"),
-        norm_eps=f.number("rms_norm_eps"),
+        **common,
         attention_bias=f.flag("attention_bias"),
         out_bias=f.flag("attention_bias"),
         qk_norm=True,
-        rope=rope,
         experts=read_experts(f, width="intermediate_size"),
     )
 

@@ -38,13 +38,9 @@ def read(f: Fields) -> ModelConfig:
     if kind in ("su", "yarn"):  # older names of the same
         given["rope_type"] = "longrope"
     rope = read_rope(f, given=given, partial=True)
-    common = f.common("phi3")
+    common = f.decoder("phi3", rope)
     return ModelConfig(
-        **common | {"max_positions": rope.reach(common["max_positions"])},
-        ffn_size=f.count("intermediate_size"),
-        activation=f.value(str, "hidden_act"),
-        norm_eps=f.number("rms_norm_eps"),
-        rope=rope,
+        **common,
         attention=f.forms((True,) * common["num_layers"]),
     )
 

@@ -50,17 +50,13 @@ def read(f: Fields) -> ModelConfig:
     windows = f.flag("use_sliding_window")
     local = f.local_layers(lambda layer: windows and layer >= f.value(int, "max_window_layers"))
     bias = f.flag("attention_bias")
-    common = f.common("qwen")
+    common = f.decoder("qwen", rope)
     return ModelConfig(
-        **common | {"max_positions": rope.reach(common["max_positions"])},
-        ffn_size=f.count("intermediate_size"),
-        activation=f.value(str, "hidden_act"),
-        norm_eps=f.number("rms_norm_eps"),
+        **common,
         attention_bias=bias,
         out_bias=bias if f.raw("attention_out_bias") is None else f.flag("attention_out_bias"),
         mlp_bias=f.flag("mlp_bias"),
         qk_norm=f.values["model_type"] == "qwen3",
-        rope=rope,
         attention=f.forms(local) if windows else (),
     )
 

@@ -26,14 +26,10 @@ DEFAULTS = {
 def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
     f.refuse("use_sliding_window")
-    rope, common = read_rope(f), f.common("qwen2_moe")
+    common = f.decoder("qwen2_moe", read_rope(f))
     return ModelConfig(
-        **common | {"max_positions": rope.reach(common["max_positions"])},
-        ffn_size=f.count("intermediate_size"),
-        activation=f.value(str, "hidden_act"),
-        norm_eps=f.number("rms_norm_eps"),
+        **common,
         attention_bias=f.flag("qkv_bias"),
-        rope=rope,
         experts=read_experts(f, shared="shared_expert_intermediate_size"),
     )
 

@@ -39,15 +39,10 @@ def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
     f.refuse("qk_layernorm")
     f.refuse("use_parallel_residual")
-    rope = read_rope(f, partial=True)
-    common = f.common("stablelm")
+    common = f.decoder("stablelm", read_rope(f, partial=True), eps="layer_norm_eps")
     return ModelConfig(
-        **common | {"max_positions": rope.reach(common["max_positions"])},
-        ffn_size=f.count("intermediate_size"),
-        activation=f.value(str, "hidden_act"),
-        norm_eps=f.number("layer_norm_eps"),
+        **common,
         attention_bias=f.flag("use_qkv_bias"),
-        rope=rope,
     )
 
 
