@@ -120,7 +120,7 @@ if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for,
     INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512_BF16,
                          "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
                          "amx_emulated": [*AVX2, "-DH2O_EMULATE_TILES"]}
-TILED = ("linear", "prefill", "product")
+TILED = ("experts", "linear", "prefill", "product")
 """Sources with kernels of AMX tiles. The others run as of avx512bf16 and avx2: see dispatch.cpp."""
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-g", "-O1"]
 """With FLEXGEN_H2O_SANITIZE in the environment (`make test-asan`)."""

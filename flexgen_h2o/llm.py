@@ -119,8 +119,7 @@ class LLM(Session):
             self._cache = replace(self._cache, h2o=windowed(h2o, self.model_config.attention))
             settings = replace(settings, cache=self._cache)
             check_halves(self.model_config, self.policy)
-            check_experts(self.model_config, self.policy,
-                          1 if load.pipeline is None else load.pipeline.ranks)
+            check_experts(self.model_config, self.policy)
             self._prompts = Prompts(source, name, h2o)
             self._prompts.check_longest(
                 load.texts, 1 if load.workload is None else load.workload.gen_len)

@@ -201,9 +201,9 @@ def hold_first_expert(monkeypatch, llm) -> list:
         if not order:  # by then the second one is there
             second = [key for key in slots._wanted if key != (0, 0)][0]
             slots._buffers[slots._policy.slot(second)].loaded.event()
-        for key, weights in arrivals():
-            order.append(key)
-            yield key, weights
+        for group in arrivals():
+            order.extend(key for key, _ in group)
+            yield group
             go.set()
 
     monkeypatch.setattr(slots._weights, "bring", late)

@@ -138,6 +138,10 @@ class RunFlags:
         help="experts of a mixture that have room in the fastest memory beside those that rest "
         "there; the ones used most, of late, stay",
     )
+    cpu_expert_compute: bool = _flag(
+        "policy", "bool", False,
+        help="compute a mixture's experts on the CPU where they are in host memory (with a GPU)",
+    )
     refill_share: float = _flag(
         "policy", "float", Policy.refill_share, above=0, high=1,
         help="end a block when so many of its sequences have ended, and let the others go on "

@@ -188,7 +188,7 @@ def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOp
 def _check(config: RunConfig, model: ModelConfig) -> None:
     """Refuse what the model can't do. How long a text is in tokens is not known yet."""
     check_cache(model, config.h2o())
-    check_experts(model, config.policy(), config.pipeline_parallel)
+    check_experts(model, config.policy())
     if config.synthetic:
         check_length(model, config.h2o(), prompt="--prompt-len", length=config.prompt_len,
                      new_tokens=config.gen_len)

@@ -24,7 +24,8 @@ class Policy:
     two layers, so that only half a layer's weights are fetched at a time. `experts` places the
     experts of a mixture, and `weights` all else then; None: `weights` is of both, and experts get
     what the rest leaves of the fastest memory. `expert_slots` is how many experts that rest
-    elsewhere have room in fast memory (None: two layers' of a decode step). When
+    elsewhere have room in fast memory (None: two layers' of a decode step); with
+    `cpu_expert_compute` those in host memory beside a GPU compute on the CPU. When
     `refill_share` of a block's sequences have ended, the others go on in a block with the next ones
     (1: a block goes on until all have ended). Raises `UserError` for a value of a wrong type or
     range.
@@ -43,6 +44,7 @@ class Policy:
     refill_share: float = 0.5
     experts: Placement | None = None
     expert_slots: int | None = None
+    cpu_expert_compute: bool = False
 
     def __post_init__(self) -> None:
         check_int("gpu_batch_size", self.gpu_batch_size, low=1)
@@ -56,9 +58,15 @@ class Policy:
         for kind in PLACED:
             if not isinstance(getattr(self, kind), Placement):
                 raise UserError(f"{kind} must be a Placement, got {getattr(self, kind)!r}")
-        for name in ("overlap", "cpu_cache_compute", "pin_weight", "sep_layer"):
+        for name in ("overlap", "cpu_cache_compute", "pin_weight", "sep_layer",
+                     "cpu_expert_compute"):
             check_bool(name, getattr(self, name))
         check_number("refill_share", self.refill_share, above=0, high=1)
+
+    def fetches(self, has_gpu: bool) -> bool:
+        """True if any weights have to be brought to compute memory."""
+        placed = [self.weights] if self.experts is None else [self.weights, self.experts]
+        return any(each.disk > 0 or has_gpu and each.cpu > 0 for each in placed)
 
 
 def percent_text(policy: Policy) -> str:

@@ -12,7 +12,7 @@ import torch
 from flexgen_h2o.cache.attending import PendingAttention
 from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.config.stage import Stage, groups_of
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.exchange import Exchange
 from flexgen_h2o.engine.expert_layers import ExpertLayers
@@ -82,7 +82,8 @@ class Executor:
         self._sep_layer = policy.sep_layer
         self._refill_share = policy.refill_share
         self._last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
-        self._experts = None if experts is None else ExpertLayers(config, experts, self._do)
+        self._experts = None if experts is None else ExpertLayers(
+            config, experts, self._do, transfers)
         self._exchange = exchange
         self._stage = Stage.whole(config.num_layers) if exchange is None else exchange.stage
         self._own = self._stage.layer_steps(policy.sep_layer)
@@ -332,9 +333,14 @@ class Executor:
             self._family.mlp(self._config, weights, x, self._do)
 
     def _block_rows(self, step: LayerStep) -> tuple[int, int]:
-        """The rows of a forward pass in the batches before a step's, and in all."""
-        rows = [0 if batch.finished else batch.rows(step.forward_pass) for batch in self._batches]
-        return sum(rows[: step.batch]), sum(rows)
+        """The rows of a forward pass in the batches of a step's group that are before it, and in
+        all of them."""
+        groups = 1 if self._exchange is None else self._exchange.groups
+        mine = next(group for group in groups_of(len(self._batches), groups)
+                    if step.batch in group)
+        rows = {number: 0 if batch.finished else batch.rows(step.forward_pass)
+                for number, batch in enumerate(self._batches) if number in mine}
+        return sum(rows[number] for number in rows if number < step.batch), sum(rows.values())
 
     def _cached(self, step: LayerStep) -> int:
         """The decoder layer of a layer step, from the rank's first on."""

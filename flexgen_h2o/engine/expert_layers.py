@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o.config.limits import ROW_BLOCK
+from flexgen_h2o.engine.expert_products import ExpertProducts, HostExperts, sums_dtype
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.storage.transfer import Transfers
 
 GUESSED_ROWS = 64
 """The most rows of a block whose next experts are guessed: more choose nearly all of them."""
-
-SUMS = {torch.float32: torch.float64}
-"""What experts' outputs are summed in, where it is not float32."""
 
 
 class ExpertLayers:
@@ -36,20 +36,26 @@ class ExpertLayers:
     slots : ExpertSlots
     do : Operations
         Whose buffers hold the inputs and sums of a block.
+    transfers : Transfers
+        With the host, where experts compute there beside a GPU.
     """
 
-    def __init__(self, config: ModelConfig, slots: ExpertSlots, do: Operations):
+    def __init__(self, config: ModelConfig, slots: ExpertSlots, do: Operations,
+                 transfers: Transfers):
         self._config, self._slots, self._do = config, slots, do
         self._family = family(config)
         self._layer = -1
         self._computed = True
-        self._chosen: list[tuple[slice, Tensor, Tensor]] = []
+        self._routed = slice(0, 0)
         self._likely: Counter[int] = Counter()
+        self._products = ExpertProducts(config, do, slots.bits)
+        self._transfers = transfers
+        self._host = HostExperts(config, slots, transfers)
         slots.reset()
 
     def route(self, layer: int, w: Mapping[str, Weight], x: Tensor, *, first: int, rows: int,
               following: Mapping[str, Weight] | None = None) -> None:
-        """Let rows of a block choose their experts, which begin to come.
+        """Let rows of a block choose their experts, which begin to come; rows come in order.
 
         Parameters
         ----------
@@ -60,17 +66,19 @@ class ExpertLayers:
         x : Tensor [some rows, hidden]
             After attention.
         first, rows : int
-            Where these rows stand in the block, and how many that has.
+            Where these rows stand in the block, and how many that has at most.
         following : mapping, optional
             Norm and router of the next layer, for a guess at its experts.
         """
         if layer != self._layer or self._computed:
             self._begin(layer, rows, x)
-        experts = self._config.experts
         place = slice(first, first + len(x))
         ids, shares = self._family.route(self._config, w, x, self._do, out=self._inputs[place])
-        self._chosen.append((place, ids, shares))
-        self._slots.want((layer, number) for number in _used(ids, experts.count))
+        self._ids[place], self._shares[place] = ids, shares
+        self._routed = place
+        counts = torch.bincount(ids.flatten(), minlength=len(self._counts)).tolist()
+        self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
+        self._slots.want((layer, number) for number, count in enumerate(counts) if count)
         if following is not None and rows <= GUESSED_ROWS and self._slots.guesses:
             normed = self._do.get("guessed inputs", tuple(x.shape), x.dtype)
             guessed, _ = self._family.route(self._config, following, x, self._do, out=normed)
@@ -78,12 +86,14 @@ class ExpertLayers:
 
     def _begin(self, layer: int, rows: int, x: Tensor) -> None:
         self._layer, self._computed = layer, False
-        self._chosen.clear()
+        mine = self._config.experts
+        self._counts = [0] * mine.count
         self._likely.clear()
         self._slots.begin(layer)
         self._inputs = self._do.get("experts' inputs", (rows, x.shape[1]), x.dtype)
-        self._sums = self._do.get("experts' sums", (rows, x.shape[1]),
-                                  SUMS.get(x.dtype, torch.float32))
+        self._sums = self._do.get("experts' sums", (rows, x.shape[1]), sums_dtype(x.dtype))
+        self._ids = self._do.get("experts of rows", (rows, mine.per_token), torch.int64)
+        self._shares = self._do.get("experts' shares", (rows, mine.per_token), torch.float32)
 
     def add_(self, w: Mapping[str, Weight], x: Tensor, *, first: int) -> None:
         """Add what the experts make of rows, which `route` has had, to x [rows, hidden].
@@ -104,28 +114,16 @@ class ExpertLayers:
     def _compute(self) -> None:
         """Sum up every chosen expert's outputs, in the order in which the experts are there."""
         self._slots.guess((self._layer + 1, number) for number, _ in self._likely.most_common())
-        sums = self._sums.zero_()
-        rows = torch.cat([torch.arange(place.start, place.stop) for place, *_ in self._chosen])
-        ids = torch.cat([ids for _, ids, _ in self._chosen])
-        shares = torch.cat([shares for *_, shares in self._chosen]).flatten()
-        each = ids.shape[1]
-        order = ids.flatten().argsort(stable=True)
-        counts = torch.bincount(ids.flatten(), minlength=self._config.experts.count).tolist()
-        ends = torch.tensor(counts).cumsum(0).tolist()
-        rows = rows.to(ids.device)
-        for (_, number), w in self._slots.arrivals():
-            picked = order[ends[number] - counts[number] : ends[number]]
-            for chosen in picked.split(ROW_BLOCK):
-                tokens = rows[chosen // each]
-                x = self._gathered(tokens)
-                out = self._family.expert(self._config, w, x, self._do)
-                sums.index_add_(0, tokens, out.to(sums.dtype).mul_(shares[chosen, None]))
-
-    def _gathered(self, tokens: Tensor) -> Tensor:
-        out = self._do.get("gathered", (len(tokens), self._inputs.shape[1]), self._inputs.dtype)
-        return torch.index_select(self._inputs, 0, tokens, out=out)
-
-
-def _used(ids: Tensor, count: int) -> list[int]:
-    """The experts that any row chose; ids [rows, each]."""
-    return torch.bincount(ids.flatten(), minlength=count).nonzero().flatten().tolist()
+        rows = self._routed.stop  # a batch that has ended since the first one came has none
+        chosen = self._inputs[:rows], self._ids[:rows], self._shares[:rows]
+        sums, on_host = self._sums[:rows].zero_(), self._slots.wanted_on_host
+        if on_host:
+            places, found, handle = self._host.start(on_host, *chosen)
+        self._products.begin(*chosen, sums, self._counts)
+        for group in self._slots.arrivals():
+            stay = self._slots.stays(group[0][0])
+            self._products.add({number: w for (_, number), w in group},
+                               partial(self._slots.table, self._layer) if stay else None)
+        if on_host:
+            self._transfers.ready(handle)
+            sums.index_add_(0, places, found)

@@ -7,7 +7,7 @@ slot is the choice of `slot_policy`; loads are jobs beside compute, one an exper
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 
@@ -15,8 +15,13 @@ from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.slot_policy import Key, SlotPolicy
 from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.kernels.experts import ExpertTable
+from flexgen_h2o.models.mixture import MATRICES
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.transfer import Lane, Transfers
+
+TOGETHER = 16
+"""Experts that are computed together once they have come; their slots are free only then."""
 
 
 @dataclass
@@ -56,13 +61,20 @@ class ExpertSlots:
         Slots; None: as `ExpertsConfig.slots` says.
     overlap : bool
         Load beside compute and ahead of it, or one expert at a time when its turn comes.
+    host_computes : bool
+        Experts in host memory beside a GPU stay there, and are not for slots.
     """
 
     def __init__(self, weights: WeightStore, transfers: Transfers, experts: ExpertsConfig, *,
-                 tokens: int, given: int | None, overlap: bool):
+                 tokens: int, given: int | None, overlap: bool, host_computes: bool = False):
         self._weights, self._transfers, self._overlap = weights, transfers, overlap
         device = transfers.device
-        away = [unit for unit in weights.experts.values() if unit.fetched_bytes]
+        self._hosted = frozenset(
+            key for key, unit in weights.experts.items()
+            if host_computes and device.separate and unit.host and "disk" not in unit.packs)
+        self._away = frozenset(key for key, unit in weights.experts.items()
+                               if unit.fetched_bytes and key not in self._hosted)
+        away = [weights.experts[key] for key in self._away]
         size = max((unit.fetched_bytes for unit in away), default=0)
         read = max((unit.packs["disk"].nbytes for unit in away if "disk" in unit.packs), default=0)
         self._buffers = [
@@ -75,7 +87,49 @@ class ExpertSlots:
         self._wanted: dict[Key, None] = {}
         self._guessed: deque[Key] = deque()
         self._protected: set[Key] = set()
+        self._tables: dict[int, ExpertTable] = {}
+        self._host_tables: dict[int, ExpertTable] = {}
+        self._count = experts.count
         self.counts = ExpertCounts()
+
+    @property
+    def bits(self) -> int:
+        """Of the experts' matrices."""
+        return self._weights.bits
+
+    def stays(self, key: Key) -> bool:
+        """True if an expert is in compute memory for good."""
+        return key not in self._away and key not in self._hosted
+
+    def table(self, layer: int) -> ExpertTable:
+        """A layer's experts that are in compute memory for good, for `kernels.experts`."""
+        if layer not in self._tables:
+            self._tables[layer] = self._tabled(layer, {
+                number: self._weights.experts[layer, number].resident
+                for number in range(self._count) if self.stays((layer, number))})
+        return self._tables[layer]
+
+    def host_table(self, layer: int) -> ExpertTable:
+        """The same of those in host memory that compute there."""
+        if layer not in self._host_tables:
+            keys = [key for key in self._hosted if key[0] == layer]
+            self._host_tables[layer] = self._tabled(layer, self.on_host(keys))
+        return self._host_tables[layer]
+
+    def _tabled(self, layer: int, group: Mapping[int, Mapping[str, Weight]]) -> ExpertTable:
+        table = ExpertTable(self._count)
+        for number, w in group.items():
+            table.put(number, *(w[name] for name in MATRICES))
+        return table
+
+    def on_host(self, keys: Iterable[Key]) -> dict[int, dict[str, Weight]]:
+        """Weights, by number, of experts of a layer that compute in host memory."""
+        return {key[1]: self._weights.on_host(self._weights.experts[key]) for key in keys}
+
+    @property
+    def wanted_on_host(self) -> list[Key]:
+        """The experts that were asked for and compute in host memory."""
+        return [key for key in self._wanted if key in self._hosted]
 
     @property
     def guesses(self) -> bool:
@@ -109,7 +163,7 @@ class ExpertSlots:
                 continue
             self._wanted[key] = None
             self.counts.touches += 1
-            if not self._weights.experts[key].fetched_bytes:
+            if key not in self._away:
                 continue
             self._policy.use(key)
             if self._policy.slot(key) is None:
@@ -125,33 +179,37 @@ class ExpertSlots:
         """Say which experts the next layer may need, the likeliest first."""
         self._end_guesses()
         for key in keys:
-            if self._weights.experts[key].fetched_bytes:
+            if key in self._away:
                 self._guessed.append(key)
         if self._overlap:
             self._advance()
 
-    def arrivals(self) -> Iterator[tuple[Key, dict[str, Weight]]]:
-        """The experts that were asked for, those that are there first, then as they come.
+    def arrivals(self) -> Iterator[list[tuple[Key, dict[str, Weight]]]]:
+        """The experts that were asked for, some at a time: first all that stay, then as they come.
 
-        Weights may be used by what compute is given until the next is asked for.
+        Those that compute in host memory are not among them.
+
+        Weights may be used by what compute is given until the next are asked for.
         """
-        under_way: list[Key] = []
-        for key in self._wanted:
-            if not self._weights.experts[key].fetched_bytes:
-                yield key, self._weights.experts[key].resident
-            elif self._policy.slot(key) is not None:
-                under_way.append(key)
+        here = [(key, self._weights.experts[key].resident) for key in self._wanted
+                if self.stays(key)]
+        if here:
+            yield here
+        under_way = [key for key in self._wanted if self._policy.slot(key) is not None]
         while under_way or self._waiting:
             if not under_way:
                 under_way.append(self._start())
-            key = next((key for key in under_way if self._is_there(key)), under_way[0])
-            under_way.remove(key)
-            buffer = self._buffers[self._policy.slot(key)]
-            if buffer.loaded is not None:
-                self._transfers.ready(buffer.loaded)
-            yield key, self._weights.views(self._weights.experts[key], buffer)
-            buffer.free = self._transfers.device.mark()
-            self._policy.unpin(key)
+            there = [key for key in under_way if self._is_there(key)][:TOGETHER] or under_way[:1]
+            under_way = [key for key in under_way if key not in there]
+            buffers = [self._buffers[self._policy.slot(key)] for key in there]
+            for buffer in buffers:
+                if buffer.loaded is not None:
+                    self._transfers.ready(buffer.loaded)
+            yield [(key, self._weights.views(self._weights.experts[key], buffer))
+                   for key, buffer in zip(there, buffers, strict=True)]
+            for key, buffer in zip(there, buffers, strict=True):
+                buffer.free = self._transfers.device.mark()
+                self._policy.unpin(key)
             if self._overlap:
                 under_way += self._advance()
 

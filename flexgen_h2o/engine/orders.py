@@ -105,7 +105,7 @@ class Orders:
                                 f"{forms[0].decode()}: start all ranks with the same flags")
         pipeline.use(device.torch)
         if pipeline.rank == 0:
-            fetched = policy.weights.disk > 0 or device.separate and policy.weights.cpu > 0
+            fetched = policy.fetches(device.separate)
             found = _Layout(list(bounds or balanced_bounds(_weights(model), pipeline.ranks)),
                             num_groups(pipeline.ranks, fetched=fetched), workload)
             pipeline.order(msgspec.json.encode(found))

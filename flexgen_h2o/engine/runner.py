@@ -173,7 +173,8 @@ class Runner:
         policy, experts = self.settings.policy, self.config.experts
         self._experts = None if experts is None else ExpertSlots(
             self.weights, self._transfers, experts, given=policy.expert_slots,
-            tokens=policy.gpu_batch_size * policy.num_gpu_batches, overlap=policy.overlap)
+            tokens=policy.gpu_batch_size * policy.num_gpu_batches, overlap=policy.overlap,
+            host_computes=policy.cpu_expert_compute)
 
     def _noted(self, bar: ByteProgress) -> ByteProgress:
         """A callback that shows progress, and tells the other ranks of it."""

@@ -85,6 +85,11 @@ class WeightStore:
         """Bytes of all tensors at rest, a tied one once."""
         return sum(map(self._bytes, {spec.name: spec for spec in self._specs()}.values()))
 
+    @property
+    def bits(self) -> int:
+        """Of the matrices, as they rest."""
+        return self._form.bits
+
     def _specs(self) -> Iterator[TensorSpec]:
         """All tensors, unit by unit; a tied one comes twice."""
         for unit in chain(self.units, self.experts.values()):
@@ -328,6 +333,11 @@ class WeightStore:
             weights.update(pack.views(buffer.device[start:], unit.specs, self._form))
             start += round_up(pack.nbytes, PAGE)
         return weights
+
+    def on_host(self, unit: Unit) -> dict[str, Weight]:
+        """A unit's weights by local name that are in host memory beside a GPU, where they lie."""
+        return {name: held for pack, host in unit.host
+                for name, held in pack.views(host, unit.specs, self._form).items()}
 
     def reset(self) -> None:
         """Forget what was fetched ahead and will not be used; call between runs."""

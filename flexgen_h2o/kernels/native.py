@@ -192,6 +192,24 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def call(name: str, struct: str, **fields: object) -> None:
+    """Call a function of the library with the fields of its struct, which the caller has checked.
+
+    What is raised: see `_check`.
+    """
+    _call(name, struct, **fields)
+
+
+def array_of(struct: str, count: int) -> ctypes.Array:
+    """So many of a struct of abi.STRUCTS, all zero."""
+    return (_STRUCTS[struct] * count)()
+
+
+def plain_matrix(weight: Tensor) -> ctypes.Structure:
+    """The struct of a matrix [outputs, inputs] of 16 bits, contiguous."""
+    return _STRUCTS["Matrix"](weight.data_ptr(), *weight.shape, 16, 0)
+
+
 def _integers(values: Sequence[int]) -> ctypes.Array:
     return (ctypes.c_int64 * len(values))(*values)
 
@@ -369,7 +387,7 @@ def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, a
           weight_row=weight.stride(0), out_row=out.stride(0), add=add)
 
 
-def _matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group: int):
+def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group: int):
     """The struct of a quantized matrix, whose bytes are there."""
     expect(name, torch.uint8, data=(data, (MatrixLayout(outputs, inputs, bits, group).nbytes,)))
     contiguous(name, data=data)
@@ -382,7 +400,7 @@ def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search:
     expect("quantize_matrix", dtype, weight=(weight, weight.shape))
     weight = _rows(weight)
     _call("quantize_matrix", "Quantize", weight=weight.data_ptr(),
-          matrix=_matrix("quantize_matrix", data, *weight.shape, bits, group),
+          matrix=matrix("quantize_matrix", data, *weight.shape, bits, group),
           dtype=DTYPES[dtype], weight_row=weight.stride(0), search=search)
 
 
@@ -390,12 +408,12 @@ def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, 
                 dtype: torch.dtype) -> Tensor:
     """See `library.unpack_rows`."""
     name = "unpack_rows"
-    matrix = _matrix(name, data, outputs, inputs, bits, group)
+    held = matrix(name, data, outputs, inputs, bits, group)
     need(dtype in DTYPES, name, f"cannot make {dtype}")
     expect(name, torch.int64, rows=(rows, (rows.numel(),)))
     rows = rows.contiguous()
     out = torch.empty(len(rows), inputs, dtype=dtype)
-    _call(name, "Rows", rows=rows.data_ptr(), out=out.data_ptr(), matrix=matrix,
+    _call(name, "Rows", rows=rows.data_ptr(), out=out.data_ptr(), matrix=held,
           dtype=DTYPES[dtype], count=len(rows))
     return out
 
@@ -407,12 +425,12 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
     name = "linear_quantized"
     dtype = product_shapes(name, x, outputs, bias, out)
     need(x.shape[1] == inputs, name, f"{x.shape[1]} inputs for a matrix of {inputs}")
-    matrix = _matrix(name, data, outputs, inputs, bits, group)
+    held = matrix(name, data, outputs, inputs, bits, group)
     if steps is not None:
         lines(name, x=x)
     x = _rows(x)
     _call(name, "Product", steps=steps, tensors=(x, data, bias, out),
-          x=x.data_ptr(), bias=_address(bias), out=out.data_ptr(), matrix=matrix,
+          x=x.data_ptr(), bias=_address(bias), out=out.data_ptr(), matrix=held,
           dtype=DTYPES[dtype], rows=len(x), x_row=x.stride(0), out_row=out.stride(0), add=add)
 
 

@@ -6,8 +6,11 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping
 
+import numpy as np
 import torch
 
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
 
 # Elements generated at a time. Any multiple of 16 gives the same values (torch's normal_ turns
@@ -23,7 +26,9 @@ class DummyCheckpoint(Checkpoint):
     A value depends on the seed, the tensor's name and `dtype`, and on nothing else: not on
     the order of reads, the thread or the dtype read into. Names that end in "bias" and
     matrices are N(0, 0.02), other vectors (the weights of norms) 1 + N(0, 0.02); values are
-    drawn in float32, rounded to `dtype`, then converted.
+    drawn in float32, rounded to `dtype`, then converted. A matrix that is asked for in groups of 8
+    or 4 bits is drawn as codes, of the same mean and deviation: 30 billion numbers would else
+    take most of an hour to be rounded.
 
     Parameters
     ----------
@@ -51,9 +56,7 @@ class DummyCheckpoint(Checkpoint):
         return self._infos[name]
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
-        # hashlib, as Python's own hash() of a string differs from process to process.
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        generator = torch.Generator().manual_seed(self._seed_of(name))
         is_norm = len(info.shape) == 1 and not name.endswith("bias")
         flat = out.view(-1)
         size = min(_BLOCK, _rounded_up(len(flat)))
@@ -68,6 +71,25 @@ class DummyCheckpoint(Checkpoint):
             if out.dtype != self._dtype:
                 drawn = drawn.to(self._dtype)
             flat[start : start + count].copy_(drawn)
+
+    def _seed_of(self, name: str) -> int:
+        # hashlib, as Python's own hash() of a string differs from process to process.
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        return int.from_bytes(digest[:7], "little")
+
+    def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
+             rows: range | None = None) -> bool:
+        if rows is not None:
+            return False
+        generator = np.random.Generator(np.random.SFC64(self._seed_of(name)))
+        drawn = generator.integers(0, 2**64 - 1, layout.nbytes // 8, np.uint64, endpoint=True)
+        out.copy_(torch.from_numpy(drawn.view(np.uint8)))
+        # Codes from 0 to `levels` have a deviation of about levels / sqrt(12).
+        scale = _STD * math.sqrt(12) / layout.levels
+        factors = out.view(-1, layout.block_bytes)[:, : 4 * MATRIX_TILE].view(torch.float16)
+        factors[:, :MATRIX_TILE] = scale
+        factors[:, MATRIX_TILE:] = -scale * layout.levels / 2
+        return True
 
 
 def _rounded_up(count: int) -> int:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels import experts, ops
 from flexgen_h2o.kernels.chunks import chunk_rows
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
@@ -89,6 +89,16 @@ class Operations(Scratch):
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         """See `activate_`."""
         return activate_(x, name, factor)
+
+    def route(self, x: Tensor, router: Tensor, *, each: int, normalise: bool
+              ) -> tuple[Tensor, Tensor]:
+        """See `reference_experts.route`."""
+        if x.is_cpu and x.dtype == torch.bfloat16 and not ops.plain_torch("cpu"):
+            return experts.route(x, router, each=each, normalise=normalise)
+        shares, ids = (x.float() @ router.float().t()).softmax(-1).topk(each, dim=-1)
+        if normalise:
+            shares /= shares.sum(-1, keepdim=True)
+        return ids, shares
 
 
 def linear(x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, *,

@@ -150,11 +150,7 @@ def route(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations, 
         What each expert's output is multiplied with.
     """
     do.rms_norm(x, w["ln2"], eps=cfg.norm_eps, out=out)
-    logits = out.float() @ w["router"].float().t()
-    shares, ids = logits.softmax(-1).topk(cfg.experts.per_token, dim=-1)
-    if cfg.experts.normalise:
-        shares /= shares.sum(-1, keepdim=True)
-    return ids, shares
+    return do.route(out, w["router"], each=cfg.experts.per_token, normalise=cfg.experts.normalise)
 
 
 def expert(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations) -> Tensor:

@@ -93,10 +93,10 @@ class ModelWeights:
 
     def part(self, first: int, last: int) -> ModelWeights:
         """The same with the tensors alone that layers first:last need, and those before the first
-        and after the last layer if these are among them."""
+        and after the last layer if these are among them. Experts are of these layers alone."""
         layers = tuple(layer if first <= place < last else {}
                        for place, layer in enumerate(self.layers))
-        return replace(self, layers=layers, embed=self.embed if first == 0 else {},
+        return replace(self, layers=layers, experts=self.experts[first:last], embed=self.embed if first == 0 else {},
                        head=self.head if last == len(self.layers) else {},
                        tables=self.tables if first == 0 else ())
 

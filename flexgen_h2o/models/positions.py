@@ -81,15 +81,12 @@ def check_halves(config: ModelConfig, policy: Policy) -> None:
                         "layers; leave --sep-layer off")
 
 
-def check_experts(config: ModelConfig, policy: Policy, ranks: int = 1) -> None:
-    """Raise `UserError` for what a mixture of experts cannot do, or for its options without one."""
-    for name in ("experts", "expert_slots"):
-        if config.experts is None and getattr(policy, name) is not None:
-            flag = {"experts": "--expert-percent", "expert_slots": "--expert-slots"}[name]
+def check_experts(config: ModelConfig, policy: Policy) -> None:
+    """Raise `UserError` for options of a mixture of experts without one."""
+    for name, flag in (("experts", "--expert-percent"), ("expert_slots", "--expert-slots"),
+                       ("cpu_expert_compute", "--cpu-expert-compute")):
+        if config.experts is None and getattr(policy, name) not in (None, False):
             raise UserError(f"{config.name} has no experts: leave {flag} out")
-    if config.experts is not None and ranks > 1:
-        raise UserError(f"{config.name} is a mixture of experts, whose layers can't be spread over "
-                        "ranks yet: leave --pipeline-parallel out")
 
 
 def longest_prompt(config: ModelConfig, h2o: H2OConfig | None) -> int | None:

@@ -36,6 +36,10 @@ TERMS = (None, *((kind, tier) for kind in PLACED for tier in TIERS))
 each tier. The weights of a mixture that count here are the experts; the others lie as they do."""
 
 
+READ_ROWS = 4
+"""Rows of an expert that a CPU multiplies in the time that it takes to read the expert."""
+
+
 @dataclass(frozen=True)
 class LayerStepCost:
     """One layer step of the schedule, for all batches of a block.
@@ -189,6 +193,9 @@ class _Costs:
         if run.attends_on_host and hardware.host_attention is None:
             raise UserError(f"{hardware.name} says nothing of attention on its CPU: leave "
                             "--cpu-cache-compute out")
+        if run.computes_experts_on_host and hardware.host_attention is None:
+            raise UserError(f"{hardware.name} says nothing of its CPU: leave --cpu-expert-compute "
+                            "out")
         self._hardware = hardware
         self._compute = hardware.compute
         self._run = run
@@ -244,7 +251,7 @@ class _Costs:
         for sequences, chunks in ((together, batch // together), (batch % together, 1)):
             if sequences:
                 tally.add(COMPUTE, self._batches * chunks * self._row_seconds(sequences * tokens))
-        tally.add(COMPUTE, self._expert_seconds(self._sequences * tokens))
+        self._experts(tally, self._sequences * tokens)
         tally.add(COMPUTE, self._sequences * self._prompt_attention() / self.passes)
         self._prompt_cache(tally)
         return self._layer_step(count, tally)
@@ -254,7 +261,7 @@ class _Costs:
         batch = self._run.workload.gpu_batch_size
         tally = self._rows(batch)
         tally.add(COMPUTE, self._batches * self._row_seconds(batch))
-        tally.add(COMPUTE, self._expert_seconds(self._batches * batch))
+        self._experts(tally, self._batches * batch)
         self._token_attention(tally)
         return self._layer_step(count, tally)
 
@@ -284,7 +291,28 @@ class _Costs:
         # As slots keep what is used most, and all are taken to be used alike.
         missed = 1 - run.expert_slots / max(run.experts_away, run.expert_slots, 1)
         touched = experts.touched(self._batches * rows)
-        tally.bring("weights", missed * touched * run.expert_bytes)
+        tiers = ("disk",) if run.computes_experts_on_host else ("cpu", "disk")
+        tally.bring("weights", missed * touched * run.expert_bytes, tiers)
+
+    def _experts(self, tally: _Tally, rows: float) -> None:
+        """Products with the experts that rows of all batches choose, wherever they are made.
+
+        The CPU beside a GPU reads weights as fast as attention reads a cache, and takes as long for
+        `READ_ROWS` rows of an expert as for reading it: its products are not measured.
+        """
+        run, experts = self._run, self._model.experts
+        if not run.computes_experts_on_host:
+            tally.add(COMPUTE, self._expert_seconds(rows))
+            return
+        for tier in ("gpu", "disk"):
+            tally.add(COMPUTE, self._expert_seconds(rows), ("weights", tier))
+        touched = experts.touched(rows)
+        each = max(1.0, rows * experts.per_token / touched / READ_ROWS)
+        rate = self._hardware.host_attention.decode_attention[16]
+        tally.add(HOST, each * touched * run.expert_bytes / rate, ("weights", "cpu"))
+        sums = rows * self._model.hidden_size * (8 if run.itemsize == 4 else 4)
+        tally.link("gpu->cpu", rows * self._model.hidden_size * run.itemsize, ("weights", "cpu"))
+        tally.link("cpu->gpu", sums, ("weights", "cpu"))
 
     def _expert_seconds(self, rows: float) -> float:
         """Products with the experts that so many rows of all batches choose."""

@@ -46,8 +46,8 @@ class PipelineChoice:
 
 def runs_of_ranks(run: PlannedRun, bounds: Sequence[int]) -> list[PlannedRun]:
     """The part of each rank of a run of the whole model."""
-    ranks, weights = len(bounds) - 1, run.policy.weights
-    groups = num_groups(ranks, fetched=weights.disk > 0 or run.has_gpu and weights.cpu > 0)
+    ranks = len(bounds) - 1
+    groups = num_groups(ranks, fetched=run.policy.fetches(run.has_gpu))
     return [run.of_stage(Stage.of_rank(rank, bounds), groups) for rank in range(ranks)]
 
 

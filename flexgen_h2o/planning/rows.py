@@ -112,7 +112,13 @@ class PlannedRun:
     def experts_away(self) -> float:
         """Experts, of all layers, that have to be brought to compute memory."""
         _, cpu, disk = self.spread[1].fractions()
-        return self.all_experts * (disk + (cpu if self.has_gpu else 0))
+        brought = self.has_gpu and not self.policy.cpu_expert_compute
+        return self.all_experts * (disk + (cpu if brought else 0))
+
+    @property
+    def computes_experts_on_host(self) -> bool:
+        """True if experts in host memory are used there, beside a GPU."""
+        return self.has_gpu and self.model.experts is not None and self.policy.cpu_expert_compute
 
     @property
     def expert_slots(self) -> int:
@@ -252,7 +258,10 @@ def _expert_rows(run: PlannedRun) -> Iterator[PlanRow]:
     yield PlanRow("experts", gpu, cpu, disk if run.writes_weights else 0)
     # Three matrices, which may lie anywhere in a page at both ends.
     slots = run.expert_slots * (run.expert_bytes + 6 * mmap.PAGESIZE)
-    yield PlanRow("expert slots", slots, slots if run.has_gpu and placement.disk > 0 else 0)
+    host = slots if run.has_gpu and placement.disk > 0 else 0
+    if run.computes_experts_on_host:  # what comes down, what goes up, and one expert's own
+        host += _mixture(run)
+    yield PlanRow("expert slots", slots, host)
 
 
 def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:

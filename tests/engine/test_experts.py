@@ -23,9 +23,7 @@ from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.positions import check_experts
 from flexgen_h2o.models.shapes import PUBLISHED
-from flexgen_h2o.models.spec import from_transformers
 from flexgen_h2o.planning.memory_plan import memory_plan
 
 NEW = 10
@@ -101,6 +99,20 @@ def test_on_a_device_with_memory_of_its_own(tiny_model, wanted, tmp_path, device
                          num_gpu_batches=2, offload_dir=tmp_path)
         assert got == expected
         assert stats.expert_loads > 0 or (device, place) == ("poisoned", HOST)
+
+
+@pytest.mark.parametrize("key", ["qwen2_moe", "mixtral"])
+def test_experts_in_host_memory_compute_there(tiny_model, wanted, tmp_path, device, key):
+    """Beside a GPU: none of them travels, and those on disk go on coming; without one it is the
+    same."""
+    prompts, expected = wanted(key)
+    for experts, overlap in ((HOST, True), (MIXED, False), (MIXED, True)):
+        got, stats = run(tiny_model(key).folder, prompts, experts=experts, gpu_batch_size=2,
+                         num_gpu_batches=2, cpu_expert_compute=True, overlap=overlap,
+                         offload_dir=tmp_path)
+        assert got == expected
+        assert (stats.expert_loads > 0) == (experts is MIXED)
+        assert stats.expert_touches > stats.expert_hits + stats.expert_loads
 
 
 def test_prompts_in_chunks_and_shared_ones(tiny_model, wanted, tmp_path, monkeypatch):
@@ -244,13 +256,12 @@ def test_an_expert_that_changes_on_disk_is_found(tiny_model, tmp_path):
 
 def test_options_of_experts_without_any_are_refused(tiny_model):
     for policy, flag in ((Policy(experts=HERE), "--expert-percent"),
-                         (Policy(expert_slots=3), "--expert-slots")):
+                         (Policy(expert_slots=3), "--expert-slots"),
+                         (Policy(cpu_expert_compute=True), "--cpu-expert-compute")):
         with pytest.raises(UserError, match=f"no experts: leave {flag} out"):
             LLM(str(tiny_model("llama").folder), policy=policy)
     with pytest.raises(UserError, match="expert_slots"):
         Policy(expert_slots=0)
-    with pytest.raises(UserError, match="can't be spread over ranks"):
-        check_experts(from_transformers(MIXTURES["mixtral"](), "m"), Policy(), ranks=2)
 
 
 def test_experts_on_disk_take_as_many_slots_as_they_are_given(tiny_model, tmp_path):
@@ -344,7 +355,7 @@ def choices_of(folder, prompts):
 
     def watched(self, layer, *arguments, **options):
         route(self, layer, *arguments, **options)
-        found.setdefault(layer, []).append(self._chosen[-1][1].clone())
+        found.setdefault(layer, []).append(self._ids[self._routed].clone())
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(expert_layers.ExpertLayers, "route", watched)

@@ -109,6 +109,28 @@ def test_the_same_tokens_for_every_family(tiny_model, key, ranks):
     assert tokens(tiny.folder, prompts_of(tiny), ranks=ranks, **options) == expected
 
 
+@pytest.mark.parametrize("key, ranks, policy", [
+    ("qwen2_moe", 2, {"experts": DISK, "expert_slots": 4}), ("mixtral", 3, {"prefill_chunk": 8}),
+    ("qwen3_moe", 2, {"experts": Placement(0, 0, 100), "num_gpu_batches": 5})])
+def test_the_same_tokens_of_mixtures(tiny_model, key, ranks, policy):
+    """Each group of batches is a block of its own to the experts, of which a rank has its
+    layers'."""
+    tiny = tiny_model(key)
+    options = {"policy": small(**policy), "h2o": H2OConfig(heavy_ratio=0.2)}
+    expected = tokens(tiny.folder, prompts_of(tiny), **options)
+    assert tokens(tiny.folder, prompts_of(tiny), ranks=ranks, **options) == expected
+
+
+def test_a_mixture_whose_texts_end_at_different_times(tiny_model):
+    tiny = tiny_model("olmoe")
+    prompts = prompts_of(tiny)
+    params = [SamplingParams(max_new_tokens=2 + 3 * (number % 4), eos_token_id=tuple(range(0, 97, 5)))
+              for number in range(len(prompts))]
+    options = {"policy": small(gpu_batch_size=1, num_gpu_batches=4)}
+    expected = tokens(tiny.folder, prompts, params, **options)
+    assert tokens(tiny.folder, prompts, params, ranks=2, **options) == expected
+
+
 def test_sampling_ends_and_log_probs_are_those_of_one_rank(tiny_model):
     """Texts end early, so that blocks do, and sequences go on in the next ones."""
     tiny = tiny_model("llama")

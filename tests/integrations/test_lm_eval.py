@@ -497,7 +497,7 @@ VALUES = {
     "score": ("mean", H2O), "score_decay": (0.5, {"score": "decay", **H2O}),
     "sink_tokens": (2, H2O), "enable_position_rolling": (True, H2O), "attn_sparsity": 0.5,
     "compress_cache": True, "cache_bits": 8, "prefill_chunk": 5, "seed": 3,
-    "expert_percent": "0/50/50", "expert_slots": 9,
+    "expert_percent": "0/50/50", "expert_slots": 9, "cpu_expert_compute": True,
 }
 
 

@@ -97,6 +97,8 @@ EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups,
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
 EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_TILED(linear_skinny, a) }
 EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL_TILED(linear_quantized, a) }
+EXPORT int h2o_experts(int isa, const Experts* a) { CALL_TILED(experts, a) }
+EXPORT int h2o_route(int isa, const Route* a) { CALL_TILED(route, a) }
 EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, a) }
 EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, a) }
 EXPORT int h2o_norm(int isa, const Norm* a) { CALL(norm, a) }

@@ -2,32 +2,15 @@
 // float32 and rounded once; no bit depends on the number of threads.
 #include <math.h>
 
+#include "activations.h"
 #include "kernels.h"
 #include "memory.h"
-#include "simd.h"
 
 namespace ISA {
 namespace {
 
 constexpr int64_t LEAST_WORK = 1 << 15;  // elements for which waking other threads pays
 constexpr int64_t PIECE = 1024;          // elements of a row that are one task
-
-// WIDTH elements, or `count` of them if those are fewer, and then `rest`.
-template <class T>
-INLINE Floats some(const T* from, int64_t count, float rest = 0) {
-    if (count >= WIDTH) return load(from);
-    Floats x = broadcast(rest);
-    for (int64_t i = 0; i < count; i++) x[i] = one(from + i);
-    return x;
-}
-
-template <class T>
-INLINE void put_some(T* to, Floats x, int64_t count) {
-#if defined(__AVX512F__)
-    if (count >= WIDTH) return put_all(to, x);
-#endif
-    for (int64_t i = 0; i < WIDTH && i < count; i++) put(to + i, x[i]);
-}
 
 template <class T>
 void norm_row(const Norm& a, int64_t row) {
@@ -71,53 +54,12 @@ void rotate_row(const Rotate& a, int64_t row) {
     }
 }
 
-INLINE Floats magnitude(Floats x) { return bits_of<Floats>(bits_of<Words>(x) & 0x7fffffff); }
-
-// 1 / (1 + e^-x)
-INLINE Floats sigmoid(Floats x) {
-    const Floats e = exp(-magnitude(x));
-    const Floats above = 1.0f / (1.0f + e);
-    return x >= 0.0f ? above : e * above;
-}
-
-// erfc(x) for x >= 0, with a relative error of 1.2e-7 (Numerical Recipes, section 6.2).
-INLINE Floats erfc(Floats x) {
-    const Floats t = 1.0f / (1.0f + 0.5f * x);
-    constexpr float FACTORS[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
-                                 0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f};
-    Floats p = broadcast(0.17087277f);
-    for (const float factor : FACTORS) p = fma(p, t, broadcast(factor));
-    return t * exp(p - x * x);
-}
-
-struct Relu {
-    static INLINE Floats of(Floats x) { return x <= 0.0f ? Floats{} : x; }  // NaN stays
-};
-struct Silu {
-    static INLINE Floats of(Floats x) { return x * sigmoid(x); }
-};
-struct Gelu {
-    static INLINE Floats of(Floats x) {
-        const Floats half = 0.5f * erfc(magnitude(x) * 0.70710678f);
-        return x * (x >= 0.0f ? 1.0f - half : half);
-    }
-};
-struct GeluTanh {  // (1 + tanh(u)) / 2 is the sigmoid of 2 u
-    static INLINE Floats of(Floats x) {
-        return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
-    }
-};
-
 template <class T, class F>
 void activate_piece(const Activate& a, int64_t row, int64_t begin, int64_t end) {
     T* x = static_cast<T*>(a.x) + row * a.x_row;
     const T* factor = static_cast<const T*>(a.factor);
-    if (factor) factor += row * a.factor_row;
-    for (int64_t i = begin; i < end; i += WIDTH) {
-        Floats y = F::of(some(x + i, end - i));
-        if (factor) y *= some(factor + i, end - i);
-        put_some(x + i, y, end - i);
-    }
+    activate_span<T, F>(x + begin, factor ? factor + row * a.factor_row + begin : nullptr,
+                        end - begin);
 }
 
 template <class T>

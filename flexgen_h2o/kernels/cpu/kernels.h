@@ -18,6 +18,8 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2, INVALID = 3 };
     int prefill_attention(const Prefill&);       \
     int linear_skinny(const Linear&);            \
     int linear_quantized(const Product&);        \
+    int experts(const Experts&);                 \
+    int route(const Route&);                     \
     }
 #define DECLARE(isa)                             \
     DECLARE_TILED(isa)                           \

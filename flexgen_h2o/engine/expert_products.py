@@ -1,0 +1,176 @@
+"""Products with the experts of a layer, summed up by token; and the same on the host beside a GPU.
+
+Experts that few tokens chose are computed by one call of the C++ library where that can be, the
+others one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.config.limits import ROW_BLOCK
+from flexgen_h2o.engine.expert_slots import ExpertSlots
+from flexgen_h2o.engine.packs import Weight
+from flexgen_h2o.engine.slot_policy import Key
+from flexgen_h2o.kernels.experts import ExpertTable, experts, most_rows
+from flexgen_h2o.models import family, mixture
+from flexgen_h2o.models.layers import Operations, activation
+from flexgen_h2o.models.mixture import MATRICES
+from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.storage.tiers import typed
+from flexgen_h2o.storage.transfer import D2H, EXPERTS, H2D, Handle, Lane, Transfers
+
+SUMS = {torch.float32: torch.float64}
+"""What experts' outputs are summed in, where it is not float32."""
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What outputs of a dtype are summed in: the order of terms must not show."""
+    return SUMS.get(dtype, torch.float32)
+
+
+class ExpertProducts:
+    """What experts make of the rows of a layer, on one device.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    do : Operations
+        Whose buffers the products are made in.
+    bits : int
+        Of the experts' matrices.
+    """
+
+    def __init__(self, config: ModelConfig, do: Operations, bits: int):
+        self._config, self._do, self._bits = config, do, bits
+        self._family = family(config)
+        self._activation = activation(config.activation)
+        self._arrived = ExpertTable(config.experts.count)
+
+    def begin(self, x: Tensor, ids: Tensor, shares: Tensor, sums: Tensor, counts: Sequence[int]
+              ) -> None:
+        """Begin a layer.
+
+        Parameters
+        ----------
+        x : Tensor [rows, hidden]
+            Normed.
+        ids, shares : Tensor [rows, experts of each]
+            int64 and float32.
+        sums : Tensor [rows, hidden], of `sums_dtype`
+            What `add` adds to.
+        counts : sequence of int
+            The rows of each expert.
+        """
+        self._x, self._ids, self._shares, self._sums = x, ids, shares, sums
+        self._counts = counts
+        self._picks: Sequence[Tensor] | None = None
+        same = self._family.expert is mixture.expert
+        fit = same and x.is_cpu and x.dtype == torch.bfloat16
+        self._most = most_rows(self._bits) if fit else 0
+
+    def add(self, group: Mapping[int, Mapping[str, Weight]],
+            table: Callable[[], ExpertTable] | None = None) -> None:
+        """Add what experts make of their rows.
+
+        Parameters
+        ----------
+        group : mapping of number to weights
+        table : callable, optional
+            Gives a table that is kept, with all of these; the others that it has, no row chose.
+        """
+        few = {number: w for number, w in group.items() if self._counts[number] <= self._most}
+        if few:
+            mine = self._arrived if table is None else table()
+            if table is None:
+                for number, w in few.items():
+                    mine.put(number, *(w[name] for name in MATRICES))
+            experts(self._x, self._ids, self._shares, mine, self._sums,
+                    function=self._activation, most=self._most)
+            if table is None:
+                for number in few:
+                    mine.drop(number)
+        for number in group.keys() - few.keys():
+            self._one(number, group[number])
+
+    def _one(self, number: int, w: Mapping[str, Weight]) -> None:
+        """Compute an expert by itself."""
+        if self._picks is None:
+            self._picks = self._ids.flatten().argsort(stable=True).split(list(self._counts))
+        shares = self._shares.flatten()
+        for chosen in self._picks[number].split(ROW_BLOCK):
+            tokens = chosen // self._ids.shape[1]
+            x = self._do.get("gathered", (len(tokens), self._x.shape[1]), self._x.dtype)
+            torch.index_select(self._x, 0, tokens, out=x)
+            out = self._family.expert(self._config, w, x, self._do)
+            self._sums.index_add_(0, tokens, out.to(self._sums.dtype).mul_(shares[chosen, None]))
+
+
+class HostExperts:
+    """Experts in host memory that compute there, beside compute that is elsewhere.
+
+    Jobs come one after the other on a lane of their own, and each waits for the copies of the one
+    before: a buffer for what comes down and one for what goes up are enough.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    slots : ExpertSlots
+    transfers : Transfers
+    """
+
+    def __init__(self, config: ModelConfig, slots: ExpertSlots, transfers: Transfers):
+        self._slots, self._transfers, self._count = slots, transfers, config.experts.count
+        self._products = ExpertProducts(config, Operations("cpu"), slots.bits)
+        self._buffers: list[Tensor] = []
+
+    def start(self, keys: Sequence[Key], x: Tensor, ids: Tensor, shares: Tensor
+              ) -> tuple[Tensor, Tensor, Handle]:
+        """Start what experts make of their rows.
+
+        Parameters
+        ----------
+        keys : sequence of (layer, number)
+            Chosen experts of one layer, in host memory.
+        x : Tensor [rows, hidden], on the device
+        ids, shares : Tensor [rows, experts of each], on the device
+
+        Returns
+        -------
+        int64 Tensor [some rows], on the device
+            The rows that chose any of them.
+        Tensor [some rows, hidden], on the device
+            Their sums, once the handle is done.
+        Handle
+        """
+        numbers = torch.tensor([number for _, number in keys], device=ids.device)
+        rows = torch.isin(ids, numbers).any(1).nonzero().flatten()
+        packed = x[rows]
+        chosen, parts = ids[rows].cpu(), shares[rows].cpu()
+        out = torch.empty(packed.shape, dtype=sums_dtype(x.dtype), device=x.device)
+
+        def job(lane: Lane) -> None:
+            down, up = self._landing(packed, out)
+            lane.copy(down, packed, D2H)
+            lane.flush()
+            counts = torch.bincount(chosen.flatten(), minlength=self._count)
+            with self._transfers.host_span("experts", "cpu experts"):
+                self._products.begin(down, chosen, parts, up.zero_(), counts.tolist())
+                self._products.add(self._slots.on_host(keys),
+                                   partial(self._slots.host_table, keys[0][0]))
+            lane.copy(out, up, H2D)
+
+        mark = self._transfers.device.mark()
+        return rows, out, self._transfers.submit(EXPERTS, job, after=(mark,))
+
+    def _landing(self, *tensors: Tensor) -> list[Tensor]:
+        """A view like each tensor of a buffer on the host, which grows when it has to."""
+        host_empty = self._transfers.device.host_empty
+        if not self._buffers or self._buffers[0].nbytes < tensors[0].nbytes:
+            self._buffers = [host_empty(x.nbytes) for x in tensors]
+        return [typed(buffer, 0, x.shape, x.dtype)
+                for buffer, x in zip(self._buffers, tensors, strict=True)]

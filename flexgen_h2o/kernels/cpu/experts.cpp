@@ -1,0 +1,211 @@
+// route, experts: a mixture of experts of few tokens each.
+//
+// Where several experts have tokens, each thread computes some of them from end to end, since their
+// weights are read once and products of so few rows are over before threads have met. What an expert
+// makes of a token waits until all of a round are done, and is then added in the order of experts:
+// no bit depends on the number of threads.
+#include "activations.h"
+#include "kernels.h"
+#include "memory.h"
+
+namespace ISA {
+namespace {
+
+constexpr int64_t ROUND = 1024;   // outputs that wait to be added, and inputs beside them
+constexpr int64_t SPAN = 256;     // of an output that are one task
+constexpr int64_t LEAST_WORK = 1 << 17;  // multiplications for which waking other threads pays
+
+// The tokens of an expert, out of all choices in the order of experts.
+struct Chosen {
+    const Expert* expert;
+    int64_t begin, end;  // choices
+};
+
+// What the experts of a round work in, a row for each choice.
+struct Room {
+    bf16 *x, *gate, *up, *out;
+};
+
+int product(const Matrix& m, const Matrix* also, const bf16* x, int64_t rows, bf16* out, bf16* more,
+            int64_t threads) {
+    const int64_t n = m.outputs;
+    if (m.bits == 16) {
+        Linear second{x, also ? also->data : nullptr, nullptr, more, nullptr, rows, m.inputs, n,
+                      m.inputs, m.inputs, n, 0, threads};
+        return linear_skinny(Linear{x, m.data, nullptr, out, also ? &second : nullptr, rows,
+                                    m.inputs, n, m.inputs, m.inputs, n, 0, threads});
+    }
+    Product second{x, nullptr, more, also ? *also : m, nullptr, BFLOAT16, rows, m.inputs, n, 0,
+                   threads};
+    return linear_quantized(Product{x, nullptr, out, m, also ? &second : nullptr, BFLOAT16, rows,
+                                    m.inputs, n, 0, threads});
+}
+
+void activate_rows(int64_t function, bf16* x, const bf16* factor, int64_t count) {
+    switch (function) {
+        case RELU: return activate_span<bf16, Relu>(x, factor, count);
+        case SILU: return activate_span<bf16, Silu>(x, factor, count);
+        case GELU: return activate_span<bf16, Gelu>(x, factor, count);
+        default: return activate_span<bf16, GeluTanh>(x, factor, count);
+    }
+}
+
+// out = down(act(gate(x)) * up(x)) of an expert's choices; the round's first is number `first`.
+int compute(const Experts& a, const Chosen& c, int64_t first, const int64_t* tokens, const Room& all,
+            int64_t threads) {
+    const Expert& e = *c.expert;
+    const int64_t at = c.begin - first, rows = c.end - c.begin, hidden = e.gate.inputs,
+                  wide = e.gate.outputs;
+    bf16 *x = all.x + at * hidden, *gate = all.gate + at * wide, *up = all.up + at * wide;
+    for (int64_t i = 0; i < rows; i++)
+        std::memcpy(x + i * hidden, static_cast<const bf16*>(a.x) + tokens[c.begin + i] * a.x_row,
+                    static_cast<size_t>(hidden) * sizeof *x);
+    int status = product(e.gate, &e.up, x, rows, gate, up, threads);
+    if (status != DONE) return status;
+    activate_rows(a.function, gate, up, rows * wide);
+    return product(e.down, nullptr, gate, rows, all.out + at * hidden, nullptr, threads);
+}
+
+// Adds choices `first` to `last`, whose outputs are in `out`, to the sums of their tokens.
+void add(const Experts& a, int64_t hidden, int64_t first, int64_t last, const int64_t* tokens,
+         const float* shares, const bf16* out) {
+    const int64_t spans = (hidden + SPAN - 1) / SPAN;
+#pragma omp parallel for schedule(static) num_threads(a.threads) \
+    if ((last - first) * hidden > LEAST_WORK)
+    for (int64_t span = 0; span < spans; span++) {
+        const int64_t begin = span * SPAN, end = begin + SPAN < hidden ? begin + SPAN : hidden;
+        for (int64_t i = first; i < last; i++) {
+            float* sums = a.sums + tokens[i] * a.sums_row;
+            const bf16* from = out + (i - first) * hidden;
+            const Floats share = broadcast(shares[i]);
+            for (int64_t k = begin; k < end; k += WIDTH)
+                put_some(sums + k, fma(some(from + k, end - k), share, some(sums + k, end - k)),
+                         end - k);
+        }
+    }
+}
+
+// Each expert's choices, one expert after the other, and how many experts those are; -1 where an
+// expert is chosen that there is not.
+int64_t sort(const Experts& a, int64_t* starts, Chosen* chosen, int64_t* tokens, float* shares) {
+    for (int64_t e = 0; e <= a.count; e++) starts[e] = 0;
+    for (int64_t i = 0; i < a.rows * a.each; i++) {
+        if (a.ids[i] < 0 || a.ids[i] >= a.count) return -1;
+        starts[a.ids[i]]++;
+    }
+    int64_t all = 0, found = 0;
+    for (int64_t e = 0; e < a.count; e++) {
+        const int64_t mine = starts[e];
+        const bool wanted = mine && mine <= a.most && a.experts[e].gate.data;
+        starts[e] = wanted ? all : -1;
+        if (wanted) chosen[found++] = {a.experts + e, all, all + mine}, all += mine;
+    }
+    for (int64_t i = 0; i < a.rows * a.each; i++) {
+        int64_t& place = starts[a.ids[i]];
+        if (place >= 0) tokens[place] = i / a.each, shares[place++] = a.shares[i];
+    }
+    return found;
+}
+
+// As many experts as a round has room for, and at least one.
+int64_t round_end(const Chosen* chosen, int64_t count, int64_t from) {
+    int64_t to = from + 1;
+    while (to < count && chosen[to].end - chosen[from].begin <= ROUND) to++;
+    return to;
+}
+
+}  // namespace
+
+int experts(const Experts& a) {
+    const Memory<int64_t> starts = memory<int64_t>(a.count + 1), tokens = memory<int64_t>(a.rows * a.each);
+    const Memory<Chosen> chosen = memory<Chosen>(a.count);
+    const Memory<float> shares = memory<float>(a.rows * a.each);
+    if (!starts || !tokens || !chosen || !shares) return NO_MEMORY;
+    const int64_t count = sort(a, starts.get(), chosen.get(), tokens.get(), shares.get());
+    if (count < 0) return INVALID;
+    if (count == 0) return DONE;
+    int64_t most = 0;
+    for (int64_t from = 0, to; from < count; from = to) {
+        to = round_end(chosen.get(), count, from);
+        const int64_t size = chosen[to - 1].end - chosen[from].begin;
+        most = size > most ? size : most;
+    }
+    const int64_t hidden = chosen[0].expert->gate.inputs, wide = chosen[0].expert->gate.outputs;
+    const Memory<bf16> memories = memory<bf16>(2 * most * (hidden + wide));
+    if (!memories) return NO_MEMORY;
+    bf16* const first = memories.get();
+    const Room room{first, first + 2 * most * hidden, first + most * (2 * hidden + wide),
+                    first + most * hidden};
+    for (int64_t from = 0, to; from < count; from = to) {
+        to = round_end(chosen.get(), count, from);
+        const int64_t begin = chosen[from].begin, some_experts = to - from;
+        int failed = DONE;
+        if (a.threads > 1 && (some_experts % a.threads == 0 || some_experts >= 3 * a.threads)) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads) reduction(max : failed)
+            for (int64_t e = from; e < to; e++) {
+                const int status = compute(a, chosen[e], begin, tokens.get(), room, 1);
+                failed = status > failed ? status : failed;
+            }
+        } else {
+            for (int64_t e = from; e < to && failed == DONE; e++)
+                failed = compute(a, chosen[e], begin, tokens.get(), room, a.threads);
+        }
+        if (failed != DONE) return failed;
+        add(a, hidden, begin, chosen[to - 1].end, tokens.get(), shares.get(), room.out);
+    }
+    return DONE;
+}
+
+namespace {
+
+// The logits of a row.
+void logits_of(const Route& a, const bf16* x, float* logits) {
+    for (int64_t e = 0; e < a.count; e++) {
+        const bf16* router = static_cast<const bf16*>(a.router) + e * a.router_row;
+        Floats sums[4] = {};
+        int64_t k = 0;
+        for (; k + 4 * WIDTH <= a.hidden; k += 4 * WIDTH)
+            for (int i = 0; i < 4; i++)
+                sums[i] = fma(load(x + k + i * WIDTH), load(router + k + i * WIDTH), sums[i]);
+        for (; k < a.hidden; k += WIDTH)
+            sums[0] = fma(some(x + k, a.hidden - k), some(router + k, a.hidden - k), sums[0]);
+        logits[e] = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    }
+}
+
+// The largest logits, of equal ones the first, and their shares of the sum of all exponentials or
+// of those that were chosen.
+void choose(const Route& a, float* logits, int64_t* ids, float* shares) {
+    float largest = logits[0], total = 0;
+    for (int64_t e = 1; e < a.count; e++) largest = logits[e] > largest ? logits[e] : largest;
+    if (!a.normalise)
+        for (int64_t e = 0; e < a.count; e++) total += exp(broadcast(logits[e] - largest))[0];
+    for (int64_t i = 0; i < a.each; i++) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < a.count; e++)
+            if (logits[e] != NONE && (best < 0 || logits[e] > logits[best])) best = e;
+        if (best < 0) best = i;  // all that is left is no number
+        ids[i] = best;
+        shares[i] = exp(broadcast(logits[best] - largest))[0];
+        if (a.normalise) total += shares[i];
+        logits[best] = NONE;
+    }
+    for (int64_t i = 0; i < a.each; i++) shares[i] /= total;
+}
+
+}  // namespace
+
+int route(const Route& a) {
+    const Memory<float> logits = memory<float>(a.rows * a.count);
+    if (!logits) return NO_MEMORY;
+#pragma omp parallel for schedule(static) num_threads(a.threads) \
+    if (a.rows > 1 && a.rows * a.count * a.hidden > LEAST_WORK)
+    for (int64_t row = 0; row < a.rows; row++) {
+        float* mine = logits.get() + row * a.count;
+        logits_of(a, static_cast<const bf16*>(a.x) + row * a.x_row, mine);
+        choose(a, mine, a.ids + row * a.each, a.shares + row * a.each);
+    }
+    return DONE;
+}
+
+}  // namespace ISA

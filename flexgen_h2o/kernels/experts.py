@@ -1,0 +1,126 @@
+"""Mixtures of experts of few tokens each on a CPU: the C++ of cpu/experts.cpp, and what it takes.
+
+One call routes, and one computes all experts of a table. `reference_experts` specifies both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.config.limits import SKINNY_ROWS
+from flexgen_h2o.kernels import abi, dispatch, native, ops
+from flexgen_h2o.kernels.arguments import contiguous, expect, lines, need
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+
+
+def most_rows(bits: int) -> int:
+    """The most tokens of an expert that `experts` is for; 0: it is not to be used.
+
+    Beyond, or where dispatch prefers PyTorch's products, experts are computed one by one.
+
+    Parameters
+    ----------
+    bits : int
+        Of the weights: 16, 8 or 4.
+    """
+    if ops.plain_torch("cpu"):
+        return 0
+    operation, ours = ("linear", "skinny") if bits == 16 else ("linear_quantized", "codes")
+    rows = 0
+    while 2 << rows <= SKINNY_ROWS and dispatch.choice(
+            operation, 2 << rows, torch.bfloat16, bits) == ours:
+        rows += 1
+    return 1 << rows if rows else 0
+
+
+class ExpertTable:
+    """The matrices of experts by number, as `experts` takes them.
+
+    Parameters
+    ----------
+    count : int
+        Experts of a layer. At first none is there.
+    """
+
+    def __init__(self, count: int):
+        self.structs = native.array_of("Expert", count)
+        self._held: dict[int, tuple[Tensor | QuantizedMatrix, ...]] = {}
+        self._shape: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.structs)
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """(inputs, width) of its experts; None without any."""
+        return self._shape
+
+    def put(self, number: int, gate: Tensor | QuantizedMatrix, up: Tensor | QuantizedMatrix,
+            down: Tensor | QuantizedMatrix) -> None:
+        """Have an expert there: gate and up [wide, hidden], down [hidden, wide], of bfloat16 or
+        quantized, all experts' alike."""
+        wide, hidden = gate.shape
+        need(tuple(up.shape) == (wide, hidden) and tuple(down.shape) == (hidden, wide)
+             and self._shape in (None, (hidden, wide)), "experts",
+             f"gate {list(gate.shape)}, up {list(up.shape)} and down {list(down.shape)} do not "
+             "belong together")
+        need(_form(gate) == _form(up), "experts", "gate and up must be quantized alike")
+        struct = self.structs[number]
+        struct.gate, struct.up, struct.down = map(_matrix, (gate, up, down))
+        self._held[number], self._shape = (gate, up, down), (hidden, wide)
+
+    def drop(self, number: int) -> None:
+        """Have an expert there no more."""
+        self.structs[number].gate.data = None
+        del self._held[number]
+
+
+def _form(matrix: Tensor | QuantizedMatrix) -> tuple[int, int]:
+    quantized = isinstance(matrix, QuantizedMatrix)
+    return (matrix.layout.bits, matrix.layout.group) if quantized else (16, 0)
+
+
+def _matrix(matrix: Tensor | QuantizedMatrix) -> ctypes.Structure:
+    if isinstance(matrix, QuantizedMatrix):
+        return native.matrix("experts", *ops.flat(matrix))
+    expect("experts", torch.bfloat16, matrix=(matrix, tuple(matrix.shape)))
+    contiguous("experts", matrix=matrix)
+    return native.plain_matrix(matrix)
+
+
+def route(x: Tensor, router: Tensor, *, each: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """See `reference_experts.route`; bfloat16."""
+    name = "route"
+    expect(name, torch.bfloat16, x=(x, (len(x), router.shape[1])), router=(router, router.shape))
+    lines(name, x=x, router=router)
+    need(0 < each <= len(router), name, f"{each} of {len(router)} experts")
+    ids = torch.empty(len(x), each, dtype=torch.int64)
+    shares = torch.empty(len(x), each)
+    native.call(name, "Route", x=x.data_ptr(), router=router.data_ptr(), ids=ids.data_ptr(),
+                shares=shares.data_ptr(), rows=len(x), hidden=x.shape[1], count=len(router),
+                each=each, x_row=x.stride(0), router_row=router.stride(0), normalise=normalise)
+    return ids, shares
+
+
+def experts(x: Tensor, ids: Tensor, shares: Tensor, table: ExpertTable, sums: Tensor, *,
+            function: str, most: int) -> None:
+    """See `reference_experts.experts`; bfloat16, and `most` at most SKINNY_ROWS."""
+    name = "experts"
+    if table.shape is None:
+        return
+    need(x.dim() == ids.dim() == 2 and function in abi.ACTIVATIONS and most <= SKINNY_ROWS, name,
+         f"takes x [rows, hidden], ids [rows, each], one of {abi.ACTIVATIONS} and up to "
+         f"{SKINNY_ROWS} rows")
+    expect(name, torch.bfloat16, x=(x, (len(ids), table.shape[0])))
+    expect(name, torch.float32, shares=(shares, tuple(ids.shape)), sums=(sums, tuple(x.shape)))
+    expect(name, torch.int64, ids=(ids, tuple(ids.shape)))
+    contiguous(name, ids=ids, shares=shares)
+    lines(name, x=x, sums=sums)
+    native.call(name, "Experts", x=x.data_ptr(), ids=ids.data_ptr(), shares=shares.data_ptr(),
+                sums=sums.data_ptr(), experts=ctypes.addressof(table.structs), rows=len(x),
+                each=ids.shape[1], count=len(table), most=most,
+                function=abi.ACTIVATIONS.index(function), x_row=x.stride(0),
+                sums_row=sums.stride(0))

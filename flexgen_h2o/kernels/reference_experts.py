@@ -1,0 +1,74 @@
+"""The specification of a mixture of experts of few tokens each, in plain PyTorch.
+
+Experts are tables of three matrices; what is not there is None.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.reference_layer import activate
+from flexgen_h2o.kernels.reference_matrix import linear_quantized
+
+
+def route(x, router, *, each, normalise):
+    """Choose the experts of each row, in float32; of equal logits the first.
+
+    Parameters
+    ----------
+    x : Tensor [rows, hidden]
+        Normed.
+    router : Tensor [experts, hidden]
+    each : int
+        Experts of a row.
+    normalise : bool
+        Each row's shares sum up to 1; else they are parts of all experts' sum.
+
+    Returns
+    -------
+    ids : int64 Tensor [rows, each]
+    shares : float32 Tensor [rows, each]
+    """
+    logits = x.float() @ router.float().t()
+    ids = logits.argsort(dim=-1, descending=True, stable=True)[:, :each]
+    shares = logits.softmax(-1).gather(-1, ids)
+    return ids, shares / shares.sum(-1, keepdim=True) if normalise else shares
+
+
+def experts(x, ids, shares, table, sums, *, function, most):
+    """Add ``share * down(function(gate(x)) * up(x))`` of each expert that a row chose to its sum.
+
+    Products are rounded to x's dtype. Experts that are not there are left out, and so are those
+    that more than `most` rows chose.
+
+    Parameters
+    ----------
+    x : Tensor [rows, hidden]
+    ids : int64 Tensor [rows, each]
+    shares : float32 Tensor [rows, each]
+    table : sequence of (gate, up, down) or None
+        Matrices of x's dtype or `QuantizedMatrix`: gate and up [wide, hidden], down [hidden, wide].
+    sums : float32 Tensor [rows, hidden]
+        Updated in place.
+    function : str
+        One of abi.ACTIVATIONS.
+    most : int
+    """
+    for number, matrices in enumerate(table):
+        rows, places = (ids == number).nonzero(as_tuple=True)
+        if matrices is None or not 0 < len(rows) <= most:
+            continue
+        gate, up, down = matrices
+        wide = _product(x[rows], gate)
+        activate(wide, function, _product(x[rows], up))
+        sums.index_add_(0, rows, _product(wide, down).float() * shares[rows, places, None])
+
+
+def _product(x, matrix):
+    out = x.new_empty(len(x), len(matrix))
+    if isinstance(matrix, QuantizedMatrix):
+        linear_quantized(x, matrix.data, matrix.layout, None, out)
+    else:
+        torch.mm(x, matrix.t(), out=out)
+    return out

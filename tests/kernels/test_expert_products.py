@@ -1,0 +1,123 @@
+"""Routing and experts of few tokens each in C++ beside their reference, and what they refuse."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import BUILT, SETS, poisoned_memory, threads, using
+
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.kernels import abi, experts, ops, reference_experts
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+
+pytestmark = BUILT
+
+
+def matrix(outputs, inputs, bits, generator):
+    weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).bfloat16()
+    if bits == 16:
+        return weight
+    layout = MatrixLayout(outputs, inputs, bits)
+    return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
+
+
+def case(rows, hidden, wide, count, each, bits, *, seed=0, missing=()):
+    """x, ids, shares and the experts, some of which are missing; x is strided."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.full((rows, hidden + 3), float("nan")).bfloat16()
+    x[:, :hidden] = torch.randn(rows, hidden, generator=generator).bfloat16()
+    ids = torch.stack([torch.randperm(count, generator=generator)[:each] for _ in range(rows)])
+    shares = torch.rand(rows, each, generator=generator)
+    made = [None if number in missing else tuple(
+        matrix(*shape, bits, generator) for shape in ((wide, hidden), (wide, hidden),
+                                                      (hidden, wide))) for number in range(count)]
+    return x[:, :hidden], ids, shares, made
+
+
+def table_of(made):
+    table = experts.ExpertTable(len(made))
+    for number, matrices in enumerate(made):
+        if matrices is not None:
+            table.put(number, *matrices)
+    return table
+
+
+@given(st.sampled_from([*SETS]), st.sampled_from([16, 8, 4]), st.integers(1, 40),
+       st.integers(1, 70), st.integers(1, 50), st.integers(1, 9), st.integers(1, 4),
+       st.sampled_from(abi.ACTIVATIONS), st.integers(1, 3), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=60)
+def test_experts_are_those_of_the_reference(way, bits, rows, hidden, wide, count, each, function,
+                                            team, seed):
+    missing = {0} if count > 2 else set()
+    x, ids, shares, made = case(rows, hidden, wide, count, min(each, count), bits, seed=seed,
+                                missing=missing)
+    sums, expected = torch.ones(rows, hidden), torch.ones(rows, hidden)
+    most = 16
+    with using(way), threads(team), poisoned_memory():
+        experts.experts(x, ids, shares, table_of(made), sums, function=function, most=most)
+    reference_experts.experts(x, ids, shares, made, expected, function=function, most=most)
+    torch.testing.assert_close(sums, expected, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_threads_change_nothing(bits):
+    """Whether they share an expert's products or its number; 1100 choices take two rounds."""
+    for rows, count, each in ((3, 5, 4), (220, 40, 5)):
+        x, ids, shares, made = case(rows, 64, 48, count, each, bits)
+        found = []
+        for team in (1, 2, 3):
+            found.append(torch.zeros(rows, 64))
+            with threads(team):
+                experts.experts(x, ids, shares, table_of(made), found[-1], function="silu", most=64)
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("way", SETS)
+@pytest.mark.parametrize("normalise", [True, False])
+def test_routes_are_those_of_the_reference(way, normalise):
+    for rows, hidden, count, each in ((1, 64, 8, 2), (9, 131, 37, 8), (3, 5, 4, 4)):
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, hidden, generator=generator).bfloat16()
+        router = torch.randn(count, hidden, generator=generator).bfloat16()
+        router[1] = router[0]  # equal logits: the first comes first
+        with using(way):
+            ids, shares = experts.route(x, router, each=each, normalise=normalise)
+        wanted, parts = reference_experts.route(x, router, each=each, normalise=normalise)
+        assert torch.equal(ids, wanted)
+        torch.testing.assert_close(shares, parts, rtol=1e-4, atol=1e-6)
+
+
+def test_no_number_chooses_experts_all_the_same():
+    ids, _ = experts.route(torch.full((2, 8), float("nan")).bfloat16(),
+                           torch.ones(4, 8).bfloat16(), each=3, normalise=True)
+    assert ((ids >= 0) & (ids < 4)).all()
+
+
+def test_what_does_not_hold_together_is_refused():
+    x, ids, shares, made = case(2, 16, 8, 3, 2, 16)
+    table, sums = table_of(made), torch.zeros(2, 16)
+    with pytest.raises(ValueError, match="points outside"):
+        experts.experts(x, ids + 3, shares, table, sums, function="silu", most=4)
+    with pytest.raises(ValueError, match="x must be"):
+        experts.experts(x[:, :8], ids, shares, table, sums[:, :8], function="silu", most=4)
+    with pytest.raises(ValueError, match="up to 64 rows"):
+        experts.experts(x, ids, shares, table, sums, function="silu", most=65)
+    with pytest.raises(ValueError, match="belong together"):
+        table.put(0, made[0][0], made[0][1], made[0][0])
+    with pytest.raises(ValueError, match="4 of 3 experts"):
+        experts.route(x, torch.ones(3, 16).bfloat16(), each=4, normalise=True)
+    assert not sums.any()
+    for number in range(3):
+        table.drop(number)
+    experts.experts(x, ids, shares, table, sums, function="silu", most=4)
+    assert not sums.any(), "none is there"
+
+
+def test_how_many_rows_are_few(monkeypatch):
+    monkeypatch.setenv("FLEXGEN_H2O_ISA", "portable")
+    assert experts.most_rows(4) == 64 and experts.most_rows(16) == 0, "PyTorch's products"
+    if "avx2" in SETS:
+        monkeypatch.setenv("FLEXGEN_H2O_ISA", "avx2")
+        assert experts.most_rows(16) == 64
+    monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
+    assert experts.most_rows(4) == 0
