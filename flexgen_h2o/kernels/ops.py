@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import (
@@ -29,13 +30,14 @@ from flexgen_h2o.kernels import (
     native,
     reference,
     reference_matrix,
+    reference_recall,
     reference_sparse,
     sdpa,
 )
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
-__all__ = ["attend_chosen", "choose_values", "decode_attention", "dequantize_groups", "skinny",
+__all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "index_keys", "decode_attention", "dequantize_groups", "skinny",
            "flat", "linear_skinny", "linear_quantized", "plain_torch", "prefill_attention",
            "quantize_groups",
            "quantize_matrix", "select_heavy_hitters", "unpack_rows"]
@@ -133,6 +135,28 @@ def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weight
     """See `reference_sparse.attend_chosen`; plain PyTorch on every device."""
     return reference_sparse.attend_chosen(k, v, slots=slots, values=values, weights=weights,
                                           metadata=metadata, layout=layout)
+
+
+def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
+               records: GroupLayout | None = None) -> None:
+    """See `reference_recall.index_keys`."""
+    reference_recall.index_keys(keys, index, spans, layout=layout, records=records)
+
+
+def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
+                form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None) -> Tensor:
+    """See `reference_recall.choose_keys`."""
+    return reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+                                        form=form, sinks=sinks)
+
+
+def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
+                    metadata: Tensor, layout: GroupLayout | None = None,
+                    form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
+                    ) -> tuple[Tensor, Tensor]:
+    """See `reference_recall.attend_recalled`."""
+    return reference_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, metadata=metadata,
+                                            layout=layout, form=form, sinks=sinks)
 
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
