@@ -20,8 +20,8 @@ FLAGS = (
     "path", "device", "dtype", "compress_weight", "weight_bits", "weight_cache", "no_weight_cache",
     "gpu_batch_size", "num_gpu_batches", "percent", "overlap", "pin_weight", "cpu_cache_compute",
     "sep_layer", "offload_dir", "verify", "memory_limit", "device_memory_limit", "eviction",
-    "expert_percent", "expert_slots", "hh_ratio", "recent_ratio", "budget_of",
-    "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score", "score_decay",
+    "expert_percent", "expert_slots", "hh_ratio", "recent_ratio", "budget_of", "recall",
+    "index_bits", "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score", "score_decay",
     "sink_tokens", "enable_position_rolling", "attn_sparsity", "compress_cache", "cache_bits",
     "prefill_chunk", "seed",
 )
