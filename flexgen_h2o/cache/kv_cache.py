@@ -444,11 +444,11 @@ class KVCache:
         if self._recall is None:
             return None
         tokens, place = self._step_metadata.tokens(batch, part, token), self._place(part)
-        metadata = self._recall.metadata(layer, batch, part, tokens=tokens, place=place)
-        if metadata is None:
+        told = self._recall.metadata(layer, batch, part, tokens=tokens, place=place)
+        if told is None:
             return None
         index, spans = self._recall.prepare(layer, batch, part, tokens=tokens)
-        return {"metadata": metadata, "index": index, "spans": spans}
+        return {"metadata": told[0], "most": told[1], "index": index, "spans": spans}
 
     @property
     def stays(self) -> bool:

@@ -56,7 +56,7 @@ class Recall:
                 for start, nbytes in zip(starts, sizes, strict=False)]
         self._batch_layouts: list[BatchLayout] = []
         self._indexed: dict[tuple[int, int, int], list[int]] = {}
-        self._made: dict[tuple, tuple[list[int], Tensor, bool]] = {}
+        self._made: dict[tuple, tuple[list[int], Tensor, int]] = {}
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a block: nothing is indexed, carried sequences neither."""
@@ -72,8 +72,9 @@ class Recall:
             counts[:] = [min(count, batches[batch].past) for count in counts]
 
     def metadata(self, layer: int, batch: int, part: CachePart, *, tokens: Sequence[int],
-                 place: torch.device) -> Tensor | None:
-        """What a step of a part's sequences is told: int32 [2, sequences].
+                 place: torch.device) -> tuple[Tensor, int] | None:
+        """What a step of a part's sequences is told: int32 [2, sequences], and the most that one
+        chooses.
 
         `tokens` are those of each sequence, the new one included. Rows are the tokens before it,
         and how many of them it attends to. None: all of every sequence.
@@ -81,19 +82,20 @@ class Recall:
         if not self._slots[layer]:
             return None
         key = batch, part.first, self._h2o.ratios(layer)
-        made, metadata, some = self._made.get(key, ([], None, False))
+        made, metadata, most = self._made.get(key, ([], None, 0))
         if made != list(tokens):
             lengths = self._batch_layouts[batch].lengths[part.sequences(batch)]
             counts = [min(count - 1, budget.recalled(self._h2o, layer, length, count - length))
                       for length, count in zip(lengths, tokens, strict=True)]
             some = any(count < all_ - 1 for count, all_ in zip(counts, tokens, strict=True))
+            most = max(counts) if some else 0
             metadata = torch.tensor([[count - 1 for count in tokens], counts],
                                     dtype=torch.int32).to(place)
-            self._made[key] = list(tokens), metadata, some
-        return metadata if some else None
+            self._made[key] = list(tokens), metadata, most
+        return (metadata, most) if most else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, index: Tensor, spans: Tensor,
-               held: Tensor, metadata: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+               held: Tensor, metadata: Tensor, most: int, **options: Any) -> tuple[Tensor, Tensor]:
         """Attend from one new token of each sequence to what it recalls, and cache it.
 
         Parameters
@@ -104,7 +106,7 @@ class Recall:
             From `prepare`.
         held : Tensor [2, sequences, kv_heads, slots, width]
             All that is cached, token i in slot i.
-        metadata : Tensor
+        metadata, most : Tensor, int
             From `metadata`.
         **options
             The form of attention.
@@ -118,7 +120,7 @@ class Recall:
         records = self._shape.layout
         ops.index_keys(held[0], index, spans, layout=self._layout, records=records)
         chosen = ops.choose_keys(q, k, index=index, metadata=metadata, layout=self._layout,
-                                 **options)
+                                 most=most, **options)
         return ops.attend_recalled(q, k, v, slots=held, chosen=chosen, metadata=metadata,
                                    layout=records, **options)
 

@@ -228,8 +228,8 @@ class CacheOptions:
 
     @property
     def simulated(self) -> bool:
-        """True if eviction masks a full cache."""
-        return self.evicts and self.h2o.simulate
+        """True if eviction, or recall, masks a full cache."""
+        return (self.evicts or self.recalls) and self.h2o.simulate
 
     @property
     def plain(self) -> bool:

@@ -71,5 +71,5 @@ FEWEST_TASKS = 64
 own."""
 
 KERNELS = ("EMPTY", "MATRIX_TILE", "PRODUCT_ROWS", "PRODUCT_OUTPUTS", "SKINNY_ROWS", "QUERY_LANES",
-           "SLOT_TILE", "FEWEST_TASKS")
+           "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE")
 """What the C++ kernels are compiled with."""

@@ -28,6 +28,7 @@ from flexgen_h2o.kernels import (
     dispatch,
     library,
     native,
+    native_recall,
     reference,
     reference_matrix,
     reference_recall,
@@ -137,24 +138,40 @@ def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weight
                                           metadata=metadata, layout=layout)
 
 
+def _natively(x: Tensor) -> bool:
+    """True if the C++ of what has no custom op is called: where nothing is traced, on a CPU."""
+    return x.is_cpu and not plain_torch("cpu") and _backend(x) is native
+
+
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
                records: GroupLayout | None = None) -> None:
     """See `reference_recall.index_keys`."""
+    if _natively(keys):
+        native_recall.index_keys(keys, index, spans, layout=layout, bits=_bits(records))
+        return
     reference_recall.index_keys(keys, index, spans, layout=layout, records=records)
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
-                form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None) -> Tensor:
-    """See `reference_recall.choose_keys`."""
+                most: int, form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
+                ) -> Tensor:
+    """See `reference_recall.choose_keys`; no sort, and codes are never written out as floats."""
+    if _natively(q):
+        return native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+                                         most=most, form=FormArguments.of(form, sinks))
     return reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
-                                        form=form, sinks=sinks)
+                                        most=most, form=form, sinks=sinks)
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
                     metadata: Tensor, layout: GroupLayout | None = None,
                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
                     ) -> tuple[Tensor, Tensor]:
-    """See `reference_recall.attend_recalled`."""
+    """See `reference_recall.attend_recalled`; slots that are not chosen are not read."""
+    if _natively(q):
+        return native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen,
+                                             metadata=metadata, bits=_bits(layout),
+                                             form=FormArguments.of(form, sinks))
     return reference_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, metadata=metadata,
                                             layout=layout, form=form, sinks=sinks)
 

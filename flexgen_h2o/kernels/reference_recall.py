@@ -64,7 +64,7 @@ def indexed_keys(index, layout):
     return keys.flatten(-3, -2).transpose(-2, -1).flatten(-3, -2)
 
 
-def choose_keys(q, k, *, index, metadata, layout, form=DEFAULT_FORM, sinks=None):
+def choose_keys(q, k, *, index, metadata, layout, most, form=DEFAULT_FORM, sinks=None):
     """The cached tokens that one new token of each sequence attends to (`h2o.recall.choose`).
 
     Parameters
@@ -78,6 +78,8 @@ def choose_keys(q, k, *, index, metadata, layout, form=DEFAULT_FORM, sinks=None)
         Of each sequence: how many tokens are indexed, the first ones; how many to choose, at most
         as many.
     layout : IndexLayout
+    most : int
+        No sequence chooses more.
     form : AttentionForm
         Without a window.
     sinks : Tensor [heads] or None
@@ -86,8 +88,7 @@ def choose_keys(q, k, *, index, metadata, layout, form=DEFAULT_FORM, sinks=None)
     Returns
     -------
     int32 Tensor [sequences, kv_heads, most]
-        The numbers of the tokens, ascending; most is the most that a sequence chooses, and -1
-        stands behind the last of one that chooses fewer.
+        The numbers of the tokens, ascending, and -1 behind the last.
     """
     cached, counts = metadata.long()
     kv_heads = k.shape[1]
@@ -99,8 +100,8 @@ def choose_keys(q, k, *, index, metadata, layout, form=DEFAULT_FORM, sinks=None)
         q.unflatten(1, (kv_heads, -1)), k, keys, hidden=~filled[:, :, None], form=form,
         sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     chosen = choose(weights, counts, cached=cached)
-    most = int(counts.max())
     order = place.where(chosen, keys.shape[2]).sort(dim=-1).values[..., :most]
+    order = torch.nn.functional.pad(order, (0, most - order.shape[-1]), value=keys.shape[2])
     return order.where(order < keys.shape[2], -1).int()
 
 
