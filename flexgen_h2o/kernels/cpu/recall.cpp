@@ -29,6 +29,15 @@ INLINE void by_queries(int64_t group, F f) {
     if (g < group) f(std::integral_constant<int, 1>{}, g);
 }
 
+// The sum of a vector, through memory: where GCC 12 inlines `sum`, -Wuninitialized finds an
+// undefined vector in its own header.
+INLINE float lanes_sum(Floats x) {
+    float lanes[WIDTH], total = 0;
+    store(lanes, x);
+    for (const float lane : lanes) total += lane;
+    return total;
+}
+
 // What a tile consists of: see config/index_layout.py.
 struct TileShape {
     int64_t dim, bits, groups, group, per_byte, code_rows, bytes;
@@ -235,7 +244,7 @@ void add_softmax(float* row, int64_t count, int64_t stride, float cap, float own
         store(row + t, e);
         total += e;
     }
-    const float factor = 1.0f / (sum(total) + expf(own - top) + expf(sink - top));
+    const float factor = 1.0f / (lanes_sum(total) + expf(own - top) + expf(sink - top));
     for (int64_t t = 0; t < stride; t += WIDTH)
         store(weights + t, fma(load(row + t), broadcast(factor), load(weights + t)));
 }
@@ -458,7 +467,7 @@ void normalize(float* row, int64_t count, float sink) {
         store(row + t, e);
         total += e;
     }
-    const float factor = 1.0f / (sum(total) + expf(sink - top));
+    const float factor = 1.0f / (lanes_sum(total) + expf(sink - top));
     for (int64_t t = 0; t < stop; t += WIDTH) store(row + t, load(row + t) * factor);
 }
 
