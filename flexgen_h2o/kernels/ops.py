@@ -38,7 +38,8 @@ from flexgen_h2o.kernels import (
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
-__all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "index_keys", "decode_attention", "dequantize_groups", "skinny",
+__all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "index_keys",
+           "decode_attention", "dequantize_groups", "skinny",
            "flat", "linear_skinny", "linear_quantized", "plain_torch", "prefill_attention",
            "quantize_groups",
            "quantize_matrix", "select_heavy_hitters", "unpack_rows"]

@@ -138,9 +138,10 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
     filled = (torch.arange(most, device=q.device) < counts[:, None])[:, None]
     at = chosen.long().where(filled, 0)[None, ..., None].expand(2, -1, -1, -1, slots.shape[-1])
     held = slots.gather(3, at)
-    keys, values = (x.float() for x in (held if layout is None else dequantize_groups(held, layout)))
-    keys, values = (torch.cat([x.masked_fill(~filled[..., None], 0), own.float()[:, :, None]],
-                              dim=2) for x, own in ((keys, k), (values, v)))
+    held = held if layout is None else dequantize_groups(held, layout)
+    keys, values = (
+        torch.cat([x.float().masked_fill(~filled[..., None], 0), own.float()[:, :, None]], dim=2)
+        for x, own in zip(held, (k, v), strict=True))
     products = torch.einsum("skgd,sktd->skgt", q.float().unflatten(1, (kv_heads, -1)), keys)
     hidden = torch.nn.functional.pad(~filled, (0, 1))[:, :, None]
     weights = attention_weights(products, hidden, dim=q.shape[-1], form=form,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import BUILT, FORMS, SETS, of_form, same, threads, using
+from kernel_cases import BUILT, FORMS, of_form, same, threads, using
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.index_layout import IndexLayout
@@ -58,7 +58,6 @@ def weights_of(some):
 
 
 @BUILT
-@pytest.mark.parametrize("isa", SETS)
 def test_kernels_do_what_the_reference_does(isa):
     for options in CASES:
         some = case(**options)

@@ -133,8 +133,8 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
     Parameters
     ----------
     budgets : iterable of float
-        Percent of the prompt. Recall and variants of h2o are measured at those of `VARIED` that are among
-        them, fewer bits at `USUAL` alone; quantized weights with the full cache too.
+        Percent of the prompt. Recall and variants of h2o are measured at those of `VARIED` that
+        are among them, fewer bits, of the index too, at `USUAL` alone; quantized weights with the full cache too.
     only : iterable of str, optional
         Those of `GROUPS` to measure beside the full cache. Default: all.
     """
@@ -147,8 +147,9 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
                   replace(plain, score="decay"), replace(plain, positions="rolling")]
         found += [replace(plain, prompt_chunk=chunk) for chunk in CHUNKS]
         recall = Configuration("recall", budget)
-        found += [recall, replace(recall, budget_of="text"), replace(recall, index_bits=2)]
+        found += [recall, replace(recall, budget_of="text")]
     if USUAL in budgets:
+        found += [Configuration("recall", USUAL, index_bits=2)]
         found += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]
     found += [replace(found[0], weight_bits=bits) for bits in (8, 4)]
     if USUAL in budgets:

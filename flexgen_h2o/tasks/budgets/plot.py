@@ -78,7 +78,8 @@ def _shown(rows: Sequence[dict]) -> list[dict]:
     """The variants at the usual budget, in the order of their markers."""
     order = list(_MARKERS)
     return sorted((row for row in rows if row["variant"] in order
-                   and row["policy"] != "recall" and row["budget_percent"] == USUAL), key=lambda row: order.index(row["variant"]))
+                   and row["policy"] != "recall" and row["budget_percent"] == USUAL),
+                  key=lambda row: order.index(row["variant"]))
 
 
 def _legend(axes) -> tuple[list, list[str]]:
