@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from kernel_timing import baselines as baselines
 from kernel_timing.goals import goal_lines
+from kernel_timing.recall import recall
 from kernel_timing.rows import (
     DTYPE,
     INDEXED,
@@ -301,7 +302,7 @@ def rounding(rows: TimedRows, quick: bool) -> None:
 
 
 OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": groups,
-              "linear": linear, "round": rounding}
+              "linear": linear, "round": rounding, "recall": recall}
 
 
 @torch.inference_mode()

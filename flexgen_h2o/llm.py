@@ -399,7 +399,7 @@ class LLM(Session):
         requests, continuations = self._prompts.encode_pairs(pairs)
         new = max(map(len, continuations.values()), default=1)
         sink: Forcing | Scoring = Forcing(continuations)
-        if self._cache.plain and self._cache.attn_sparsity == 1:
+        if self._cache.plain and self._cache.attn_sparsity == 1 and not self._cache.recalls:
             sink, new = Scoring(continuations), 1
             requests = sink.joined(requests)
         self._prompts.check_lengths(requests, new)

@@ -23,6 +23,7 @@ from flexgen_h2o.cache.attending import HostAttentionQueue, PendingAttention
 from flexgen_h2o.cache.carrying import Moved, put, take
 from flexgen_h2o.cache.fetched import make_parts
 from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, picked
+from flexgen_h2o.cache.recall import Recall
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, LayerCachePlan, layer_cache_plans
 from flexgen_h2o.cache.step_metadata import StepMetadata
 from flexgen_h2o.config.h2o import H2OConfig
@@ -95,6 +96,10 @@ class KVCache:
             self._prompts = make("prompts", shape.plain(), (size.prompt,) * shape.num_layers,
                                  on_host=False)
 
+        self._recall: Recall | None = None
+        if h2o is not None and h2o.recall:
+            self._recall = Recall(shape, size, h2o, parts=self.parts, device=transfers.device)
+
     @property
     def attends_on_host(self) -> bool:
         """True if attention over a part runs on the host although compute is elsewhere."""
@@ -117,6 +122,8 @@ class KVCache:
         self._plans = [layer_cache_plans(batch_layout, self._h2o, self.shape.num_layers)
                        for batch_layout in batches]
         self._scores.clear()
+        if self._recall is not None:
+            self._recall.begin(batches)
         self._begin_metadata()
         self._changed.clear()
         self._prefix = ()
@@ -163,6 +170,8 @@ class KVCache:
         self._batch_layouts = list(batches)
         for part in self.parts:
             part.settle()
+        if self._recall is not None:
+            self._recall.resume(batches)
         self._begin_metadata()
         self._changed.clear()
 
@@ -409,7 +418,9 @@ class KVCache:
             own = sinks.cpu() if part.on_host and sinks is not None else sinks
             options = LayerAttention(self.shape.form(layer), own).options
             metadata, layout = self._metadata(layer, batch, part, token), self.shape.layout
-            if self.shape.attn_sparsity < 1:
+            if (recalled := self._recalled(layer, batch, part, token)) is not None:
+                attend = partial(self._recall.attend, held=held, **recalled, **options)
+            elif self.shape.attn_sparsity < 1:
                 attend = partial(
                     self._attend_sparsely, layer, batch, part, held=held, metadata=metadata,
                     most=max(self._step_metadata.tokens(batch, part, token)) - 1, **options)
@@ -427,6 +438,18 @@ class KVCache:
             attending.outputs[part.first] = out
         return attending
 
+    def _recalled(self, layer: int, batch: int, part: CachePart, token: int
+                  ) -> dict[str, Any] | None:
+        """Arguments of `Recall.attend`; None where a new token attends to all that is cached."""
+        if self._recall is None:
+            return None
+        tokens, place = self._step_metadata.tokens(batch, part, token), self._place(part)
+        told = self._recall.metadata(layer, batch, part, tokens=tokens, place=place)
+        if told is None:
+            return None
+        index, spans = self._recall.prepare(layer, batch, part, tokens=tokens)
+        return {"metadata": told[0], "most": told[1], "index": index, "spans": spans}
+
     @property
     def stays(self) -> bool:
         """True if `load` and `store` have nothing to do."""
@@ -436,7 +459,7 @@ class KVCache:
     def binds(self) -> bool:
         """True if attention over new tokens can be noted once for a block: `bind_token`."""
         whole = len(self.parts) == 1 and self.shape.attn_sparsity == 1
-        return self._device.type == "cpu" and whole and self.stays
+        return self._device.type == "cpu" and whole and self.stays and self._recall is None
 
     def bind_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
                    sinks: torch.Tensor | None = None, out: torch.Tensor,

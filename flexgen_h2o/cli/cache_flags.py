@@ -25,6 +25,8 @@ def h2o_config(flags: RunFlags) -> H2OConfig | None:
     if flags.score != "decay" and flags.score_decay != H2OConfig.decay:
         raise UserError(f"{flags.called('score_decay')} has no effect: add "
                         f"{flags.called('score')} decay")
+    if flags.index_bits != H2OConfig.index_bits and not flags.recall:
+        raise UserError(f"{flags.called('index_bits')} has no effect: add {flags.called('recall')}")
     given = _sized_by(flags)
     if not given:
         _check_full(flags)
@@ -41,6 +43,8 @@ def h2o_config(flags: RunFlags) -> H2OConfig | None:
         evict_generated=flags.hh_all,
         prompt_chunk=flags.prefill_chunk if flags.evict_while_prefilling else None,
         drop_positions=flags.hh_long_seq,
+        recall=flags.recall,
+        index_bits=flags.index_bits,
     )
 
 
@@ -61,6 +65,8 @@ def _check_sized(flags: RunFlags, given: list[str]) -> None:
     if flags.attn_sparsity != 1:
         raise UserError(f"{flag('attn_sparsity')} chooses among all that came before, and so "
                         f"nothing may be evicted: leave it or {(ratios + counts)[0]} out")
+    if flags.recall:
+        _check_recall(flags)
     if ratios and counts:
         raise UserError(f"give {ratios[0]} or {counts[0]}, not both")
     if flags.eviction == "h2o" and given == ["recent_ratio"]:
@@ -84,6 +90,23 @@ def _check_sized(flags: RunFlags, given: list[str]) -> None:
         raise UserError(f"{flag('score')} has no effect without heavy hitters: leave it out")
 
 
+def _check_recall(flags: RunFlags) -> None:
+    """Refuse what says what is to be evicted, as nothing is."""
+    flag = flags.called
+    idle = {
+        f"{flag('eviction')} {flags.eviction}": flags.eviction != "h2o",
+        flag("score"): flags.score != "sum",
+        flag("sink_tokens"): flags.sink_tokens,
+        flag("enable_position_rolling"): flags.enable_position_rolling,
+        f"{flag('hh_all')} false": not flags.hh_all,
+        flag("evict_while_prefilling"): flags.evict_while_prefilling,
+    }
+    for what, given in idle.items():
+        if given:
+            raise UserError(f"{flag('recall')} evicts nothing and chooses by each query alone: "
+                            f"leave {what} out")
+
+
 def _check_full(flags: RunFlags) -> None:
     """Refuse what would do nothing, as nothing is evicted."""
     flag = flags.called
@@ -95,6 +118,7 @@ def _check_full(flags: RunFlags) -> None:
         flag("enable_position_rolling"): flags.enable_position_rolling,
         f"{flag('hh_all')} false": not flags.hh_all,
         flag("evict_while_prefilling"): flags.evict_while_prefilling,
+        flag("recall"): flags.recall,
     }
     hint = ("leave it out" if flags.eviction == "full"
             else f"give {flag('hh_ratio')} or {flag('num_window_length')}")

@@ -10,7 +10,14 @@ from typing import Any
 
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.config.formats import DTYPES
-from flexgen_h2o.config.h2o import BUDGETS_OF, EVICTIONS, SCORES, SINK_WINDOW_SINKS, H2OConfig
+from flexgen_h2o.config.h2o import (
+    BUDGETS_OF,
+    EVICTIONS,
+    INDEX_BITS,
+    SCORES,
+    SINK_WINDOW_SINKS,
+    H2OConfig,
+)
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 
 AUTO = "auto"
@@ -228,6 +235,15 @@ class RunFlags:
         "cache", "bool", False,
         help="evict after each --prefill-chunk of a prompt too, so that one of any length fits; "
         "changes what is kept",
+    )
+    recall: bool = _flag(
+        "cache", "bool", False,
+        help="evict nothing: each new token attends to as many tokens as would stay, those that "
+        "its own query weighs most by an index of keys",
+    )
+    index_bits: int = _flag(
+        "cache", "int", H2OConfig.index_bits, choices=INDEX_BITS,
+        help="bits of a number in the index of keys (--recall)",
     )
     score: str = _flag(
         "cache", "text", "sum", choices=SCORES,

@@ -62,6 +62,10 @@ def _cache_suffix(config: RunConfig) -> str:
         parts += ["rolling"] if h2o.positions == "rolling" else []
         parts += [] if h2o.evict_generated else ["prompt-only"]
         parts += [] if h2o.prompt_chunk is None else [f"chunk{h2o.prompt_chunk}"]
+    if h2o is not None and h2o.recall:
+        share = config.hh_ratio if config.num_window_length is None else config.num_window_length
+        parts += ["recall-by-layer" if isinstance(share, tuple) else f"recall{share:g}",
+                  f"index{h2o.index_bits}"]
     parts += [] if config.attn_sparsity == 1 else [f"sparse{config.attn_sparsity:g}"]
     parts += [] if config.resolved_cache_bits == 16 else [f"kv{config.resolved_cache_bits}"]
     return "".join(f"-{part}" for part in parts)

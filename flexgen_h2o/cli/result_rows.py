@@ -91,7 +91,8 @@ def _resolved(config: RunConfig) -> dict[str, object]:
                            else " ".join(f"{share:g}" for share in config.expert_percent)),
         "weight_bits": config.resolved_weight_bits,
         "cache_bits": config.resolved_cache_bits,
-        "eviction": "full" if full else config.eviction,
+        "eviction": ("recall" if h2o is not None and h2o.recall else "full" if full
+                     else config.eviction),
         "sink_tokens": 0 if h2o is None or full else h2o.sink_tokens,
         "score_decay": config.score_decay if config.score == "decay" else None,
     }

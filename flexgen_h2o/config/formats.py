@@ -205,6 +205,8 @@ class CacheOptions:
         if self.attn_sparsity < 1 and self.evicts and self.h2o.of_user().is_full:
             raise UserError("attn_sparsity chooses among all that came before, and layers of this "
                             "model attend to a window: leave it out")
+        if self.attn_sparsity < 1 and self.recalls:
+            raise UserError("recall chooses what a new token reads: leave attn_sparsity out")
         if self.attn_sparsity < 1 and (self.evicts or self.h2o is not None and self.h2o.simulate):
             raise UserError("attn_sparsity chooses among all that came before, and so nothing may "
                             "be evicted: leave it or h2o out")
@@ -215,14 +217,19 @@ class CacheOptions:
         return self.h2o is not None and not self.h2o.is_full
 
     @property
+    def recalls(self) -> bool:
+        """True if everything stays, and a new token attends to what it chooses of it."""
+        return self.h2o is not None and self.h2o.recall
+
+    @property
     def evicts_chunks(self) -> bool:
         """True if prompts that come in chunks are evicted from after each of them."""
         return self.h2o is not None and self.h2o.evicts_chunks(self.bits)
 
     @property
     def simulated(self) -> bool:
-        """True if eviction masks a full cache."""
-        return self.evicts and self.h2o.simulate
+        """True if eviction, or recall, masks a full cache."""
+        return (self.evicts or self.recalls) and self.h2o.simulate
 
     @property
     def plain(self) -> bool:

@@ -14,6 +14,7 @@ SINK_WINDOW_SINKS = 4
 SCORES = ("sum", "mean", "decay")
 POSITIONS = ("original", "rolling")
 BUDGETS_OF = ("prompt", "text")
+INDEX_BITS = (4, 2)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class H2OConfig:
         Mask a full cache instead of dropping from it.
     drop_positions : bool
         OPT: drop positions past the learned table. For speed measurements only.
+    recall : bool
+        Keep every key and value, and let each new token attend to the budget's worth of them that
+        its own query weighs most: `h2o.recall`. Nothing is evicted.
+    index_bits : int
+        With `recall`: bits of a number in the index of keys that the choice is made by, 4 or 2.
 
     Raises
     ------
@@ -74,6 +80,8 @@ class H2OConfig:
     prompt_chunk: int | None = None
     simulate: bool = False
     drop_positions: bool = False
+    recall: bool = False
+    index_bits: int = 4
 
     def __post_init__(self) -> None:
         check_int("sink_tokens", self.sink_tokens, low=0)
@@ -81,8 +89,9 @@ class H2OConfig:
         check_choice("score", self.score, SCORES)
         check_number("decay", self.decay, above=0, high=1)
         check_choice("positions", self.positions, POSITIONS)
-        for name in ("evict_generated", "simulate", "drop_positions"):
+        for name in ("evict_generated", "simulate", "drop_positions", "recall"):
             check_bool(name, getattr(self, name))
+        self._check_recall()
         self._check_budget_of()
         if self.prompt_chunk is not None:
             check_int("prompt_chunk", self.prompt_chunk, low=1)
@@ -112,6 +121,20 @@ class H2OConfig:
                 "sink_tokens has no effect on the full cache: give heavy_ratio, heavy_tokens, "
                 "recent_ratio or recent_tokens"
             )
+
+    def _check_recall(self) -> None:
+        check_choice("index_bits", self.index_bits, INDEX_BITS)
+        if not self.recall:
+            if self.index_bits != H2OConfig.index_bits:
+                raise UserError("index_bits has no effect without recall: leave it out")
+            return
+        if not self._sized:
+            raise UserError("recall has no effect on the full cache: give heavy_ratio, "
+                            "heavy_tokens, recent_ratio or recent_tokens")
+        for name in ("sink_tokens", "score", "positions", "evict_generated", "prompt_chunk"):
+            if getattr(self, name) != getattr(H2OConfig, name):
+                raise UserError(f"recall evicts nothing and chooses by each query alone: leave "
+                                f"{name} out")
 
     def _check_budget_of(self) -> None:
         check_choice("budget_of", self.budget_of, BUDGETS_OF)
@@ -156,11 +179,12 @@ class H2OConfig:
 
     def is_full_at(self, layer: int) -> bool:
         """True if nothing is ever evicted in one decoder layer."""
-        return not self._sized or self.ratios(layer) == (1, 1)
+        return self.recall or not self._sized or self.ratios(layer) == (1, 1)
 
     @property
     def is_full(self) -> bool:
-        """True if nothing is ever evicted in any layer: no size is given, or only ratios of 1."""
+        """True if nothing is ever evicted in any layer: no size is given, only ratios of 1, or
+        `recall`."""
         layers = min(map(len, self._per_layer().values()), default=1)
         return all(self.is_full_at(layer) for layer in range(layers))
 

@@ -35,6 +35,9 @@ GROWTH = 64
 """Slots that a growing cache is given at a time: a multiple of `WRITE_BACK_TOKENS`, for a backing
 store is rewritten then."""
 
+INDEX_TILE = 16
+"""Tokens of the index of keys whose numbers lie side by side: the lanes of the widest vectors."""
+
 SHARED_PREFIX = 16
 """Tokens with which prompts of a batch have to begin alike for these to be computed once: with
 fewer, attending from each prompt's rest by itself costs more."""
@@ -68,5 +71,5 @@ FEWEST_TASKS = 64
 own."""
 
 KERNELS = ("EMPTY", "MATRIX_TILE", "PRODUCT_ROWS", "PRODUCT_OUTPUTS", "SKINNY_ROWS", "QUERY_LANES",
-           "SLOT_TILE", "FEWEST_TASKS")
+           "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE")
 """What the C++ kernels are compiled with."""

@@ -68,7 +68,8 @@ def windowed(h2o: H2OConfig | None, forms: Sequence[AttentionForm]) -> H2OConfig
     windows = tuple(form.window for form in forms)
     if not any(windows):
         return h2o
-    if h2o is None or h2o.is_full:  # whatever else a full cache is given has no effect
+    # Whatever else a full cache is given has no effect.
+    if h2o is None or h2o.is_full and not h2o.recall:
         h2o = H2OConfig(simulate=h2o is not None and h2o.simulate)
     return WindowedH2O(**_options(h2o), windows=windows)
 

@@ -72,6 +72,17 @@ def _share(ratio: float, tokens: int) -> int:
     return max(1, int(ratio * tokens + _RATIO_SLACK))
 
 
+def recalled(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -> int | None:
+    """Cached tokens that a new one attends to, beside itself, where `H2OConfig.recall` chooses.
+
+    The arguments are those of `budget`, `new` counting the new token. Returns None where a new
+    token attends to all that is cached: without recall, and in layers that attend to a window.
+    """
+    if h2o is None or not h2o.recall or h2o.window(layer) is not None:
+        return None
+    return None if h2o.ratios(layer) == (1, 1) else _budget(h2o, layer, prompt_len, new).total
+
+
 def kept(h2o: H2OConfig | None, layer: int, prompt_len: int) -> int:
     """Tokens that are cached once the prompt has been cut."""
     size = budget(h2o, layer, prompt_len)

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.h2o.budget import Budget, budget
+from flexgen_h2o.h2o.budget import Budget, budget, recalled
+from flexgen_h2o.h2o.recall import choose, index_weights, indexed
 
 
 class Memory:
@@ -106,14 +108,15 @@ class SimulatedCache:
         outputs = []
         for sequence in range(len(q)):
             row, key = slice(sequence, sequence + 1), (layer, batch, sequence)
-            outputs.append(self._attend(key, q[row], k[row], v[row], sinks))
+            outputs.append(self._attend(key, q[row], k[row], v[row], sinks, recalls=True))
             if self._h2o.evicts_generated_at(layer):
                 self._evict(key)
         return torch.cat(outputs)
 
-    def _attend(self, key: tuple[int, int, int], q, k, v, sinks: Tensor | None) -> Tensor:
+    def _attend(self, key: tuple[int, int, int], q, k, v, sinks: Tensor | None, *,
+                recalls: bool = False) -> Tensor:
         """Append new tokens, attend from each over what is alive up to itself, add to the attention
-        score.
+        score. With `recalls` a new token sees what recall chooses, if that is configured.
 
         q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim], all before rotation.
         """
@@ -139,12 +142,34 @@ class SimulatedCache:
             seen &= position > newest[:, None] - form.window
         if sinks is not None:
             sinks = sinks.view(len(keys), -1, 1, 1)
+        if recalls:
+            seen &= self._recalled(key, queries, keys, sinks)
         probabilities = attention_weights(products, ~seen[:, None], dim=q.shape[-1], form=form,
                                           sinks=sinks)
         for row in probabilities.sum(1).unbind(1):
             memory.scores = memory.scores * self._decay + row
         out = torch.einsum("hgrt,htd->rhgd", probabilities, memory.values)
         return out.flatten(1, 2).to(q.dtype)
+
+    def _recalled(self, key: tuple[int, int, int], queries: Tensor, keys: Tensor,
+                  sinks: Tensor | None) -> Tensor:
+        """What a new token sees by recall, itself included: bool [kv_heads, 1, tokens].
+
+        queries [kv_heads, group, 1, head_dim] and keys [kv_heads, tokens, head_dim], rotated.
+        """
+        layer, batch, sequence = key
+        length, cached = self._batch_layouts[batch].lengths[sequence], keys.shape[1] - 1
+        count = recalled(self._h2o, layer, length, cached + 1 - length)
+        seen = keys.new_ones((len(keys), 1, cached + 1), dtype=torch.bool)
+        if count is None or count >= cached:
+            return seen
+        layout = IndexLayout(keys.shape[-1], self._h2o.index_bits)
+        weights = index_weights(
+            queries[:, :, 0], keys[:, -1], indexed(keys[:, :-1], layout), hidden=~seen[:, :, :-1],
+            form=self._form(layer), sinks=None if sinks is None else sinks[..., 0])
+        count, cached = torch.tensor([count, cached], device=keys.device)
+        seen[:, 0, :-1] = choose(weights, count, cached=cached)
+        return seen
 
     def _evict(self, key: tuple[int, int, int]) -> None:
         """Down to the budget: lowest score first, of equals the oldest; never sinks and recent."""

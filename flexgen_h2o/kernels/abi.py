@@ -47,6 +47,24 @@ STRUCTS = MappingProxyType({
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks window threads;
         double: decay; Form: form""",
+    # reference_recall.index_keys: keys [sequences, kv_heads, num_keys, width], index [sequences,
+    # kv_heads, num_tiles, tile_bytes] in tiles of `IndexLayout`, spans [3, sequences] contiguous.
+    "IndexKeys": """const void*: keys; void*: index; const int32_t*: spans; Layout: layout;
+        int64_t: dtype sequences kv_heads head_dim bits groups num_keys num_tiles
+                 keys_sequence keys_head keys_slot index_sequence index_head threads""",
+    # reference_recall.choose_keys: metadata [2, sequences] and chosen [sequences, kv_heads, most],
+    # both contiguous.
+    "Choose": """const void*: q k index; const int32_t*: metadata; int32_t*: chosen;
+        int64_t: dtype sequences heads kv_heads head_dim bits groups num_tiles most
+                 q_row q_head k_row k_head index_sequence index_head threads;
+        Form: form""",
+    # reference_recall.attend_recalled: as Decode, and chosen as of Choose.
+    "Recalled": """const void*: q k v; void*: out slots; const int32_t*: chosen metadata;
+        int64_t*: taken; Layout: layout;
+        int64_t: dtype sequences heads kv_heads head_dim num_slots most
+                 q_row q_head k_row k_head v_row v_head
+                 slots_kind slots_sequence slots_head slots_slot threads;
+        Form: form""",
     # reference.quantize_groups and its inverse: x [rows, length] and records [rows, nbytes]; x is
     # float32 where it is the output.
     "Groups": """void*: x records; Layout: layout;

@@ -21,21 +21,25 @@ from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import (
     dispatch,
     library,
     native,
+    native_recall,
     reference,
     reference_matrix,
+    reference_recall,
     reference_sparse,
     sdpa,
 )
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
-__all__ = ["attend_chosen", "choose_values", "decode_attention", "dequantize_groups", "skinny",
+__all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "index_keys",
+           "decode_attention", "dequantize_groups", "skinny",
            "flat", "linear_skinny", "linear_quantized", "plain_torch", "prefill_attention",
            "quantize_groups",
            "quantize_matrix", "select_heavy_hitters", "unpack_rows"]
@@ -133,6 +137,44 @@ def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weight
     """See `reference_sparse.attend_chosen`; plain PyTorch on every device."""
     return reference_sparse.attend_chosen(k, v, slots=slots, values=values, weights=weights,
                                           metadata=metadata, layout=layout)
+
+
+def _natively(x: Tensor) -> bool:
+    """True if the C++ of what has no custom op is called: where nothing is traced, on a CPU."""
+    return x.is_cpu and not plain_torch("cpu") and _backend(x) is native
+
+
+def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
+               records: GroupLayout | None = None) -> None:
+    """See `reference_recall.index_keys`."""
+    if _natively(keys):
+        native_recall.index_keys(keys, index, spans, layout=layout, bits=_bits(records))
+        return
+    reference_recall.index_keys(keys, index, spans, layout=layout, records=records)
+
+
+def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
+                most: int, form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
+                ) -> Tensor:
+    """See `reference_recall.choose_keys`; no sort, and codes are never written out as floats."""
+    if _natively(q):
+        return native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+                                         most=most, form=FormArguments.of(form, sinks))
+    return reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+                                        most=most, form=form, sinks=sinks)
+
+
+def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
+                    metadata: Tensor, layout: GroupLayout | None = None,
+                    form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
+                    ) -> tuple[Tensor, Tensor]:
+    """See `reference_recall.attend_recalled`; slots that are not chosen are not read."""
+    if _natively(q):
+        return native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen,
+                                             metadata=metadata, bits=_bits(layout),
+                                             form=FormArguments.of(form, sinks))
+    return reference_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, metadata=metadata,
+                                            layout=layout, form=form, sinks=sinks)
 
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:

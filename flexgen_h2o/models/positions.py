@@ -50,7 +50,8 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
     """
     h2o = None if h2o is None else h2o.of_user()
     evicts = h2o is not None and not h2o.is_full
-    if evicts and (h2o.heavy_ratio is not None or h2o.recent_ratio is not None):
+    sized = evicts or h2o is not None and h2o.recall and h2o.budget_of == "prompt"
+    if sized and (h2o.heavy_ratio is not None or h2o.recent_ratio is not None):
         raise UserError("a stream has no prompt of which ratios could be: give heavy_tokens and "
                         "recent_tokens (--num-window-length)")
     if evicts and not h2o.evict_generated:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.formats import CacheOptions, GroupLayout, WeightOptions
+from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.limits import (
     CACHE_BUFFERS,
     CHUNK_ROWS,
@@ -32,7 +33,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.h2o.budget import budget, slots
+from flexgen_h2o.h2o.budget import budget, recalled, slots
 from flexgen_h2o.storage.placement import compute_tiers, experts_apart, set_apart, split
 
 if TYPE_CHECKING:
@@ -286,6 +287,8 @@ def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
         here, host = here + more[0], host + more[1]
     yield PlanRow("cache buffers", here, host)
     yield _prompt_cache(run, placed)
+    if options.recalls:
+        yield _index(run, held, on_host=cached[1] if run.attends_on_host else 0)
     yield _bookkeeping(run, held, on_host=cached[1] if run.attends_on_host else 0)
 
 
@@ -331,6 +334,18 @@ def _bookkeeping(run: PlannedRun, held: Sequence[int], *, on_host: int) -> PlanR
     sequence = slot * sum(held[layer] for layer in layers) * load.num_gpu_batches
     return PlanRow("cache bookkeeping", (load.gpu_batch_size - on_host) * sequence,
                    on_host * sequence)
+
+
+def _index(run: PlannedRun, held: Sequence[int], *, on_host: int) -> PlanRow:
+    """The index that recall chooses by, where attention runs; see `_bookkeeping`."""
+    model, load, h2o = run.model, run.workload, run.cache.h2o
+    if run.cache.simulated:
+        return PlanRow("index")
+    layout = IndexLayout(model.head_dim, h2o.index_bits)
+    sequence = load.num_gpu_batches * model.num_kv_heads * sum(
+        layout.nbytes(slots) for layer, slots in enumerate(held)
+        if recalled(h2o, layer, load.prompt_len) is not None)
+    return PlanRow("index", (load.gpu_batch_size - on_host) * sequence, on_host * sequence)
 
 
 def _activation_rows(run: PlannedRun) -> Iterator[PlanRow]:
@@ -414,6 +429,9 @@ def _own_attention(run: PlannedRun) -> int:
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
     most = held + SLOT_TILE
     decode = 4 * tasks * (most + 2 * model.head_dim)
+    if cache.recalls and run.has_gpu:  # plain PyTorch: codes as they are unpacked, and the order
+        numbers = 5 * 4 * model.kv_size + 3 * 4 * model.num_heads + 5 * 8 * model.num_kv_heads
+        decode += load.gpu_batch_size * held * numbers
     return max(prefill, decode, _sparse_attention(run) if cache.attn_sparsity < 1 else 0)
 
 

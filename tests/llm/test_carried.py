@@ -27,6 +27,7 @@ CACHES = {
     "inside prompts": {"h2o": H2OConfig(heavy_ratio=0.15, prompt_chunk=6)},
     "prompts only": {"h2o": H2OConfig(heavy_ratio=0.15, evict_generated=False)},
     "simulated": {"h2o": H2OConfig(heavy_ratio=0.15, simulate=True)},
+    "recall": {"h2o": H2OConfig(heavy_ratio=0.15, recall=True)},
     "4 bits": {"cache_bits": 4},
     "4 bits, h2o": {"cache_bits": 4, "h2o": H2OConfig(heavy_ratio=0.15)},
     "sparse": {"attn_sparsity": 0.5},

@@ -474,6 +474,7 @@ sizes = st.integers(0, 90).map(lambda gigabytes: gigabytes * 10**9)
 caches = st.sampled_from([
     CacheOptions(), CacheOptions(bits=4), CacheOptions(H2OConfig(heavy_ratio=0.2)),
     CacheOptions(H2OConfig(heavy_ratio=0.2, simulate=True)), CacheOptions(attn_sparsity=0.3),
+    CacheOptions(H2OConfig(heavy_ratio=0.1, recall=True)),
 ])
 
 

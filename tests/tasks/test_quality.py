@@ -151,8 +151,11 @@ def test_every_policy_is_measured_at_every_budget_and_variants_at_two():
         "sink-window 5 %", "sink-window 20 %", "sink-window 40 %",
         "h2o 5 % of the text", "h2o 5 % mean", "h2o 5 % decay", "h2o 5 % rolling",
         "h2o 5 % chunks of 16", "h2o 5 % chunks of 64",
+        "recall 5 %", "recall 5 % of the text",
         "h2o 20 % of the text", "h2o 20 % mean", "h2o 20 % decay", "h2o 20 % rolling",
-        "h2o 20 % chunks of 16", "h2o 20 % chunks of 64", "h2o 20 % 8-bit", "h2o 20 % 4-bit",
+        "h2o 20 % chunks of 16", "h2o 20 % chunks of 64",
+        "recall 20 %", "recall 20 % of the text", "recall 20 % 2-bit index",
+        "h2o 20 % 8-bit", "h2o 20 % 4-bit",
         "full, 8-bit weights", "full, 4-bit weights", "h2o 20 %, 4-bit weights",
         "h2o 20 % 4-bit, 4-bit weights"]
     assert len({(one.policy, one.budget, one.variant) for one in found}) == len(found)

@@ -115,6 +115,8 @@ def check(config: Any, h2o: H2OConfig, cache_bits: int = 16) -> None:
     if h2o.budget_of != "prompt":
         raise UserError("budget_of 'text' does not work in transformers' models: their caches keep "
                         "the budgets of the first prompt; use LLM")
+    if h2o.recall:
+        raise UserError("recall does not work in transformers' models: use LLM")
     if h2o.simulate and cache_bits != 16:
         raise UserError(f"simulate holds keys and values in float32: leave cache_bits "
                         f"{cache_bits} out")

@@ -93,6 +93,9 @@ EXPORT const char* h2o_build() { return H2O_BUILD " " __VERSION__; }
 EXPORT int h2o_prefill_attention(int isa, const Prefill* a) { CALL_TILED(prefill_attention, a) }
 EXPORT int h2o_select_heavy_hitters(int isa, const Select* a) { CALL(select_heavy_hitters, a) }
 EXPORT int h2o_decode_attention(int isa, const Decode* a) { CALL(decode_attention, a) }
+EXPORT int h2o_index_keys(int isa, const IndexKeys* a) { CALL(index_keys, a) }
+EXPORT int h2o_choose_keys(int isa, const Choose* a) { CALL(choose_keys, a) }
+EXPORT int h2o_attend_recalled(int isa, const Recalled* a) { CALL(attend_recalled, a) }
 EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, a) }
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
 EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_TILED(linear_skinny, a) }

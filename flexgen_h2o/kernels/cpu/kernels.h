@@ -26,6 +26,9 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2, INVALID = 3 };
     namespace isa {                              \
     int select_heavy_hitters(const Select&);     \
     int decode_attention(const Decode&);         \
+    int index_keys(const IndexKeys&);            \
+    int choose_keys(const Choose&);              \
+    int attend_recalled(const Recalled&);        \
     int quantize_groups(const Groups&);          \
     int dequantize_groups(const Groups&);        \
     int quantize_matrix(const Quantize&);        \

@@ -16,8 +16,9 @@ from flexgen_h2o.config.h2o import SINK_WINDOW_SINKS, H2OConfig
 from flexgen_h2o.h2o import budget as cache_budget
 
 POLICIES = ("full", "h2o", "window", "sink-window")  # in the words of --eviction
-# What --only picks from: the policies, the variants of h2o by what they vary, quantized weights.
-GROUPS = (*POLICIES, "text", "score", "positions", "chunks", "bits", "weights")
+# What --only picks from: the policies, the variants of h2o by what they vary, recall and its own
+# variants, quantized weights.
+GROUPS = (*POLICIES, "recall", "text", "score", "positions", "chunks", "bits", "weights")
 VARIED = (5, 20)  # percent: a tight and a usual budget
 CHUNKS = (16, 64)  # tokens of a prompt after each of which eviction acts in it, too
 USUAL = 20
@@ -27,7 +28,8 @@ USUAL = 20
 class Configuration:
     """One cache. `budget` is in percent of what `budget_of` says (100 for the full cache).
 
-    Bits are 16 (as the run's dtype), 8 or 4.
+    Bits are 16 (as the run's dtype), 8 or 4. The policy may be ``recall``: nothing is evicted, and
+    `index_bits` are those of the index.
     """
 
     policy: str
@@ -38,6 +40,7 @@ class Configuration:
     weight_bits: int = 16
     prompt_chunk: int | None = None
     budget_of: str = "prompt"
+    index_bits: int = 4
 
     @property
     def variant(self) -> str:
@@ -62,6 +65,8 @@ class Configuration:
             return self.score
         if self.budget_of != "prompt":
             return f"of the {self.budget_of}"
+        if self.index_bits != 4:
+            return f"{self.index_bits}-bit index"
         if self.prompt_chunk is not None:
             return f"chunks of {self.prompt_chunk}"
         return self.positions if self.positions != "original" else ""
@@ -74,6 +79,8 @@ class Configuration:
         """The one of `GROUPS` that it belongs to."""
         if self.weight_bits != 16:
             return "weights"
+        if self.policy == "recall":
+            return "recall"
         if self.cache_bits != 16:
             return "bits"
         if self.score != "sum":
@@ -93,6 +100,9 @@ class Configuration:
             return H2OConfig(heavy_ratio=share / 2, recent_ratio=share / 2, score=self.score,
                              positions=self.positions, prompt_chunk=self.prompt_chunk,
                              budget_of=self.budget_of)
+        if self.policy == "recall":
+            return H2OConfig(heavy_ratio=share / 2, recent_ratio=share / 2, recall=True,
+                             budget_of=self.budget_of, index_bits=self.index_bits)
         sinks = SINK_WINDOW_SINKS if self.policy == "sink-window" else 0
         return H2OConfig(heavy_tokens=0, recent_ratio=share, sink_tokens=sinks,
                          positions=self.positions)
@@ -102,7 +112,7 @@ class Configuration:
         return {"h2o": self.h2o(), "cache_bits": self.cache_bits, "weight_bits": self.weight_bits}
 
     def sizes(self, prompt_len: int) -> cache_budget.Budget | None:
-        """Tokens kept of a prompt, alike in all layers. None for the full cache."""
+        """Tokens kept of a prompt, alike in all layers. None where all are."""
         return cache_budget.budget(self.h2o(), 0, prompt_len)
 
     def cached(self, prompt_len: int, new_tokens: int) -> float:
@@ -123,8 +133,8 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
     Parameters
     ----------
     budgets : iterable of float
-        Percent of the prompt. Variants of h2o are measured at those of `VARIED` that are among
-        them, fewer bits at `USUAL` alone; quantized weights with the full cache too.
+        Percent of the prompt. Recall and variants of h2o are measured at those of `VARIED` that
+        are among them, fewer bits, of the index too, at `USUAL` alone; quantized weights with the full cache too.
     only : iterable of str, optional
         Those of `GROUPS` to measure beside the full cache. Default: all.
     """
@@ -136,7 +146,10 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
         found += [replace(plain, budget_of="text"), replace(plain, score="mean"),
                   replace(plain, score="decay"), replace(plain, positions="rolling")]
         found += [replace(plain, prompt_chunk=chunk) for chunk in CHUNKS]
+        recall = Configuration("recall", budget)
+        found += [recall, replace(recall, budget_of="text")]
     if USUAL in budgets:
+        found += [Configuration("recall", USUAL, index_bits=2)]
         found += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]
     found += [replace(found[0], weight_bits=bits) for bits in (8, 4)]
     if USUAL in budgets:

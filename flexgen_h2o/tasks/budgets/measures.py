@@ -92,7 +92,7 @@ def row_of(one: Configuration, found: Measurement, full: Measurement, *, pairs: 
     heads, stats = [len(head) for head, _ in pairs], found.stats
     sizes = [one.sizes(length) for length in heads]
     heavy, recent, sinks = (
-        None if one.policy == "full" else fmean(getattr(size, part) for size in sizes)
+        None if None in sizes else fmean(getattr(size, part) for size in sizes)
         for part in ("heavy", "recent", "sinks"))
     return {
         "device": stats.device, "model": stats.model, "dtype": stats.dtype,

@@ -1,0 +1,107 @@
+"""Recall: nothing is evicted, and each new token attends to what its own query weighs most.
+
+Every key and value stays somewhere. A decode step guesses the weights of attention from an *index*,
+the keys in few bits, and chooses for each KV head the budget's worth of cached tokens of most
+weight, summed over the query heads of the group; of equals the newer. It then attends, with exact
+keys and values, to these and to the new token itself. Prompts attend to all of themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.config.attention_form import AttentionForm
+from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.h2o.attention_weights import attention_weights
+
+HALF_MAX = torch.finfo(torch.float16).max
+
+
+def index_codes(keys: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys in few bits.
+
+    Parameters
+    ----------
+    keys : Tensor [..., head_dim], any floating dtype
+        As attention meets them: rotated where positions are rotary.
+    layout : IndexLayout
+
+    Returns
+    -------
+    codes : uint8 Tensor [..., head_dim]
+    scales, zeros : float16 Tensor [..., groups]
+        The zero point is the least element of the group, the scale the distance from there to the
+        largest over the highest code; both are rounded to the nearest float16.
+    """
+    x = keys.float().clamp(-HALF_MAX, HALF_MAX).unflatten(-1, (layout.groups, layout.group))
+    zeros = x.amin(-1).half()
+    scales = ((x.amax(-1) - zeros.float()) / layout.levels).clamp(min=0, max=HALF_MAX).half()
+    steps = scales.float().clamp_min(2.0**-24)  # a constant group has codes 0
+    codes = ((x - zeros.float()[..., None]) / steps[..., None]).round().clamp(0, layout.levels)
+    return codes.flatten(-2).to(torch.uint8), scales, zeros
+
+
+def indexed(keys: Tensor, layout: IndexLayout) -> Tensor:
+    """Keys as an index has them: float32, of keys' shape [..., head_dim]."""
+    codes, scales, zeros = index_codes(keys, layout)
+    codes = codes.float().unflatten(-1, (layout.groups, layout.group))
+    return (zeros.float()[..., None] + scales.float()[..., None] * codes).flatten(-2)
+
+
+def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, hidden: Tensor, form: AttentionForm,
+                  sinks: Tensor | None) -> Tensor:
+    """What the query heads of a group together give to each cached token, by the index.
+
+    Parameters
+    ----------
+    q : Tensor [..., kv_heads, group, head_dim]
+        Of the new token.
+    k : Tensor [..., kv_heads, head_dim]
+        Its key, which is exact.
+    keys : Tensor [..., kv_heads, tokens, head_dim]
+        Cached ones, of `indexed`.
+    hidden : bool Tensor that broadcasts to [..., kv_heads, 1, tokens]
+        Where there is no token.
+    form : AttentionForm
+        Without a window.
+    sinks : Tensor that broadcasts to [..., kv_heads, group, 1], or None
+        The logits that `form.sinks` asks for.
+
+    Returns
+    -------
+    float32 Tensor [..., kv_heads, tokens]
+    """
+    query = q.float()
+    logits = torch.einsum("...hgd,...htd->...hgt", query, keys.float())
+    own = torch.einsum("...hgd,...hd->...hg", query, k.float())[..., None]
+    weights = attention_weights(
+        torch.cat((logits, own), dim=-1), torch.nn.functional.pad(hidden, (0, 1)),
+        dim=q.shape[-1], form=form, sinks=sinks)
+    return weights[..., :-1].sum(-2)
+
+
+def choose(weights: Tensor, counts: Tensor, *, cached: Tensor) -> Tensor:
+    """The cached tokens that a step attends to.
+
+    Parameters
+    ----------
+    weights : float32 Tensor [..., kv_heads, tokens]
+        From `index_weights`.
+    counts : int Tensor [...]
+        How many each sequence is to choose; at most `cached`.
+    cached : int Tensor [...]
+        How many tokens it has.
+
+    Returns
+    -------
+    bool Tensor like weights
+    """
+    tokens = weights.shape[-1]
+    place = torch.arange(tokens, device=weights.device)
+    # Floats that are not negative are in the order of their bits. Of equal ones the newer goes in.
+    order = (weights.view(torch.int32).long() << 32) + place
+    order = order.masked_fill(place >= cached[..., None, None], -1)
+    number = place.expand(order.shape)
+    rank = torch.empty_like(order).scatter_(-1, order.argsort(dim=-1, descending=True), number)
+    return rank < counts[..., None, None]

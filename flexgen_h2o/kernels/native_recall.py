@@ -1,0 +1,108 @@
+"""Recall's CPU kernels behind the C ABI: see `native`, whose rules hold here too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.kernels.arguments import (
+    DEFAULT_ARGUMENTS,
+    DTYPES,
+    FormArguments,
+    check_form,
+    check_slots,
+    contiguous,
+    expect,
+    head_shapes,
+    lines,
+    need,
+)
+from flexgen_h2o.kernels.native import (
+    _address,
+    _call,
+    _form,
+    _layout,
+    _rows,
+    _slot_strides,
+    _strides,
+)
+
+
+def _index_fields(name: str, index: Tensor, layout: IndexLayout, heads: tuple[int, int]
+                  ) -> dict[str, int]:
+    """Fields of an index [sequences, kv_heads, tiles, tile_bytes], whose tiles lie together."""
+    expect(name, torch.uint8, index=(index, (*heads, index.shape[2], layout.tile_bytes)))
+    need(index.stride()[2:] == (layout.tile_bytes, 1), name, "tiles of an index must lie together")
+    return {"head_dim": layout.length, "bits": layout.bits, "groups": layout.groups,
+            "num_tiles": index.shape[2], "index_sequence": index.stride(0),
+            "index_head": index.stride(1)}
+
+
+def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout, bits: int
+               ) -> None:
+    """See `reference_recall.index_keys`; `bits` are those of records, 16 of plain vectors."""
+    name = "index_keys"
+    need(keys.dim() == 4 and keys.is_cpu and (
+        keys.dtype == torch.uint8 if bits != 16 else
+        keys.dtype in DTYPES and keys.shape[3] == layout.length), name,
+        f"keys must be [sequences, kv_heads, n, width] on the CPU, got {keys.dtype} "
+        f"{list(keys.shape)}")
+    sequences = len(keys)
+    expect(name, torch.int32, spans=(spans, (3, sequences)))
+    contiguous(name, spans=spans)
+    lines(name, keys=keys)
+    sequence, head, slot, _ = keys.stride()
+    _call(name, "IndexKeys",
+          keys=keys.data_ptr(), index=index.data_ptr(), spans=spans.data_ptr(),
+          layout=_layout(layout.length, bits, keys.shape[-1]),
+          dtype=DTYPES.get(keys.dtype, 0), sequences=sequences, kv_heads=keys.shape[1],
+          num_keys=keys.shape[2], keys_sequence=sequence, keys_head=head, keys_slot=slot,
+          **_index_fields(name, index, layout, keys.shape[:2]))
+
+
+def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
+                most: int, form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
+    """See `reference_recall.choose_keys`."""
+    name = "choose_keys"
+    dtype, sequences = head_shapes(name, q, k, k), len(q)
+    need(len(k) == sequences and q.shape[2] == layout.length, name,
+         f"{len(k)} new keys for {sequences} queries, or not of {layout.length} elements")
+    expect(name, torch.int32, metadata=(metadata, (2, sequences)))
+    contiguous(name, metadata=metadata)
+    check_form(name, form, q.shape[1])
+    q, k = map(_rows, (q, k))
+    chosen = metadata.new_empty((sequences, k.shape[1], most))
+    _call(name, "Choose",
+          q=q.data_ptr(), k=k.data_ptr(), index=index.data_ptr(), metadata=metadata.data_ptr(),
+          chosen=chosen.data_ptr(), dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1],
+          kv_heads=k.shape[1], most=most, q_row=q.stride(0), q_head=q.stride(1),
+          k_row=k.stride(0), k_head=k.stride(1), form=_form(form),
+          **_index_fields(name, index, layout, (sequences, k.shape[1])))
+    return chosen
+
+
+def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
+                    metadata: Tensor, bits: int, form: FormArguments = DEFAULT_ARGUMENTS
+                    ) -> tuple[Tensor, Tensor]:
+    """See `reference_recall.attend_recalled`."""
+    name = "attend_recalled"
+    dtype, sequences = head_shapes(name, q, k, v), len(q)
+    need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
+    check_slots(name, slots, sequences, k, bits)
+    expect(name, torch.int32, metadata=(metadata, (2, sequences)),
+           chosen=(chosen, (sequences, k.shape[1], chosen.shape[-1])))
+    contiguous(name, metadata=metadata, chosen=chosen)
+    check_form(name, form, q.shape[1])
+    q, k, v = map(_rows, (q, k, v))
+    out = q.new_empty(q.shape)
+    taken = q.new_empty(k.shape[:2], dtype=torch.int64)
+    _call(name, "Recalled",
+          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
+          slots=slots.data_ptr(), chosen=chosen.data_ptr(), metadata=metadata.data_ptr(),
+          taken=_address(taken), layout=_layout(q.shape[2], bits, slots.shape[-1]),
+          dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1],
+          head_dim=q.shape[2], num_slots=slots.shape[3], most=chosen.shape[-1],
+          q_row=q.stride(0), q_head=q.stride(1), **_strides(k, v), **_slot_strides(slots),
+          form=_form(form))
+    return out, taken

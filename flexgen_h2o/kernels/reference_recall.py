@@ -1,0 +1,152 @@
+"""The specification of recall's operations, in plain PyTorch: slow, obvious, exact.
+
+`h2o.recall` says what is chosen, `config.index_layout` how the index lies in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flexgen_h2o.config.attention_form import DEFAULT_FORM
+from flexgen_h2o.config.limits import INDEX_TILE
+from flexgen_h2o.h2o.attention_weights import attention_weights
+from flexgen_h2o.h2o.recall import choose, index_codes, index_weights
+from flexgen_h2o.kernels.reference import cache_token, dequantize_groups
+
+
+def index_keys(keys, index, spans, *, layout, records=None):
+    """Bring the index up to date with some of the keys that are cached.
+
+    Parameters
+    ----------
+    keys : Tensor [sequences, kv_heads, n, width]
+        Floats, or uint8 records; contiguous in the last dimension, else strided.
+    index : uint8 Tensor [sequences, kv_heads, tiles, layout.tile_bytes]
+        Written in place.
+    spans : int32 Tensor [3, sequences]
+        Of each sequence: the first of `keys` to be indexed, the token that it is, and how many are.
+    layout : IndexLayout
+    records : GroupLayout, optional
+        Of keys that are records.
+    """
+    codes_end = layout.code_rows * INDEX_TILE
+    scales_end = codes_end + 2 * INDEX_TILE * layout.groups
+    for sequence, (first, token, count) in enumerate(spans.T.tolist()):
+        mine = keys[sequence, :, first : first + count]
+        mine = mine if records is None else dequantize_groups(mine, records)
+        codes, scales, zeros = index_codes(mine, layout)
+        shifts = layout.bits * torch.arange(layout.per_byte, device=keys.device)
+        packed = (codes.unflatten(-1, (-1, layout.per_byte)).int() << shifts).sum(-1)
+        places = torch.arange(token, token + count, device=keys.device)
+        tiles, lanes = places // INDEX_TILE, places % INDEX_TILE
+        to = index[sequence]
+        code_rows, scale_rows, zero_rows = (
+            part.view(dtype).unflatten(-1, (-1, INDEX_TILE)) for part, dtype in (
+                (to[..., :codes_end], torch.uint8),
+                (to[..., codes_end:scales_end], torch.float16),
+                (to[..., scales_end:], torch.float16)))
+        for rows, x in ((code_rows, packed.to(torch.uint8)), (scale_rows, scales),
+                        (zero_rows, zeros)):
+            # Two tensors of indices that are apart: their dimension comes first.
+            rows[:, tiles, :, lanes] = x.transpose(0, 1)
+
+
+def indexed_keys(index, layout):
+    """The keys of an index [..., tiles, tile_bytes]: float32 [..., tiles * INDEX_TILE, head_dim]"""
+    codes_end = layout.code_rows * INDEX_TILE
+    rows = index[..., :codes_end].unflatten(-1, (-1, 1, INDEX_TILE)).int()
+    shifts = layout.bits * torch.arange(layout.per_byte, device=index.device)
+    codes = (rows >> shifts[:, None]) & layout.levels  # [..., rows, per_byte, INDEX_TILE]
+    halves = index[..., codes_end:].clone(memory_format=torch.contiguous_format)
+    scales, zeros = halves.view(torch.float16).float().unflatten(
+        -1, (2, layout.groups, 1, INDEX_TILE)).unbind(-4)
+    keys = zeros + scales * codes.flatten(-3, -2).unflatten(-2, (layout.groups, layout.group))
+    return keys.flatten(-3, -2).transpose(-2, -1).flatten(-3, -2)
+
+
+def choose_keys(q, k, *, index, metadata, layout, most, form=DEFAULT_FORM, sinks=None):
+    """The cached tokens that one new token of each sequence attends to (`h2o.recall.choose`).
+
+    Parameters
+    ----------
+    q : Tensor [sequences, heads, head_dim]
+    k : Tensor [sequences, kv_heads, head_dim]
+        The new token's.
+    index : uint8 Tensor [sequences, kv_heads, tiles, layout.tile_bytes]
+        Contiguous in the last two dimensions.
+    metadata : int32 Tensor [2, sequences]
+        Of each sequence: how many tokens are indexed, the first ones; how many to choose, at most
+        as many.
+    layout : IndexLayout
+    most : int
+        No sequence chooses more.
+    form : AttentionForm
+        Without a window.
+    sinks : Tensor [heads] or None
+        The logits that `form.sinks` asks for.
+
+    Returns
+    -------
+    int32 Tensor [sequences, kv_heads, most]
+        The numbers of the tokens, ascending, and -1 behind the last.
+    """
+    cached, counts = metadata.long()
+    kv_heads = k.shape[1]
+    keys = indexed_keys(index, layout)
+    place = torch.arange(keys.shape[2], device=q.device)
+    filled = (place < cached[:, None])[:, None]
+    keys = keys.where(filled[..., None], 0)  # NaN too, has no effect
+    weights = index_weights(
+        q.unflatten(1, (kv_heads, -1)), k, keys, hidden=~filled[:, :, None], form=form,
+        sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+    chosen = choose(weights, counts, cached=cached)
+    order = place.where(chosen, keys.shape[2]).sort(dim=-1).values[..., :most]
+    order = torch.nn.functional.pad(order, (0, most - order.shape[-1]), value=keys.shape[2])
+    return order.where(order < keys.shape[2], -1).int()
+
+
+def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAULT_FORM,
+                    sinks=None):
+    """Attention of one new token of each sequence over chosen slots and itself; then it is cached.
+
+    Parameters
+    ----------
+    q : Tensor [sequences, heads, head_dim]
+    k, v : Tensor [sequences, kv_heads, head_dim]
+        The new token's.
+    slots : Tensor [2, sequences, kv_heads, slots, width]
+        As of `reference.decode_attention`; one slot per head is written.
+    chosen : int32 Tensor [sequences, kv_heads, most]
+        Slots, the first of each sequence's number of them.
+    metadata : int32 Tensor [2, sequences]
+        Of each sequence: the slot that its new token takes; how many slots are chosen.
+    layout : GroupLayout, optional
+        Of the records that the slots hold. None: they hold plain vectors.
+    form : AttentionForm
+        Without a window.
+    sinks : Tensor [heads] or None
+        The logits that `form.sinks` asks for.
+
+    Returns
+    -------
+    out : Tensor [sequences, heads, head_dim]
+    taken : int64 Tensor [sequences, kv_heads]
+        The slot that each new token got.
+    """
+    place, counts = metadata.long()
+    kv_heads, most = chosen.shape[1:]
+    filled = (torch.arange(most, device=q.device) < counts[:, None])[:, None]
+    at = chosen.long().where(filled, 0)[None, ..., None].expand(2, -1, -1, -1, slots.shape[-1])
+    held = slots.gather(3, at)
+    held = held if layout is None else dequantize_groups(held, layout)
+    keys, values = (
+        torch.cat([x.float().masked_fill(~filled[..., None], 0), own.float()[:, :, None]], dim=2)
+        for x, own in zip(held, (k, v), strict=True))
+    products = torch.einsum("skgd,sktd->skgt", q.float().unflatten(1, (kv_heads, -1)), keys)
+    hidden = torch.nn.functional.pad(~filled, (0, 1))[:, :, None]
+    weights = attention_weights(products, hidden, dim=q.shape[-1], form=form,
+                                sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+    out = torch.einsum("skgt,sktd->skgd", weights, values).flatten(1, 2).to(q.dtype)
+    taken = place[:, None].expand(-1, kv_heads).contiguous()
+    cache_token(k, v, slots=slots, taken=taken, layout=layout)
+    return out, taken

@@ -1,0 +1,107 @@
+"""Recall: the engine against the definition, on every tier, and what cannot go with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from h2o.test_h2o import LENGTHS, NEW, prompts_of, tokens
+from llm.test_conversation import answers, open_llm, turns_of
+from llm.test_llm import PLACES, transformers_tokens
+
+from flexgen_h2o import H2OConfig, Placement
+from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.recall import choose, indexed
+
+RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
+
+
+@pytest.mark.parametrize("key, options", [
+    ("opt", {}), ("llama", {}), ("llama", {"index_bits": 2}), ("llama", {"budget_of": "text"}),
+    ("neox", {"heavy_ratio": None, "heavy_tokens": 3}), ("mistral_window", {}),
+])
+def test_the_engine_recalls_as_the_simulation_does(tiny_model, key, options):
+    tiny = tiny_model(key)
+    prompts, h2o = prompts_of(tiny), replace(RECALL, **options)
+    expected = tokens(tiny, prompts, replace(h2o, simulate=True))
+    assert tokens(tiny, prompts, h2o) == expected
+    if key != "mistral_window":  # there all layers attend to a window
+        assert expected != transformers_tokens(tiny, prompts, NEW), "all was chosen"
+        assert expected != tokens(tiny, prompts, H2OConfig(heavy_ratio=0.1))
+
+
+def test_every_placement_and_split_recalls_the_same(tiny_model):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    expected = tokens(tiny, prompts, RECALL, gpu_batch_size=1, num_gpu_batches=1)
+    for place in PLACES[1:]:
+        assert tokens(tiny, prompts, RECALL, cache=place) == expected
+    assert tokens(tiny, prompts, RECALL, cache=Placement(30, 30, 40), prefill_chunk=16) == expected
+
+
+def test_a_conversation_recalls_what_was_said(tiny_model):
+    tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
+    turns = turns_of(tiny, [30, 3, 21, 1])
+    with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
+        expected = answers(llm, turns, max_tokens=140)
+    with open_llm(tiny, h2o, chunk=6, cache=Placement(0, 0, 100)) as llm:
+        assert answers(llm, turns, max_tokens=140) == expected
+    with open_llm(tiny, RECALL) as llm, pytest.raises(UserError, match="no prompt of which ratios"):
+        llm.stream(max_tokens=100)
+
+
+def test_a_budget_of_everything_is_the_full_cache(tiny_model):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    everything = H2OConfig(heavy_tokens=max(LENGTHS) + NEW, recall=True)
+    assert tokens(tiny, prompts, everything) == tokens(tiny, prompts, None)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_compressed_cache_is_indexed_as_it_is(tiny_model, bits):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny, [40, 23])
+    full, some = (tokens(tiny, prompts, h2o, cache_bits=bits, new=16) for h2o in (None, RECALL))
+    assert some != full
+    disk = Placement(0, 0, 100)
+    assert tokens(tiny, prompts, RECALL, cache_bits=bits, new=16, cache=disk) == some
+
+
+@pytest.mark.parametrize("length, bits, worst", [(64, 4, 1 / 15), (80, 4, 1 / 15), (64, 2, 1 / 3)])
+def test_an_index_errs_by_half_a_step(length, bits, worst):
+    keys = torch.randn(3, 50, length, generator=torch.Generator().manual_seed(0))
+    found = indexed(keys, IndexLayout(length, bits))
+    groups = keys.unflatten(-1, (IndexLayout(length, bits).groups, -1))
+    step = worst * (groups.amax(-1) - groups.amin(-1))
+    error = (found - keys).abs().unflatten(-1, groups.shape[-2:]).amax(-1)
+    assert (error <= 0.51 * step + 2e-3).all()  # scales and zero points are float16
+
+
+def test_of_equals_the_newer_is_chosen():
+    weights = torch.tensor([[[0.1, 0.3, 0.3, 0.3, 0.0], [0.0, 0.0, 0.0, 0.9, 0.9]]])
+    found = choose(weights, torch.tensor([2]), cached=torch.tensor([4]))
+    assert found.tolist() == [[[False, False, True, True, False],
+                               [False, False, True, True, False]]]
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"recall": True}, "no effect on the full cache"),
+    ({"index_bits": 2, "heavy_ratio": 0.1}, "no effect without recall"),
+    ({"recall": True, "heavy_ratio": 0.1, "index_bits": 3}, "index_bits must be one of 4, 2"),
+    ({"recall": 1, "heavy_ratio": 0.1}, "recall must be true or false"),
+    *(({"recall": True, "heavy_ratio": 0.1, **more}, f"leave {name} out") for more in (
+        {"sink_tokens": 2}, {"score": "mean"}, {"positions": "rolling"},
+        {"evict_generated": False}, {"prompt_chunk": 4}) for name in more),
+])
+def test_what_cannot_go_with_recall_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        H2OConfig(**options)
+
+
+def test_sparse_values_and_recall_are_refused_together(tiny_model):
+    from flexgen_h2o import LLM
+
+    with pytest.raises(UserError, match="leave attn_sparsity out"):
+        LLM(str(tiny_model("llama").folder), h2o=RECALL, attn_sparsity=0.5)

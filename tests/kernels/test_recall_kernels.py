@@ -1,0 +1,154 @@
+"""Recall's kernels against their reference, on every instruction set; what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import BUILT, FORMS, of_form, same, threads, using
+
+from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.h2o.recall import choose, index_weights
+from flexgen_h2o.kernels import native_recall, ops, reference, reference_recall
+
+CAPPED = AttentionForm(scale=0.3, softcap=5.0, sinks=True)
+
+
+def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=torch.float32,
+         attention=DEFAULT_FORM):
+    """Arguments of the three operations; slots that hold no token, and what is behind the index,
+    are NaN."""
+    torch.manual_seed(tokens + group + dim + bits)
+    dtype, records = of_form(form, dim)
+    cached = torch.randint(1, tokens + 1, (sequences,))
+    cached[0] = tokens
+    counts = (cached * 0.3).long().clamp(min=1)
+    slots = torch.randn(2, sequences, kv_heads, tokens + 2, dim).to(dtype)
+    if records is not None:
+        slots = reference.quantize_groups(slots, records)
+    for held, n in zip(slots.unbind(1), cached.tolist(), strict=True):
+        held[:, :, n:] = float("nan") if records is None else 255
+    layout = IndexLayout(dim, bits)
+    index = torch.full((sequences, kv_heads, layout.tiles(tokens) + 1, layout.tile_bytes), 255,
+                       dtype=torch.uint8)
+    q, k, v = (torch.randn(sequences, heads, dim + 3).to(dtype)[..., :dim]
+               for heads in (kv_heads * group, kv_heads, kv_heads))
+    sinks = torch.randn(kv_heads * group) if attention.sinks else None
+    return {"q": q, "k": k, "v": v, "slots": slots, "index": index, "layout": layout,
+            "records": records, "metadata": torch.stack([cached, counts]).int(),
+            "spans": torch.stack([cached * 0, cached * 0, cached]).int(),
+            "options": {"form": attention, "sinks": sinks}}
+
+
+CASES = [{}, {"group": 1, "dim": 128, "tokens": 300}, {"group": 3, "bits": 2},
+         {"group": 7, "dim": 80, "attention": CAPPED, "sequences": 1, "tokens": 16},
+         {"dim": 8, "tokens": 1}, *({"form": form, "tokens": 130} for form in FORMS[1:])]
+
+
+def weights_of(some):
+    """What each cached token weighs by the index, as the reference has it."""
+    kv_heads, (cached, _) = some["k"].shape[1], some["metadata"].long()
+    keys = reference_recall.indexed_keys(some["index"], some["layout"])
+    filled = (torch.arange(keys.shape[2]) < cached[:, None])[:, None]
+    sinks = some["options"]["sinks"]
+    return index_weights(
+        some["q"].unflatten(1, (kv_heads, -1)), some["k"], keys.where(filled[..., None], 0),
+        hidden=~filled[:, :, None], form=some["options"]["form"],
+        sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+
+
+@BUILT
+def test_kernels_do_what_the_reference_does(isa):
+    for options in CASES:
+        some = case(**options)
+        cached, counts = some["metadata"].long()
+        expected = some["index"].clone()
+        reference_recall.index_keys(some["slots"][0], expected, some["spans"],
+                                    layout=some["layout"], records=some["records"])
+        with using(isa):
+            # In two parts, as a generation has it.
+            parts = some["spans"].clone(), some["spans"].clone()
+            parts[0][2] //= 2
+            parts[1][:2] = parts[0][2]
+            parts[1][2] -= parts[0][2]
+            for spans in parts:
+                ops.index_keys(some["slots"][0], some["index"], spans, layout=some["layout"],
+                               records=some["records"])
+            assert same(some["index"], expected)
+            most = int(counts.max()) + 2
+            chosen = ops.choose_keys(some["q"], some["k"], index=some["index"], most=most,
+                                     metadata=some["metadata"], layout=some["layout"],
+                                     **some["options"])
+        weights, mask = weights_of(some), torch.zeros(0)
+        mask = choose(weights, counts, cached=cached)
+        for sequence, count in enumerate(counts.tolist()):
+            assert (chosen[sequence, :, count:] == -1).all()
+            mine = chosen[sequence, :, :count].long()
+            assert (mine.diff(dim=-1) > 0).all() and (mine >= 0).all()
+            least = weights[sequence].where(mask[sequence], torch.inf).amin(-1, keepdim=True)
+            # Sums of another order may swap weights that are nearly equal.
+            assert (weights[sequence].gather(-1, mine) >= least * (1 - 1e-4)).all()
+        outs = []
+        for attend in (ops.attend_recalled, reference_recall.attend_recalled):
+            slots = some["slots"].clone()
+            with using(isa):
+                out, taken = attend(some["q"], some["k"], some["v"], slots=slots, chosen=chosen,
+                                    metadata=some["metadata"], layout=some["records"],
+                                    **some["options"])
+            outs.append((out, taken, slots))
+        (out, *others), (wanted, *more) = outs
+        bound = 2e-5 if out.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(out, wanted, rtol=bound, atol=bound)
+        assert all(map(same, others, more))
+
+
+@BUILT
+def test_of_equal_weights_the_newer_are_chosen():
+    layout = IndexLayout(16, 4)
+    keys = torch.zeros(1, 1, 40, 16)
+    keys[0, 0, ::2] = 1  # half of them alike, and heavier than the others, which are alike too
+    index = torch.zeros(1, 1, layout.tiles(40), layout.tile_bytes, dtype=torch.uint8)
+    ops.index_keys(keys, index, torch.tensor([[0], [0], [40]]).int(), layout=layout)
+    q = torch.ones(1, 2, 16)
+    for count, wanted in ((3, [34, 36, 38]), (22, [*range(0, 36, 2), 36, 37, 38, 39]), (40, None)):
+        metadata = torch.tensor([[40], [count]]).int()
+        found, = ops.choose_keys(q, q[:, :1], index=index, metadata=metadata, layout=layout,
+                                 most=count).tolist()[0]
+        assert found == sorted(wanted or range(40))
+
+
+@BUILT
+def test_threads_change_nothing():
+    some = case(tokens=200)
+    found = []
+    for count in (1, 2):
+        with threads(count):
+            ops.index_keys(some["slots"][0], some["index"], some["spans"], layout=some["layout"])
+            chosen = ops.choose_keys(some["q"], some["k"], index=some["index"], most=60,
+                                     metadata=some["metadata"], layout=some["layout"])
+            found.append((chosen, ops.attend_recalled(
+                some["q"], some["k"], some["v"], slots=some["slots"].clone(), chosen=chosen,
+                metadata=some["metadata"])[0]))
+    assert all(map(same, *found))
+
+
+@BUILT
+def test_bad_arguments_are_refused_and_nothing_is_written():
+    some = case()
+    index, layout = some["index"].clone(), some["layout"]
+    late = some["spans"].clone()
+    late[1] += 40
+    with pytest.raises(ValueError, match="index_keys: a tensor of indices points outside"):
+        ops.index_keys(some["slots"][0], some["index"], late, layout=layout)
+    assert same(some["index"], index)
+    many = some["metadata"].clone()
+    many[1] = many[0] + 1
+    with pytest.raises(ValueError, match="choose_keys: a tensor of indices"):
+        ops.choose_keys(some["q"], some["k"], index=index, metadata=many, layout=layout, most=99)
+    chosen = torch.full((3, 2, 30), 500, dtype=torch.int32)
+    with pytest.raises(ValueError, match="attend_recalled: a tensor of indices"):
+        ops.attend_recalled(some["q"], some["k"], some["v"], slots=some["slots"], chosen=chosen,
+                            metadata=some["metadata"])
+    with pytest.raises(ValueError, match="index must be"):
+        native_recall.choose_keys(some["q"], some["k"], index=index[:1], layout=layout, most=9,
+                                  metadata=some["metadata"])
