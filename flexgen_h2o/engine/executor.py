@@ -222,6 +222,9 @@ class Executor:
             elif self._token_layers.can_run(step.layer):
                 self._token_layers.run(step.layer, step.batch, cached=self._cached(step),
                                        rows=len(batch))
+                if self._experts is not None:
+                    self._route(step, self._weights.get(step.layer),
+                                self._hidden.get(step.batch, len(batch)))
             else:
                 self._token_layer(step, batch)
 
@@ -326,11 +329,16 @@ class Executor:
         from number `row` on, is updated."""
         self._family.attention_output(self._config, weights, x, attended, self._do)
         if self._experts is not None:
-            before, rows = self._block_rows(step)
-            self._experts.route(self._cached(step), weights, x, first=before + row, rows=rows,
-                                following=self._weights.in_memory(step.layer + 2, "ln2", "router"))
+            self._route(step, weights, x, row)
         elif not (self._sep_layer or self._config.parallel_residual):
             self._family.mlp(self._config, weights, x, self._do)
+
+    def _route(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor, row: int = 0
+               ) -> None:
+        """Let rows of a batch, from number `row` on, choose their experts."""
+        before, rows = self._block_rows(step)
+        self._experts.route(self._cached(step), weights, x, first=before + row, rows=rows,
+                            following=self._weights.in_memory(step.layer + 2, "ln2", "router"))
 
     def _block_rows(self, step: LayerStep) -> tuple[int, int]:
         """The rows of a forward pass in the batches of a step's group that are before it, and in

@@ -1,7 +1,7 @@
 """Decode steps of decoder layers that are in memory, each bound once for a block and then one call.
 
-A layer's norms, products, rotation, attention with eviction, activation and residual stand in a
-`Program`, which the family's own functions have noted; of a step only the rotations and the decode
+A layer's norms, products, rotation, attention with eviction, activation and residual (before
+experts: those of attention) stand in a `Program`, which the family's own functions have noted; of a step only the rotations and the decode
 metadata are new. Layers that cannot be bound go on operation by operation: `unbound_reason`.
 """
 
@@ -25,13 +25,16 @@ _log = logging.getLogger(__name__)
 
 
 def unbound_reason(workspace: Workspace, policy: Policy, *, device: torch.device,
-                   dtype: torch.dtype) -> str | None:
-    """Why no layer of a block can be bound; None if those can whose weights stay in memory."""
+                   dtype: torch.dtype, mixture: bool = False) -> str | None:
+    """Why no layer of a block can be bound; None if those can whose weights stay in memory.
+
+    Of a `mixture` of experts it is the half before the router, which is a step of its own.
+    """
     reasons = (
         (device.type != "cpu", "compute is not on a CPU"),
         (dtype != torch.bfloat16, f"the operations of {dtype} are PyTorch's, bit by bit"),
         (ops.plain_torch("cpu"), "the C++ kernels are missing or not wanted"),
-        (policy.sep_layer, "attention and MLP are steps of their own"),
+        (policy.sep_layer and not mixture, "attention and MLP are steps of their own"),
         (not workspace.hidden.stays, "hidden states move between tiers"),
         (not workspace.cache.binds, "the cache moves between tiers, is read in part or a stand-in"),
     )
@@ -66,13 +69,14 @@ class TokenLayers:
         self._programs: dict[tuple[int, int], Program] = {}
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._attended: dict[int, torch.Tensor] = {}
-        layers = range(1, len(weights.units) - 1)
-        why = unbound_reason(workspace, policy, device=device, dtype=dtype)
+        mixture = config.experts is not None
+        layers = range(1, len(weights.units) - 1, 2 if mixture else 1)
+        why = unbound_reason(workspace, policy, device=device, dtype=dtype, mixture=mixture)
         if why is not None:
             _log.debug("decode steps go operation by operation: %s", why)
         self._layers = frozenset(filter(weights.stays, layers) if why is None else ())
         self.complete = len(self._layers) == len(layers)
-        """True if `run` does every decoder layer."""
+        """True if `run` does every decoder layer, or every first half of one."""
 
     def can_run(self, layer: int) -> bool:
         """True if `run` does a layer step (numbered as in the schedule) of new tokens."""
@@ -115,6 +119,6 @@ class TokenLayers:
                                          sinks=weights.get("sinks"), out=attended,
                                          steps=program)
         self._family.attention_output(config, weights, x, attended, do)
-        if not config.parallel_residual:
+        if not config.parallel_residual and config.experts is None:
             self._family.mlp(config, weights, x, do)
         return program

@@ -99,6 +99,19 @@ def test_a_forward_pass_runs_each_layer_once(tiny_model, tmp_path, programs):
     assert programs.runs == 3 * 3
 
 
+@pytest.mark.parametrize("model", ["qwen2_moe", "qwen3_moe"])
+def test_the_attention_of_mixtures(tiny_model, tmp_path, monkeypatch, programs, model):
+    """Before the router; the experts may be elsewhere."""
+    arguments = tiny_model(model).folder, tmp_path
+    for policy in (Policy(gpu_batch_size=5),
+                   Policy(gpu_batch_size=2, num_gpu_batches=2, experts=Placement(20, 0, 80))):
+        options = {"dtype": "float32", "h2o": H2OConfig(heavy_ratio=0.15), "policy": policy}
+        tokens, log_probs = beside(monkeypatch, programs, None, *arguments, **options)
+        expected = beside(monkeypatch, programs, "not now", *arguments, **options)
+        assert tokens == expected[0]
+        torch.testing.assert_close(log_probs, expected[1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("why, options", [
     ("PyTorch's, bit by bit", {"dtype": "float32"}),
     ("steps of their own", {"policy": Policy(sep_layer=True)}),
