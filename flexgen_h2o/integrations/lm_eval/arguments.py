@@ -119,7 +119,7 @@ class Arguments(Entries):
     @property
     def _evicts(self) -> bool:
         h2o = _Flags(**self.flags).h2o()
-        return h2o is not None and not h2o.is_full
+        return h2o is not None and (not h2o.is_full or h2o.recall)
 
     def run_config(self) -> RunConfig:
         """The flags that `flex_opt` has too."""

@@ -200,7 +200,7 @@ class FlexGenLM(TemplateLM):
                               ) -> list[float]:
         """Log-likelihood of whole texts, in windows of `max_length` that do not overlap."""
         h2o = self.llm.h2o
-        if h2o is not None and not h2o.is_full and (
+        if h2o is not None and (not h2o.is_full or h2o.recall) and (
                 h2o.heavy_ratio is not None or h2o.recent_ratio is not None):
             raise UserError("a rolling log-likelihood has no context of which hh_ratio or "
                             "recent_ratio could be a share: give num_window_length")

@@ -134,7 +134,8 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
     ----------
     budgets : iterable of float
         Percent of the prompt. Recall and variants of h2o are measured at those of `VARIED` that
-        are among them, fewer bits, of the index too, at `USUAL` alone; quantized weights with the full cache too.
+        are among them, fewer bits, of the index too, at `USUAL` alone; quantized weights with
+        the full cache too.
     only : iterable of str, optional
         Those of `GROUPS` to measure beside the full cache. Default: all.
     """
