@@ -15,7 +15,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.exchange import Exchange
-from flexgen_h2o.engine.expert_layers import ExpertLayers
+from flexgen_h2o.engine.expert_layers import ROUTING, ExpertLayers
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
@@ -327,7 +327,8 @@ class Executor:
         if self._experts is not None:
             before, rows = self._block_rows(step)
             self._experts.route(self._cached(step), weights, x, first=before + row, rows=rows,
-                                following=self._weights.in_memory(step.layer + 2, "ln2", "router"))
+                                following=self._weights.in_memory(
+                                    step.layer + 2, *weights.keys() & ROUTING))
         elif not (self._sep_layer or self._config.parallel_residual):
             self._family.mlp(self._config, weights, x, self._do)
 

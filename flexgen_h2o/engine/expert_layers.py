@@ -26,6 +26,9 @@ GUESSED_ROWS = 64
 SUMS = {torch.float32: torch.float64}
 """What experts' outputs are summed in, where it is not float32."""
 
+ROUTING = frozenset({"ln2", "router", "router_bias"})
+"""The weights of a layer by which its rows choose, by short names."""
+
 
 class ExpertLayers:
     """The experts' part of the layer steps of one block.

@@ -138,7 +138,7 @@ def route(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations, 
     Parameters
     ----------
     w : mapping
-        With ``ln2`` [hidden] and ``router`` [experts, hidden].
+        With ``ln2`` [hidden], ``router`` [experts, hidden] and maybe ``router_bias`` [experts].
     x : Tensor [rows, hidden]
     out : Tensor [rows, hidden]
         Gets the normed x, which is what experts take.
@@ -151,6 +151,8 @@ def route(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations, 
     """
     do.rms_norm(x, w["ln2"], eps=cfg.norm_eps, out=out)
     logits = out.float() @ w["router"].float().t()
+    if "router_bias" in w:
+        logits += w["router_bias"].float()
     shares, ids = logits.softmax(-1).topk(cfg.experts.per_token, dim=-1)
     if cfg.experts.normalise:
         shares /= shares.sum(-1, keepdim=True)

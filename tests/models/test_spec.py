@@ -245,7 +245,7 @@ def test_forms_of_attention_go_with_their_layers():
     ({"model_type": "bert"}, ["'bert'", "opt, llama, mistral, gpt_neox"]),
     ({"model_type": None}, ["model type None"]),
     ({"model_type": ["opt"]}, ["model type"]),
-    ({"model_type": "gpt_oss", "num_local_experts": 32}, ["mixture of experts"]),
+    ({"model_type": "dbrx", "num_local_experts": 32}, ["mixture of experts"]),
     (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok", "8 experts, got 9"]),
     (MIXTRAL | {"num_local_experts": 10**5}, ["num_local_experts must be at most 1024"]),
     (MIXTRAL | {"num_local_experts": 1000, "num_hidden_layers": 66}, ["66000 experts"]),
