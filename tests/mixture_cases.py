@@ -52,7 +52,11 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "olmoe_normalised": lambda: _olmoe(norm_topk_prob=True, tie_word_embeddings=True),
+    "olmoe_clipped": lambda: _olmoe(clip_qkv=0.7),
     "qwen2_moe": _qwen2,
+    "qwen2_moe_windows": lambda: _qwen2(use_sliding_window=True, sliding_window=6,
+                                        max_window_layers=2),
     "qwen3_moe": _qwen3,
+    "qwen3_moe_windows": lambda: _qwen3(use_sliding_window=True, sliding_window=5),
     "gpt_oss": _gpt_oss,
 }

@@ -86,6 +86,10 @@ class Operations(Scratch):
         """``x += scale * y``."""
         x.add_(y, alpha=scale)
 
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        """No element of x is larger than this from here on, nor smaller than its negative."""
+        x.clamp_(-limit, limit)
+
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         """See `activate_`."""
         return activate_(x, name, factor)

@@ -76,10 +76,14 @@ POLICIES = [
 ]
 
 
+# The others differ from a mixture of theirs in what all policies share.
+EVERY_POLICY = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss")
+
+
 @pytest.mark.parametrize("key", MIXTURES)
 def test_the_same_tokens_as_transformers_for_every_policy(tiny_model, wanted, tmp_path, key):
     prompts, expected = wanted(key)
-    for experts, slots, size, count, overlap in POLICIES:
+    for experts, slots, size, count, overlap in POLICIES if key in EVERY_POLICY else POLICIES[::5]:
         got, stats = run(tiny_model(key).folder, prompts, experts=experts, expert_slots=slots,
                          gpu_batch_size=size, num_gpu_batches=count, overlap=overlap,
                          offload_dir=tmp_path)

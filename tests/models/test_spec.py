@@ -251,8 +251,6 @@ def test_forms_of_attention_go_with_their_layers():
     (MIXTRAL | {"num_local_experts": 1000, "num_hidden_layers": 66}, ["66000 experts"]),
     ({"model_type": "qwen2_moe", "mlp_only_layers": [1]}, ["dense layers", "mlp_only_layers"]),
     ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["decoder_sparse_step"]),
-    ({"model_type": "qwen3_moe", "use_sliding_window": True}, ["use_sliding_window"]),
-    ({"model_type": "olmoe", "clip_qkv": 8.0}, ["clip_qkv"]),
     ({"num_experts": 4}, ["mixture of experts", "num_experts"]),
     ({"model_type": "bloom", "alibi": True}, ["ALiBi"]),
     ({"model_type": "mpt", "attn_config": {"alibi": True}}, ["ALiBi"]),
