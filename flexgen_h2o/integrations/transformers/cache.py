@@ -27,7 +27,8 @@ NAME = "flexgen_h2o"
 """The name of the attention implementation in transformers."""
 
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "seed_oss", "phi3", "granite", "olmo2",
-            "stablelm", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+            "stablelm", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "olmoe",
+            "qwen2_moe", "qwen3_moe")
 """`model_type` of the models that are tested."""
 
 
