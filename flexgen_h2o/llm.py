@@ -115,6 +115,7 @@ class LLM(Session):
                 source = find(name, path=load.path, dtype=dtype, bits=weight_bits,
                               device=opened_device, progress=bar)
             self.model_config = source.config
+            self.weight_options = WeightOptions(source.form.bits, source.form.group)
             check_cache(self.model_config, h2o)
             self._cache = replace(self._cache, h2o=windowed(h2o, self.model_config.attention))
             settings = replace(settings, cache=self._cache)
@@ -139,7 +140,7 @@ class LLM(Session):
             self._runtime = Runner(source, opened_device, settings, seat)
             self.calls = self._runtime.calls
             self._memory = MemoryCheck(
-                source.config, WeightOptions(source.form.bits, source.form.group),
+                source.config, self.weight_options,
                 itemsize=source.dtype.itemsize,
                 writes_weights=source.writes_weights(load.weight_cache),
                 offload_dir=settings.offload_dir,

@@ -38,10 +38,25 @@ def _qwen3(**options):
         "head_dim": 6, "norm_topk_prob": True} | options)
 
 
+def _gpt_oss(**options):
+    from transformers import GptOssConfig
+
+    return GptOssConfig(**SIZES | {
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "sliding_window": 6,
+        "num_local_experts": 5, "num_experts_per_tok": 2, "swiglu_limit": 0.7,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+                            "truncate": False, "original_max_position_embeddings": 64}} | options)
+
+
 MIXTURES: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "olmoe_normalised": lambda: _olmoe(norm_topk_prob=True, tie_word_embeddings=True),
+    "olmoe_clipped": lambda: _olmoe(clip_qkv=0.7),
     "qwen2_moe": _qwen2,
+    "qwen2_moe_windows": lambda: _qwen2(use_sliding_window=True, sliding_window=6,
+                                        max_window_layers=2),
     "qwen3_moe": _qwen3,
+    "qwen3_moe_windows": lambda: _qwen3(use_sliding_window=True, sliding_window=5),
+    "gpt_oss": _gpt_oss,
 }

@@ -30,7 +30,15 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState, eviction_of, narrowed, new_state
+from flexgen_h2o.h2o.eviction import (
+    Cut,
+    Eviction,
+    EvictionState,
+    eviction_of,
+    forget_hidden,
+    narrowed,
+    new_state,
+)
 from flexgen_h2o.kernels import native, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.rotary import apply_rope_, rotated
@@ -347,7 +355,7 @@ class KVCache:
             if self._plans[batch][layer].evicts:
                 state = narrowed(self._state(layer, batch, part), sequences)
                 if state.eviction.window:
-                    _forget(scores[:, rows], cuts, state.eviction.window)
+                    forget_hidden(scores[:, rows], cuts, state.eviction.window)
                 some = (x if x is None else x.to(held.device)
                         for x in (k[rows], v[rows], None if scores is None else scores[:, rows]))
                 ops.select_heavy_hitters(*some, cuts=cuts, slots=held, state=state,
@@ -552,9 +560,3 @@ class KVCache:
     def _place(self, part: CachePart) -> torch.device:
         """The device on which attention over a part runs."""
         return torch.device("cpu") if part.on_host else self._device
-
-
-def _forget(scores: torch.Tensor, cuts: Sequence[Cut], window: int) -> None:
-    """Let nothing of a prompt stay that its next token does not see: scores [kv_heads, rows]."""
-    for cut, mine in zip(cuts, scores.split([cut.length for cut in cuts], dim=1), strict=True):
-        mine[:, : max(0, cut.length + 1 - window)] = float("-inf")

@@ -20,6 +20,8 @@ class ExpertsConfig:
         The weights of a token's experts are made to sum to 1.
     shared_ffn_size : int
         Width of the expert that every token goes to, behind a gate of its own; 0: there is none.
+    gate_slope, gate_limit : float
+        gpt-oss: the gate is ``x * sigmoid(gate_slope * x)`` of what is at most `gate_limit`.
     """
 
     count: int
@@ -27,6 +29,8 @@ class ExpertsConfig:
     ffn_size: int
     normalise: bool = True
     shared_ffn_size: int = 0
+    gate_slope: float = 1.0
+    gate_limit: float = 0.0
 
     def slots(self, tokens: int, away: int, given: int | None = None) -> int:
         """Experts that fast memory has room for beside those that rest in it.

@@ -15,7 +15,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage, groups_of
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.exchange import Exchange
-from flexgen_h2o.engine.expert_layers import ExpertLayers
+from flexgen_h2o.engine.expert_layers import ROUTING, ExpertLayers
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
@@ -338,7 +338,8 @@ class Executor:
         """Let rows of a batch, from number `row` on, choose their experts."""
         before, rows = self._block_rows(step)
         self._experts.route(self._cached(step), weights, x, first=before + row, rows=rows,
-                            following=self._weights.in_memory(step.layer + 2, "ln2", "router"))
+                            following=self._weights.in_memory(
+                                step.layer + 2, *weights.keys() & ROUTING))
 
     def _block_rows(self, step: LayerStep) -> tuple[int, int]:
         """The rows of a forward pass in the batches of a step's group that are before it, and in

@@ -7,6 +7,7 @@ key starts at 0, and each query does ``scores = scores * decay + row``, its own 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -188,3 +189,12 @@ def narrowed(state: EvictionState, sequences: slice) -> EvictionState:
     """The same eviction state for some of its sequences."""
     return replace(state, scores=state.scores[sequences], positions=state.positions[sequences],
                    ranks=None if state.ranks is None else state.ranks[sequences])
+
+
+def forget_hidden(scores: torch.Tensor, cuts: Sequence[Cut], window: int) -> None:
+    """Let nothing of prompts stay that the next token of each does not see.
+
+    scores are float32 [kv_heads, rows] of the packed prompts, and are changed in place.
+    """
+    for cut, mine in zip(cuts, scores.split([cut.length for cut in cuts], dim=1), strict=True):
+        mine[:, : max(0, cut.length + 1 - window)] = float("-inf")

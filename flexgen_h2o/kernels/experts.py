@@ -92,7 +92,7 @@ def _matrix(matrix: Tensor | QuantizedMatrix) -> ctypes.Structure:
 
 
 def route(x: Tensor, router: Tensor, *, each: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """See `reference_experts.route`; bfloat16."""
+    """See `reference_experts.route`; bfloat16, without a bias."""
     name = "route"
     expect(name, torch.bfloat16, x=(x, (len(x), router.shape[1])), router=(router, router.shape))
     lines(name, x=x, router=router)

@@ -12,7 +12,7 @@ from flexgen_h2o.kernels.reference_layer import activate
 from flexgen_h2o.kernels.reference_matrix import linear_quantized
 
 
-def route(x, router, *, each, normalise):
+def route(x, router, bias=None, *, each, normalise):
     """Choose the experts of each row, in float32; of equal logits the first.
 
     Parameters
@@ -20,6 +20,8 @@ def route(x, router, *, each, normalise):
     x : Tensor [rows, hidden]
         Normed.
     router : Tensor [experts, hidden]
+    bias : Tensor [experts], optional
+        Added to the logits.
     each : int
         Experts of a row.
     normalise : bool
@@ -30,7 +32,7 @@ def route(x, router, *, each, normalise):
     ids : int64 Tensor [rows, each]
     shares : float32 Tensor [rows, each]
     """
-    logits = x.float() @ router.float().t()
+    logits = x.float() @ router.float().t() + (0 if bias is None else bias.float())
     ids = logits.argsort(dim=-1, descending=True, stable=True)[:, :each]
     shares = logits.softmax(-1).gather(-1, ids)
     return ids, shares / shares.sum(-1, keepdim=True) if normalise else shares

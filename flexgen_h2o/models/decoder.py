@@ -106,6 +106,8 @@ def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: O
             if f"{name}_norm" in w:
                 parts = out[block].view(-1, len(w[f"{name}_norm"]))
                 norm(cfg, w, f"{name}_norm", parts, do, out=parts)
+            if cfg.clip_qkv:
+                do.clamp_(out[block], cfg.clip_qkv)
     return q, k, v
 
 

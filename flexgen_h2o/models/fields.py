@@ -180,13 +180,13 @@ class Fields:
                             f"{LAYER_TYPES[1]} for each of {layers} layers")
         return tuple(each == LAYER_TYPES[1] for each in types)
 
-    def forms(self, local: tuple[bool, ...], *, scale: float | None = None, softcap: float = 0.0
-              ) -> tuple[AttentionForm, ...]:
+    def forms(self, local: tuple[bool, ...], *, scale: float | None = None, softcap: float = 0.0,
+              sinks: bool = False) -> tuple[AttentionForm, ...]:
         """The attention of each layer, of which the local ones have the window; empty where all
         are of the default form."""
         window = self.window() if any(local) else None
-        forms = tuple(AttentionForm(scale=scale, softcap=softcap, window=window if each else None)
-                      for each in local)
+        forms = tuple(AttentionForm(scale=scale, softcap=softcap, sinks=sinks,
+                                    window=window if each else None) for each in local)
         return () if set(forms) == {AttentionForm()} else forms
 
 

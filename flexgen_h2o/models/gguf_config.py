@@ -87,6 +87,11 @@ def kv_heads(meta: Metadata) -> int:
 
 def kept_weights(header: GgufHeader, bits: int) -> WeightOptions:
     """The form of the weights in so many bits: in the groups of the file's blocks, if any are kept.
+
+    Experts of gpt-oss stay codes of MXFP4 in the folder that is made, and 8 bits keep these.
     """
-    kept = any(tensor.kind.name in KEPT.get(bits, ()) for tensor in header.tensors.values())
+    stays = KEPT.get(bits, frozenset())
+    if bits == 8 and architecture_of(header)[1].model_type == "gpt_oss":
+        stays |= {"MXFP4"}
+    kept = any(tensor.kind.name in stays for tensor in header.tensors.values())
     return WeightOptions(bits, KEPT_GROUP) if kept else WeightOptions(bits)

@@ -86,16 +86,24 @@ class Operations(Scratch):
         """``x += scale * y``."""
         x.add_(y, alpha=scale)
 
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        """No element of x is larger than this from here on, nor smaller than its negative."""
+        x.clamp_(-limit, limit)
+
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         """See `activate_`."""
         return activate_(x, name, factor)
 
-    def route(self, x: Tensor, router: Tensor, *, each: int, normalise: bool
-              ) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None, *, each: int,
+              normalise: bool) -> tuple[Tensor, Tensor]:
         """See `reference_experts.route`."""
-        if x.is_cpu and x.dtype == torch.bfloat16 and not ops.plain_torch("cpu"):
+        ours = x.is_cpu and x.dtype == torch.bfloat16 and not ops.plain_torch("cpu")
+        if ours and bias is None:
             return experts.route(x, router, each=each, normalise=normalise)
-        shares, ids = (x.float() @ router.float().t()).softmax(-1).topk(each, dim=-1)
+        logits = x.float() @ router.float().t()
+        if bias is not None:
+            logits += bias.float()
+        shares, ids = logits.softmax(-1).topk(each, dim=-1)
         if normalise:
             shares /= shares.sum(-1, keepdim=True)
         return ids, shares

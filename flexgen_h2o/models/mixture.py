@@ -138,7 +138,7 @@ def route(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations, 
     Parameters
     ----------
     w : mapping
-        With ``ln2`` [hidden] and ``router`` [experts, hidden].
+        With ``ln2`` [hidden], ``router`` [experts, hidden] and maybe ``router_bias`` [experts].
     x : Tensor [rows, hidden]
     out : Tensor [rows, hidden]
         Gets the normed x, which is what experts take.
@@ -150,7 +150,8 @@ def route(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations, 
         What each expert's output is multiplied with.
     """
     do.rms_norm(x, w["ln2"], eps=cfg.norm_eps, out=out)
-    return do.route(out, w["router"], each=cfg.experts.per_token, normalise=cfg.experts.normalise)
+    return do.route(out, w["router"], w.get("router_bias"), each=cfg.experts.per_token,
+                    normalise=cfg.experts.normalise)
 
 
 def expert(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations) -> Tensor:

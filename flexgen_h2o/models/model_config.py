@@ -144,6 +144,8 @@ class ModelConfig:
         Whether a layer rotates by `local_rope`; empty where all do by `rope`.
     qk_norm : bool
         Queries and keys are normed; whether each head or all of them, the table of tensors says.
+    clip_qkv : float
+        Queries, keys and values are cut off at this size; 0: they are not.
     norm_offset : float
         Added to the weights of root-mean-square norms.
     embed_scale, residual_scale, logit_divisor : float
@@ -190,6 +192,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     local_layers: tuple[bool, ...] = ()
     qk_norm: bool = False
+    clip_qkv: float = 0.0
     norm_offset: float = 0.0
     embed_scale: float = 1.0
     residual_scale: float = 1.0

@@ -83,6 +83,9 @@ class Recording(Operations):
     def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
         self._program.then(partial(x.add_, y, alpha=scale))
 
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        self._program.then(partial(x.clamp_, -limit, limit))
+
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
         native.activate(x, activation(name), factor, steps=self._program)
         return x

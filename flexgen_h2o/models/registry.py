@@ -18,6 +18,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "mistral": "llama",
     "gpt_neox": "gpt_neox",
     "mixtral": "mixtral",
+    "gpt_oss": "gpt_oss",
     "olmoe": "olmoe",
     "qwen2_moe": "qwen2_moe",
     "qwen3_moe": "qwen3_moe",

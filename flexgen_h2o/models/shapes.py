@@ -68,6 +68,13 @@ def _gemma3(*sizes: int, **other) -> dict[str, Any]:
         "full_attention": _rope(1000000.0, "linear", factor=8.0)}, **other)
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return _sizes("gpt_oss", 2880, layers, 64, 8, 2880, num_local_experts=experts,
+                  eos_token_id=[200002, 199999, 200012],
+                  rope_parameters=_rope(150000.0, "yarn", factor=32.0, truncate=False,
+                                        original_max_position_embeddings=4096))
+
+
 _LLAMA31_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0,
                  "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                  "original_max_position_embeddings": 8192}
@@ -139,6 +146,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960, "norm_topk_prob": True, "bos_token_id": 151643,
         "eos_token_id": 151645, "dtype": "bfloat16",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "openai/gpt-oss-20b": _gpt_oss(24, 32),
+    "openai/gpt-oss-120b": _gpt_oss(36, 128),
     "Qwen/Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, max_position_embeddings=32768,
                                 tie_word_embeddings=True),
     "Qwen/Qwen2.5-1.5B": _qwen2(1536, 28, 12, 2, 8960, tie_word_embeddings=True),

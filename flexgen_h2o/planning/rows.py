@@ -393,7 +393,8 @@ def _mixture(run: PlannedRun) -> int:
     hidden, wide = model.hidden_size, max(experts.ffn_size, experts.shared_ffn_size)
     # A token's experts: number, share, and their order.
     chosen = rows * (experts.per_token * 4 * 8 + experts.count * 3 * 4)
-    inner = chunk * ((2 * wide + 3 * hidden) * run.itemsize + hidden * (2 * sums + 4))
+    wide *= 3 if experts.gate_limit else 2
+    inner = chunk * ((wide + 3 * hidden) * run.itemsize + hidden * (2 * sums + 4))
     return rows * hidden * (run.itemsize + sums) + chosen + inner
 
 

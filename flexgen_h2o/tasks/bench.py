@@ -22,7 +22,7 @@ from flexgen_h2o.cli.result_rows import append_csv
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.task_flags import check_own, own_fields
 from flexgen_h2o.cli.values import flag, flag_name
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.checks import writing
 from flexgen_h2o.files.terminal import show
@@ -154,7 +154,7 @@ def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
     found = PlannedRun(
         llm.model_config, llm.policy, workload(config, ()), measured.itemsize, device.separate,
         False, CacheOptions(config.h2o(), config.resolved_cache_bits, config.attn_sparsity),
-        WeightOptions(config.resolved_weight_bits))
+        llm.weight_options)
     return roofline(hardware, found, config.num_prompts)
 
 

@@ -100,7 +100,8 @@ def qwen(request):
 
 
 @pytest.mark.parametrize("key", [*FAMILIES, "qwen3", "seed_oss", "phi3_longrope", "granite",
-                                 "olmo2", "stablelm", "mixtral", "qwen3_moe"])
+                                 "olmo2", "stablelm", "mixtral", "qwen3_moe", "gemma2", "gemma3",
+                                 "mistral_window", "gpt_oss"])
 def test_the_tokens_of_llm(tiny_model, key):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
@@ -148,6 +149,17 @@ def test_any_budget_any_batch(tiny_model, data):
     prompts = make_prompts(112, lengths, seed=sum(lengths))
     expected = tokens(model, prompts, replace(h2o, simulate=True), new=15)
     assert tokens(model, prompts, h2o, new=15) == expected
+
+
+@pytest.mark.parametrize("key", ["mistral_window", "gemma3", "gpt_oss"])
+def test_windows_are_the_models_own(tiny_model, key):
+    tiny = tiny_model(key)
+    prompts = prompts_of(tiny, [30, 7, 19])
+    assert tokens(tiny.model, prompts, H2OConfig(), new=20) == plain(tiny.model, prompts, new=20)
+    for options in ({"heavy_ratio": 0.1, "sink_tokens": 1}, {"heavy_tokens": 2, "prompt_chunk": 7},
+                    {"heavy_ratio": 0.1, "evict_generated": False}):
+        expected = tokens(tiny.model, prompts, H2OConfig(**options, simulate=True), new=20)
+        assert tokens(tiny.model, prompts, H2OConfig(**options), new=20) == expected
 
 
 def test_qwen_models_give_the_tokens_of_the_simulation(qwen):
@@ -257,6 +269,8 @@ def test_rolling_is_refused_where_positions_cannot_roll(tiny_model):
     model.base_model.rotary_emb.rope_type = "dynamic"
     with pytest.raises(UserError, match="of type dynamic: their angles change"):
         enable_h2o(model, h2o)
+    with pytest.raises(UserError, match="does not work in Gemma 3"):
+        enable_h2o(tiny_model("gemma3").model, h2o)
 
 
 # What generate can do
@@ -602,13 +616,10 @@ def test_a_pass_that_broke_off_spoils_the_cache(tiny_model):
             tiny.model(ids[:, :1], past_key_values=cache)
 
 
-def test_a_text_past_the_sliding_window_is_refused(tiny_model):
-    model = copy.deepcopy(tiny_model("mistral").model)
-    model.config.sliding_window = 50
-    h2o, prompts = H2OConfig(heavy_tokens=50), make_prompts(120, [30, 20])
-    assert tokens(model, prompts, h2o, new=20) == plain(model, prompts, new=20)
-    with pytest.raises(UserError, match="sliding window of 50 tokens, and the text has 51"):
-        tokens(model, prompts, h2o, new=30)
+def test_learned_sinks_without_an_h2o_cache_are_refused(tiny_model):
+    model = tiny_model("gpt_oss").model
+    with enable_h2o(model, H2OConfig(heavy_ratio=0.1)), pytest.raises(UserError, match="sinks"):
+        model(torch.tensor([[1, 2]]), use_cache=False)
 
 
 # The example

@@ -15,7 +15,7 @@ from refusals import refused
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM
-from flexgen_h2o.models.gguf_config import config_of
+from flexgen_h2o.models.gguf_config import config_of, kept_weights
 from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.registry import FAMILIES
 from flexgen_h2o.models.sources import checkpoint_folder, read_config
@@ -96,6 +96,10 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
             found = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             assert torch.equal(found, values)
             assert made[f"{called}_bias"].dtype == torch.bfloat16
+    header = read_header(source)
+    assert [kept_weights(header, bits).group for bits in (8, 4)] == [32, 64]  # as a run has them
+    with LLM(str(source), dtype="bfloat16", weight_bits=8, weight_cache=None) as llm:
+        assert llm.weight_options == kept_weights(header, 8)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items()

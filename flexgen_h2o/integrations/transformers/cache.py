@@ -6,12 +6,15 @@ and hands the layer on with the keys to the attention function, which does the w
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import sdpa_mask
 
+from flexgen_h2o.cache.appending import LayerAttention
+from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
@@ -24,7 +27,8 @@ NAME = "flexgen_h2o"
 """The name of the attention implementation in transformers."""
 
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "seed_oss", "phi3", "granite", "olmo2",
-            "stablelm", "gpt_neox", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+            "stablelm", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "olmoe",
+            "qwen2_moe", "qwen3_moe")
 """`model_type` of the models that are tested."""
 
 
@@ -112,6 +116,9 @@ def check(config: Any, h2o: H2OConfig, cache_bits: int = 16) -> None:
     if h2o.drop_positions:
         raise UserError("drop_positions does not work in transformers' models: they look "
                         "positions up themselves; use LLM")
+    if h2o.positions == "rolling" and config.model_type == "gemma3_text":
+        raise UserError("positions='rolling' does not work in Gemma 3: it rotates some layers in "
+                        "another way than others")
     if h2o.budget_of != "prompt":
         raise UserError("budget_of 'text' does not work in transformers' models: their caches keep "
                         "the budgets of the first prompt; use LLM")
@@ -145,26 +152,27 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     Raises
     ------
     UserError
-        For training, dropout, a softcap, or a sliding window that is shorter than the text.
+        For training and dropout, and for learned sinks without an `H2OCache`.
     """
     layer: H2OLayer | None = getattr(key, "h2o_layer", None)
+    if layer is None and options.get("s_aux") is not None:
+        raise UserError("while H2O is enabled a model with learned sinks runs with an H2OCache "
+                        "alone: generate brings one, new_cache() makes one")
     if layer is None:
         return AttentionInterface()["sdpa"](module, query, key, value, attention_mask,
                                             scaling=scaling, **options)
     if options.get("dropout") or (torch.is_grad_enabled() and query.requires_grad):
         raise UserError("an H2OCache is for inference: call model.eval(), and the model under "
                         "torch.no_grad()")
-    if options.get("softcap") is not None:
-        raise UserError("attention with a softcap does not work with an H2OCache")
-    window, tokens = options.get("sliding_window"), layer.get_seq_length() + query.shape[2]
-    if window is not None and tokens > window:
-        raise UserError(f"the model attends to a sliding window of {window} tokens, and the text "
-                        f"has {tokens} with its pads: H2O chooses among all tokens; shorten it")
-    own = query.shape[-1] ** -0.5  # what the kernels scale by
-    if scaling is not None and scaling != own:
-        query = query * (scaling / own)
+    own, window = query.shape[-1] ** -0.5, options.get("sliding_window") or None
+    if window is not None and window >= getattr(module.config, "max_position_embeddings", math.inf):
+        window = None
+    sinks = options.get("s_aux")
+    form = AttentionForm(None if scaling in (None, own) else scaling, options.get("softcap") or 0.0,
+                         window, sinks is not None)
     return layer.attend(query, key, value, mask=attention_mask,
-                        positions=options.get("position_ids")), None
+                        positions=options.get("position_ids"),
+                        attention=LayerAttention(form, sinks)), None
 
 
 def padding_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **options: Any

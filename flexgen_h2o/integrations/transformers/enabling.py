@@ -127,8 +127,9 @@ def enable_h2o(model: Any, h2o: H2OConfig, *, cache_bits: int = 16) -> EnabledH2
     Parameters
     ----------
     model : PreTrainedModel
-        OPT, LLaMA, Mistral, Qwen2, Qwen3, Seed-OSS, Phi-3, Granite, OLMo 2, StableLM or GPT-NeoX;
-        not modified but for its attention implementation and, on this one object, `generate`.
+        OPT, LLaMA, Mistral, Qwen2, Qwen3, Seed-OSS, Phi-3, Gemma 2 and 3 (text), Granite, OLMo 2,
+        StableLM, GPT-NeoX, gpt-oss, Mixtral, OLMoE or a mixture of Qwen's; not modified but for its
+        attention implementation and, on this one object, `generate`.
     h2o : H2OConfig
         ``drop_positions`` and ``budget_of="text"`` need `LLM`.
     cache_bits : int

@@ -11,7 +11,10 @@ from abc import abstractmethod
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from flexgen_h2o.cache.appending import LayerAttention
+from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.budget import Budget
@@ -39,6 +42,7 @@ class H2OLayer(CacheLayerMixin):
                  rotations: Rotations | None):
         super().__init__()
         self._index, self._h2o, self._progress = index, h2o, progress
+        self._attention = LayerAttention()
         # Where nothing is evicted a rank is the position itself.
         self._rotations = None if h2o.is_full_at(index) else rotations
         self._columns = 0
@@ -96,7 +100,8 @@ class H2OLayer(CacheLayerMixin):
                         "assisted decoding and other uses of crop() don't work with it")
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-               mask: torch.Tensor | None, positions: torch.Tensor | None) -> torch.Tensor:
+               mask: torch.Tensor | None, positions: torch.Tensor | None,
+               attention: LayerAttention) -> torch.Tensor:
         """Attend from new tokens over what is cached and each other; cache them; evict.
 
         Parameters
@@ -108,6 +113,8 @@ class H2OLayer(CacheLayerMixin):
             False for pads.
         positions : int Tensor [sequences or 1, columns], or None
             That q and k were rotated to; looked at if positions roll.
+        attention : LayerAttention
+            The form of the layer's attention, always the same. A window bounds what is cached.
 
         Returns
         -------
@@ -115,6 +122,9 @@ class H2OLayer(CacheLayerMixin):
             0 for pads.
         """
         self._awaits = False
+        if attention.form != self._attention.form and not self._columns:
+            self._h2o = windowed(self._h2o, [DEFAULT_FORM] * self._index + [attention.form])
+        self._attention = attention
         sequences, _, columns, _ = q.shape
         if self._index == 0:
             self._progress.begin(self._columns, sequences, columns, mask)
@@ -142,7 +152,13 @@ class H2OLayer(CacheLayerMixin):
 
     def _evicts(self, step: ForwardPass, sequence: int, tokens: int) -> bool:
         """True if what is over the budget goes once a sequence has `tokens` tokens."""
-        return self._h2o.evict_generated or tokens <= step.prompts[sequence]
+        return (self._h2o.evicts_generated_at(self._index)
+                or tokens <= step.prompts[sequence])
+
+    def _scored(self, step: ForwardPass) -> bool:
+        """True if there are heavy hitters in any sequence."""
+        sizes = (self._budget(step, sequence) for sequence in range(len(step.prompts)))
+        return any(size is not None and size.heavy > 0 for size in sizes)
 
     @abstractmethod
     def nbytes(self) -> int:

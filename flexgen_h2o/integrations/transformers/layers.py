@@ -10,13 +10,21 @@ from dataclasses import replace
 
 import torch
 
-from flexgen_h2o.cache.appending import CacheState, LayerAttention, append
+from flexgen_h2o.cache.appending import CacheState, append
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import GROWTH
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.h2o.eviction import Cut, EvictionState, eviction_of, narrowed, new_state
+from flexgen_h2o.h2o.eviction import (
+    Cut,
+    Eviction,
+    EvictionState,
+    eviction_of,
+    forget_hidden,
+    narrowed,
+    new_state,
+)
 from flexgen_h2o.h2o.simulation import SimulatedCache
 from flexgen_h2o.integrations.transformers.layer import H2OLayer
 from flexgen_h2o.integrations.transformers.passes import ForwardPass, PassTracker
@@ -48,14 +56,17 @@ class SlotLayer(H2OLayer):
     def _prompt(self, step: ForwardPass, q, k, v, *, bare) -> torch.Tensor:
         sizes = [self._budget(step, sequence) for sequence in range(len(step.new))]
         evicts, scores = sizes[0] is not None, None
-        if evicts and self._h2o.scored:
+        if evicts and self._scored(step):
             scores = torch.zeros((k.shape[1], len(k)), device=k.device)
         out = ops.prefill_attention(q, k, v, list(step.new), scores=scores,
-                                    decay=eviction_of(self._h2o).decay)
+                                    decay=eviction_of(self._h2o).decay,
+                                    **self._attention.options)
         self._reserve(step, max(budgets.kept(self._h2o, self._index, new) for new in step.new), k)
         if evicts:
             cuts = [Cut(new, size.heavy, size.recent)
                     for new, size in zip(step.new, sizes, strict=True)]
+            if self._state.eviction.window:
+                forget_hidden(scores, cuts, self._state.eviction.window)
             ops.select_heavy_hitters(bare[1], v, scores, cuts=cuts, slots=self._slots,
                                      state=self._state, layout=self._layout)
             self._settle()
@@ -76,12 +87,12 @@ class SlotLayer(H2OLayer):
             # With rotations there is an eviction state although nothing more is to go: all are
             # heavy then.
             heavy = size.heavy if self._evicts(step, sequence, tokens) else tokens
-            cache_state = CacheState(cached, past, heavy, size.recent, scored=self._h2o.scored)
+            cache_state = CacheState(cached, past, heavy, size.recent, scored=self._scored(step))
             state = narrowed(self._state, slice(sequence, sequence + 1))
             if self._rotations is not None:
                 state = replace(state, rope=self._rope(cached + len(q), k.device))
         out = append(q, k, v, held=self._slots[:, sequence], cache_state=cache_state, state=state,
-                     layout=self._layout, attention=LayerAttention())
+                     layout=self._layout, attention=self._attention)
         if sequence == len(step.new) - 1 and tokens == step.prompts[sequence]:
             self._settle()
         return out
@@ -90,8 +101,8 @@ class SlotLayer(H2OLayer):
         metadata, needed = step.metadata(self._h2o, self._index, q.device)
         self._reserve(step, needed, k)
         out, _ = ops.decode_attention(q, k, v, slots=self._slots, metadata=metadata,
-                                      layout=self._layout,
-                                      state=self._state)
+                                      layout=self._layout, state=self._state,
+                                      **self._attention.options)
         return out
 
     def _cached(self, step: ForwardPass, sequence: int, tokens: int) -> int:
@@ -104,7 +115,7 @@ class SlotLayer(H2OLayer):
 
     def _settle(self) -> None:
         """Prompts are cut: where that was all, scores are of no use from here on."""
-        if not self._h2o.evict_generated and self._rotations is None:
+        if not self._h2o.evicts_generated_at(self._index) and self._rotations is None:
             self._state = None
 
     def _rope(self, ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +130,7 @@ class SlotLayer(H2OLayer):
         sizes = [self._budget(step, sequence) for sequence in range(len(step.prompts))]
         evicts = sizes[0] is not None
         slots = -(-needed // GROWTH) * GROWTH
-        if evicts and self._h2o.evict_generated:
+        if evicts and self._h2o.evicts_generated_at(self._index):
             slots = min(slots, max(size.total for size in sizes))
         width, dtype = k.shape[-1], k.dtype
         if self._layout is not None:
@@ -129,12 +140,19 @@ class SlotLayer(H2OLayer):
         state = self._state
         if evicts and (old is None or state is not None):
             rope = None if self._rotations is None else self._rope(slots + 1, k.device)
-            self._state = new_state(shape, eviction_of(self._h2o), rope=rope, device=k.device)
+            self._state = new_state(shape, self._eviction(step), rope=rope, device=k.device)
         if old is not None:
             self._slots[..., : old.shape[3], :] = old
         if state is not None:
             for name in ("scores", "positions", *(("ranks",) if self._rotations else ())):
                 getattr(self._state, name)[..., : old.shape[3]] = getattr(state, name)
+
+    def _eviction(self, step: ForwardPass) -> Eviction:
+        """The policy. Without heavy hitters no cache holds what its window hides."""
+        eviction, window = eviction_of(self._h2o), self._h2o.window(self._index)
+        if window is None:
+            return eviction
+        return replace(eviction, sinks=0, window=window if self._scored(step) else 0)
 
     def _choose(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self._slots.device)
@@ -173,7 +191,8 @@ class SimulatedLayer(H2OLayer):
         # A span is evicted from if it ends its prompt.
         end = tokens if self._evicts(step, sequence, tokens) else tokens + 1
         one.resume([BatchLayout((end,), 0)])
-        return one.attend_prompt(0, 0, q, k, v, spans=[PromptChunk(0, past, tokens)])
+        return one.attend_prompt(0, 0, q, k, v, spans=[PromptChunk(0, past, tokens)],
+                                 sinks=self._attention.sinks)
 
     def _start(self, step: ForwardPass, sequence: int) -> None:
         """Give a sequence a cache of its own, its budget in tokens."""
@@ -183,8 +202,9 @@ class SimulatedLayer(H2OLayer):
             h2o = H2OConfig(
                 heavy_tokens=size.heavy, recent_tokens=size.recent, sink_tokens=size.sinks,
                 score=self._h2o.score, decay=self._h2o.decay, positions=self._h2o.positions,
-                evict_generated=self._h2o.evict_generated, simulate=True)
-        one = SimulatedCache(h2o, lambda x, places, layer: rotated_to(x, places, self._rope))
+                evict_generated=self._h2o.evicts_generated_at(self._index), simulate=True)
+        one = SimulatedCache(h2o, lambda x, places, layer: rotated_to(x, places, self._rope),
+                             lambda layer: self._attention.form)
         one.begin([BatchLayout((step.prompts[sequence],), 0)])
         self._sequences.append(one)
 
@@ -193,7 +213,7 @@ class SimulatedLayer(H2OLayer):
 
     def _decode(self, step: ForwardPass, q, k, v) -> torch.Tensor:
         rows = zip(*(x.split(1) for x in (q, k, v)), strict=True)
-        return torch.cat([one.attend_token(0, 0, *some)
+        return torch.cat([one.attend_token(0, 0, *some, sinks=self._attention.sinks)
                           for one, some in zip(self._sequences, rows, strict=True)])
 
     def _choose(self, rows: list[int]) -> None:

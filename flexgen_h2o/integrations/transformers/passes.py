@@ -71,7 +71,7 @@ class ForwardPass:
         Made once for all layers that share the budgets of each sequence.
         """
         sizes = tuple(budget(h2o, layer, prompt) for prompt in self.prompts)
-        key = ("metadata", sizes, device)
+        key = ("metadata", sizes, h2o.evicts_generated_at(layer), device)
         if key not in self.memo:
             made = decode_metadata(self.prompts, [past + 1 for past in self.past], h2o, layer)
             cached, _, _, full = made

@@ -24,13 +24,13 @@ DEFAULTS = {
 
 def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
-    f.refuse("clip_qkv")
     common = f.decoder("olmoe", read_rope(f))
     return ModelConfig(
         **common,
         attention_bias=f.flag("attention_bias"),
         out_bias=f.flag("attention_bias"),
         qk_norm=True,
+        clip_qkv=f.number_or("clip_qkv", 0.0),
         experts=read_experts(f, width="intermediate_size"),
     )
 

@@ -18,18 +18,22 @@ DEFAULTS = {
         "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0, "qkv_bias": True, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
-        "norm_topk_prob": False, "tie_word_embeddings": False,
+        "norm_topk_prob": False, "tie_word_embeddings": False, "use_sliding_window": False,
+        "sliding_window": 4096, "max_window_layers": 28,
     },
 }
 
 
 def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
-    f.refuse("use_sliding_window")
+    windows = f.flag("use_sliding_window")
+    local = f.local_layers(lambda layer: windows and layer % 2 == 0
+                           and layer < f.value(int, "max_window_layers"))
     common = f.decoder("qwen2_moe", read_rope(f))
     return ModelConfig(
         **common,
         attention_bias=f.flag("qkv_bias"),
+        attention=f.forms(local) if windows else (),
         experts=read_experts(f, shared="shared_expert_intermediate_size"),
     )
 

@@ -18,20 +18,20 @@ DEFAULTS = {
         "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0, "attention_bias": False, "moe_intermediate_size": 768,
         "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 4096,
     },
 }
 
 
 def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
-    f.refuse("use_sliding_window")
     common = f.decoder("qwen3_moe", read_rope(f))
     return ModelConfig(
         **common,
         attention_bias=f.flag("attention_bias"),
         out_bias=f.flag("attention_bias"),
         qk_norm=True,
+        attention=f.forms((f.flag("use_sliding_window"),) * common["num_layers"]),
         experts=read_experts(f),
     )
 
