@@ -12,7 +12,7 @@ from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.placement import assign, chunk_rows
 
 
-class Cut(NamedTuple):
+class CutRows(NamedTuple):
     """Some outputs of a matrix, and where they rest: on disk, or in memory."""
 
     rows: slice
@@ -20,7 +20,7 @@ class Cut(NamedTuple):
 
 
 def cut(specs: Mapping[str, TensorSpec], form: WeightFormat, placement: Placement, *,
-        whole: Collection[str], layer: int) -> dict[str, list[Cut]]:
+        whole: Collection[str], layer: int) -> dict[str, list[CutRows]]:
     """The parts of the matrices that are on disk, all or in part.
 
     Parameters
@@ -41,15 +41,15 @@ def cut(specs: Mapping[str, TensorSpec], form: WeightFormat, placement: Placemen
         for rows in _chunks(spec, form, layer):
             first, end = (0, spec.shape[0]) if name in whole else (rows.start, rows.stop)
             sizes[name, first, end] = form.nbytes((end - first, spec.shape[1]))
-    parts: dict[str, list[Cut]] = {}
+    parts: dict[str, list[CutRows]] = {}
     for (name, first, end), tier in assign(sizes.items(), placement).items():
         before, on_disk = parts.setdefault(name, []), tier == "disk"
         if before and not on_disk and not before[-1].on_disk:  # one product instead of two
             first = before.pop().rows.start
-        before.append(Cut(slice(first, end), on_disk))
+        before.append(CutRows(slice(first, end), on_disk))
     for name in parts.keys() & set(whole):
         if parts[name][0].on_disk:
-            parts[name] = [Cut(rows, True) for rows in _chunks(specs[name], form, layer)]
+            parts[name] = [CutRows(rows, True) for rows in _chunks(specs[name], form, layer)]
     return {name: those for name, those in parts.items() if any(each.on_disk for each in those)}
 
 

@@ -17,7 +17,7 @@ import torch
 from flexgen_h2o.config.limits import CHUNK_BUFFERS, MATRIX_TILE, WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.chunk_stream import Chunk, ChunkStream
-from flexgen_h2o.engine.cuts import Cut, cut, piece_of
+from flexgen_h2o.engine.cuts import CutRows, cut, piece_of
 from flexgen_h2o.engine.packs import ALIGN, Pack, Unit, Weight
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
@@ -81,7 +81,7 @@ class WeightStore:
                         for layer, those in enumerate(weights.experts)
                         for number, specs in enumerate(those)}
         self._read_ahead = read_ahead
-        self._cuts: dict[str, list[Cut]] = {}
+        self._cuts: dict[str, list[CutRows]] = {}
         self.tiers = self._place(placement, experts)
         self._tables: dict[str, Weight] = {}
         self._ring: BufferRing[int] = BufferRing(transfers, ())
@@ -312,7 +312,7 @@ class WeightStore:
             self._read_pack(self._transfers.disk, pack, {"whole": spec},
                             self._device.host_empty(pack.nbytes, pinned=False))
 
-    def _part(self, unit: int, part: Cut, spec: TensorSpec) -> Chunk | tuple[slice, Weight]:
+    def _part(self, unit: int, part: CutRows, spec: TensorSpec) -> Chunk | tuple[slice, Weight]:
         """Some outputs of a matrix: a chunk, or what stays in memory."""
         piece, extent = piece_of(self._extent(spec), part.rows, spec, self._form)
         reads, places, nbytes = plan_reads([extent])

@@ -24,14 +24,12 @@ LENGTHS = [30, 11, 7, 23, 1]
 NEW = 5
 
 
-@pytest.fixture(scope="module")
-def cut_small():
+@pytest.fixture
+def cut_small(monkeypatch):
     """Tiny matrices come in several chunks, too, and tiny prompts go through layers in blocks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "LEAST_CHUNK", 1)
-        patch.setattr(decoder, "ROW_BLOCK", 16)
-        patch.setitem(executor.CHUNK_ROWS, "cpu", 24)
-        yield
+    monkeypatch.setattr(placement, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(decoder, "ROW_BLOCK", 16)
+    monkeypatch.setitem(executor.CHUNK_ROWS, "cpu", 24)
 
 
 def tokens(tiny, *, bits=16, look=lambda llm: None, h2o=None, **policy):
