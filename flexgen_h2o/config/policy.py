@@ -60,15 +60,14 @@ class Policy:
             check_bool(name, getattr(self, name))
         check_number("refill_share", self.refill_share, above=0, high=1)
 
-    def in_chunks(self, *, has_gpu: bool, mixture: bool) -> bool:
-        """True if matrices on disk come in chunks, and not a layer step's together.
+    def cuts_weights(self, *, has_gpu: bool, mixture: bool) -> bool:
+        """True if matrices come from disk in chunks, and not a layer step's together.
 
         Several batches share each load of a layer, and beside a GPU weights travel once more: they
         come whole there. Halves of layers are another way to take less memory at a time, and the
         experts of a mixture have slots of their own.
         """
-        return (self.weights.disk > 0 and self.num_gpu_batches == 1
-                and not self.sep_layer and not has_gpu and not mixture)
+        return self.num_gpu_batches == 1 and not (self.sep_layer or has_gpu or mixture)
 
 
 def percent_text(policy: Policy) -> str:

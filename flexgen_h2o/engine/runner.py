@@ -171,9 +171,9 @@ class Runner:
 
     def _read_ahead(self, policy: Policy) -> bool | None:
         """True if chunks of weights are read ahead; None where weights do not come in chunks."""
-        chunks = policy.in_chunks(has_gpu=self._device.separate,
-                                  mixture=self.config.experts is not None)
-        return policy.overlap if chunks else None
+        cuts = policy.cuts_weights(has_gpu=self._device.separate,
+                                   mixture=self.config.experts is not None)
+        return policy.overlap if cuts and policy.weights.disk > 0 else None
 
     def _load_experts(self) -> None:
         """Make the slots of a model's experts, if it has any."""

@@ -130,9 +130,10 @@ class PlannedRun:
         return experts.slots(self.sequences, math.ceil(self.experts_away), self.policy.expert_slots)
 
     @property
-    def in_chunks(self) -> bool:
-        """True if weights on disk come in chunks."""
-        return self.policy.in_chunks(has_gpu=self.has_gpu, mixture=self.model.experts is not None)
+    def cuts_weights(self) -> bool:
+        """True if weights that are on disk come in chunks."""
+        mixture = self.model.experts is not None
+        return self.policy.cuts_weights(has_gpu=self.has_gpu, mixture=mixture)
 
     @property
     def pass_rows(self) -> int:
@@ -240,12 +241,13 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
             ("embeddings", total - layers, head if kept else 0, 0)):
         gpu, cpu, disk = (int((nbytes - apart) * fraction) + apart * (tier == kept)
                           for tier, fraction in zip(TIERS, fractions, strict=True))
-        if run.in_chunks:  # vectors stay in memory, and matrices are written whole
+        if run.cuts_weights and placement.disk > 0:
+            # Vectors stay in memory, and matrices are written whole.
             gpu, disk = gpu + int(stays * fractions[2]), nbytes - apart
         yield PlanRow(name, gpu, cpu, disk if run.writes_weights else 0)
     away = fractions[2] + (fractions[1] if run.has_gpu else 0)
     buffers = 0
-    if run.in_chunks:
+    if run.cuts_weights and away > 0:
         buffers = CHUNK_BUFFERS * _chunk_bytes(run, head=not kept)
     elif away > 0:
         # Placement is by whole tensors: a layer may hold one more of them than its share, and the
