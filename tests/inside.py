@@ -87,14 +87,22 @@ def weight_sizes(llm) -> dict[str, int]:
 
 
 def extents_of(llm) -> dict:
-    """Where each weight that is read from disk lies, by name."""
+    """Where each weight that is read from disk again and again lies, by name."""
     store = weights_of(llm)
-    return {spec.name: store._extent(spec) for spec in store._specs()}
+    return {spec.name: store._extent(spec) for spec in store._specs()
+            if store.tiers[spec.name] == "disk"}
 
 
 def staging_bytes(llm) -> list[int]:
     """Bytes on the device of each buffer for fetched weights."""
-    return [buffer.device.nbytes for buffer in weights_of(llm)._ring.buffers]
+    store = weights_of(llm)
+    chunks = () if store._stream is None else store._stream.buffers
+    return [buffer.device.nbytes for buffer in (*store._ring.buffers, *chunks)]
+
+
+def chunks_out_of_turn(llm) -> int:
+    """How often a chunk of weights was asked for that was not the next one."""
+    return weights_of(llm)._stream.misses
 
 
 def is_asleep(spinning) -> bool:

@@ -68,6 +68,15 @@ class Policy:
         placed = [self.weights] if self.experts is None else [self.weights, self.experts]
         return any(each.disk > 0 or has_gpu and each.cpu > 0 for each in placed)
 
+    def cuts_weights(self, *, has_gpu: bool, mixture: bool) -> bool:
+        """True if matrices come from disk in chunks, and not a layer step's together.
+
+        Several batches share each load of a layer, and beside a GPU weights travel once more: they
+        come whole there. Halves of layers are another way to take less memory at a time, and the
+        experts of a mixture have slots of their own.
+        """
+        return self.num_gpu_batches == 1 and not (self.sep_layer or has_gpu or mixture)
+
 
 def percent_text(policy: Policy) -> str:
     """The six numbers of ``--percent`` for a policy's placements."""

@@ -24,6 +24,7 @@ from flexgen_h2o.engine.token_layers import TokenLayers
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
+from flexgen_h2o.kernels.matrix import ChunkedMatrix
 from flexgen_h2o.models import family
 from flexgen_h2o.models.rope import RopeTables, all_tables
 from flexgen_h2o.models.spec import ModelConfig
@@ -323,8 +324,8 @@ class Executor:
             self._cached(step), step.batch, *qkv, rope=self._tables(step),
             token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
 
-    def _finish(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor,
-                attended: torch.Tensor, row: int = 0) -> None:
+    def _finish(self, step: LayerStep, weights: Mapping[str, Weight | ChunkedMatrix],
+                x: torch.Tensor, attended: torch.Tensor, row: int = 0) -> None:
         """The rest of a layer step, once attention is done; x [rows, hidden], of a batch's rows
         from number `row` on, is updated."""
         self._family.attention_output(self._config, weights, x, attended, self._do)
@@ -403,13 +404,20 @@ class Executor:
         self._exchange.send_hidden(self._hidden.get(step.batch, self._rows(step)))
         self._hidden.drop(step.batch)
 
+    def _trips(self, step: LayerStep) -> int:
+        """The number of times that compute goes through the weights of a layer step."""
+        batch = self._batches[0]
+        if step.layer in (0, self._last) or not batch.batch_layout.in_prefill(step.forward_pass):
+            return 1
+        return sum(1 for _ in batch.chunks(step.forward_pass, self._chunk_rows))
+
     def _rows(self, step: LayerStep) -> int:
         return self._batches[step.batch].rows(step.forward_pass)
 
     # Of the class and not of the object: an executor that pointed at itself would keep its cache
     # in memory until the garbage collector came by.
     _ACTIONS = {
-        Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(step.layer),
+        Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(step.layer, self._trips(step)),
         Kind.RELEASE_WEIGHTS: lambda self, step: self._weights.release(step.layer),
         Kind.LOAD_CACHE: lambda self, s: self._cache.load(self._cached(s), s.batch, s.forward_pass),
         Kind.STORE_CACHE: lambda self, s: self._cache.store(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.matrix import ChunkedMatrix, QuantizedMatrix
 from flexgen_h2o.models.spec import TensorSpec
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.disk import AlignedRead
@@ -17,6 +17,7 @@ ALIGN = 64
 """Bytes to a multiple of which a tensor that is not read as it lies is put."""
 
 Weight = torch.Tensor | QuantizedMatrix
+"""A weight in memory."""
 
 
 @dataclass
@@ -39,11 +40,14 @@ class Pack:
 
 @dataclass
 class Unit:
-    """One layer step of the schedule: its tensors, and how those of each tier are packed."""
+    """One layer step of the schedule: its tensors, and how those of each tier are packed.
+
+    `resident` are the weights that need no load, or that come in chunks by themselves.
+    """
 
     specs: dict[str, TensorSpec]
     packs: dict[str, Pack] = field(default_factory=dict)
-    resident: dict[str, Weight] = field(default_factory=dict)
+    resident: dict[str, Weight | ChunkedMatrix] = field(default_factory=dict)
     host: list[tuple[Pack, torch.Tensor]] = field(default_factory=list)
 
     @property

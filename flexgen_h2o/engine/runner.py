@@ -156,7 +156,8 @@ class Runner:
         self.weights = WeightStore(
             weights, checkpoint, names, placement=placement, form=source.form,
             experts=settings.policy.experts, transfers=self._transfers,
-            pin=settings.policy.pin_weight, verify=options.verify)
+            pin=settings.policy.pin_weight, verify=options.verify,
+            read_ahead=self._read_ahead(settings.policy))
 
         def run_folder() -> RunFolder:
             folder = RunFolder(settings.offload_dir)
@@ -167,6 +168,12 @@ class Runner:
             self.weights.load(run_folder, self._noted(bar))
         self._load_experts()
         self.loaded_bytes = resident_bytes()
+
+    def _read_ahead(self, policy: Policy) -> bool | None:
+        """True if chunks of weights are read ahead; None where weights do not come in chunks."""
+        cuts = policy.cuts_weights(has_gpu=self._device.separate,
+                                   mixture=self.config.experts is not None)
+        return policy.overlap if cuts and policy.weights.disk > 0 else None
 
     def _load_experts(self) -> None:
         """Make the slots of a model's experts, if it has any."""

@@ -7,19 +7,21 @@ copy and a few large reads. On disk they are the checkpoint's own bytes, or the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 
 import torch
 
-from flexgen_h2o.config.limits import MATRIX_TILE, WEIGHT_BUFFERS
+from flexgen_h2o.config.limits import CHUNK_BUFFERS, MATRIX_TILE, WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.engine.chunk_stream import Chunk, ChunkStream
+from flexgen_h2o.engine.cuts import CutRows, cut, piece_of
 from flexgen_h2o.engine.packs import ALIGN, Pack, Unit, Weight
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.matrix import ChunkedMatrix, QuantizedMatrix
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.spec import ModelWeights, TensorSpec
 from flexgen_h2o.models.weight_format import WeightFormat
@@ -58,11 +60,15 @@ class WeightStore:
         Page-lock the weights in host memory, which copies to a GPU need to run at full speed.
     verify : bool
         Hold what is read from disk against checksums, tensor by tensor.
+    read_ahead : bool, optional
+        Matrices on disk come in chunks: ahead of their use, or else when they are used. Vectors
+        stay in compute memory then. None: all that a layer step fetches comes together.
     """
 
     def __init__(self, weights: ModelWeights, checkpoint: Checkpoint, names: Mapping[str, str],
                  *, placement: Placement, form: WeightFormat, transfers: Transfers,
-                 experts: Placement | None = None, pin: bool = True, verify: bool = False):
+                 experts: Placement | None = None, pin: bool = True, verify: bool = False,
+                 read_ahead: bool | None = None):
         self._checkpoint = checkpoint
         self._names = names
         self._form = form
@@ -74,9 +80,12 @@ class WeightStore:
         self.experts = {(layer, number): Unit(dict(specs))
                         for layer, those in enumerate(weights.experts)
                         for number, specs in enumerate(those)}
+        self._read_ahead = read_ahead
+        self._cuts: dict[str, list[CutRows]] = {}
         self.tiers = self._place(placement, experts)
         self._tables: dict[str, Weight] = {}
         self._ring: BufferRing[int] = BufferRing(transfers, ())
+        self._stream: ChunkStream | None = None
         self._spill: dict[str, Extent] = {}
         self._checksums = Checksums() if verify else None
 
@@ -117,8 +126,19 @@ class WeightStore:
             kept = {} if tier is None else {head: tier}
         spread = {spec.name: tier for key, tier in assign(each.items(), experts).items()
                   for spec in self.experts[key].specs.values()}
+        if self._read_ahead is not None:
+            specs = {spec.name: spec for unit in order for spec in unit.specs.values()
+                     if spec.name not in kept}
+            self._cuts = cut(specs, self._form, placement, whole=self._looked_up(),
+                             layer=max(sum(map(self._bytes, unit.specs.values()))
+                                       for unit in self.units[1:-1]))
+            return kept | {name: "disk" if name in self._cuts else "gpu" for name in specs}
         return kept | spread | assign(((name, nbytes) for name, nbytes in sizes.items()
                                        if name not in kept), placement)
+
+    def _looked_up(self) -> set[str]:
+        """The tables, by checkpoint names."""
+        return {spec.name for short, spec in self.units[0].specs.items() if short in self.tables}
 
     def _bytes(self, spec: TensorSpec) -> int:
         return self._form.nbytes(spec.shape)
@@ -147,6 +167,7 @@ class WeightStore:
             done += sum(self._bytes(spec) for spec in unit.specs.values())
             progress(done, total)
         self._tie_tables()
+        self._load_cuts()
         self._make_buffers()
 
     def _expect_kept_checksums(self) -> None:
@@ -161,7 +182,8 @@ class WeightStore:
     def _wanted(self, index: int, tier: str) -> dict[str, TensorSpec]:
         """A unit's tensors on `tier` that are its own: no tied copy, no table left on disk."""
         specs = self.units[index].specs
-        chosen = {n: s for n, s in specs.items() if self.tiers[s.name] == tier}
+        chosen = {n: s for n, s in specs.items()
+                  if self.tiers[s.name] == tier and s.name not in self._cuts}
         if index == 0 and tier == "disk":
             return {n: s for n, s in chosen.items() if n not in self.tables}
         if index > 0 and tier != "disk":
@@ -271,6 +293,58 @@ class WeightStore:
                     source = data.view(-1).view(torch.uint8)
                     head.host.append((Pack(data.nbytes, {name: 0}), source))
 
+    def _load_cuts(self) -> None:
+        """Read the parts of matrices that stay in memory, and make ready for those that come."""
+        if self._read_ahead is None:
+            return
+        chunks: dict[int, list[Chunk]] = {}
+        for index, unit in enumerate(self.units):
+            for short, spec in unit.specs.items():
+                if spec.name not in self._cuts or index == 0 and short in self.tables:
+                    continue
+                self._hold_whole(spec)
+                parts = [self._part(index, each, spec) for each in self._cuts[spec.name]]
+                chunks.setdefault(index, []).extend(
+                    part for part in parts if isinstance(part, Chunk))
+                unit.resident[short] = ChunkedMatrix(spec.shape, partial(self._parts, parts))
+        self._stream = ChunkStream(self._transfers, chunks, buffers=CHUNK_BUFFERS,
+                                   read=self._read_chunk, ahead=self._read_ahead)
+
+    def _hold_whole(self, spec: TensorSpec) -> None:
+        """Hold a matrix that will be read in parts against the checksum that its file keeps."""
+        if self._checksums is not None and len(self._cuts[spec.name]) > 1:
+            pack = self._pack({"whole": spec})
+            self._read_pack(self._transfers.disk, pack, {"whole": spec},
+                            self._device.host_empty(pack.nbytes, pinned=False))
+
+    def _part(self, unit: int, part: CutRows, spec: TensorSpec) -> Chunk | tuple[slice, Weight]:
+        """Some outputs of a matrix: a chunk, or what stays in memory."""
+        piece, extent = piece_of(self._extent(spec), part.rows, spec, self._form)
+        reads, places, nbytes = plan_reads([extent])
+        if part.on_disk:
+            pack = Pack(nbytes, {"chunk": places[extent]}, reads)
+            return Chunk(unit, part.rows, piece, extent, pack)
+        buffer = self._device.host_empty(nbytes, pinned=False)
+        self._transfers.disk.read(reads, buffer)
+        return part.rows, self._form.view(buffer, places[extent], piece.shape)
+
+    def _read_chunk(self, lane: Lane, chunk: Chunk, buffer: StagingBuffer) -> None:
+        lane.disk.read(chunk.pack.reads, buffer.device)
+        if self._checksums is not None:
+            place = chunk.pack.places["chunk"]
+            self._checksums.read(chunk.extent, buffer.device[place : place + chunk.extent.nbytes])
+
+    def _parts(self, parts: Sequence[Chunk | tuple[slice, Weight]]
+               ) -> Iterator[tuple[slice, Weight]]:
+        """The parts of a matrix, one after the other."""
+        for part in parts:
+            if isinstance(part, Chunk):
+                with self._stream.use(part) as buffer:
+                    yield part.rows, part.pack.views(
+                        buffer.device, {"chunk": part.spec}, self._form)["chunk"]
+            else:
+                yield part
+
     def _make_buffers(self) -> None:
         # The embedding unit's host packs hold its tables too, but those are never fetched whole.
         self.units[0].host = [(pack, host) for pack, host in self.units[0].host
@@ -283,8 +357,13 @@ class WeightStore:
                           self._device.host_empty(read) if passes_host else None)
             for _ in range(WEIGHT_BUFFERS if largest else 0)], kind="weights")
 
-    def fetch(self, index: int) -> None:
-        """Start bringing unit `index` to compute memory; nothing to do when it is there."""
+    def fetch(self, index: int, times: int = 1) -> None:
+        """Start bringing unit `index` to compute memory; nothing to do when it is there.
+
+        times: how often compute goes through it before the next unit.
+        """
+        if self._stream is not None:
+            self._stream.expect(index, times)
         unit = self.units[index]
         if unit.fetched_bytes:
             self._ring.load(index, partial(self.bring, unit=unit))
@@ -307,7 +386,8 @@ class WeightStore:
 
     def stays(self, index: int) -> bool:
         """True if all weights of a unit are in compute memory for good."""
-        return not self.units[index].fetched_bytes
+        comes = any(isinstance(each, ChunkedMatrix) for each in self.units[index].resident.values())
+        return not comes and not self.units[index].fetched_bytes
 
     def in_memory(self, index: int, *names: str) -> dict[str, Weight] | None:
         """A unit's weights that are in compute memory for good, if the tensors of these names are;
@@ -315,7 +395,7 @@ class WeightStore:
         held = self.units[index].resident if index < len(self.units) else {}
         return held if held.keys() >= set(names) else None
 
-    def get(self, index: int) -> dict[str, Weight]:
+    def get(self, index: int) -> dict[str, Weight | ChunkedMatrix]:
         """A unit's weights by local name, on the compute device, ready for compute to use.
 
         A fetched tensor stays valid until `release`.
@@ -342,10 +422,14 @@ class WeightStore:
     def reset(self) -> None:
         """Forget what was fetched ahead and will not be used; call between runs."""
         self._ring.reset()
+        if self._stream is not None:
+            self._stream.reset()
 
     def release(self, index: int) -> None:
         """Compute has been given its last use of the unit: its buffer may be filled again."""
         self._ring.release(index)
+        if self._stream is not None:
+            self._stream.release(index)
 
     def lookup(self, table: str, index: torch.Tensor) -> torch.Tensor:
         """Rows of an embedding table, gathered where the table lives; only they travel.

@@ -1,7 +1,8 @@
-"""A quantized matrix in memory: bytes, and the layout that says what they mean."""
+"""Matrices that are not plain tensors: quantized ones, and those that come in parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,3 +31,26 @@ class QuantizedMatrix:
 
     def __len__(self) -> int:
         return self.layout.outputs
+
+
+@dataclass(frozen=True)
+class ChunkedMatrix:
+    """A weight [outputs, inputs] of which only parts are in memory at a time.
+
+    Attributes
+    ----------
+    shape : (outputs, inputs)
+    parts : callable () -> iterator of (slice, Tensor or QuantizedMatrix)
+        Every output once, some at a time and in order: which ones, and the weight [those, inputs].
+        A part is good until the next one is asked for, and its product has to be done by then.
+    """
+
+    shape: tuple[int, int]
+    parts: Callable[[], Iterator[tuple[slice, Tensor | QuantizedMatrix]]]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+Matrix = Tensor | QuantizedMatrix | ChunkedMatrix
+"""A weight [outputs, inputs] of any kind."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexgen_h2o.kernels import experts, ops
 from flexgen_h2o.kernels.chunks import chunk_rows
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.matrix import ChunkedMatrix, Matrix, QuantizedMatrix
 
 
 class Scratch:
@@ -62,12 +62,11 @@ class Operations(Scratch):
     `recording.Recording`.
     """
 
-    def linear(self, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, *,
-               out: Tensor) -> None:
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, *, out: Tensor) -> None:
         """See `linear`."""
         linear(x, weight, bias, out=out)
 
-    def add_linear_(self, residual: Tensor, x: Tensor, weight: Tensor | QuantizedMatrix,
+    def add_linear_(self, residual: Tensor, x: Tensor, weight: Matrix,
                     bias: Tensor | None) -> None:
         """See `add_linear_`."""
         add_linear_(residual, x, weight, bias)
@@ -109,14 +108,14 @@ class Operations(Scratch):
         return ids, shares
 
 
-def linear(x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None, *,
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
            out: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``.
 
     Parameters
     ----------
     x : Tensor [rows, in]
-    weight : Tensor or QuantizedMatrix [out, in]
+    weight : Tensor, QuantizedMatrix or ChunkedMatrix [out, in]
     bias : Tensor [out], optional
     out : Tensor [rows, out], optional
         Where to write; must not overlap x. Without it the result is a new tensor.
@@ -125,6 +124,11 @@ def linear(x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = No
     -------
     Tensor [rows, out], in x's dtype
     """
+    if isinstance(weight, ChunkedMatrix):
+        out = x.new_empty((len(x), len(weight))) if out is None else out
+        for outputs, part in weight.parts():
+            linear(x, part, None if bias is None else bias[outputs], out=out[:, outputs])
+        return out
     function = _own_product(x, weight)
     if function is not None:
         out = x.new_empty((len(x), len(weight))) if out is None else out
@@ -137,12 +141,15 @@ def linear(x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = No
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def add_linear_(residual: Tensor, x: Tensor, weight: Tensor | QuantizedMatrix,
-                bias: Tensor | None = None) -> Tensor:
+def add_linear_(residual: Tensor, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """``residual += x @ weight.T + bias``, with no tensor in between.
 
     residual is [rows, out], x [rows, in], weight [out, in], bias [out]; residual is returned.
     """
+    if isinstance(weight, ChunkedMatrix):
+        for outputs, part in weight.parts():
+            add_linear_(residual[:, outputs], x, part, None if bias is None else bias[outputs])
+        return residual
     function = _own_product(x, weight)
     if function is not None:
         function(x, weight, bias, residual, add=True)

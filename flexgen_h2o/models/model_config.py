@@ -71,7 +71,7 @@ class ModelWeights:
     embed, head : dict of str to TensorSpec
         Before the first and after the last layer. A tied head names the embedding's tensor.
     layers : tuple of dict of str to TensorSpec
-        One dict per decoder layer, all with the same keys.
+        One dict per decoder layer, all with the same keys: matrices in the order of their use.
     tables : tuple of str
         Keys of `embed` that are lookup tables: rows are gathered where the table lives.
     mlp : tuple of str

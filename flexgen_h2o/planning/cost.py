@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexgen_h2o.config.limits import GROWTH, ROW_BLOCK, WRITE_BACK_TOKENS
+from flexgen_h2o.config.limits import (
+    CHUNK_BUFFERS,
+    GROWTH,
+    LAYER_CHUNKS,
+    ROW_BLOCK,
+    WRITE_BACK_TOKENS,
+)
 from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import budget, cached
@@ -35,6 +41,7 @@ TERMS = (None, *((kind, tier) for kind in PLACED for tier in TIERS))
 """The variables in which seconds are affine: a constant, and the share (1: all) of each kind on
 each tier. The weights of a mixture that count here are the experts; the others lie as they do."""
 
+_IS_WEIGHTS = np.array([term is not None and term[0] == "weights" for term in TERMS])
 
 READ_ROWS = 4
 """Rows of an expert that a CPU multiplies in the time that it takes to read the expert."""
@@ -206,18 +213,28 @@ class _Costs:
         self._sequences = self._batches * run.workload.gpu_batch_size
         self._layer = model.layer_shapes()
         self._record = record_bytes(run.cache, model, run.itemsize)
+        self._weight_bytes = part_bytes(run.weights, self._layer, run.itemsize)
 
-    def _layer_step(self, count: float, tally: _Tally) -> LayerStepCost:
+    def _layer_step(self, count: float, tally: _Tally, attention: np.ndarray | None = None
+                    ) -> LayerStepCost:
         """Groups of resources that run side by side: all resources, or with overlap off none of
-        them."""
+        them.
+
+        While attention takes its seconds [TERMS] no chunk of weights is used, and a few are read.
+        """
         policy, seconds = self._run.policy, tally.seconds
         lanes = seconds if policy.overlap else seconds.sum(axis=0, keepdims=True)
         if policy.overlap and self._batches <= 1:
             # The GPU has no other batch to compute while the host attends.
             lanes = np.vstack((seconds[:2].sum(axis=0), seconds[2:]))
+        if policy.overlap and self._run.cuts_weights and attention is not None:
+            stalled = attention + seconds[RESOURCES.index("disk->cpu")] * _IS_WEIGHTS
+            ahead = (CHUNK_BUFFERS - 1) / LAYER_CHUNKS * self._weight_bytes
+            stalled[0] -= ahead / self._hardware.links["disk->cpu"]
+            lanes = np.vstack((lanes, stalled))
         # As lanes of which the largest still counts: each, and a share of what the others take.
         share = self._hardware.interference
-        lanes = (1 - share) * lanes + share * lanes.sum(axis=0)
+        lanes = (1 - share) * lanes + share * seconds.sum(axis=0)
         return LayerStepCost(count * self._run.groups, lanes, seconds)
 
     def embedding(self, rows: float, count: int) -> LayerStepCost:
@@ -247,7 +264,10 @@ class _Costs:
         tokens, batch = self.prompt / self.passes, self._run.workload.gpu_batch_size
         # Chunks are cut between sequences.
         together = min(batch, max(1, int(self._run.chunk_rows // tokens)))
-        tally = self._rows(batch * tokens)
+        trips = 1.0
+        if self._run.cuts_weights:  # each chunk of rows reads them anew, and blocks of a long one
+            trips = math.ceil(batch / together) * math.ceil(together * tokens / ROW_BLOCK)
+        tally = self._rows(batch * tokens, trips)
         for sequences, chunks in ((together, batch // together), (batch % together, 1)):
             if sequences:
                 tally.add(COMPUTE, self._batches * chunks * self._row_seconds(sequences * tokens))
@@ -262,14 +282,15 @@ class _Costs:
         tally = self._rows(batch)
         tally.add(COMPUTE, self._batches * self._row_seconds(batch))
         self._experts(tally, self._batches * batch)
+        products = tally.seconds[0].copy()
         self._token_attention(tally)
-        return self._layer_step(count, tally)
+        return self._layer_step(count, tally, tally.seconds[0] - products)
 
-    def _rows(self, rows: float) -> _Tally:
-        """A decoder layer's weights, and the hidden states of `rows` in each batch both ways."""
+    def _rows(self, rows: float, trips: float = 1.0) -> _Tally:
+        """A decoder layer's weights, so many times, and the hidden states of `rows` in each batch
+        both ways."""
         tally = _Tally(self._hardware)
-        run = self._run
-        self._bring_weights(tally, part_bytes(run.weights, self._layer, run.itemsize))
+        self._bring_weights(tally, trips * self._weight_bytes)
         self._bring_experts(tally, rows)
         tally.bring("activations", self._hidden(rows))
         tally.send("activations", self._hidden(rows))

@@ -14,6 +14,7 @@ from flexgen_h2o.config.formats import CacheOptions, GroupLayout, WeightOptions
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.limits import (
     CACHE_BUFFERS,
+    CHUNK_BUFFERS,
     CHUNK_ROWS,
     FEWEST_TASKS,
     HIDDEN_BUFFERS,
@@ -34,7 +35,13 @@ from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.h2o.budget import budget, recalled, slots
-from flexgen_h2o.storage.placement import compute_tiers, experts_apart, set_apart, split
+from flexgen_h2o.storage.placement import (
+    chunk_rows,
+    compute_tiers,
+    experts_apart,
+    set_apart,
+    split,
+)
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig, PartShapes
@@ -130,6 +137,12 @@ class PlannedRun:
         return experts.slots(self.sequences, math.ceil(self.experts_away), self.policy.expert_slots)
 
     @property
+    def cuts_weights(self) -> bool:
+        """True if weights that are on disk come in chunks."""
+        mixture = self.model.experts is not None
+        return self.policy.cuts_weights(has_gpu=self.has_gpu, mixture=mixture)
+
+    @property
     def pass_rows(self) -> int:
         """Tokens of the longest prompt that go through the network together."""
         prompt = self.workload.prompt_len
@@ -221,7 +234,7 @@ def head_bytes(run: PlannedRun) -> tuple[int, int]:
 
 
 def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
-    """Decoder layers, embeddings and head as placed, and two buffers for what is fetched."""
+    """Decoder layers, embeddings and head as placed, and buffers for what is fetched."""
     model = run.model
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
     layers = model.num_layers * at_rest(model.layer_shapes())
@@ -229,14 +242,21 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     others, _ = run.spread
     kept, placement = set_apart(head, total, others, compute_tiers(run.has_gpu))
     fractions = placement.fractions()
-    for name, nbytes, apart in (("weights", layers, 0),
-                                ("embeddings", total - layers, head if kept else 0)):
+    vectors = model.num_layers * model.layer_shapes().vectors * run.itemsize
+    for name, nbytes, apart, stays in (
+            ("weights", layers, 0, vectors),
+            ("embeddings", total - layers, head if kept else 0, 0)):
         gpu, cpu, disk = (int((nbytes - apart) * fraction) + apart * (tier == kept)
                           for tier, fraction in zip(TIERS, fractions, strict=True))
+        if run.cuts_weights and placement.disk > 0:
+            # Vectors stay in memory, and matrices are written whole.
+            gpu, disk = gpu + int(stays * fractions[2]), nbytes - apart
         yield PlanRow(name, gpu, cpu, disk if run.writes_weights else 0)
     away = fractions[2] + (fractions[1] if run.has_gpu else 0)
     buffers = 0
-    if away > 0:
+    if run.cuts_weights and away > 0:
+        buffers = CHUNK_BUFFERS * _chunk_bytes(run, head=not kept)
+    elif away > 0:
         # Placement is by whole tensors: a layer may hold one more of them than its share, and the
         # head's matrix is there or it is not.
         tensor = max(run.weights.matrix_bytes(shape, run.itemsize)
@@ -249,6 +269,21 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)
     if model.experts is not None:
         yield from _expert_rows(run)
+
+
+def _chunk_bytes(run: PlannedRun, *, head: bool) -> int:
+    """Bytes of a buffer for some outputs of a layer's matrices, and of the head's if it comes."""
+    model, options = run.model, run.weights
+    layer = part_bytes(options, model.layer_shapes(), run.itemsize)
+    shapes = {*model.layer_shapes().matrices}
+    if head and run.heads:
+        shapes.add((model.vocab_size, model.embed_dim))
+    most = 0
+    for outputs, inputs in shapes:
+        rows = chunk_rows(outputs, options.matrix_bytes((outputs, inputs), run.itemsize), layer)
+        most = max(most, options.matrix_bytes((rows, inputs), run.itemsize))
+    # It may begin and end anywhere in a page.
+    return -(-most // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
 
 
 def _expert_rows(run: PlannedRun) -> Iterator[PlanRow]:

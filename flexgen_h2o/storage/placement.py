@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
+from flexgen_h2o.config.limits import LAYER_CHUNKS, LEAST_CHUNK, MATRIX_TILE
 from flexgen_h2o.config.placement import TIERS, Placement
 
+Name = TypeVar("Name", bound=Hashable)
 
-def assign(sizes: Iterable[tuple[str, int]], placement: Placement) -> dict[str, str]:
+
+def assign(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name, str]:
     """Give every tensor a tier so that each tier's bytes match `placement`.
 
     Each tensor goes to the tier that is furthest behind its share of the bytes so far. The
@@ -61,6 +65,14 @@ def set_apart(nbytes: int, total: int, placement: Placement, tiers: Sequence[str
                       for each in TIERS)
             return tier, Placement(*(max(0.0, share) / (total - nbytes) for share in shares))
     return None, placement
+
+
+def chunk_rows(outputs: int, nbytes: int, layer: int) -> int:
+    """Outputs in each chunk of a matrix of so many bytes, of a model whose layers have `layer`: a
+    multiple of the tile that quantized outputs lie in, or all."""
+    most = max(layer // LAYER_CHUNKS, LEAST_CHUNK)
+    rows = -(-outputs // -(-nbytes // most))
+    return min(outputs, -(-rows // MATRIX_TILE) * MATRIX_TILE)
 
 
 def experts_apart(others: int, experts: int, placement: Placement, given: Placement | None

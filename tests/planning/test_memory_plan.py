@@ -48,7 +48,7 @@ ALL_GPU = (100, 0, 100, 0)
 
 def make_policy(*percent) -> Policy:
     weights, cache, activations = parse_percent(percent)
-    return Policy(weights=weights, cache=cache, activations=activations)
+    return Policy(num_gpu_batches=2, weights=weights, cache=cache, activations=activations)
 
 
 def make_plan(*percent, load=LOAD, **options):
@@ -81,6 +81,16 @@ def test_weights_on_disk_need_two_layers_and_no_space_unless_written():
     assert found["weight buffers"] == (0, 2 * layer, 0)
     written = rows(make_plan(0, 0, 100, 0, writes_weights=True))
     assert written["weights"][2] == OPT_30B.num_layers * layer
+
+
+def test_a_layer_in_chunks_needs_half_a_layer_and_its_vectors():
+    """With one batch in a block: four buffers of an eighth of a layer, more or less."""
+    policy = replace(make_policy(0, 0, 100, 0), num_gpu_batches=1)
+    load = replace(LOAD, num_gpu_batches=1)
+    found = rows(memory_plan(OPT_30B, policy, load, itemsize=2, writes_weights=True))
+    layer = OPT_30B.layer_parameters() * 2
+    assert 0.4 * layer < found["weight buffers"][1] <= 0.55 * layer
+    assert found["weights"] == (0, 48 * 13 * 7168 * 2, 48 * layer)
 
 
 def test_a_gpu_needs_staging_for_what_is_on_the_host():

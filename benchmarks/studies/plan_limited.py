@@ -1,0 +1,141 @@
+"""Plans of a model in too little memory, and how far they are from what is then measured.
+
+    python benchmarks/studies/plan_limited.py --memory-limit 2GB
+
+OPT-1.3B's shape with 128 + 512 tokens in what 2.5 GB leave beside Python and PyTorch: the full
+cache, H2O's of 20 % of the text, and the latter with 4 bits of weights and cache, at a small batch
+and at a large one. Each is planned (`--percent auto`); the placement that the plan finds is then
+run for a few tokens, in a process of its own, and stands beside what the cost model says of these:
+of the full cache in the middle of its text, where a step takes what the mean one does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from shared.engine_run import OK, run_engine  # noqa: E402
+
+from flexgen_h2o.cli import planner  # noqa: E402
+from flexgen_h2o.cli.command import exit_status  # noqa: E402
+from flexgen_h2o.cli.input_files import workload  # noqa: E402
+from flexgen_h2o.cli.parser import Parser  # noqa: E402
+from flexgen_h2o.cli.run_config import RunConfig  # noqa: E402
+from flexgen_h2o.cli.values import parse_size  # noqa: E402
+from flexgen_h2o.config.policy import percent_text  # noqa: E402
+from flexgen_h2o.errors import UserError  # noqa: E402
+from flexgen_h2o.files.rows import write_csv  # noqa: E402
+from flexgen_h2o.metrics.provenance import cpu_model, source_commit  # noqa: E402
+
+SHARE = 0.2
+"""Of prompt and generated tokens, that H2O keeps: half of it heavy hitters, half recent tokens."""
+
+COLUMNS = ("commit", "cpu", "model", "memory_limit", "system", "batch", "policy", "plan_tokens_s",
+           "plan_prefill_s", "plan_step_s", "bound_decode", "run_prompt_len", "run_gen_len",
+           "predicted_prefill_s", "prefill_s", "prefill_predicted_over_measured",
+           "predicted_step_s", "step_s", "step_predicted_over_measured")
+
+
+@dataclass(frozen=True)
+class LimitedRun:
+    """A system at a batch size."""
+
+    system: str
+    batch: int
+    h2o: bool
+    bits: int = 16
+
+
+RUNS = (LimitedRun("full", 4, False), LimitedRun("h2o", 4, True), LimitedRun("full", 32, False),
+        LimitedRun("h2o", 128, True), LimitedRun("h2o-4bit", 128, True, 4))
+
+
+def configured(args: argparse.Namespace, run: LimitedRun) -> RunConfig:
+    """The whole run, its placement to be planned."""
+    limit = parse_size("--memory-limit", args.memory_limit)
+    kept = {"num_heavy_hitter_tokens": _half(args), "num_window_length": 2 * _half(args)}
+    return RunConfig(model=args.model, path=args.path, prompt_len=args.prompt_len,
+                     gen_len=args.gen_len, num_prompts=run.batch, percent="auto",
+                     memory_limit=limit, weight_bits=run.bits, cache_bits=run.bits,
+                     offload_dir=args.offload_dir, **(kept if run.h2o else {}))
+
+
+def _half(args: argparse.Namespace) -> int:
+    return int(SHARE * (args.prompt_len + args.gen_len) / 2)
+
+
+def row(args: argparse.Namespace, run: LimitedRun) -> dict[str, object]:
+    """One plan, and the short run of its placement unless only plans are wanted."""
+    config = configured(args, run)
+    plan = planner.plan(config, workload(config, ()), run.batch)
+    best, policy = plan.best, plan.config.policy()
+    found: dict[str, object] = {
+        "commit": source_commit(), "cpu": cpu_model(), "model": args.model,
+        "memory_limit": args.memory_limit, "system": run.system, "batch": run.batch,
+        "policy": f"--percent {percent_text(policy)} --gpu-batch-size {policy.gpu_batch_size} "
+                  f"--num-gpu-batches {policy.num_gpu_batches}",
+        "plan_tokens_s": best.tokens_per_second, "plan_prefill_s": best.prefill,
+        "plan_step_s": best.decode / (args.gen_len - 1),
+        "bound_decode": best.estimate.step.binding}
+    if args.plan_only:
+        return found
+    prompt = args.prompt_len + (0 if run.h2o else args.gen_len // 2)
+    short = replace(plan.config, prompt_len=prompt, gen_len=args.tokens)
+    predicted = planner.plan(short, workload(short, ()), run.batch).best
+    outcome = run_engine(short)
+    if outcome.status != OK:
+        raise UserError(f"{run.system} at batch {run.batch}: {outcome.reason}")
+    steps = args.tokens - 1
+    measured = {phase: float(outcome.row[f"{phase}_seconds"]) for phase in ("prefill", "decode")}
+    return found | {
+        "run_prompt_len": prompt, "run_gen_len": args.tokens,
+        "predicted_prefill_s": predicted.prefill, "prefill_s": measured["prefill"],
+        "prefill_predicted_over_measured": predicted.prefill / measured["prefill"],
+        "predicted_step_s": predicted.decode / steps, "step_s": measured["decode"] / steps,
+        "step_predicted_over_measured": predicted.decode / measured["decode"]}
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """A row for each of the runs that are wanted."""
+    for run in RUNS:
+        if args.systems is None or f"{run.system}-{run.batch}" in args.systems:
+            yield row(args, run)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.splitlines()[0],
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", default="facebook/opt-1.3b")
+    parser.add_argument("--path", default="_DUMMY_", help="weights; _DUMMY_: random ones")
+    parser.add_argument("--memory-limit", default="2GB")
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--gen-len", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=9, help="of a run that is measured")
+    parser.add_argument("--offload-dir", default="~/.cache/flexgen_h2o/offload")
+    parser.add_argument("--systems", nargs="+", metavar="SYSTEM-BATCH",
+                        choices=[f"{run.system}-{run.batch}" for run in RUNS],
+                        help="a part of the rows")
+    parser.add_argument("--plan-only", action="store_true", help="run nothing")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_limited.csv"))
+    args = parser.parse_args(argv)
+    table = []
+    for found in rows(args):
+        table.append(found)
+        print(f"{found['system']:9} {found['batch']:4}  {found['policy']}\n"
+              f"    planned {found['plan_tokens_s']:.4g} tokens/s, prefill "
+              f"{found['plan_prefill_s']:.3g} s, step {found['plan_step_s']:.3g} s", flush=True)
+        if not args.plan_only:
+            print("    " + "; ".join(
+                f"{phase} of the short run {found[f'predicted_{phase}_s']:.3g} s predicted, "
+                f"{found[f'{phase}_s']:.3g} s measured" for phase in ("prefill", "step")),
+                flush=True)
+    write_csv(args.out, COLUMNS, table)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

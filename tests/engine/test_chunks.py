@@ -1,0 +1,110 @@
+"""Weights on disk that come in chunks: the same tokens, in order, in small buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import TINY
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from inside import chunks_out_of_turn, staging_bytes, weights_of
+from llm.test_llm import make_prompts
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.config import limits
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.engine import executor
+from flexgen_h2o.models import decoder, family
+from flexgen_h2o.models.layers import Operations
+from flexgen_h2o.models.spec import from_transformers
+from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.storage import placement
+
+LENGTHS = [30, 11, 7, 23, 1]
+NEW = 5
+
+
+@pytest.fixture
+def cut_small(monkeypatch):
+    """Tiny matrices come in several chunks, too, and tiny prompts go through layers in blocks."""
+    monkeypatch.setattr(placement, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(decoder, "ROW_BLOCK", 16)
+    monkeypatch.setitem(executor.CHUNK_ROWS, "cpu", 24)
+
+
+def tokens(tiny, *, bits=16, look=lambda llm: None, h2o=None, **policy):
+    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
+    with LLM(str(tiny.folder), policy=Policy(**policy), weight_bits=bits, weight_cache=None,
+             dtype="float32", h2o=h2o, progress=False) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        look(llm)
+        return [out.token_ids for out in outputs]
+
+
+@pytest.mark.parametrize("key", ["opt", "llama"])
+@given(st.data())
+@settings(max_examples=8, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_same_tokens_for_every_placement_and_batch(tiny_model, cut_small, key, data):
+    """With matrices in part in memory and in part on disk, in 16, 8 and 4 bits, of prompts in one
+    piece and in blocks, batch by batch and, where batches share what is loaded, whole."""
+    tiny = tiny_model(key)
+    bits = data.draw(st.sampled_from([16, 8, 4]))
+    disk = data.draw(st.sampled_from([10, 45, 70, 100]))
+    h2o = data.draw(st.sampled_from([None, H2OConfig(heavy_ratio=0.2)]))
+    policy = {"gpu_batch_size": data.draw(st.sampled_from([1, 3, 5])),
+              "num_gpu_batches": data.draw(st.sampled_from([1, 1, 2])),
+              "cache": data.draw(st.sampled_from([Placement(100, 0, 0), Placement(40, 0, 60)])),
+              "overlap": data.draw(st.booleans())}
+    expected = tokens(tiny, bits=bits, h2o=h2o, gpu_batch_size=5)
+    assert tokens(tiny, bits=bits, h2o=h2o, weights=Placement(100 - disk, 0, disk),
+                  **policy) == expected
+
+
+class Noting(Operations):
+    """Notes the weights of products."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = []
+
+    def linear(self, x, weight, bias, *, out):
+        self.used.append(weight)
+        super().linear(x, weight, bias, out=out)
+
+    def add_linear_(self, residual, x, weight, bias):
+        self.used.append(weight)
+        super().add_linear_(residual, x, weight, bias)
+
+
+@pytest.mark.parametrize("key", TINY)
+def test_a_layers_matrices_stand_in_the_order_of_their_use(key):
+    config = from_transformers(TINY[key](), key)
+    kind, do = family(config), Noting()
+    w = {name: torch.rand(spec.shape) for name, spec in kind.weights(config).layers[0].items()}
+    x = torch.rand(2, config.hidden_size)
+    q, _, _ = kind.attention_inputs(config, w, x, do)
+    kind.attention_output(config, w, x, q, do)
+    if not config.parallel_residual:
+        kind.mlp(config, w, x, do)
+    matrices = [name for name, each in w.items() if each.dim() == 2]
+    assert [name for each in do.used for name, own in w.items() if own is each] == matrices
+
+
+@pytest.mark.parametrize("disk", [30, 100])
+def test_nothing_is_read_in_vain_into_small_buffers(tiny_model, disk, monkeypatch):
+    """As large as the plan says."""
+    monkeypatch.setattr(placement, "LEAST_CHUNK", 1)
+    tiny = tiny_model("opt")
+    config = from_transformers(tiny.config, "tiny")
+    policy = Policy(weights=Placement(100 - disk, 0, disk), gpu_batch_size=5)
+    planned = memory_plan(config, policy, Workload(30, NEW, 5, 1), itemsize=4)
+
+    def look(llm):
+        assert chunks_out_of_turn(llm) == 0
+        sizes, units = staging_bytes(llm), weights_of(llm).units
+        assert len(sizes) == limits.CHUNK_BUFFERS
+        assert sum(sizes) == next(row.cpu for row in planned.rows if row.name == "weight buffers")
+        assert all(unit.fetched_bytes == 0 for unit in units)
+
+    tokens(tiny, weights=policy.weights, gpu_batch_size=5, look=look)
