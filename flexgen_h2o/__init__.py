@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from flexgen_h2o.config.policy import Policy
     from flexgen_h2o.config.sampling import SamplingParams
     from flexgen_h2o.config.version import VERSION as __version__
+    from flexgen_h2o.h2o.policies import PolicyState, register_policy
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.outputs import Output
 
-__all__ = ["LLM", "H2OConfig", "Output", "Placement", "Policy", "SamplingParams", "__version__"]
+__all__ = ["LLM", "H2OConfig", "Output", "Placement", "Policy", "PolicyState", "SamplingParams",
+           "__version__", "register_policy"]
 
 # `python -m flexgen_h2o.summarize` finds the commands, which are files of tasks/. For imports their
 # names stay `flexgen_h2o.tasks.summarize`: under two names a module would be loaded twice.
@@ -26,7 +28,8 @@ __path__.append(f"{__path__[0]}/tasks")
 _PLACES = {
     "LLM": "llm.LLM", "H2OConfig": "config.h2o.H2OConfig", "Output": "outputs.Output",
     "Placement": "config.placement.Placement", "Policy": "config.policy.Policy",
-    "SamplingParams": "config.sampling.SamplingParams", "__version__": "config.version.VERSION",
+    "PolicyState": "h2o.policies.PolicyState", "SamplingParams": "config.sampling.SamplingParams",
+    "__version__": "config.version.VERSION", "register_policy": "h2o.policies.register_policy",
 }
 """Where each public name is defined."""
 

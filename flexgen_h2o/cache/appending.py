@@ -111,7 +111,8 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
     if scores is None:
         scores = old.scores.new_zeros((len(old.scores), keys.shape[1]))
     _keep(torch.cat((old.records, packed), dim=2), scores.to(held.device), old.positions,
-          held=held, cache_state=cache_state, state=state)
+          held=held, cache_state=cache_state, state=state,
+          vectors=exact.to(held.device) if state.eviction.needs else None)
     return out
 
 
@@ -182,18 +183,19 @@ def _vectors(records: torch.Tensor, layout: GroupLayout | None, *, like: torch.T
 
 
 def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
-          held: torch.Tensor, cache_state: CacheState, state: EvictionState) -> None:
+          held: torch.Tensor, cache_state: CacheState, state: EvictionState,
+          vectors: torch.Tensor | None) -> None:
     """Put what stays of old and new into the first slots, by position, and into the eviction state.
 
     records [2, kv_heads, tokens, width], scores [kv_heads, tokens]; `before` are the positions of
-    the old ones.
+    the old ones, `vectors` the records as such if the policy asks for them.
     """
     heads, tokens = scores.shape
     new = torch.arange(cache_state.tokens, cache_state.tokens + tokens - before.shape[1],
                        dtype=before.dtype, device=before.device)
     positions = torch.cat((before, new.expand(heads, -1)), dim=1)
     index = state.eviction.select(scores, Cut(tokens, cache_state.heavy, cache_state.recent),
-                                  positions)
+                                  positions, vectors=vectors)
     kept = index.shape[1]
     held[:, :, :kept] = records.gather(
         2, index[None, ..., None].expand(2, -1, -1, records.shape[-1]))

@@ -354,7 +354,7 @@ class KVCache:
             held = part.get(layer, batch)[:, sequences]
             if self._plans[batch][layer].evicts:
                 state = narrowed(self._state(layer, batch, part), sequences)
-                if state.eviction.window:
+                if state.eviction.window and state.eviction.policy is None:
                     forget_hidden(scores[:, rows], cuts, state.eviction.window)
                 some = (x if x is None else x.to(held.device)
                         for x in (k[rows], v[rows], None if scores is None else scores[:, rows]))
@@ -467,7 +467,8 @@ class KVCache:
     def binds(self) -> bool:
         """True if attention over new tokens can be noted once for a block: `bind_token`."""
         whole = len(self.parts) == 1 and self.shape.attn_sparsity == 1
-        return self._device.type == "cpu" and whole and self.stays and self._recall is None
+        known = self._eviction.policy is None and self._recall is None
+        return self._device.type == "cpu" and whole and known and self.stays
 
     def bind_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
                    sinks: torch.Tensor | None = None, out: torch.Tensor,

@@ -248,7 +248,8 @@ class RunFlags:
     score: str = _flag(
         "cache", "text", "sum", choices=SCORES,
         help="heavy hitters have most attention: summed, as the mean over the queries that saw "
-        "them, or fading by --score-decay",
+        "them, or fading by --score-decay; with caote they move attention's output most, which "
+        "is slower",
     )
     score_decay: float = _flag(
         "cache", "float", H2OConfig.decay,

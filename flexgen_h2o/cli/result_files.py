@@ -58,7 +58,7 @@ def _cache_suffix(config: RunConfig) -> str:
             f"{name}-by-layer" if isinstance(size, tuple) else f"{name}{size:g}"
             for name, size in sizes.items() if size is not None)]
         scores = {"sum": [], "mean": ["mean"], "decay": [f"decay{h2o.decay:g}"]}
-        parts += scores[h2o.score]
+        parts += scores.get(h2o.score, [h2o.score])
         parts += ["rolling"] if h2o.positions == "rolling" else []
         parts += [] if h2o.evict_generated else ["prompt-only"]
         parts += [] if h2o.prompt_chunk is None else [f"chunk{h2o.prompt_chunk}"]

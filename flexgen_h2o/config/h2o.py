@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexgen_h2o.config.checks import check_bool, check_choice, check_int, check_number
+from flexgen_h2o.config.scores import BUILT_IN, check_score
 from flexgen_h2o.errors import UserError
 
 EVICTIONS = ("h2o", "window", "sink-window", "full")
 SINK_WINDOW_SINKS = 4
 """Sinks of ``--eviction sink-window``, as in StreamingLLM (arXiv 2309.17453)."""
-SCORES = ("sum", "mean", "decay")
+SCORES = BUILT_IN
 POSITIONS = ("original", "rolling")
 BUDGETS_OF = ("prompt", "text")
 INDEX_BITS = (4, 2)
@@ -38,10 +39,11 @@ class H2OConfig:
     sink_tokens : int
         The first tokens of a sequence, kept beside the others.
     score : str
-        How attention becomes a score: ``"sum"`` (the paper's), ``"mean"`` over the queries that
-        could see the key, ``"decay"``.
+        The policy's name. Attention becomes a score as ``"sum"`` (the paper's), as ``"mean"`` over
+        the queries that could see the key, as ``"decay"``, or by a function of one's own that was
+        given a name (`register_policy`).
     decay : float
-        The factor per query of the score ``"decay"``.
+        The factor per query of the score ``"decay"``, and of others that fade.
     positions : str
         ``"original"``: a key keeps its position; ``"rolling"``: its rank among the cached ones.
     evict_generated : bool
@@ -86,7 +88,7 @@ class H2OConfig:
     def __post_init__(self) -> None:
         check_int("sink_tokens", self.sink_tokens, low=0)
         self._check_sizes()
-        check_choice("score", self.score, SCORES)
+        check_score(self.score)
         check_number("decay", self.decay, above=0, high=1)
         check_choice("positions", self.positions, POSITIONS)
         for name in ("evict_generated", "simulate", "drop_positions", "recall"):

@@ -15,6 +15,7 @@ import torch
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import EMPTY
+from flexgen_h2o.h2o.policies import PolicyState, ScorePolicy, policy_named
 
 
 class Cut(NamedTuple):
@@ -43,19 +44,22 @@ class Eviction:
     window : int
         A query sees the keys of the last so many positions, itself included, and what the next
         one does not see goes first: there is nothing that it could be kept for. 0: no window.
+    policy : ScorePolicy or None
+        A policy that the kernels don't know, in place of accumulated attention and its mean.
     """
 
     mean: bool = False
     decay: float = 1.0
     sinks: int = 0
     window: int = 0
+    policy: ScorePolicy | None = None
 
     def kept(self, cut: Cut) -> int:
         """The tokens of a prompt that stay, counted."""
         return min(cut.length, cut.heavy + cut.recent + self.sinks)
 
-    def select(self, scores: torch.Tensor, cut: Cut, positions: torch.Tensor | None = None
-               ) -> torch.Tensor:
+    def select(self, scores: torch.Tensor, cut: Cut, positions: torch.Tensor | None = None,
+               *, vectors: torch.Tensor | None = None) -> torch.Tensor:
         """The tokens of a prompt that stay: sinks, the last recent, the heaviest of the rest.
 
         Of equal scores the newer stays.
@@ -68,6 +72,8 @@ class Eviction:
         positions : int [kv_heads, cut.length], optional
             Of the tokens, ascending, where some between them have gone before, but no sink. None:
             from 0 on, without a gap.
+        vectors : Tensor [2, kv_heads, cut.length, head_dim], optional
+            Keys and values, for a policy that asks for them.
 
         Returns
         -------
@@ -81,7 +87,7 @@ class Eviction:
         first, last = self.sinks, tokens - cut.recent
         positions = index if positions is None else positions
         tokens = positions[..., -1:] + 1
-        score = self._score(scores, positions, tokens)
+        score = self._score(PolicyState(scores, positions, tokens), vectors)
         if self.window:
             score = score.masked_fill(positions <= tokens - self.window, -torch.inf)
         score = score[:, first:last]
@@ -92,7 +98,7 @@ class Eviction:
         return torch.cat([sinks, heavy, recent], dim=-1)
 
     def victims(self, scores: torch.Tensor, positions: torch.Tensor, *, tokens: torch.Tensor,
-                recent: torch.Tensor) -> torch.Tensor:
+                recent: torch.Tensor, vectors: torch.Tensor | None = None) -> torch.Tensor:
         """The slot with the lowest score outside the sinks and the recent tokens, or one that has
         left the window.
 
@@ -109,6 +115,8 @@ class Eviction:
             Tokens so far, the new one included.
         recent : int [sequences]
             The budget's, at least 1.
+        vectors : Tensor [2, sequences, kv_heads, slots, head_dim], optional
+            Keys and values, for a policy that asks for them.
 
         Returns
         -------
@@ -116,7 +124,7 @@ class Eviction:
         """
         tokens, recent = tokens[:, None, None], recent[:, None, None]
         evictable = (positions >= self.sinks) & (positions < tokens - recent)
-        score = self._score(scores, positions, tokens)
+        score = self._score(PolicyState(scores, positions, tokens), vectors)
         if self.window:
             score = score.masked_fill(positions <= tokens - self.window, -torch.inf)
         score = score.masked_fill(~evictable, torch.inf)
@@ -124,13 +132,15 @@ class Eviction:
         # Positions differ, so the oldest of equals is one slot on every device.
         return positions.masked_fill(~evictable | (score > lowest), EMPTY).argmin(dim=-1)
 
-    def _score(self, scores: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor | int
-               ) -> torch.Tensor:
-        """Turn accumulated scores into the score that decides. A key at p was seen by queries p to
-        ``tokens - 1``."""
-        if self.mean:
-            return scores / (tokens - positions).clamp(min=1)  # an empty slot has no queries
-        return scores
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Those of keys and values that the score looks at."""
+        return () if self.policy is None else self.policy.needs
+
+    def _score(self, state: PolicyState, vectors: torch.Tensor | None) -> torch.Tensor:
+        """Turn accumulated scores into the score that decides."""
+        policy = self.policy or policy_named("mean" if self.mean else "sum")
+        return policy.scores(state, vectors)
 
 
 @dataclass(frozen=True)
@@ -167,8 +177,10 @@ def eviction_of(h2o: H2OConfig | None) -> Eviction:
     """The policy of a configuration; its sizes come with each sequence."""
     if h2o is None:
         return Eviction()
+    policy = policy_named(h2o.score)
     return Eviction(mean=h2o.score == "mean", sinks=h2o.sink_tokens,
-                    decay=float(h2o.decay) if h2o.score == "decay" else 1.0)
+                    decay=float(h2o.decay) if policy.fades else 1.0,
+                    policy=None if policy.in_kernels else policy)
 
 
 def new_state(shape: tuple[int, int, int], eviction: Eviction, *,

@@ -15,9 +15,11 @@ from torch import Tensor
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.budget import Budget, budget, recalled
+from flexgen_h2o.h2o.policies import PolicyState, policy_named
 from flexgen_h2o.h2o.recall import choose, index_weights, indexed
 
 
@@ -60,7 +62,8 @@ class SimulatedCache:
         self._h2o = h2o
         self._rotate = rotate
         self._form = form or (lambda layer: DEFAULT_FORM)
-        self._decay = h2o.decay if h2o.score == "decay" else 1.0
+        self._policy = policy_named(h2o.score)
+        self._decay = h2o.decay if self._policy.fades else 1.0
         self._memories: dict[tuple[int, int, int], Memory] = {}
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
@@ -178,10 +181,8 @@ class SimulatedCache:
         if limit is None or memory.alive[0].sum() <= limit.total:
             return
         excess = int(memory.alive[0].sum()) - limit.total
-        score = memory.scores
+        score = self._score(memory, key[0])
         window = self._form(key[0]).window
-        if self._h2o.score == "mean":  # over the queries that could see the key
-            score = score / (tokens - torch.arange(tokens, device=score.device))
         if window is not None:  # the next token does not see the first ones
             score = score.clone()
             score[:, : max(0, tokens + 1 - window)] = float("-inf")
@@ -190,6 +191,20 @@ class SimulatedCache:
             candidates = [i for i in range(limit.sinks, tokens - limit.recent) if alive[i]]
             for victim in sorted(candidates, key=lambda i, s=scores: (s[i], i))[:excess]:
                 memory.alive[head, victim] = False
+
+    def _score(self, memory: Memory, layer: int) -> Tensor:
+        """What the policy says, [kv_heads, tokens]; it is told nothing of what is gone."""
+        gone = ~memory.alive
+        position = torch.arange(memory.keys.shape[1], device=gone.device)
+        state = PolicyState(memory.scores.masked_fill(gone, 0),
+                            position.expand(gone.shape).masked_fill(gone, EMPTY), len(position))
+        vectors = None
+        if self._policy.needs:
+            keys = memory.keys
+            if self._h2o.positions != "rolling":  # those that are cached are rotated
+                keys = self._rotate(keys, position[None], layer)
+            vectors = torch.stack((keys, memory.values)).masked_fill(gone[..., None], 0)
+        return self._policy.scores(state, vectors)
 
     def _budget(self, key: tuple[int, int, int]) -> Budget | None:
         layer, batch, sequence = key

@@ -73,6 +73,20 @@ def _fused(device: str) -> bool:
     return missing is None
 
 
+def _unknown(state: EvictionState | None) -> bool:
+    """True if eviction goes by a policy that the kernels don't know."""
+    if state is None or state.eviction.policy is None:
+        return False
+    _tell_unknown(state.eviction.policy.name)
+    return True
+
+
+@functools.cache
+def _tell_unknown(name: str) -> None:
+    _log.warning("the policy %r is none of the kernels' own: its decode attention and eviction run "
+                 "in plain PyTorch, slower", name)
+
+
 def _backend(x: Tensor):
     """The module to call: past PyTorch's dispatcher unless a call is traced, which saves 60 us a
     call."""
@@ -102,7 +116,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
                          slots: Tensor, state: EvictionState,
                          layout: GroupLayout | None = None) -> None:
     """See `reference.select_heavy_hitters`; no sort."""
-    if plain_torch(k.device.type):
+    if plain_torch(k.device.type) or _unknown(state):
         reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                        layout=layout)
         return
@@ -116,7 +130,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
                      form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
                      ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
-    if plain_torch(q.device.type):
+    if plain_torch(q.device.type) or _unknown(state):
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
                                           state=state, form=form, sinks=sinks)
     return _backend(q).decode_attention(q, k, v, slots=slots, metadata=metadata,

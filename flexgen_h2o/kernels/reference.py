@@ -118,7 +118,8 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
     for sequence, (cut, keys, values, of_prompt) in enumerate(zip(
             cuts, k.split(lengths), v.split(lengths), all_scores.split(lengths, dim=1),
             strict=True)):
-        index = state.eviction.select(of_prompt, cut)
+        vectors = torch.stack((keys, values)).transpose(1, 2) if state.eviction.needs else None
+        index = state.eviction.select(of_prompt, cut, vectors=vectors)
         kept = index.shape[1]
         for held, x in zip(slots[:, sequence], (keys, values), strict=True):
             x = x.transpose(0, 1).gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
@@ -172,6 +173,7 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     keys, values = (x.float() for x in
                     (slots if layout is None else dequantize_groups(slots, layout)))
     query, key, value = q.float(), k.float(), v.float()
+    held = (keys, values)  # before rotation, if that is by rank
     if state is not None and state.ranks is not None:
         old = [table[state.ranks.where(filled, 0)] for table in state.rope]
         new = [table[cached][:, None] for table in state.rope]
@@ -192,12 +194,32 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     if state is not None:
         received = probabilities.sum(2)
         state.scores.mul_(state.eviction.decay).add_(received[..., :n])
-        victims = state.eviction.victims(state.scores, state.positions, tokens=tokens,
-                                         recent=recent)
+        victims = _victims(state, metadata.long(), received[..., n:], held,
+                           torch.stack((k, v)).float())
         taken = torch.where(full[:, None] == 1, victims, taken)
         _note(state, metadata.long(), taken[..., None], received[..., n:])
     cache_token(k, v, slots=slots, taken=taken, layout=layout)
     return out, taken.contiguous()
+
+
+def _victims(state, metadata, own, held, new):
+    """The slots that new tokens take: own attention score [sequences, kv_heads, 1], held keys and
+    values of the slots, new [2, sequences, kv_heads, head_dim].
+
+    A policy of a user's is told of the new token too, as it belongs to what is cached.
+    """
+    cached, tokens, recent, _ = metadata
+    if state.eviction.policy is None:
+        return state.eviction.victims(state.scores, state.positions, tokens=tokens, recent=recent)
+    position = (tokens - 1).to(state.positions.dtype)[:, None, None]
+    scores = torch.cat((state.scores, own), dim=-1)
+    positions = torch.cat((state.positions, position.expand_as(own)), dim=-1)
+    vectors = None
+    if state.eviction.needs:
+        filled = (state.positions != EMPTY)[..., None]
+        vectors = torch.cat((torch.stack(held).masked_fill(~filled, 0), new[..., None, :]), dim=-2)
+    return state.eviction.victims(scores, positions, tokens=tokens, recent=recent,
+                                  vectors=vectors)
 
 
 def cache_token(k, v, *, slots, taken, layout):

@@ -12,7 +12,8 @@ from definition import Definition, by_hand
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.h2o import SCORES, H2OConfig
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.scores import KERNELS
 from flexgen_h2o.h2o.budget import Budget, budget, cached, kept, slots
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, eviction_of
 
@@ -134,7 +135,7 @@ size = st.one_of(
     st.fixed_dictionaries({"recent_tokens": st.integers(1, 8)}),
 )
 option = st.fixed_dictionaries({
-    "score": st.sampled_from(SCORES), "decay": st.sampled_from([0.5, 0.98, 1.0]),
+    "score": st.sampled_from(KERNELS), "decay": st.sampled_from([0.5, 0.98, 1.0]),
     "sink_tokens": st.integers(0, 5), "evict_generated": st.sampled_from([True, True, False]),
 })
 
@@ -154,7 +155,7 @@ def test_whole_sequences(sizes, options, prompts, new, levels, seed):
 
 
 @pytest.mark.parametrize("evict_generated", [True, False])
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", KERNELS)
 @pytest.mark.parametrize("sizes", [
     {"heavy_ratio": 0.1}, {"heavy_ratio": 0.1, "sink_tokens": 2}, {"recent_ratio": 0.3},
     {"recent_tokens": 6, "sink_tokens": 4}, {"recent_tokens": 1},

@@ -73,6 +73,7 @@ def test_kernels_give_the_reference_tokens(tiny_model, monkeypatch, key, positio
 VARIANTS = {
     "mean": {"heavy_ratio": 0.1, "score": "mean"},
     "decay": {"heavy_ratio": 0.1, "score": "decay", "decay": 0.8},
+    "caote": {"heavy_ratio": 0.1, "score": "caote"},
     "window": {"heavy_tokens": 0, "recent_ratio": 0.2},
     "sinks and window": {"heavy_tokens": 0, "recent_tokens": 5, "sink_tokens": 3},
     "sinks and heavy": {"heavy_tokens": 4, "recent_ratio": 0.05, "sink_tokens": 2},

@@ -11,7 +11,8 @@ import torch
 from definition import Definition, by_hand
 
 from flexgen_h2o.config.formats import GroupLayout
-from flexgen_h2o.config.h2o import SCORES, H2OConfig
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.scores import KERNELS
 from flexgen_h2o.h2o.budget import budget, slots
 from flexgen_h2o.h2o.decode_metadata import decode_metadata
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, eviction_of, new_state
@@ -124,7 +125,7 @@ POLICIES = [{"heavy_ratio": 0.2}, {"heavy_tokens": 5, "recent_tokens": 3, "sink_
 
 
 @pytest.mark.parametrize("module", [ops, reference])
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", KERNELS)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_operations_keep_what_the_definition_keeps(module, score, policy):
     h2o = H2OConfig(**policy, score=score, decay=0.5)

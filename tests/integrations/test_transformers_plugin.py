@@ -35,6 +35,7 @@ VARIANTS = {
     "ratio": {"heavy_ratio": 0.1},
     "mean": {"heavy_ratio": 0.1, "score": "mean"},
     "decay": {"heavy_ratio": 0.1, "score": "decay", "decay": 0.8},
+    "caote": {"heavy_ratio": 0.1, "score": "caote"},
     "sinks and window": {"heavy_tokens": 0, "recent_tokens": 5, "sink_tokens": 3},
     "sinks and heavy": {"heavy_tokens": 4, "recent_ratio": 0.05, "sink_tokens": 2},
     "prompt only": {"heavy_ratio": 0.1, "evict_generated": False},

@@ -145,7 +145,8 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
     for budget in (budget for budget in VARIED if budget in budgets):
         plain = Configuration("h2o", budget)
         found += [replace(plain, budget_of="text"), replace(plain, score="mean"),
-                  replace(plain, score="decay"), replace(plain, positions="rolling")]
+                  replace(plain, score="decay"), replace(plain, score="caote"),
+                  replace(plain, positions="rolling")]
         found += [replace(plain, prompt_chunk=chunk) for chunk in CHUNKS]
         recall = Configuration("recall", budget)
         found += [recall, replace(recall, budget_of="text")]

@@ -9,7 +9,7 @@ from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
 from flexgen_h2o.tasks.budgets.configurations import USUAL
 
 _POLICIES = ("h2o", "recall", "window", "sink-window")
-_MARKERS = {"8-bit": "D", "4-bit": "v", "mean": "P", "decay": "X", "rolling": "*",
+_MARKERS = {"8-bit": "D", "4-bit": "v", "mean": "P", "decay": "X", "caote": "d", "rolling": "*",
             "of the text": "^", "chunks of 16": "<", "chunks of 64": ">"}
 _STEP = 1.6  # percent on the axis between variants, which all have the same budget
 

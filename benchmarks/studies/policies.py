@@ -1,0 +1,183 @@
+"""What policies of eviction cost in perplexity, and NVIDIA's kvpress beside this engine.
+
+    pip install kvpress==0.5.5    # in an environment of its own: it wants transformers < 5.3
+    python benchmarks/studies/policies.py --input-path xsum_0shot.jsonl
+
+Four parts. `masked`: candidates for a policy as masks over a full cache, 256 tokens of each article
+after 256, at 5 and 20 % of the prompt and of the text. `cut` and `decode`: this engine and kvpress
+on the same articles with as many tokens kept, where the prompt alone is cut and where generated
+tokens are evicted too. `needle`: a number to be found in a longer text. Rows that the file has
+already are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import math
+import platform
+from pathlib import Path
+
+import torch
+from policy_study import beside, needles
+from policy_study.candidates import CANDIDATES
+from policy_study.masked import MaskedModel, Setting
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flexgen_h2o.files.articles import choose, read_articles
+from flexgen_h2o.metrics.provenance import source_commit
+from flexgen_h2o.metrics.statistics import bootstrap
+from flexgen_h2o.models.sources import checkpoint_folder
+
+SETTINGS = [Setting(20, "prompt"), Setting(5, "prompt"), Setting(20, "text"), Setting(5, "text")]
+PARTS = ("masked", "cut", "decode", "needle")
+COLUMNS = ("date", "commit", "host", "model", "articles", "part", "system", "policy",
+           "budget_percent", "budget_of", "kept_tokens", "perplexity", "over_full", "delta_nats",
+           "delta_nats_low", "delta_nats_high", "over_sum", "over_sum_low", "over_sum_high",
+           "solved", "tasks", "kv_cache_bytes", "seconds")
+KEY = ("model", "articles", "part", "system", "policy", "budget_percent", "budget_of", "tasks")
+PROMPT = 256
+HALVES = 2 * PROMPT
+
+
+class Rows:
+    """The file of rows, which grows: those that it has are known again."""
+
+    def __init__(self, path: str, common: dict):
+        self._path, self._common = Path(path), common
+        if not self._path.exists():
+            with self._path.open("w", newline="") as file:
+                csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
+
+    def has(self, **row) -> bool:
+        """True if the file has a row of this key."""
+        row = {key: str((self._common | row).get(key, "")) for key in KEY}
+        with self._path.open(newline="") as file:
+            return any(all(old[key] == row[key] for key in KEY) for old in csv.DictReader(file))
+
+    def add(self, **row) -> None:
+        """Write a row and print it."""
+        row = self._common | {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(
+            timespec="seconds")} | row
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(
+                {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+        print(*(f"{row[key]:.4f}" if isinstance(row[key], float) else row[key]
+                for key in COLUMNS[5:] if row.get(key) is not None), flush=True)
+
+
+def compared(log_probs: torch.Tensor, full: torch.Tensor, plain: torch.Tensor | None) -> dict:
+    """Columns of [articles, tokens] beside the full cache and beside H2O's sum, with intervals of
+    95 % over articles."""
+    over = (full - log_probs).double()
+    tokens = [over.shape[1]] * len(over)
+    low, high = bootstrap(over.sum(1).tolist(), tokens)
+    found = {"perplexity": math.exp(-log_probs.double().mean()),
+             "over_full": math.exp(over.mean()), "delta_nats": float(over.mean()),
+             "delta_nats_low": low, "delta_nats_high": high}
+    if plain is not None:
+        more = (plain - log_probs).double()
+        low, high = bootstrap(more.sum(1).tolist(), tokens)
+        found |= {"over_sum": math.exp(more.mean()), "over_sum_low": math.exp(low),
+                  "over_sum_high": math.exp(high)}
+    return found
+
+
+def run_masked(model, ids: torch.Tensor, rows: Rows, settings: list[Setting]) -> None:
+    """All candidates in the settings."""
+    masked = MaskedModel(model, ids, PROMPT)
+    full = None
+    for setting in settings:
+        plain = None
+        for candidate in CANDIDATES:
+            key = {"part": "masked", "system": "masked", "policy": candidate.name,
+                   "budget_percent": setting.percent, "budget_of": setting.budget_of}
+            if rows.has(**key):
+                continue
+            if full is None:
+                masked.read_prompts()
+                full = masked.log_probs(None, None)
+            if plain is None:
+                plain = masked.log_probs(CANDIDATES[0], setting)
+            found = plain
+            if candidate is not CANDIDATES[0]:
+                found = masked.log_probs(candidate, setting)
+            rows.add(**key, kept_tokens=setting.sizes(PROMPT, PROMPT)[0],
+                     **compared(found, full, plain))
+
+
+def run_beside(model, ids: torch.Tensor, rows: Rows, part: str, folder: str,
+               settings: list[Setting]) -> None:
+    """This engine and kvpress, by part `cut` or `decode`."""
+    full = None
+    for percent in [one.percent for one in settings if one.budget_of == "prompt"]:
+        keep = Setting(percent, "prompt").sizes(PROMPT, PROMPT)[0]
+        plain = None
+        for one in beside.systems(part):
+            key = {"part": part, "system": one.system, "policy": one.name,
+                   "budget_percent": percent, "budget_of": "prompt"}
+            if rows.has(**key):
+                continue
+            if full is None:
+                full = beside.full_cache(folder, ids, PROMPT)
+                rows.add(part=part, system="flexgen_h2o", policy="full", **compared(
+                    full.log_probs, full.log_probs, None), seconds=full.seconds,
+                    kv_cache_bytes=full.nbytes)
+            if plain is None:
+                plain = beside.measure(beside.SUM, part, folder, model, ids, PROMPT, keep)
+            found = plain
+            if one is not beside.SUM:
+                found = beside.measure(one, part, folder, model, ids, PROMPT, keep)
+            rows.add(**key, kept_tokens=keep, seconds=found.seconds, kv_cache_bytes=found.nbytes,
+                     **compared(found.log_probs, full.log_probs, plain.log_probs))
+
+
+def run_needles(model, texts: list[list[int]], tokenizer, rows: Rows, args) -> None:
+    """Numbers in articles that stand one after the other."""
+    tasks = needles.make(texts, tokenizer, tokens=args.needle_tokens, count=args.needles)
+    key = {"part": "needle", "tasks": len(tasks)}
+    for percent in (100, 20, 5):
+        for one in beside.systems("cut"):
+            mine = key | {"system": one.system, "policy": one.name if percent < 100 else "full",
+                          "budget_percent": percent, "budget_of": "prompt"}
+            if (percent == 100 and one is not beside.SUM) or rows.has(**mine):
+                continue
+            solved, kept, seconds = needles.solved(one, model, args.folder, tasks, percent)
+            rows.add(**mine, solved=solved, kept_tokens=kept, seconds=seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m", help="of the LLaMA architecture")
+    parser.add_argument("--input-path", required=True, help="articles, as tasks.quality reads them")
+    parser.add_argument("--articles", type=int, default=12)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--settings", nargs="+", choices=[f"{s.percent}-{s.budget_of}"
+                                                          for s in SETTINGS])
+    parser.add_argument("--needles", type=int, default=24)
+    parser.add_argument("--needle-tokens", type=int, default=1000)
+    parser.add_argument("--csv", default="benchmarks/results/policies_smollm2.csv")
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    args.folder = str(checkpoint_folder(args.model))
+    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.folder)
+    texts = choose(read_articles(args.input_path), lambda text: tokenizer(text)["input_ids"],
+                   articles=args.articles, min_tokens=HALVES, max_tokens=HALVES)
+    ids = torch.tensor(texts)
+    rows = Rows(args.csv, {"commit": source_commit(), "host": platform.node(),
+                           "model": args.model, "articles": args.articles})
+    settings = [one for one in SETTINGS
+                if args.settings is None or f"{one.percent}-{one.budget_of}" in args.settings]
+    if "masked" in args.parts:
+        run_masked(model, ids, rows, settings)
+    for part in ("cut", "decode"):
+        if part in args.parts:
+            run_beside(model, ids, rows, part, args.folder, settings)
+    if "needle" in args.parts:
+        run_needles(model, texts, tokenizer, rows, args)
+
+
+if __name__ == "__main__":
+    main()

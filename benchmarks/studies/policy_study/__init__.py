@@ -1,0 +1,1 @@
+"""What benchmarks/studies/policies.py is made of."""

@@ -1,0 +1,143 @@
+"""Policies as functions of a state: their values, their registration, and their use by name."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from h2o.test_h2o import prompts_of, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o import LLM, H2OConfig, Placement, PolicyState, register_policy
+from flexgen_h2o.config import scores as names
+from flexgen_h2o.config.limits import EMPTY
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.policies import policy_named
+
+TOKENS = 20
+
+
+def state_of(seed: int, filled: int, empty: int) -> PolicyState:
+    """A state of two heads at random, its empty slots anywhere among the others."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = []
+    for _ in range(2):
+        places = torch.full((filled + empty,), EMPTY, dtype=torch.int32)
+        places[:filled] = torch.randperm(TOKENS, generator=generator)[:filled]
+        heads.append(places[torch.randperm(filled + empty, generator=generator)])
+    positions = torch.stack(heads)
+    gone = positions == EMPTY
+    draw = torch.rand(2, 2, filled + empty, 8, generator=generator).masked_fill(gone[..., None], 0)
+    attention = torch.rand(2, filled + empty, generator=generator) + 0.01
+    return PolicyState(attention.masked_fill(gone, 0), positions, TOKENS, *draw)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**20), filled=st.integers(2, TOKENS), empty=st.integers(0, 3),
+       name=st.sampled_from(names.BUILT_IN))
+def test_a_policy_knows_no_order_and_no_empty_slots(seed, filled, empty, name):
+    state, policy = state_of(seed, filled, empty), policy_named(name)
+    found = policy.score(state)
+    order = torch.randperm(filled + empty)
+    moved = PolicyState(state.attention[:, order], state.positions[:, order], TOKENS,
+                        state.keys[:, order], state.values[:, order])
+    torch.testing.assert_close(policy.score(moved), found[:, order])
+    for head in range(2):
+        here = state.positions[head] != EMPTY
+        alone = PolicyState(*(x[head : head + 1, here] for x in (state.attention, state.positions)),
+                            TOKENS, *(x[head : head + 1, here] for x in (state.keys, state.values)))
+        torch.testing.assert_close(policy.score(alone)[0], found[head, here])
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**20), filled=st.integers(2, TOKENS))
+def test_caote_is_the_distance_that_the_output_moves(seed, filled):
+    state = state_of(seed, filled, 0)
+    found = policy_named("caote").score(state)
+    for head in range(2):
+        mean = state.attention[head].double() / (TOKENS - state.positions[head])
+        values = state.values[head].double()
+        for gone in range(filled):
+            rest = mean.clone()
+            rest[gone] = 0
+            moved = rest @ values / rest.sum() - mean @ values / mean.sum()
+            torch.testing.assert_close(found[head, gone].double(), moved.norm(), rtol=1e-3,
+                                       atol=1e-5)
+
+
+def longest_keys(state: PolicyState) -> torch.Tensor:
+    """A user's policy, which looks at keys and the age of tokens."""
+    return state.keys.norm(dim=-1) + state.attention / state.queries
+
+
+def total(state: PolicyState) -> torch.Tensor:
+    """The sum, unknown to the kernels."""
+    return state.attention
+
+
+@pytest.mark.parametrize("positions", ["original", "rolling"])
+def test_a_policy_of_ones_own(tiny_model, positions):
+    """It drops what its simulation masks, and the sum under another name is the sum."""
+    register_policy("longest keys", longest_keys, needs=["keys"])
+    register_policy("total", total)
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    options = {"heavy_ratio": 0.1, "positions": positions, "score": "longest keys"}
+    expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options), new=32)
+    for chunk in (None, 16):
+        assert tokens(tiny, prompts, H2OConfig(**options), new=32, prefill_chunk=chunk) == expected
+    plain = tokens(tiny, prompts, H2OConfig(**options | {"score": "sum"}), new=32)
+    assert plain != expected
+    assert tokens(tiny, prompts, H2OConfig(**options | {"score": "total"}), new=32) == plain
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_caote_on_mixed_tiers_and_in_windows(tiny_model, device, bits):
+    for key in ("llama", "mistral"):
+        tiny = tiny_model(key)
+        prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1, score="caote")
+        expected = tokens(tiny, prompts, h2o, new=24, cache_bits=bits)
+        if bits == 16:
+            assert expected == tokens(tiny, prompts, H2OConfig(heavy_ratio=0.1, score="caote",
+                                                               simulate=True), new=24)
+        for options in ({"gpu_batch_size": 5}, {"cpu_cache_compute": True}):
+            assert expected == tokens(tiny, prompts, h2o, new=24, cache_bits=bits,
+                                      cache=Placement(30, 30, 40), **options)
+
+
+def test_a_policy_that_the_kernels_do_not_know_says_so_once(tiny_model, caplog):
+    register_policy("said once", lambda state: state.attention)
+    prompts = prompts_of(tiny_model("llama"))
+    for _ in range(2):
+        tokens(tiny_model("llama"), prompts, H2OConfig(heavy_ratio=0.1, score="said once"), new=3)
+    assert sum("'said once' is none of the kernels' own" in line for line in caplog.messages) == 1
+
+
+def test_registration(tiny_model):
+    policy = register_policy("mine", total)
+    assert register_policy("mine", total) == policy == policy_named("mine")
+    for name, score, options, what in (
+            ("sum", total, {}, "another policy of the name 'sum'"),
+            ("mine", longest_keys, {}, "another policy of the name 'mine'"),
+            (" ", total, {}, "must be a word"), (3, total, {}, "must be a word"),
+            ("other", 3, {}, "must be a function"),
+            ("other", total, {"needs": ["queries"]}, "of 'keys' and 'values'")):
+        with pytest.raises(UserError, match=what):
+            register_policy(name, score, **options)
+    with pytest.raises(UserError, match="sum, mean, decay, caote, .*got 'other'.*register_policy"):
+        H2OConfig(heavy_ratio=0.1, score="other")
+    register_policy("wrong shape", lambda state: state.attention[..., :1])
+    with (LLM(str(tiny_model("llama").folder), dtype="float32", progress=False,
+              h2o=H2OConfig(heavy_ratio=0.1, score="wrong shape")) as llm,
+          pytest.raises(UserError, match="'wrong shape' must give scores of the shape")):
+        llm.generate(prompts_of(tiny_model("llama")), max_new_tokens=4)
+
+
+def test_a_process_that_does_not_know_a_policy(monkeypatch):
+    register_policy("there alone", total)
+    h2o = pickle.loads(pickle.dumps(H2OConfig(heavy_ratio=0.1, score="there alone")))
+    monkeypatch.setattr(names, "_registered", {})
+    with pytest.raises(UserError, match="'there alone'.*in each process"):
+        policy_named(h2o.score)
