@@ -15,7 +15,7 @@ TEMPLATE = ("{% for m in messages %}{{ m.role[0] | replace('u', 'w1') }} {{ m.co
             "{% endfor %}{% if enable_thinking is defined and not enable_thinking %}w9 {% endif %}"
             "{% if add_generation_prompt %}w7{% endif %}")
 # What gpt-oss's template does beside that of others: macros, a date, loops that count.
-HARMONY = """{%- macro said(role, text) %}{{ "w" ~ role | length ~ " " ~ text ~ " " }}{% endmacro -%}
+HARMONY = """{%- macro said(role, text) %}{{ "w" ~ role|length ~ " " ~ text ~ " " }}{% endmacro -%}
 {%- set now = strftime_now("%Y-%m-%d") %}{% set seen = namespace(count=0) -%}
 {%- if now | length != 10 %}{{ raise_exception("no date") }}{% endif -%}
 {%- if reasoning_effort is not defined %}{% set reasoning_effort = "medium" %}{% endif -%}
