@@ -14,6 +14,15 @@ from flexgen_h2o.tasks import generate
 TEMPLATE = ("{% for m in messages %}{{ m.role[0] | replace('u', 'w1') }} {{ m.content }} "
             "{% endfor %}{% if enable_thinking is defined and not enable_thinking %}w9 {% endif %}"
             "{% if add_generation_prompt %}w7{% endif %}")
+# What gpt-oss's template does beside that of others: macros, a date, loops that count.
+HARMONY = """{%- macro said(role, text) %}{{ "w" ~ role|length ~ " " ~ text ~ " " }}{% endmacro -%}
+{%- set now = strftime_now("%Y-%m-%d") %}{% set seen = namespace(count=0) -%}
+{%- if now | length != 10 %}{{ raise_exception("no date") }}{% endif -%}
+{%- if reasoning_effort is not defined %}{% set reasoning_effort = "medium" %}{% endif -%}
+{{- "w" ~ reasoning_effort | length ~ " " -}}
+{%- for message in messages recursive %}{% set seen.count = seen.count + 1 -%}
+{{- said(message.role, message.content) -}}{%- endfor -%}
+{{- "w" ~ seen.count -}}"""
 HELLO = [{"role": "user", "content": "w3 w4"}]
 
 
@@ -38,13 +47,16 @@ def test_answers_are_those_of_the_rendered_prompts(folder):
         assert quiet.prompt == "w1 w3 w4 w9 w7" and quiet.prompt_token_ids == [1, 3, 4, 9, 7]
         given, = llm.chat(HELLO, max_new_tokens=1, chat_template="w{{ messages | length }}")
         assert given.prompt_token_ids == [1]
+        effort, = llm.chat(HELLO, max_new_tokens=1, chat_template=HARMONY,
+                           chat_template_kwargs={"reasoning_effort": "low"})
+        assert effort.prompt_token_ids == [3, 4, 3, 4, 1]
 
 
 def test_every_end_token_of_the_generation_config_ends_a_text(folder):
     with LLM(folder, dtype="float32") as llm:
         free, = llm.generate(["w1 w2"], max_new_tokens=20, eos_token_id=-1)
     for place in (2, 4):
-        ends = [free.token_ids[place], 119]
+        ends = [free.token_ids[place], 119, 118]  # three, as gpt-oss has them
         with open(f"{folder}/generation_config.json", "w", encoding="utf-8") as file:
             json.dump({"eos_token_id": ends[::-1]}, file)
         with LLM(folder, dtype="float32") as llm:
