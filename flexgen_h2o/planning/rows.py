@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.config.formats import CacheOptions, GroupLayout, WeightOptions
 from flexgen_h2o.config.limits import (
     CACHE_BUFFERS,
+    EXPERT_ROUND,
     CHUNK_ROWS,
     FEWEST_TASKS,
     HIDDEN_BUFFERS,
@@ -379,6 +380,9 @@ def _mixture(run: PlannedRun) -> int:
     # A token's experts: number, share, and their order.
     chosen = rows * (experts.per_token * 4 * 8 + experts.count * 3 * 4)
     inner = chunk * ((2 * wide + 3 * hidden) * run.itemsize + hidden * (2 * sums + 4))
+    # Inputs and outputs of the experts that one call computes together.
+    together = min(rows * experts.per_token, EXPERT_ROUND) * 2 * (wide + hidden) * run.itemsize
+    inner = max(inner, together)
     return rows * hidden * (run.itemsize + sums) + chosen + inner
 
 
