@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.config.formats import CacheOptions, GroupLayout, WeightOptions
 from flexgen_h2o.config.limits import (
     CACHE_BUFFERS,
-    EXPERT_ROUND,
     CHUNK_ROWS,
+    EXPERT_ROUND,
     FEWEST_TASKS,
     HIDDEN_BUFFERS,
     LOGIT_ROWS,
