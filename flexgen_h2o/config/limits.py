@@ -68,6 +68,10 @@ as many."""
 SKINNY_ROWS = 64
 """The most rows of `linear_skinny`: what AMX has tiles for sums of."""
 
+EXPERT_ROUND = 1024
+"""Choices of experts, by tokens of few, that one call computes before it adds them up: ROUND of
+cpu/experts.cpp."""
+
 QUERY_LANES = 64
 """The most queries that a thread attends with at once, of each of which it holds all weights (with
 AMX, those of some keys)."""

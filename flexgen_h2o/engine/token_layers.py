@@ -1,8 +1,9 @@
 """Decode steps of decoder layers that are in memory, each bound once for a block and then one call.
 
-A layer's norms, products, rotation, attention with eviction, activation and residual (before
-experts: those of attention) stand in a `Program`, which the family's own functions have noted; of a step only the rotations and the decode
-metadata are new. Layers that cannot be bound go on operation by operation: `unbound_reason`.
+A layer's norms, products, rotation, attention with eviction, activation and residual (of a
+mixture what comes before the router) stand in a `Program`, which the family's own functions have
+noted; of a step only the rotations and the decode metadata are new. Layers that cannot be bound go
+on operation by operation: `unbound_reason`.
 """
 
 from __future__ import annotations

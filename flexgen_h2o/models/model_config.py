@@ -96,7 +96,8 @@ class ModelWeights:
         and after the last layer if these are among them. Experts are of these layers alone."""
         layers = tuple(layer if first <= place < last else {}
                        for place, layer in enumerate(self.layers))
-        return replace(self, layers=layers, experts=self.experts[first:last], embed=self.embed if first == 0 else {},
+        return replace(self, layers=layers, experts=self.experts[first:last],
+                       embed=self.embed if first == 0 else {},
                        head=self.head if last == len(self.layers) else {},
                        tables=self.tables if first == 0 else ())
 

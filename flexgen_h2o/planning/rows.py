@@ -16,6 +16,7 @@ from flexgen_h2o.config.limits import (
     CACHE_BUFFERS,
     CHUNK_BUFFERS,
     CHUNK_ROWS,
+    EXPERT_ROUND,
     FEWEST_TASKS,
     HIDDEN_BUFFERS,
     LOGIT_ROWS,
@@ -428,8 +429,11 @@ def _mixture(run: PlannedRun) -> int:
     hidden, wide = model.hidden_size, max(experts.ffn_size, experts.shared_ffn_size)
     # A token's experts: number, share, and their order.
     chosen = rows * (experts.per_token * 4 * 8 + experts.count * 3 * 4)
-    wide *= 3 if experts.gate_limit else 2
-    inner = chunk * ((wide + 3 * hidden) * run.itemsize + hidden * (2 * sums + 4))
+    parts = 3 if experts.gate_limit else 2
+    inner = chunk * ((parts * wide + 3 * hidden) * run.itemsize + hidden * (2 * sums + 4))
+    # Inputs and outputs of the experts that one call computes together.
+    together = min(rows * experts.per_token, EXPERT_ROUND) * 2 * (wide + hidden) * run.itemsize
+    inner = max(inner, together)
     return rows * hidden * (run.itemsize + sums) + chosen + inner
 
 

@@ -124,7 +124,8 @@ def test_the_same_tokens_of_mixtures(tiny_model, key, ranks, policy):
 def test_a_mixture_whose_texts_end_at_different_times(tiny_model):
     tiny = tiny_model("olmoe")
     prompts = prompts_of(tiny)
-    params = [SamplingParams(max_new_tokens=2 + 3 * (number % 4), eos_token_id=tuple(range(0, 97, 5)))
+    ends = tuple(range(0, 97, 5))
+    params = [SamplingParams(max_new_tokens=2 + 3 * (number % 4), eos_token_id=ends)
               for number in range(len(prompts))]
     options = {"policy": small(gpu_batch_size=1, num_gpu_batches=4)}
     expected = tokens(tiny.folder, prompts, params, **options)

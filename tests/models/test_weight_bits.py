@@ -21,8 +21,9 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops, reference_matrix
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import quantized
-from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.checkpoint import DummyCheckpoint, open_checkpoint
 
 NEW = 20
 LENGTHS = [9, 4, 1, 7, 30]
@@ -94,6 +95,20 @@ def test_with_eviction_and_a_compressed_cache(tiny_model, tmp_path, key):
     for weights in PLACES:
         assert tokens(tiny.folder, prompts, weights=weights, cache=Placement(30, 30, 40),
                       offload_dir=str(tmp_path), gpu_batch_size=3, **options) == expected
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_dummy_codes_have_the_mean_and_deviation_of_dummy_weights(bits):
+    layout, found = MatrixLayout(48, 256, bits), []
+    for seed in (1, 1, 2):
+        checkpoint = DummyCheckpoint({"w": (48, 256)}, torch.bfloat16, seed)
+        data = torch.empty(layout.nbytes, dtype=torch.uint8)
+        assert checkpoint.keep("w", layout, data)
+        matrix = QuantizedMatrix(data, layout)
+        found.append(ops.unpack_rows(matrix, torch.arange(48), torch.float32))
+        assert abs(found[-1].mean()) < 1e-3 and 0.018 < found[-1].std() < 0.023
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    assert not checkpoint.keep("w", layout, data, range(48))
 
 
 def test_dummy_weights_are_quantized_and_not_kept(cache, tmp_path):

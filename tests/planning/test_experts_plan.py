@@ -10,6 +10,7 @@ from planning_cases import CPU, GPU, machine, planned
 from flexgen_h2o.cli.plan_text import flags
 from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.cost import estimate, layer_steps_of
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -63,6 +64,25 @@ def test_experts_and_their_slots_in_the_memory_plan():
     assert rows(here)["experts"].cpu == 2 * ALL * EXPERT
     fewer = rows(planned(model=QWEN, bits=(4, 16), gpu=False))["experts"].cpu
     assert 0.25 < fewer / (2 * ALL * EXPERT) < 0.33
+
+
+def test_experts_that_compute_in_host_memory_neither_travel_nor_have_slots():
+    machines = {True: GPU, False: CPU}
+    options = {"weights": (100, 0), "experts": Placement(0, 100, 0), "model": QWEN,
+               "batch": (1, 1)}
+    away, there = (planned(gpu=True, **options, cpu_expert_compute=host) for host in (False, True))
+    assert away.expert_slots > 0 == there.expert_slots
+    found = rows(there)["expert slots"]
+    assert found.gpu == 0 < found.cpu, "room for what comes down and goes up"
+    seconds = [estimate(machines[True], run).step.resources for run in (away, there)]
+    assert seconds[1]["cpu->gpu"] < seconds[0]["cpu->gpu"] / 50
+    assert seconds[1]["cpu attention"] > 0 == seconds[0]["cpu attention"]
+    assert seconds[1]["compute"] < seconds[0]["compute"]
+    without = [estimate(machines[False], planned(gpu=False, **options, cpu_expert_compute=host))
+               for host in (False, True)]
+    assert without[0] == without[1], "without a GPU it is all the same"
+    with pytest.raises(UserError, match="leave --cpu-expert-compute out"):
+        estimate(replace(machines[True], host_attention=None), there)
 
 
 def test_what_does_not_fit_is_moved_experts_first():
