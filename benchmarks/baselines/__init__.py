@@ -10,7 +10,7 @@ from flexgen_h2o.errors import UserError
 CLASSES = {
     "ours": "Ours", "transformers_memory": "TransformersMemory",
     "accelerate_offload": "AccelerateOffload", "deepspeed_zero": "DeepSpeedZero",
-    "flexgen": "FlexGen", "h2o_fork": "H2OFork",
+    "flexgen": "FlexGen", "h2o_fork": "H2OFork", "llama_cpp": "LlamaCpp",
 }
 """Module of this package to the class in it."""
 

@@ -104,6 +104,11 @@ class Baseline(ABC):
         """
         return False
 
+    @classmethod
+    def weight_bits(cls, options: Mapping[str, Any]) -> int:
+        """Bits of matrices; 16 stands for the scenario's dtype."""
+        return options.get("weight_bits", 16)
+
     def ready(self, model: Path) -> None:  # noqa: B027 - most need nothing
         """Do once, in a process without limits, what would need more memory than a run may have,
         and is kept: builds, measurements, converted weights.

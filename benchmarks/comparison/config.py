@@ -32,7 +32,7 @@ class System:
     @property
     def weight_bits(self) -> int:
         """Bits of matrices; 16 stands for the scenario's dtype."""
-        return self.options.get("weight_bits", 16)
+        return baseline_class(self.baseline).weight_bits(self.options)
 
     @property
     def cache_bits(self) -> int:

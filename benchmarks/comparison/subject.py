@@ -51,8 +51,9 @@ def subject_of(scenario: ComparisonScenario, models: Path) -> ComparisonSubject:
 
 def _fetched(scenario: ComparisonScenario, folder: Path) -> Path:
     """A model that is not below ``--models``; one of random weights the user has to make."""
-    shape = f"facebook/{scenario.model}"
-    if published(shape) is not None:
+    shapes = (f"{owner}/{scenario.model}" for owner in ("facebook", "meta-llama"))
+    shape = next((name for name in shapes if published(name) is not None), None)
+    if shape is not None:
         raise UserError(f"scenario {scenario.name}: there is no folder {folder}: python "
                         f"benchmarks/make_checkpoint.py --model {shape} --out {folder} "
                         f"--dtype {scenario.dtype}")

@@ -240,6 +240,7 @@ def test_who_cannot_run_here_says_why(bench, tmp_path, monkeypatch):
     assert said["ours"] is None and said["transformers_memory"] is None
     assert "[bench-deepspeed]" in said["deepspeed_zero"]
     assert "[bench-accelerate]" in said["accelerate_offload"]
+    assert "[bench-llama-cpp]" in said["llama_cpp"]
     assert "needs CUDA" in said["flexgen"] and "names no checkout" in said["h2o_fork"]
     fork = bench.h2o_fork.H2OFork
     options = fork.check("fork", {"path": str(tmp_path)})
@@ -251,7 +252,7 @@ def test_who_cannot_run_here_says_why(bench, tmp_path, monkeypatch):
 
 def test_the_extras_that_refusals_name_exist():
     source = (ROOT / "setup.py").read_text(encoding="utf-8")
-    for name in ("bench-accelerate", "bench-deepspeed", "bench-flexgen"):
+    for name in ("bench-accelerate", "bench-deepspeed", "bench-flexgen", "bench-llama-cpp"):
         assert f'"{name}": [' in source
 
 

@@ -96,14 +96,35 @@ def test_the_config_of_the_repository_is_whole(bench):
     found = bench.config.load(ROOT / "configs" / "compare_cpu.yaml", models=Path("."))
     assert [each.name for each in found.scenarios] == [
         "opt-1.3b-512-128", "opt-1.3b-128-512", "opt-6.7b-512-32", "opt-1.3b-memory",
-        "smollm2-xsum", "smollm2-step"]
-    first, second, third, memory, real, _ = found.scenarios
+        "smollm2-xsum", "smollm2-step", "smollm2-batch-1", "smollm2-batch-4", "smollm2-batch-16",
+        "llama-1b-batch-1", "llama-1b-batch-16"]
+    first, second, third, memory, real, *_ = found.scenarios
     assert (first.memory, third.memory, memory.memory) == (2_500_000_000, 6_000_000_000, None)
     assert (second.prompt_len, second.gen_len, second.memory) == (128, 512, first.memory)
     assert (memory.batch, memory.best) == (16, False) and real.prompt_len is None
     assert {system.baseline for system in found.systems.values()} == set(bench.baselines.CLASSES)
     assert [name for name, system in found.systems.items() if not system.exact] == [
-        "h2o-fork", "h2o", "h2o-4bit"]
+        "h2o-fork", "h2o", "h2o-4bit", "llama-cpp", "full-4bit"]
+    beside_llama_cpp = [each for each in found.scenarios if "llama-cpp" in each.systems]
+    assert [each.batch for each in beside_llama_cpp] == [1, 4, 16, 1, 16]
+    assert {found.systems[name].weight_bits for each in beside_llama_cpp
+            for name in each.systems} == {4}
+
+
+def test_the_config_of_whole_runs_projects_nothing(bench):
+    """Each scenario that is projected otherwise, at known batches, beside another system."""
+    load = partial(bench.config.load, models=Path("."))
+    whole = load(ROOT / "configs" / "compare_cpu_full.yaml")
+    short = {each.name: each for each in load(ROOT / "configs" / "compare_cpu.yaml").scenarios}
+    assert [each.name for each in whole.scenarios] == [
+        name for name, each in short.items() if each.cut_gen_len]
+    others = {name for name, system in whole.systems.items() if system.baseline != "ours"}
+    for each in whole.scenarios:
+        also = short[each.name]
+        assert (each.model, each.prompt_len, each.gen_len, each.memory) == (
+            also.model, also.prompt_len, also.gen_len, also.memory)
+        assert not each.cut_gen_len and others.intersection(each.systems)
+        assert not each.best or set(each.best_batch) == set(each.systems), "nothing is searched"
 
 
 @pytest.mark.parametrize("change, words", [
