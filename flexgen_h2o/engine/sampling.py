@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,27 +28,10 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, eos_token_ids: tuple[int, ...]):
-        from transformers import generation as hf
-
         self._params = params
         self._suppressed = list(eos_token_ids)
         self._generators: dict[int, torch.Generator] = {}
-        self._history = hf.LogitsProcessorList()
-        self._warpers = hf.LogitsProcessorList()
-        if params.repetition_penalty != 1.0:
-            self._history.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-        if params.no_repeat_ngram_size > 0:
-            self._history.append(hf.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
-        if not params.do_sample:
-            return
-        if params.temperature != 1.0:
-            self._warpers.append(hf.TemperatureLogitsWarper(params.temperature))
-        if params.top_k:
-            self._warpers.append(hf.TopKLogitsWarper(params.top_k))
-        if params.top_p < 1.0:
-            self._warpers.append(hf.TopPLogitsWarper(params.top_p))
-        if params.min_p is not None:
-            self._warpers.append(hf.MinPLogitsWarper(params.min_p))
+        self._history, self._warpers = _history_processors(params), _warpers(params)
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """Choose a token for each row.
@@ -79,12 +62,13 @@ class Sampler:
                                   for row, request in zip(logits.float(), requests, strict=True)])
         if self._history:
             logits = torch.cat([
-                self._history(torch.tensor([request.history], device=logits.device), row[None])
+                _processed(self._history, row[None], torch.tensor([request.history],
+                                                                  device=logits.device))
                 for row, request in zip(logits.float(), requests, strict=True)
             ])
         if not self._params.do_sample:
             return _checked(*likeliest(logits), raw, requests)
-        probabilities = self._warpers(None, logits.float()).softmax(-1)
+        probabilities = _processed(self._warpers, logits.float()).softmax(-1)
         cumulative = probabilities.cumsum(-1)
         draws = torch.tensor([self._draw(request) for request in requests])
         # Inverse transform; scaled by the last sum, which rounding keeps from being exactly 1.
@@ -108,6 +92,47 @@ class Sampler:
         if request.key not in self._generators:
             self._generators[request.key] = torch.Generator().manual_seed(request.seed)
         return torch.rand((), generator=self._generators[request.key], dtype=torch.float64).item()
+
+
+def _history_processors(params: SamplingParams) -> list[Callable]:
+    """transformers' processors that look at the text so far. It is loaded only for those."""
+    repeated, ngram = params.repetition_penalty != 1.0, params.no_repeat_ngram_size
+    if not (repeated or ngram > 0):
+        return []
+    from transformers import generation as hf
+
+    found: list[Callable] = []
+    if repeated:
+        found.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if ngram > 0:
+        found.append(hf.NoRepeatNGramLogitsProcessor(ngram))
+    return found
+
+
+def _warpers(params: SamplingParams) -> list[Callable]:
+    """transformers' processors that change the distribution to draw from."""
+    if not params.do_sample:
+        return []
+    from transformers import generation as hf
+
+    found: list[Callable] = []
+    if params.temperature != 1.0:
+        found.append(hf.TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        found.append(hf.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        found.append(hf.TopPLogitsWarper(params.top_p))
+    if params.min_p is not None:
+        found.append(hf.MinPLogitsWarper(params.min_p))
+    return found
+
+
+def _processed(processors: Sequence[Callable], logits: torch.Tensor,
+               history: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits [rows, vocab] after one processor and then the next."""
+    for process in processors:
+        logits = process(history, logits)
+    return logits
 
 
 def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,

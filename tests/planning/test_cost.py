@@ -93,6 +93,26 @@ def test_a_prompt_in_chunks_loads_the_weights_for_each():
     assert chunks.step == whole.step
 
 
+@pytest.mark.parametrize(("batch", "prompt", "trips"), [((5, 1), 512, 2), ((1, 1), 5000, 3),
+                                                        ((5, 2), 512, 1)])
+def test_chunks_of_weights_come_anew_for_each_2048_rows(batch, prompt, trips):
+    """Where batches share them they do not."""
+    run = planned(weights=ON_DISK, batch=batch, lengths=(prompt, 2), gpu=False)
+    rows = batch[0] * batch[1] * prompt
+    assert estimate(machine(gpu=False), run).prefill.seconds == pytest.approx(
+        trips * 12 * LAYER + HEAD + rows * ROW)
+
+
+@pytest.mark.parametrize(("batches", "read_ahead"), [(1, 3 / 8), (2, 1)])
+def test_few_chunks_are_read_while_attention_goes_on(batches, read_ahead):
+    """A layer's attention takes as long as reading its weights."""
+    compute = replace(FREE, head_seconds=LAYER / (4 * 12 * batches))
+    run = planned(weights=ON_DISK, batch=(4, batches), gpu=False)
+    step = estimate(machine(compute, gpu=False), run).step.seconds
+    assert step == pytest.approx(
+        12 * LAYER * (2 - read_ahead) + HEAD + 4 * batches * ROW, rel=1e-3)
+
+
 # Compute
 
 
