@@ -58,6 +58,7 @@ DYNAMIC = {
 TORCH_ROOMS = {"kernels", "storage", "cache", "models", "engine", "integrations", "conversation",
                "llm"}
 TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.simulation",
+         "h2o.recall",
          "planning.rates",
          "planning.calibrate", "tasks.analysis.evicted", "tasks.analysis.misses",
          "tasks.analysis.stats", "tasks.analysis.survey", "tasks.streams.printer"}
