@@ -73,8 +73,8 @@ class Recall:
 
     def metadata(self, layer: int, batch: int, part: CachePart, *, tokens: Sequence[int],
                  place: torch.device) -> tuple[Tensor, int] | None:
-        """What a step of a part's sequences is told: int32 [2, sequences], and the most that one
-        chooses.
+        """The metadata of a step of a part's sequences, int32 [2, sequences], and the most that
+        one of them chooses.
 
         `tokens` are those of each sequence, the new one included. Rows are the tokens before it,
         and how many of them it attends to. None: all of every sequence.

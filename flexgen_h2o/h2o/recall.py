@@ -51,7 +51,7 @@ def indexed(keys: Tensor, layout: IndexLayout) -> Tensor:
 
 def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, hidden: Tensor, form: AttentionForm,
                   sinks: Tensor | None) -> Tensor:
-    """What the query heads of a group together give to each cached token, by the index.
+    """The weights that the query heads of a group together give to each cached token.
 
     Parameters
     ----------

@@ -156,7 +156,7 @@ class SimulatedCache:
 
     def _recalled(self, key: tuple[int, int, int], queries: Tensor, keys: Tensor,
                   sinks: Tensor | None) -> Tensor:
-        """What a new token sees by recall, itself included: bool [kv_heads, 1, tokens].
+        """The tokens that a new one sees by recall, itself included: bool [kv_heads, 1, tokens].
 
         queries [kv_heads, group, 1, head_dim] and keys [kv_heads, tokens, head_dim], rotated.
         """

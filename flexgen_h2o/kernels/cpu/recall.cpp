@@ -16,6 +16,7 @@ namespace {
 
 constexpr int BINS = 2048;
 constexpr int PARTS = INDEX_TILE / WIDTH;  // vectors of a row of a tile
+constexpr int FEW_ROWS = 256;              // that one thread indexes sooner than it wakes others
 constexpr int ROWS_AHEAD = 12;             // rows that memory sends while others are computed with
 
 int64_t padded(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -107,7 +108,9 @@ int index_all(const IndexKeys& a) {
     const Memory<float> floats = memory<float>(a.threads * a.head_dim);
     const Memory<uint8_t> codes = memory<uint8_t>(a.threads * a.head_dim);
     if (!floats || !codes) return NO_MEMORY;
-#pragma omp parallel for schedule(dynamic) num_threads(a.threads)
+    int64_t rows = 0;
+    for (int64_t s = 0; s < a.sequences; s++) rows += a.kv_heads * a.spans[2 * a.sequences + s];
+#pragma omp parallel for schedule(dynamic) num_threads(a.threads) if (rows > FEW_ROWS)
     for (int64_t task = 0; task < a.sequences * a.kv_heads; task++) {
         const int64_t s = task / a.kv_heads, head = task % a.kv_heads, thread = thread_number();
         const int64_t first = a.spans[s], token = a.spans[a.sequences + s],
