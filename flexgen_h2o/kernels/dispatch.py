@@ -51,9 +51,9 @@ TABLE = (
                   "float32 in strips, once for 256 rows."),
     TableLine("linear", ("avx2", "avx512", "avx512bf16"), "float32", least_rows=4,
               dtype=torch.float16,
-              why="PyTorch's products in float16 run at 0.03 TFLOP/s without AVX512_FP16. On a Xeon "
-                  "beside other load, 4096 x 16384, they take 0.4, 1.1 and 3.6 times as long at 1, "
-                  "4 and 16 rows."),
+              why="PyTorch's products in float16 run at 0.03 TFLOP/s without AVX512_FP16. On "
+                  "a Xeon beside other load, 4096 x 16384, they take 0.4, 1.1 and 3.6 times as "
+                  "long at 1, 4 and 16 rows."),
     TableLine("linear", ("avx512bf16",), "skinny", most_rows=32,
               why="EPYC, 4096 x 16384: PyTorch takes 2.6, 2.2, 2.0 and 1.5 times as long at 1, 4, "
                   "16 and 32 rows (benchmarks/results/kernels_products.csv)."),

@@ -150,8 +150,8 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
 
 
 def linear_choice(x: Tensor, weight: Tensor) -> str:
-    """What does a product of x [rows, inputs] and weight [outputs, inputs]: of `dispatch`'s names
-    the one that it prefers, "pytorch" where the kernels cannot do it."""
+    """The implementation of a product of x [rows, inputs] and weight [outputs, inputs]: the one
+    that `dispatch` prefers, and "pytorch" where the kernels cannot do it."""
     if (x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype or not x.is_cpu
             or not x.stride(1) == weight.stride(1) == 1 or plain_torch("cpu")):
         return "pytorch"
