@@ -3,10 +3,11 @@
     python benchmarks/kernels.py
 
 Each operation is checked against `kernels.reference` on a small random case, then timed. The
-contestants take turns within each repeat; medians. Whatever memory bounds goes through copies of
-1 GB and more in all, so that no cache holds them. The roofline is the bytes that must move over the
-rate at which this machine reads memory, or for prefill the FLOPs of the causal half over its rate
-in bf16 products of 2048 rows: the better of two measurements, before and after each case.
+contestants take turns within each repeat; medians. One that has taken 6 seconds ends after three
+turns. Whatever memory bounds goes through copies of 1 GB and more in all, so that no cache holds
+them. The roofline is the bytes that must move over the rate at which this machine reads memory, or
+the FLOPs (for prefill of the causal half) over PyTorch's rate in products of 2048 rows, in bfloat16
+or float32, whichever is faster: the better of two measurements, before and after each case.
 `extra_mb` is what a scored prefill adds to the peak of a fresh process, its output aside.
 """
 
@@ -255,8 +256,8 @@ def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
         functions = {PLAIN: lambda weight, x=x, out=out: torch.mm(x, weight.t(), out=out)}
         for name in (OURS, OURS_8, OURS_4):
             functions[name] = lambda weight, x=x, out=out: layers.linear(x, weight, out=out)
-        if not ops.skinny(x, weight):
-            del functions[OURS]  # is PyTorch's
+        if ops.linear_choice(x, weight) == "pytorch":
+            del functions[OURS]
         for name, function in functions.items():
             first = inputs[name][0]
             wanted = torch.empty(count, len(weight))

@@ -112,10 +112,16 @@ def measure_rates(file: str, dtype: str) -> dict[str, float]:
 
     import torch
 
-    from flexgen_h2o.storage.links import copy_rates, disk_read_rate, gemm_rate, memory_read_rate
+    from flexgen_h2o.storage.links import (
+        best_gemm_rate,
+        copy_rates,
+        disk_read_rate,
+        memory_read_rate,
+    )
     from flexgen_h2o.storage.tiers import open_device
 
     device, number = open_device(), getattr(torch, dtype)
     link = {"link": copy_rates(device)[0]} if device.separate else {}
     return {"disk": disk_read_rate(Path(file)), "memory": memory_read_rate(device=device),
-            "gemm": max(gemm_rate(rows, number, device=device) for rows in (256, 2048)), **link}
+            "gemm": max(best_gemm_rate(rows, number, device=device) for rows in (256, 2048)),
+            **link}

@@ -17,11 +17,14 @@ from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels import native
 from flexgen_h2o.metrics.figures import new_figure, save
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
-from flexgen_h2o.storage.links import gemm_rate, memory_read_rate
+from flexgen_h2o.storage.links import best_gemm_rate, memory_read_rate
 
 DTYPE = torch.bfloat16
 ROTATED = 1 << 30
 """Bytes of all the copies that contestants go through in turn."""
+PATIENCE = 6.0
+"""Seconds after which a contestant's turns end, once it has had `FEWEST` of them."""
+FEWEST = 3
 COLUMNS = (
     "date", "commit", "host", "cpu", "threads", "torch", "isa", "dtype", "repeats",
     "operation", "shape", "contestant", "ms", "fastest_ms", "roofline_ms", "share_of_roofline",
@@ -53,12 +56,14 @@ class TimedRows:
 
         The roofline is of FLOPs where they are given, else of bytes.
         """
-        measured = functools.partial(gemm_rate, 2048, DTYPE) if flops else memory_read_rate
+        measured = functools.partial(best_gemm_rate, 2048, DTYPE) if flops else memory_read_rate
         rate = measured()
         seconds: dict[str, list[float]] = {name: [] for name in functions}
         awake = torch.randn(1 << 20)
         for repeat in range(self.repeats + 1):  # the first one warms up
             for name, function in functions.items():
+                if len(seconds[name]) >= FEWEST and sum(seconds[name]) > PATIENCE:
+                    continue
                 arguments = next(inputs[name])
                 awake.mul_(1.0)  # in a run, too, one operation follows another at once
                 began = time.perf_counter()

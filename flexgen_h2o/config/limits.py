@@ -65,6 +65,9 @@ PRODUCT_ROWS, PRODUCT_OUTPUTS = 256, 2 * MATRIX_TILE
 and the outputs that are computed together: each thread holds so many in float32, with AMX 4 times
 as many."""
 
+PRODUCT_DEPTH = 128
+"""Inputs that products in float32 take at once: a strip of weights has so many as floats."""
+
 SKINNY_ROWS = 64
 """The most rows of `linear_skinny`: what AMX has tiles for sums of."""
 
@@ -83,6 +86,6 @@ FEWEST_TASKS = 64
 """So many tasks are made out of few heads, whatever the number of threads; each has results of its
 own."""
 
-KERNELS = ("EMPTY", "MATRIX_TILE", "PRODUCT_ROWS", "PRODUCT_OUTPUTS", "SKINNY_ROWS", "QUERY_LANES",
-           "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE")
+KERNELS = ("EMPTY", "MATRIX_TILE", "PRODUCT_ROWS", "PRODUCT_OUTPUTS", "PRODUCT_DEPTH",
+           "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE")
 """What the C++ kernels are compiled with."""

@@ -72,7 +72,7 @@ STRUCTS = MappingProxyType({
     # reference.linear_skinny: x [rows, inputs], weight [outputs, inputs], bias [outputs] or null,
     # out [rows, outputs]; next: another product of the same x, or null.
     "Linear": """const void*: x weight bias; void*: out; const Linear*: next;
-        int64_t: rows inputs outputs x_row weight_row out_row add threads""",
+        int64_t: dtype rows inputs outputs x_row weight_row out_row add threads""",
     # reference_matrix.linear_quantized: x [rows, inputs], bias [outputs] or null, out [rows,
     # outputs]; next: another product of the same x, its matrix of as many bits, groups and inputs.
     "Product": """const void*: x bias; void*: out; Matrix: matrix; const Product*: next;
@@ -113,7 +113,7 @@ named by the dimension that they step along; the last dimension is contiguous.""
 
 OPERATIONS = MappingProxyType({
     "norm": "Norm", "rotate": "Rotate", "activate": "Activate", "decode_attention": "Decode",
-    "linear_skinny": "Linear", "linear_quantized": "Product",
+    "linear_skinny": "Linear", "linear_float32": "Linear", "linear_quantized": "Product",
 })
 """Operations that a program may have, each with its struct; numbered in this order."""
 

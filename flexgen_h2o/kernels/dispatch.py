@@ -32,16 +32,28 @@ class TableLine:
     why: str
     least_rows: int = 1
     most_rows: float = math.inf
+    dtype: torch.dtype = torch.bfloat16
 
 
 TABLE = (
-    TableLine("linear", ("avx2",), "skinny", least_rows=2, most_rows=SKINNY_ROWS,
+    TableLine("linear", ("avx2",), "skinny", least_rows=2, most_rows=16,
               why="One thread of an EPYC, PyTorch held to AVX2 (ATEN_CPU_CAPABILITY=avx2, without "
                   "oneDNN), 2048 x 4096 in cache: it takes 2.1, 2.9 and 3.0 times as long at 4, 16 "
-                  "and 32 rows, at 1 row 0.7 times."),
-    TableLine("linear", ("avx512",), "skinny", most_rows=SKINNY_ROWS,
+                  "and 32 rows, at 1 row 0.7 times. On a Xeon beside other load, 4096 x 16384, "
+                  "float32 takes 1.3 and 0.93 times as long at 16 and 32 rows."),
+    TableLine("linear", ("avx512",), "skinny", most_rows=48,
               why="The same with ONEDNN_MAX_CPU_ISA=AVX512_CORE: 1.2, 5.9, 3.9 and 2.9 times as "
-                  "long at 1, 4, 16 and 64 rows."),
+                  "long at 1, 4, 16 and 64 rows. On a Xeon beside other load, 4096 x 16384, "
+                  "float32 takes 1.1 times as long at 32 rows, and as long at 64."),
+    TableLine("linear", ("avx2", "avx512"), "float32", least_rows=17,
+              why="PyTorch's products in bfloat16 run at 0.06 TFLOP/s where the CPU has no "
+                  "instruction for them, those in float32 at 0.26 to 0.31 (Xeon); weights come to "
+                  "float32 in strips, once for 256 rows."),
+    TableLine("linear", ("avx2", "avx512", "avx512bf16"), "float32", least_rows=4,
+              dtype=torch.float16,
+              why="PyTorch's products in float16 run at 0.03 TFLOP/s without AVX512_FP16. On "
+                  "a Xeon beside other load, 4096 x 16384, they take 0.4, 1.1 and 3.6 times as "
+                  "long at 1, 4 and 16 rows."),
     TableLine("linear", ("avx512bf16",), "skinny", most_rows=32,
               why="EPYC, 4096 x 16384: PyTorch takes 2.6, 2.2, 2.0 and 1.5 times as long at 1, 4, "
                   "16 and 32 rows (benchmarks/results/kernels_products.csv)."),
@@ -50,7 +62,8 @@ TABLE = (
                   "(Xeon, 4096 x 16384: 6.35 ms against 4.4) and is bound by them up to 64 rows; "
                   "ours goes by tiles from 5 rows on."),
 )
-"""The first line that matches decides. Times are of bfloat16 on two cores."""
+"""The first line that matches decides. Times are of bfloat16, where nothing else is said, on two
+cores."""
 
 ARCHITECTURES = ("float32", "sm_75", "sm_80", "sm_90")
 """Sets of `GPU_TABLE`: what a GPU has, up to the next one; float32 is alike on all of them."""
@@ -108,12 +121,16 @@ def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
     ValueError
         See `native.instruction_set`.
     """
-    first, second = IMPLEMENTATIONS[operation]
-    if dtype != torch.bfloat16 or native.missing():
-        return (first,)  # what tiles multiply, and the only dtype that the choices were timed in
-    if operation == "linear" and rows > SKINNY_ROWS:
-        return (first,)
-    return first, second
+    names = IMPLEMENTATIONS[operation]
+    if native.missing():
+        return names[:1]
+    if operation == "linear":
+        # What multiplies bfloat16 itself gains nothing from floats.
+        widens = native.SETS.index(native.instruction_set()) < native.SETS.index("avx512bf16")
+        can = {"pytorch": True, "skinny": dtype == torch.bfloat16 and rows <= SKINNY_ROWS,
+               "float32": dtype == torch.float16 or dtype == torch.bfloat16 and widens}
+        return tuple(name for name in names if can[name])
+    return names if dtype == torch.bfloat16 else names[:1]  # no other dtype was timed
 
 
 def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str:
@@ -137,10 +154,11 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
     if table:
         # The winner at the fewest rows measured that are no fewer; beyond, at the most.
         found = table[min((count for count in table if count >= rows), default=max(table))]
-        return found if found in possible else possible[0]
+        if found in possible:
+            return found
     chosen = native.instruction_set().removesuffix("_emulated")
     return next((line.implementation for line in TABLE
-                 if line.operation == operation and chosen in line.sets
+                 if line.operation == operation and chosen in line.sets and line.dtype == dtype
                  and line.least_rows <= rows <= line.most_rows), possible[0])
 
 

@@ -164,11 +164,24 @@ def _(records, bits, length):
                          device_types="cpu")
 def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
                   ) -> None:
-    """See `reference.linear_skinny`; for what `ops.skinny` admits."""
+    """See `reference.linear_skinny`; where `ops.linear_choice` may be "skinny"."""
     native.linear_skinny(x, weight, bias, out, add)
 
 
 @linear_skinny.register_fake
+def _(x, weight, bias, out, add):
+    return None
+
+
+@torch.library.custom_op(f"{NAMESPACE}::linear_float32", mutates_args=("out",),
+                         device_types="cpu")
+def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
+                   ) -> None:
+    """See `reference.linear_skinny`; where `ops.linear_choice` may be "float32"."""
+    native.linear_float32(x, weight, bias, out, add)
+
+
+@linear_float32.register_fake
 def _(x, weight, bias, out, add):
     return None
 

@@ -148,6 +148,7 @@ def bound(calls: Sequence[tuple[str, ctypes.Structure]]) -> Callable[[], None]:
 
 
 _SHARED = {"linear_skinny": ("x", "rows", "inputs", "x_row", "threads"),
+           "linear_float32": ("x", "rows", "inputs", "x_row", "dtype", "threads"),
            "linear_quantized": ("x", "rows", "x_row", "dtype", "threads")}
 """Products that may be joined, and the fields that are alike then."""
 _SHARED_MATRIX = ("inputs", "bits", "group")
@@ -176,8 +177,6 @@ def _check(name: str, status: int) -> None:
     """Raise what a status other than 0 says (Status of cpu/kernels.h)."""
     if status == 1:
         raise MemoryError(f"no memory for the workspace of {name}")
-    if status == 2:
-        raise NotImplementedError(f"{name}: not with {instruction_set()}")
     if status:
         raise ValueError(f"{name}: a tensor of indices points outside of what it indexes")
 
@@ -375,15 +374,29 @@ def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, a
                   steps: Steps | None = None) -> None:
     """See `library.linear_skinny`."""
     name = "linear_skinny"
+    need(x.dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS, name,
+         f"takes up to {SKINNY_ROWS} rows of bfloat16, got {x.dtype} {list(x.shape)}")
+    _linear(name, x, weight, bias, out, add, steps)
+
+
+def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, *,
+                   steps: Steps | None = None) -> None:
+    """See `library.linear_float32`."""
+    name = "linear_float32"
+    need(x.dtype in (torch.bfloat16, torch.float16), name,
+         f"takes bfloat16 or float16, got {x.dtype}")
+    _linear(name, x, weight, bias, out, add, steps)
+
+
+def _linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool,
+            steps: Steps | None) -> None:
     outputs = len(weight)
     dtype = product_shapes(name, x, outputs, bias, out)
-    need(dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS, name,
-         f"takes up to {SKINNY_ROWS} rows of bfloat16, got {dtype} {list(x.shape)}")
     expect(name, dtype, weight=(weight, (outputs, x.shape[1])))
     lines(name, x=x, weight=weight)
     _call(name, "Linear", steps=steps, tensors=(x, weight, bias, out),
           x=x.data_ptr(), weight=weight.data_ptr(), bias=_address(bias), out=out.data_ptr(),
-          rows=len(x), inputs=x.shape[1], outputs=outputs, x_row=x.stride(0),
+          dtype=DTYPES[dtype], rows=len(x), inputs=x.shape[1], outputs=outputs, x_row=x.stride(0),
           weight_row=weight.stride(0), out_row=out.stride(0), add=add)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
-from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import (
     dispatch,
@@ -38,11 +37,10 @@ from flexgen_h2o.kernels import (
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
-__all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "index_keys",
-           "decode_attention", "dequantize_groups", "skinny",
-           "flat", "linear_skinny", "linear_quantized", "plain_torch", "prefill_attention",
-           "quantize_groups",
-           "quantize_matrix", "select_heavy_hitters", "unpack_rows"]
+__all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "decode_attention",
+           "dequantize_groups", "flat", "index_keys", "linear_choice", "linear_float32",
+           "linear_skinny", "linear_quantized", "plain_torch", "prefill_attention",
+           "quantize_groups", "quantize_matrix", "select_heavy_hitters", "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
 """Rows of a quantized matrix that are unpacked together where PyTorch then multiplies them."""
@@ -206,18 +204,28 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
     return _backend(records).dequantize_groups(records, layout.bits, layout.length)
 
 
-def skinny(x: Tensor, weight: Tensor) -> bool:
-    """True if `linear_skinny` can do a product, and `dispatch` prefers it to PyTorch's."""
-    return (len(x) <= SKINNY_ROWS and x.dtype == weight.dtype == torch.bfloat16 and x.is_cpu
-            and x.stride(1) == weight.stride(1) == 1
-            and not plain_torch("cpu")
-            and dispatch.choice("linear", len(x), x.dtype) == "skinny")
+def linear_choice(x: Tensor, weight: Tensor) -> str:
+    """The implementation of a product of x [rows, inputs] and weight [outputs, inputs]: the one
+    that `dispatch` prefers, and "pytorch" where the kernels cannot do it."""
+    if (x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype or not x.is_cpu
+            or not x.stride(1) == weight.stride(1) == 1 or plain_torch("cpu")):
+        return "pytorch"
+    return dispatch.choice("linear", len(x), x.dtype)
 
 
 def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
                   add: bool = False) -> None:
-    """See `reference.linear_skinny`; for what `skinny` admits, out's rows contiguous."""
+    """See `reference.linear_skinny`; of few rows of bfloat16, out's rows contiguous."""
     _backend(x).linear_skinny(x, weight, bias, out, add)
+
+
+def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
+                   add: bool = False) -> None:
+    """See `reference.linear_skinny`; of any rows and dtype, sums in float32, out's rows contiguous.
+
+    Weights come to float32 by strips that stay in cache; no bit depends on the number of threads.
+    """
+    _backend(x).linear_float32(x, weight, bias, out, add)
 
 
 def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = False,

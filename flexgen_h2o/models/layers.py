@@ -163,7 +163,8 @@ def _own_product(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[..., N
     """Ours of `ops`, where PyTorch has no such product or a slower one."""
     if isinstance(weight, QuantizedMatrix):
         return ops.linear_quantized
-    return ops.linear_skinny if ops.skinny(x, weight) else None
+    name = ops.linear_choice(x, weight)
+    return None if name == "pytorch" else getattr(ops, f"linear_{name}")
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,

@@ -62,10 +62,12 @@ class Recording(Operations):
             else:
                 self._program.then(partial(ops.linear_quantized, x, weight, bias, out, add=add))
             return True
-        if ops.skinny(x, weight):
-            native.linear_skinny(x, weight, bias, out, add, steps=self._program)
-            return True
-        return False
+        name = ops.linear_choice(x, weight)
+        if name == "pytorch":
+            return False
+        function = getattr(native, f"linear_{name}")
+        function(x, weight, bias, out, add, steps=self._program)
+        return True
 
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
                    out: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from flexgen_h2o.config.limits import (
     FEWEST_TASKS,
     HIDDEN_BUFFERS,
     LOGIT_ROWS,
+    PRODUCT_DEPTH,
     PRODUCT_OUTPUTS,
     PRODUCT_ROWS,
     QUERY_LANES,
@@ -491,18 +492,18 @@ def _sparse_attention(run: PlannedRun) -> int:
 
 
 def _own_products(run: PlannedRun) -> int:
-    """Temporaries of products with quantized matrices: a panel of rows and each thread's sums and
-    codes, or what is unpacked."""
+    """Temporaries of products with matrices that are quantized, or of 16 bits on a CPU: a panel of
+    rows in float32, and each thread's sums and weights; or what is unpacked."""
     model, options = run.model, run.weights
-    if options.bits == 16:
-        return 0
     if run.has_gpu:
-        return UNPACKED_BYTES
+        return UNPACKED_BYTES if options.bits < 16 else 0
+    if options.bits == 16 and run.itemsize != 2:
+        return 0  # PyTorch's
     parts = [model.embed_shapes(), model.layer_shapes(), model.head_shapes()]
     if model.experts is not None:
         parts.append(model.expert_shapes())
     widest = max(inputs for part in parts for _, inputs in part.matrices)
-    filled = -(-widest // options.group) * options.group
+    filled = max(-(-widest // size) * size for size in (options.group, PRODUCT_DEPTH))
     panel = PRODUCT_ROWS * (filled + filled // options.group)
     thread = 4 * PRODUCT_OUTPUTS * (PRODUCT_ROWS + max(options.group, 512))
     return 4 * (panel + (os.cpu_count() or 1) * thread)

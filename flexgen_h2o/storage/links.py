@@ -159,3 +159,11 @@ def gemm_rate(rows: int, dtype: torch.dtype, *, width: int = 2048, depth: int = 
         device.mark().synchronize()
 
     return len(weights) * 2 * rows * width * depth / _median_seconds(multiply_all)
+
+
+def best_gemm_rate(rows: int, dtype: torch.dtype, *, device: Device | None = None) -> float:
+    """`gemm_rate` of the faster of a dtype and float32: a CPU that multiplies nothing shorter is
+    slower in 16 bits."""
+    device = device or Device()
+    dtypes = {dtype} if device.separate else {dtype, torch.float32}
+    return max(gemm_rate(rows, each, device=device) for each in dtypes)

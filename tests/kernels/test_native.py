@@ -199,9 +199,10 @@ def calls():
     yield native.dequantize_groups, dict(
         records=reference.quantize_groups(torch.randn(3, 64), GroupLayout(64, 4)), bits=4,
         length=64)
-    yield native.linear_skinny, dict(
-        x=torch.randn(3, 64).bfloat16(), weight=torch.randn(20, 64).bfloat16(),
-        bias=torch.randn(20).bfloat16(), out=torch.randn(3, 20).bfloat16(), add=False)
+    for function in (native.linear_skinny, native.linear_float32):
+        yield function, dict(
+            x=torch.randn(3, 64).bfloat16(), weight=torch.randn(20, 64).bfloat16(),
+            bias=torch.randn(20).bfloat16(), out=torch.randn(3, 20).bfloat16(), add=False)
 
 
 def spoiled(x):

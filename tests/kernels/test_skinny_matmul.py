@@ -1,4 +1,4 @@
-"""linear_skinny against float64: bfloat16 weights by up to 64 rows, on each instruction set."""
+"""linear_skinny and linear_float32 against float64: 16-bit weights, on each instruction set."""
 
 import inside
 import pytest
@@ -12,17 +12,17 @@ from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models import layers
 
 
-def case(rows, inputs, outputs, *, bias=True):
+def case(rows, inputs, outputs, *, bias=True, dtype=torch.bfloat16):
     """x and out as slices of wider tensors, out poisoned."""
     torch.manual_seed(rows + inputs + outputs)
-    x = torch.randn(rows, inputs + 6).bfloat16()[:, :inputs]
-    weight = torch.randn(outputs, inputs).bfloat16()
-    out = torch.full((rows, outputs + 3), float("nan")).bfloat16()
-    return x, weight, torch.randn(outputs).bfloat16() if bias else None, out
+    x = torch.randn(rows, inputs + 6).to(dtype)[:, :inputs]
+    weight = torch.randn(outputs, inputs).to(dtype)
+    out = torch.full((rows, outputs + 3), float("nan")).to(dtype)
+    return x, weight, torch.randn(outputs).to(dtype) if bias else None, out
 
 
-def check(function, rows, inputs, outputs, *, bias=True, add=False):
-    x, weight, bias, wide = case(rows, inputs, outputs, bias=bias)
+def check(function, rows, inputs, outputs, *, bias=True, add=False, dtype=torch.bfloat16):
+    x, weight, bias, wide = case(rows, inputs, outputs, bias=bias, dtype=dtype)
     out = wide[:, :outputs]
     expected = x.double() @ weight.double().T
     if bias is not None:
@@ -31,7 +31,7 @@ def check(function, rows, inputs, outputs, *, bias=True, add=False):
         out.copy_(torch.randn(rows, outputs))
         expected += out.double()
     function(x, weight, bias, out, add=add)
-    bound = 2**-8 * expected.abs() + 1e-5 * inputs
+    bound = torch.finfo(dtype).eps / 2 * expected.abs() + 1e-5 * inputs
     assert ((out.double() - expected).abs() <= bound).all()
     assert wide[:, outputs:].isnan().all()
 
@@ -51,6 +51,17 @@ def test_products(rows, inputs, outputs):
         check(ops.linear_skinny, rows, inputs, outputs, bias=bias, add=add)
 
 
+@BUILT
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows, inputs, outputs", [
+    (1, 1, 1), (3, 31, 8), (12, 130, 77), (17, 128, 128), (65, 300, 33), (256, 65, 49),
+    (300, 257, 260)])
+def test_products_in_float32(rows, inputs, outputs, dtype):
+    """Rows of one panel and of more, inputs and outputs that fill blocks and that do not."""
+    for bias, add in ((True, False), (False, True)):
+        check(ops.linear_float32, rows, inputs, outputs, bias=bias, add=add, dtype=dtype)
+
+
 @pytest.mark.parametrize("rows", [1, 17])
 def test_the_reference(rows):
     for bias, add in ((True, True), (False, False)):
@@ -58,15 +69,16 @@ def test_the_reference(rows):
 
 
 @BUILT
-@pytest.mark.parametrize("rows", [3, 21])
-def test_threads_change_nothing(rows):
+@pytest.mark.parametrize("rows, function", [
+    (3, "linear_skinny"), (21, "linear_skinny"), (270, "linear_float32")])
+def test_threads_change_nothing(rows, function):
     results = []
     for threads in (1, 2, 3):
         x, weight, bias, wide = case(rows, 130, 77)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            ops.linear_skinny(x, weight, bias, wide[:, :77])
+            getattr(ops, function)(x, weight, bias, wide[:, :77])
         finally:
             torch.set_num_threads(before)
         results.append(wide[:, :77])
@@ -74,8 +86,9 @@ def test_threads_change_nothing(rows):
 
 
 @BUILT
-@pytest.mark.parametrize("rows", [2, 20])
-def test_products_that_share_their_input_are_one_call(rows):
+@pytest.mark.parametrize("rows, function", [
+    (2, "linear_skinny"), (20, "linear_skinny"), (70, "linear_float32")])
+def test_products_that_share_their_input_are_one_call(rows, function):
     """Weights of other heights, with a bias and without, and one whose input is another."""
     torch.manual_seed(rows)
     x, other = torch.randn(2, rows, 70).bfloat16()
@@ -85,8 +98,8 @@ def test_products_that_share_their_input_are_one_call(rows):
         out = torch.randn(rows, outputs).bfloat16()
         wanted.append(out.clone())
         found.append(out)
-        ops.linear_skinny(source, weight, bias, wanted[-1], add=add)
-        native.linear_skinny(source, weight, bias, out, add, steps=program)
+        getattr(ops, function)(source, weight, bias, wanted[-1], add=add)
+        getattr(native, function)(source, weight, bias, out, add, steps=program)
     for width, bits in ((64, 4), (50, 4), (30, 4), (30, 8)):
         layout = MatrixLayout(width, 70, bits)
         matrix = QuantizedMatrix(ops.quantize_matrix(torch.randn(width, 70), layout), layout)
@@ -95,7 +108,7 @@ def test_products_that_share_their_input_are_one_call(rows):
         found.append(out)
         native.linear_quantized(x, *ops.flat(matrix), None, wanted[-1], False)
         native.linear_quantized(x, *ops.flat(matrix), None, out, False, steps=program)
-    assert inside.calls(program) == ["linear_skinny"] * 2 + ["linear_quantized"] * 2
+    assert inside.calls(program) == [function] * 2 + ["linear_quantized"] * 2
     program.run()
     for mine, one in zip(found, wanted, strict=True):
         assert torch.equal(mine, one)
@@ -107,6 +120,7 @@ def test_the_custom_op():
     out = torch.randn(3, 16).bfloat16()
     for arguments in ((x, weight, bias, out, True), (x, weight, None, out, False)):
         torch.library.opcheck(library.linear_skinny, arguments)
+        torch.library.opcheck(library.linear_float32, arguments)
 
 
 @pytest.mark.parametrize("rows", [16, 65])
@@ -125,9 +139,13 @@ def test_a_layer_gives_the_same_either_way(monkeypatch, rows):
 @BUILT
 def test_what_is_admitted(monkeypatch):
     x, weight, *_ = case(16, 31, 8)
-    assert ops.skinny(x, weight) == (native.instruction_set() != "portable")
-    for bad in ((case(65, 31, 8)[0], weight), (x.float(), weight.float()), (x.T, weight),
-                (x, weight.T), (x.to("meta"), weight.to("meta"))):
-        assert not ops.skinny(*bad)
+    own = native.instruction_set() != "portable"
+    assert ops.linear_choice(x, weight) == ("skinny" if own else "pytorch")
+    many = case(65, 31, 8)[0]
+    assert ops.linear_choice(many, weight) == (
+        "float32" if native.instruction_set() in ("avx2", "avx512") else "pytorch")
+    for bad in ((x.float(), weight.float()), (x.half(), weight), (x.T, weight), (x, weight.T),
+                (x.to("meta"), weight.to("meta"))):
+        assert ops.linear_choice(*bad) == "pytorch"
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
-    assert not ops.skinny(x, weight)
+    assert ops.linear_choice(x, weight) == "pytorch"

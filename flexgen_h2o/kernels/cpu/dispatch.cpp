@@ -99,6 +99,7 @@ EXPORT int h2o_attend_recalled(int isa, const Recalled* a) { CALL(attend_recalle
 EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, a) }
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
 EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_TILED(linear_skinny, a) }
+EXPORT int h2o_linear_float32(int isa, const Linear* a) { CALL(linear_float32, a) }
 EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL_TILED(linear_quantized, a) }
 EXPORT int h2o_experts(int isa, const Experts* a) { CALL_TILED(experts, a) }
 EXPORT int h2o_route(int isa, const Route* a) { CALL_TILED(route, a) }
@@ -121,6 +122,7 @@ EXPORT int h2o_program(int isa, const Program* a) {
             RUN(ACTIVATE, h2o_activate, Activate)
             RUN(DECODE_ATTENTION, h2o_decode_attention, Decode)
             RUN(LINEAR_SKINNY, h2o_linear_skinny, Linear)
+            RUN(LINEAR_FLOAT32, h2o_linear_float32, Linear)
             RUN(LINEAR_QUANTIZED, h2o_linear_quantized, Product)
         }
         if (status != DONE) return status;

@@ -10,7 +10,7 @@
 enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // What a call returns. After anything but DONE nothing has been written.
-enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2, INVALID = 3 };
+enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
 
 // Sources with kernels of AMX tiles, and the others.
 #define DECLARE_TILED(isa)                       \
@@ -29,6 +29,7 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, NOT_HERE = 2, INVALID = 3 };
     int index_keys(const IndexKeys&);            \
     int choose_keys(const Choose&);              \
     int attend_recalled(const Recalled&);        \
+    int linear_float32(const Linear&);           \
     int quantize_groups(const Groups&);          \
     int dequantize_groups(const Groups&);        \
     int quantize_matrix(const Quantize&);        \

@@ -4,6 +4,7 @@
 // is summed across lanes. Sums of codes by x are scaled group by group. Pairs of bfloat16 come out of
 // codes in registers, beside the products; floats cost more, and come for a panel of rows once, into
 // a buffer that stays in L1.
+#include "float_tiles.h"
 #include "outputs.h"
 #include "panel.h"
 #include "product_tiles.h"
@@ -18,6 +19,7 @@ constexpr int ROWS = 8;       // of x, in registers together
 #else
 constexpr int ROWS = 4;
 #endif
+constexpr int64_t FLOAT_PRODUCT_ROWS = 64;  // and more, where products are of floats
 static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (VECTORS * WIDTH) == 0, "two tiles");
 
 // The blocks of a group of two tiles; of a tile that is not there, the other one's.
@@ -180,6 +182,58 @@ void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t f
     put_columns<T>(a, tile * MATRIX_TILE, COLUMNS, first, rows, w.totals);
 }
 
+// A quantized matrix as floats: scale times code, and the zero point.
+template <int bits>
+struct CodedWeights {
+    const Product& a;
+    Blocks blocks;
+
+    explicit CodedWeights(const Product& a) : a(a), blocks(a.matrix) {}
+    static bool suits(const Product& a) { return DEPTH % a.matrix.group == 0; }
+    int64_t outputs() const { return a.matrix.outputs; }
+
+    // To floats [slivers, DEPTH, SLIVER], all of the last group's.
+    void unpack(const Extent& part, float* to) const {
+        const int64_t first = part.input / blocks.group, end = part.input + part.inputs;
+        for (int64_t o = 0; o < part.outputs; o += MATRIX_TILE)
+            for (int64_t g = first; g * blocks.group < end; g++) {
+                const uint8_t* block = blocks.at((part.output + o) / MATRIX_TILE, g);
+                for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
+                    const int64_t column = o + i;
+                    unpack_vector(block, i, to + column / SLIVER * DEPTH * SLIVER +
+                                                (g - first) * blocks.group * SLIVER +
+                                                column % SLIVER);
+                }
+            }
+    }
+
+    // What comes after a part lies where the hardware expects it, but for the next outputs' blocks.
+    void prefetch(const Extent& part, int64_t share, int64_t shares) const {
+        const int64_t next = (part.input + DEPTH) / blocks.group;
+        const bool more = next < blocks.groups;
+        const int64_t tile = (part.output + (more ? 0 : part.outputs)) / MATRIX_TILE;
+        const int64_t tiles = (part.outputs + MATRIX_TILE - 1) / MATRIX_TILE;
+        const int64_t bytes = DEPTH / blocks.group * blocks.block_bytes;
+        for (int64_t t = tiles * share / shares; t < tiles * (share + 1) / shares; t++)
+            for (int64_t byte = 0; byte < bytes; byte += 64)
+                __builtin_prefetch(blocks.at(tile + t, more ? next : 0) + byte, 0, 2);
+    }
+
+private:
+    INLINE void unpack_vector(const uint8_t* block, int64_t i, float* to) const {
+        constexpr int STEPS = 32 / bits;
+        const Floats scale = load(reinterpret_cast<const fp16*>(scales_of(block)) + i);
+        const Floats zero = load(reinterpret_cast<const fp16*>(zeros_of(block)) + i);
+        for (int64_t n = 0; n < blocks.words; n++) {
+            const Words word = load_words(words_of(block) + 4 * (n * MATRIX_TILE + i));
+#pragma GCC unroll 8
+            for (int s = 0; s < STEPS; s++)
+                store(to + (n * STEPS + s) * SLIVER,
+                      fma(scale, bits_of<Floats>(Single::codes<bits>(word, s)), zero));
+        }
+    }
+};
+
 // Every product of the chain, which share x.
 template <class A, class T, int bits>
 int product(const Product& a) {
@@ -215,6 +269,10 @@ int product(const Product& a) {
 
 template <class A, class T>
 int product_of(const Product& a) {
+    // Floats, once for so many rows, cost less than scaling the sums of each group's codes.
+    if (A::inputs == 1 && a.rows >= FLOAT_PRODUCT_ROWS && CodedWeights<4>::suits(a))
+        return a.matrix.bits == 4 ? float_product<T, CodedWeights<4>>(a, a.matrix.inputs)
+                                  : float_product<T, CodedWeights<8>>(a, a.matrix.inputs);
     return a.matrix.bits == 4 ? product<A, T, 4>(a) : product<A, T, 8>(a);
 }
 

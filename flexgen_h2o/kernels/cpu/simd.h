@@ -201,6 +201,20 @@ INLINE Floats load(const fp16* from) {
 #endif
 }
 
+// Whole numbers that are the bits of float16.
+INLINE Floats from_halves(Words halves) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_cvtepi32_epi16(0xffff, __m512i(halves)));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(__m256i(halves)),
+                                            _mm256_extracti128_si256(__m256i(halves), 1)));
+#else
+    Floats to;
+    for (int i = 0; i < WIDTH; i++) to[i] = from_half(static_cast<uint16_t>(halves[i]));
+    return to;
+#endif
+}
+
 INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
 inline float one(const float* from) { return *from; }
@@ -256,6 +270,34 @@ INLINE void transpose(Floats* x) {
         x[8 + k] = _mm512_maskz_shuffle_f32x4(0xffff, b, d, 0x88);
         x[12 + k] = _mm512_maskz_shuffle_f32x4(0xffff, b, d, 0xdd);
     }
+}
+#elif defined(__AVX2__)
+// Rows of a matrix of 8 x 8 to its columns.
+INLINE void transpose(Floats* x) {
+    __m256 fours[8];
+    for (int i = 0; i < 8; i += 4)
+        for (int k = 0; k < 2; k++) {
+            const __m256 a = k ? _mm256_unpackhi_ps(x[i], x[i + 1])
+                               : _mm256_unpacklo_ps(x[i], x[i + 1]);
+            const __m256 b = k ? _mm256_unpackhi_ps(x[i + 2], x[i + 3])
+                               : _mm256_unpacklo_ps(x[i + 2], x[i + 3]);
+            fours[i + 2 * k] = _mm256_shuffle_ps(a, b, 0x44);
+            fours[i + 2 * k + 1] = _mm256_shuffle_ps(a, b, 0xee);
+        }
+    for (int k = 0; k < 4; k++) {  // half h of fours[4 i + k]: rows 4 i to 4 i + 3, column 4 h + k
+        x[k] = _mm256_permute2f128_ps(fours[k], fours[4 + k], 0x20);
+        x[4 + k] = _mm256_permute2f128_ps(fours[k], fours[4 + k], 0x31);
+    }
+}
+#else
+// Rows of a matrix of WIDTH x WIDTH to its columns.
+INLINE void transpose(Floats* x) {
+    for (int i = 0; i < WIDTH; i++)
+        for (int k = 0; k < i; k++) {
+            const float mine = x[i][k];
+            x[i][k] = x[k][i];
+            x[k][i] = mine;
+        }
 }
 #endif
 

@@ -1,0 +1,75 @@
+// linear_float32: matrices of 16-bit weights times many rows, in float32.
+#include "float_tiles.h"
+
+namespace ISA {
+namespace {
+
+// The lower and the upper halves of words as floats.
+INLINE Floats first_of(Words words, bf16) { return bits_of<Floats>(words << 16); }
+INLINE Floats second_of(Words words, bf16) { return bits_of<Floats>(words & 0xffff0000); }
+INLINE Floats first_of(Words words, fp16) { return from_halves(words & 0xffff); }
+INLINE Floats second_of(Words words, fp16) { return from_halves(words >> 16); }
+
+// Weights [outputs, inputs] as they lie.
+template <class T>
+struct PlainWeights {
+    const Linear& a;
+
+    explicit PlainWeights(const Linear& a) : a(a) {}
+    int64_t outputs() const { return a.outputs; }
+    const T* at(int64_t output, int64_t input) const {
+        return static_cast<const T*>(a.weight) + output * a.weight_row + input;
+    }
+
+    // To floats [slivers, DEPTH, SLIVER].
+    void unpack(const Extent& part, float* to) const {
+        for (int64_t o = 0; o < part.outputs; o += WIDTH) {
+            float* mine = to + o / SLIVER * DEPTH * SLIVER + o % SLIVER;
+            const int64_t left = part.outputs - o, count = left < WIDTH ? left : WIDTH;
+            int64_t k = 0;
+            for (; k + 2 * WIDTH <= part.inputs; k += 2 * WIDTH) {
+                Floats pairs[WIDTH];  // of weights, as they lie: each line is read once
+                for (int64_t i = 0; i < WIDTH; i++)
+                    pairs[i] = load_raw<Floats>(
+                        at(part.output + o + (i < count ? i : 0), part.input + k));
+                transpose(pairs);
+#pragma GCC unroll 16
+                for (int64_t i = 0; i < WIDTH; i++) {
+                    const Words words = bits_of<Words>(pairs[i]);
+                    store(mine + (k + 2 * i) * SLIVER, first_of(words, T{}));
+                    store(mine + (k + 2 * i + 1) * SLIVER, second_of(words, T{}));
+                }
+            }
+            for (; k < part.inputs; k++)
+                for (int64_t i = 0; i < count; i++)
+                    mine[k * SLIVER + i] = one(at(part.output + o + i, part.input + k));
+        }
+    }
+
+    // A share of what comes after a part: the inputs that follow, or the next outputs' first ones.
+    void prefetch(const Extent& part, int64_t share, int64_t shares) const {
+        const int64_t next = part.input + DEPTH;
+        const bool more = next < a.inputs;
+        const int64_t first = more ? part.output : part.output + part.outputs;
+        const int64_t end = part.outputs * (share + 1) / shares;
+        constexpr int64_t LINE = 64 / sizeof(T);
+        for (int64_t o = part.outputs * share / shares; o < end; o++)
+            for (int64_t k = 0; k < DEPTH; k += LINE)
+                __builtin_prefetch(at(first + o, more ? next + k : k), 0, 2);
+    }
+};
+
+}  // namespace
+
+int linear_float32(const Linear& a) {
+    for (const Linear* each = a.next; each; each = each->next)
+        if (each->rows != a.rows || each->inputs != a.inputs || each->dtype != a.dtype)
+            return INVALID;
+    switch (a.dtype) {
+        case BFLOAT16: return float_product<bf16, PlainWeights<bf16>>(a, a.inputs);
+        case FLOAT16: return float_product<fp16, PlainWeights<fp16>>(a, a.inputs);
+        default: return INVALID;
+    }
+}
+
+}  // namespace ISA
