@@ -66,6 +66,12 @@ EXTRAS = {
     "bench-flexgen": [
         "flexgen==0.1.8",  # the paper's own, at rest since; its command line is called
     ],
+    # In an environment of its own, as it wants another transformers; benchmarks/studies/policies.py
+    # sets its presses beside this engine's policies, and leaves its rows out where it is missing.
+    "bench-kvpress": [
+        "kvpress==0.5.5",  # the release that was measured
+        "transformers<5.3",  # what it asks for
+    ],
     "fuzz": [
         "atheris>=2.3",  # tools/fuzz.py --atheris: libFuzzer; 2.3 has wheels for Python 3.11
     ],

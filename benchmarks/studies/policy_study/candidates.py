@@ -241,3 +241,7 @@ CANDIDATES = [
     Candidate("DefensiveKV, 32 queries", defensive, window=32),
     Candidate("R-KV, 32 queries", redundancy, window=32),
 ]
+
+ENGINE = {one: next(each for each in CANDIDATES if each.name == name)
+          for one, name in (("sum", "sum"), ("mean", "mean"), ("caote", "CAOTE on mean"))}
+"""The engine's own policies, by name."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from policy_study.beside import System, attention_of, make_press
 from transformers import DynamicCache
 
 from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o import Policy as RunPolicy
+from policy_study.beside import System, attention_of, make_press
 
 NEEDLE = " The secret number of the city of {city} is {number}. "
 QUESTION = " The secret number of the city of {city} is"
