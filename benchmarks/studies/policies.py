@@ -101,17 +101,17 @@ def run_masked(masked: MaskedModel, rows: Rows, settings: list[Setting]) -> None
             found = plain
             if candidate is not CANDIDATES[0]:
                 found = masked.log_probs(candidate, setting)
-            rows.add(**key, kept_tokens=setting.sizes(PROMPT, PROMPT)[0],
+            rows.add(**key, kept_tokens=setting.sizes(masked.prompt, masked.prompt)[0],
                      **compared(found, full, plain))
 
 
 def run_beside(masked: MaskedModel, rows: Rows, part: str, settings: list[Setting]) -> None:
     """This engine's policies, as masks, and kvpress: part `cut` or `decode`."""
-    model, ids, full = masked.model, masked.tokens, None
+    model, ids, prompt, full = masked.model, masked.tokens, masked.prompt, None
     width = model.config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
     for percent in [one.percent for one in settings if one.budget_of == "prompt"]:
         setting, plain = Setting(percent, "prompt", part == "decode"), None
-        keep = setting.sizes(PROMPT, PROMPT)[0]
+        keep = setting.sizes(prompt, prompt)[0]
         for one in beside.systems(part):
             key = {"part": part, "system": one.system, "policy": one.name,
                    "budget_percent": percent, "budget_of": "prompt"}
@@ -123,8 +123,8 @@ def run_beside(masked: MaskedModel, rows: Rows, part: str, settings: list[Settin
                 plain = masked.log_probs(ENGINE["sum"], setting)
             if one.system == "kvpress":
                 beside.attention_of(model, one)
-                made = beside.make_press(one, part, keep, PROMPT)
-                found, nbytes = beside.pressed(made, model, ids, PROMPT, steps=part == "decode")
+                made = beside.make_press(one, part, keep, prompt)
+                found, nbytes = beside.pressed(made, model, ids, prompt, steps=part == "decode")
             else:
                 found = masked.log_probs(ENGINE[one.name], setting)
                 nbytes = len(ids) * keep * len(masked.layers) * width * 2 * 4
