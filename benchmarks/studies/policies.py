@@ -1,4 +1,4 @@
-"""What policies of eviction cost in perplexity, and NVIDIA's kvpress beside this engine.
+"""The cost in perplexity of policies of eviction, and NVIDIA's kvpress beside this engine.
 
     pip install kvpress==0.5.5    # in an environment of its own: it wants transformers < 5.3
     python benchmarks/studies/policies.py --input-path xsum_0shot.jsonl
@@ -41,7 +41,7 @@ PROMPT = 256
 HALVES = 2 * PROMPT
 
 
-class Rows:
+class GrowingTable:
     """The file of rows, which grows: those that it has are known again."""
 
     def __init__(self, path: str, common: dict):
@@ -84,7 +84,7 @@ def compared(log_probs: torch.Tensor, full: torch.Tensor, plain: torch.Tensor | 
     return found
 
 
-def run_masked(masked: MaskedModel, rows: Rows, settings: list[Setting]) -> None:
+def run_masked(masked: MaskedModel, rows: GrowingTable, settings: list[Setting]) -> None:
     """All candidates in the settings."""
     full = None
     for setting in settings:
@@ -105,7 +105,7 @@ def run_masked(masked: MaskedModel, rows: Rows, settings: list[Setting]) -> None
                      **compared(found, full, plain))
 
 
-def run_beside(masked: MaskedModel, rows: Rows, part: str, settings: list[Setting]) -> None:
+def run_beside(masked: MaskedModel, rows: GrowingTable, part: str, settings: list[Setting]) -> None:
     """This engine's policies, as masks, and kvpress: part `cut` or `decode`."""
     model, ids, prompt, full = masked.model, masked.tokens, masked.prompt, None
     width = model.config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
@@ -132,7 +132,7 @@ def run_beside(masked: MaskedModel, rows: Rows, part: str, settings: list[Settin
                      **compared(found, full, plain))
 
 
-def run_needles(masked: MaskedModel, tokenizer, rows: Rows, settings: list[Setting],
+def run_needles(masked: MaskedModel, tokenizer, rows: GrowingTable, settings: list[Setting],
                 args: argparse.Namespace) -> None:
     """Numbers in articles that stand one after the other."""
     tasks = needles.make(masked.tokens.tolist(), tokenizer, tokens=args.needle_tokens,
@@ -169,7 +169,7 @@ def main() -> None:
     texts = choose(read_articles(args.input_path), lambda text: tokenizer(text)["input_ids"],
                    articles=args.articles, min_tokens=HALVES, max_tokens=HALVES)
     masked = MaskedModel(model, torch.tensor(texts), PROMPT)
-    rows = Rows(args.csv, {"commit": source_commit(), "host": platform.node(),
+    rows = GrowingTable(args.csv, {"commit": source_commit(), "host": platform.node(),
                            "model": args.model, "articles": args.articles})
     settings = [one for one in SETTINGS
                 if args.settings is None or f"{one.percent}-{one.budget_of}" in args.settings]

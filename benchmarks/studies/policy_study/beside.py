@@ -23,7 +23,7 @@ FEWEST = 7
 
 
 @dataclass(frozen=True)
-class System:
+class Rival:
     """A way to keep less: an engine's policy, or a press of kvpress."""
 
     system: str
@@ -32,14 +32,14 @@ class System:
     adaptive: bool = False
 
 
-PRESSES = [System("kvpress", name, name + "Press") for name in (
+PRESSES = [Rival("kvpress", name, name + "Press") for name in (
     "ObservedAttention", "SnapKV", "KeyDiff", "TOVA", "ExpectedAttention")]
-ADAPTIVE = [System("kvpress", f"AdaKV on {one.name}", one.press, adaptive=True)
+ADAPTIVE = [Rival("kvpress", f"AdaKV on {one.name}", one.press, adaptive=True)
             for one in PRESSES if one.name in ("SnapKV", "ExpectedAttention")]
-OURS = [System("flexgen_h2o", name) for name in ("sum", "mean", "caote")]
+OURS = [Rival("flexgen_h2o", name) for name in ("sum", "mean", "caote")]
 
 
-def systems(part: str) -> list[System]:
+def systems(part: str) -> list[Rival]:
     """Those of a part; of kvpress none where it is not installed."""
     if kvpress is None:
         logging.warning("kvpress is not installed: its rows are left out")
@@ -47,7 +47,7 @@ def systems(part: str) -> list[System]:
     return [*OURS, *PRESSES, *(ADAPTIVE if part == "cut" else [])]
 
 
-def make_press(one: System, part: str, keep: int, prompt: int):
+def make_press(one: Rival, part: str, keep: int, prompt: int):
     """A press that leaves `keep` of `prompt` tokens, and evicts later ones too in part `decode`."""
 
     def press(ratio: float, queries: int):
@@ -63,7 +63,7 @@ def make_press(one: System, part: str, keep: int, prompt: int):
     return kvpress.PrefillDecodingPress(prefilling_press=cut, decoding_press=decoding)
 
 
-def attention_of(model, one: System) -> None:
+def attention_of(model, one: Rival) -> None:
     """Weights have to be seen for the attention that was observed."""
     model.set_attn_implementation("eager" if one.name == "ObservedAttention" else "sdpa")
 

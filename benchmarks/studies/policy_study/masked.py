@@ -78,7 +78,10 @@ class MaskedModel:
         self._last = hidden[:, -1:]
 
     def log_probs(self, candidate: Candidate | None, setting: Setting | None) -> torch.Tensor:
-        """Of the tokens after the prompts, [articles, tokens - prompt]; None: the full cache."""
+        """Log-probabilities [articles, tokens - prompt] of what follows the prompts.
+
+        None for both gives the full cache's.
+        """
         if not self._prompts:
             self.read_prompts()
         hidden = self.model.model.embed_tokens(self.tokens[:, self.prompt : -1])
