@@ -72,6 +72,12 @@ EXTRAS = {
         # (GGML_NATIVE); pip fetches CMake and ninja for that where there are none
         "llama-cpp-python==0.3.36",
     ],
+    # In an environment of its own, as it wants another transformers; benchmarks/studies/policies.py
+    # sets its presses beside this engine's policies, and leaves its rows out where it is missing.
+    "bench-kvpress": [
+        "kvpress==0.5.5",  # the release that was measured
+        "transformers<5.3",  # what it asks for
+    ],
     "fuzz": [
         "atheris>=2.3",  # tools/fuzz.py --atheris: libFuzzer; 2.3 has wheels for Python 3.11
     ],

@@ -1,4 +1,4 @@
-"""What policies of eviction cost in perplexity, and NVIDIA's kvpress beside this engine.
+"""The cost in perplexity of policies of eviction, and NVIDIA's kvpress beside this engine.
 
     pip install kvpress==0.5.5    # in an environment of its own: it wants transformers < 5.3
     python benchmarks/studies/policies.py --input-path xsum_0shot.jsonl
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from policy_study import beside, needles
-from policy_study.candidates import CANDIDATES
+from policy_study.candidates import CANDIDATES, ENGINE
 from policy_study.masked import MaskedModel, Setting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +41,7 @@ PROMPT = 256
 HALVES = 2 * PROMPT
 
 
-class Rows:
+class GrowingTable:
     """The file of rows, which grows: those that it has are known again."""
 
     def __init__(self, path: str, common: dict):
@@ -84,9 +84,8 @@ def compared(log_probs: torch.Tensor, full: torch.Tensor, plain: torch.Tensor | 
     return found
 
 
-def run_masked(model, ids: torch.Tensor, rows: Rows, settings: list[Setting]) -> None:
+def run_masked(masked: MaskedModel, rows: GrowingTable, settings: list[Setting]) -> None:
     """All candidates in the settings."""
-    masked = MaskedModel(model, ids, PROMPT)
     full = None
     for setting in settings:
         plain = None
@@ -96,54 +95,58 @@ def run_masked(model, ids: torch.Tensor, rows: Rows, settings: list[Setting]) ->
             if rows.has(**key):
                 continue
             if full is None:
-                masked.read_prompts()
                 full = masked.log_probs(None, None)
             if plain is None:
                 plain = masked.log_probs(CANDIDATES[0], setting)
             found = plain
             if candidate is not CANDIDATES[0]:
                 found = masked.log_probs(candidate, setting)
-            rows.add(**key, kept_tokens=setting.sizes(PROMPT, PROMPT)[0],
+            rows.add(**key, kept_tokens=setting.sizes(masked.prompt, masked.prompt)[0],
                      **compared(found, full, plain))
 
 
-def run_beside(model, ids: torch.Tensor, rows: Rows, part: str, folder: str,
-               settings: list[Setting]) -> None:
-    """This engine and kvpress, by part `cut` or `decode`."""
-    full = None
+def run_beside(masked: MaskedModel, rows: GrowingTable, part: str, settings: list[Setting]) -> None:
+    """This engine's policies, as masks, and kvpress: part `cut` or `decode`."""
+    model, ids, prompt, full = masked.model, masked.tokens, masked.prompt, None
+    width = model.config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
     for percent in [one.percent for one in settings if one.budget_of == "prompt"]:
-        keep = Setting(percent, "prompt").sizes(PROMPT, PROMPT)[0]
-        plain = None
+        setting, plain = Setting(percent, "prompt", part == "decode"), None
+        keep = setting.sizes(prompt, prompt)[0]
         for one in beside.systems(part):
             key = {"part": part, "system": one.system, "policy": one.name,
                    "budget_percent": percent, "budget_of": "prompt"}
             if rows.has(**key):
                 continue
             if full is None:
-                full = beside.full_cache(folder, ids, PROMPT)
-                rows.add(part=part, system="flexgen_h2o", policy="full", **compared(
-                    full.log_probs, full.log_probs, None), seconds=full.seconds,
-                    kv_cache_bytes=full.nbytes)
+                full = masked.log_probs(None, None)
             if plain is None:
-                plain = beside.measure(beside.SUM, part, folder, model, ids, PROMPT, keep)
-            found = plain
-            if one is not beside.SUM:
-                found = beside.measure(one, part, folder, model, ids, PROMPT, keep)
-            rows.add(**key, kept_tokens=keep, seconds=found.seconds, kv_cache_bytes=found.nbytes,
-                     **compared(found.log_probs, full.log_probs, plain.log_probs))
+                plain = masked.log_probs(ENGINE["sum"], setting)
+            if one.system == "kvpress":
+                beside.attention_of(model, one)
+                made = beside.make_press(one, part, keep, prompt)
+                found, nbytes = beside.pressed(made, model, ids, prompt, steps=part == "decode")
+            else:
+                found = masked.log_probs(ENGINE[one.name], setting)
+                nbytes = len(ids) * keep * len(masked.layers) * width * 2 * 4
+            rows.add(**key, kept_tokens=keep, kv_cache_bytes=nbytes,
+                     **compared(found, full, plain))
 
 
-def run_needles(model, texts: list[list[int]], tokenizer, rows: Rows, args) -> None:
+def run_needles(masked: MaskedModel, tokenizer, rows: GrowingTable, settings: list[Setting],
+                args: argparse.Namespace) -> None:
     """Numbers in articles that stand one after the other."""
-    tasks = needles.make(texts, tokenizer, tokens=args.needle_tokens, count=args.needles)
+    tasks = needles.make(masked.tokens.tolist(), tokenizer, tokens=args.needle_tokens,
+                         count=args.needles)
     key = {"part": "needle", "tasks": len(tasks)}
-    for percent in (100, 20, 5):
+    percents = sorted({one.percent for one in settings}, reverse=True)
+    for percent in (100, *percents):
         for one in beside.systems("cut"):
-            mine = key | {"system": one.system, "policy": one.name if percent < 100 else "full",
-                          "budget_percent": percent, "budget_of": "prompt"}
-            if (percent == 100 and one is not beside.SUM) or rows.has(**mine):
+            name = one.name if percent < 100 else "full"
+            mine = key | {"system": one.system, "policy": name, "budget_percent": percent,
+                          "budget_of": "prompt"}
+            if (percent == 100 and one is not beside.OURS[0]) or rows.has(**mine):
                 continue
-            solved, kept, seconds = needles.solved(one, model, args.folder, tasks, percent)
+            solved, kept, seconds = needles.solved(one, masked.model, args.folder, tasks, percent)
             rows.add(**mine, solved=solved, kept_tokens=kept, seconds=seconds)
 
 
@@ -165,18 +168,18 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
     texts = choose(read_articles(args.input_path), lambda text: tokenizer(text)["input_ids"],
                    articles=args.articles, min_tokens=HALVES, max_tokens=HALVES)
-    ids = torch.tensor(texts)
-    rows = Rows(args.csv, {"commit": source_commit(), "host": platform.node(),
+    masked = MaskedModel(model, torch.tensor(texts), PROMPT)
+    rows = GrowingTable(args.csv, {"commit": source_commit(), "host": platform.node(),
                            "model": args.model, "articles": args.articles})
     settings = [one for one in SETTINGS
                 if args.settings is None or f"{one.percent}-{one.budget_of}" in args.settings]
     if "masked" in args.parts:
-        run_masked(model, ids, rows, settings)
+        run_masked(masked, rows, settings)
     for part in ("cut", "decode"):
         if part in args.parts:
-            run_beside(model, ids, rows, part, args.folder, settings)
+            run_beside(masked, rows, part, settings)
     if "needle" in args.parts:
-        run_needles(model, texts, tokenizer, rows, args)
+        run_needles(masked, tokenizer, rows, settings, args)
 
 
 if __name__ == "__main__":

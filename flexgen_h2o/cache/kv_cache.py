@@ -480,6 +480,7 @@ class KVCache:
             for x in (q, k):
                 native.rotate(x, *rope, steps=steps)
         evicts = self._plans[batch][layer].evicts
+        assert self._eviction.policy is None, "see `binds`: the kernels don't know it"
         state = EvictionArguments.of(self._state(layer, batch, part) if evicts else None)
         native.decode_attention(q, k, v, slots=part.get(layer, batch), bits=self.shape.bits,
                                 metadata=self._step_metadata.newest(layer, batch, part),

@@ -22,7 +22,7 @@ SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class PolicyState:
-    """What a policy is told of the cached tokens.
+    """The cached tokens as a policy sees them.
 
     Attributes
     ----------
@@ -121,12 +121,16 @@ def attention_mean(state: PolicyState) -> torch.Tensor:
 
 
 def output_error(state: PolicyState) -> torch.Tensor:
-    """How far attention's output would move without a token, weights being shares of the mean
-    attention that keys have received (CAOTE, arXiv 2504.14051)."""
+    """The distance that attention's output would move without a token (CAOTE, arXiv 2504.14051).
+
+    Weights are shares of the mean attention that keys have received.
+    """
+    values = state.values
+    assert values is not None  # as its registration asks for them
     mean = attention_mean(state).masked_fill(~state.filled, 0)
     share = mean / mean.sum(-1, keepdim=True).clamp(min=SMALLEST)
-    output = (share[..., None] * state.values).sum(-2, keepdim=True)
-    return share / (1 - share).clamp(min=SMALLEST) * (output - state.values).norm(dim=-1)
+    output = (share[..., None] * values).sum(-2, keepdim=True)
+    return share / (1 - share).clamp(min=SMALLEST) * (output - values).norm(dim=-1)
 
 
 _BUILT_IN = {policy.name: policy for policy in (

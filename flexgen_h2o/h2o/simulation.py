@@ -193,7 +193,7 @@ class SimulatedCache:
                 memory.alive[head, victim] = False
 
     def _score(self, memory: Memory, layer: int) -> Tensor:
-        """What the policy says, [kv_heads, tokens]; it is told nothing of what is gone."""
+        """The scores by the policy, [kv_heads, tokens]; it is told nothing of what is gone."""
         gone = ~memory.alive
         position = torch.arange(memory.keys.shape[1], device=gone.device)
         state = PolicyState(memory.scores.masked_fill(gone, 0),

@@ -149,11 +149,11 @@ def test_every_policy_is_measured_at_every_budget_and_variants_at_two():
         "full",
         "h2o 5 %", "h2o 20 %", "h2o 40 %", "window 5 %", "window 20 %", "window 40 %",
         "sink-window 5 %", "sink-window 20 %", "sink-window 40 %",
-        "h2o 5 % of the text", "h2o 5 % mean", "h2o 5 % decay", "h2o 5 % rolling",
+        "h2o 5 % of the text", "h2o 5 % mean", "h2o 5 % decay", "h2o 5 % caote", "h2o 5 % rolling",
         "h2o 5 % chunks of 16", "h2o 5 % chunks of 64",
         "recall 5 %", "recall 5 % of the text",
-        "h2o 20 % of the text", "h2o 20 % mean", "h2o 20 % decay", "h2o 20 % rolling",
-        "h2o 20 % chunks of 16", "h2o 20 % chunks of 64",
+        "h2o 20 % of the text", "h2o 20 % mean", "h2o 20 % decay", "h2o 20 % caote",
+        "h2o 20 % rolling", "h2o 20 % chunks of 16", "h2o 20 % chunks of 64",
         "recall 20 %", "recall 20 % of the text", "recall 20 % 2-bit index",
         "h2o 20 % 8-bit", "h2o 20 % 4-bit",
         "full, 8-bit weights", "full, 4-bit weights", "h2o 20 %, 4-bit weights",
@@ -326,8 +326,8 @@ def test_files_of_earlier_versions_are_read(fake, articles, tmp_path, capsys, co
 def test_learned_positions_do_not_roll(fake, articles, capsys):
     assert run(articles, "--model", "learned", "--only", "positions", "score") == 0
     names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["cache", "full", "h2o 5 % mean", "h2o 5 % decay", "h2o 20 % mean",
-                     "h2o 20 % decay"]
+    assert names == ["cache", "full", "h2o 5 % mean", "h2o 5 % decay", "h2o 5 % caote",
+                     "h2o 20 % mean", "h2o 20 % decay", "h2o 20 % caote"]
 
 
 def test_a_run_that_stops_keeps_its_rows(fake, articles, tmp_path, monkeypatch, capsys):

@@ -1,1 +1,1 @@
-"""What benchmarks/studies/policies.py is made of."""
+"""The parts of benchmarks/studies/policies.py."""

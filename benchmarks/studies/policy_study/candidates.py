@@ -127,7 +127,7 @@ class CandidateState:
 
     @property
     def rows(self) -> torch.Tensor:
-        """Of the newest queries, [a, h, g, queries, n]; 0 where a query came before a key."""
+        """Rows of the newest queries, [a, h, g, queries, n]; 0 where a query came before a key."""
         n = self.tokens
         return torch.stack([F.pad(row, (0, n - row.shape[-1])) for row in self._rows], 3)
 
@@ -138,14 +138,14 @@ class CandidateState:
 
     @property
     def plain(self) -> PolicyState:
-        """What the engine's policies are told."""
+        """The state that the engine's policies are given."""
         n = self.tokens
         return PolicyState(self._attention[:, :, :n], torch.arange(n), n,
                            self._keys[:, :, :n], self._values[:, :, :n])
 
     @property
     def norms(self) -> torch.Tensor:
-        """Of the values, [a, h, n]."""
+        """Norms of the values, [a, h, n]."""
         return self._norms[:, :, : self.tokens]
 
     @property
@@ -241,3 +241,7 @@ CANDIDATES = [
     Candidate("DefensiveKV, 32 queries", defensive, window=32),
     Candidate("R-KV, 32 queries", redundancy, window=32),
 ]
+
+ENGINE = {one: next(each for each in CANDIDATES if each.name == name)
+          for one, name in (("sum", "sum"), ("mean", "mean"), ("caote", "CAOTE on mean"))}
+"""The engine's own policies, by name."""

@@ -20,10 +20,14 @@ CHUNK = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """A budget: `percent` of the prompt or of the text so far; half of it heavy, half recent."""
+    """A budget: `percent` of the prompt or of the text so far; half of it heavy, half recent.
+
+    If generated tokens are not evicted, prompts alone are cut.
+    """
 
     percent: int
     budget_of: str
+    evicts_generated: bool = True
 
     def sizes(self, prompt: int, tokens: int) -> tuple[int, int]:
         """All tokens that are kept after so many, and the newest among them."""
@@ -74,7 +78,12 @@ class MaskedModel:
         self._last = hidden[:, -1:]
 
     def log_probs(self, candidate: Candidate | None, setting: Setting | None) -> torch.Tensor:
-        """Of the tokens after the prompts, [articles, tokens - prompt]; None: the full cache."""
+        """Log-probabilities [articles, tokens - prompt] of what follows the prompts.
+
+        None for both gives the full cache's.
+        """
+        if not self._prompts:
+            self.read_prompts()
         hidden = self.model.model.embed_tokens(self.tokens[:, self.prompt : -1])
         for index, layer in enumerate(self.layers):
             q, k, v = self._project(layer, hidden,
@@ -119,6 +128,8 @@ class MaskedModel:
                 row = products[:, :, :, step, :tokens].masked_fill(
                     ~state.alive[:, :, None, :tokens], -torch.inf).softmax(-1)
                 weights[:, :, :, step, :tokens] = row
+                if not setting.evicts_generated:
+                    continue
                 state.receive(row)
             total, recent = setting.sizes(self.prompt, tokens)
             heavy = max(1, round((total - recent) * share))

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from policy_study.beside import System, attention_of, make_press
 from transformers import DynamicCache
 
 from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o import Policy as RunPolicy
+from policy_study.beside import Rival, attention_of, make_press
 
 NEEDLE = " The secret number of the city of {city} is {number}. "
 QUESTION = " The secret number of the city of {city} is"
@@ -20,14 +20,14 @@ CITIES = ("Oslo", "Lima", "Cairo", "Perth", "Delhi", "Turin")
 
 
 @dataclass(frozen=True)
-class Task:
+class NeedleTask:
     """Tokens of a text with its question, and those of the answer."""
 
     prompt: list[int]
     answer: list[int]
 
 
-def make(texts: list[list[int]], tokenizer, *, tokens: int, count: int) -> list[Task]:
+def make(texts: list[list[int]], tokenizer, *, tokens: int, count: int) -> list[NeedleTask]:
     """Tasks of about so many tokens; needles stand at even depths."""
     draw, words = random.Random(0), list(chain.from_iterable(texts))
 
@@ -41,11 +41,11 @@ def make(texts: list[list[int]], tokenizer, *, tokens: int, count: int) -> list[
         hay, depth = words[start : start + tokens], int(tokens * (index + 0.5) / count)
         needle = encode(NEEDLE.format(city=city, number=number))
         prompt = hay[:depth] + needle + hay[depth:] + encode(QUESTION.format(city=city))
-        made.append(Task(prompt, encode(f" {number}")))
+        made.append(NeedleTask(prompt, encode(f" {number}")))
     return made
 
 
-def solved(one: System, model, folder: str, tasks: list[Task], percent: int
+def solved(one: Rival, model, folder: str, tasks: list[NeedleTask], percent: int
            ) -> tuple[int, int, float]:
     """Tasks whose answer greedy decoding writes, the tokens kept (mean), and seconds.
 
@@ -67,7 +67,7 @@ def solved(one: System, model, folder: str, tasks: list[Task], percent: int
     return found, sum(keeps) // len(keeps), time.perf_counter() - began
 
 
-def pressed(one: System, model, task: Task, keep: int) -> bool:
+def pressed(one: Rival, model, task: NeedleTask, keep: int) -> bool:
     """True if the answer is the likeliest, token by token."""
     cache, prompt = DynamicCache(), torch.tensor([task.prompt])
     with make_press(one, "cut", keep, len(task.prompt))(model):
