@@ -29,12 +29,12 @@ SUMS = {torch.float32: torch.float64}
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What outputs of a dtype are summed in: the order of terms must not show."""
+    """The dtype in which outputs are summed: the order of terms must not show."""
     return SUMS.get(dtype, torch.float32)
 
 
 class ExpertProducts:
-    """What experts make of the rows of a layer, on one device.
+    """Products with experts of the rows of a layer, summed up by row, on one device.
 
     Parameters
     ----------

@@ -94,7 +94,7 @@ class ExpertSlots:
 
     @property
     def bits(self) -> int:
-        """Of the experts' matrices."""
+        """Bits of the experts' matrices."""
         return self._weights.bits
 
     def stays(self, key: Key) -> bool:

@@ -96,7 +96,7 @@ class WeightStore:
 
     @property
     def bits(self) -> int:
-        """Of the matrices, as they rest."""
+        """Bits of the matrices, as they rest."""
         return self._form.bits
 
     def _specs(self) -> Iterator[TensorSpec]:
