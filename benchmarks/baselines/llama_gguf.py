@@ -92,7 +92,7 @@ def _write(folder: Path, config: ModelConfig, made: Path, weights: str) -> None:
              for name, spec in specs.items()}
     writer = GGUFWriter(_file(made), _MODEL)
     _add_metadata(writer, config)
-    factors = _rope_factors(config)
+    factors = rope_factors(config)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     for name, spec in specs.items():
@@ -136,7 +136,7 @@ def _add_metadata(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def _rope_factors(config: ModelConfig) -> np.ndarray | None:
+def rope_factors(config: ModelConfig) -> np.ndarray | None:
     """The divisors of the rotation's frequencies, float32 [head_dim / 2]; None where all are 1."""
     import torch
 

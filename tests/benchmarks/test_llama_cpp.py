@@ -40,8 +40,8 @@ def baseline_of(bench, options: dict | None = None, **settings):
         "options": bench.llama_cpp.LlamaCpp.check("l", options or {}), **settings}))
 
 
-@pytest.mark.parametrize("key", ["llama", "llama3_rope"])
-def test_a_gguf_file_has_the_checkpoints_values(bench, tiny_model, key):
+def test_a_gguf_file_has_the_checkpoints_values(bench, tiny_model):
+    key = "llama"
     folder = tiny_model(key).folder
     path = bench.llama_gguf.gguf_file(folder, "F32")
     header, tensors = read_gguf(path)
@@ -58,6 +58,13 @@ def test_a_gguf_file_has_the_checkpoints_values(bench, tiny_model, key):
     assert again.norm_eps == pytest.approx(original.norm_eps)
     kept = path.stat().st_mtime_ns
     assert bench.llama_gguf.gguf_file(folder, "F32").stat().st_mtime_ns == kept, "made once"
+
+
+def test_llama_3s_rotation_is_slowed_by_divisors(bench):
+    factors = bench.llama_gguf.rope_factors(published("meta-llama/Llama-3.2-1B"))
+    assert factors.shape == (32,) and factors.dtype == np.float32
+    assert factors[0] == 1 and factors[-1] == pytest.approx(32), "fast pairs are kept"
+    assert bench.llama_gguf.rope_factors(published("meta-llama/Llama-2-7b-hf")) is None
 
 
 @pytest.mark.parametrize("key, weights, words", [
