@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from h2o.test_h2o import LENGTHS, NEW, prompts_of, tokens
+from h2o.test_h2o import LENGTHS, prompts_of, tokens
 from llm.test_conversation import answers, open_llm, turns_of
 from llm.test_llm import PLACES, transformers_tokens
 
@@ -25,20 +25,19 @@ RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 def test_the_engine_recalls_as_the_simulation_does(tiny_model, key, options):
     tiny = tiny_model(key)
     prompts, h2o = prompts_of(tiny), replace(RECALL, **options)
-    expected = tokens(tiny, prompts, replace(h2o, simulate=True))
-    assert tokens(tiny, prompts, h2o) == expected
+    expected = tokens(tiny, prompts, replace(h2o, simulate=True), new=32)
+    assert tokens(tiny, prompts, h2o, new=32) == expected
     if key != "mistral_window":  # there all layers attend to a window
-        assert expected != transformers_tokens(tiny, prompts, NEW), "all was chosen"
-        assert expected != tokens(tiny, prompts, H2OConfig(heavy_ratio=0.1))
+        assert expected != transformers_tokens(tiny, prompts, 32), "all was chosen"
 
 
 def test_every_placement_and_split_recalls_the_same(tiny_model):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
-    expected = tokens(tiny, prompts, RECALL, gpu_batch_size=1, num_gpu_batches=1)
+    expected = tokens(tiny, prompts, RECALL, new=32, gpu_batch_size=1, num_gpu_batches=1)
     for place in PLACES[1:]:
-        assert tokens(tiny, prompts, RECALL, cache=place) == expected
-    assert tokens(tiny, prompts, RECALL, cache=Placement(30, 30, 40), prefill_chunk=16) == expected
+        assert tokens(tiny, prompts, RECALL, new=32, cache=place) == expected
+    assert tokens(tiny, prompts, RECALL, new=32, cache=PLACES[-1], prefill_chunk=16) == expected
 
 
 def test_a_conversation_recalls_what_was_said(tiny_model):
@@ -55,8 +54,8 @@ def test_a_conversation_recalls_what_was_said(tiny_model):
 def test_a_budget_of_everything_is_the_full_cache(tiny_model):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
-    everything = H2OConfig(heavy_tokens=max(LENGTHS) + NEW, recall=True)
-    assert tokens(tiny, prompts, everything) == tokens(tiny, prompts, None)
+    everything = H2OConfig(heavy_tokens=max(LENGTHS), recent_tokens=16, recall=True)
+    assert tokens(tiny, prompts, everything, new=16) == tokens(tiny, prompts, None, new=16)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
