@@ -72,8 +72,7 @@ SKINNY_ROWS = 64
 """The most rows of `linear_skinny`: what AMX has tiles for sums of."""
 
 EXPERT_ROUND = 1024
-"""Choices of experts, by tokens of few, that one call computes before it adds them up: ROUND of
-cpu/experts.cpp."""
+"""Choices of experts, by tokens of few, that one call computes before it adds them up."""
 
 QUERY_LANES = 64
 """The most queries that a thread attends with at once, of each of which it holds all weights (with
@@ -87,5 +86,5 @@ FEWEST_TASKS = 64
 own."""
 
 KERNELS = ("EMPTY", "MATRIX_TILE", "PRODUCT_ROWS", "PRODUCT_OUTPUTS", "PRODUCT_DEPTH",
-           "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE")
+           "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE", "EXPERT_ROUND")
 """What the C++ kernels are compiled with."""

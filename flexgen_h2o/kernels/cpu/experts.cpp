@@ -11,7 +11,6 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t ROUND = 1024;   // outputs that wait to be added, and inputs beside them
 constexpr int64_t SPAN = 256;     // of an output that are one task
 constexpr int64_t LEAST_WORK = 1 << 17;  // multiplications for which waking other threads pays
 
@@ -30,10 +29,10 @@ int product(const Matrix& m, const Matrix* also, const bf16* x, int64_t rows, bf
             int64_t threads) {
     const int64_t n = m.outputs;
     if (m.bits == 16) {
-        Linear second{x, also ? also->data : nullptr, nullptr, more, nullptr, rows, m.inputs, n,
-                      m.inputs, m.inputs, n, 0, threads};
-        return linear_skinny(Linear{x, m.data, nullptr, out, also ? &second : nullptr, rows,
-                                    m.inputs, n, m.inputs, m.inputs, n, 0, threads});
+        Linear second{x, also ? also->data : nullptr, nullptr, more, nullptr, BFLOAT16, rows,
+                      m.inputs, n, m.inputs, m.inputs, n, 0, threads};
+        return linear_skinny(Linear{x, m.data, nullptr, out, also ? &second : nullptr, BFLOAT16,
+                                    rows, m.inputs, n, m.inputs, m.inputs, n, 0, threads});
     }
     Product second{x, nullptr, more, also ? *also : m, nullptr, BFLOAT16, rows, m.inputs, n, 0,
                    threads};
@@ -110,7 +109,7 @@ int64_t sort(const Experts& a, int64_t* starts, Chosen* chosen, int64_t* tokens,
 // As many experts as a round has room for, and at least one.
 int64_t round_end(const Chosen* chosen, int64_t count, int64_t from) {
     int64_t to = from + 1;
-    while (to < count && chosen[to].end - chosen[from].begin <= ROUND) to++;
+    while (to < count && chosen[to].end - chosen[from].begin <= EXPERT_ROUND) to++;
     return to;
 }
 
