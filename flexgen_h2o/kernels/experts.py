@@ -19,7 +19,7 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 def most_rows(bits: int) -> int:
     """The most tokens of an expert that `experts` is for; 0: it is not to be used.
 
-    Beyond, or where dispatch prefers PyTorch's products, experts are computed one by one.
+    Beyond, or where dispatch prefers another product, experts are computed one by one.
 
     Parameters
     ----------
