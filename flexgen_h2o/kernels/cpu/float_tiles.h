@@ -23,7 +23,8 @@ constexpr int64_t SLIVER = 2 * WIDTH;  // outputs whose floats lie together, inp
 constexpr int64_t DEPTH = PRODUCT_DEPTH;
 constexpr int64_t STRIP = 4 * PRODUCT_OUTPUTS;  // outputs, at most, that come to floats together
 constexpr int64_t NARROWEST = SLIVER > MATRIX_TILE ? SLIVER : MATRIX_TILE;  // strip
-static_assert(STRIP % NARROWEST == 0 && NARROWEST % SLIVER == 0 && DEPTH % WIDTH == 0, "whole slivers and vectors");
+static_assert(STRIP % NARROWEST == 0 && NARROWEST % SLIVER == 0 && DEPTH % WIDTH == 0,
+              "whole slivers and vectors");
 
 // A block of weights: outputs from `output` on, and inputs.
 struct Extent {
