@@ -162,8 +162,11 @@ def gemm_rate(rows: int, dtype: torch.dtype, *, width: int = 2048, depth: int = 
 
 
 def best_gemm_rate(rows: int, dtype: torch.dtype, *, device: Device | None = None) -> float:
-    """`gemm_rate` of the faster of a dtype and float32: a CPU that multiplies nothing shorter is
-    slower in 16 bits."""
+    """`gemm_rate` of the faster of a dtype and float32, which a small product finds out: a CPU that
+    multiplies nothing shorter is slower in 16 bits."""
     device = device or Device()
-    dtypes = {dtype} if device.separate else {dtype, torch.float32}
-    return max(gemm_rate(rows, each, device=device) for each in dtypes)
+    if device.separate:
+        return gemm_rate(rows, dtype, device=device)
+    faster = max((dtype, torch.float32), key=lambda each: gemm_rate(
+        256, each, width=1024, depth=1024, device=device))
+    return gemm_rate(rows, faster, device=device)

@@ -143,7 +143,9 @@ def test_a_worker_measures_the_machine(bench, monkeypatch):
 
     monkeypatch.setattr(links, "disk_read_rate", lambda path: float(len(str(path))))
     monkeypatch.setattr(links, "memory_read_rate", lambda device: 2.0)
-    monkeypatch.setattr(links, "gemm_rate", lambda rows, dtype, device: float(rows))
+    # Of small products, by which it is chosen, float32's are the faster.
+    monkeypatch.setattr(links, "gemm_rate", lambda rows, dtype, device, width=0, depth=0: (
+        float(rows * dtype.itemsize) if width else rows * 4.0 / dtype.itemsize))
     found = bench.worker.rates({"file": "abc", "dtype": "bfloat16"})
     assert (found["disk"], found["memory"], found["gemm"]) == (3, 2, 2048)
     assert found["status"] == "ok" and found["cpu"] and found["device"] == "cpu"
