@@ -42,13 +42,13 @@ TABLE = (
                   "and 32 rows, at 1 row 0.7 times. On a Xeon beside other load, 4096 x 16384, "
                   "float32 takes 1.3 and 0.93 times as long at 16 and 32 rows."),
     TableLine("linear", ("avx512",), "skinny", most_rows=48,
-              why="Xeon, 4096 x 16384: PyTorch takes 1.8, 4.7, 4.5 and 4.1 times as long at 1, 4, 16 "
-                  "and 32 rows (benchmarks/results/xeon-avx512). Beside other load float32 takes "
-                  "1.1 times as long at 32 rows, and as long at 64."),
+              why="Xeon, 4096 x 16384: PyTorch takes 1.8, 4.7, 4.5 and 4.1 times as long at 1, 4, "
+                  "16 and 32 rows (benchmarks/results/xeon-avx512). Beside other load float32 "
+                  "takes 1.1 times as long at 32 rows, and as long at 64."),
     TableLine("linear", ("avx2", "avx512"), "float32", least_rows=17,
               why="PyTorch's products in bfloat16 run at 0.06 TFLOP/s where the CPU has no "
                   "instruction for them: on the same Xeon they take 3.0, 4.0 and 4.7 times as long "
-                  "at 64, 256 and 1,024 rows, where float32 is at 0.5, 0.7 and 0.86 of PyTorch's "
+                  "at 64, 256 and 1,024 rows, where this is at 0.5, 0.7 and 0.86 of PyTorch's "
                   "rate in float32."),
     TableLine("linear", ("avx2", "avx512", "avx512bf16"), "float32", least_rows=4,
               dtype=torch.float16,
