@@ -47,7 +47,7 @@ from kernel_timing.rows import (
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
-from flexgen_h2o.kernels import native, ops, reference, reference_matrix
+from flexgen_h2o.kernels import dispatch, native, ops, reference, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.models import layers
@@ -61,6 +61,7 @@ SELECTION = (16, Cut(2048, heavy=205, recent=204))
 GROUPED = (16, 32, 1024, DIM)
 MATRIX, ROWS = (16384, 4096), (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 """Outputs and inputs, and rows that are multiplied with them."""
+COMPARED_ROWS = (1, 2, 4, 8, 16, 20, 24, 32, 48, 64)
 READING_ROWS = 16
 """The most rows whose roofline is reading the matrix; for more it is the products."""
 ROUNDED = [(8, 64), (4, 64), (4, 32)]
@@ -274,6 +275,32 @@ def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
                      nbytes=nbytes, flops=flops)
 
 
+def choices(rows: TimedRows, quick: bool) -> None:
+    """Every implementation of a product with 16-bit weights, for the lines of `dispatch.TABLE`."""
+    weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
+    weights = copies(weight[: MATRIX[0] // 16] if quick else weight, quick)
+    for count in COMPARED_ROWS:
+        x = torch.randn(count, MATRIX[1], dtype=DTYPE)
+        out = torch.empty(count, len(weights[0]), dtype=DTYPE)
+        wanted, functions = F.linear(x.float(), weights[0].float()), {}
+        for name in dispatch.available("linear", count, DTYPE):
+            functions[name] = functools.partial(linear_by, name, x=x, out=out)
+            functions[name](weights[0])
+            check(f"choices: {name}, {count} rows", error(out, wanted))
+            out.fill_(float("nan"))
+        endless = {name: itertools.cycle({"weight": one} for one in weights) for name in functions}
+        rows.measure("choices", f"{count} x {MATRIX[1]} x {len(weights[0])}", functions, endless,
+                     nbytes=dict.fromkeys(functions, weights[0].nbytes),
+                     flops=2 * count * weights[0].numel() if count > READING_ROWS else 0)
+
+
+def linear_by(implementation: str, weight: torch.Tensor, *, x: torch.Tensor,
+              out: torch.Tensor) -> None:
+    """A product by one of `IMPLEMENTATIONS`."""
+    with dispatch.measured({"linear": {16: {len(x): implementation}}}):
+        layers.linear(x, weight, out=out)
+
+
 def rounding(rows: TimedRows, quick: bool) -> None:
     """Quantizing a matrix, with and without a search for scales: its time, and its error.
 
@@ -303,7 +330,7 @@ def rounding(rows: TimedRows, quick: bool) -> None:
 
 
 OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": groups,
-              "linear": linear, "round": rounding, "recall": recall}
+              "linear": linear, "choices": choices, "round": rounding, "recall": recall}
 
 
 @torch.inference_mode()

@@ -40,7 +40,8 @@ LOOKS = {OURS: ("#0072B2", ""), OURS_8: ("#56B4E9", "//"), OURS_4: ("#CC79A7", "
          SCORELESS: ("#009E73", "--"), SDPA: ("#E69F00", "\\\\"), PLAIN: ("#999999", "xx"),
          INDEXED: ("#666666", "++"), RANGE: ("#D55E00", "oo"), "full cache": ("#999999", ""),
          "recall 20%, 4 bits": ("#CC79A7", ""), "recall 20%, 2 bits": ("#CC79A7", "//"),
-         "recall 10%, 4 bits": ("#E69F00", ""), "recall 5%, 4 bits": ("#E69F00", "//")}
+         "recall 10%, 4 bits": ("#E69F00", ""), "recall 5%, 4 bits": ("#E69F00", "//"),
+         "pytorch": ("#999999", ""), "skinny": ("#0072B2", ""), "float32": ("#CC79A7", "")}
 
 
 class TimedRows:

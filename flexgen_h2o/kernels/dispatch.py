@@ -36,16 +36,15 @@ class TableLine:
 
 
 TABLE = (
-    TableLine("linear", ("avx2",), "skinny", least_rows=2, most_rows=16,
-              why="One thread of an EPYC, PyTorch held to AVX2 (ATEN_CPU_CAPABILITY=avx2, without "
-                  "oneDNN), 2048 x 4096 in cache: it takes 2.1, 2.9 and 3.0 times as long at 4, 16 "
-                  "and 32 rows, at 1 row 0.7 times. On a Xeon beside other load, 4096 x 16384, "
-                  "float32 takes 1.3 and 0.93 times as long at 16 and 32 rows."),
+    TableLine("linear", ("avx2",), "skinny", most_rows=20,
+              why="EPYC without AVX-512, 4096 x 16384: PyTorch takes 1.7, 3.1, 3.8 and 3.7 times "
+                  "as long at 1, 2, 4 and 8 rows, float32 1.5, 1.1, 0.93 and 0.71 times at 8, 20, "
+                  "24 and 48 (benchmarks/results/epyc-avx2)."),
     TableLine("linear", ("avx512",), "skinny", most_rows=48,
               why="Xeon, 4096 x 16384: PyTorch takes 1.8, 4.7, 4.5 and 4.1 times as long at 1, 4, "
                   "16 and 32 rows (benchmarks/results/xeon-avx512). Beside other load float32 "
                   "takes 1.1 times as long at 32 rows, and as long at 64."),
-    TableLine("linear", ("avx2", "avx512"), "float32", least_rows=17,
+    TableLine("linear", ("avx2", "avx512"), "float32", least_rows=21,
               why="PyTorch's products in bfloat16 run at 0.06 TFLOP/s where the CPU has no "
                   "instruction for them: on the same Xeon they take 3.0, 4.0 and 4.7 times as long "
                   "at 64, 256 and 1,024 rows, where this is at 0.5, 0.7 and 0.86 of PyTorch's "
