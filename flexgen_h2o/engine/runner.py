@@ -166,7 +166,8 @@ class Runner:
             return folder
 
         with byte_bar("loading", off=options.no_bars) as bar:
-            self.weights.load(run_folder, self._noted(bar))
+            self.weights.load(run_folder, self._noted(bar),
+                              kept=source.kept(options.seed, options.weight_cache))
         self._load_experts()
         self.loaded_bytes = resident_bytes()
 
