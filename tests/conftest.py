@@ -129,6 +129,8 @@ TINY: dict[str, Callable[[], Any]] = {
                            embedding_multiplier=3.0, logits_scaling=0.5),
     "olmo2": lambda: _of("Olmo2"),
     "stablelm": lambda: _of("StableLm", hidden_size=96, use_qkv_bias=True),
+    "stablelm_12b": lambda: _of("StableLm", hidden_size=96, qk_layernorm=True,
+                                use_parallel_residual=True),
     "neox": _neox,
     "neox_sequential": lambda: _neox(rotary=1.0, use_parallel_residual=False,
                                      hidden_act="gelu_fast"),

@@ -15,13 +15,14 @@ from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.schedule import Kind
 from flexgen_h2o.kernels import native, ops
 from flexgen_h2o.models import from_gguf, gguf_rope, quantized
-from flexgen_h2o.planning import rows
+from flexgen_h2o.planning import temporaries
 from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.tasks import analyze
 from flexgen_h2o.tasks.streams import segments
 
 # Functions that are tested by themselves.
-own_attention, sparse_attention = rows._own_attention, rows._sparse_attention
+own_attention = temporaries._own_attention
+sparse_attention = temporaries._sparse_attention
 run_dtype = loader._dtype
 stream_failure, save_analysis = segments._failure, analyze._save
 LLAMA3_ROPE = gguf_rope.LLAMA3_ROPE

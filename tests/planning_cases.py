@@ -11,7 +11,7 @@ from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
-from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.planned_run import PlannedRun
 
 OPT = published("opt-125m")  # 12 layers of 12 heads of 64, hidden size 768
 ALL_HERE, ON_HOST, ON_DISK = (100, 0), (0, 100), (0, 0)

@@ -32,14 +32,16 @@ class LlamaCpp(Baseline):
 
     Options are the type of all matrices, `weights`, one of `llama_gguf.BITS`; `threads` (default:
     as many of those that the comparison gives as are fastest, for prompts and for steps, tried on
-    the batch while it loads); `n_ubatch`, tokens that compute together; and `flash_attention`.
-    The cache is in float16, llama.cpp's default.
+    the batch while it loads); `n_ubatch`, tokens that compute together; `flash_attention`; and
+    `repack`, llama.cpp's default: weights are held in memory in the order that its fastest products
+    take. Without it they are read from the file through the page cache, as they must be where
+    memory does not hold them. The cache is in float16, llama.cpp's default.
     """
 
     documented = ("https://github.com/ggml-org/llama.cpp/blob/master/docs/development/"
                   "token_generation_performance_tips.md")
     options: Mapping[str, Any] = {"weights": "Q4_0", "threads": None, "n_ubatch": 512,
-                                  "flash_attention": True}
+                                  "flash_attention": True, "repack": True}
     loads_alike = False  # its cache is of the batch
     _lib: Any = None
     _model = _context = _batch = None
@@ -53,7 +55,8 @@ class LlamaCpp(Baseline):
         found = super().check(name, options)
         check_choice(f"system {name}: weights", found["weights"], tuple(BITS))
         check_int(f"system {name}: n_ubatch", found["n_ubatch"], low=1, high=N_BATCH)
-        check_bool(f"system {name}: flash_attention", found["flash_attention"])
+        for option in ("flash_attention", "repack"):
+            check_bool(f"system {name}: {option}", found[option])
         if found["threads"] is not None:
             check_int(f"system {name}: threads", found["threads"], low=1)
         return found
@@ -86,7 +89,9 @@ class LlamaCpp(Baseline):
         info = self._lib.llama_print_system_info().decode()
         return (f"{options['weights']}, {steps} threads for steps and {prompts} for prompts, "
                 f"n_ubatch {options['n_ubatch']}, flash attention "
-                f"{'on' if options['flash_attention'] else 'off'}; {' '.join(info.split())}")
+                f"{'on' if options['flash_attention'] else 'off'}, weights "
+                f"{'repacked' if options['repack'] else 'as in the file'}; "
+                f"{' '.join(info.split())}")
 
     def _listen(self) -> None:
         """Keep what it says of errors, and let it print nothing."""
@@ -103,6 +108,7 @@ class LlamaCpp(Baseline):
         settings = self.settings
         wanted = self._lib.llama_model_default_params()
         wanted.n_gpu_layers = 0
+        wanted.use_extra_bufts = settings.options["repack"]
         self._model = self._lib.llama_model_load_from_file(str(path).encode(), wanted)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}: {' '.join(self._errors[-3:])}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.planning.rows import part_bytes, record_bytes
+from flexgen_h2o.planning.planned_run import part_bytes, record_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -12,7 +12,7 @@ from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import runs_of_ranks
-from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import ALIKE, Choice, advantage
 from flexgen_h2o.storage.free_memory import MemoryLimits
 

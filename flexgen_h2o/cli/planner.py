@@ -32,7 +32,7 @@ from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.hardware_file import BITS, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import judge_ranks, search_ranks
-from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import Choice, PlanRequest, judge, search
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
 

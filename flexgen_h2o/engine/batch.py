@@ -18,7 +18,8 @@ class Request:
     """One prompt on its way: `key` is its place among the prompts of the call.
 
     `finish_reason` is empty until it has ended. `seed` is that of its random numbers, `log_probs`
-    what is known of the generated tokens if that was asked for.
+    what is known of the generated tokens if that was asked for. `rope_length` is
+    `RopeConfig.text_length` of its text; None: it rotates as all texts do.
     """
 
     key: int
@@ -27,12 +28,18 @@ class Request:
     finish_reason: str = ""
     seed: int = 0
     log_probs: list[TokenLogProb] = field(default_factory=list)
+    rope_length: int | None = None
 
     def restart(self) -> None:
         """Forget what has been generated."""
         self.generated.clear()
         self.log_probs.clear()
         self.finish_reason = ""
+
+    @property
+    def shared(self) -> tuple[int | None, tuple[int, ...]]:
+        """The text that is computed once for all requests that have the same."""
+        return self.rope_length, tuple(self.prompt)
 
     @property
     def history(self) -> list[int]:
@@ -59,13 +66,14 @@ class Batch:
         for place, request in enumerate(requests):
             if batch_layout.origin(place) is not None:
                 continue
-            lead = first.setdefault(tuple(request.prompt) if shares else place, place)
+            lead = first.setdefault(request.shared if shares else place, place)
             self.alike.setdefault(lead, []).append(place)
-        alike: dict[tuple[int, ...], list[int]] = {}
+        alike: dict[object, list[int]] = {}
         shares_prefix = shares_prefix and not batch_layout.grows
         for lead in self.alike:
-            beginning = self.requests[lead].prompt[:SHARED_PREFIX] if shares_prefix else ()
-            alike.setdefault(tuple(beginning), []).append(lead)
+            length, prompt = self.requests[lead].shared
+            beginning = (length, prompt[:SHARED_PREFIX]) if shares_prefix else ()
+            alike.setdefault(beginning, []).append(lead)
         # Sequences whose prompts stand together, and how many tokens these begin with alike.
         self._groups = [(leads, common_prefix([self.requests[lead].prompt for lead in leads])
                          if shares_prefix else 0) for leads in alike.values()]
@@ -131,6 +139,17 @@ class Batch:
             ids += prompt[span.start - past : span.end - past]
             positions += range(span.start, span.end)
         return ids, positions
+
+    def rope_lengths(self, forward_pass: int) -> list[int] | None:
+        """The length by which each row's text rotates; None: all do as every text does."""
+        lengths = [request.rope_length for request in self.requests
+                   if request.rope_length is not None]
+        if len(lengths) < len(self.requests):
+            return None
+        if not self.batch_layout.in_prefill(forward_pass):
+            return lengths
+        return [lengths[span.sequence] for span in self.spans(forward_pass)
+                for _ in range(len(span))]
 
     def chunks(self, forward_pass: int, most_rows: int) -> Iterator[RowChunk]:
         """Cut the rows of a prefill between sequences so that a chunk has at most `most_rows`.

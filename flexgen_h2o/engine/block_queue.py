@@ -54,13 +54,13 @@ class BlockQueue:
         self._new = new if isinstance(new, Mapping) else {request.key: new for request in requests}
         self.size = size
         self.evicts: tuple[bool, ...] = ()
-        first: dict[tuple[int, ...], int] = {}
+        first: dict[object, int] = {}
         if size.shares:
             for request in requests:
-                first.setdefault(tuple(request.prompt), request.key)
+                first.setdefault(request.shared, request.key)
         self._waiting = deque(sorted(requests, key=lambda request: (
             -self._new[request.key].bit_length(), -len(request.prompt),
-            first[tuple(request.prompt)] if size.shares else 0, request.key)))
+            first[request.shared] if size.shares else 0, request.key)))
         self._block: list[Batch] = []
 
     @property
@@ -134,7 +134,7 @@ class BlockQueue:
         and of new tokens."""
         limit = self.size.prefill_chunk or self.longest
         lengths = [min(len(request.prompt), limit) for request in self._waiting]
-        prompts = [request.prompt for request in self._waiting]
+        prompts = [request.shared for request in self._waiting]
         # What equal prompts add to a batch that holds the one before.
         added = [0 if self.size.shares and place and prompts[place] == prompts[place - 1]
                  else length for place, length in enumerate(lengths)]

@@ -260,13 +260,16 @@ class Executor:
 
     def _set_rope(self, step: LayerStep, batch: Batch, positions: torch.Tensor) -> None:
         """Note where the rows of a forward pass stand."""
+        given = batch.rope_lengths(step.forward_pass)
+        lengths = None if given is None else torch.tensor(given)
         if not batch.batch_layout.in_prefill(step.forward_pass):
             self._token_layers.begin_token(
-                step.batch, positions, batch.batch_layout.token(step.forward_pass))
+                step.batch, positions, lengths, batch.batch_layout.token(step.forward_pass))
             if self._token_layers.complete:
                 return
-        positions = positions.to(self._device.torch)
-        self._rope[step.batch] = all_tables(self._config.ropes, positions, self._dtype)
+        here = self._device.torch
+        self._rope[step.batch] = all_tables(self._config.ropes, positions.to(here), self._dtype,
+                                            None if lengths is None else lengths.to(here))
 
     def _tables(self, step: LayerStep) -> RopeTables | None:
         """The rotations of a layer step's rows."""

@@ -14,6 +14,7 @@ import torch
 from flexgen_h2o.config.formats import DTYPES
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import DUMMY
+from flexgen_h2o.engine.spill import KeptWeights
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
 from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
@@ -78,7 +79,21 @@ class Source:
 
     def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
         """True if no file keeps the weights in `form`: the disk tier writes what it holds."""
-        return self.dummy or self.bits != 16 and weight_cache is None
+        if self.bits == 16:
+            return self.dummy
+        return weight_cache is None
+
+    def kept(self, seed: int, weight_cache: str | os.PathLike | None) -> KeptWeights | None:
+        """The file that keeps dummy weights, drawn with a seed, for later runs; None for those of
+        checkpoints, of 16 bits, and without a weight cache. See `open`."""
+        if not self.dummy or self.bits == 16 or weight_cache is None:
+            return None
+        form = self.form
+        sizes = {name: form.nbytes(spec.shape) for name, spec in _specs(self.weights).items()}
+        shapes = [spec.shape for spec in _specs(self.weights).values()]
+        title = f"{self.config.name.replace('/', '--')}-dummy-{self.bits}bit"
+        return KeptWeights(_weight_cache(weight_cache), title,
+                           [seed, str(self.dtype), form.bits, form.group, shapes], sizes)
 
     @property
     def _keeps_groups(self) -> bool:
@@ -99,8 +114,8 @@ class Source:
         seed : int
             Of dummy weights.
         weight_cache : str, path or None
-            Folder for quantized weights; "auto": in the user's cache; None: they are made anew,
-            as dummy weights always are.
+            Folder for quantized weights; "auto": in the user's cache; None: they are made anew.
+            Dummy weights are drawn when they are read: see `kept`.
         progress : callable
             Called with (bytes done, bytes in all) while a copy is made.
 

@@ -38,6 +38,7 @@ from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.metrics.memory import peak_process_bytes, sampled_memory
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import PHASES, Trace
+from flexgen_h2o.models.positions import context
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.free_memory import resident_bytes
 from flexgen_h2o.storage.tiers import Device
@@ -165,7 +166,8 @@ class Runner:
             return folder
 
         with byte_bar("loading", off=options.no_bars) as bar:
-            self.weights.load(run_folder, self._noted(bar))
+            self.weights.load(run_folder, self._noted(bar),
+                              kept=source.kept(options.seed, options.weight_cache))
         self._load_experts()
         self.loaded_bytes = resident_bytes()
 
@@ -210,15 +212,26 @@ class Runner:
               ) -> BlockQueue:
         """The requests for blocks of the policy's batches: see `BlockQueue`."""
         policy, cache = self.settings.policy, self.settings.cache
+        self._note_lengths(requests, new)
         queue = BlockQueue(requests, new, BlockSize(
             policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, shares,
             shares_prefix=shares and not cache.simulated))
         queue.evicts = evicting_layers(queue.sizes, cache.h2o, self.own.num_layers)
         return queue
 
+    def _note_lengths(self, requests: Sequence[Request], new: int | Mapping[int, int]) -> None:
+        """Note by which length each request's text rotates."""
+        rope, h2o = self.config.rope, self.settings.cache.h2o
+        if rope is None or context(self.config, h2o) == self.config.plain_positions:
+            return
+        for request in requests:
+            appended = new[request.key] if isinstance(new, Mapping) else new
+            request.rope_length = rope.text_length(len(request.prompt), appended)
+
     def probe(self, requests: Sequence[Request], attend: Callable[..., torch.Tensor], sink: Sink
               ) -> RunStats:
         """Run prompts one by one and whole, while `attend` computes the attention: `LLM.probe`."""
+        self._note_lengths(requests, 0)
         queue = BlockQueue(requests, 0, BlockSize(1, 1))
         numbers: list[int] = []
         cache = ProbedCache(attend, numbers)

@@ -84,13 +84,14 @@ class TokenLayers:
         """True if `run` does a layer step (numbered as in the schedule) of new tokens."""
         return layer in self._layers
 
-    def begin_token(self, batch: int, positions: torch.Tensor, token: int) -> None:
-        """Begin a forward pass of the block's new token `token` (from 1) of a batch: positions
-        [rows], int64."""
+    def begin_token(self, batch: int, positions: torch.Tensor, lengths: torch.Tensor | None,
+                    token: int) -> None:
+        """Begin a forward pass of the block's new token `token` (from 1) of a batch: positions and
+        lengths as of `rope_tables`."""
         if not self._layers:
             return
         self._workspace.cache.begin_token(batch, token)
-        tables = all_tables(self._config.ropes, positions, torch.float32)
+        tables = all_tables(self._config.ropes, positions, torch.float32, lengths)
         if batch not in self._rope:
             self._rope[batch] = tables
             return

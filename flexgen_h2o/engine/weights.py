@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 
@@ -19,6 +20,7 @@ from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.chunk_stream import Chunk, ChunkStream
 from flexgen_h2o.engine.cuts import CutRows, cut, piece_of
 from flexgen_h2o.engine.packs import ALIGN, Pack, Unit, Weight
+from flexgen_h2o.engine.spill import KeptWeights, spill_of_run
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import ChunkedMatrix, QuantizedMatrix
@@ -144,15 +146,17 @@ class WeightStore:
         return self._form.nbytes(spec.shape)
 
     def load(self, run_folder: Callable[[], RunFolder],
-             progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+             progress: Callable[[int, int], None] = lambda done, total: None, *,
+             kept: KeptWeights | None = None) -> None:
         """Bring every tensor to its tier. `progress` gets bytes done and in all.
 
         Tensors for the disk tier stay where they lie in the checkpoint; those that do not lie
-        plainly in a file of the right dtype (dummy weights) are written to the run folder.
+        plainly in a file of the right dtype (dummy weights) are written to the file that keeps
+        them, or else to the run folder.
         """
         total = sum(map(self._bytes, self._specs()))
         done = 0
-        self._write_spill(run_folder)
+        self._write_spill(run_folder, kept)
         self._expect_kept_checksums()
         for index, unit in enumerate(self.units):
             for tier in ("gpu", "cpu", "disk"):
@@ -252,26 +256,25 @@ class WeightStore:
         dtype, shape = self._form.stored(spec.shape)
         self._checkpoint.read(self._names[spec.name], typed(buffer, place, shape, dtype))
 
-    def _write_spill(self, run_folder: Callable[[], RunFolder]) -> None:
+    def _write_spill(self, run_folder: Callable[[], RunFolder], kept: KeptWeights | None) -> None:
         """Write what belongs on disk but does not lie there in the right form."""
         missing = {s.name: s for s in self._specs()
                    if self.tiers[s.name] == "disk" and self._extent(s) is None}
         if not missing:
             return
-        size = sum(round_up(self._bytes(spec), PAGE) for spec in missing.values())
-        path = run_folder().file("weights.bin", size)
-        largest = max(self._bytes(spec) for spec in missing.values())
-        buffer = self._device.host_empty(largest, pinned=False)
-        offset = 0
-        for spec in missing.values():
-            nbytes = self._bytes(spec)
-            self._read(spec, buffer, 0)
-            whole = round_up(nbytes, PAGE)
-            self._transfers.disk.write(Extent(path, offset, whole), buffer[:whole])
-            self._spill[spec.name] = Extent(path, offset, nbytes)
-            if self._checksums is not None:
-                self._checksums.written(self._spill[spec.name], buffer[:nbytes])
-            offset += whole
+        sizes = {name: self._bytes(spec) for name, spec in missing.items()}
+        with (kept.writing(sizes) if kept is not None
+              else nullcontext(spill_of_run(run_folder(), sizes))) as spill:
+            self._spill.update(spill.extents)
+            buffer = self._device.host_empty(max(sizes.values()), pinned=False)
+            for name in spill.left:
+                self._read(missing[name], buffer, 0)
+                extent = spill.extents[name]
+                whole = round_up(extent.nbytes, PAGE)
+                self._transfers.disk.write(Extent(extent.path, extent.offset, whole),
+                                           buffer[:whole])
+                if self._checksums is not None:
+                    self._checksums.written(extent, buffer[: extent.nbytes])
 
     def _tie_tables(self) -> None:
         """Keep the lookup tables that are in memory, and share a tied one with the head."""

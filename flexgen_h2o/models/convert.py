@@ -150,7 +150,7 @@ def build_once(
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f".{name}.lock"):
+        with locked(root / f".{name}.lock"):
             if not target.is_dir():
                 _build(root / f".{name}.tmp", target, build)
     except OSError as error:
@@ -256,7 +256,8 @@ def _sampled(fd: int, size: int, has_header: bool) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock that a file is, for which other processes and threads wait."""
     lock = FileLock(path)  # ends with the process, however that ends, and so is never stale
     try:
         lock.acquire(timeout=0)

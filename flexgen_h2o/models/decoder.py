@@ -4,7 +4,9 @@ What a layer does is read off its tensors' short names: "q", "k", "v" or "qkv" w
 and "up" or "gate_up" with "down", each with "_bias" or without; "ln1" and "ln2" norm what attention
 and MLP read, "post1" and "post2" what they give; "q_norm" and "k_norm" norm queries and keys, over
 each head or over all of them, as wide as they are. A norm with a bias is a layer norm, and one
-without it a root-mean-square norm. Loads torch with the first logits.
+without it a root-mean-square norm; "q_norm0", "k_norm0" and so on are layer norms without a bias,
+one for each head. With a parallel residual "ln1" norms for the MLP too. Loads torch with the first
+logits.
 """
 
 from __future__ import annotations
@@ -106,6 +108,9 @@ def attention_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: O
             if f"{name}_norm" in w:
                 parts = out[block].view(-1, len(w[f"{name}_norm"]))
                 norm(cfg, w, f"{name}_norm", parts, do, out=parts)
+            for number in range(out.shape[1] if f"{name}_norm0" in w else 0):
+                part = out[block][:, number]
+                do.layer_norm(part, w[f"{name}_norm{number}"], None, eps=cfg.norm_eps, out=part)
             if cfg.clip_qkv:
                 do.clamp_(out[block], cfg.clip_qkv)
     return q, k, v
@@ -124,7 +129,12 @@ def _fused_inputs(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Oper
 
 def attention_output(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, attended: Tensor,
                      do: Operations) -> Tensor:
-    """Add attention's output to x and return it; attended [rows, heads, head_dim]."""
+    """Add attention's output to x and return it; attended [rows, heads, head_dim].
+
+    With a parallel residual the MLP reads x as it was before attention: it comes first, and here.
+    """
+    if cfg.parallel_residual:
+        mlp(cfg, w, x, do)
     attended = attended.reshape(len(x), cfg.q_size)
     for block in row_blocks(len(x)):
         add_product_(cfg, w, x[block], attended[block], do, names=("out", "post1"))
@@ -133,8 +143,9 @@ def attention_output(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, atten
 
 def mlp(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations) -> Tensor:
     """Add ``down(act(gate(norm(x))) * up(norm(x)))`` to x and return it."""
+    name = "ln1" if cfg.parallel_residual else "ln2"
     for block in row_blocks(len(x)):
-        source = normed(cfg, w, "ln2", x[block], do)
+        source = normed(cfg, w, name, x[block], do)
         if "gate_up" in w:
             both = do.get("gate_up", (len(source), 2 * cfg.ffn_size), x.dtype)
             do.linear(source, w["gate_up"], w.get("gate_up_bias"), out=both)

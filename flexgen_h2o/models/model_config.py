@@ -130,7 +130,8 @@ class ModelConfig:
     ffn_size : int
         Width of the MLP.
     max_positions : int
-        Trained context; OPT has a table of this many positions and cannot go past it.
+        Context; OPT has a table of this many positions and cannot go past it. See
+        `plain_positions`.
     activation : str
         One of `ACTIVATIONS`.
     attention_bias, out_bias, mlp_bias : bool
@@ -144,7 +145,8 @@ class ModelConfig:
     local_layers : tuple of bool
         Whether a layer rotates by `local_rope`; empty where all do by `rope`.
     qk_norm : bool
-        Queries and keys are normed; whether each head or all of them, the table of tensors says.
+        Queries and keys are normed: each head, by weights of its own or not, or all together, as
+        the table of tensors says.
     clip_qkv : float
         Queries, keys and values are cut off at this size; 0: they are not.
     norm_offset : float
@@ -158,7 +160,7 @@ class ModelConfig:
     embed_dim : int
         OPT: width of the token table, projected to `hidden_size` where they differ. 0 means equal.
     parallel_residual : bool
-        GPT-NeoX: attention and MLP read the same input.
+        GPT-NeoX, StableLM 2 12B: attention and MLP read the same input.
     experts : ExpertsConfig or None
         Those in place of each layer's MLP, if any.
     attention : tuple of AttentionForm
@@ -244,6 +246,12 @@ class ModelConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary position embeddings that there are; see `rope_number`."""
         return tuple(rope for rope in (self.rope, self.local_rope) if rope is not None)
+
+    @property
+    def plain_positions(self) -> int:
+        """Positions up to which all texts rotate alike, whatever their length."""
+        context = None if self.rope is None else self.rope.plain_context
+        return self.max_positions if context is None else min(context, self.max_positions)
 
     def rope_number(self, layer: int) -> int:
         """Which of `ropes` a decoder layer has."""

@@ -63,14 +63,14 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
         raise UserError(f"{config.name} has learned positions, of which there is none past the "
                         f"{config.max_positions} trained: leave past_context off")
     limits = [(max_tokens, f"max_tokens, {max_tokens}")]
-    context = config.max_positions
+    trained = config.plain_positions  # how long the text becomes, nobody knows
     if evicts and h2o.positions == "rolling":
         places = chunk + budget(h2o, 0, 1).total
-        if places > context:
+        if places > trained:
             raise UserError(f"a cache of {places - chunk} tokens and a chunk of {chunk} take more "
-                            f"places than the model's {context} positions: lower one of them")
+                            f"places than the model's {trained} positions: lower one of them")
     elif not past_context and not (h2o is not None and h2o.drop_positions):
-        limits.append((context, f"the model's {context} positions: an evicting cache with rolling "
+        limits.append((trained, f"the model's {trained} positions: an evicting cache with rolling "
                        "positions has no such end (--enable-position-rolling)"))
     return min((limit for limit in limits if limit[0] is not None), default=(None, ""))
 
@@ -96,7 +96,14 @@ def longest_prompt(config: ModelConfig, h2o: H2OConfig | None) -> int | None:
         return None
     if h2o is not None and h2o.prompt_chunk and h2o.positions == "rolling":
         return None
-    return config.max_positions
+    return context(config, h2o)
+
+
+def context(config: ModelConfig, h2o: H2OConfig | None) -> int:
+    """The positions that a text can take: those within which all texts rotate alike where keys are
+    rotated anew in each step, by their places in the cache or in a simulation."""
+    anew = h2o is not None and (h2o.positions == "rolling" or h2o.simulate)
+    return config.plain_positions if anew else config.max_positions
 
 
 def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, length: int,
@@ -112,7 +119,7 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
     """
     if h2o is not None and h2o.drop_positions:
         return
-    limit = config.max_positions
+    limit = context(config, h2o)
     rolls = h2o is not None and not h2o.is_full and h2o.positions == "rolling"
     longest = longest_prompt(config, h2o)
     if longest is not None and length > longest:

@@ -1,6 +1,7 @@
 """Rotary position embedding: how config.json spells it, and the tables of rotations.
 
-All scalings of transformers that are pure functions of position. Loads torch with the first table.
+All scalings of transformers. LongRoPE and dynamic rope rotate by the length of the text, too, once
+that is past the context in which all texts rotate alike. Loads torch with the first table.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ class RopeConfig:
     rotary_dim : int
         Leading dimensions of each head that rotate; even.
     kind : str
-        One of `ROPE_KINDS`. `dynamic` stretches past the trained context only, where no run gets:
-        within it is `default`. The fields below are those of the other kinds.
+        One of `ROPE_KINDS`. `dynamic` stretches past the trained context only: within it is
+        `default`. The fields below are those of the other kinds.
     factor : float
         By how much positions are compressed.
     low_freq_factor, high_freq_factor : float
         `llama3` only: the band, in turns per original context, between scaled and untouched.
     original_max_positions : int
-        `llama3`, `yarn` and `longrope`: the context length before stretching.
+        `llama3`, `yarn`, `longrope` and `dynamic`: the context length before stretching.
     beta_fast, beta_slow : float
         `yarn` (arXiv 2309.00071): the same band as for `llama3`, between untouched and scaled.
     truncate : bool
         `yarn`: the band ends at whole dimensions.
     attention_factor : float
         `yarn` and `longrope`: on cosines and sines.
-    short_factors : tuple of float
-        `longrope` (arXiv 2402.13753): divisors of the frequencies within the original context, for
-        each pair of dimensions.
+    short_factors, long_factors : tuple of float
+        `longrope` (arXiv 2402.13753): divisors of the frequencies, for each pair of dimensions, in
+        texts within the original context and in longer ones.
     """
 
     theta: float
@@ -67,18 +68,39 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def reach(self, max_positions: int) -> int:
         """The context of a model whose config says `max_positions`.
 
-        YaRN reaches to the factor times the original context, which configs often leave out. Past
-        its original context LongRoPE rotates all of a text otherwise, and no run gets there.
+        YaRN and dynamic rope reach to the factor times the original context, which configs leave
+        out, or often do.
         """
-        if self.kind == "yarn":
-            stretched = int(self.factor * self.original_max_positions)
-            return min(max(max_positions, stretched), MOST_POSITIONS)
-        return min(max_positions, self.original_max_positions) if self.kind == "longrope" else (
-            max_positions)
+        if self.kind not in ("yarn", "dynamic"):
+            return max_positions
+        stretched = int(self.factor * self.original_max_positions)
+        return min(max(max_positions, stretched), MOST_POSITIONS)
+
+    @property
+    def plain_context(self) -> int | None:
+        """Tokens of a text up to which all texts rotate alike; None: texts of any length do."""
+        return self.original_max_positions if self.kind in ("dynamic", "longrope") else None
+
+    def text_length(self, prompt: int, new: int) -> int | None:
+        """The length by which a text rotates at least, of a prompt and up to `new` computed tokens.
+
+        None where lengths do not matter; 0 within `plain_context`. LongRoPE: one beyond it if all
+        of the text is longer, so that a text rotates in one way from its first token on. (Where a
+        text crosses the limit while it is generated, transformers has short factors up to there,
+        and then computes all of it anew.) Dynamic rope: the prompt's length, as in transformers:
+        each new token rotates by the length so far, and what is cached stays as it was.
+        """
+        context = self.plain_context
+        if context is None:
+            return None
+        if self.kind == "longrope":
+            return context + 1 if prompt + new > context else 0
+        return prompt if prompt > context else 0
 
 
 def read_rope(f: Fields, *, theta: Any = None, given: Any = None,
@@ -160,17 +182,31 @@ def _yarn(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
 def _longrope(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
     original = _original(f, given)
     factor = _factor(f, given, original)
-    short = f.fit(list[Positive], given.get("short_factor"), "rope short_factor")
-    if len(short) != rotary_dim // 2:
-        raise UserError(f"{f.name}: config value rope short_factor must have "
-                        f"{rotary_dim // 2} numbers, got {len(short)}")
+    short, long = (_factors(f, given, key, rotary_dim) for key in ("short_factor", "long_factor"))
     stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     attention = first(given.get("attention_factor"), stretched)
-    return {"factor": factor, "original_max_positions": original, "short_factors": tuple(short),
+    return {"factor": factor, "original_max_positions": original, "short_factors": short,
+            "long_factors": long,
             "attention_factor": f.fit(Positive, attention, "rope attention_factor")}
 
 
-_SCALINGS = {"default": _default, "linear": _linear, "dynamic": _linear, "yarn": _yarn,
+def _factors(f: Fields, given: Mapping, key: str, rotary_dim: int) -> tuple[float, ...]:
+    factors = f.fit(list[Positive], given.get(key), f"rope {key}")
+    if len(factors) != rotary_dim // 2:
+        raise UserError(f"{f.name}: config value rope {key} must have {rotary_dim // 2} numbers, "
+                        f"got {len(factors)}")
+    return tuple(factors)
+
+
+def _dynamic(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
+    if rotary_dim < 4:
+        raise UserError(f"{f.name}: dynamic rope of {rotary_dim} rotary dimensions is not "
+                        "supported (4 at least)")
+    return _linear(f, given, rotary_dim) | {
+        "original_max_positions": f.count("max_position_embeddings")}
+
+
+_SCALINGS = {"default": _default, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn,
              "longrope": _longrope, "llama3": _llama3}
 
 
@@ -188,13 +224,14 @@ def _factor(f: Fields, given: Mapping, original: int) -> float:
                                  f.count("max_position_embeddings") / original), "rope factor")
 
 
-def all_tables(ropes: Iterable[RopeConfig], positions: Tensor, dtype: torch.dtype
-               ) -> tuple[RopeTables, ...]:
+def all_tables(ropes: Iterable[RopeConfig], positions: Tensor, dtype: torch.dtype,
+               lengths: Tensor | None = None) -> tuple[RopeTables, ...]:
     """`rope_tables` of each of several."""
-    return tuple(rope_tables(rope, positions, dtype) for rope in ropes)
+    return tuple(rope_tables(rope, positions, dtype, lengths) for rope in ropes)
 
 
-def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> RopeTables:
+def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype,
+                lengths: Tensor | None = None) -> RopeTables:
     """Cosines and sines of the rotations at some positions.
 
     Parameters
@@ -203,6 +240,8 @@ def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> Rope
     positions : Tensor [rows], int64
     dtype : torch.dtype
         Of the result; angles are computed in float32.
+    lengths : Tensor [rows], int64, optional
+        `RopeConfig.text_length` of each row's text. None: as within `RopeConfig.plain_context`.
 
     Returns
     -------
@@ -212,15 +251,18 @@ def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> Rope
     -----
     The scalings are those of transformers' modeling_rope_utils.py.
     """
-    angles = positions[:, None].float() * frequencies(rope, positions.device)
+    if lengths is not None:
+        lengths = lengths.maximum(positions + 1)
+    angles = positions[:, None].float() * frequencies(rope, positions.device, lengths)
     cos, sin = angles.cos(), angles.sin()
     if rope.attention_factor != 1.0:
         cos, sin = cos.mul_(rope.attention_factor), sin.mul_(rope.attention_factor)
     return cos.to(dtype), sin.to(dtype)
 
 
-def frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
-    """Radians per position of each pair of dimensions, float32 [rotary_dim / 2]."""
+def frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None = None) -> Tensor:
+    """Radians per position of each pair of dimensions, float32 [rotary_dim / 2]; of texts of these
+    lengths [rows], where rotations hang on them, [rows, rotary_dim / 2]."""
     import torch  # only now: sizes are read without it
 
     steps = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device=device)
@@ -229,7 +271,16 @@ def frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "longrope":
-        return 1.0 / (torch.tensor(rope.short_factors, device=device) * steepness)
+        factors = torch.tensor(rope.short_factors, device=device)
+        if lengths is not None:
+            longer = lengths[:, None] > rope.original_max_positions
+            factors = torch.where(longer, torch.tensor(rope.long_factors, device=device), factors)
+        return 1.0 / (factors * steepness)
+    if rope.kind == "dynamic" and lengths is not None:
+        context, width = rope.original_max_positions, rope.rotary_dim
+        stretch = rope.factor * lengths.clamp(min=context) / context - (rope.factor - 1)
+        base = rope.theta * stretch ** (width / (width - 2))
+        return 1.0 / base[:, None] ** (steps / width)
     if rope.kind == "llama3":
         # Slow turns divided by the factor, fast ones kept, and a smooth passage in between.
         cycles = rope.original_max_positions * plain / (2 * math.pi)  # per original context

@@ -27,7 +27,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import budget, cached
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.planning.hardware import Hardware
-from flexgen_h2o.planning.rows import (
+from flexgen_h2o.planning.planned_run import (
     PlannedRun,
     layer_slots,
     part_bytes,

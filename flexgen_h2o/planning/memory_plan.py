@@ -18,7 +18,8 @@ from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.metrics.links import GB
 from flexgen_h2o.metrics.text import sizes
-from flexgen_h2o.planning.rows import WEIGHT_ROWS, PlannedRun, PlanRow, plan_rows
+from flexgen_h2o.planning.planned_run import PlannedRun
+from flexgen_h2o.planning.rows import WEIGHT_ROWS, PlanRow, plan_rows
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from flexgen_h2o.errors import TooLittleMemory, UserError
 from flexgen_h2o.planning.cost import Estimate, Phase, estimate, layer_steps_of, shares_of
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import Choice, PlanRequest, judge, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.hardware_file import BILLION, BITS
-from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import Choice, judge
 
 _SIDE = 1 << 15  # of a matrix so large that the ends of its groups do not count

@@ -4,179 +4,33 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-from flexgen_h2o.config.formats import CacheOptions, GroupLayout, WeightOptions
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.limits import (
     CACHE_BUFFERS,
     CHUNK_BUFFERS,
-    CHUNK_ROWS,
-    EXPERT_ROUND,
-    FEWEST_TASKS,
     HIDDEN_BUFFERS,
-    LOGIT_ROWS,
-    PRODUCT_DEPTH,
-    PRODUCT_OUTPUTS,
-    PRODUCT_ROWS,
-    QUERY_LANES,
-    ROW_BLOCK,
-    SLOT_TILE,
     STARTED_BATCHES,
-    UNPACKED_BYTES,
     WEIGHT_BUFFERS,
     WRITE_BACK_TOKENS,
 )
-from flexgen_h2o.config.placement import TIERS, Placement
-from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.stage import Stage
-from flexgen_h2o.config.windowed import windowed
-from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.h2o.budget import budget, recalled, slots
-from flexgen_h2o.storage.placement import (
-    chunk_rows,
-    compute_tiers,
-    experts_apart,
-    set_apart,
-    split,
+from flexgen_h2o.config.placement import TIERS
+from flexgen_h2o.h2o.budget import recalled
+from flexgen_h2o.planning.planned_run import (
+    PlannedRun,
+    head_bytes,
+    layer_slots,
+    part_bytes,
+    record_bytes,
 )
-
-if TYPE_CHECKING:
-    from flexgen_h2o.models.model_config import ModelConfig, PartShapes
+from flexgen_h2o.planning.temporaries import mixture_bytes, workspace_bytes
+from flexgen_h2o.storage.placement import chunk_rows, compute_tiers, set_apart, split
 
 WEIGHT_ROWS = ("weights", "embeddings", "weight buffers", "experts", "expert slots")
 """The rows that are in place once the model is loaded."""
-
-RESERVE = 128 << 20
-"""Bytes for thread stacks, the libraries' own workspaces and the allocators' slack."""
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """All that the bytes of a run follow from: the parameters of `memory_plan.memory_plan`."""
-
-    model: ModelConfig
-    policy: Policy
-    workload: Workload
-    itemsize: int
-    has_gpu: bool
-    writes_weights: bool
-    cache: CacheOptions
-    weights: WeightOptions = WeightOptions()
-    stage: Stage | None = None
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        h2o = windowed(self.cache.h2o, self.model.attention)
-        if h2o != self.cache.h2o:
-            object.__setattr__(self, "cache", replace(self.cache, h2o=h2o))
-
-    def of_stage(self, stage: Stage, groups: int) -> PlannedRun:
-        """The part of one rank of a pipeline, which cuts batches into so many groups: its layers
-        alone, and embedding or head if it has them."""
-        return replace(self, stage=stage, groups=min(groups, self.workload.num_gpu_batches),
-                       model=self.model.part(stage.first, stage.last),
-                       cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
-
-    @property
-    def embeds(self) -> bool:
-        """True if it begins forward passes."""
-        return self.stage is None or self.stage.embeds
-
-    @property
-    def heads(self) -> bool:
-        """True if it ends forward passes."""
-        return self.stage is None or self.stage.heads
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of a block."""
-        return self.workload.gpu_batch_size * self.workload.num_gpu_batches
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes at rest of an expert; 0 where there are none."""
-        experts = self.model.experts
-        if experts is None:
-            return 0
-        return part_bytes(self.weights, self.model.expert_shapes(), self.itemsize)
-
-    @property
-    def all_experts(self) -> int:
-        """Experts of all layers."""
-        experts = self.model.experts
-        return 0 if experts is None else self.model.num_layers * experts.count
-
-    @property
-    def spread(self) -> tuple[Placement, Placement]:
-        """The placements of what every token needs, and of the experts."""
-        _, others = head_bytes(self)
-        return experts_apart(others, self.all_experts * self.expert_bytes, self.policy.weights,
-                             self.policy.experts)
-
-    @property
-    def experts_away(self) -> float:
-        """Experts, of all layers, that have to be brought to compute memory."""
-        _, cpu, disk = self.spread[1].fractions()
-        brought = self.has_gpu and not self.policy.cpu_expert_compute
-        return self.all_experts * (disk + (cpu if brought else 0))
-
-    @property
-    def computes_experts_on_host(self) -> bool:
-        """True if experts in host memory are used there, beside a GPU."""
-        return self.has_gpu and self.model.experts is not None and self.policy.cpu_expert_compute
-
-    @property
-    def expert_slots(self) -> int:
-        """Experts that fast memory has room for beside those that rest in it."""
-        experts = self.model.experts
-        if experts is None:
-            return 0
-        return experts.slots(self.sequences, math.ceil(self.experts_away), self.policy.expert_slots)
-
-    @property
-    def cuts_weights(self) -> bool:
-        """True if weights that are on disk come in chunks."""
-        mixture = self.model.experts is not None
-        return self.policy.cuts_weights(has_gpu=self.has_gpu, mixture=mixture)
-
-    @property
-    def pass_rows(self) -> int:
-        """Tokens of the longest prompt that go through the network together."""
-        prompt = self.workload.prompt_len
-        return min(prompt, self.policy.prefill_chunk or prompt)
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of a prefill that go through a layer together, if no prompt is longer."""
-        return CHUNK_ROWS["cuda" if self.has_gpu else "cpu"]
-
-    @property
-    def gathers_prompts(self) -> bool:
-        """True if prompts come in chunks to a cache that cannot hold them as they are."""
-        chunks = self.pass_rows < self.workload.prompt_len
-        return chunks and not (self.cache.plain or self.cache.simulated or self.evicts_chunks)
-
-    @property
-    def evicts_chunks(self) -> bool:
-        """True if prompts come in chunks, each of which is evicted from before the next."""
-        chunks = self.pass_rows < self.workload.prompt_len
-        return chunks and self.cache.evicts_chunks
-
-    @property
-    def attends_on_host(self) -> bool:
-        """True if the cache in host memory is used there, beside a GPU."""
-        return self.has_gpu and self.policy.cpu_cache_compute
-
-    @property
-    def evicting_layers(self) -> list[int]:
-        """The decoder layers that ever drop a token."""
-        return [layer for layer in range(self.model.num_layers)
-                if budget(self.cache.h2o, layer, self.workload.prompt_len) is not None]
 
 
 @dataclass(frozen=True)
@@ -189,50 +43,13 @@ class PlanRow:
     disk: int = 0
 
 
-def part_bytes(options: WeightOptions, part: PartShapes, itemsize: int) -> int:
-    """Bytes at rest of a part of a model; `itemsize`: bytes of an element in the run's dtype."""
-    matrices = sum(options.matrix_bytes(shape, itemsize) for shape in part.matrices)
-    return matrices + part.vectors * itemsize
-
-
-def record_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
-    """Bytes at rest of one token's key and value in one layer, all KV heads together."""
-    # A simulation is exact: it keeps float32.
-    vector = model.head_dim * (4 if options.simulated else itemsize)
-    if options.bits != 16:
-        vector = GroupLayout(length=model.head_dim, bits=options.bits).nbytes
-    return 2 * model.num_kv_heads * vector
-
-
-def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -> tuple[int, ...]:
-    """The most slots that a sequence uses in each decoder layer."""
-    # The last token that is generated is never cached.
-    return tuple(slots(options.h2o, layer, workload.prompt_len, workload.gen_len - 1)
-                 for layer in range(model.num_layers))
-
-
 def plan_rows(run: PlannedRun) -> tuple[PlanRow, ...]:
     """The memory plan of a run. Without a GPU the tier gpu is host memory, and counted there."""
-    rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run), _workspace(run))
+    rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run),
+            PlanRow("workspace", workspace_bytes(run)))
     if run.has_gpu:
         return rows
     return tuple(PlanRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
-
-
-def head_bytes(run: PlannedRun) -> tuple[int, int]:
-    """Bytes of the head's matrix, a tied one too, and of all weights: those of the run's rank."""
-    model = run.model
-    at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
-    total = model.num_layers * at_rest(model.layer_shapes())
-    if run.embeds:
-        total += at_rest(model.embed_shapes())
-    if not run.heads:
-        return 0, total
-    head = run.weights.matrix_bytes((model.vocab_size, model.embed_dim), run.itemsize)
-    total += at_rest(model.head_shapes())
-    if model.tie_word_embeddings and not run.embeds:
-        total += head  # the table of another rank
-    return head, total
 
 
 def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
@@ -298,7 +115,7 @@ def _expert_rows(run: PlannedRun) -> Iterator[PlanRow]:
     slots = run.expert_slots * (run.expert_bytes + 6 * mmap.PAGESIZE)
     host = slots if run.has_gpu and placement.disk > 0 else 0
     if run.computes_experts_on_host:  # what comes down, what goes up, and one expert's own
-        host += _mixture(run)
+        host += mixture_bytes(run)
     yield PlanRow("expert slots", slots, host)
 
 
@@ -401,109 +218,3 @@ def _activation_rows(run: PlannedRun) -> Iterator[PlanRow]:
         stage = run.stage
         sent = 0 if stage and stage.heads else math.ceil(load.num_gpu_batches / run.groups)
         yield PlanRow("message buffers", batch * (sent + (0 if stage and stage.embeds else 2)))
-
-
-def _workspace(run: PlannedRun) -> PlanRow:
-    """Temporaries of the widest step: a chunk of prefill in a layer, or the logits."""
-    model, load = run.model, run.workload
-    # Chunks are cut between sequences: one that is longer is a chunk of its own.
-    chunk = max(run.chunk_rows, run.pass_rows)
-    rows = min(load.gpu_batch_size * run.pass_rows, chunk)
-    # Beside the layer's own scratch, attention makes its output and copies of what it reads.
-    attention = rows * (2 * model.q_size + 2 * model.kv_size)
-    layer = (model.scratch_elements(rows) + attention) * run.itemsize
-    # Logits in the run's dtype, and up to three float32 copies while sampling.
-    logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
-    logits *= run.heads
-    own = max(_own_attention(run), _carried(run)) + _own_products(run) + _mixture(run)
-    return PlanRow("workspace", layer + logits + own + RESERVE)
-
-
-def _mixture(run: PlannedRun) -> int:
-    """Inputs and sums of experts for all rows of a block, and the temporaries of one expert."""
-    model, experts = run.model, run.model.experts
-    if experts is None:
-        return 0
-    rows = run.sequences * run.pass_rows
-    chunk = min(rows, ROW_BLOCK)
-    sums = 8 if run.itemsize == 4 else 4  # float64 where float32 is computed in
-    hidden, wide = model.hidden_size, max(experts.ffn_size, experts.shared_ffn_size)
-    # A token's experts: number, share, and their order.
-    chosen = rows * (experts.per_token * 4 * 8 + experts.count * 3 * 4)
-    parts = 3 if experts.gate_limit else 2
-    inner = chunk * ((parts * wide + 3 * hidden) * run.itemsize + hidden * (2 * sums + 4))
-    # Inputs and outputs of the experts that one call computes together.
-    together = min(rows * experts.per_token, EXPERT_ROUND) * 2 * (wide + hidden) * run.itemsize
-    inner = max(inner, together)
-    return rows * hidden * (run.itemsize + sums) + chosen + inner
-
-
-def _carried(run: PlannedRun) -> int:
-    """The copies of a layer's cache that sequences take with them into the next block."""
-    load, options = run.workload, run.cache
-    sequences = load.gpu_batch_size * load.num_gpu_batches
-    carried = sequences - math.ceil(run.policy.refill_share * sequences)
-    return carried * max(layer_slots(options, run.model, load)) * record_bytes(
-        options, run.model, run.itemsize)
-
-
-def _own_attention(run: PlannedRun) -> int:
-    """Temporaries of attention: weights before they meet the values, and what tasks share."""
-    model, load, cache = run.model, run.workload, run.cache
-    token = 2 * model.kv_size * 4  # key and value in float32
-    if cache.simulated:  # takes all queries at once; twice: before and after the softmax
-        logits = run.pass_rows * model.num_heads * load.prompt_len * 4
-        return load.prompt_len * token + 2 * logits
-    threads = 0 if run.has_gpu else os.cpu_count() or 1
-    held = max(layer_slots(cache, model, load))
-    tokens = load.prompt_len  # that a query attends to
-    if run.evicts_chunks:
-        tokens = held + run.pass_rows
-    # All weights of some queries, or with AMX all keys and values of a head, in tiles of 16 bits.
-    packed = -(-model.head_dim // 32) * 32
-    lanes = threads * (max(QUERY_LANES, packed) * tokens + QUERY_LANES * (8 * model.head_dim + 256))
-    tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
-    # A score of each token by task, or on a GPU a normaliser of each query head.
-    prefill = 4 * (lanes + tasks * tokens)
-    if not cache.plain or run.pass_rows < load.prompt_len:
-        # Prompts in chunks, and rotated copies; with eviction also what stays, before and after.
-        prefill += tokens * token * (4 if run.evicts_chunks else 1)
-    most = held + SLOT_TILE
-    decode = 4 * tasks * (most + 2 * model.head_dim)
-    if cache.recalls and run.has_gpu:  # plain PyTorch: codes as they are unpacked, and the order
-        numbers = 5 * 4 * model.kv_size + 3 * 4 * model.num_heads + 5 * 8 * model.num_kv_heads
-        decode += load.gpu_batch_size * held * numbers
-    return max(prefill, decode, _sparse_attention(run) if cache.attn_sparsity < 1 else 0)
-
-
-def _sparse_attention(run: PlannedRun) -> int:
-    """Temporaries of a decode step with sparse attention, which plain PyTorch does."""
-    model, load, cache = run.model, run.workload, run.cache
-    # Keys, and then values, in float32; and twice again for codes and what they are scaled to.
-    vector = 4 * model.kv_size
-    unpacked = vector * (1 if cache.bits == 16 else 3)
-    # Of the chosen values the records too, and a copy that has the new token's beside them.
-    record = record_bytes(cache, model, run.itemsize) // 2
-    chosen = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
-    # Logits, masked, with the new token's and as weights; what orders them has 64 bits, twice.
-    weights = 4 * 4 * model.num_heads + 4 * 8 * model.num_kv_heads
-    tokens = load.gpu_batch_size * max(layer_slots(cache, model, load))
-    return int(tokens * (weights + max(unpacked, chosen)))
-
-
-def _own_products(run: PlannedRun) -> int:
-    """Temporaries of products with matrices that are quantized, or of 16 bits on a CPU: a panel of
-    rows in float32, and each thread's sums and weights; or what is unpacked."""
-    model, options = run.model, run.weights
-    if run.has_gpu:
-        return UNPACKED_BYTES if options.bits < 16 else 0
-    if options.bits == 16 and run.itemsize != 2:
-        return 0  # PyTorch's
-    parts = [model.embed_shapes(), model.layer_shapes(), model.head_shapes()]
-    if model.experts is not None:
-        parts.append(model.expert_shapes())
-    widest = max(inputs for part in parts for _, inputs in part.matrices)
-    filled = max(-(-widest // size) * size for size in (options.group, PRODUCT_DEPTH))
-    panel = PRODUCT_ROWS * (filled + filled // options.group)
-    thread = 4 * PRODUCT_OUTPUTS * (PRODUCT_ROWS + max(options.group, 512))
-    return 4 * (panel + (os.cpu_count() or 1) * thread)

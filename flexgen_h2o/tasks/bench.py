@@ -137,8 +137,8 @@ def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> lis
 def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
     """The least seconds of the run by the rates of this machine, or why they are not known."""
     from flexgen_h2o.planning import calibrate
+    from flexgen_h2o.planning.planned_run import PlannedRun
     from flexgen_h2o.planning.rooflines import roofline
-    from flexgen_h2o.planning.rows import PlannedRun
     from flexgen_h2o.storage.tiers import open_device
 
     device = open_device(config.device)

@@ -154,7 +154,7 @@ def _room(llm, options: StreamOptions) -> int | None:
     """Tokens that the cache has room for, where it keeps all."""
     if options.enable_h2o_generation:
         return None
-    return options.max_tokens or llm.model_config.max_positions
+    return options.max_tokens or llm.model_config.plain_positions
 
 
 def _keep(answers: Iterable[Answer], options: StreamOptions) -> None:

@@ -111,6 +111,21 @@ def test_the_config_of_the_repository_is_whole(bench):
             for name in each.systems} == {4}
 
 
+def test_the_config_of_a_mixture_is_whole(bench):
+    """The same layers for all, within memory that does not hold them and within all there is."""
+    found = bench.config.load(ROOT / "configs" / "compare_experts.yaml", models=Path("."))
+    assert [(each.batch, each.memory, each.best) for each in found.scenarios] == [
+        (1, 3_600_000_000, False), (32, 3_600_000_000, False), (1, None, False),
+        (32, None, False)]
+    assert {(each.model, each.prompt_len, each.gen_len) for each in found.scenarios} == {
+        ("qwen3-30b-a3b-12", 64, 64)}
+    for each in found.scenarios:
+        repacked = [found.systems[name].options["repack"] for name in each.systems
+                    if found.systems[name].baseline == "llama_cpp"]
+        assert repacked == [each.memory is None]
+    assert {name for each in found.scenarios for name in each.systems} == set(found.systems)
+
+
 def test_the_config_of_whole_runs_projects_nothing(bench):
     """Each scenario that is projected otherwise, at known batches, beside another system."""
     load = partial(bench.config.load, models=Path("."))

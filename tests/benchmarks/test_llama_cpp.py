@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 from programs import benchmark_modules
+from safetensors.torch import load_file
 
+from flexgen_h2o import LLM
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.gguf_config import config_of
 from flexgen_h2o.models.gguf_reader import read_gguf
 from flexgen_h2o.models.spec import from_transformers, published, read_config
@@ -40,14 +43,12 @@ def baseline_of(bench, options: dict | None = None, **settings):
         "options": bench.llama_cpp.LlamaCpp.check("l", options or {}), **settings}))
 
 
-def test_a_gguf_file_has_the_checkpoints_values(bench, tiny_model):
-    key = "llama"
+@pytest.mark.parametrize("key", ["llama", "qwen3_moe"])
+def test_a_gguf_file_has_the_checkpoints_values(bench, tiny_model, key):
     folder = tiny_model(key).folder
     path = bench.llama_gguf.gguf_file(folder, "F32")
     header, tensors = read_gguf(path)
-    weights = tiny_model(key).model.state_dict()
-    if tiny_model(key).config.tie_word_embeddings:
-        del weights["lm_head.weight"]
+    weights = load_file(folder / "model.safetensors")
     assert set(tensors) == set(weights)
     for name, values in weights.items():
         read = torch.cat([part.reshape(-1) for part in tensors[name].chunks(torch.float32)])
@@ -56,6 +57,7 @@ def test_a_gguf_file_has_the_checkpoints_values(bench, tiny_model):
         config_of(header, "float32"), read_config(folder)))
     assert again.rope == original.rope and again.num_parameters() == original.num_parameters()
     assert again.norm_eps == pytest.approx(original.norm_eps)
+    assert again.experts == original.experts
     kept = path.stat().st_mtime_ns
     assert bench.llama_gguf.gguf_file(folder, "F32").stat().st_mtime_ns == kept, "made once"
 
@@ -68,9 +70,10 @@ def test_llama_3s_rotation_is_slowed_by_divisors(bench):
 
 
 @pytest.mark.parametrize("key, weights, words", [
-    ("opt", "Q4_0", "LLaMA's architecture only"),
+    ("opt", "Q4_0", "Qwen3-MoE only"),
     ("llama_untied_bias", "F32", "without biases"),
-    ("llama_linear_rope", "F32", "rotation plain"),
+    ("llama_linear_rope", "F32", "rotated plainly"),
+    ("qwen3_moe_windows", "F32", "and windows"),
     ("llama", "Q4_0", "not whole blocks of 32"),
 ])
 def test_what_no_file_can_be_made_of_is_said(bench, tiny_model, tmp_path, key, weights, words):
@@ -80,7 +83,7 @@ def test_what_no_file_can_be_made_of_is_said(bench, tiny_model, tmp_path, key, w
 
 
 @pytest.mark.parametrize("option, value", [("weights", "Q3_K"), ("n_ubatch", 0), ("threads", 0),
-                                           ("flash_attention", 1)])
+                                           ("flash_attention", 1), ("repack", "no")])
 def test_options_are_checked(bench, option, value):
     with pytest.raises(UserError, match=f"system l: {option}"):
         bench.llama_cpp.LlamaCpp.check("l", {option: value})
@@ -197,7 +200,7 @@ def test_what_llama_cpp_refuses_ends_the_run(bench, fake):
         baseline_of(bench, batch=257).prepare("m")
 
 
-@pytest.mark.parametrize("key", ["llama", "llama3_rope"])
+@pytest.mark.parametrize("key", ["llama", "llama3_rope", "qwen3_moe"])
 def test_its_tokens_are_those_of_the_model(bench, tiny_model, key):
     """Where it is installed: `make .venv/.have-llama-cpp`."""
     pytest.importorskip("llama_cpp")
@@ -212,16 +215,43 @@ def test_its_tokens_are_those_of_the_model(bench, tiny_model, key):
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf",
-                                  "facebook/opt-1.3b"])
+                                  "facebook/opt-1.3b", "Qwen/Qwen3-30B-A3B"])
 def test_a_checkpoint_of_a_published_shape_says_that_shape(bench, name):
     shape = published(name)
     made = from_transformers(bench.make_checkpoint.hf_config(shape, "bfloat16"), name)
     for field in ("family", "rope", "head_dim", "num_kv_heads", "ffn_size", "tie_word_embeddings",
-                  "norm_eps", "activation", "max_positions"):
+                  "norm_eps", "activation", "max_positions", "experts", "qk_norm"):
         assert getattr(made, field) == getattr(shape, field), field
     assert made.num_parameters() == shape.num_parameters()
 
 
+def test_a_checkpoint_of_some_layers_of_a_mixture(bench, tiny_model, tmp_path, monkeypatch):
+    """Read by transformers and by the engine, each expert with the values of dummy weights."""
+    from transformers import AutoModelForCausalLM
+
+    shape = from_transformers(tiny_model("qwen3_moe").config, "tiny")
+    monkeypatch.setattr(bench.make_checkpoint, "published", lambda name: shape)
+    bench.make_checkpoint.make("tiny", tmp_path / "m", dtype="float32", layers=2)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "m", dtype=torch.float32, output_loading_info=True)
+    assert not any(found.values()), "all are there, and no others"
+    names = {spec.name: spec.shape for spec in shape.weights.experts[1][4].values()}
+    dummy = DummyCheckpoint(names, torch.float32, 0)
+    gate, up, down = (torch.empty(size) for size in names.values())
+    for name, out in zip(names, (gate, up, down), strict=True):
+        dummy.read(name, out)
+    experts = model.model.layers[1].mlp.experts
+    assert torch.equal(experts.gate_up_proj[4], torch.cat((gate, up)))
+    assert torch.equal(experts.down_proj[4], down)
+    model.set_experts_implementation("eager")
+    wanted = bench.hf_generate.timed_generate(model, PROMPTS[:1], 4).tokens
+    with LLM(str(tmp_path / "m"), dtype="float32") as llm:
+        (output,) = llm.generate(PROMPTS[:1], max_new_tokens=4, eos_token_id=-1)
+    assert [output.token_ids] == list(map(list, wanted))
+    with pytest.raises(UserError, match="between 1 and the 3"):
+        bench.make_checkpoint.shape_of("tiny", 4)
+
+
 def test_no_checkpoint_is_made_of_other_families(bench):
-    with pytest.raises(UserError, match="OPT and LLaMA shapes only"):
+    with pytest.raises(UserError, match="OPT, LLaMA and Qwen3-MoE shapes only"):
         bench.make_checkpoint.hf_config(published("EleutherAI/pythia-6.9b"), "bfloat16")

@@ -41,7 +41,7 @@ from flexgen_h2o.models.checkpoint_base import Checkpoint
 from flexgen_h2o.models.spec import from_transformers, published
 from flexgen_h2o.planning import memory_check, rows
 from flexgen_h2o.planning.memory_plan import memory_plan
-from flexgen_h2o.planning.rows import record_bytes
+from flexgen_h2o.planning.planned_run import record_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.tasks import generate
 

@@ -340,6 +340,7 @@ def test_the_memory_plan_counts_experts_and_slots(tiny_model, tmp_path, bits):
 @pytest.mark.parametrize("bits", [16, 4])
 def test_random_weights_of_a_published_shape(tmp_path, monkeypatch, bits):
     """They are made as they are needed, the experts' on disk too, and are the same wherever."""
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
     shape = PUBLISHED["Qwen/Qwen3-30B-A3B"] | {
         "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4,
         "num_key_value_heads": 2, "num_experts": 16, "moe_intermediate_size": 32,

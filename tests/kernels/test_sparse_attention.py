@@ -22,7 +22,7 @@ from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops, reference
 from flexgen_h2o.models.spec import published
-from flexgen_h2o.planning import rows
+from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.storage.transfer import D2H, H2D
 
 NEW = 20  # more than the write-back log of a cache on disk
@@ -159,8 +159,8 @@ def test_the_memory_plan_covers_the_temporaries(form, sparsity):
     held = peak_bytes(step)
     bits, itemsize = (16, form.itemsize) if isinstance(form, torch.dtype) else (form, 2)
     load = Workload(prompt_len=270, gen_len=32, gpu_batch_size=2, num_gpu_batches=1)
-    run = rows.PlannedRun(published("meta-llama/Meta-Llama-3-8B"), Policy(), load, itemsize, True,
-                          False, CacheOptions(bits=bits, attn_sparsity=sparsity))
+    run = PlannedRun(published("meta-llama/Meta-Llama-3-8B"), Policy(), load, itemsize, True,
+                     False, CacheOptions(bits=bits, attn_sparsity=sparsity))
     assert held <= sparse_attention(run) <= own_attention(run)
     # Float32 needs no other copy of the keys.
     assert form == torch.float32 or sparse_attention(run) < 1.5 * held

@@ -23,7 +23,7 @@ from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import Budget, budget, cached, slots
 from flexgen_h2o.planning.memory_plan import memory_plan
-from flexgen_h2o.planning.rows import layer_slots
+from flexgen_h2o.planning.planned_run import layer_slots
 
 WINDOW = 7  # of the tiny model, in all of its layers
 LENGTHS = [5, 6, 7, 8, 13, 30, 1]  # around the window, and far longer

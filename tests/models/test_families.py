@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 import types
@@ -11,14 +12,15 @@ import pytest
 import torch
 from conftest import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
 
-from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import family, registry, spec
 from flexgen_h2o.models.rope import rope_tables
 from flexgen_h2o.models.spec import from_transformers
 
 FAMILIES = ["mistral_window", "llama_yarn", "qwen2", "qwen2_windows", "qwen3", "seed_oss", "phi3",
-            "phi3_longrope", "gemma2", "gemma3", "granite", "olmo2", "stablelm"]
+            "phi3_longrope", "gemma2", "gemma3", "granite", "olmo2", "stablelm",
+            "stablelm_12b"]
 NEW = 8
 H2O = {"heavy_tokens": 3, "recent_tokens": 4}
 
@@ -45,8 +47,9 @@ def test_tokens_are_those_of_transformers_everywhere(tiny_model, tmp_path, key):
     mixed, disk = Placement(40, 30, 30), Placement(0, 0, 100)
     assert tokens_of(tiny.folder, weights=mixed, cache=disk, activations=mixed, gpu_batch_size=1,
                      num_gpu_batches=3, offload_dir=str(tmp_path)) == wanted
+    halves = not getattr(tiny.config, "use_parallel_residual", False)
     assert tokens_of(tiny.folder, weights=disk, cache=mixed, gpu_batch_size=3, overlap=False,
-                     sep_layer=True, offload_dir=str(tmp_path)) == wanted
+                     sep_layer=halves, offload_dir=str(tmp_path)) == wanted
 
 
 @pytest.mark.parametrize("key", FAMILIES)
@@ -98,6 +101,32 @@ def test_tables_of_rope_scalings_are_those_of_transformers(key, rope):
         torch.testing.assert_close(ours, theirs[0, :, : ours.shape[1]], atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("key, lengths", [("phi3_longrope", (140, 9, 124)),
+                                          ("llama_dynamic", (270, 9, 252))])
+def test_texts_past_the_context_in_which_all_rotate_alike(tiny_model, tmp_path, key, lengths):
+    """Beside shorter ones in one batch; the last prompt crosses the limit while it goes on."""
+    tiny, prompts = tiny_model(key), prompts_of(lengths)
+    crossing = copy.deepcopy(tiny.model)
+    if key == "phi3_longrope":  # transformers would change its mind in the middle
+        crossing.config.rope_parameters["short_factor"] = LONG_ROPE["long_factor"]
+        crossing.model.rotary_emb = type(tiny.model.model.rotary_emb)(crossing.config)
+    wanted = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False,
+                             pad_token_id=115)[0, len(prompt):].tolist()
+              for model, prompt in zip((tiny.model, tiny.model, crossing), prompts, strict=True)]
+    for policy in (Policy(gpu_batch_size=3), Policy(num_gpu_batches=2, prefill_chunk=50,
+                                                    cache=Placement(0, 0, 100))):
+        with LLM(str(tiny.folder), policy=policy, dtype="float32", offload_dir=tmp_path) as llm:
+            outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+            assert [out.token_ids for out in outputs] == wanted
+            again = llm.generate([prompts[-1], prompts[-1]], [
+                SamplingParams(max_new_tokens=new, eos_token_id=-1, do_sample=False)
+                for new in (2, NEW)])
+            assert again[1].token_ids == wanted[-1], "what is shared rotates alike"
+    with pytest.raises(UserError, match="positions: shorten it"):
+        LLM(str(tiny.folder), h2o=H2OConfig(**H2O, positions="rolling"), dtype="float32"
+            ).generate([prompts[0]])
+
+
 def test_the_context_that_a_scaling_gives():
     def context(**options):
         return from_transformers({"model_type": "qwen3", **options}, "x").max_positions
@@ -109,7 +138,11 @@ def test_the_context_that_a_scaling_gives():
     phi = {"model_type": "phi3", "max_position_embeddings": 4096, "rope_scaling": {
         "type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
         "original_max_position_embeddings": 512}
-    assert from_transformers(phi, "x").max_positions == 512
+    config = from_transformers(phi, "x")
+    assert (config.max_positions, config.plain_positions) == (4096, 512)
+    dynamic = from_transformers({"model_type": "qwen3", "max_position_embeddings": 1000,
+                                 "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "x")
+    assert (dynamic.max_positions, dynamic.plain_positions) == (2000, 1000)
 
 
 def test_the_text_of_a_model_with_a_vision_part():
@@ -126,8 +159,6 @@ def test_the_text_of_a_model_with_a_vision_part():
 
 
 @pytest.mark.parametrize("config, words", [
-    ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm = True is not supported"),
-    ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual"),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional"),
     ({"model_type": "gemma3", "text_config": 3}, "text_config must be an object"),
     ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, "layer_types must say"),

@@ -103,7 +103,7 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items()
-                                  if case.model_type in FAMILIES and name != "stablelm 12b"])
+                                  if case.model_type in FAMILIES])
 def test_tokens_are_those_of_transformers(tmp_path, name):
     """In float32, past the window where there is one."""
     model, source = make(name, tmp_path)

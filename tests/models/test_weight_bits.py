@@ -24,6 +24,7 @@ from flexgen_h2o.kernels import ops, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import quantized
 from flexgen_h2o.models.checkpoint import DummyCheckpoint, open_checkpoint
+from flexgen_h2o.storage.disk import Disk
 
 NEW = 20
 LENGTHS = [9, 4, 1, 7, 30]
@@ -111,13 +112,28 @@ def test_dummy_codes_have_the_mean_and_deviation_of_dummy_weights(bits):
     assert not checkpoint.keep("w", layout, data, range(48))
 
 
-def test_dummy_weights_are_quantized_and_not_kept(cache, tmp_path):
-    results = []
-    for weights in PLACES:
+def test_of_dummy_weights_those_on_disk_are_kept(cache, tmp_path, monkeypatch):
+    """Each is written once, whatever the placement, and read again by later runs."""
+    results, written, write = [], [], Disk.write
+    monkeypatch.setattr(Disk, "write", lambda disk, extent, buffer: (
+        written.append(extent), write(disk, extent, buffer)))
+    places = [Placement(100, 0, 0), Placement(50, 0, 50), Placement(0, 0, 100),
+              Placement(0, 30, 70)]
+    counts = []
+    for weights in places:
         with LLM("facebook/opt-125m", path="_DUMMY_", weight_bits=4, dtype="float32",
                  policy=Policy(weights=weights), offload_dir=str(tmp_path / "offload")) as llm:
             results.append(llm.generate([[5, 6, 7]], max_new_tokens=3)[0].token_ids)
-    assert all(one == results[0] for one in results) and not cache.exists()
+        counts.append(len(written))
+    assert all(one == results[0] for one in results)
+    assert counts[0] == 0 < counts[1] <= counts[2] == counts[3] == len(set(written))
+    (file,) = cache.rglob("weights.bin")
+    assert file.parent.name.startswith("facebook--opt-125m-dummy-4bit-")
+    with LLM("facebook/opt-125m", path="_DUMMY_", weight_bits=4, dtype="float32",
+             policy=Policy(weights=places[2]), offload_dir=str(tmp_path / "offload"),
+             weight_cache=None) as llm:
+        assert llm.generate([[5, 6, 7]], max_new_tokens=3)[0].token_ids == results[0]
+    assert len(written) > counts[-1], "without a cache they are the run's own"
 
 
 def test_percentages_are_of_quantized_bytes(tiny_model):

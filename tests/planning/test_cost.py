@@ -25,7 +25,7 @@ from flexgen_h2o.llm import LLM
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.planning.cost import estimate, interpolate
 from flexgen_h2o.planning.hardware import HostAttentionRates
-from flexgen_h2o.planning.rows import part_bytes
+from flexgen_h2o.planning.planned_run import part_bytes
 
 LAYER = OPT.layer_parameters() * 2  # bytes
 MATRICES = 12 * 768 * 768  # weights of a layer's matrices

@@ -28,7 +28,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import kept
 from flexgen_h2o.models import family
 from flexgen_h2o.models.spec import from_transformers, published
-from flexgen_h2o.planning import rows as plan_rows
+from flexgen_h2o.planning import planned_run
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.storage.free_memory import (
     MemoryLimits,
@@ -252,7 +252,7 @@ def test_a_buffer_has_room_for_a_quantized_head(bits):
     cfg, options = published("HuggingFaceTB/SmolLM2-135M"), WeightOptions(bits=bits)
     plan = memory_plan(cfg, make_policy(0, 0, 100, 0), LOAD, itemsize=2, weights=options)
     head = MatrixLayout(49152, 576, bits=bits).nbytes
-    assert head > plan_rows.part_bytes(options, cfg.layer_shapes(), 2)
+    assert head > planned_run.part_bytes(options, cfg.layer_shapes(), 2)
     assert rows(plan)["weight buffers"] == (0, 2 * head, 0)
 
 
@@ -422,7 +422,7 @@ def test_workspace_of_attention(monkeypatch, has_gpu, cache):
     """Linear in the tokens: a head's keys and values by thread, and a score of a key by task."""
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     load = replace(LOAD, prompt_len=100_000)
-    run = plan_rows.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, has_gpu, False, cache)
+    run = planned_run.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, has_gpu, False, cache)
     by_thread = 0 if has_gpu else 3 * (128 * 100_000 + 64 * (8 * 128 + 256))
     copies = 0 if cache.plain else 100_000 * 2 * 8 * 128 * 4
     prefill = 4 * (by_thread + (64 + 4 * 32) * 100_000) + copies
@@ -443,7 +443,7 @@ def test_workspace_holds_what_goes_on_in_the_next_block():
 @pytest.mark.parametrize("bits", [16, 4])
 def test_workspace_of_decoding_is_the_weights_of_all_heads(bits):
     load = Workload(prompt_len=1, gen_len=4000, gpu_batch_size=64, num_gpu_batches=1)
-    run = plan_rows.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, True, False,
+    run = planned_run.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, True, False,
                                CacheOptions(bits=bits))
     assert own_attention(run) == 4 * (64 + 64 * 32) * (4000 + 64 + 2 * 128)
 

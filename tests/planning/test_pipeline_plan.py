@@ -20,7 +20,7 @@ from flexgen_h2o.planning.pipeline import (
     runs_of_ranks,
     search_ranks,
 )
-from flexgen_h2o.planning.rows import PlannedRun
+from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import PlanRequest
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.tasks import generate

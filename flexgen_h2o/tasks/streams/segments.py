@@ -77,7 +77,7 @@ def measure(llm, one: Streamed, tokens: Sequence[int], *, piece: int,
         Called with the tokens of each piece when it is done.
     """
     for row in _segments(llm, one, tokens, piece, on_segment):
-        yield {**origin(), **one.cells(), "trained_positions": llm.model_config.max_positions,
+        yield {**origin(), **one.cells(), "trained_positions": llm.model_config.plain_positions,
                **row}
 
 

@@ -1,0 +1,183 @@
+"""A run whose memory is planned: what its bytes follow from, and sizes of its parts. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.config.formats import CacheOptions, GroupLayout, WeightOptions
+from flexgen_h2o.config.limits import CHUNK_ROWS
+from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.config.windowed import windowed
+from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.h2o.budget import budget, slots
+from flexgen_h2o.storage.placement import experts_apart
+
+if TYPE_CHECKING:
+    from flexgen_h2o.models.model_config import ModelConfig, PartShapes
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """All that the bytes of a run follow from: the parameters of `memory_plan.memory_plan`."""
+
+    model: ModelConfig
+    policy: Policy
+    workload: Workload
+    itemsize: int
+    has_gpu: bool
+    writes_weights: bool
+    cache: CacheOptions
+    weights: WeightOptions = WeightOptions()
+    stage: Stage | None = None
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        h2o = windowed(self.cache.h2o, self.model.attention)
+        if h2o != self.cache.h2o:
+            object.__setattr__(self, "cache", replace(self.cache, h2o=h2o))
+
+    def of_stage(self, stage: Stage, groups: int) -> PlannedRun:
+        """The part of one rank of a pipeline, which cuts batches into so many groups: its layers
+        alone, and embedding or head if it has them."""
+        return replace(self, stage=stage, groups=min(groups, self.workload.num_gpu_batches),
+                       model=self.model.part(stage.first, stage.last),
+                       cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
+
+    @property
+    def embeds(self) -> bool:
+        """True if it begins forward passes."""
+        return self.stage is None or self.stage.embeds
+
+    @property
+    def heads(self) -> bool:
+        """True if it ends forward passes."""
+        return self.stage is None or self.stage.heads
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a block."""
+        return self.workload.gpu_batch_size * self.workload.num_gpu_batches
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes at rest of an expert; 0 where there are none."""
+        experts = self.model.experts
+        if experts is None:
+            return 0
+        return part_bytes(self.weights, self.model.expert_shapes(), self.itemsize)
+
+    @property
+    def all_experts(self) -> int:
+        """Experts of all layers."""
+        experts = self.model.experts
+        return 0 if experts is None else self.model.num_layers * experts.count
+
+    @property
+    def spread(self) -> tuple[Placement, Placement]:
+        """The placements of what every token needs, and of the experts."""
+        _, others = head_bytes(self)
+        return experts_apart(others, self.all_experts * self.expert_bytes, self.policy.weights,
+                             self.policy.experts)
+
+    @property
+    def experts_away(self) -> float:
+        """Experts, of all layers, that have to be brought to compute memory."""
+        _, cpu, disk = self.spread[1].fractions()
+        brought = self.has_gpu and not self.policy.cpu_expert_compute
+        return self.all_experts * (disk + (cpu if brought else 0))
+
+    @property
+    def computes_experts_on_host(self) -> bool:
+        """True if experts in host memory are used there, beside a GPU."""
+        return self.has_gpu and self.model.experts is not None and self.policy.cpu_expert_compute
+
+    @property
+    def expert_slots(self) -> int:
+        """Experts that fast memory has room for beside those that rest in it."""
+        experts = self.model.experts
+        if experts is None:
+            return 0
+        return experts.slots(self.sequences, math.ceil(self.experts_away), self.policy.expert_slots)
+
+    @property
+    def cuts_weights(self) -> bool:
+        """True if weights that are on disk come in chunks."""
+        mixture = self.model.experts is not None
+        return self.policy.cuts_weights(has_gpu=self.has_gpu, mixture=mixture)
+
+    @property
+    def pass_rows(self) -> int:
+        """Tokens of the longest prompt that go through the network together."""
+        prompt = self.workload.prompt_len
+        return min(prompt, self.policy.prefill_chunk or prompt)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a prefill that go through a layer together, if no prompt is longer."""
+        return CHUNK_ROWS["cuda" if self.has_gpu else "cpu"]
+
+    @property
+    def gathers_prompts(self) -> bool:
+        """True if prompts come in chunks to a cache that cannot hold them as they are."""
+        chunks = self.pass_rows < self.workload.prompt_len
+        return chunks and not (self.cache.plain or self.cache.simulated or self.evicts_chunks)
+
+    @property
+    def evicts_chunks(self) -> bool:
+        """True if prompts come in chunks, each of which is evicted from before the next."""
+        chunks = self.pass_rows < self.workload.prompt_len
+        return chunks and self.cache.evicts_chunks
+
+    @property
+    def attends_on_host(self) -> bool:
+        """True if the cache in host memory is used there, beside a GPU."""
+        return self.has_gpu and self.policy.cpu_cache_compute
+
+    @property
+    def evicting_layers(self) -> list[int]:
+        """The decoder layers that ever drop a token."""
+        return [layer for layer in range(self.model.num_layers)
+                if budget(self.cache.h2o, layer, self.workload.prompt_len) is not None]
+
+
+def part_bytes(options: WeightOptions, part: PartShapes, itemsize: int) -> int:
+    """Bytes at rest of a part of a model; `itemsize`: bytes of an element in the run's dtype."""
+    matrices = sum(options.matrix_bytes(shape, itemsize) for shape in part.matrices)
+    return matrices + part.vectors * itemsize
+
+
+def record_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
+    """Bytes at rest of one token's key and value in one layer, all KV heads together."""
+    # A simulation is exact: it keeps float32.
+    vector = model.head_dim * (4 if options.simulated else itemsize)
+    if options.bits != 16:
+        vector = GroupLayout(length=model.head_dim, bits=options.bits).nbytes
+    return 2 * model.num_kv_heads * vector
+
+
+def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -> tuple[int, ...]:
+    """The most slots that a sequence uses in each decoder layer."""
+    # The last token that is generated is never cached.
+    return tuple(slots(options.h2o, layer, workload.prompt_len, workload.gen_len - 1)
+                 for layer in range(model.num_layers))
+
+
+def head_bytes(run: PlannedRun) -> tuple[int, int]:
+    """Bytes of the head's matrix, a tied one too, and of all weights: those of the run's rank."""
+    model = run.model
+    at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
+    total = model.num_layers * at_rest(model.layer_shapes())
+    if run.embeds:
+        total += at_rest(model.embed_shapes())
+    if not run.heads:
+        return 0, total
+    head = run.weights.matrix_bytes((model.vocab_size, model.embed_dim), run.itemsize)
+    total += at_rest(model.head_shapes())
+    if model.tie_word_embeddings and not run.embeds:
+        total += head  # the table of another rank
+    return head, total
