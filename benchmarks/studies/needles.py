@@ -2,10 +2,9 @@
 
     python benchmarks/studies/needles.py --input-path xsum_0shot.jsonl --tokens 1000 --texts 8
 
-A text is made of articles and hides the numbers of six cities, each of which is a task. The
-question comes after the prompt (`later`), when an evicting cache has forgotten most of it, or at
-the prompt's end. A task is solved if each token of the number has more than half of the
-probability. Rows that the file has already are not made again. Presses of kvpress need kvpress
+A text is made of articles and hides six numbers, each of which is a task. The question comes after
+the prompt (`later`), when an evicting cache has forgotten most of it, or at the prompt's end. A
+task is solved if greedy decoding writes the number. Rows that the file has already are not made again. Presses of kvpress need kvpress
 0.5.5, in an environment of its own: it wants transformers < 5.3.
 """
 
@@ -75,13 +74,13 @@ class NeedleRows:
             found, nbytes = needles.answers(self.tasks, self.folder, config_of(cache, percent),
                                             asked)
         seconds = time.perf_counter() - began
-        solved = needles.solved(found)
+        solved = [one.greedy for one in found]
         full = solved if cache == FULL else self._of_full()
         row = {"kept_tokens": self.args.tokens if cache == FULL
                else needles.kept(percent, self.args.tokens), "solved": sum(solved),
                "solved_by_full": sum(full),
                "solved_of_these": sum(a and b for a, b in zip(solved, full, strict=True)),
-               "answer_nats": -fmean(chain.from_iterable(found)),
+               "answer_nats": -fmean(chain.from_iterable(one.log_probs for one in found)),
                "kv_cache_bytes_per_sequence": nbytes, "seconds": seconds,
                "which": "".join("ny"[one] for one in solved)}
         self.table.add(**origin(), **key, **row)

@@ -110,7 +110,8 @@ def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[
             if one.system == "kvpress":
                 beside.attention_of(model, one)
                 made = beside.make_press(one, part, keep, prompt)
-                found, nbytes = beside.pressed(made, model, ids, prompt, steps=part == "decode")
+                logits, nbytes = beside.pressed(made, model, ids, prompt, steps=part == "decode")
+                found = beside.chosen(logits, ids[:, prompt:])
             else:
                 found = masked.log_probs(ENGINE[one.name], setting)
                 nbytes = len(ids) * keep * len(masked.layers) * width * 2 * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +10,20 @@ import torch
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.outputs import Scored
 from policy_study import beside
 
-NEEDLE = " The secret number of the city of {city} is {number}."
-QUESTION = " The secret number of the city of {city} is"
-CITIES = ("Oslo", "Lima", "Cairo", "Perth", "Delhi", "Turin")
-"""A text hides the number of each."""
+QUESTIONS = (
+    " The secret number of the city of Oslo is",
+    " The password of Professor Lindqvist's computer is",
+    " The phone extension of the harbour office is",
+    " The serial number of the old red tractor is",
+    " Goalkeeper Almeida's locker has the code",
+    " The number of visitors to the glass museum was",
+)
+"""Each is followed by a number where a text hides it, and by nothing where it is asked for."""
 ASKED = ("later", "in the prompt")
 """Places of the question: after the prompt, which was read and cut without it, or at its end."""
-HALF = math.log(0.5)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class NeedleTask:
 
 
 def make(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> list[NeedleTask]:
-    """A task for each of `CITIES` in each of so many texts of so many tokens.
+    """A task for each of `QUESTIONS` in each of so many texts of so many tokens.
 
     Needles stand at even depths, in an order that is drawn for each text.
 
@@ -61,48 +65,53 @@ def make(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> list[Need
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     for _ in range(texts):
-        cities = draw.sample(CITIES, len(CITIES))
-        numbers = draw.sample(range(10000, 100000), len(CITIES))
-        hidden = [encode(NEEDLE.format(city=city, number=number))
-                  for city, number in zip(cities, numbers, strict=True)]
+        questions = draw.sample(QUESTIONS, len(QUESTIONS))
+        numbers = draw.sample(range(10000, 100000), len(QUESTIONS))
+        hidden = [encode(f"{question} {number}.")
+                  for question, number in zip(questions, numbers, strict=True)]
         room = tokens - sum(map(len, hidden))
-        if room < len(CITIES) or taken + room > len(hay):
+        if room < len(QUESTIONS) or taken + room > len(hay):
             raise UserError(f"{texts} texts of {tokens} tokens need articles of {texts * room} "
-                            f"tokens, and there are {len(hay)}; a text holds {len(CITIES)} needles")
-        places = [int(room * (index + 0.5) / len(CITIES)) for index in range(len(CITIES))]
+                            f"tokens, and there are {len(hay)}; a text holds "
+                            f"{len(QUESTIONS)} needles")
+        places = [int(room * (index + 0.5) / len(QUESTIONS)) for index in range(len(QUESTIONS))]
         text: list[int] = []
         for start, end, needle in zip([0, *places], [*places, room], [*hidden, []], strict=True):
             text += [*hay[taken + start : taken + end], *needle]
         taken += room
-        made += [NeedleTask(text, encode(QUESTION.format(city=city)), encode(f" {number}"))
-                 for city, number in zip(cities, numbers, strict=True)]
+        made += [NeedleTask(text, encode(question), encode(f" {number}"))
+                 for question, number in zip(questions, numbers, strict=True)]
     return made
 
 
 def answers(tasks: Sequence[NeedleTask], folder: str, h2o: H2OConfig | None, asked: str
-            ) -> tuple[list[list[float]], int]:
-    """Log-probabilities of the tokens of each answer by this engine, and its cache's bytes.
+            ) -> tuple[list[Scored], int]:
+    """The scores of the answers' tokens by this engine, and its cache's bytes.
 
     The questions of a text are a batch, which reads it once.
     """
     with LLM(folder, h2o=h2o, dtype="float32", progress=False,
-             policy=Policy(gpu_batch_size=len(CITIES))) as llm:
-        found = llm.loglikelihood([task.parts(asked) for task in tasks])
-        nbytes = llm.stats.kv_cache_bytes // len(CITIES)
-    return [row[-len(task.answer) :] for task, row in zip(tasks, found, strict=True)], nbytes
+             policy=Policy(gpu_batch_size=len(QUESTIONS))) as llm:
+        found = llm.score([task.parts(asked) for task in tasks])
+        nbytes = llm.stats.kv_cache_bytes // len(QUESTIONS)
+    return [Scored(one.log_probs[-len(task.answer) :], one.likeliest[-len(task.answer) :])
+            for task, one in zip(tasks, found, strict=True)], nbytes
 
 
 def pressed_answers(tasks: Sequence[NeedleTask], model, one: beside.Rival, percent: float,
-                    asked: str) -> tuple[list[list[float]], int]:
+                    asked: str) -> tuple[list[Scored], int]:
     """As `answers`, by kvpress on transformers, which cuts prompts alone."""
     beside.attention_of(model, one)
     found, most = [], 0
     for task in tasks:
         prompt, rest = task.parts(asked)
         press = beside.make_press(one, "cut", kept(percent, len(prompt)), len(prompt))
-        row, nbytes = beside.pressed(press, model, torch.tensor([prompt + rest]), len(prompt),
-                                     steps=False)
-        found.append(row[0, -len(task.answer) :].tolist())
+        logits, nbytes = beside.pressed(press, model, torch.tensor([prompt + rest]), len(prompt),
+                                        steps=False)
+        mine = logits[0, -len(task.answer) :].log_softmax(-1)
+        answer = torch.tensor(task.answer)
+        found.append(Scored(mine.gather(-1, answer[:, None])[:, 0].tolist(),
+                            (mine.argmax(-1) == answer).tolist()))
         most = max(most, nbytes)
     return found, most
 
@@ -110,9 +119,3 @@ def pressed_answers(tasks: Sequence[NeedleTask], model, one: beside.Rival, perce
 def kept(percent: float, prompt: int) -> int:
     """Tokens kept of a prompt of so many, half of them heavy hitters."""
     return 2 * max(1, int(percent / 200 * prompt + 1e-9))
-
-
-def solved(log_probs: Sequence[Sequence[float]]) -> list[bool]:
-    """Tasks of which each token of the answer has more than half of the probability, so that
-    greedy decoding writes it."""
-    return [min(row) > HALF for row in log_probs]
