@@ -4,8 +4,9 @@
 
 A text is made of articles and hides six numbers, each of which is a task. The question comes after
 the prompt (`later`), when an evicting cache has forgotten most of it, or at the prompt's end. A
-task is solved if greedy decoding writes the number. Rows that the file has already are not made again. Presses of kvpress need kvpress
-0.5.5, in an environment of its own: it wants transformers < 5.3.
+task is solved if greedy decoding writes the number. Rows that the file has already are not made
+again. Presses of kvpress need kvpress 0.5.5, in an environment of its own: it wants transformers
+< 5.3.
 """
 
 from __future__ import annotations
