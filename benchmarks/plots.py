@@ -3,7 +3,7 @@
     python benchmarks/plots.py systems --csv benchmarks/results/compare_cpu.csv --out systems.png
     python benchmarks/plots.py batch --csv benchmarks/results/sweep_batch.csv --out batch.png
     python benchmarks/plots.py budget --csv benchmarks/results/sweep_budget.csv --out budget.png
-    python benchmarks/plots.py quality --csv benchmarks/results/quality_*.csv --out quality.png
+    python benchmarks/plots.py quality --csv benchmarks/results/quality_smollm2.csv --out q.png
     python benchmarks/plots.py breakdown --trace run.json --out breakdown.png
     python benchmarks/plots.py memory --trace run.json --limit 2.5GB --out memory.png
     python benchmarks/plots.py machines --csv benchmarks/results/machines.csv --out machines.png
