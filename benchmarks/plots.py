@@ -3,12 +3,14 @@
     python benchmarks/plots.py systems --csv benchmarks/results/compare_cpu.csv --out systems.png
     python benchmarks/plots.py batch --csv benchmarks/results/sweep_batch.csv --out batch.png
     python benchmarks/plots.py budget --csv benchmarks/results/sweep_budget.csv --out budget.png
+    python benchmarks/plots.py quality --csv benchmarks/results/quality_smollm2.csv --out q.png
     python benchmarks/plots.py breakdown --trace run.json --out breakdown.png
     python benchmarks/plots.py memory --trace run.json --limit 2.5GB --out memory.png
     python benchmarks/plots.py machines --csv benchmarks/results/machines.csv --out machines.png
 
 systems reads rows of `compare.py`, batch and budget those of `sweep.py` (or `flex_opt --csv`),
-machines those of `studies/machines.py`, breakdown and memory what `flex_opt --trace` has written.
+machines those of `studies/machines.py`, quality those of `flexgen-h2o quality`, breakdown and
+memory what `flex_opt --trace` has written.
 The ending of --out is the format: .png, .svg or .pdf. Nothing is measured here.
 """
 
@@ -19,7 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from comparison.rows import BEST, EQUAL
-from plotting import batch, breakdown, budget, machines, memory, sweeps, systems
+from plotting import batch, breakdown, budget, machines, memory, quality, sweeps, systems
 from plotting.looks import slide_style
 from plotting.rows import chosen, read_rows
 
@@ -46,6 +48,12 @@ def of_budget(args: argparse.Namespace):
     return budget.draw(chosen(read_rows(args.csv, sweeps.NEEDED), args.only))
 
 
+def of_quality(args: argparse.Namespace):
+    """Perplexity against the cache's bytes in memory, and against those read for a token."""
+    rows = [row for path in args.csv for row in read_rows(path, quality.NEEDED)]
+    return quality.draw(chosen(rows, args.only))
+
+
 def of_breakdown(args: argparse.Namespace):
     """Time of a prefill and of a decode step, by link and compute."""
     return breakdown.draw(args.trace)
@@ -62,7 +70,7 @@ def of_machines(args: argparse.Namespace):
     return machines.draw(chosen(read_rows(args.csv, machines.NEEDED), args.only))
 
 
-FIGURES = {"systems": of_systems, "batch": of_batch, "budget": of_budget,
+FIGURES = {"systems": of_systems, "batch": of_batch, "budget": of_budget, "quality": of_quality,
            "breakdown": of_breakdown, "memory": of_memory,
            "machines": of_machines}
 """Sub-command to what makes its matplotlib Figure of the flags. They raise `UserError`."""
@@ -81,6 +89,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         made[name].add_argument("--csv", required=True, metavar="FILE", help="rows of results")
         made[name].add_argument("--only", action="append", default=[], metavar="COLUMN=VALUE",
                                 help="draw rows with this value alone; may be repeated")
+    made["quality"].add_argument("--csv", required=True, nargs="+", metavar="FILE",
+                                 help="rows of the quality task")
+    made["quality"].add_argument("--only", action="append", default=[], metavar="COLUMN=VALUE",
+                                 help="draw rows with this value alone; may be repeated")
     made["systems"].add_argument("--scenario", nargs="+", default=[], metavar="NAME",
                                  help="only these, in this order")
     made["systems"].add_argument(

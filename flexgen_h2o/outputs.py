@@ -40,9 +40,14 @@ class Output:
 class Scored:
     """The score of a given continuation.
 
-    `log_probs` are the natural log-probabilities of its tokens; `greedy` says whether each of them
-    is the likeliest at its place, so that greedy decoding would write this continuation.
+    `log_probs` are the natural log-probabilities of its tokens; `likeliest` says of each token
+    whether it is the likeliest at its place.
     """
 
     log_probs: list[float]
-    greedy: bool
+    likeliest: list[bool]
+
+    @property
+    def greedy(self) -> bool:
+        """True if greedy decoding would write this continuation."""
+        return all(self.likeliest)

@@ -8,7 +8,8 @@ that chance is 25 %. Examples of few-shot prompts are of other articles. It is a
 like any other, a .jsonl file and a YAML file, and runs through its `simple_evaluate`.
 
 With evict_prompt (as in arXiv 2306.14048) eviction acts inside the prompt too, after every
-`--prompt-chunk` tokens; without, the prompt is read whole and cut at its end.
+`--prompt-chunk` tokens; without, the prompt is read whole and cut at its end. Recall evicts
+nothing: the tokens of the answers attend to a budget's worth of each prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from flexgen_h2o.metrics.figures import LINES, check_plot, new_figure, save
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 
 TASK, OPTIONS, CHANCE = "xsum_choice", 4, 25
-POLICIES = ("h2o", "window")
+FULL, RECALL = "full", "recall"
+POLICIES = (FULL, "h2o", "window", RECALL)
 COLUMNS = (*ORIGIN, "model", "dtype", "policy", "budget_percent", "shots", "evict_prompt",
            "prompt_chunk", "items", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "seconds",
            "gpu_batch_size", "kv_cache_bytes")
@@ -97,8 +99,10 @@ def model_arguments(args: argparse.Namespace, policy: str, budget: float, evict_
     """``--model_args`` of a cache that keeps `budget` percent of each prompt."""
     found: dict[str, object] = {"pretrained": args.model, "dtype": args.dtype,
                                 "batch_size": args.batch_size}
-    if policy == "full":
+    if policy == FULL:
         return found
+    if policy == RECALL:
+        return found | {"recall": True, "hh_ratio": budget / 200, "recent_ratio": budget / 200}
     if evict_prompt:
         found |= {"evict_prompt": True, "prompt_chunk": args.prompt_chunk}
     if policy == "window":
@@ -107,14 +111,19 @@ def model_arguments(args: argparse.Namespace, policy: str, budget: float, evict_
 
 
 def runs(args: argparse.Namespace) -> Iterator[tuple[int, bool, str, float]]:
-    """(shots, evict_prompt, policy, budget) of each row; the full cache once for each shots."""
+    """(shots, evict_prompt, policy, budget) of each row; the full cache once for each shots, and
+    recall once for each budget."""
     for shots in args.shots:
-        yield shots, False, "full", 100
+        if FULL in args.policies:
+            yield shots, False, FULL, 100
+        budgets = [budget for budget in args.budgets if budget < 100]
         for evict_prompt in args.evict_prompt:
             for policy in args.policies:
-                for budget in args.budgets:
-                    if budget < 100:
-                        yield shots, evict_prompt == "true", policy, budget
+                if policy not in (FULL, RECALL):
+                    yield from ((shots, evict_prompt == "true", policy, budget)
+                                for budget in budgets)
+        if RECALL in args.policies:
+            yield from ((shots, False, RECALL, budget) for budget in budgets)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
@@ -167,7 +176,8 @@ def draw(rows: Sequence[dict], path: str) -> None:
     """Accuracy by budget: a line for each policy and the full cache's level; a panel for each
     number of shots, and a row of panels for each evict_prompt."""
     shots = sorted({int(row["shots"]) for row in rows})
-    modes = sorted({str(row["evict_prompt"]) for row in rows if row["policy"] != "full"})
+    modes = sorted({str(row["evict_prompt"]) for row in rows
+                    if row["policy"] not in (FULL, RECALL)}) or ["False"]
     figure = new_figure(5 * len(shots), 3.8 * len(modes) + 0.8)
     grid = figure.subplots(len(modes), len(shots), sharey=True, squeeze=False)
     for mode, panels in zip(modes, grid, strict=True):
@@ -185,9 +195,10 @@ def draw(rows: Sequence[dict], path: str) -> None:
 
 
 def _panel(axes, rows: Sequence[dict], mode: str) -> None:
-    full = [row for row in rows if row["policy"] == "full"]
-    for policy in POLICIES:
-        mine = [row for row in rows if row["policy"] == policy and str(row["evict_prompt"]) == mode]
+    full = [row for row in rows if row["policy"] == FULL]
+    for policy in POLICIES[1:]:
+        mine = [row for row in rows if row["policy"] == policy
+                and (policy == RECALL or str(row["evict_prompt"]) == mode)]
         if not mine:
             continue
         points = sorted(mine + full, key=lambda row: row["budget_percent"])
@@ -212,7 +223,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--words", type=int, default=100, help="of each article")
     parser.add_argument("--shot-words", type=int, default=50, help="of each example's article")
     parser.add_argument("--budgets", type=float, nargs="+", default=[4, 10, 20, 60],
-                        help="percent of the prompt; 100, the full cache, is always measured")
+                        help="percent of the prompt, below 100")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--shots", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--evict-prompt", nargs="+", choices=("true", "false"), default=["true"])

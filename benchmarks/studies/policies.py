@@ -3,24 +3,22 @@
     pip install kvpress==0.5.5    # in an environment of its own: it wants transformers < 5.3
     python benchmarks/studies/policies.py --input-path xsum_0shot.jsonl
 
-Four parts. `masked`: candidates for a policy as masks over a full cache, 256 tokens of each article
-after 256, at 5 and 20 % of the prompt and of the text. `cut` and `decode`: this engine and kvpress
-on the same articles with as many tokens kept, where the prompt alone is cut and where generated
-tokens are evicted too. `needle`: a number to be found in a longer text. Rows that the file has
-already are not made again.
+Three parts. `masked`: candidates for a policy as masks over a full cache, 256 tokens of each
+article after 256, at 5 and 20 % of the prompt and of the text. `cut` and `decode`: this engine and
+kvpress on the same articles with as many tokens kept, where the prompt alone is cut and where
+generated tokens are evicted too. Rows that the file has already are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import math
 import platform
-from pathlib import Path
 
 import torch
-from policy_study import beside, needles
+from growing_table import GrowingTable
+from policy_study import beside
 from policy_study.candidates import CANDIDATES, ENGINE
 from policy_study.masked import MaskedModel, Setting
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,38 +29,26 @@ from flexgen_h2o.metrics.statistics import bootstrap
 from flexgen_h2o.models.sources import checkpoint_folder
 
 SETTINGS = [Setting(20, "prompt"), Setting(5, "prompt"), Setting(20, "text"), Setting(5, "text")]
-PARTS = ("masked", "cut", "decode", "needle")
+PARTS = ("masked", "cut", "decode")
 COLUMNS = ("date", "commit", "host", "model", "articles", "part", "system", "policy",
            "budget_percent", "budget_of", "kept_tokens", "perplexity", "over_full", "delta_nats",
            "delta_nats_low", "delta_nats_high", "over_sum", "over_sum_low", "over_sum_high",
-           "solved", "tasks", "kv_cache_bytes", "seconds")
-KEY = ("model", "articles", "part", "system", "policy", "budget_percent", "budget_of", "tasks")
+           "kv_cache_bytes", "seconds")
+KEY = ("model", "articles", "part", "system", "policy", "budget_percent", "budget_of")
 PROMPT = 256
 HALVES = 2 * PROMPT
 
 
-class GrowingTable:
-    """The file of rows, which grows: those that it has are known again."""
+class PolicyRows(GrowingTable):
+    """The rows of this study: those that are added are dated and printed."""
 
     def __init__(self, path: str, common: dict):
-        self._path, self._common = Path(path), common
-        if not self._path.exists():
-            with self._path.open("w", newline="") as file:
-                csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
-
-    def has(self, **row) -> bool:
-        """True if the file has a row of this key."""
-        row = {key: str((self._common | row).get(key, "")) for key in KEY}
-        with self._path.open(newline="") as file:
-            return any(all(old[key] == row[key] for key in KEY) for old in csv.DictReader(file))
+        super().__init__(path, COLUMNS, KEY, common)
 
     def add(self, **row) -> None:
         """Write a row and print it."""
-        row = self._common | {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(
-            timespec="seconds")} | row
-        with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(
-                {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+        super().add(date=datetime.datetime.now(datetime.timezone.utc).isoformat(
+            timespec="seconds"), **row)
         print(*(f"{row[key]:.4f}" if isinstance(row[key], float) else row[key]
                 for key in COLUMNS[5:] if row.get(key) is not None), flush=True)
 
@@ -84,7 +70,7 @@ def compared(log_probs: torch.Tensor, full: torch.Tensor, plain: torch.Tensor | 
     return found
 
 
-def run_masked(masked: MaskedModel, rows: GrowingTable, settings: list[Setting]) -> None:
+def run_masked(masked: MaskedModel, rows: PolicyRows, settings: list[Setting]) -> None:
     """All candidates in the settings."""
     full = None
     for setting in settings:
@@ -92,7 +78,7 @@ def run_masked(masked: MaskedModel, rows: GrowingTable, settings: list[Setting])
         for candidate in CANDIDATES:
             key = {"part": "masked", "system": "masked", "policy": candidate.name,
                    "budget_percent": setting.percent, "budget_of": setting.budget_of}
-            if rows.has(**key):
+            if rows.find(**key) is not None:
                 continue
             if full is None:
                 full = masked.log_probs(None, None)
@@ -105,7 +91,7 @@ def run_masked(masked: MaskedModel, rows: GrowingTable, settings: list[Setting])
                      **compared(found, full, plain))
 
 
-def run_beside(masked: MaskedModel, rows: GrowingTable, part: str, settings: list[Setting]) -> None:
+def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[Setting]) -> None:
     """This engine's policies, as masks, and kvpress: part `cut` or `decode`."""
     model, ids, prompt, full = masked.model, masked.tokens, masked.prompt, None
     width = model.config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
@@ -115,7 +101,7 @@ def run_beside(masked: MaskedModel, rows: GrowingTable, part: str, settings: lis
         for one in beside.systems(part):
             key = {"part": part, "system": one.system, "policy": one.name,
                    "budget_percent": percent, "budget_of": "prompt"}
-            if rows.has(**key):
+            if rows.find(**key) is not None:
                 continue
             if full is None:
                 full = masked.log_probs(None, None)
@@ -124,30 +110,13 @@ def run_beside(masked: MaskedModel, rows: GrowingTable, part: str, settings: lis
             if one.system == "kvpress":
                 beside.attention_of(model, one)
                 made = beside.make_press(one, part, keep, prompt)
-                found, nbytes = beside.pressed(made, model, ids, prompt, steps=part == "decode")
+                logits, nbytes = beside.pressed(made, model, ids, prompt, steps=part == "decode")
+                found = beside.chosen(logits, ids[:, prompt:])
             else:
                 found = masked.log_probs(ENGINE[one.name], setting)
                 nbytes = len(ids) * keep * len(masked.layers) * width * 2 * 4
             rows.add(**key, kept_tokens=keep, kv_cache_bytes=nbytes,
                      **compared(found, full, plain))
-
-
-def run_needles(masked: MaskedModel, tokenizer, rows: GrowingTable, settings: list[Setting],
-                args: argparse.Namespace) -> None:
-    """Numbers in articles that stand one after the other."""
-    tasks = needles.make(masked.tokens.tolist(), tokenizer, tokens=args.needle_tokens,
-                         count=args.needles)
-    key = {"part": "needle", "tasks": len(tasks)}
-    percents = sorted({one.percent for one in settings}, reverse=True)
-    for percent in (100, *percents):
-        for one in beside.systems("cut"):
-            name = one.name if percent < 100 else "full"
-            mine = key | {"system": one.system, "policy": name, "budget_percent": percent,
-                          "budget_of": "prompt"}
-            if (percent == 100 and one is not beside.OURS[0]) or rows.has(**mine):
-                continue
-            solved, kept, seconds = needles.solved(one, masked.model, args.folder, tasks, percent)
-            rows.add(**mine, solved=solved, kept_tokens=kept, seconds=seconds)
 
 
 def main() -> None:
@@ -158,18 +127,16 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--settings", nargs="+", choices=[f"{s.percent}-{s.budget_of}"
                                                           for s in SETTINGS])
-    parser.add_argument("--needles", type=int, default=24)
-    parser.add_argument("--needle-tokens", type=int, default=1000)
     parser.add_argument("--csv", default="benchmarks/results/policies_smollm2.csv")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    args.folder = str(checkpoint_folder(args.model))
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.folder)
+    folder = str(checkpoint_folder(args.model))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = choose(read_articles(args.input_path), lambda text: tokenizer(text)["input_ids"],
                    articles=args.articles, min_tokens=HALVES, max_tokens=HALVES)
     masked = MaskedModel(model, torch.tensor(texts), PROMPT)
-    rows = GrowingTable(args.csv, {"commit": source_commit(), "host": platform.node(),
+    rows = PolicyRows(args.csv, {"commit": source_commit(), "host": platform.node(),
                            "model": args.model, "articles": args.articles})
     settings = [one for one in SETTINGS
                 if args.settings is None or f"{one.percent}-{one.budget_of}" in args.settings]
@@ -178,8 +145,6 @@ def main() -> None:
     for part in ("cut", "decode"):
         if part in args.parts:
             run_beside(masked, rows, part, settings)
-    if "needle" in args.parts:
-        run_needles(masked, tokenizer, rows, settings, args)
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def _log_prob(token: int, figures: Sequence[float], top: int) -> TokenLogProb:
 class _Continuations(Sink):
     """A sink that collects the log-probabilities of given continuations.
 
-    `greedy` says by key whether each token so far has been the likeliest.
+    `likeliest` says by key of each token so far whether it has been the likeliest.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ class _Continuations(Sink):
     def __init__(self, continuations: Mapping[int, Sequence[int]]):
         self._continuations = continuations
         self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
-        self.greedy = dict.fromkeys(continuations, True)
+        self.likeliest: dict[int, list[bool]] = {key: [] for key in continuations}
 
     @property
     def width(self) -> int:
@@ -197,12 +197,13 @@ class _Continuations(Sink):
 
     def scored(self) -> list[Scored]:
         """The scores of the continuations, by ascending keys."""
-        return [Scored(self.log_probs[key], self.greedy[key]) for key in sorted(self.log_probs)]
+        return [Scored(self.log_probs[key], self.likeliest[key])
+                for key in sorted(self.log_probs)]
 
     def restart(self, request: Request) -> None:
         """Forget what was found of a request."""
         self.log_probs[request.key] = []
-        self.greedy[request.key] = True
+        self.likeliest[request.key] = []
 
     def _note(self, key: int, log_prob: float, likeliest: float) -> None:
         """Add what was found of the next token of a continuation.
@@ -213,7 +214,7 @@ class _Continuations(Sink):
         if math.isnan(log_prob):
             raise not_finite(key, log_prob)
         self.log_probs[key].append(log_prob)
-        self.greedy[key] &= bool(likeliest)
+        self.likeliest[key].append(bool(likeliest))
 
 
 class Scoring(_Continuations):

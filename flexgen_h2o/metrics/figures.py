@@ -23,6 +23,7 @@ LINES = {
     "h2o-mean": {"color": COLOURS["purple"], "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
     "h2o-decay": {"color": COLOURS["orange"], "linestyle": (0, (3, 1)), "marker": "P"},
     "recall": {"color": COLOURS["sky"], "linestyle": "-", "marker": "X"},
+    "sparse-values": {"color": COLOURS["orange"], "linestyle": (0, (1, 1)), "marker": "d"},
     "window": {"color": COLOURS["vermillion"], "linestyle": "--", "marker": "s"},
     "sink-window": {"color": COLOURS["green"], "linestyle": "-.", "marker": "^"},
     "full": {"color": COLOURS["black"], "linestyle": ":", "marker": "D"},

@@ -53,8 +53,8 @@ class QualityOptions:
     max_tokens: int = flag("int", 768, low=2, help="articles are cut to this")
     budgets: tuple[float, ...] = flag(
         "numbers", (5, 10, 20, 40, 60), above=0, high=100, metavar="P",
-        help="KV cache budgets, percent of the prompt; recall and variants are measured at 5 and "
-        "20",
+        help="KV cache budgets, percent of the prompt; recall, sparse values and variants are "
+        "measured at 5 and 20",
     )
     only: tuple[str, ...] = flag(
         "words", GROUPS, choices=GROUPS, metavar="GROUP",

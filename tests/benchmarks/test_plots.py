@@ -19,7 +19,8 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import COMPUTE, DEVICE_MEMORY, PHASES, PROCESS_MEMORY, Trace
 
 MODULES = ("plots", "comparison.rows", "plotting.rows", "plotting.systems", "plotting.sweeps",
-           "plotting.batch", "plotting.budget", "plotting.breakdown", "plotting.memory")
+           "plotting.batch", "plotting.budget", "plotting.breakdown", "plotting.memory",
+           "plotting.quality")
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +253,57 @@ def test_too_many_lines_are_refused(bench):
     assert [row["hh_ratio"] for row in few] == ["0.01", "0.02"]
 
 
+# Quality
+
+
+def quality_row(policy: str, budget: float, over: float, **others) -> dict[str, str]:
+    """A row of the quality task: 100 prompt tokens, 100 that follow; 150 are cached on average."""
+    row = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc1234", "host": "box", "model": "m",
+           "dtype": "float32", "articles": "30", "prompt_tokens_mean": "100", "policy": policy,
+           "variant": "", "budget_percent": budget, "cache_bits": 16, "cached_tokens_mean": 150,
+           "kv_cache_bytes_per_sequence": 200 * 512, "perplexity_over_full": over}
+    return {name: str(value) for name, value in (row | others).items()}
+
+
+def test_quality_stands_against_bytes_held_and_read(bench):
+    small = {"cached_tokens_mean": 30, "kv_cache_bytes_per_sequence": 30 * 512}
+    rows = [quality_row("full", 100, 1), quality_row("h2o", 30, 1.2, **small),
+            quality_row("h2o", 10, 1.5, cached_tokens_mean=10, kv_cache_bytes_per_sequence=5120),
+            quality_row("h2o", 30, 9.9, **small), quality_row("h2o", 30, 1.3, variant="rolling"),
+            quality_row("h2o", 30, 1.25, variant="8-bit", cache_bits=8, cached_tokens_mean=30,
+                        kv_cache_bytes_per_sequence=30 * 2 * 68),
+            quality_row("sparse-values", 20, 1.1), quality_row("recall", 30, 1.04),
+            quality_row("recall", 30, 1.02, variant="of the text"),
+            quality_row("recall", 30, 1.1, variant="2-bit index")]
+    found = bench.quality.points(rows)
+    shares = {mode: [(round(point.held, 3), round(point.read, 3), point.over) for point in mine]
+              for mode, mine in found.items()}
+    # A key of 64 numbers of 16 bits takes 128 bytes, of a token's 256: 4 bits and a scale and a
+    # zero point take 36 of them.
+    assert shares == {
+        ("full", ""): [(100, 100, 1)],
+        ("h2o", ""): [(5, round(1000 / 150, 3), 1.5), (15, 20, 1.2)],
+        ("h2o", "8-bit"): [(round(100 * 15 / 100 * 136 / 256, 3),
+                            round(20 * 68 / 128, 3), 1.25)],
+        ("sparse-values", ""): [(100, 60, 1.1)],
+        ("recall", ""): [(100 + 100 * 36 / 256, 20 + 100 * 36 / 256, 1.04)],
+        ("recall", "of the text"): [(100 + 100 * 36 / 256, 30 + 100 * 36 / 256, 1.02)],
+        ("recall", "2-bit index"): [(100 + 100 * 20 / 256, 20 + 100 * 20 / 256, 1.1)]}
+    figure = bench.quality.draw(rows)
+    assert len(figure.axes) == 2 and {"recall, of the text so far", "h2o, cache of 8 bits",
+                                      "bytes that a token reads, % of the full cache's"} <= set(
+        texts(figure))
+    assert "Recall holds everything" in " ".join(figure.get_supxlabel().split())
+
+
+def test_quality_of_several_models_or_without_a_full_cache_is_refused(bench):
+    rows = [quality_row("full", 100, 1), quality_row("h2o", 20, 1.2)]
+    with pytest.raises(UserError, match="several values of model: add --only model="):
+        bench.quality.points([*rows, quality_row("h2o", 20, 1.2, model="other")])
+    with pytest.raises(UserError, match="no row of the full cache"):
+        bench.quality.points(rows[1:])
+
+
 # Traces
 
 
@@ -344,9 +396,11 @@ def test_every_figure_is_drawn_by_its_name(bench, compared, tmp_path):
     systems = write_csv(tmp_path / "systems.csv", compared)
     sweep = write_csv(tmp_path / "sweep.csv", [full_row(), run_row(), run_row(gpu_batch_size=8)])
     trace = write_trace(tmp_path / "run.json")
+    quality = write_csv(tmp_path / "quality.csv", [quality_row("full", 100, 1),
+                                                   quality_row("recall", 20, 1.04)])
     for argv in (["systems", "--csv", systems, "--scenario", "small", "--at", "best"],
                  ["batch", "--csv", sweep, "--only", "eviction=h2o"], ["budget", "--csv", sweep],
-                 ["breakdown", "--trace", trace, trace]):
+                 ["quality", "--csv", quality, quality], ["breakdown", "--trace", trace, trace]):
         out = tmp_path / f"{argv[0]}.svg"
         assert main(bench, *argv, "--out", out) == 0
         assert out.read_bytes().startswith(b"<?xml")

@@ -41,7 +41,7 @@ def test_masks_are_what_the_engine_evicts(tiny_model, study, score, cut_only):
 def test_every_candidate_gives_a_row_once(tiny_model, study, tmp_path, capsys):
     tiny, path = tiny_model("llama"), tmp_path / "rows.csv"
     texts = torch.tensor(make_prompts(tiny.model.config.vocab_size, [48, 48], 0))
-    rows = study.GrowingTable(str(path), {"model": "tiny", "articles": 2})
+    rows = study.PolicyRows(str(path), {"model": "tiny", "articles": 2})
     for _ in range(2):
         study.run_masked(study.MaskedModel(tiny.model, texts, 40), rows,
                          [study.Setting(20, "text")])

@@ -563,7 +563,7 @@ def test_the_budgets_on_a_task_of_articles(benchmark, folder, task, tmp_path, mo
             for row in rows] == [
         (shots, mode, policy, budget) for shots in (0, 1) for mode, policy, budget in (
             ("False", "full", 100), ("True", "h2o", 20), ("True", "window", 20),
-            ("False", "h2o", 20), ("False", "window", 20))]
+            ("False", "h2o", 20), ("False", "window", 20), ("False", "recall", 20))]
     assert all(row["items"] == 6 and 0 <= row["acc"] <= 1 and row["acc_stderr"] >= 0
                and row["gpu_batch_size"] == 8 for row in rows)
     full, evicting = rows[0]["kv_cache_bytes"], rows[1]["kv_cache_bytes"]

@@ -151,10 +151,10 @@ def test_every_policy_is_measured_at_every_budget_and_variants_at_two():
         "sink-window 5 %", "sink-window 20 %", "sink-window 40 %",
         "h2o 5 % of the text", "h2o 5 % mean", "h2o 5 % decay", "h2o 5 % caote", "h2o 5 % rolling",
         "h2o 5 % chunks of 16", "h2o 5 % chunks of 64",
-        "recall 5 %", "recall 5 % of the text",
+        "recall 5 %", "recall 5 % of the text", "sparse-values 5 %",
         "h2o 20 % of the text", "h2o 20 % mean", "h2o 20 % decay", "h2o 20 % caote",
         "h2o 20 % rolling", "h2o 20 % chunks of 16", "h2o 20 % chunks of 64",
-        "recall 20 %", "recall 20 % of the text", "recall 20 % 2-bit index",
+        "recall 20 %", "recall 20 % of the text", "sparse-values 20 %", "recall 20 % 2-bit index",
         "h2o 20 % 8-bit", "h2o 20 % 4-bit",
         "full, 8-bit weights", "full, 4-bit weights", "h2o 20 %, 4-bit weights",
         "h2o 20 % 4-bit, 4-bit weights"]
@@ -471,7 +471,7 @@ def test_the_plot_leaves_quantized_weights_out(fake, articles, tmp_path):
 
 
 @pytest.mark.parametrize("only", [("h2o", "window", "sink-window"), ("score", "positions"),
-                                  ("bits",), ("weights",)])
+                                  ("bits",), ("weights",), ("recall", "sparse-values")])
 def test_the_real_engine(tiny_model, only, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path))  # of quantized weights
     draw = random.Random(0)
@@ -490,7 +490,7 @@ def test_the_real_engine(tiny_model, only, tmp_path, monkeypatch):
         assert math.isfinite(row["perplexity"]) and row["delta_nats"] != 0
         exact = row["cache_bits"] == row["weight_bits"] == 16
         assert row["common_prefix_mean"] >= (1 if exact else 0)  # of an exact prefill
-        if row["policy"] == "full":
+        if row["policy"] in ("full", "recall", "sparse-values"):
             assert row["kv_cache_bytes_per_sequence"] == full["kv_cache_bytes_per_sequence"]
             continue
         assert row["kv_cache_bytes_per_sequence"] < full["kv_cache_bytes_per_sequence"]

@@ -70,18 +70,18 @@ def attention_of(model, one: Rival) -> None:
 
 def pressed(made, model, ids: torch.Tensor, prompt: int, *, steps: bool
             ) -> tuple[torch.Tensor, int]:
-    """Log-probabilities [articles, tokens] under a press of kvpress on transformers, and bytes of
-    keys and values after the prompts were cut; a forward pass for each token, or one for all."""
+    """Logits [articles, tokens, vocabulary] of what follows the prompts under a press of kvpress on
+    transformers, and bytes of keys and values after the prompts were cut; a forward pass for each
+    token, or one for all."""
     found, cache, width = [], DynamicCache(), 1 if steps else ids.shape[1]
     with made(model):
         logits = model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits
         nbytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-        found.append(chosen(logits, ids[:, prompt : prompt + 1]))
+        found.append(logits)
         for at in range(prompt, ids.shape[1] - 1, width):
             end = min(at + width, ids.shape[1] - 1)
-            logits = model(ids[:, at:end], past_key_values=cache,
-                           position_ids=torch.arange(at, end)[None]).logits
-            found.append(chosen(logits, ids[:, at + 1 : end + 1]))
+            found.append(model(ids[:, at:end], past_key_values=cache,
+                               position_ids=torch.arange(at, end)[None]).logits)
     return torch.cat(found, 1), nbytes
 
 

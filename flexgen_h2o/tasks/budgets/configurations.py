@@ -16,9 +16,10 @@ from flexgen_h2o.config.h2o import SINK_WINDOW_SINKS, H2OConfig
 from flexgen_h2o.h2o import budget as cache_budget
 
 POLICIES = ("full", "h2o", "window", "sink-window")  # in the words of --eviction
+RECALL, SPARSE = "recall", "sparse-values"
 # What --only picks from: the policies, the variants of h2o by what they vary, recall and its own
-# variants, quantized weights.
-GROUPS = (*POLICIES, "recall", "text", "score", "positions", "chunks", "bits", "weights")
+# variants, sparse values, quantized weights.
+GROUPS = (*POLICIES, RECALL, SPARSE, "text", "score", "positions", "chunks", "bits", "weights")
 VARIED = (5, 20)  # percent: a tight and a usual budget
 CHUNKS = (16, 64)  # tokens of a prompt after each of which eviction acts in it, too
 USUAL = 20
@@ -29,7 +30,8 @@ class Configuration:
     """One cache. `budget` is in percent of what `budget_of` says (100 for the full cache).
 
     Bits are 16 (as the run's dtype), 8 or 4. The policy may be ``recall``: nothing is evicted, and
-    `index_bits` are those of the index.
+    `index_bits` are those of the index. Or it is ``sparse-values``: all keys are read, and the
+    budget is a share of the values.
     """
 
     policy: str
@@ -79,8 +81,8 @@ class Configuration:
         """The one of `GROUPS` that it belongs to."""
         if self.weight_bits != 16:
             return "weights"
-        if self.policy == "recall":
-            return "recall"
+        if self.policy == RECALL:
+            return RECALL
         if self.cache_bits != 16:
             return "bits"
         if self.score != "sum":
@@ -94,13 +96,13 @@ class Configuration:
     def h2o(self) -> H2OConfig | None:
         """The cache's sizes and scores in `LLM`'s words; None for the full cache."""
         share = self.budget / 100
-        if self.policy == "full":
+        if self.policy in ("full", SPARSE):
             return None
         if self.policy == "h2o":
             return H2OConfig(heavy_ratio=share / 2, recent_ratio=share / 2, score=self.score,
                              positions=self.positions, prompt_chunk=self.prompt_chunk,
                              budget_of=self.budget_of)
-        if self.policy == "recall":
+        if self.policy == RECALL:
             return H2OConfig(heavy_ratio=share / 2, recent_ratio=share / 2, recall=True,
                              budget_of=self.budget_of, index_bits=self.index_bits)
         sinks = SINK_WINDOW_SINKS if self.policy == "sink-window" else 0
@@ -109,7 +111,9 @@ class Configuration:
 
     def arguments(self) -> dict[str, object]:
         """Keywords of `LLM` that set this cache, and the weights."""
-        return {"h2o": self.h2o(), "cache_bits": self.cache_bits, "weight_bits": self.weight_bits}
+        values = {"attn_sparsity": self.budget / 100} if self.policy == SPARSE else {}
+        return {"h2o": self.h2o(), "cache_bits": self.cache_bits, "weight_bits": self.weight_bits,
+                **values}
 
     def sizes(self, prompt_len: int) -> cache_budget.Budget | None:
         """Tokens kept of a prompt, alike in all layers. None where all are."""
@@ -133,9 +137,9 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
     Parameters
     ----------
     budgets : iterable of float
-        Percent of the prompt. Recall and variants of h2o are measured at those of `VARIED` that
-        are among them, fewer bits, of the index too, at `USUAL` alone; quantized weights with
-        the full cache too.
+        Percent of the prompt. Recall, sparse values and variants of h2o are measured at those of
+        `VARIED` that are among them, fewer bits, of the index too, at `USUAL` alone; quantized
+        weights with the full cache too.
     only : iterable of str, optional
         Those of `GROUPS` to measure beside the full cache. Default: all.
     """
@@ -148,10 +152,10 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
                   replace(plain, score="decay"), replace(plain, score="caote"),
                   replace(plain, positions="rolling")]
         found += [replace(plain, prompt_chunk=chunk) for chunk in CHUNKS]
-        recall = Configuration("recall", budget)
-        found += [recall, replace(recall, budget_of="text")]
+        recall = Configuration(RECALL, budget)
+        found += [recall, replace(recall, budget_of="text"), Configuration(SPARSE, budget)]
     if USUAL in budgets:
-        found += [Configuration("recall", USUAL, index_bits=2)]
+        found += [Configuration(RECALL, USUAL, index_bits=2)]
         found += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]
     found += [replace(found[0], weight_bits=bits) for bits in (8, 4)]
     if USUAL in budgets:

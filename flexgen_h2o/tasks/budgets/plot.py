@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
-from flexgen_h2o.tasks.budgets.configurations import USUAL
+from flexgen_h2o.tasks.budgets.configurations import RECALL, SPARSE, USUAL
 
-_POLICIES = ("h2o", "recall", "window", "sink-window")
+_POLICIES = ("h2o", RECALL, SPARSE, "window", "sink-window")
 _MARKERS = {"8-bit": "D", "4-bit": "v", "mean": "P", "decay": "X", "caote": "d", "rolling": "*",
             "of the text": "^", "chunks of 16": "<", "chunks of 64": ">"}
 _STEP = 1.6  # percent on the axis between variants, which all have the same budget
@@ -78,7 +78,7 @@ def _shown(rows: Sequence[dict]) -> list[dict]:
     """The variants at the usual budget, in the order of their markers."""
     order = list(_MARKERS)
     return sorted((row for row in rows if row["variant"] in order
-                   and row["policy"] != "recall" and row["budget_percent"] == USUAL),
+                   and row["policy"] != RECALL and row["budget_percent"] == USUAL),
                   key=lambda row: order.index(row["variant"]))
 
 
