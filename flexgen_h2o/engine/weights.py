@@ -7,7 +7,7 @@ copy and a few large reads. On disk they are the checkpoint's own bytes, or the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -15,10 +15,11 @@ from itertools import chain
 
 import torch
 
-from flexgen_h2o.config.limits import CHUNK_BUFFERS, MATRIX_TILE, WEIGHT_BUFFERS
+from flexgen_h2o.config.limits import MATRIX_TILE, WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
-from flexgen_h2o.engine.chunk_stream import Chunk, ChunkStream
-from flexgen_h2o.engine.cuts import CutRows, cut, piece_of
+from flexgen_h2o.engine.chunk_stream import ChunkStream
+from flexgen_h2o.engine.chunked_weights import ChunkedWeights
+from flexgen_h2o.engine.cuts import CutRows, cut
 from flexgen_h2o.engine.packs import ALIGN, Pack, Unit, Weight
 from flexgen_h2o.engine.spill import KeptWeights, spill_of_run
 from flexgen_h2o.errors import UserError
@@ -300,53 +301,13 @@ class WeightStore:
         """Read the parts of matrices that stay in memory, and make ready for those that come."""
         if self._read_ahead is None:
             return
-        chunks: dict[int, list[Chunk]] = {}
+        chunked = ChunkedWeights(self._cuts, self._form, self._transfers,
+                                 checksums=self._checksums)
         for index, unit in enumerate(self.units):
             for short, spec in unit.specs.items():
-                if spec.name not in self._cuts or index == 0 and short in self.tables:
-                    continue
-                self._hold_whole(spec)
-                parts = [self._part(index, each, spec) for each in self._cuts[spec.name]]
-                chunks.setdefault(index, []).extend(
-                    part for part in parts if isinstance(part, Chunk))
-                unit.resident[short] = ChunkedMatrix(spec.shape, partial(self._parts, parts))
-        self._stream = ChunkStream(self._transfers, chunks, buffers=CHUNK_BUFFERS,
-                                   read=self._read_chunk, ahead=self._read_ahead)
-
-    def _hold_whole(self, spec: TensorSpec) -> None:
-        """Hold a matrix that will be read in parts against the checksum that its file keeps."""
-        if self._checksums is not None and len(self._cuts[spec.name]) > 1:
-            pack = self._pack({"whole": spec})
-            self._read_pack(self._transfers.disk, pack, {"whole": spec},
-                            self._device.host_empty(pack.nbytes, pinned=False))
-
-    def _part(self, unit: int, part: CutRows, spec: TensorSpec) -> Chunk | tuple[slice, Weight]:
-        """Some outputs of a matrix: a chunk, or what stays in memory."""
-        piece, extent = piece_of(self._extent(spec), part.rows, spec, self._form)
-        reads, places, nbytes = plan_reads([extent])
-        if part.on_disk:
-            pack = Pack(nbytes, {"chunk": places[extent]}, reads)
-            return Chunk(unit, part.rows, piece, extent, pack)
-        buffer = self._device.host_empty(nbytes, pinned=False)
-        self._transfers.disk.read(reads, buffer)
-        return part.rows, self._form.view(buffer, places[extent], piece.shape)
-
-    def _read_chunk(self, lane: Lane, chunk: Chunk, buffer: StagingBuffer) -> None:
-        lane.disk.read(chunk.pack.reads, buffer.device)
-        if self._checksums is not None:
-            place = chunk.pack.places["chunk"]
-            self._checksums.read(chunk.extent, buffer.device[place : place + chunk.extent.nbytes])
-
-    def _parts(self, parts: Sequence[Chunk | tuple[slice, Weight]]
-               ) -> Iterator[tuple[slice, Weight]]:
-        """The parts of a matrix, one after the other."""
-        for part in parts:
-            if isinstance(part, Chunk):
-                with self._stream.use(part) as buffer:
-                    yield part.rows, part.pack.views(
-                        buffer.device, {"chunk": part.spec}, self._form)["chunk"]
-            else:
-                yield part
+                if spec.name in self._cuts and not (index == 0 and short in self.tables):
+                    unit.resident[short] = chunked.load(index, spec, self._extent(spec))
+        self._stream = chunked.open(ahead=self._read_ahead)
 
     def _make_buffers(self) -> None:
         # The embedding unit's host packs hold its tables too, but those are never fetched whole.

@@ -36,7 +36,7 @@ from flexgen_h2o.storage.tiers import Device
 
 Note = Callable[[str], object]
 
-_FORMAT = 1  # raise it when figures change their meaning: what was kept is then measured anew
+_FORMAT = 2  # raise it when figures change their meaning: what was kept is then measured anew
 _DIGITS = 4  # a measurement has no more
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
     sizes = sizes or Sizes.of(device)
     dtype = measured_dtype(device)
     rates = Rates(device, dtype, sizes)
-    links, interference = _links(rates, device, offload_dir, progress)
+    links, (interference, read_interference) = _links(rates, device, offload_dir, progress)
     compute = _compute(rates, progress)
     host_attention = None
     if device.separate:
@@ -115,12 +115,13 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
         host_attention = HostAttentionRates(*_decode_attention(Rates(Device(), dtype, sizes)))
     return Hardware(name=_name(device), links=links, compute=compute,
                     host_attention=host_attention, interference=interference,
+                    read_interference=read_interference,
                     **_memory(device, offload_dir))
 
 
 def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: Note
-           ) -> tuple[dict[str, float], float]:
-    """`Hardware.links` and `Hardware.interference`."""
+           ) -> tuple[dict[str, float], tuple[float, ...]]:
+    """`Hardware.links`, and `Hardware.interference` with `Hardware.read_interference`."""
     progress("disk")
     sizes = rates.sizes
     with contextlib.closing(RunFolder(offload_dir)) as folder:
@@ -129,7 +130,7 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
         written = disk_write_rate(scratch, nbytes=sizes.scratch)
         found = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
         progress("disk and products at once")
-        interference = _figure(rates.interference(scratch))
+        interference = tuple(map(_figure, rates.interference(scratch)))
     if device.separate:
         progress("copies between host and GPU")
         found += copy_rates(device, nbytes=sizes.copied)

@@ -80,6 +80,10 @@ class Hardware:
     interference : float
         What goes on at the same time disturbs each other: beside the busiest resource, a step
         takes this share (0 to 1) of the time that the others would take alone.
+    read_interference : float
+        Beside reading from disk, compute takes longer by this share (0 to 1) of the time that
+        reading takes alone: more than the other way round where the processors that compute, and
+        their memory, also do the work of the disk. It counts where it is more than `interference`.
     """
 
     name: str
@@ -90,6 +94,7 @@ class Hardware:
     compute: Compute
     host_attention: HostAttentionRates | None = None
     interference: float = 0.0
+    read_interference: float = 0.0
 
     @property
     def has_gpu(self) -> bool:

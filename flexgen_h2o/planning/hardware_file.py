@@ -90,6 +90,7 @@ class _Machine(Entries):
     gpu_gb: _Size | None = None
     host_attention: _HostRates | None = None
     interference: Share = 0.0
+    read_interference: Share = 0.0
 
     def __post_init__(self) -> None:
         if self.host_attention and not self.gpu_gb:
@@ -120,6 +121,7 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
         host_attention=host and HostAttentionRates(_times(GB, host.decode_attention_gb_per_s),
                                                    _rounded(host.head_microseconds * MICRO)),
         interference=file.interference,
+        read_interference=file.read_interference,
     )
 
 
@@ -162,6 +164,7 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
             "head_microseconds": _rounded(host.head_seconds / MICRO),
         },
         "interference": hardware.interference,
+        "read_interference": hardware.read_interference,
     }
     present = {key: value for key, value in values.items() if value is not None}
     with open_atomic(path) as file:

@@ -37,6 +37,9 @@ LEAST_SECONDS = 1e-9
 FEWEST, MOST = 7, 200
 """Samples of a measurement."""
 
+HOPELESS = 2
+"""Times as long as another implementation takes one that is not timed to the end."""
+
 PATIENCE = 8
 """Times as long is taken for a difference, which is small beside what it is made of."""
 
@@ -108,8 +111,13 @@ class Clock:
         self._device = device
         self._seconds = seconds
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Seconds of a call."""
+    def seconds(self, work: Callable[[], object], *, hopeless: float = math.inf) -> float:
+        """Seconds of a call; no more than a look at it if they are `hopeless`."""
+        if hopeless < math.inf:
+            self._sample(work, 1)
+            least = min(self._sample(work, 1) for _ in range(2))
+            if least >= hopeless:
+                return least
         return statistics.median(took for took, in self._samples(self._seconds, work))
 
     def difference(self, more: Callable[[], object], less: Callable[[], object]) -> float:
@@ -121,7 +129,10 @@ class Clock:
         """Seconds of a call of each, again and again for so long, about."""
         for work in works:  # compiles, and starts threads
             self._sample(work, 1)
-        once = sum(min(self._sample(work, 1) for _ in range(FEWEST)) for work in works)
+        tried = [[self._sample(work, 1) for work in works] for _ in range(FEWEST)]
+        once = sum(map(min, zip(*tried, strict=True)))
+        if FEWEST * once >= seconds:
+            return tried
         calls = math.ceil(seconds / MOST / once)
         samples, ends = [], time.perf_counter() + seconds
         while len(samples) < FEWEST or time.perf_counter() < ends:
@@ -155,8 +166,9 @@ class Rates:
         self._clock = Clock(device, sizes.seconds)
         self.implementations: dict[str, dict[int, dict[int, str]]] = {}  # `Compute`'s
 
-    def interference(self, scratch: Path) -> float:
-        """`Hardware.interference`, of products that read all of memory and reading a file."""
+    def interference(self, scratch: Path) -> tuple[float, float]:
+        """`Hardware.interference` and `Hardware.read_interference`, of products that read all of
+        memory and reading a file."""
         weight = torch.randn(self.sizes.matrix, dtype=self._dtype)
         matrices = self._copies(weight, 16)
         x, out = self._random(1, weight.shape[1]), self._random(1, len(weight))
@@ -167,8 +179,10 @@ class Rates:
 
         each = self._clock.seconds(multiply)
         found = disk_beside(scratch, multiply, nbytes=self.sizes.scratch)
-        shares = [(beside - alone) / (each * max(done, 1)) for alone, beside, done in found]
-        return min(max(statistics.median(shares), 0.0), 1.0)
+        slower = ([(beside - alone) / (each * max(done, 1)) for alone, beside, done in found],
+                  [(beside - each * done) / alone for alone, beside, done in found])
+        reading, computing = (min(max(statistics.median(each), 0.0), 1.0) for each in slower)
+        return reading, computing
 
     def linear(self, bits: int) -> dict[int, float]:
         """`Compute.linear` of so many bits."""
@@ -193,7 +207,8 @@ class Rates:
         seconds = {}
         for name in possible:
             with dispatch.measured({operation: {bits: {rows: name}}}):
-                seconds[name] = self._clock.seconds(work)
+                seconds[name] = self._clock.seconds(
+                    work, hopeless=HOPELESS * min(seconds.values(), default=math.inf))
         best = min(seconds, key=seconds.__getitem__)
         by_rows = self.implementations.setdefault(operation, {}).setdefault(bits, {})
         self.implementations[operation][bits] = dict(sorted({**by_rows, rows: best}.items()))

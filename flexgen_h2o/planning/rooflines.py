@@ -40,7 +40,7 @@ def ideal(hardware: Hardware) -> Hardware:
         turn = max(1.0, flops * read / 2)
         linear[bits] = {1: BILLION * max(read, 2 / flops), turn: BILLION * 2 * turn / flops}
     return replace(
-        hardware, interference=0.0,
+        hardware, interference=0.0, read_interference=0.0,
         compute=Compute(linear=linear,
                         prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
                         decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),

@@ -200,7 +200,7 @@ def test_as_good_as_trying_everything(hardware, batch, gen_len, prompts, overlap
 @pytest.mark.parametrize("memory", [1.6, 2.0, 2.4])
 def test_a_small_memory_is_shared_by_weights_and_cache_as_well_as_can_be(memory, lengths):
     """Buffers of a cache come whole or not at all: no straight line leads to the best placement."""
-    small = replace(CPU, cpu_bytes=int(memory * GB))
+    small = replace(CPU, cpu_bytes=int(memory * GB), interference=0.05, read_interference=0.6)
     request = PlanRequest(model=published("opt-1.3b"), prompt_len=lengths[0], gen_len=lengths[1],
                           itemsize=2, gpu_batch_size=4, num_gpu_batches=1)
     rates = []
@@ -211,6 +211,16 @@ def test_a_small_memory_is_shared_by_weights_and_cache_as_well_as_can_be(memory,
             rates.append(judge(small, run).tokens_per_second)
     found = search(small, request, limits_of(small))[0].tokens_per_second
     assert found >= 0.99 * max(rates)
+
+
+@pytest.mark.parametrize("memory", [1.6, 2.0, 2.4])
+def test_few_prompts_are_split_as_well_as_can_be(memory):
+    """In one batch, whose weights come in chunks, or in several, which share whole layers."""
+    small = replace(CPU, cpu_bytes=int(memory * GB), interference=0.05, read_interference=0.6)
+    request = {"model": published("opt-1.3b"), "prompt_len": 128, "gen_len": 512, "prompts": 4}
+    most = max(find(small, **request, gpu_batch_size=size, num_gpu_batches=4 // size)[0]
+               .tokens_per_second for size in (1, 2, 4))
+    assert find(small, **request)[0].tokens_per_second >= ALIKE * most
 
 
 def test_batch_sizes_are_as_good_as_trying_them_all():

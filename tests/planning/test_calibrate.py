@@ -40,8 +40,9 @@ def figures(value) -> list[float]:
 
 
 def check(hardware: Hardware, *, count: int) -> None:
-    found = figures(replace(hardware, interference=None))
-    assert len(found) == count and 0 <= hardware.interference <= 1
+    found = figures(replace(hardware, interference=None, read_interference=None))
+    assert len(found) == count
+    assert 0 <= hardware.interference <= 1 and 0 <= hardware.read_interference <= 1
     assert all(math.isfinite(figure) and figure > 0 for figure in found)
     assert {bits: set(table) for bits, table in hardware.compute.linear.items()} == {
         bits: {1, 3} for bits in BITS}
@@ -75,7 +76,7 @@ def test_every_figure_of_a_gpu(tmp_path):
 
 def test_the_fastest_implementation_is_kept(monkeypatch, isa):
     """Of every product that can be done in several ways, by operation, bits and rows."""
-    def seconds(clock, work):
+    def seconds(clock, work, *, hopeless=None):
         places = sum(IMPLEMENTATIONS[operation].index(
             dispatch.choice(operation, rows, torch.bfloat16, bits))
             for operation, bits, rows in cases)
@@ -176,13 +177,25 @@ def test_the_clock_takes_the_median_after_a_warm_up(monkeypatch):
     time = FakeTime()
     monkeypatch.setattr(rates, "time", time)
     clock = Clock(Device(), seconds=1.0)
-    warm = [50.0] * (1 + FEWEST)
+    warm = [50.0] + [0.125] * FEWEST
     assert clock.seconds(time.work(*warm, 2.0)) == 2.0
     assert clock.seconds(time.work(*warm, 3.0, 90.0, 1.0, 3.0, 90.0, 2.0, 3.0)) == 3.0
     assert clock.difference(time.work(*warm, 3.0), time.work(*warm, 1.0)) == 2.0
     began = time.now
     assert clock.seconds(time.work(2.0**-14)) == 2.0**-14
     assert 0.9 < time.now - began < 1.1
+
+
+def test_a_slow_call_is_not_made_often(monkeypatch):
+    """And one that another implementation leaves far behind is made three times."""
+    time = FakeTime()
+    monkeypatch.setattr(rates, "time", time)
+    clock = Clock(Device(), seconds=1.0)
+    assert clock.seconds(time.work(1.0, 2.0)) == 2.0 and time.now == 1 + 2 * FEWEST
+    began = time.now
+    assert clock.seconds(time.work(9.0, 5.0, 4.0), hopeless=4.0) == 4.0
+    assert time.now - began == 18
+    assert clock.seconds(time.work(9.0, 5.0, 3.0), hopeless=4.0) == 3.0
 
 
 def test_rates_of_links_move_random_bytes(tmp_path):

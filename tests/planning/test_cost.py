@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes import LazyDevice, PoisonedDevice
+from hypothesis import given
+from hypothesis import strategies as st
 from planning_cases import (
     ALL_HERE,
     FREE,
@@ -314,3 +316,27 @@ def test_what_goes_on_at_the_same_time_interferes():
     (alone,), (beside,) = ([estimate(each, run).step] for each in (free, disturbed))
     assert beside.resources == alone.resources and beside.binding == "disk->cpu"
     assert beside.seconds == pytest.approx(alone.seconds + 0.25 * alone.resources["compute"])
+
+
+@pytest.mark.parametrize("compute_over_reading", [0.25, 4.0])
+def test_reading_slows_compute_more_than_compute_slows_reading(compute_over_reading):
+    """A step takes as long as the slower of the two, with its own share of the other's time."""
+    compute = replace(FREE, layer_seconds=LAYER * compute_over_reading)
+    run = planned(weights=ON_DISK, gpu=False)
+    hardware = replace(machine(compute, gpu=False), interference=0.25, read_interference=0.75)
+    step = estimate(hardware, run).step
+    layers, rest = 12 * LAYER, HEAD + 4 * ROW  # the head computes nothing
+    computing = 12 * LAYER * compute_over_reading
+    assert step.seconds == pytest.approx(
+        rest + max(layers + 0.25 * computing, computing + 0.75 * layers))
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from([0, 30, 100]), st.booleans())
+def test_interference_lies_between_overlap_and_taking_turns(share, reading, kept, overlap):
+    compute = replace(FREE, layer_seconds=LAYER / 3)
+    run = planned(weights=(kept, 0), cache=ON_DISK, gpu=False, overlap=overlap)
+    free = machine(compute, gpu=False)
+    beside, alone, turns = (estimate(hardware, each).seconds for hardware, each in (
+        (replace(free, interference=share, read_interference=reading), run), (free, run),
+        (free, replace(run, policy=replace(run.policy, overlap=False)))))
+    assert alone * (1 - 1e-9) <= beside <= turns * (1 + 1e-9)

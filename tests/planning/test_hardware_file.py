@@ -48,7 +48,7 @@ def machines(draw) -> Hardware:
                 "head_seconds", "elementwise", "layer_seconds", "logit_seconds")}),
         host_attention=HostAttentionRates(draw(tables(BITS)), draw(figures))
         if has_gpu and draw(st.booleans()) else None,
-        interference=draw(st.floats(0, 1)))
+        interference=draw(st.floats(0, 1)), read_interference=draw(st.floats(0, 1)))
 
 
 @given(hardware=machines())

@@ -27,7 +27,7 @@ def test_nothing_is_predicted_to_beat_the_roofline(gpu, weights, cache, batch, l
                                                    overlap, host, prompts):
     run = planned(weights, cache, batch=batch, lengths=lengths, gpu=gpu, bits=bits, h2o=h2o,
                   overlap=overlap, cpu_cache_compute=gpu and host)
-    hardware = replace(GPU if gpu else CPU, interference=0.2)
+    hardware = replace(GPU if gpu else CPU, interference=0.2, read_interference=0.4)
     best, found = least(hardware, run, prompts), judge(hardware, run, prompts)
     assert best.sequences == found.sequences
     for phase in ("prefill", "decode"):
