@@ -499,7 +499,7 @@ class KVCache:
 
     def _recall_step(self, layer: int, batch: int, part: CachePart, token: int
                      ) -> RecallStep | None:
-        """What recall is told of a decode step; None where a new token attends to all."""
+        """The metadata of a decode step for recall; None where a new token attends to all."""
         if self._recall is None:
             return None
         return self._recall.step(layer, batch, part, place=self._place(part),
