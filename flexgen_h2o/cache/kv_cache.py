@@ -21,11 +21,12 @@ import torch
 from flexgen_h2o.cache.appending import CacheState, LayerAttention, append
 from flexgen_h2o.cache.attending import HostAttentionQueue, PendingAttention
 from flexgen_h2o.cache.carrying import Moved, put, take
-from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, picked
+from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records
 from flexgen_h2o.cache.placed import make_parts
 from flexgen_h2o.cache.recall import Recall, RecallStep
 from flexgen_h2o.cache.recalled import RecallCounts, RecalledPart
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, LayerCachePlan, layer_cache_plans
+from flexgen_h2o.cache.sparse import SparseAttention
 from flexgen_h2o.cache.step_metadata import StepMetadata
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
@@ -45,7 +46,7 @@ from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.rotary import apply_rope_, rotated
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
-from flexgen_h2o.storage.transfer import D2H, H2D, Transfers
+from flexgen_h2o.storage.transfer import Transfers
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [rows, rotary_dim / 2] each."""
@@ -107,6 +108,7 @@ class KVCache:
                 self._h2o is not None or shape.bits != 16):
             self._prompts = make("prompts", shape.plain(), (size.prompt,) * shape.num_layers)
 
+        self._sparse = SparseAttention(shape, transfers)
         self._recall: Recall | None = None
         if h2o is not None and h2o.recall:
             self._recall = Recall(shape, size, h2o, parts=self.parts, device=transfers.device)
@@ -467,14 +469,15 @@ class KVCache:
         if step is not None:
             return partial(self._recall.attend, index=self._recall.index(layer, batch, part),
                            step=step, recall=partial(part.recall, layer, batch), **options)
-        held, metadata = part.get(layer, batch), self._metadata(layer, batch, part, token)
+        metadata = self._metadata(layer, batch, part, token)
         if self.shape.attn_sparsity < 1:
             return partial(
-                self._attend_sparsely, layer, batch, part, held=held, metadata=metadata,
+                self._sparse.attend, part=part, where=(layer, batch), metadata=metadata,
                 most=max(self._step_metadata.tokens(batch, part, token)) - 1, **options)
         evicts = self._plans[batch][layer].evicts
         return partial(
-            ops.decode_attention, slots=held, metadata=metadata, layout=self.shape.layout,
+            ops.decode_attention, slots=part.get(layer, batch), metadata=metadata,
+            layout=self.shape.layout,
             state=self._state(layer, batch, part) if evicts else None, **options)
 
     @property
@@ -539,33 +542,6 @@ class KVCache:
         part, = self._here(batch)
         for layer in {plan.like: layer for layer, plan in enumerate(self._plans[batch])}.values():
             self._metadata(layer, batch, part, token)
-
-    def _attend_sparsely(self, layer: int, batch: int, part: CachePart, q, k, v, *, held, most: int,
-                         metadata: torch.Tensor, **attention: Any):
-        """Decode attention over all cached keys that reads only the values with large weights.
-
-        `most` are the tokens of the longest sequence.
-        """
-        layout = self.shape.layout
-        index, weights = ops.choose_values(q, k, keys=held[0, :, :, :most], metadata=metadata,
-                                           sparsity=self.shape.attn_sparsity, layout=layout,
-                                           **attention)
-        if part.gathers_values:
-            index = self._carry(index, "cpu", D2H)
-            values = self._carry(part.gather(layer, batch, index), self._device, H2D)
-        else:
-            values = picked(held[1], index)
-        return ops.attend_chosen(k, v, slots=held, values=values, weights=weights,
-                                 metadata=metadata,
-                                 layout=layout)
-
-    def _carry(self, x: torch.Tensor, place, link: str) -> torch.Tensor:
-        """A copy in the other memory, waited for."""
-        device = self._transfers.device
-        began = device.stamp()
-        there = x.to(place)
-        self._transfers.moved(link, x.nbytes, began, device.stamp())
-        return there
 
     def _scored(self, layer: int, batch: int) -> bool:
         plan = self._plans[batch][layer]
