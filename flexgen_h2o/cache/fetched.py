@@ -8,14 +8,13 @@ travel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
 import torch
 
-from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, ResidentPart, picked
+from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, picked
 from flexgen_h2o.config.limits import CACHE_BUFFERS, GROWTH, WRITE_BACK_TOKENS
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import AlignedRead
@@ -64,7 +63,7 @@ class FetchedPart(CachePart):
         self._device = transfers.device
         self.gathers_values = path is None
         sequences = last - first
-        sizes = [round_up(records.nbytes(sequences, slots), PAGE) for slots in grid.slots]
+        sizes, staged = zip(*self._layer_sizes(sequences, grid), strict=True)
         keys = [(layer, b) for layer in range(len(sizes)) for b in range(grid.batches)]
         if path is None:
             self._stores = {key: CachedRecords(host=self._device.host_empty(sizes[key[0]]))
@@ -77,13 +76,18 @@ class FetchedPart(CachePart):
                 for key, start in zip(keys, starts, strict=False)
             }
         self._ring: BufferRing[tuple[int, int]] = BufferRing(
-            transfers, [self._staging(max(sizes), sequences) for _ in range(CACHE_BUFFERS)])
+            transfers, [self._staging(max(staged), sequences) for _ in range(CACHE_BUFFERS)])
 
     @staticmethod
     def file_bytes(records: Records, sequences: int, grid: Grid) -> int:
         """Bytes of the file that a part of so many sequences takes on disk."""
         return grid.batches * sum(round_up(records.nbytes(sequences, slots), PAGE)
                                   for slots in grid.slots)
+
+    def _layer_sizes(self, sequences: int, grid: Grid) -> list[tuple[int, int]]:
+        """Bytes of each layer's backing store, and of a staging buffer for it."""
+        sizes = [round_up(self.records.nbytes(sequences, slots), PAGE) for slots in grid.slots]
+        return list(zip(sizes, sizes, strict=True))
 
     def _staging(self, nbytes: int, sequences: int) -> StagingBuffer:
         host = self._device.host_empty(nbytes)
@@ -243,35 +247,3 @@ def move_apart(buffer: torch.Tensor, before: tuple[int, ...], after: tuple[int, 
         first = min(end - 1, -(-end * width // large.shape[1]))
         large[first:end, :width] = small[first:end]
         end = first
-
-
-def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers: Transfers,
-               on_host: bool, file: Callable[[int], str]) -> list[CachePart]:
-    """The parts of a cache.
-
-    Parameters
-    ----------
-    counts : three ints
-        Sequences of a batch on (gpu, cpu, disk).
-    on_host : bool
-        Attention over the sequences on cpu runs there.
-    file : callable (bytes) -> path
-        Makes a file for them on disk.
-    """
-    device = transfers.device
-    gpu, cpu, disk = counts
-    if not device.separate:
-        gpu, cpu = gpu + cpu, 0
-    parts: list[CachePart] = []
-    if gpu:
-        parts.append(ResidentPart(records, 0, gpu, grid=grid, device=device))
-    if cpu and on_host:
-        parts.append(ResidentPart(records, gpu, gpu + cpu, grid=grid, device=device, on_host=True))
-    elif cpu:
-        parts.append(FetchedPart(records, gpu, gpu + cpu, grid=grid, transfers=transfers,
-                                 path=None))
-    if disk:
-        path = file(FetchedPart.file_bytes(records, disk, grid))
-        parts.append(FetchedPart(records, gpu + cpu, gpu + cpu + disk, grid=grid,
-                                 transfers=transfers, path=path))
-    return parts

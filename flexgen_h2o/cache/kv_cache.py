@@ -11,7 +11,7 @@ evicted as they come (`appending`). A sequence may go on in a later run. With sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,10 +21,12 @@ import torch
 from flexgen_h2o.cache.appending import CacheState, LayerAttention, append
 from flexgen_h2o.cache.attending import HostAttentionQueue, PendingAttention
 from flexgen_h2o.cache.carrying import Moved, put, take
-from flexgen_h2o.cache.fetched import make_parts
-from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, picked
-from flexgen_h2o.cache.recall import Recall
+from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records
+from flexgen_h2o.cache.placed import make_parts
+from flexgen_h2o.cache.recall import Recall, RecallStep
+from flexgen_h2o.cache.recalled import RecallCounts, RecalledPart
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, LayerCachePlan, layer_cache_plans
+from flexgen_h2o.cache.sparse import SparseAttention
 from flexgen_h2o.cache.step_metadata import StepMetadata
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
@@ -44,7 +46,7 @@ from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.rotary import apply_rope_, rotated
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
-from flexgen_h2o.storage.transfer import D2H, H2D, Transfers
+from flexgen_h2o.storage.transfer import Transfers
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [rows, rotary_dim / 2] each."""
@@ -89,21 +91,24 @@ class KVCache:
         counts = split(size.sequences, policy.cache)
         self._host = HostAttentionQueue(counts[1], transfers)
 
-        def make(name: str, records: Records, slots: tuple[int, ...], *, on_host: bool):
+        def make(name: str, records: Records, slots: tuple[int, ...], *, on_host: bool = False,
+                 fast: Sequence[int] = ()):
             return make_parts(
                 records, Grid(size.batches, slots), counts, transfers=transfers, on_host=on_host,
-                file=lambda nbytes: run_folder().file(f"{name}.bin", nbytes))
+                file=lambda nbytes: run_folder().file(f"{name}.bin", nbytes), fast=fast)
 
-        host = policy.cpu_cache_compute and transfers.device.separate
-        self.parts: list[CachePart] = make("cache", shape.records(), size.slots, on_host=host)
+        self.parts: list[CachePart] = make(
+            "cache", shape.records(), size.slots,
+            on_host=policy.cpu_cache_compute and transfers.device.separate,
+            fast=[budgets.fast_slots(h2o, layer, most) for layer, most in enumerate(size.slots)])
         self._prompts: list[CachePart] = self.parts
         """Parts in which prompts are gathered that come in chunks. The full cache has room for
         them."""
         if size.prompt and not self._evicts_within and (
                 self._h2o is not None or shape.bits != 16):
-            self._prompts = make("prompts", shape.plain(), (size.prompt,) * shape.num_layers,
-                                 on_host=False)
+            self._prompts = make("prompts", shape.plain(), (size.prompt,) * shape.num_layers)
 
+        self._sparse = SparseAttention(shape, transfers)
         self._recall: Recall | None = None
         if h2o is not None and h2o.recall:
             self._recall = Recall(shape, size, h2o, parts=self.parts, device=transfers.device)
@@ -162,7 +167,19 @@ class KVCache:
                           cached=None if evicts else batch_layout.most_tokens(0))
                 put(moved, batch_layout.carried[part.sequences(batch)], part.get(layer, batch),
                     self._state(layer, batch, part) if evicts else None)
+                mine = part.sequences(batch)
+                self._index(layer, batch, part, [
+                    (sequence, 0, batch_layout.tokens(sequence, 0)
+                     if batch_layout.origin(sequence) else 0)
+                    for sequence in range(mine.start, mine.stop)])
                 part.store(layer, batch, None)
+
+    def _index(self, layer: int, batch: int, part: CachePart,
+               tokens: Sequence[tuple[int, int, int]]) -> None:
+        """Let recall know of the tokens (sequence, first, end) that have been put into slots."""
+        if self._recall is not None:
+            self._recall.cached(layer, batch, part, tokens=tokens)
+            part.filled(layer, batch, tokens)
 
     def _holds_carried(self, batch: int, part: CachePart) -> bool:
         """True if a sequence of a batch that lives in a part is carried."""
@@ -179,7 +196,7 @@ class KVCache:
         for part in self.parts:
             part.settle()
         if self._recall is not None:
-            self._recall.resume(batches)
+            self._recall.begin(batches)
         self._begin_metadata()
         self._changed.clear()
 
@@ -206,8 +223,9 @@ class KVCache:
             cached = batch_layout.most_tokens(max(0, batch_layout.token(forward_pass) - 1))
         if not batch_layout.in_prefill(forward_pass):
             for part in self._here(batch):
-                part.load(layer, batch, fetch=True, cached=cached,
-                          keys_only=self.shape.attn_sparsity < 1)
+                if not part.recalls(layer):
+                    part.load(layer, batch, fetch=True, cached=cached,
+                              keys_only=self.shape.attn_sparsity < 1)
             return
         apart = self._prompts is not self.parts
         if batch_layout.grows:
@@ -223,8 +241,10 @@ class KVCache:
         """Start writing back what compute of (layer, batch) changed."""
         batch_layout = self._batch_layouts[batch]
         last = batch_layout.token(forward_pass) >= 0
+        decode = not batch_layout.in_prefill(forward_pass)
         for part in self._here(batch, self.parts if last else self._prompts):
-            part.store(layer, batch, self._changed.pop((layer, batch, part.first), None))
+            if not (decode and part.recalls(layer)):
+                part.store(layer, batch, self._changed.pop((layer, batch, part.first), None))
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
                       rope: Rope | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -308,8 +328,10 @@ class KVCache:
             state = narrowed(self._state(layer, batch, part), slice(row, row + 1))
             if state.ranks is not None:
                 state = replace(state, rope=self._table(cache_state.cached + len(span)))
-        return append(q, k, v, held=part.get(layer, batch)[:, row], cache_state=cache_state,
-                      state=state, layout=self.shape.layout, attention=attention)
+        out = append(q, k, v, held=part.get(layer, batch)[:, row], cache_state=cache_state,
+                     state=state, layout=self.shape.layout, attention=attention)
+        self._index(layer, batch, part, [(span.sequence, span.start, span.end)])
+        return out
 
     def _attend_span(self, layer: int, batch: int, span: PromptChunk, q, k, v,
                      attention: LayerAttention) -> torch.Tensor:
@@ -363,6 +385,7 @@ class KVCache:
             elif self._batch_layouts[batch].chunk is None or self._prompts is not self.parts:
                 # Else the prompt came in chunks and lies in its slots already.
                 self._fill(held, cuts, k[rows], v[rows])
+                self._index(layer, batch, part, [(span.sequence, 0, span.end) for span in mine])
 
     def _fill(self, held: torch.Tensor, cuts: Sequence[Cut], *packed: torch.Tensor) -> None:
         """Put prompts of which everything stays into their first slots."""
@@ -393,6 +416,9 @@ class KVCache:
             for original, copy in zip(originals, self._of_sequence(layer, batch, target),
                                       strict=True):
                 copy.copy_(original)
+            part = next(p for p in self.parts if target < p.last)
+            self._index(layer, batch, part, [
+                (target, 0, self._batch_layouts[batch].lengths[target])])
 
     def _of_sequence(self, layer: int, batch: int, sequence: int) -> list[torch.Tensor]:
         """Everything held of a prompt in a layer: its slots, and what eviction knows of them."""
@@ -416,47 +442,71 @@ class KVCache:
         if rope is not None and not self._rolls(layer, batch):
             for x in (q, k):
                 apply_rope_(x, *rope)
-        evicts = self._plans[batch][layer].evicts
         attending = PendingAttention()
         # The host's comes first: it need not wait for what the device is about to attend to.
         for part in sorted(self._here(batch), key=lambda part: not part.on_host):
             mine = part.sequences(batch)
             rows = [x[mine] for x in (q, k, v)]
-            held = part.get(layer, batch)
             own = sinks.cpu() if part.on_host and sinks is not None else sinks
-            options = LayerAttention(self.shape.form(layer), own).options
-            metadata, layout = self._metadata(layer, batch, part, token), self.shape.layout
-            if (recalled := self._recalled(layer, batch, part, token)) is not None:
-                attend = partial(self._recall.attend, held=held, **recalled, **options)
-            elif self.shape.attn_sparsity < 1:
-                attend = partial(
-                    self._attend_sparsely, layer, batch, part, held=held, metadata=metadata,
-                    most=max(self._step_metadata.tokens(batch, part, token)) - 1, **options)
-            else:
-                attend = partial(
-                    ops.decode_attention, slots=held, metadata=metadata, layout=layout,
-                    state=self._state(layer, batch, part) if evicts else None, **options)
+            attend = self._attention(layer, batch, part, token,
+                                     LayerAttention(self.shape.form(layer), own).options)
             if part.on_host:
                 out, handle = self._host.start(*rows, attend)
                 attending.handles.append(handle)
             else:
                 out, taken = attend(*rows)
-                if part.moves:
-                    self._changed[layer, batch, part.first] = Changed.read(held, taken)
+                if part.moves and not part.recalls(layer):
+                    self._changed[layer, batch, part.first] = Changed.read(
+                        part.get(layer, batch), taken)
             attending.outputs[part.first] = out
         return attending
 
-    def _recalled(self, layer: int, batch: int, part: CachePart, token: int
-                  ) -> dict[str, Any] | None:
-        """Arguments of `Recall.attend`; None where a new token attends to all that is cached."""
+    def _attention(self, layer: int, batch: int, part: CachePart, token: int,
+                   options: Mapping[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """A function of q, k and v that attends over a part, caches the new tokens and returns
+        their slots too."""
+        step = self._recall_step(layer, batch, part, token)
+        if step is not None:
+            return partial(self._recall.attend, index=self._recall.index(layer, batch, part),
+                           step=step, recall=partial(part.recall, layer, batch), **options)
+        metadata = self._metadata(layer, batch, part, token)
+        if self.shape.attn_sparsity < 1:
+            return partial(
+                self._sparse.attend, part=part, where=(layer, batch), metadata=metadata,
+                most=max(self._step_metadata.tokens(batch, part, token)) - 1, **options)
+        evicts = self._plans[batch][layer].evicts
+        return partial(
+            ops.decode_attention, slots=part.get(layer, batch), metadata=metadata,
+            layout=self.shape.layout,
+            state=self._state(layer, batch, part) if evicts else None, **options)
+
+    @property
+    def recall_counts(self) -> RecallCounts | None:
+        """Counts of what has been recalled from disk so far; None where nothing can be."""
+        return next((part.counts for part in self.parts if isinstance(part, RecalledPart)), None)
+
+    def expect_token(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
+                     sinks: torch.Tensor | None = None) -> None:
+        """Start bringing what a new token of each sequence may recall, by a guess at its query and
+        key. Arguments as of `attend_token`; results do not depend on it."""
+        if rope is not None:
+            for x in (q, k):
+                apply_rope_(x, *rope)
+        options = LayerAttention(self.shape.form(layer), sinks).options
+        for part in self._here(batch):
+            if part.recalls(layer):
+                mine, step = part.sequences(batch), self._recall_step(layer, batch, part, token)
+                part.expect(layer, batch, self._recall.choose(
+                    q[mine], k[mine], index=self._recall.index(layer, batch, part), step=step,
+                    **options))
+
+    def _recall_step(self, layer: int, batch: int, part: CachePart, token: int
+                     ) -> RecallStep | None:
+        """The metadata of a decode step for recall; None where a new token attends to all."""
         if self._recall is None:
             return None
-        tokens, place = self._step_metadata.tokens(batch, part, token), self._place(part)
-        told = self._recall.metadata(layer, batch, part, tokens=tokens, place=place)
-        if told is None:
-            return None
-        index, spans = self._recall.prepare(layer, batch, part, tokens=tokens)
-        return {"metadata": told[0], "most": told[1], "index": index, "spans": spans}
+        return self._recall.step(layer, batch, part, place=self._place(part),
+                                 tokens=self._step_metadata.tokens(batch, part, token))
 
     @property
     def stays(self) -> bool:
@@ -492,33 +542,6 @@ class KVCache:
         part, = self._here(batch)
         for layer in {plan.like: layer for layer, plan in enumerate(self._plans[batch])}.values():
             self._metadata(layer, batch, part, token)
-
-    def _attend_sparsely(self, layer: int, batch: int, part: CachePart, q, k, v, *, held, most: int,
-                         metadata: torch.Tensor, **attention: Any):
-        """Decode attention over all cached keys that reads only the values with large weights.
-
-        `most` are the tokens of the longest sequence.
-        """
-        layout = self.shape.layout
-        index, weights = ops.choose_values(q, k, keys=held[0, :, :, :most], metadata=metadata,
-                                           sparsity=self.shape.attn_sparsity, layout=layout,
-                                           **attention)
-        if part.gathers_values:
-            index = self._carry(index, "cpu", D2H)
-            values = self._carry(part.gather(layer, batch, index), self._device, H2D)
-        else:
-            values = picked(held[1], index)
-        return ops.attend_chosen(k, v, slots=held, values=values, weights=weights,
-                                 metadata=metadata,
-                                 layout=layout)
-
-    def _carry(self, x: torch.Tensor, place, link: str) -> torch.Tensor:
-        """A copy in the other memory, waited for."""
-        device = self._transfers.device
-        began = device.stamp()
-        there = x.to(place)
-        self._transfers.moved(link, x.nbytes, began, device.stamp())
-        return there
 
     def _scored(self, layer: int, batch: int) -> bool:
         plan = self._plans[batch][layer]

@@ -63,6 +63,25 @@ class Changed:
         held.view(-1, width).index_copy_(0, flat, self.fresh.reshape(-1, width))
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The slots that a decode step attends to, and those that it writes.
+
+    Attributes
+    ----------
+    slots : int32 Tensor [sequences, kv_heads, most]
+        Those that each new token attends to, -1 behind the last.
+    metadata : int32 Tensor [2, sequences]
+        The slot that it takes, and how many it attends to.
+    spans : int32 Tensor [3, sequences], on the host
+        The slot that it takes, which token it is, and 1.
+    """
+
+    slots: torch.Tensor
+    metadata: torch.Tensor
+    spans: torch.Tensor
+
+
 def picked(values: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None
            ) -> torch.Tensor:
     """The records in some slots of each head.
@@ -129,6 +148,24 @@ class CachePart:
         Slots that a growing cache does not need yet may be missing.
         """
         raise NotImplementedError
+
+    def recalls(self, layer: int) -> bool:
+        """True if a decode step needs no more than `recall`, and neither `load` nor `store`."""
+        return False
+
+    def filled(self, layer: int, batch: int, tokens: Sequence[tuple[int, int, int]]) -> None:
+        """Take note of tokens of prompts that have been put into slots: (sequence of the batch,
+        first, end)."""
+
+    def expect(self, layer: int, batch: int, chosen: Chosen) -> None:
+        """Start bringing tokens that the next `recall` may choose."""
+
+    def recall(self, layer: int, batch: int, chosen: Chosen) -> tuple[torch.Tensor, Chosen]:
+        """The records of chosen tokens, where token i has slot i.
+
+        Returns records as those of `get`, maybe strided, and `chosen` with their slots there.
+        """
+        return self.get(layer, batch), chosen
 
     def gather(self, layer: int, batch: int, index: torch.Tensor) -> torch.Tensor:
         """The values in some slots, as `picked` has them, on the host until the buffer moves on."""

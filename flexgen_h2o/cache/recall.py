@@ -1,19 +1,20 @@
 """The index by which a new token recalls what it attends to, over a cache that keeps everything.
 
-See `h2o.recall`. An index lies where attention runs, whatever the cache's tier, and is a function
-of the keys that are cached: it is brought up to date when a new token is about to choose.
+See `h2o.recall`. An index lies where attention runs, whatever the cache's tier. It is a function of
+the keys that are cached, and comes up to date with whatever is put into their slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexgen_h2o.cache.parts import CachePart
+from flexgen_h2o.cache.parts import CachePart, Chosen
 from flexgen_h2o.cache.shape import CacheShape, CacheSize
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.index_layout import IndexLayout
@@ -21,6 +22,28 @@ from flexgen_h2o.h2o import budget
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up
+
+
+@dataclass(frozen=True)
+class RecallStep:
+    """The metadata of a decode step of a part's sequences, for all layers of one budget.
+
+    Attributes
+    ----------
+    tokens : list of int
+        Those of each sequence, the new one included.
+    metadata : int32 Tensor [2, sequences]
+        The tokens before it, and how many of them it attends to.
+    most : int
+        No sequence attends to more.
+    spans : int32 Tensor [3, sequences], on the host
+        The new token's key, as `ops.index_keys` is told of it.
+    """
+
+    tokens: list[int]
+    metadata: Tensor
+    most: int
+    spans: Tensor
 
 
 class Recall:
@@ -55,59 +78,82 @@ class Recall:
                 [start + batch * nbytes for batch in range(size.batches)]
                 for start, nbytes in zip(starts, sizes, strict=False)]
         self._batch_layouts: list[BatchLayout] = []
-        self._indexed: dict[tuple[int, int, int], list[int]] = {}
-        self._made: dict[tuple, tuple[list[int], Tensor, int]] = {}
+        self._steps: dict[tuple, RecallStep] = {}
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a block: nothing is indexed, carried sequences neither."""
+        """Start a block, or go on with its sequences."""
         self._batch_layouts = list(batches)
-        self._indexed.clear()
-        self._made.clear()
+        self._steps.clear()
 
-    def resume(self, batches: Sequence[BatchLayout]) -> None:
-        """Go on with the same sequences. What came after `BatchLayout.past` comes anew."""
-        self._batch_layouts = list(batches)
-        self._made.clear()
-        for (_, batch, _), counts in self._indexed.items():
-            counts[:] = [min(count, batches[batch].past) for count in counts]
+    def index(self, layer: int, batch: int, part: CachePart) -> Tensor | None:
+        """The index of a part's sequences, uint8 [sequences, kv_heads, tiles, tile_bytes]; None in
+        layers of which all that is cached is attended to."""
+        if not self._slots[layer]:
+            return None
+        mine = part.sequences(batch)
+        start = self._starts[part.first][layer][batch]
+        shape = (mine.stop - mine.start, self._shape.kv_heads,
+                 self._layout.tiles(self._slots[layer]), self._layout.tile_bytes)
+        nbytes = torch.Size(shape).numel()
+        return self._buffers[part.first][start : start + nbytes].view(shape)
 
-    def metadata(self, layer: int, batch: int, part: CachePart, *, tokens: Sequence[int],
-                 place: torch.device) -> tuple[Tensor, int] | None:
-        """The metadata of a step of a part's sequences, int32 [2, sequences], and the most that
-        one of them chooses.
+    def cached(self, layer: int, batch: int, part: CachePart, *,
+               tokens: Sequence[tuple[int, int, int]]) -> None:
+        """Bring an index up to date with keys that have been put into their slots.
 
-        `tokens` are those of each sequence, the new one included. Rows are the tokens before it,
-        and how many of them it attends to. None: all of every sequence.
+        `tokens` are (sequence of the batch, first, end), the sequences neighbours in the part.
+        """
+        index = self.index(layer, batch, part)
+        if index is None:
+            return
+        mine = slice(tokens[0][0] - part.first, tokens[-1][0] - part.first + 1)
+        firsts = [first for _, first, _ in tokens]
+        counts = [end - first for _, first, end in tokens]
+        ops.index_keys(part.get(layer, batch)[0, mine], index[mine],
+                       torch.tensor([firsts, firsts, counts], dtype=torch.int32),
+                       layout=self._layout, records=self._shape.layout)
+
+    def step(self, layer: int, batch: int, part: CachePart, *, tokens: Sequence[int],
+             place: torch.device) -> RecallStep | None:
+        """The metadata of a step. `tokens` are those of each sequence, the new one included.
+
+        Returns None in layers of which all that is cached is attended to.
         """
         if not self._slots[layer]:
             return None
         key = batch, part.first, self._h2o.ratios(layer)
-        made, metadata, most = self._made.get(key, ([], None, 0))
-        if made != list(tokens):
+        found = self._steps.get(key)
+        if found is None or found.tokens != list(tokens):
             lengths = self._batch_layouts[batch].lengths[part.sequences(batch)]
             counts = [min(count - 1, budget.recalled(self._h2o, layer, length, count - length))
                       for length, count in zip(lengths, tokens, strict=True)]
-            some = any(count < all_ - 1 for count, all_ in zip(counts, tokens, strict=True))
-            most = max(counts) if some else 0
-            metadata = torch.tensor([[count - 1 for count in tokens], counts],
-                                    dtype=torch.int32).to(place)
-            self._made[key] = list(tokens), metadata, most
-        return (metadata, most) if most else None
+            before = [count - 1 for count in tokens]
+            found = self._steps[key] = RecallStep(
+                list(tokens), torch.tensor([before, counts], dtype=torch.int32).to(place),
+                max(counts), torch.tensor([before, before, [1] * len(before)], dtype=torch.int32))
+        return found
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, index: Tensor, spans: Tensor,
-               held: Tensor, metadata: Tensor, most: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """Attend from one new token of each sequence to what it recalls, and cache it.
+    def choose(self, q: Tensor, k: Tensor, *, index: Tensor, step: RecallStep, **options: Any
+               ) -> Chosen:
+        """The tokens that a new one attends to, by its query and key; see `attend`."""
+        slots = ops.choose_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
+                                most=step.most, **options)
+        return Chosen(slots, step.metadata, step.spans)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, index: Tensor, step: RecallStep,
+               recall: Callable[[Chosen], tuple[Tensor, Chosen]], **options: Any
+               ) -> tuple[Tensor, Tensor]:
+        """Attend from one new token of each sequence to what it recalls; cache it, and index it.
 
         Parameters
         ----------
         q : Tensor [sequences, heads, head_dim]
         k, v : Tensor [sequences, kv_heads, head_dim]
-        index, spans : Tensor
-            From `prepare`.
-        held : Tensor [2, sequences, kv_heads, slots, width]
-            All that is cached, token i in slot i.
-        metadata, most : Tensor, int
-            From `metadata`.
+        index : Tensor
+            From `index`.
+        step : RecallStep
+        recall : callable
+            `CachePart.recall` for the layer and batch.
         **options
             The form of attention.
 
@@ -117,25 +163,10 @@ class Recall:
         taken : int64 Tensor [sequences, kv_heads]
             The slot that each new token got.
         """
-        records = self._shape.layout
-        ops.index_keys(held[0], index, spans, layout=self._layout, records=records)
-        chosen = ops.choose_keys(q, k, index=index, metadata=metadata, layout=self._layout,
-                                 most=most, **options)
-        return ops.attend_recalled(q, k, v, slots=held, chosen=chosen, metadata=metadata,
-                                   layout=records, **options)
-
-    def prepare(self, layer: int, batch: int, part: CachePart, *, tokens: Sequence[int]
-                ) -> tuple[Tensor, Tensor]:
-        """The index of a part's sequences, uint8 [sequences, kv_heads, tiles, tile_bytes], and the
-        spans of keys that it will have once it is up to date (`ops.index_keys`)."""
-        counts = self._indexed.setdefault((layer, batch, part.first), [0] * len(tokens))
-        # A sequence that has ended computes its newest token again.
-        spans = [(first := min(done, now - 2), first, now - 1 - first)
-                 for done, now in zip(counts, tokens, strict=True)]
-        counts[:] = [now - 1 for now in tokens]
-        start = self._starts[part.first][layer][batch]
-        shape = (len(tokens), self._shape.kv_heads, self._layout.tiles(self._slots[layer]),
-                 self._layout.tile_bytes)
-        nbytes = torch.Size(shape).numel()
-        index = self._buffers[part.first][start : start + nbytes].view(shape)
-        return index, torch.tensor(spans, dtype=torch.int32).T.contiguous()
+        held, chosen = recall(self.choose(q, k, index=index, step=step, **options))
+        out, taken = ops.attend_recalled(
+            q, k, v, slots=held, chosen=chosen.slots, metadata=chosen.metadata,
+            layout=self._shape.layout, **options)
+        ops.index_keys(held[0], index, chosen.spans, layout=self._layout,
+                       records=self._shape.layout)
+        return out, taken

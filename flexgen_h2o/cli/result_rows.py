@@ -39,6 +39,7 @@ CSV_COLUMNS = (
     "kv_cache_bytes", "full_kv_cache_bytes", "kv_bytes_per_token",
     *(f"{link.replace('->', '_to_')}_{unit}" for link in LINKS for unit in ("gb", "gb_per_s")),
     "expert_touches", "expert_hit_rate", "expert_loads", "expert_guesses", "expert_gb",
+    "recall_hit_rate", "recall_loads", "recall_guesses", "recall_wait_seconds",
     "projected",
 )
 

@@ -44,6 +44,16 @@ GROWTH = 64
 """Slots that a growing cache is given at a time: a multiple of `WRITE_BACK_TOKENS`, for a backing
 store is rewritten then."""
 
+PAGE = 4096
+"""Bytes to which reads and writes of a disk that pass the page cache by are aligned."""
+
+FAST_SET = 2
+"""Times the tokens that a step attends to by recall: so many stay in memory of a cache on disk."""
+
+NEWEST_RECORDS = 2
+"""Records of the newest tokens that memory holds of such a cache: one fills up, and one may be on
+its way to disk."""
+
 INDEX_TILE = 16
 """Tokens of the index of keys whose numbers lie side by side: the lanes of the widest vectors."""
 

@@ -315,7 +315,26 @@ class Executor:
         attending = self._started.pop(step.batch, None) or self._start(step)
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        self._finish(step, weights, x, attending.result(self._transfers))
+        attended = attending.result(self._transfers)
+        if self._overlap and self._cache.recall_counts is not None:
+            self._expect(step, batch, x)
+        self._finish(step, weights, x, attended)
+
+    def _expect(self, step: LayerStep, batch: Batch, x: torch.Tensor) -> None:
+        """Let the next layer's cache bring what its queries may choose, as this layer's input x
+        lets them be guessed (InfiniGen, arXiv 2406.19707); x [rows, hidden].
+
+        Not where the next layer's weights have yet to come.
+        """
+        following = step._replace(layer=step.layer + (2 if self._sep_layer else 1))
+        if (following.layer not in self._own or following.layer >= self._last
+                or not self._weights.stays(following.layer)):
+            return
+        weights = self._weights.get(following.layer)
+        q, k, _ = self._family.attention_inputs(self._config, weights, x, self._do)
+        self._cache.expect_token(
+            self._cached(following), step.batch, q, k, rope=self._tables(following),
+            token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
 
     def _start(self, step: LayerStep) -> PendingAttention:
         """Give compute a decoder layer's attention over new tokens."""

@@ -264,6 +264,8 @@ class Runner:
                             dtype=self.source.dtype, policy=self.settings.policy,
                             exchange=self._exchange, experts=self._experts)
         experts_before = None if self._experts is None else replace(self._experts.counts)
+        recalls = workspace.cache.recall_counts
+        recalls_before = None if recalls is None else replace(recalls)
         with (torch.inference_mode(), self.sampled_memory(), self._spinning.watched(),
               dispatch.measured(self.settings.load.implementations),
               contextlib.ExitStack() as opened):
@@ -295,6 +297,9 @@ class Runner:
         if experts_before is not None:
             for name, count in asdict(self._experts.counts.since(experts_before)).items():
                 setattr(stats, f"expert_{name}", count)
+        if recalls is not None and recalls_before is not None:
+            for name, count in asdict(recalls.since(recalls_before)).items():
+                setattr(stats, f"recall_{name}", count)
         if self._exchange is not None:
             stats.sent_bytes = self._exchange.sent_bytes - sent_before
         stats.peak_device_bytes = self._device.peak_bytes()

@@ -12,6 +12,7 @@ import torch
 
 from flexgen_h2o.cache.attending import PendingAttention
 from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.cache.recalled import RecallCounts
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, slots_of
 from flexgen_h2o.cache.stand_ins import SimulatedBlockCache
 from flexgen_h2o.config.h2o import H2OConfig
@@ -53,6 +54,7 @@ class BlockCache(Protocol):
     attends_on_host: bool
     binds: bool
     stays: bool
+    recall_counts: RecallCounts | None
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a new block with nothing cached."""
@@ -76,6 +78,9 @@ class BlockCache(Protocol):
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
                      rope, sinks) -> PendingAttention:
         """Attend from a new token of each sequence, and cache it."""
+
+    def expect_token(self, layer: int, batch: int, q, k, *, token: int, rope, sinks) -> None:
+        """Start bringing what a new token may recall; only where there are `recall_counts`."""
 
     def bind_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, steps) -> None:
         """Note the attention of a token step for a program; only where `binds`."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.limits import FAST_SET
 
 # 0.29 * 100 is 28.999999999999996 in binary, but 29 was meant.
 _RATIO_SLACK = 1e-9
@@ -81,6 +82,13 @@ def recalled(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -
     if h2o is None or not h2o.recall or h2o.window(layer) is not None:
         return None
     return None if h2o.ratios(layer) == (1, 1) else _budget(h2o, layer, prompt_len, new).total
+
+
+def fast_slots(h2o: H2OConfig | None, layer: int, slots: int) -> int:
+    """Tokens of a KV head that memory holds of a cache on disk with so many slots of a sequence, if
+    `recalled` ones alone are fetched; 0 in layers that are fetched whole."""
+    count = recalled(h2o, layer, slots)
+    return 0 if count is None else min(slots, FAST_SET * count)
 
 
 def kept(h2o: H2OConfig | None, layer: int, prompt_len: int) -> int:

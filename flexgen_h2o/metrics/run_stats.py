@@ -11,6 +11,7 @@ RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_
           "latency_p50_seconds", "latency_p95_seconds")
 
 
+RECALLS = ("recall_hits", "recall_loads", "recall_guesses", "recall_wait_seconds")
 EXPERTS = ("expert_touches", "expert_hits", "expert_loads", "expert_guesses", "expert_bytes")
 
 
@@ -36,6 +37,11 @@ class RunStats:
     there when they were asked for and `expert_loads` had to be brought then; `expert_guesses` were
     brought ahead, needed or not. `expert_bytes` are those of loads and guesses. A rate is None
     where its time was not measured.
+
+    Of recall from disk: of the tokens that decode steps chose, one for each KV head, and that rest
+    there, `recall_hits` were in memory when they were asked for and `recall_loads` had to be read
+    then; `recall_guesses` were read ahead, needed or not. `recall_wait_seconds` is how long compute
+    waited for such reads.
     """
 
     model: str
@@ -70,6 +76,10 @@ class RunStats:
     expert_loads: int = 0
     expert_guesses: int = 0
     expert_bytes: int = 0
+    recall_hits: int = 0
+    recall_loads: int = 0
+    recall_guesses: int = 0
+    recall_wait_seconds: float = 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
@@ -98,6 +108,11 @@ class RunStats:
         return over(self.expert_hits, self.expert_hits + self.expert_loads)
 
     @property
+    def recall_hit_rate(self) -> float | None:
+        """Hits / tokens that were recalled and rest on disk. None without any."""
+        return over(self.recall_hits, self.recall_hits + self.recall_loads)
+
+    @property
     def latency_p50_seconds(self) -> float | None:
         """Median seconds of a decode step."""
         return self._step_percentile(50)
@@ -118,7 +133,7 @@ class RunStats:
         """The figures of this run and another of the same model after it, as of one."""
         added = ("num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds",
                  "decode_seconds", "step_seconds", "decode_slots", "idle_slots", "sent_bytes",
-                 *EXPERTS)
+                 *EXPERTS, *RECALLS)
         largest = ("peak_device_bytes", "peak_process_bytes", "kv_cache_bytes",
                    "full_kv_cache_bytes")
         links = dict(self.links)

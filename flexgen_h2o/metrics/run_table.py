@@ -36,6 +36,9 @@ def table(stats: RunStats) -> str:
         hits = stats.expert_hit_rate
         rows.append(("experts", f"{stats.expert_bytes / GB:.3f} GB", "none had to be brought"
                      if hits is None else f"{100 * hits:.1f} % were there when needed" + cut))
+    if stats.recall_hit_rate is not None:
+        rows.append(("recall from disk", f"{100 * stats.recall_hit_rate:.1f} % in memory",
+                     f"waited {stats.recall_wait_seconds:.3f} s for the others" + cut))
     for link, (nbytes, seconds) in stats.links.items():
         rate = _figure(over(nbytes / GB, seconds), "GB/s")
         rows.append((link, f"{nbytes / GB:.3f} GB", rate + cut))

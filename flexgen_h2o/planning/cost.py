@@ -24,7 +24,7 @@ from flexgen_h2o.config.limits import (
 )
 from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.budget import budget, cached
+from flexgen_h2o.h2o.budget import budget, cached, recalled
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.planned_run import (
@@ -42,6 +42,9 @@ TERMS = (None, *((kind, tier) for kind in PLACED for tier in TIERS))
 each tier. The weights of a mixture that count here are the experts; the others lie as they do."""
 
 _IS_WEIGHTS = np.array([term is not None and term[0] == "weights" for term in TERMS])
+
+RECALL_READS = 0.5
+"""Tokens that a step reads from disk for each that it recalls, with those that lie between."""
 
 READ_ROWS = 4
 """Rows of an expert that a CPU multiplies in the time that it takes to read the expert."""
@@ -416,10 +419,13 @@ class _Costs:
             # All keys, and of the values those that are chosen.
             tally.bring("cache", whole * (1 + run.cache.attn_sparsity) / 2, ("cpu",))
             tally.send("cache", new, ("cpu",))
+        written = whole / WRITE_BACK_TOKENS
+        if run.recalls_from_disk:
+            whole, written = self._sequences * self._recalled(mean) * self._record, new
         tally.bring("cache", whole, ("disk",))
         if run.has_gpu:
             tally.link("gpu->cpu", new, ("cache", "disk"))
-        tally.link("cpu->disk", whole / WRITE_BACK_TOKENS, ("cache", "disk"))
+        tally.link("cpu->disk", written, ("cache", "disk"))
 
     def _slots(self, grown: float) -> float:
         """Slots of a sequence that travel, a mean over layers: with nothing evicted, `grown`."""
@@ -427,6 +433,14 @@ class _Costs:
         evicting = {*run.evicting_layers}
         return sum(most if layer in evicting else min(most, grown) for layer, most in enumerate(
             layer_slots(run.cache, model, run.workload))) / model.num_layers
+
+    def _recalled(self, grown: float) -> float:
+        """Tokens of a sequence that recall reads in a step, a mean over layers."""
+        run, prompt = self._run, self.prompt
+        chosen = (recalled(run.cache.h2o, layer, prompt, int(grown) - prompt)
+                  for layer in range(self._model.num_layers))
+        return sum(grown if each is None else RECALL_READS * min(each, grown)
+                   for each in chosen) / self._model.num_layers
 
     def _attended(self) -> float:
         """Tokens that a new one attends to, itself too: a mean over layers and decode steps."""

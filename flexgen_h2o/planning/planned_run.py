@@ -134,6 +134,11 @@ class PlannedRun:
         return chunks and self.cache.evicts_chunks
 
     @property
+    def recalls_from_disk(self) -> bool:
+        """True if decode steps fetch of a cache on disk what they choose."""
+        return self.cache.recalls and not self.cache.simulated and not self.has_gpu
+
+    @property
     def attends_on_host(self) -> bool:
         """True if the cache in host memory is used there, beside a GPU."""
         return self.has_gpu and self.policy.cpu_cache_compute

@@ -17,8 +17,9 @@ from flexgen_h2o.config.limits import (
     WEIGHT_BUFFERS,
     WRITE_BACK_TOKENS,
 )
+from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.config.placement import TIERS
-from flexgen_h2o.h2o.budget import recalled
+from flexgen_h2o.h2o.budget import fast_slots, recalled
 from flexgen_h2o.planning.planned_run import (
     PlannedRun,
     head_bytes,
@@ -128,7 +129,13 @@ def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
     # A simulation has its full cache where it computes.
     cached = (load.gpu_batch_size, 0, 0) if options.simulated else placed
     token = record * sum(held) * load.num_gpu_batches
-    yield PlanRow("cache", *(count * token for count in cached))
+    gpu, cpu, disk = (count * token for count in cached)
+    if run.recalls_from_disk:
+        fast = _recalled_cache(run, held, record)
+        disk, in_memory = cached[2] * fast.disk, cached[2] * fast.cpu
+    yield PlanRow("cache", gpu, cpu, disk)
+    if run.recalls_from_disk:
+        yield PlanRow("fast set", 0, in_memory)
     here, host = _staging(run, cached, record=record, most=max(held),
                           staged_host=not run.attends_on_host)
     if run.attends_on_host:
@@ -144,6 +151,22 @@ def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
     if options.recalls:
         yield _index(run, held, on_host=cached[1] if run.attends_on_host else 0)
     yield _bookkeeping(run, held, on_host=cached[1] if run.attends_on_host else 0)
+
+
+def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> PlanRow:
+    """A sequence's cache on disk, in records of whole pages, and its tokens in host memory: the
+    fast set, the newest, and which slot has which."""
+    host, disk, heads = 0, 0, run.model.num_kv_heads
+    for layer, most in enumerate(held):
+        fast = fast_slots(run.cache.h2o, layer, most)
+        if not fast:
+            disk += record * most
+            continue
+        layout = PageLayout(heads, record // heads, most)
+        disk += layout.sequence_bytes
+        host += record * (fast + layout.newest) + heads * (4 * (most + 1) + 8 * (fast + 1))
+    batches = run.workload.num_gpu_batches
+    return PlanRow("fast set", 0, batches * host, batches * disk)
 
 
 def _staging(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most: int,

@@ -16,10 +16,10 @@ from functools import partial
 
 import torch
 
+from flexgen_h2o.config.limits import PAGE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.text import sizes
 
-PAGE = 4096
 HUGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14; not in the mmap module
 

@@ -25,13 +25,13 @@ from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.storage.tiers import Device, Event
 
 H2D, D2H = "cpu->gpu", "gpu->cpu"
-ATTENTION, EXPERTS = "attention", "host experts"
+ATTENTION, EXPERTS, RECALLS = "attention", "host experts", "recalls"
 LANES_OF = {kind: (f"{kind} 0", f"{kind} 1") for kind in ("weights", "loads", "stores")} | {
-    ATTENTION: (ATTENTION,), EXPERTS: (EXPERTS,),
+    ATTENTION: (ATTENTION,), EXPERTS: (EXPERTS,), RECALLS: (RECALLS,),
     "experts": tuple(f"experts {lane}" for lane in range(4))}
 """The lanes of each kind of job, which take turns; the host attends to one thing, and computes the
-experts of one layer, at a time. An expert that comes is small: several do at once, so that the disk
-has enough to do."""
+experts of one layer, at a time. What is recalled comes in the order in which it is wanted. An
+expert that comes is small: several do at once, so that the disk has enough to do."""
 
 LANES = tuple(chain.from_iterable(LANES_OF.values()))
 

@@ -180,7 +180,8 @@ def test_csv_schema():
         "kv_cache_bytes,full_kv_cache_bytes,kv_bytes_per_token,"
         "disk_to_cpu_gb,disk_to_cpu_gb_per_s,cpu_to_disk_gb,cpu_to_disk_gb_per_s,"
         "cpu_to_gpu_gb,cpu_to_gpu_gb_per_s,gpu_to_cpu_gb,gpu_to_cpu_gb_per_s,"
-        "expert_touches,expert_hit_rate,expert_loads,expert_guesses,expert_gb,projected"
+        "expert_touches,expert_hit_rate,expert_loads,expert_guesses,expert_gb,"
+        "recall_hit_rate,recall_loads,recall_guesses,recall_wait_seconds,projected"
     )
 
 
@@ -198,6 +199,14 @@ def test_experts_in_the_table_and_in_the_row(tmp_path):
     found = [row[name] for name in ("expert_percent", "expert_slots", "expert_touches",
                                     "expert_hit_rate", "expert_loads", "expert_gb")]
     assert found == ["0 50 50", "7", "9", "0.25", "6", "4"]
+
+
+def test_recall_in_the_table():
+    assert "recall" not in run_table.table(make_stats())
+    one = make_stats(recall_hits=9, recall_loads=1, recall_guesses=4, recall_wait_seconds=0.5)
+    both = one.followed_by(one)
+    assert both.recall_hit_rate == 0.9 and both.recall_guesses == 8
+    assert "90.0 % in memory" in run_table.table(both) and "1.000 s" in run_table.table(both)
 
 
 def test_csv_rows(tmp_path):

@@ -25,7 +25,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.metrics.links import LINKS
-from flexgen_h2o.planning.cost import estimate, interpolate
+from flexgen_h2o.planning.cost import RECALL_READS, estimate, interpolate
 from flexgen_h2o.planning.hardware import HostAttentionRates
 from flexgen_h2o.planning.planned_run import part_bytes
 
@@ -228,6 +228,14 @@ def test_a_cache_on_disk_is_read_whole_and_written_every_sixteen_tokens():
     assert found.step.resources["cpu->disk"] == pytest.approx(whole / 16)
     assert found.prefill.resources["cpu->disk"] == pytest.approx(whole)
     assert found.prefill.resources["disk->cpu"] == 0
+
+
+def test_recall_reads_a_share_of_what_it_chooses_and_writes_each_token_once():
+    recall = H2OConfig(heavy_ratio=0.125, recall=True)
+    found = estimate(machine(gpu=False),
+                     planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=recall))
+    assert found.step.resources["disk->cpu"] == pytest.approx(12 * 8 * RECALL_READS * 16 * SLOT)
+    assert found.step.resources["cpu->disk"] == pytest.approx(12 * 8 * SLOT)
 
 
 def test_a_full_cache_travels_as_far_as_it_is_filled():

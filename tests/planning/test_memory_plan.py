@@ -342,6 +342,16 @@ def test_a_compressed_cache_takes_its_groups(bits):
     assert both["cache"] == (8 * 102 * 32 * 2 * 8 * vector, 0, 0)
 
 
+def test_a_cache_that_is_recalled_from_disk_has_records_and_a_fast_set():
+    h2o = {"heavy_ratio": 0.1, "recall": True}
+    found = rows(cache_plan(0, 0, 0, 0, h2o=h2o))
+    assert found["cache"] == (0, 0, 8 * 32 * 68 * 8 * 4096), "68 rows of 8 tokens, 8 KV heads"
+    chosen = 2 * 54  # of 543 tokens
+    numbers = 8 * (4 * 544 + 8 * (2 * chosen + 1))
+    assert found["fast set"] == (0, 8 * 32 * (4096 * (2 * chosen + 16) + numbers), 0)
+    assert "fast set" not in rows(cache_plan(0, 0, 0, 0, has_gpu=True, h2o=h2o))
+
+
 def test_staging_is_of_the_largest_layer():
     ratios = [0.1] * 31 + [0.2]
     found = rows(cache_plan(100, 0, 0, 100, has_gpu=True, h2o={"heavy_ratio": ratios}))

@@ -1,0 +1,102 @@
+"""Decode steps with the cache on disk: all of it in each step, or what is recalled, in one run.
+
+    python benchmarks/studies/recall_disk.py --prompt-len 4096 --batch 2
+
+A real model goes on with a real text (this repository's pages), each sequence with draws of its
+own. Reads are O_DIRECT, so that none comes out of the page cache. `read_gb_per_s` is what long
+reads of the same disk give in the same run, `roofline_step_s` the full cache's bytes over it.
+`disk_overlapped` is the share of the seconds in which the disk read that compute did not wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
+from flexgen_h2o.config.policy import OFFLOAD_DIR
+from flexgen_h2o.files.rows import write_csv
+from flexgen_h2o.metrics.provenance import source_commit
+from flexgen_h2o.storage.links import disk_read_rate
+
+PAGES = Path(__file__).parents[2] / "docs"
+CACHES = {
+    "full": None,
+    "recall 20 %": H2OConfig(heavy_ratio=0.1, recall=True),
+    "recall 10 %": H2OConfig(heavy_ratio=0.05, recall=True),
+    "recall 5 %": H2OConfig(heavy_ratio=0.025, recall=True),
+}
+COLUMNS = ("date", "commit", "host", "threads", "torch", "model", "dtype", "prompt_len", "gen_len",
+           "batch", "cache", "overlap", "kv_cache_mb", "prefill_s", "decode_step_s",
+           "disk_read_mb_per_step", "recall_hit_rate", "recall_wait_s_per_step",
+           "disk_overlapped", "read_gb_per_s", "roofline_step_s", "decode_speedup_over_full")
+
+
+def measure(args, name: str, overlap: bool) -> dict[str, object]:
+    """One run of one cache."""
+    policy = Policy(gpu_batch_size=args.batch, cache=Placement(0, 0, 100), overlap=overlap)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md")))
+    with LLM(args.model, policy=policy, h2o=CACHES[name], progress=False,
+             offload_dir=args.offload_dir) as llm:
+        prompt = llm.tokenizer(text)["input_ids"][: args.prompt_len]
+        llm.generate([prompt[:16]] * args.batch, max_new_tokens=2, eos_token_id=-1)
+        llm.generate([prompt] * args.batch, [
+            SamplingParams(max_new_tokens=args.gen_len, do_sample=True, seed=seed, eos_token_id=-1)
+            for seed in range(args.batch)])
+        stats, steps = llm.stats, args.gen_len - 1
+        nbytes, busy = stats.links.get("disk->cpu", (0, 0.0))
+        wait = stats.recall_wait_seconds
+        return {
+            "cache": name, "overlap": overlap, "dtype": stats.dtype,
+            "kv_cache_mb": stats.full_kv_cache_bytes / 1e6, "prefill_s": stats.prefill_seconds,
+            "decode_step_s": statistics.median(stats.step_seconds),
+            "disk_read_mb_per_step": nbytes / 1e6 / steps,
+            "recall_hit_rate": stats.recall_hit_rate,
+            "recall_wait_s_per_step": wait / steps if CACHES[name] else None,
+            "disk_overlapped": max(0.0, 1 - wait / busy) if CACHES[name] and busy else None,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--prompt-len", type=int, default=8160)
+    parser.add_argument("--gen-len", type=int, default=25)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=list(CACHES))
+    parser.add_argument("--offload-dir", default=None)
+    parser.add_argument("--csv", default="benchmarks/results/recall_disk.csv")
+    args = parser.parse_args()
+    rows = []
+    for name in args.caches:
+        for overlap in (True, False) if CACHES[name] else (True,):
+            rows.append(measure(args, name, overlap))
+            print(rows[-1], flush=True)
+    place = Path(args.offload_dir or OFFLOAD_DIR).expanduser()
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=place) as file:
+        file.write(os.urandom(1 << 28))
+        file.flush()
+        os.fsync(file.fileno())
+        rate = disk_read_rate(Path(file.name))
+    full = {row["cache"]: row["decode_step_s"] for row in rows}.get("full")
+    about = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": source_commit(), "host": platform.node(), "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "model": args.model, "prompt_len": args.prompt_len,
+        "gen_len": args.gen_len, "batch": args.batch, "read_gb_per_s": rate / 1e9}
+    write_csv(args.csv, COLUMNS, [row | about | {
+        "roofline_step_s": row["kv_cache_mb"] * 1e6 / rate,
+        "decode_speedup_over_full": full and full / row["decode_step_s"]} for row in rows],
+        flag="--csv")
+
+
+if __name__ == "__main__":
+    main()

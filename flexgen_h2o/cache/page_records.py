@@ -1,0 +1,54 @@
+"""Records of whole pages on disk, as tensors: what lies in them, and which of them to read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.cache.parts import Records
+from flexgen_h2o.config.page_layout import PageLayout
+
+NEAR = 128 << 10
+"""Bytes between two records that are read with them: a disk takes as long for one more request."""
+
+
+def page_layout(records: Records, slots: int) -> PageLayout:
+    """The layout of a layer with so many slots of a sequence."""
+    return PageLayout(records.kv_heads, 2 * records.width * records.dtype.itemsize, slots)
+
+
+def in_records(buffer: Tensor, layout: PageLayout, records: Records) -> Tensor:
+    """Records in a buffer, uint8 [n * record_bytes], as [n, tokens, 2, width] elements."""
+    lines = buffer.view(-1, layout.record_bytes)[:, : layout.tokens * layout.token_bytes]
+    return lines.view(records.dtype).unflatten(1, (layout.tokens, 2, records.width))
+
+
+def in_rows(buffer: Tensor, layout: PageLayout, records: Records) -> Tensor:
+    """Rows of records in a buffer as keys and values of tokens in their order, strided:
+    [2, kv_heads, rows, tokens, width]."""
+    rows = in_records(buffer, layout, records).unflatten(0, (-1, layout.kv_heads))
+    return rows.permute(3, 1, 0, 2, 4)
+
+
+def runs_of(records: Tensor, *, gap: int, most: int) -> Tensor:
+    """The runs of neighbours to read for some records.
+
+    Parameters
+    ----------
+    records : int64 Tensor [n]
+        Their numbers, ascending, different, at least one.
+    gap : int
+        Records between two that are read with them, at most.
+    most : int
+        Records of a run, at most.
+
+    Returns
+    -------
+    int64 Tensor [2, runs]
+        The first record of each, and how many there are.
+    """
+    before, after = records[:-1], records[1:]
+    apart = (after - before > gap + 1) | (after // most != before // most)
+    firsts = torch.cat((records[:1], after[apart]))
+    lasts = torch.cat((before[apart], records[-1:]))
+    return torch.stack((firsts, lasts - firsts + 1))

@@ -1,0 +1,63 @@
+"""The layout on disk of a cache that is recalled. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexgen_h2o.config.limits import NEWEST_RECORDS, PAGE
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The layout of a layer's cache: [sequences, rows, kv_heads] records of whole pages.
+
+    A record holds key and value of some neighbouring tokens of one KV head, those of a token side
+    by side; what is left of its last page is empty. A row has the records of all heads for the same
+    tokens, so that a text is written from its beginning to its end.
+
+    Attributes
+    ----------
+    kv_heads : int
+    token_bytes : int
+        Key and value of a token in one head.
+    slots : int
+        Tokens of a sequence, at most.
+    """
+
+    kv_heads: int
+    token_bytes: int
+    slots: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a record."""
+        return max(1, PAGE // self.token_bytes)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a record."""
+        return -(-self.tokens * self.token_bytes // PAGE) * PAGE
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.kv_heads * self.record_bytes
+
+    @property
+    def rows(self) -> int:
+        """Rows of a sequence."""
+        return -(-self.slots // self.tokens)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of a sequence."""
+        return self.rows * self.row_bytes
+
+    @property
+    def newest(self) -> int:
+        """The newest tokens that memory holds, at most."""
+        return NEWEST_RECORDS * self.tokens
+
+    def first_newest(self, cached: int) -> int:
+        """The first of the newest tokens, if so many are cached."""
+        return max(0, (cached // self.tokens - NEWEST_RECORDS + 1) * self.tokens)

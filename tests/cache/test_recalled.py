@@ -1,0 +1,86 @@
+"""A cache on disk of which decode steps fetch what they choose: records, and the engine with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from h2o.test_h2o import prompts_of, run, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llm.test_conversation import answers, open_llm, turns_of
+
+from flexgen_h2o import H2OConfig, Placement
+from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout, runs_of
+from flexgen_h2o.cache.parts import Records
+from flexgen_h2o.config.page_layout import PageLayout
+from flexgen_h2o.h2o import budget
+
+DISK = Placement(0, 0, 100)
+SOME = Placement(40, 0, 60)
+RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
+
+
+@pytest.fixture
+def small_records(monkeypatch):
+    """Few tokens in a record, so that short texts have many, and a fast set that is full soon."""
+    monkeypatch.setattr(PageLayout, "tokens", 5)
+    monkeypatch.setattr(budget, "FAST_SET", 1)
+
+
+def test_records_fill_pages_and_keep_their_tokens():
+    records = Records(3, 64, torch.bfloat16)
+    layout = page_layout(records, 100)
+    assert (layout.tokens, layout.record_bytes, layout.rows) == (16, 4096, 7)
+    assert layout.sequence_bytes == 7 * 3 * 4096
+    held = torch.randn(2, 3, 7 * 16, 64).bfloat16()
+    buffer = torch.zeros(layout.sequence_bytes, dtype=torch.uint8)
+    in_rows(buffer, layout, records).copy_(held.unflatten(2, (7, 16)))
+    assert torch.equal(in_rows(buffer, layout, records).flatten(2, 3), held)
+    record = in_records(buffer, layout, records)[4 * 3 + 2]  # row 4, head 2
+    assert torch.equal(record[5], held[:, 2, 4 * 16 + 5])
+    assert page_layout(Records(1, 1000, torch.float32), 9).record_bytes == 8192
+
+
+@settings(max_examples=200)
+@given(st.sets(st.integers(0, 300), min_size=1), st.integers(0, 9), st.integers(1, 40))
+def test_runs_have_all_records_and_no_wide_gap(numbers, gap, most):
+    firsts, counts = runs_of(torch.tensor(sorted(numbers)), gap=gap, most=most).tolist()
+    found = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+    assert all(len(each) <= most and each[0] in numbers and each[-1] in numbers for each in found)
+    assert sum(len(numbers & {*each}) for each in found) == len(numbers)
+    for each in found:
+        inside = sorted(numbers & {*each})
+        assert all(b - a <= gap + 1 for a, b in zip(inside, inside[1:], strict=False))
+    for one, other in zip(found, found[1:], strict=False):
+        assert other[0] - one[-1] > gap + 1 or other[0] // most != one[-1] // most
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"cache_bits": 4, "prefill_chunk": 16}, {"prefill_chunk": 16, "overlap": False},
+    {"cache": SOME, "gpu_batch_size": 2}])
+def test_what_is_fetched_is_what_is_recalled_in_memory(tiny_model, small_records, options):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    here = {name: value for name, value in options.items() if name in ("cache_bits",)}
+    expected = tokens(tiny, prompts, RECALL, new=40, **here)
+    found, stats = run(tiny, prompts, RECALL, new=40, **{"cache": DISK, **options})
+    assert found == expected
+    assert stats.links["disk->cpu"][0] > 0 and 0 < stats.recall_hit_rate < 1
+    assert (stats.recall_guesses > 0) == options.get("overlap", True)
+
+
+def test_a_layer_that_is_full_and_layers_with_windows_are_fetched_whole(tiny_model, small_records):
+    for key, h2o in (("llama", H2OConfig(heavy_ratio=(0.1, 1.0, 0.1), recent_ratio=(0.1, 1.0, 0.1),
+                                         recall=True)), ("gemma3", RECALL)):
+        tiny = tiny_model(key)
+        prompts = prompts_of(tiny)
+        assert tokens(tiny, prompts, h2o, new=24, cache=DISK) == tokens(tiny, prompts, h2o, new=24)
+
+
+def test_a_text_on_disk_goes_on_from_call_to_call(tiny_model, small_records):
+    tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
+    turns = turns_of(tiny, [30, 3, 21, 1])
+    with open_llm(tiny, h2o, chunk=6) as llm:
+        expected = answers(llm, turns, max_tokens=140)
+    with open_llm(tiny, h2o, chunk=6, cache=DISK) as llm:
+        assert answers(llm, turns, max_tokens=140) == expected
