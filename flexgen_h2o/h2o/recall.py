@@ -1,9 +1,10 @@
 """Recall: nothing is evicted, and each new token attends to what its own query weighs most.
 
 Every key and value stays somewhere. A decode step guesses the weights of attention from an *index*,
-the keys in few bits, and chooses for each KV head the budget's worth of cached tokens of most
-weight, summed over the query heads of the group; of equals the newer. It then attends, with exact
-keys and values, to these and to the new token itself. Prompts attend to all of themselves.
+the keys in few bits, which its queries meet in 8 bits. It chooses for each KV head the budget's
+worth of cached tokens of most weight, summed over the query heads of the group; of equals the
+newer. It then attends, with exact queries, keys and values, to these and to the new token itself.
+Prompts attend to all of themselves.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.attention_weights import attention_weights
 
 HALF_MAX = torch.finfo(torch.float16).max
+QUERY_LEVELS = 127
+"""The highest code of a query; the lowest is as far below 0."""
 
 
 def index_codes(keys: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,18 +52,40 @@ def indexed(keys: Tensor, layout: IndexLayout) -> Tensor:
     return (zeros.float()[..., None] + scales.float()[..., None] * codes).flatten(-2)
 
 
-def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, hidden: Tensor, form: AttentionForm,
-                  sinks: Tensor | None) -> Tensor:
+def rounded_queries(q: Tensor, layout: IndexLayout) -> Tensor:
+    """Queries as they meet an index: each group of elements rounded to whole steps.
+
+    Parameters
+    ----------
+    q : Tensor [..., head_dim], any floating dtype
+    layout : IndexLayout
+        Its groups are the queries' too.
+
+    Returns
+    -------
+    float32 Tensor like q
+        A step is the group's largest magnitude over `QUERY_LEVELS`, so that codes have 8 bits: what
+        a group's meet of a key's are sums of products of whole numbers.
+    """
+    groups = q.float().unflatten(-1, (layout.groups, layout.group))
+    steps = groups.abs().amax(-1, keepdim=True) / QUERY_LEVELS
+    codes = (groups / steps.where(steps > 0, 1)).round().clamp(-QUERY_LEVELS, QUERY_LEVELS)
+    return (steps * codes).flatten(-2)
+
+
+def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hidden: Tensor,
+                  form: AttentionForm, sinks: Tensor | None) -> Tensor:
     """The weights that the query heads of a group together give to each cached token.
 
     Parameters
     ----------
     q : Tensor [..., kv_heads, group, head_dim]
-        Of the new token.
+        Of the new token. Cached keys meet `rounded_queries`.
     k : Tensor [..., kv_heads, head_dim]
-        Its key, which is exact.
+        Its key, which is exact, and so are the queries that meet it.
     keys : Tensor [..., kv_heads, tokens, head_dim]
         Cached ones, of `indexed`.
+    layout : IndexLayout
     hidden : bool Tensor that broadcasts to [..., kv_heads, 1, tokens]
         Where there is no token.
     form : AttentionForm
@@ -72,9 +97,8 @@ def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, hidden: Tensor, form: A
     -------
     float32 Tensor [..., kv_heads, tokens]
     """
-    query = q.float()
-    logits = torch.einsum("...hgd,...htd->...hgt", query, keys.float())
-    own = torch.einsum("...hgd,...hd->...hg", query, k.float())[..., None]
+    logits = torch.einsum("...hgd,...htd->...hgt", rounded_queries(q, layout), keys.float())
+    own = torch.einsum("...hgd,...hd->...hg", q.float(), k.float())[..., None]
     weights = attention_weights(
         torch.cat((logits, own), dim=-1), torch.nn.functional.pad(hidden, (0, 1)),
         dim=q.shape[-1], form=form, sinks=sinks)

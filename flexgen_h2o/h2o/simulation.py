@@ -168,8 +168,9 @@ class SimulatedCache:
             return seen
         layout = IndexLayout(keys.shape[-1], self._h2o.index_bits)
         weights = index_weights(
-            queries[:, :, 0], keys[:, -1], indexed(keys[:, :-1], layout), hidden=~seen[:, :, :-1],
-            form=self._form(layer), sinks=None if sinks is None else sinks[..., 0])
+            queries[:, :, 0], keys[:, -1], indexed(keys[:, :-1], layout), layout=layout,
+            hidden=~seen[:, :, :-1], form=self._form(layer),
+            sinks=None if sinks is None else sinks[..., 0])
         count, cached = torch.tensor([count, cached], device=keys.device)
         seen[:, 0, :-1] = choose(weights, count, cached=cached)
         return seen

@@ -97,8 +97,8 @@ def choose_keys(q, k, *, index, metadata, layout, most, form=DEFAULT_FORM, sinks
     filled = (place < cached[:, None])[:, None]
     keys = keys.where(filled[..., None], 0)  # NaN too, has no effect
     weights = index_weights(
-        q.unflatten(1, (kv_heads, -1)), k, keys, hidden=~filled[:, :, None], form=form,
-        sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+        q.unflatten(1, (kv_heads, -1)), k, keys, layout=layout, hidden=~filled[:, :, None],
+        form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     chosen = choose(weights, counts, cached=cached)
     order = place.where(chosen, keys.shape[2]).sort(dim=-1).values[..., :most]
     order = torch.nn.functional.pad(order, (0, most - order.shape[-1]), value=keys.shape[2])

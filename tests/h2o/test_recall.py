@@ -13,7 +13,7 @@ from llm.test_llm import PLACES, transformers_tokens
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.recall import choose, indexed
+from flexgen_h2o.h2o.recall import QUERY_LEVELS, choose, indexed, rounded_queries
 
 RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 
@@ -76,6 +76,19 @@ def test_an_index_errs_by_half_a_step(length, bits, worst):
     step = worst * (groups.amax(-1) - groups.amin(-1))
     error = (found - keys).abs().unflatten(-1, groups.shape[-2:]).amax(-1)
     assert (error <= 0.51 * step + 2e-3).all()  # scales and zero points are float16
+
+
+@pytest.mark.parametrize("length", [64, 80, 128])
+def test_queries_of_an_index_are_whole_steps_of_8_bits(length):
+    layout = IndexLayout(length, 4)
+    q = torch.randn(3, 5, length, generator=torch.Generator().manual_seed(0)).bfloat16()
+    q[0, 0] = 0
+    groups, found = (x.float().unflatten(-1, (layout.groups, -1))
+                     for x in (q, rounded_queries(q, layout)))
+    step = groups.abs().amax(-1, keepdim=True) / QUERY_LEVELS
+    codes = found / step.where(step > 0, 1)
+    assert ((found - groups).abs() <= 0.501 * step).all()
+    assert (codes - codes.round()).abs().max() < 1e-4 and codes.abs().max() < QUERY_LEVELS + 1e-4
 
 
 def test_of_equals_the_newer_is_chosen():

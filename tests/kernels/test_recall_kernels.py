@@ -53,7 +53,7 @@ def weights_of(some):
     sinks = some["options"]["sinks"]
     return index_weights(
         some["q"].unflatten(1, (kv_heads, -1)), some["k"], keys.where(filled[..., None], 0),
-        hidden=~filled[:, :, None], form=some["options"]["form"],
+        layout=some["layout"], hidden=~filled[:, :, None], form=some["options"]["form"],
         sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
 
 
@@ -115,6 +115,28 @@ def test_of_equal_weights_the_newer_are_chosen():
         found, = ops.choose_keys(q, q[:, :1], index=index, metadata=metadata, layout=layout,
                                  most=count).tolist()[0]
         assert found == sorted(wanted or range(40))
+
+
+@BUILT
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("bits", [4, 2])
+def test_the_largest_sums_of_whole_numbers_fit(isa, dim, bits):
+    # Tokens in the order of their codes, up to the highest in all but one element of a group.
+    layout = IndexLayout(dim, bits)
+    keys = (torch.arange(40.0) / 39)[:, None].expand(40, dim).contiguous()
+    keys[:, :: layout.group], keys[:, 1 :: layout.group] = 0, 1
+    keys = keys[torch.randperm(40, generator=torch.Generator().manual_seed(0))][None, None]
+    index = torch.zeros(1, 1, layout.tiles(40), layout.tile_bytes, dtype=torch.uint8)
+    told = {"index": index, "metadata": torch.tensor([[40], [11]]).int(), "layout": layout,
+            "most": 11, "form": AttentionForm(scale=0.01)}
+    with using(isa):
+        ops.index_keys(keys, index, torch.tensor([[0], [0], [40]]).int(), layout=layout)
+        last = reference_recall.indexed_keys(index, layout)[0, 0, :40, -1]
+        for sign in (1, -1):
+            q = torch.full((1, 3, dim), float(sign))
+            chosen = ops.choose_keys(q, 0 * q[:, :1], **told)[0, 0].long()
+            assert same(last[chosen].sort().values, (sign * last).topk(11).values.mul(sign)
+                        .sort().values)
 
 
 @BUILT

@@ -5,7 +5,6 @@
 // its one read of the keys and of the values. The number of parts depends on shapes alone, so that
 // results do not depend on the number of threads.
 #include <math.h>
-#include <type_traits>
 
 #include "memory.h"
 #include "products.h"
@@ -14,17 +13,9 @@ namespace ISA {
 namespace {
 
 constexpr int PART_SLOTS = 256;  // a part has at least so many slots
+constexpr int TURNS = 16;        // in which a thread takes its tasks, where there are enough
 
 int64_t padded(int64_t x) { return (x + WIDTH - 1) / WIDTH * WIDTH; }
-
-// Calls f(G, g) so that blocks of G query heads from g on make up the group.
-template <class F>
-INLINE void by_queries(int64_t group, F f) {
-    int64_t g = 0;
-    for (; g + 4 <= group; g += 4) f(std::integral_constant<int, 4>{}, g);
-    if (g + 2 <= group) f(std::integral_constant<int, 2>{}, g), g += 2;
-    if (g < group) f(std::integral_constant<int, 1>{}, g);
-}
 
 struct Head {
     const Decode& a;
@@ -62,8 +53,7 @@ void unpack(const Head& h, const T* from, float* to, bool rolls) {
 
 template <class T>
 void queries(const Head& h, float* q) {
-    const float scale = h.a.form.scale > 0 ? static_cast<float>(h.a.form.scale)
-                                           : 1.0f / sqrtf(static_cast<float>(h.a.head_dim));
+    const float scale = logit_scale(h.a.form, h.a.head_dim);
     const T* from = static_cast<const T*>(h.a.q) + h.sequence * h.a.q_row +
                     h.kv_head * h.group * h.a.q_head;
     for (int64_t g = 0; g < h.group; g++) {
@@ -356,8 +346,10 @@ int decode(const Decode& a) {
     const auto logits = [&](int64_t index, int thread) {
         return space.logits.get() + (split ? index : thread) * group * slots;
     };
-#pragma omp parallel for schedule(dynamic) num_threads(a.threads)
-    for (int64_t task = 0; task < heads * space.parts; task++) {
+    // Tasks that follow each other stay with a thread: what it asks for ahead, it soon reads.
+    const int64_t tasks = heads * space.parts, turn = tasks / (TURNS * a.threads);
+#pragma omp parallel for schedule(dynamic, turn > 0 ? turn : 1) num_threads(a.threads)
+    for (int64_t task = 0; task < tasks; task++) {
         const int64_t index = task / space.parts;
         const int thread = thread_number();
         const Head head(a, index);
@@ -375,12 +367,6 @@ int decode(const Decode& a) {
 
 }  // namespace
 
-int decode_attention(const Decode& a) {
-    switch (a.dtype) {
-        case BFLOAT16: return decode<bf16>(a);
-        case FLOAT16: return decode<fp16>(a);
-        default: return decode<float>(a);
-    }
-}
+int decode_attention(const Decode& a) { BY_DTYPE(decode) }
 
 }  // namespace ISA

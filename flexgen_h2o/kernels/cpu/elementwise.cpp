@@ -100,13 +100,6 @@ int by_function(const Activate& a) {
 
 }  // namespace
 
-#define BY_DTYPE(function)                          \
-    switch (a.dtype) {                              \
-        case BFLOAT16: return function<bf16>(a);    \
-        case FLOAT16: return function<fp16>(a);     \
-        default: return function<float>(a);         \
-    }
-
 int norm(const Norm& a) { BY_DTYPE(normed) }
 int rotate(const Rotate& a) { BY_DTYPE(rotated) }
 int activate(const Activate& a) { BY_DTYPE(by_function) }

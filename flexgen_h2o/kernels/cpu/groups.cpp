@@ -16,13 +16,7 @@ static int quantize(const Groups& a) {
     return DONE;
 }
 
-int quantize_groups(const Groups& a) {
-    switch (a.dtype) {
-        case BFLOAT16: return quantize<bf16>(a);
-        case FLOAT16: return quantize<fp16>(a);
-        default: return quantize<float>(a);
-    }
-}
+int quantize_groups(const Groups& a) { BY_DTYPE(quantize) }
 
 int dequantize_groups(const Groups& a) {
 #pragma omp parallel for schedule(static) num_threads(a.threads)

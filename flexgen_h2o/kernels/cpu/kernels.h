@@ -12,6 +12,14 @@ enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 // What a call returns. After anything but DONE nothing has been written.
 enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
 
+// What a function of elements returns, by the dtype of the arguments `a`.
+#define BY_DTYPE(function)                       \
+    switch (a.dtype) {                           \
+        case BFLOAT16: return function<bf16>(a); \
+        case FLOAT16: return function<fp16>(a);  \
+        default: return function<float>(a);      \
+    }
+
 // Sources with kernels of AMX tiles, and the others.
 #define DECLARE_TILED(isa)                       \
     namespace isa {                              \

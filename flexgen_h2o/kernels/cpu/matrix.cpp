@@ -100,12 +100,6 @@ int rows_of(const Rows& a) {
 
 }  // namespace
 
-int unpack_rows(const Rows& a) {
-    switch (a.dtype) {
-        case BFLOAT16: return rows_of<bf16>(a);
-        case FLOAT16: return rows_of<fp16>(a);
-        default: return rows_of<float>(a);
-    }
-}
+int unpack_rows(const Rows& a) { BY_DTYPE(rows_of) }
 
 }  // namespace ISA

@@ -2,9 +2,28 @@
 // together, so that what is loaded of either serves the others too.
 #pragma once
 
+#include <math.h>
+
+#include <type_traits>
+
 #include "tiles.h"
 
 namespace ISA {
+
+// Calls f(G, g) so that blocks of G query heads from g on make up the group.
+template <class F>
+INLINE void by_queries(int64_t group, F f) {
+    int64_t g = 0;
+    for (; g + 4 <= group; g += 4) f(std::integral_constant<int, 4>{}, g);
+    if (g + 2 <= group) f(std::integral_constant<int, 2>{}, g), g += 2;
+    if (g < group) f(std::integral_constant<int, 1>{}, g);
+}
+
+// By which products of queries and keys are logits.
+inline float logit_scale(const Form& form, int64_t head_dim) {
+    return form.scale > 0 ? static_cast<float>(form.scale)
+                          : 1.0f / sqrtf(static_cast<float>(head_dim));
+}
 
 // Queries [G, width] of a block and where their logits or weights go, `stride` apart.
 struct Queries {
@@ -15,22 +34,24 @@ struct Queries {
 };
 
 // R rows from `row` on: their logits for G queries.
-template <int R, int G, class T>
-INLINE void key_rows(const PlainTile<T>& tile, const Queries& to, int64_t row) {
-    Floats total[G][R];
-    for (int g = 0; g < G; g++)
-        for (int r = 0; r < R; r++) total[g][r] = Floats{};
+template <int R, int G, class Tile>
+INLINE void key_rows(const Tile& tile, const Queries& to, int64_t row) {
+    Floats total[G * R];
+    for (int n = 0; n < G * R; n++) total[n] = Floats{};
     for (int64_t i = 0; i < to.width; i += WIDTH)
         for (int r = 0; r < R; r++) {
             const Floats x = tile.at(row + r, i);
             for (int g = 0; g < G; g++)
-                total[g][r] = fma(x, load(to.q + g * to.width + i), total[g][r]);
+                total[g * R + r] = fma(x, load(to.q + g * to.width + i), total[g * R + r]);
         }
-    for (int g = 0; g < G; g++)
-        if constexpr (R == 4)
-            sums(total[g], to.row + g * to.stride + row);
+    float logits[G * R];
+    for (int n = 0; n < G * R; n += 4)
+        if constexpr (G * R % 4 == 0)
+            sums(total + n, logits + n);
         else
-            to.row[g * to.stride + row] = sum(total[g][0]);
+            for (int k = n; k < n + 4 && k < G * R; k++) logits[k] = sum(total[k]);
+    for (int g = 0; g < G; g++)
+        std::memcpy(to.row + g * to.stride + row, logits + g * R, R * sizeof *logits);
 }
 
 // `size` elements of R rows from `start` on: the sums of codes by queries, times the scales. With 4
@@ -85,8 +106,8 @@ INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t ro
         for (int r = 0; r < R; r++) to.row[g * to.stride + row + r] = logits[g * R + r];
 }
 
-template <class T>
-INLINE void add_zeros(const PlainTile<T>&, const Queries&, int64_t, int64_t) {}
+template <class Tile>
+INLINE void add_zeros(const Tile&, const Queries&, int64_t, int64_t) {}
 
 // What the zero points of the keys add to the logits of query g.
 template <int bits>
@@ -118,28 +139,29 @@ INLINE void key_products(const Tile& tile, const Queries& to, int64_t count) {
 
 // out[g] += weight[g][t] times row t, for N vectors from `column` on and G queries; outputs lie
 // `apart`.
-template <int G, int N, class T>
-INLINE void value_block(const PlainTile<T>& tile, const Queries& weights, int64_t count,
+template <int G, int N, class Tile>
+INLINE void value_block(const Tile& tile, const Queries& weights, int64_t count,
                         int64_t column, float* out, int64_t apart) {
     Floats sums[G][N];
     for (int g = 0; g < G; g++)
         for (int n = 0; n < N; n++) sums[g][n] = load(out + g * apart + column + n * WIDTH);
-    for (int64_t t = 0; t < count; t++) {
-        if (column == 0 && t % 4 == 0) prefetch(tile, t, 4);
-        for (int n = 0; n < N; n++) {
-            const Floats x = tile.at(t, column + n * WIDTH);
-            for (int g = 0; g < G; g++)
-                sums[g][n] = fma(broadcast(weights.row[g * weights.stride + t]), x, sums[g][n]);
-        }
+    for (int64_t first = 0; first < count; first += 4) {
+        if (column == 0) prefetch(tile, first, 4);
+        for (int64_t t = first; t < count && t < first + 4; t++)
+            for (int n = 0; n < N; n++) {
+                const Floats x = tile.at(t, column + n * WIDTH);
+                for (int g = 0; g < G; g++)
+                    sums[g][n] = fma(broadcast(weights.row[g * weights.stride + t]), x, sums[g][n]);
+            }
     }
     for (int g = 0; g < G; g++)
         for (int n = 0; n < N; n++) store(out + g * apart + column + n * WIDTH, sums[g][n]);
 }
 
-template <int G, class T>
-INLINE void value_products(const PlainTile<T>& tile, const Queries& weights, int64_t count,
-                           float* out, int64_t apart) {
-    constexpr int N = G == 1 ? 8 : 4;
+template <int G, class Tile>
+INLINE void value_products(const Tile& tile, const Queries& weights, int64_t count, float* out,
+                           int64_t apart) {
+    constexpr int N = G == 1 ? 8 : at_once(G);
     int64_t column = 0;
     for (; column + N * WIDTH <= weights.width; column += N * WIDTH)
         value_block<G, N>(tile, weights, count, column, out, apart);

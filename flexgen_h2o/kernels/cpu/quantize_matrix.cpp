@@ -173,12 +173,6 @@ int quantize(const Quantize& a) {
 
 }  // namespace
 
-int quantize_matrix(const Quantize& a) {
-    switch (a.dtype) {
-        case BFLOAT16: return quantize<bf16>(a);
-        case FLOAT16: return quantize<fp16>(a);
-        default: return quantize<float>(a);
-    }
-}
+int quantize_matrix(const Quantize& a) { BY_DTYPE(quantize) }
 
 }  // namespace ISA

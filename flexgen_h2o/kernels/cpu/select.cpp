@@ -144,12 +144,6 @@ int select(const Select& a) {
 
 }  // namespace
 
-int select_heavy_hitters(const Select& a) {
-    switch (a.dtype) {
-        case BFLOAT16: return select<bf16>(a);
-        case FLOAT16: return select<fp16>(a);
-        default: return select<float>(a);
-    }
-}
+int select_heavy_hitters(const Select& a) { BY_DTYPE(select) }
 
 }  // namespace ISA

@@ -7,16 +7,32 @@
 namespace ISA {
 
 constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is computed with
+constexpr int64_t ROWS_AHEAD = 16;  // the same of rows that lie anywhere
+
+// Rows of keys, or vectors of a value, that meet so many queries together: their sums stay in
+// registers.
+constexpr int at_once(int queries) { return WIDTH == 8 && queries == 4 ? 2 : 4; }
 
 // Up to SLOT_TILE rows of cached vectors as they are computed with: plain, or floats in scratch.
 template <class T>
 struct PlainTile {
     const T* base;
     int64_t stride;
-    // Rows that go together with so many queries: as many as their sums stay in registers.
-    static constexpr int rows_at_once(int) { return 4; }
+    static constexpr int rows_at_once(int queries) { return at_once(queries); }
     INLINE int64_t ahead() const { return AHEAD; }
     INLINE Floats at(int64_t row, int64_t i) const { return load(base + row * stride + i); }
+};
+
+// Rows that lie anywhere: where those of the tile are, and where all are that it is a part of.
+template <class T>
+struct ListedTile {
+    const T* const* rows;
+    const T* base;
+    int64_t stride, dim;
+    const int32_t* slots;  // from the tile's first row on
+    int64_t left;          // of the slots
+    static constexpr int rows_at_once(int queries) { return at_once(queries); }
+    INLINE Floats at(int64_t row, int64_t i) const { return load(rows[row] + i); }
 };
 
 // Records whose groups are whole vectors, computed with as codes: scales and zero points come in
@@ -115,6 +131,14 @@ INLINE void prefetch(const Tile& tile, int64_t row, int64_t count) {
     const char* from = reinterpret_cast<const char*>(tile.base + row * tile.stride) + tile.ahead();
     const int64_t bytes = count * tile.stride * static_cast<int64_t>(sizeof *tile.base);
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+}
+
+template <class T>
+INLINE void prefetch(const ListedTile<T>& tile, int64_t row, int64_t count) {
+    const int64_t first = row + ROWS_AHEAD;
+    for (int64_t number = first; number < first + count && number < tile.left; number++)
+        for (int64_t i = 0; i < tile.dim; i += 64 / static_cast<int64_t>(sizeof(T)))
+            __builtin_prefetch(tile.base + tile.slots[number] * tile.stride + i, 0, 3);
 }
 
 }  // namespace ISA

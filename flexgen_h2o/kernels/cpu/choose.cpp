@@ -1,0 +1,162 @@
+// choose_keys: the choice, by an index of keys, of the cached tokens that one new token attends to.
+//
+// A task is one KV head of one sequence; all query heads of the group share its one read of the
+// index. Nothing is sorted: the least weight that is chosen is found bit by bit.
+#include <math.h>
+
+#include "memory.h"
+#include "scan.h"
+
+namespace ISA {
+namespace {
+
+// Makes e^(logit - the largest) of the first `count` logits of a row and 0 of the others; returns
+// the factor by which these are weights, beside the logits `own` and `sink`.
+float exponentials(float* row, int64_t count, int64_t stride, float cap, float own, float sink) {
+    if (cap > 0)
+        for (int64_t t = 0; t < stride; t += WIDTH) store(row + t, soft_capped(load(row + t), cap));
+    for (int64_t t = count; t < stride; t++) row[t] = NONE;
+    Floats most = broadcast(own > sink ? own : sink);
+    for (int64_t t = 0; t < stride; t += WIDTH) most = larger(load(row + t), most);
+    const float top = widest(most);
+    Floats total{};
+    for (int64_t t = 0; t < stride; t += WIDTH) {
+        const Floats e = exp(load(row + t) - top);
+        store(row + t, e);
+        total += e;
+    }
+    return 1.0f / (lanes_sum(total) + expf(own - top) + expf(sink - top));
+}
+
+// weights [stride]: the sums over the queries of a group of their exponentials by their factors; 0
+// behind the first `count`. No weight is negative, or NaN.
+void add_up(const float* rows, const float* factors, int64_t group, int64_t count, int64_t stride,
+            float* weights) {
+    for (int64_t t = 0; t < stride; t += WIDTH) {
+        Floats total{};
+        for (int64_t g = 0; g < group; g++)
+            total = fma(load(rows + g * stride + t), broadcast(factors[g]), total);
+        store(weights + t, larger(total, Floats{}));
+    }
+    for (int64_t t = count; t < stride; t++) weights[t] = 0;
+}
+
+// How many weights' bits are at least `least`, as a whole number, which is more than 0.
+int64_t reaching(const float* weights, int64_t stride, int32_t least) {
+    constexpr int PARTS = INDEX_TILE / WIDTH;
+    const Ints limit = Ints{} + least;
+    Ints below[PARTS]{};
+    for (int64_t t = 0; t < stride; t += INDEX_TILE)
+        for (int n = 0; n < PARTS; n++)
+            below[n] -= limit > load_raw<Ints>(weights + t + n * WIDTH);
+    int64_t found = stride;
+    for (int n = 0; n < PARTS; n++)
+        for (int i = 0; i < WIDTH; i++) found -= below[n][i];
+    return found;
+}
+
+// The numbers of the `wanted` largest of `count` weights, ascending; of equals the last. Weights
+// that are not negative are in the order of their bits. `chosen` has room for one more.
+void select(const float* weights, int64_t count, int64_t stride, int64_t wanted, int32_t* chosen) {
+    int32_t least = 0;
+    int64_t found = count;  // that reach it
+    for (int bit = 30; bit >= 0 && found != wanted; bit--) {
+        const int64_t some = reaching(weights, stride, least | 1 << bit);
+        if (some >= wanted) least |= 1 << bit, found = some;
+    }
+    const auto key = [&](int64_t i) { return bits_of<int32_t>(weights[i]); };
+    int64_t i = 0;
+    for (int64_t surplus = found - wanted; surplus > 0; i++) {
+        *chosen = static_cast<int32_t>(i);
+        chosen += key(i) > least;
+        surplus -= key(i) == least;
+    }
+    for (; i < count; i++) {
+        *chosen = static_cast<int32_t>(i);
+        chosen += key(i) >= least;
+    }
+}
+
+// Memory of a thread.
+struct Space {
+    float *q, *key;         // [group, dim], [dim]
+    float *own, *factors;   // [group]
+    float *logits, *weights;  // [group, tokens], [tokens]
+    RoundedQueries rounded;
+    int32_t* chosen;  // [most + 1]
+};
+
+// The logit of the new token's own key and a query.
+float own_logit(const Choose& a, const float* q, const float* key, float scale) {
+    float own = 0;
+    for (int64_t i = 0; i < a.head_dim; i++) own += q[i] * key[i];
+    own *= scale;
+    const float cap = static_cast<float>(a.form.softcap);
+    return cap > 0 ? cap * tanhf(own / cap) : own;
+}
+
+template <class T>
+void choose_head(const Choose& a, const TileShape& shape, int64_t task, const Space& space) {
+    const int64_t s = task / a.kv_heads, head = task % a.kv_heads, group = a.heads / a.kv_heads;
+    const int64_t cached = a.metadata[s], count = a.metadata[a.sequences + s];
+    const int64_t tiles = (cached + INDEX_TILE - 1) / INDEX_TILE, stride = tiles * INDEX_TILE;
+    const float scale = logit_scale(a.form, a.head_dim);
+    const T* q = static_cast<const T*>(a.q) + s * a.q_row + head * group * a.q_head;
+    const T* key = static_cast<const T*>(a.k) + s * a.k_row + head * a.k_head;
+    for (int64_t i = 0; i < a.head_dim; i++) space.key[i] = one(key + i);
+    for (int64_t g = 0; g < group; g++) {
+        float* to = space.q + g * a.head_dim;
+        for (int64_t i = 0; i < a.head_dim; i++) to[i] = one(q + g * a.q_head + i);
+        space.own[g] = own_logit(a, to, space.key, scale);
+        round_query(to, scale, shape, g, space.rounded);
+    }
+    const uint8_t* index =
+        static_cast<const uint8_t*>(a.index) + s * a.index_sequence + head * a.index_head;
+    (a.bits == 4 ? scan<4> : scan<2>)(index, shape, tiles, group, space.rounded, space.logits,
+                                      stride);
+    for (int64_t g = 0; g < group; g++)
+        space.factors[g] = exponentials(
+            space.logits + g * stride, cached, stride, static_cast<float>(a.form.softcap),
+            space.own[g], a.form.sinks ? a.form.sinks[head * group + g] : NONE);
+    add_up(space.logits, space.factors, group, cached, stride, space.weights);
+    select(space.weights, cached, stride, count, space.chosen);
+    int32_t* chosen = a.chosen + task * a.most;
+    std::memcpy(chosen, space.chosen, static_cast<size_t>(count) * sizeof *chosen);
+    for (int64_t i = count; i < a.most; i++) chosen[i] = -1;
+}
+
+template <class T>
+int choose(const Choose& a) {
+    for (int64_t s = 0; s < a.sequences; s++) {
+        const int64_t cached = a.metadata[s], count = a.metadata[a.sequences + s];
+        if (count < 0 || count > cached || count > a.most || cached > a.num_tiles * INDEX_TILE)
+            return INVALID;
+    }
+    const TileShape shape(a.head_dim, a.bits, a.groups);
+    const int64_t group = a.heads / a.kv_heads, tokens = a.num_tiles * INDEX_TILE;
+    const auto lines = [](int64_t floats) { return (floats + 15) / 16 * 16; };
+    const int64_t small = lines((group + 1) * a.head_dim + group * (2 + 2 * a.groups));
+    const int64_t each = small + (group + 1) * tokens, codes = group * query_codes(shape);
+    const Memory<float> floats = memory<float>(a.threads * each);
+    const Memory<QueryCode> queries = memory<QueryCode>(a.threads * codes);
+    const Memory<int32_t> numbers = memory<int32_t>(a.threads * lines(a.most + 1));
+    if (!floats || !queries || !numbers) return NO_MEMORY;
+#pragma omp parallel for schedule(dynamic) num_threads(a.threads)
+    for (int64_t task = 0; task < a.sequences * a.kv_heads; task++) {
+        const int64_t thread = thread_number();
+        float *q = floats.get() + thread * each, *key = q + group * a.head_dim;
+        float *own = key + a.head_dim, *factors = own + group, *steps = factors + group;
+        float* logits = q + small;
+        choose_head<T>(a, shape, task,
+                       {q, key, own, factors, logits, logits + group * tokens,
+                        {queries.get() + thread * codes, steps, steps + group * a.groups},
+                        numbers.get() + thread * lines(a.most + 1)});
+    }
+    return DONE;
+}
+
+}  // namespace
+
+int choose_keys(const Choose& a) { BY_DTYPE(choose) }
+
+}  // namespace ISA

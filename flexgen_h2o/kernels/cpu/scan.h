@@ -1,0 +1,211 @@
+// The logits that an index of keys gives for queries, which are rounded to 8 bits: products of
+// whole numbers.
+//
+// In a tile tokens lie side by side. Codes of two elements of one token come together, meet a pair
+// of a query's codes, and the products are added up in 16 bits as long as they fit.
+#pragma once
+
+#include <math.h>
+
+#include "index_tiles.h"
+#include "products.h"
+
+namespace ISA {
+
+constexpr float QUERY_LEVELS = 127;  // of a query's codes, to either side of 0
+
+#if defined(__AVX2__)
+constexpr int64_t PAIR_BYTES = 32;  // of the codes of a query that two rows of bytes meet at once
+typedef int8_t QueryCode;
+
+// Elements of QueryCode of a query.
+inline int64_t query_codes(const TileShape& shape) {
+    return shape.groups * ((shape.rows_of_group() + 1) / 2) * (shape.per_byte / 2) * PAIR_BYTES;
+}
+#else
+typedef float QueryCode;
+
+inline int64_t query_codes(const TileShape& shape) { return shape.dim; }
+#endif
+
+// Queries of a head: of each the codes as tiles meet them, and of each group the step and the step
+// by the sum of the codes.
+struct RoundedQueries {
+    QueryCode* codes;  // [queries, query_codes]
+    float *steps, *sums;  // [queries, groups]
+};
+
+// Lays out the codes of a group, whole numbers, as tiles meet them; returns where the next ones go.
+inline QueryCode* put_codes(const float* codes, const TileShape& shape, QueryCode* to) {
+#if defined(__AVX2__)
+    // By two rows of bytes, by two codes of a byte: these two of the first row, eight times over,
+    // then those of the second.
+    const int64_t rows = shape.rows_of_group();
+    for (int64_t row = 0; row < rows; row += 2)
+        for (int64_t part = 0; part < shape.per_byte; part += 2)
+            for (int64_t i = row; i < row + 2; i++, to += PAIR_BYTES / 2) {
+                const float* mine = codes + i * shape.per_byte + part;
+                const int8_t pair[2] = {static_cast<int8_t>(i < rows ? mine[0] : 0),
+                                        static_cast<int8_t>(i < rows ? mine[1] : 0)};
+                for (int64_t n = 0; n < PAIR_BYTES / 2; n += 2) std::memcpy(to + n, pair, 2);
+            }
+    return to;
+#else
+    std::memcpy(to, codes, static_cast<size_t>(shape.group) * sizeof *codes);
+    return to + shape.group;
+#endif
+}
+
+// One query's `dim` floats, which are overwritten; its steps then go by `factor`. See
+// h2o/recall.py, `rounded_queries`.
+inline void round_query(float* q, float factor, const TileShape& shape, int64_t number,
+                        const RoundedQueries& to) {
+    QueryCode* codes = to.codes + number * query_codes(shape);
+    for (int64_t k = 0; k < shape.groups; k++) {
+        float* mine = q + k * shape.group;
+        float largest = 0, sum = 0;
+        for (int64_t i = 0; i < shape.group; i++)
+            largest = fabsf(mine[i]) > largest ? fabsf(mine[i]) : largest;
+        const float step = largest / QUERY_LEVELS, divisor = step > 0 ? step : 1;
+        for (int64_t i = 0; i < shape.group; i++) {
+            const float x = nearbyintf(mine[i] / divisor);
+            // NaN, too, becomes a code.
+            mine[i] = x >= -QUERY_LEVELS ? x <= QUERY_LEVELS ? x : QUERY_LEVELS : -QUERY_LEVELS;
+            sum += mine[i];
+        }
+        codes = put_codes(mine, shape, codes);
+        to.steps[number * shape.groups + k] = step * factor;
+        to.sums[number * shape.groups + k] = step * factor * sum;
+    }
+}
+
+#if defined(__AVX2__)
+INLINE __m256i load_bytes(const void* from) { return load_raw<__m256i>(from); }
+
+// 16 sums of 16 bits, each of a token and one of two rows, to those of 8 tokens.
+INLINE __m256i joined_rows(__m256i x) {
+    return _mm256_add_epi32(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(x)),
+                            _mm256_cvtepi16_epi32(_mm256_extracti128_si256(x, 1)));
+}
+
+// sums [G][8 tokens each] += what COUNT twos of rows of bytes give with codes of G queries.
+template <int G, int BITS, int COUNT>
+INLINE void add_rows(const uint8_t* rows, const QueryCode* codes, int64_t apart,
+                     __m256i (*sums)[2]) {
+    constexpr int PAIRS = 4 / BITS, LEVELS = (1 << BITS) - 1;
+    static_assert(COUNT * PAIRS * 2 * LEVELS * 127 < 1 << 15, "sums of 16 bits");
+    const __m256i mask = _mm256_set1_epi8(LEVELS);
+    __m256i some[G][2];
+    for (int g = 0; g < G; g++) some[g][0] = some[g][1] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int two = 0; two < COUNT; two++) {
+        const __m256i bytes = load_bytes(rows + two * 2 * INDEX_TILE);
+#pragma GCC unroll 2
+        for (int part = 0; part < PAIRS; part++) {
+            const __m256i one = _mm256_srli_epi16(bytes, 2 * BITS * part) & mask;
+            const __m256i other = _mm256_srli_epi16(bytes, 2 * BITS * part + BITS) & mask;
+            const __m256i low = _mm256_unpacklo_epi8(one, other);
+            const __m256i high = _mm256_unpackhi_epi8(one, other);
+            const QueryCode* mine = codes + (two * PAIRS + part) * PAIR_BYTES;
+            for (int g = 0; g < G; g++) {
+                const __m256i query = load_bytes(mine + g * apart);
+                some[g][0] = _mm256_add_epi16(some[g][0], _mm256_maddubs_epi16(low, query));
+                some[g][1] = _mm256_add_epi16(some[g][1], _mm256_maddubs_epi16(high, query));
+                // Else GCC adds in another order, for which there are too few registers.
+                asm("" : "+x"(some[g][0]), "+x"(some[g][1]));
+            }
+        }
+    }
+    for (int g = 0; g < G; g++)
+        for (int half = 0; half < 2; half++)
+            sums[g][half] = _mm256_add_epi32(sums[g][half], joined_rows(some[g][half]));
+}
+
+// Logits of a tile for G queries from `number` on.
+template <int G, int BITS>
+INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
+                      int64_t number, float* logits, int64_t stride) {
+    constexpr int64_t TWO = 2 * INDEX_TILE, CODES = 4 / BITS * PAIR_BYTES;  // bytes of two rows
+    const int64_t apart = query_codes(shape), twos = (shape.rows_of_group() + 1) / 2;
+    const QueryCode* codes = queries.codes + number * apart;
+    const float *steps = queries.steps + number * shape.groups,
+                *zeros = queries.sums + number * shape.groups;
+    const uint8_t* halves = tile + INDEX_TILE * shape.code_rows;
+    __m256 total[G][2];
+    for (int g = 0; g < G; g++) total[g][0] = total[g][1] = _mm256_setzero_ps();
+    for (int64_t k = 0; k < shape.groups; k++) {
+        __m256i sums[G][2];
+        for (int g = 0; g < G; g++) sums[g][0] = sums[g][1] = _mm256_setzero_si256();
+        const uint8_t* rows = tile + k * shape.rows_of_group() * INDEX_TILE;
+        int64_t two = 0;
+        for (; two + 8 <= twos; two += 8, codes += 8 * CODES)
+            add_rows<G, BITS, 8>(rows + two * TWO, codes, apart, sums);
+        for (; two < twos; two++, codes += CODES)
+            add_rows<G, BITS, 1>(rows + two * TWO, codes, apart, sums);
+        for (int half = 0; half < 2; half++) {
+            const uint8_t* mine = halves + 2 * (k * INDEX_TILE + half * INDEX_TILE / 2);
+            const __m256 scale = _mm256_cvtph_ps(load_raw<__m128i>(mine));
+            const __m256 zero = _mm256_cvtph_ps(
+                load_raw<__m128i>(mine + 2 * INDEX_TILE * shape.groups));
+            for (int g = 0; g < G; g++) {
+                const __m256 products = _mm256_cvtepi32_ps(sums[g][half]) *
+                                        _mm256_set1_ps(steps[g * shape.groups + k]);
+                total[g][half] =
+                    _mm256_fmadd_ps(_mm256_set1_ps(zeros[g * shape.groups + k]), zero,
+                                    _mm256_fmadd_ps(products, scale, total[g][half]));
+            }
+        }
+    }
+    for (int g = 0; g < G; g++)
+        for (int half = 0; half < 2; half++)
+            _mm256_storeu_ps(logits + g * stride + half * INDEX_TILE / 2, total[g][half]);
+}
+#else
+// The same in floats, in which the sums of a group are whole numbers too.
+template <int G, int BITS>
+INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
+                      int64_t number, float* logits, int64_t stride) {
+    const float *codes = queries.codes + number * shape.dim,
+                *steps = queries.steps + number * shape.groups,
+                *zeros = queries.sums + number * shape.groups;
+    const uint8_t* halves = tile + INDEX_TILE * shape.code_rows;
+    for (int64_t lane = 0; lane < INDEX_TILE; lane += WIDTH) {
+        Floats total[G]{};
+        for (int64_t k = 0; k < shape.groups; k++) {
+            Floats sums[G]{};
+            for (int64_t i = k * shape.group; i < (k + 1) * shape.group; i++) {
+                const int shift = static_cast<int>(i % shape.per_byte) * BITS;
+                const Ints bytes = widen(tile + i / shape.per_byte * INDEX_TILE + lane);
+                const Floats x =
+                    __builtin_convertvector(bytes >> shift & ((1 << BITS) - 1), Floats);
+                for (int g = 0; g < G; g++)
+                    sums[g] = fma(x, broadcast(codes[g * shape.dim + i]), sums[g]);
+            }
+            const uint8_t* mine = halves + 2 * (k * INDEX_TILE + lane);
+            const Floats scale = load(reinterpret_cast<const fp16*>(mine));
+            const Floats zero =
+                load(reinterpret_cast<const fp16*>(mine + 2 * INDEX_TILE * shape.groups));
+            for (int g = 0; g < G; g++)
+                total[g] = fma(broadcast(zeros[g * shape.groups + k]), zero,
+                               fma(sums[g] * steps[g * shape.groups + k], scale, total[g]));
+        }
+        for (int g = 0; g < G; g++) store(logits + g * stride + lane, total[g]);
+    }
+}
+#endif
+
+// Logits [group, stride] of all tiles.
+template <int BITS>
+void scan(const uint8_t* index, const TileShape& shape, int64_t tiles, int64_t group,
+          const RoundedQueries& queries, float* logits, int64_t stride) {
+    for (int64_t t = 0; t < tiles; t++) {
+        const uint8_t* tile = index + t * shape.bytes;
+        for (int64_t i = 0; i < shape.bytes; i += 64) __builtin_prefetch(tile + AHEAD + i, 0, 3);
+        by_queries(group, [&](auto G, int64_t g) {
+            scan_tile<G(), BITS>(tile, shape, queries, g, logits + g * stride + t * INDEX_TILE,
+                                 stride);
+        });
+    }
+}
+
+}  // namespace ISA
