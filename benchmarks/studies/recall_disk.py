@@ -41,7 +41,8 @@ COLUMNS = ("date", "commit", "host", "threads", "torch", "model", "dtype", "prom
 
 def measure(args, name: str, overlap: bool) -> dict[str, object]:
     """One run of one cache."""
-    policy = Policy(gpu_batch_size=args.batch, cache=Placement(0, 0, 100), overlap=overlap)
+    policy = Policy(gpu_batch_size=args.batch, cache=Placement(0, 0, 100), overlap=overlap,
+                    fetch_chosen=CACHES[name] is not None)
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md")))
     with LLM(args.model, policy=policy, h2o=CACHES[name], progress=False,
              offload_dir=args.offload_dir) as llm:

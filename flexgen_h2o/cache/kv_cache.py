@@ -100,7 +100,8 @@ class KVCache:
         self.parts: list[CachePart] = make(
             "cache", shape.records(), size.slots,
             on_host=policy.cpu_cache_compute and transfers.device.separate,
-            fast=[budgets.fast_slots(h2o, layer, most) for layer, most in enumerate(size.slots)])
+            fast=[budgets.fast_slots(h2o, layer, most) if policy.fetch_chosen else 0
+                  for layer, most in enumerate(size.slots)])
         self._prompts: list[CachePart] = self.parts
         """Parts in which prompts are gathered that come in chunks. The full cache has room for
         them."""

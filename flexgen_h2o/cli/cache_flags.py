@@ -27,6 +27,9 @@ def h2o_config(flags: RunFlags) -> H2OConfig | None:
                         f"{flags.called('score')} decay")
     if flags.index_bits != H2OConfig.index_bits and not flags.recall:
         raise UserError(f"{flags.called('index_bits')} has no effect: add {flags.called('recall')}")
+    if flags.fetch_chosen and not flags.recall:
+        raise UserError(f"{flags.called('fetch_chosen')} has no effect: add "
+                        f"{flags.called('recall')}")
     given = _sized_by(flags)
     if not given:
         _check_full(flags)

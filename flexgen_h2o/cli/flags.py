@@ -131,6 +131,11 @@ class RunFlags:
     cpu_cache_compute: bool = _flag(
         "policy", "bool", False, help="attend on the CPU where the cache is there",
     )
+    fetch_chosen: bool = _flag(
+        "policy", "bool", False,
+        help="of a cache on disk read only the tokens that a step chooses (--recall, without a "
+        "GPU): for disks that do many small reads",
+    )
     sep_layer: bool = _flag(
         "policy", "bool", False,
         help="schedule attention and MLP as two layers, which takes smaller buffers for weights",

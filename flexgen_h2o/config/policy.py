@@ -25,10 +25,11 @@ class Policy:
     experts of a mixture, and `weights` all else then; None: `weights` is of both, and experts get
     what the rest leaves of the fastest memory. `expert_slots` is how many experts that rest
     elsewhere have room in fast memory (None: two layers' of a decode step); with
-    `cpu_expert_compute` those in host memory beside a GPU compute on the CPU. When
-    `refill_share` of a block's sequences have ended, the others go on in a block with the next ones
-    (1: a block goes on until all have ended). Raises `UserError` for a value of a wrong type or
-    range.
+    `cpu_expert_compute` those in host memory beside a GPU compute on the CPU.
+    `fetch_chosen`, of a cache on disk that is recalled, reads in a decode step the tokens alone
+    that it chooses and that memory has not, in place of whole layers. When `refill_share` of a
+    block's sequences have ended, the others go on in a block with the next ones (1: a block goes on
+    until all have ended). Raises `UserError` for a value of a wrong type or range.
     """
 
     gpu_batch_size: int = 4
@@ -45,6 +46,7 @@ class Policy:
     experts: Placement | None = None
     expert_slots: int | None = None
     cpu_expert_compute: bool = False
+    fetch_chosen: bool = False
 
     def __post_init__(self) -> None:
         check_int("gpu_batch_size", self.gpu_batch_size, low=1)
@@ -59,7 +61,7 @@ class Policy:
             if not isinstance(getattr(self, kind), Placement):
                 raise UserError(f"{kind} must be a Placement, got {getattr(self, kind)!r}")
         for name in ("overlap", "cpu_cache_compute", "pin_weight", "sep_layer",
-                     "cpu_expert_compute"):
+                     "cpu_expert_compute", "fetch_chosen"):
             check_bool(name, getattr(self, name))
         check_number("refill_share", self.refill_share, above=0, high=1)
 

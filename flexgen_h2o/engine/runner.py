@@ -73,6 +73,8 @@ class RunnerSettings:
     load: LoadOptions = LoadOptions()
 
     def __post_init__(self) -> None:
+        if self.policy.fetch_chosen and not self.cache.recalls:
+            raise UserError("fetch_chosen has no effect without recall: leave it out")
         given = self.policy.prefill_chunk
         chunk = None if self.cache.h2o is None else self.cache.h2o.prompt_chunk
         if chunk is None or chunk == given:
@@ -99,6 +101,8 @@ class Runner:
 
     def __init__(self, source: Source, device: Device, settings: RunnerSettings,
                  seat: Seat | None = None):
+        if settings.policy.fetch_chosen and device.separate:
+            raise UserError("fetch_chosen works without a GPU alone: leave it out")
         self.source = source
         self.config = source.config
         if self.config.experts is not None:  # all batches choose before any expert is needed

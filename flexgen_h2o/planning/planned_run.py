@@ -136,7 +136,7 @@ class PlannedRun:
     @property
     def recalls_from_disk(self) -> bool:
         """True if decode steps fetch of a cache on disk what they choose."""
-        return self.cache.recalls and not self.cache.simulated and not self.has_gpu
+        return self.policy.fetch_chosen and not self.cache.simulated and not self.has_gpu
 
     @property
     def attends_on_host(self) -> bool:

@@ -13,10 +13,12 @@ from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout, runs_of
 from flexgen_h2o.cache.parts import Records
 from flexgen_h2o.config.page_layout import PageLayout
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget
 
 DISK = Placement(0, 0, 100)
 SOME = Placement(40, 0, 60)
+FETCHED = {"cache": DISK, "fetch_chosen": True}
 RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 
 
@@ -63,7 +65,7 @@ def test_what_is_fetched_is_what_is_recalled_in_memory(tiny_model, small_records
     prompts = prompts_of(tiny)
     here = {name: value for name, value in options.items() if name in ("cache_bits",)}
     expected = tokens(tiny, prompts, RECALL, new=40, **here)
-    found, stats = run(tiny, prompts, RECALL, new=40, **{"cache": DISK, **options})
+    found, stats = run(tiny, prompts, RECALL, new=40, **FETCHED | options)
     assert found == expected
     assert stats.links["disk->cpu"][0] > 0 and 0 < stats.recall_hit_rate < 1
     assert (stats.recall_guesses > 0) == options.get("overlap", True)
@@ -74,7 +76,7 @@ def test_a_layer_that_is_full_and_layers_with_windows_are_fetched_whole(tiny_mod
                                          recall=True)), ("gemma3", RECALL)):
         tiny = tiny_model(key)
         prompts = prompts_of(tiny)
-        assert tokens(tiny, prompts, h2o, new=24, cache=DISK) == tokens(tiny, prompts, h2o, new=24)
+        assert tokens(tiny, prompts, h2o, new=24, **FETCHED) == tokens(tiny, prompts, h2o, new=24)
 
 
 def test_a_text_on_disk_goes_on_from_call_to_call(tiny_model, small_records):
@@ -82,5 +84,20 @@ def test_a_text_on_disk_goes_on_from_call_to_call(tiny_model, small_records):
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, h2o, chunk=6) as llm:
         expected = answers(llm, turns, max_tokens=140)
-    with open_llm(tiny, h2o, chunk=6, cache=DISK) as llm:
+    with open_llm(tiny, h2o, chunk=6, **FETCHED) as llm:
         assert answers(llm, turns, max_tokens=140) == expected
+
+
+def test_sequences_go_on_in_other_blocks(tiny_model, small_records):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    expected = tokens(tiny, prompts, RECALL, new=24)
+    assert tokens(tiny, prompts, RECALL, new=24, gpu_batch_size=2, num_gpu_batches=1,
+                  refill_share=0.01, **FETCHED) == expected
+
+
+def test_what_fetches_no_choice_is_refused(tiny_model):
+    from flexgen_h2o import LLM, Policy
+
+    with pytest.raises(UserError, match="no effect without recall"):
+        LLM(str(tiny_model("llama").folder), policy=Policy(fetch_chosen=True))

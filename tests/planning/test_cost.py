@@ -233,7 +233,8 @@ def test_a_cache_on_disk_is_read_whole_and_written_every_sixteen_tokens():
 def test_recall_reads_a_share_of_what_it_chooses_and_writes_each_token_once():
     recall = H2OConfig(heavy_ratio=0.125, recall=True)
     found = estimate(machine(gpu=False),
-                     planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=recall))
+                     planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=recall,
+                             fetch_chosen=True))
     assert found.step.resources["disk->cpu"] == pytest.approx(12 * 8 * RECALL_READS * 16 * SLOT)
     assert found.step.resources["cpu->disk"] == pytest.approx(12 * 8 * SLOT)
 
