@@ -5,32 +5,33 @@
 OPT-1.3B's shape with 128 + 512 tokens in what 2.5 GB leave beside Python and PyTorch: the full
 cache, H2O's of 20 % of the text, and the latter with 4 bits of weights and cache, at a small batch
 and at a large one. Each is planned (`--percent auto`); the placement that the plan finds is then
-run for a few tokens, in a process of its own, and stands beside what the cost model says of these:
-of the full cache in the middle of its text, where a step takes what the mean one does.
+run for a few tokens, in a process of its own and after a warm-up, and stands beside what the cost
+model says of these: of the full cache in the middle of its text, where a step takes what the mean
+one does.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from shared.engine_run import OK, run_engine  # noqa: E402
-
-from flexgen_h2o.cli import planner  # noqa: E402
-from flexgen_h2o.cli.command import exit_status  # noqa: E402
-from flexgen_h2o.cli.input_files import workload  # noqa: E402
-from flexgen_h2o.cli.parser import Parser  # noqa: E402
-from flexgen_h2o.cli.run_config import RunConfig  # noqa: E402
-from flexgen_h2o.cli.values import parse_size  # noqa: E402
-from flexgen_h2o.config.policy import percent_text  # noqa: E402
-from flexgen_h2o.errors import UserError  # noqa: E402
-from flexgen_h2o.files.rows import write_csv  # noqa: E402
-from flexgen_h2o.metrics.provenance import cpu_model, source_commit  # noqa: E402
+from flexgen_h2o.cli import planner
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.input_files import workload
+from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import parse_size
+from flexgen_h2o.config.policy import percent_text
+from flexgen_h2o.files.rows import write_csv
+from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.metrics.provenance import cpu_model, source_commit
+from flexgen_h2o.tasks import bench
 
 SHARE = 0.2
 """Of prompt and generated tokens, that H2O keeps: half of it heavy hitters, half recent tokens."""
@@ -61,7 +62,7 @@ def configured(args: argparse.Namespace, run: LimitedRun) -> RunConfig:
     kept = {"num_heavy_hitter_tokens": _half(args), "num_window_length": 2 * _half(args)}
     return RunConfig(model=args.model, path=args.path, prompt_len=args.prompt_len,
                      gen_len=args.gen_len, num_prompts=run.batch, percent="auto",
-                     memory_limit=limit, weight_bits=run.bits, cache_bits=run.bits,
+                     memory_limit=limit, weight_bits=run.bits, cache_bits=run.bits, warm_up=True,
                      offload_dir=args.offload_dir, **(kept if run.h2o else {}))
 
 
@@ -85,19 +86,27 @@ def row(args: argparse.Namespace, run: LimitedRun) -> dict[str, object]:
     if args.plan_only:
         return found
     prompt = args.prompt_len + (0 if run.h2o else args.gen_len // 2)
-    short = replace(plan.config, prompt_len=prompt, gen_len=args.tokens)
+    # A longer prompt has a larger workspace, which would not fit.
+    short = replace(plan.config, prompt_len=prompt, gen_len=args.tokens, memory_limit=None)
     predicted = planner.plan(short, workload(short, ()), run.batch).best
-    outcome = run_engine(short)
-    if outcome.status != OK:
-        raise UserError(f"{run.system} at batch {run.batch}: {outcome.reason}")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        prefill, decode = process.submit(measured, short, plan.implementations).result()
     steps = args.tokens - 1
-    measured = {phase: float(outcome.row[f"{phase}_seconds"]) for phase in ("prefill", "decode")}
     return found | {
         "run_prompt_len": prompt, "run_gen_len": args.tokens,
-        "predicted_prefill_s": predicted.prefill, "prefill_s": measured["prefill"],
-        "prefill_predicted_over_measured": predicted.prefill / measured["prefill"],
-        "predicted_step_s": predicted.decode / steps, "step_s": measured["decode"] / steps,
-        "step_predicted_over_measured": predicted.decode / measured["decode"]}
+        "predicted_prefill_s": predicted.prefill, "prefill_s": prefill,
+        "prefill_predicted_over_measured": predicted.prefill / prefill,
+        "predicted_step_s": predicted.decode / steps, "step_s": decode / steps,
+        "step_predicted_over_measured": predicted.decode / decode}
+
+
+def measured(config: RunConfig, implementations: Winners) -> tuple[float, float]:
+    """Seconds of the prefill and of all decode steps, after a warm-up, with the implementations
+    that the plan goes by."""
+    with open_llm(config, workload=workload(config, ()), implementations=implementations,
+                  progress=False) as llm:
+        (stats,) = bench.measure(llm, config, 1, None)
+    return stats.prefill_seconds, stats.decode_seconds
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
