@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.limits import ROW_BLOCK
-from flexgen_h2o.engine.expert_slots import ExpertSlots
+from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.slot_policy import Key
 from flexgen_h2o.kernels.experts import ExpertTable, experts, most_rows
 from flexgen_h2o.models import family, mixture
 from flexgen_h2o.models.layers import Operations, activation
-from flexgen_h2o.models.mixture import MATRICES
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.tiers import typed
 from flexgen_h2o.storage.transfer import D2H, EXPERTS, H2D, Handle, Lane, Transfers
@@ -48,8 +47,10 @@ class ExpertProducts:
     def __init__(self, config: ModelConfig, do: Operations, bits: int):
         self._config, self._do, self._bits = config, do, bits
         self._family = family(config)
-        self._activation = activation(config.activation)
-        self._arrived = ExpertTable(config.experts.count)
+        mine = config.experts
+        self._function = (mine.gate_slope, mine.gate_limit) if mine.gate_limit else (
+            activation(config.activation))
+        self._arrived = ExpertTable(mine.count)
 
     def begin(self, x: Tensor, ids: Tensor, shares: Tensor, sums: Tensor, counts: Sequence[int]
               ) -> None:
@@ -69,7 +70,7 @@ class ExpertProducts:
         self._x, self._ids, self._shares, self._sums = x, ids, shares, sums
         self._counts = counts
         self._picks: Sequence[Tensor] | None = None
-        same = self._family.expert is mixture.expert
+        same = isinstance(self._function, tuple) or self._family.expert is mixture.expert
         fit = same and x.is_cpu and x.dtype == torch.bfloat16
         self._most = most_rows(self._bits) if fit else 0
 
@@ -88,9 +89,9 @@ class ExpertProducts:
             mine = self._arrived if table is None else table()
             if table is None:
                 for number, w in few.items():
-                    mine.put(number, *(w[name] for name in MATRICES))
+                    put(mine, number, w)
             experts(self._x, self._ids, self._shares, mine, self._sums,
-                    function=self._activation, most=self._most)
+                    function=self._function, most=self._most)
             if table is None:
                 for number in few:
                     mine.drop(number)

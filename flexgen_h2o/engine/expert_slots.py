@@ -24,6 +24,12 @@ TOGETHER = 16
 """Experts that are computed together once they have come; their slots are free only then."""
 
 
+def put(table: ExpertTable, number: int, w: Mapping[str, Weight]) -> None:
+    """Have an expert of these weights, by short names, in a table."""
+    biases = [w[f"{name}_bias"] for name in MATRICES if f"{name}_bias" in w]
+    table.put(number, *(w[name] for name in MATRICES), biases=biases)
+
+
 @dataclass
 class ExpertCounts:
     """Counts of experts by what became of them.
@@ -119,7 +125,7 @@ class ExpertSlots:
     def _tabled(self, layer: int, group: Mapping[int, Mapping[str, Weight]]) -> ExpertTable:
         table = ExpertTable(self._count)
         for number, w in group.items():
-            table.put(number, *(w[name] for name in MATRICES))
+            put(table, number, w)
         return table
 
     def on_host(self, keys: Iterable[Key]) -> dict[int, dict[str, Weight]]:

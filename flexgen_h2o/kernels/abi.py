@@ -92,18 +92,18 @@ STRUCTS = MappingProxyType({
     # reference_layer.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.
     "Activate": """void*: x; const void*: factor;
         int64_t: dtype function rows width x_row factor_row threads""",
-    # reference_experts.route: x [rows, hidden], router [count, hidden], ids and shares [rows, each]
-    # contiguous.
-    "Route": """const void*: x router; int64_t*: ids; float*: shares;
+    # reference_experts.route: x [rows, hidden], router [count, hidden], bias [count] or null, ids
+    # and shares [rows, each] contiguous.
+    "Route": """const void*: x router bias; int64_t*: ids; float*: shares;
         int64_t: rows hidden count each x_row router_row normalise threads""",
     # An expert's matrices: of 16 bits, whose rows follow each other, or quantized; data is null
-    # where it is not there.
-    "Expert": "Matrix: gate up down",
+    # where it is not there. Biases [outputs] or null.
+    "Expert": "Matrix: gate up down; const void*: gate_bias up_bias down_bias",
     # reference_experts.experts: x [rows, hidden], ids and shares [rows, each] contiguous, experts
-    # [count], sums [rows, hidden].
+    # [count], sums [rows, hidden]; limit: 0 where `function` is what counts.
     "Experts": """const void*: x; const int64_t*: ids; const float*: shares; float*: sums;
         const Expert*: experts;
-        int64_t: rows each count most function x_row sums_row threads""",
+        int64_t: rows each count most function x_row sums_row threads; double: slope limit""",
     # One of `OPERATIONS` and its struct above, and a list of such.
     "Step": "int64_t: operation; const void*: arguments",
     "Program": "const Step*: steps; int64_t: count",

@@ -6,6 +6,7 @@ One call routes, and one computes all experts of a table. `reference_experts` sp
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,9 +60,9 @@ class ExpertTable:
         return self._shape
 
     def put(self, number: int, gate: Tensor | QuantizedMatrix, up: Tensor | QuantizedMatrix,
-            down: Tensor | QuantizedMatrix) -> None:
+            down: Tensor | QuantizedMatrix, *, biases: Sequence[Tensor] = ()) -> None:
         """Have an expert there: gate and up [wide, hidden], down [hidden, wide], of bfloat16 or
-        quantized, all experts' alike."""
+        quantized, all experts' alike; with the biases of all three, bfloat16, or none."""
         wide, hidden = gate.shape
         need(tuple(up.shape) == (wide, hidden) and tuple(down.shape) == (hidden, wide)
              and self._shape in (None, (hidden, wide)), "experts",
@@ -70,7 +71,15 @@ class ExpertTable:
         need(_form(gate) == _form(up), "experts", "gate and up must be quantized alike")
         struct = self.structs[number]
         struct.gate, struct.up, struct.down = map(_matrix, (gate, up, down))
-        self._held[number], self._shape = (gate, up, down), (hidden, wide)
+        struct.gate_bias = struct.up_bias = struct.down_bias = None
+        if biases:
+            gate_bias, up_bias, down_bias = biases
+            expect("experts", torch.bfloat16, gate_bias=(gate_bias, (wide,)),
+                   up_bias=(up_bias, (wide,)), down_bias=(down_bias, (hidden,)))
+            lines("experts", gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+            struct.gate_bias, struct.up_bias, struct.down_bias = (
+                bias.data_ptr() for bias in biases)
+        self._held[number], self._shape = (gate, up, down, *biases), (hidden, wide)
 
     def drop(self, number: int) -> None:
         """Have an expert there no more."""
@@ -91,27 +100,32 @@ def _matrix(matrix: Tensor | QuantizedMatrix) -> ctypes.Structure:
     return native.plain_matrix(matrix)
 
 
-def route(x: Tensor, router: Tensor, *, each: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """See `reference_experts.route`; bfloat16, without a bias."""
+def route(x: Tensor, router: Tensor, bias: Tensor | None = None, *, each: int, normalise: bool
+          ) -> tuple[Tensor, Tensor]:
+    """See `reference_experts.route`; bfloat16."""
     name = "route"
-    expect(name, torch.bfloat16, x=(x, (len(x), router.shape[1])), router=(router, router.shape))
-    lines(name, x=x, router=router)
+    expect(name, torch.bfloat16, x=(x, (len(x), router.shape[1])), router=(router, router.shape),
+           bias=(bias, router.shape[:1]))
+    lines(name, x=x, router=router, bias=bias)
     need(0 < each <= len(router), name, f"{each} of {len(router)} experts")
     ids = torch.empty(len(x), each, dtype=torch.int64)
     shares = torch.empty(len(x), each)
-    native.call(name, "Route", x=x.data_ptr(), router=router.data_ptr(), ids=ids.data_ptr(),
+    native.call(name, "Route", x=x.data_ptr(), router=router.data_ptr(),
+                bias=None if bias is None else bias.data_ptr(), ids=ids.data_ptr(),
                 shares=shares.data_ptr(), rows=len(x), hidden=x.shape[1], count=len(router),
                 each=each, x_row=x.stride(0), router_row=router.stride(0), normalise=normalise)
     return ids, shares
 
 
 def experts(x: Tensor, ids: Tensor, shares: Tensor, table: ExpertTable, sums: Tensor, *,
-            function: str, most: int) -> None:
+            function: str | tuple[float, float], most: int) -> None:
     """See `reference_experts.experts`; bfloat16, and `most` at most SKINNY_ROWS."""
     name = "experts"
     if table.shape is None:
         return
-    need(x.dim() == ids.dim() == 2 and function in abi.ACTIVATIONS and most <= SKINNY_ROWS, name,
+    slope, limit = function if isinstance(function, tuple) else (1.0, 0.0)
+    known = limit > 0 or function in abi.ACTIVATIONS
+    need(x.dim() == ids.dim() == 2 and known and most <= SKINNY_ROWS, name,
          f"takes x [rows, hidden], ids [rows, each], one of {abi.ACTIVATIONS} and up to "
          f"{SKINNY_ROWS} rows")
     expect(name, torch.bfloat16, x=(x, (len(ids), table.shape[0])))
@@ -122,5 +136,5 @@ def experts(x: Tensor, ids: Tensor, shares: Tensor, table: ExpertTable, sums: Te
     native.call(name, "Experts", x=x.data_ptr(), ids=ids.data_ptr(), shares=shares.data_ptr(),
                 sums=sums.data_ptr(), experts=ctypes.addressof(table.structs), rows=len(x),
                 each=ids.shape[1], count=len(table), most=most,
-                function=abi.ACTIVATIONS.index(function), x_row=x.stride(0),
-                sums_row=sums.stride(0))
+                function=0 if limit else abi.ACTIVATIONS.index(function), x_row=x.stride(0),
+                sums_row=sums.stride(0), slope=slope, limit=limit)

@@ -1,6 +1,7 @@
 """The specification of a mixture of experts of few tokens each, in plain PyTorch.
 
-Experts are tables of three matrices; what is not there is None.
+Experts are tables of three matrices, and of their biases if there are any; what is not there is
+None.
 """
 
 from __future__ import annotations
@@ -49,28 +50,41 @@ def experts(x, ids, shares, table, sums, *, function, most):
     x : Tensor [rows, hidden]
     ids : int64 Tensor [rows, each]
     shares : float32 Tensor [rows, each]
-    table : sequence of (gate, up, down) or None
+    table : sequence of (gate, up, down), or these and a bias of each, or None
         Matrices of x's dtype or `QuantizedMatrix`: gate and up [wide, hidden], down [hidden, wide].
     sums : float32 Tensor [rows, hidden]
         Updated in place.
-    function : str
-        One of abi.ACTIVATIONS.
+    function : str or (slope, limit)
+        One of abi.ACTIVATIONS. Or two floats, the limit above 0, for an inside of
+        ``(up(x) + 1) * gate(x) * sigmoid(slope * gate(x))``, of gates of at most the limit and ups
+        within it, rounded once (gpt-oss, arXiv 2508.10925).
     most : int
     """
     for number, matrices in enumerate(table):
         rows, places = (ids == number).nonzero(as_tuple=True)
         if matrices is None or not 0 < len(rows) <= most:
             continue
-        gate, up, down = matrices
-        wide = _product(x[rows], gate)
-        activate(wide, function, _product(x[rows], up))
-        sums.index_add_(0, rows, _product(wide, down).float() * shares[rows, places, None])
+        parts, biases = matrices[:3], matrices[3:] or (None, None, None)
+        wide, up = (_product(x[rows], *each) for each in zip(parts[:2], biases[:2], strict=True))
+        if isinstance(function, tuple):
+            wide = _gated(wide, up, *function)
+        else:
+            activate(wide, function, up)
+        out = _product(wide, parts[2], biases[2])
+        sums.index_add_(0, rows, out.float() * shares[rows, places, None])
 
 
-def _product(x, matrix):
+def _gated(gate, up, slope, limit):
+    held = gate.float().clamp(max=limit)
+    return ((up.float().clamp(-limit, limit) + 1) * held * (slope * held).sigmoid()).to(gate.dtype)
+
+
+def _product(x, matrix, bias):
     out = x.new_empty(len(x), len(matrix))
     if isinstance(matrix, QuantizedMatrix):
-        linear_quantized(x, matrix.data, matrix.layout, None, out)
-    else:
+        linear_quantized(x, matrix.data, matrix.layout, bias, out)
+    elif bias is None:
         torch.mm(x, matrix.t(), out=out)
+    else:
+        torch.addmm(bias, x, matrix.t(), out=out)
     return out

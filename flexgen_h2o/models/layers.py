@@ -97,8 +97,8 @@ class Operations(Scratch):
               normalise: bool) -> tuple[Tensor, Tensor]:
         """See `reference_experts.route`."""
         ours = x.is_cpu and x.dtype == torch.bfloat16 and not ops.plain_torch("cpu")
-        if ours and bias is None:
-            return experts.route(x, router, each=each, normalise=normalise)
+        if ours:
+            return experts.route(x, router, bias, each=each, normalise=normalise)
         logits = x.float() @ router.float().t()
         if bias is not None:
             logits += bias.float()

@@ -164,9 +164,10 @@ def test_quantized_experts_and_a_router_that_is_not(tiny_model, tmp_path, bits):
         assert not isinstance(weights_of(llm).experts[0, 0].resident["up"], torch.Tensor)
 
 
-def test_bfloat16_stays_near_whatever_the_policy(tiny_model, tmp_path):
+@pytest.mark.parametrize("key", ["mixtral", "gpt_oss"])
+def test_bfloat16_stays_near_whatever_the_policy(tiny_model, tmp_path, key):
     """Sums in float32: the order in which experts arrive is less than a rounding."""
-    folder, prompts = tiny_model("mixtral").folder, make_prompts(97, [9, 4, 6])
+    folder, prompts = tiny_model(key).folder, make_prompts(97, [9, 4, 6])
     pairs = [(prompt[:-2], prompt[-2:]) for prompt in prompts]
     found = []
     for experts, slots in ((None, None), (DISK, 2), (MIXED, 3)):

@@ -21,7 +21,7 @@ def matrix(outputs, inputs, bits, generator):
     return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
 
 
-def case(rows, hidden, wide, count, each, bits, *, seed=0, missing=()):
+def case(rows, hidden, wide, count, each, bits, *, seed=0, missing=(), biased=False):
     """x, ids, shares and the experts, some of which are missing; x is strided."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.full((rows, hidden + 3), float("nan")).bfloat16()
@@ -31,6 +31,9 @@ def case(rows, hidden, wide, count, each, bits, *, seed=0, missing=()):
     made = [None if number in missing else tuple(
         matrix(*shape, bits, generator) for shape in ((wide, hidden), (wide, hidden),
                                                       (hidden, wide))) for number in range(count)]
+    if biased:
+        made = [matrices and (*matrices, *(torch.randn(len(each), generator=generator).bfloat16()
+                                           for each in matrices)) for matrices in made]
     return x[:, :hidden], ids, shares, made
 
 
@@ -38,24 +41,25 @@ def table_of(made):
     table = experts.ExpertTable(len(made))
     for number, matrices in enumerate(made):
         if matrices is not None:
-            table.put(number, *matrices)
+            table.put(number, *matrices[:3], biases=matrices[3:])
     return table
 
 
 @given(st.sampled_from([*SETS]), st.sampled_from([16, 8, 4]), st.integers(1, 40),
        st.integers(1, 70), st.integers(1, 50), st.integers(1, 9), st.integers(1, 4),
-       st.sampled_from(abi.ACTIVATIONS), st.integers(1, 3), st.integers(0, 2**31))
+       st.sampled_from([*abi.ACTIVATIONS, (1.7, 0.6)]), st.integers(1, 3), st.integers(0, 2**31))
 @settings(deadline=None, max_examples=60)
 def test_experts_are_those_of_the_reference(way, bits, rows, hidden, wide, count, each, function,
                                             team, seed):
+    """With an activation, or with biases and gpt-oss's gate."""
+    options = {"function": function, "most": 16}
     missing = {0} if count > 2 else set()
     x, ids, shares, made = case(rows, hidden, wide, count, min(each, count), bits, seed=seed,
-                                missing=missing)
+                                missing=missing, biased=isinstance(function, tuple))
     sums, expected = torch.ones(rows, hidden), torch.ones(rows, hidden)
-    most = 16
     with using(way), threads(team), poisoned_memory():
-        experts.experts(x, ids, shares, table_of(made), sums, function=function, most=most)
-    reference_experts.experts(x, ids, shares, made, expected, function=function, most=most)
+        experts.experts(x, ids, shares, table_of(made), sums, **options)
+    reference_experts.experts(x, ids, shares, made, expected, **options)
     torch.testing.assert_close(sums, expected, rtol=0.03, atol=0.03)
 
 
@@ -75,16 +79,21 @@ def test_threads_change_nothing(bits):
 @pytest.mark.parametrize("way", SETS)
 @pytest.mark.parametrize("normalise", [True, False])
 def test_routes_are_those_of_the_reference(way, normalise):
+    """With a bias and without."""
     for rows, hidden, count, each in ((1, 64, 8, 2), (9, 131, 37, 8), (3, 5, 4, 4)):
         generator = torch.Generator().manual_seed(rows)
         x = torch.randn(rows, hidden, generator=generator).bfloat16()
         router = torch.randn(count, hidden, generator=generator).bfloat16()
         router[1] = router[0]  # equal logits: the first comes first
-        with using(way):
-            ids, shares = experts.route(x, router, each=each, normalise=normalise)
-        wanted, parts = reference_experts.route(x, router, each=each, normalise=normalise)
-        assert torch.equal(ids, wanted)
-        torch.testing.assert_close(shares, parts, rtol=1e-4, atol=1e-6)
+        bias = torch.randn(count, generator=generator).bfloat16()
+        bias[1] = bias[0]
+        for added in (None, bias):
+            with using(way):
+                ids, shares = experts.route(x, router, added, each=each, normalise=normalise)
+            wanted, parts = reference_experts.route(x, router, added, each=each,
+                                                    normalise=normalise)
+            assert torch.equal(ids, wanted)
+            torch.testing.assert_close(shares, parts, rtol=1e-4, atol=1e-6)
 
 
 def test_no_number_chooses_experts_all_the_same():
@@ -104,6 +113,8 @@ def test_what_does_not_hold_together_is_refused():
         experts.experts(x, ids, shares, table, sums, function="silu", most=65)
     with pytest.raises(ValueError, match="belong together"):
         table.put(0, made[0][0], made[0][1], made[0][0])
+    with pytest.raises(ValueError, match="down_bias must be"):
+        table.put(0, *made[0], biases=[torch.zeros(8).bfloat16()] * 3)
     with pytest.raises(ValueError, match="4 of 3 experts"):
         experts.route(x, torch.ones(3, 16).bfloat16(), each=4, normalise=True)
     assert not sums.any()

@@ -25,19 +25,40 @@ struct Room {
     bf16 *x, *gate, *up, *out;
 };
 
-int product(const Matrix& m, const Matrix* also, const bf16* x, int64_t rows, bf16* out, bf16* more,
-            int64_t threads) {
+// A product's matrix, its bias or null, and where it goes.
+struct Term {
+    const Matrix& matrix;
+    const void* bias;
+    bf16* out;
+};
+
+// The products of x with a matrix, and with another of the same shape unless that is null.
+int product(const Term& a, const Term* also, const bf16* x, int64_t rows, int64_t threads) {
+    const Matrix& m = a.matrix;
+    const Term& b = also ? *also : a;
     const int64_t n = m.outputs;
     if (m.bits == 16) {
-        Linear second{x, also ? also->data : nullptr, nullptr, more, nullptr, BFLOAT16, rows,
-                      m.inputs, n, m.inputs, m.inputs, n, 0, threads};
-        return linear_skinny(Linear{x, m.data, nullptr, out, also ? &second : nullptr, BFLOAT16,
+        const Linear second{x, b.matrix.data, b.bias, b.out, nullptr, BFLOAT16, rows,
+                            m.inputs, n, m.inputs, m.inputs, n, 0, threads};
+        return linear_skinny(Linear{x, m.data, a.bias, a.out, also ? &second : nullptr, BFLOAT16,
                                     rows, m.inputs, n, m.inputs, m.inputs, n, 0, threads});
     }
-    Product second{x, nullptr, more, also ? *also : m, nullptr, BFLOAT16, rows, m.inputs, n, 0,
-                   threads};
-    return linear_quantized(Product{x, nullptr, out, m, also ? &second : nullptr, BFLOAT16, rows,
+    const Product second{x, b.bias, b.out, b.matrix, nullptr, BFLOAT16, rows, m.inputs, n, 0,
+                         threads};
+    return linear_quantized(Product{x, a.bias, a.out, m, also ? &second : nullptr, BFLOAT16, rows,
                                     m.inputs, n, 0, threads});
+}
+
+// gate = (up + 1) * gate * sigmoid(slope * gate), of gates of at most `limit` and ups within it.
+void clamp_and_gate(bf16* gate, const bf16* up, int64_t count, float slope, float limit) {
+    const Floats most = broadcast(limit);
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        Floats x = some(gate + i, count - i), y = some(up + i, count - i);
+        x = x > most ? most : x;  // what is no number stays
+        y = y > most ? most : y;
+        y = y < -most ? -most : y;
+        put_some(gate + i, (y + 1.0f) * x * sigmoid(slope * x), count - i);
+    }
 }
 
 void activate_rows(int64_t function, bf16* x, const bf16* factor, int64_t count) {
@@ -49,7 +70,8 @@ void activate_rows(int64_t function, bf16* x, const bf16* factor, int64_t count)
     }
 }
 
-// out = down(act(gate(x)) * up(x)) of an expert's choices; the round's first is number `first`.
+// out = down(act(gate(x)) * up(x)) of an expert's choices, or with `clamp_and_gate` where there is a
+// limit; the round's first choice is number `first`.
 int compute(const Experts& a, const Chosen& c, int64_t first, const int64_t* tokens, const Room& all,
             int64_t threads) {
     const Expert& e = *c.expert;
@@ -59,10 +81,15 @@ int compute(const Experts& a, const Chosen& c, int64_t first, const int64_t* tok
     for (int64_t i = 0; i < rows; i++)
         std::memcpy(x + i * hidden, static_cast<const bf16*>(a.x) + tokens[c.begin + i] * a.x_row,
                     static_cast<size_t>(hidden) * sizeof *x);
-    int status = product(e.gate, &e.up, x, rows, gate, up, threads);
+    const Term second{e.up, e.up_bias, up};
+    const int status = product({e.gate, e.gate_bias, gate}, &second, x, rows, threads);
     if (status != DONE) return status;
-    activate_rows(a.function, gate, up, rows * wide);
-    return product(e.down, nullptr, gate, rows, all.out + at * hidden, nullptr, threads);
+    if (a.limit > 0)
+        clamp_and_gate(gate, up, rows * wide, static_cast<float>(a.slope),
+                       static_cast<float>(a.limit));
+    else
+        activate_rows(a.function, gate, up, rows * wide);
+    return product({e.down, e.down_bias, all.out + at * hidden}, nullptr, gate, rows, threads);
 }
 
 // Adds choices `first` to `last`, whose outputs are in `out`, to the sums of their tokens.
@@ -169,6 +196,7 @@ void logits_of(const Route& a, const bf16* x, float* logits) {
         for (; k < a.hidden; k += WIDTH)
             sums[0] = fma(some(x + k, a.hidden - k), some(router + k, a.hidden - k), sums[0]);
         logits[e] = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+        if (a.bias) logits[e] += one(static_cast<const bf16*>(a.bias) + e);
     }
 }
 
