@@ -40,7 +40,7 @@ _GOOD = 1.005
 
 
 @dataclass(frozen=True)
-class Point:
+class QualityPoint:
     """A cache: percent of the full one's bytes that it has in memory, and that a new token reads
     (keys, values and index), both in numbers of 16 bits; perplexity over the full one's."""
 
@@ -49,7 +49,7 @@ class Point:
     over: float
 
 
-def points(rows: Sequence[Row]) -> dict[tuple[str, str], list[Point]]:
+def points(rows: Sequence[Row]) -> dict[tuple[str, str], list[QualityPoint]]:
     """The points of each mode of `MODES` that the rows have, by budget; of equal rows the first.
 
     Raises `UserError` for rows of several models or lengths, or without the full cache.
@@ -60,7 +60,7 @@ def points(rows: Sequence[Row]) -> dict[tuple[str, str], list[Point]]:
     full = next((row for row in rows if (row["policy"], row["variant"]) == FULL), None)
     if full is None:
         raise UserError("--csv has no row of the full cache, which the others are shares of")
-    found: dict[tuple[str, str], dict[float, Point]] = {}
+    found: dict[tuple[str, str], dict[float, QualityPoint]] = {}
     for row in rows:
         mode = row["policy"], row["variant"]
         if mode in MODES:
@@ -70,9 +70,9 @@ def points(rows: Sequence[Row]) -> dict[tuple[str, str], list[Point]]:
             for mode, mine in sorted(found.items(), key=lambda each: list(MODES).index(each[0]))}
 
 
-def _point(row: Row, full: Row) -> Point:
+def _point(row: Row, full: Row) -> QualityPoint:
     held, read = _shares(row, full)
-    return Point(100 * held, 100 * read, positive(row, "perplexity_over_full"))
+    return QualityPoint(100 * held, 100 * read, positive(row, "perplexity_over_full"))
 
 
 def _shares(row: Row, full: Row) -> tuple[float, float]:

@@ -276,19 +276,18 @@ def test_quality_stands_against_bytes_held_and_read(bench):
             quality_row("recall", 30, 1.02, variant="of the text"),
             quality_row("recall", 30, 1.1, variant="2-bit index")]
     found = bench.quality.points(rows)
-    shares = {mode: [(round(point.held, 3), round(point.read, 3), point.over) for point in mine]
+    shares = {mode: [(round(point.held, 2), round(point.read, 2), point.over) for point in mine]
               for mode, mine in found.items()}
     # A key of 64 numbers of 16 bits takes 128 bytes, of a token's 256: 4 bits and a scale and a
-    # zero point take 36 of them.
+    # zero point take 36 of them, 2 bits 20.
     assert shares == {
         ("full", ""): [(100, 100, 1)],
-        ("h2o", ""): [(5, round(1000 / 150, 3), 1.5), (15, 20, 1.2)],
-        ("h2o", "8-bit"): [(round(100 * 15 / 100 * 136 / 256, 3),
-                            round(20 * 68 / 128, 3), 1.25)],
+        ("h2o", ""): [(5, 6.67, 1.5), (15, 20, 1.2)],
+        ("h2o", "8-bit"): [(7.97, 10.63, 1.25)],
         ("sparse-values", ""): [(100, 60, 1.1)],
-        ("recall", ""): [(100 + 100 * 36 / 256, 20 + 100 * 36 / 256, 1.04)],
-        ("recall", "of the text"): [(100 + 100 * 36 / 256, 30 + 100 * 36 / 256, 1.02)],
-        ("recall", "2-bit index"): [(100 + 100 * 20 / 256, 20 + 100 * 20 / 256, 1.1)]}
+        ("recall", ""): [(114.06, 34.06, 1.04)],
+        ("recall", "of the text"): [(114.06, 44.06, 1.02)],
+        ("recall", "2-bit index"): [(107.81, 27.81, 1.1)]}
     figure = bench.quality.draw(rows)
     assert len(figure.axes) == 2 and {"recall, of the text so far", "h2o, cache of 8 bits",
                                       "bytes that a token reads, % of the full cache's"} <= set(

@@ -40,7 +40,19 @@ def pairs_of(vocab: int) -> list[tuple[list[int], list[int]]]:
 
 def scores(tiny, pairs, *, policy: Policy, **options) -> list:
     with LLM(str(tiny.folder), dtype="float32", policy=policy, progress=False, **options) as llm:
-        return [(scored.log_probs, scored.greedy) for scored in llm.score(pairs)]
+        return [(scored.log_probs, scored.likeliest) for scored in llm.score(pairs)]
+
+
+def test_each_token_says_whether_it_is_the_likeliest(tiny_model):
+    tiny = tiny_model("llama")
+    prompt = pairs_of(tiny.config.vocab_size)[0][0]
+    with LLM(str(tiny.folder), dtype="float32", progress=False) as llm:
+        (out,) = llm.generate([prompt], max_new_tokens=4, eos_token_id=-1)
+        tokens = list(out.token_ids)
+        changed = [*tokens[:2], (tokens[2] + 1) % tiny.config.vocab_size]
+        own, other = llm.score([(prompt, tokens), (prompt, changed)])
+    assert own.likeliest == [True] * 4 and own.greedy
+    assert other.likeliest == [True, True, False] and not other.greedy
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -52,8 +64,8 @@ def test_as_each_pair_alone(tiny_model, name):
     for size, batches in ((13, 1), (5, 2), (3, 1)):
         found = scores(tiny, pairs, policy=Policy(gpu_batch_size=size, num_gpu_batches=batches),
                        **CACHES[name])
-        for (values, greedy), (others, also) in zip(found, expected, strict=True):
-            assert values == pytest.approx(others, abs=1e-4) and greedy == also
+        for (values, likeliest), (others, also) in zip(found, expected, strict=True):
+            assert values == pytest.approx(others, abs=1e-4) and likeliest == also
 
 
 @pytest.mark.parametrize("key", ["opt", "neox"])
@@ -64,8 +76,8 @@ def test_on_every_tier(tiny_model, tmp_path, key, place):
     expected = scores(tiny, pairs, policy=Policy(gpu_batch_size=1), **CACHES["h2o"])
     policy = Policy(gpu_batch_size=6, cache=place, activations=place)
     found = scores(tiny, pairs, policy=policy, offload_dir=str(tmp_path), **CACHES["h2o"])
-    for (values, greedy), (others, also) in zip(found, expected, strict=True):
-        assert values == pytest.approx(others, abs=1e-4) and greedy == also
+    for (values, likeliest), (others, also) in zip(found, expected, strict=True):
+        assert values == pytest.approx(others, abs=1e-4) and likeliest == also
 
 
 def test_a_shared_context_is_computed_once(tiny_model, monkeypatch):

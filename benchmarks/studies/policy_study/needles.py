@@ -100,7 +100,7 @@ def answers(tasks: Sequence[NeedleTask], folder: str, h2o: H2OConfig | None, ask
 
 def pressed_answers(tasks: Sequence[NeedleTask], model, one: beside.Rival, percent: float,
                     asked: str) -> tuple[list[Scored], int]:
-    """As `answers`, by kvpress on transformers, which cuts prompts alone."""
+    """The same by kvpress on transformers, which cuts prompts alone."""
     beside.attention_of(model, one)
     found, most = [], 0
     for task in tasks:
