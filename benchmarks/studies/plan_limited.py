@@ -22,7 +22,7 @@ from pathlib import Path
 
 from flexgen_h2o.cli import planner
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.cli.input_files import workload
+from flexgen_h2o.cli.input_files import synthetic_prompts, workload
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
@@ -31,7 +31,6 @@ from flexgen_h2o.config.policy import percent_text
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
-from flexgen_h2o.tasks import bench
 
 SHARE = 0.2
 """Of prompt and generated tokens, that H2O keeps: half of it heavy hitters, half recent tokens."""
@@ -62,7 +61,7 @@ def configured(args: argparse.Namespace, run: LimitedRun) -> RunConfig:
     kept = {"num_heavy_hitter_tokens": _half(args), "num_window_length": 2 * _half(args)}
     return RunConfig(model=args.model, path=args.path, prompt_len=args.prompt_len,
                      gen_len=args.gen_len, num_prompts=run.batch, percent="auto",
-                     memory_limit=limit, weight_bits=run.bits, cache_bits=run.bits, warm_up=True,
+                     memory_limit=limit, weight_bits=run.bits, cache_bits=run.bits,
                      offload_dir=args.offload_dir, **(kept if run.h2o else {}))
 
 
@@ -105,8 +104,10 @@ def measured(config: RunConfig, implementations: Winners) -> tuple[float, float]
     that the plan goes by."""
     with open_llm(config, workload=workload(config, ()), implementations=implementations,
                   progress=False) as llm:
-        (stats,) = bench.measure(llm, config, 1, None)
-    return stats.prefill_seconds, stats.decode_seconds
+        prompts = synthetic_prompts(config, llm.vocab_size)
+        for new in (2, config.gen_len):
+            llm.generate(prompts, max_new_tokens=new, eos_token_id=-1)
+        return llm.stats.prefill_seconds, llm.stats.decode_seconds
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
