@@ -100,9 +100,11 @@ class KeptWeights:
     def _written(self, noted: Path) -> list[str]:
         """The tensors that are there: none if the file or the note of them is gone or damaged."""
         try:
-            return json.loads(noted.read_text("utf-8")) if self._file.exists() else []
+            found = json.loads(noted.read_text("utf-8")) if self._file.exists() else []
         except (FileNotFoundError, ValueError):
             return []
+        names = found if isinstance(found, list) else []
+        return [name for name in names if isinstance(name, str)]
 
     @contextlib.contextmanager
     def _reserved(self, names: Collection[str]) -> Iterator[None]:
