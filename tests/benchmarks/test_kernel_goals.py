@@ -37,4 +37,5 @@ def test_every_goal_finds_one_row_of_a_whole_run(goals):
               "decode": ["batch 16, 32 KV heads, 205 slots", "batch 16, 8 KV heads, 205 slots"]}
     rows = [row(operation, shape, contestant, over_sdpa=1.0) for operation, all_ in shapes.items()
             for shape in all_ for contestant in ("ours", "ours, 4 bits")]
+    rows.append(row("recall", "batch 4, 8 KV heads, 8192 slots", "recall 20%, 4 bits"))
     assert len(list(goals.goal_lines(rows, "amx"))) == len(goals.GOALS)

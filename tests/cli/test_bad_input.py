@@ -39,7 +39,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import articles, conversations
 from flexgen_h2o.models.checkpoint_base import Checkpoint
 from flexgen_h2o.models.spec import from_transformers, published
-from flexgen_h2o.planning import memory_check, rows
+from flexgen_h2o.planning import memory_check, temporaries
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.planned_run import record_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
@@ -526,7 +526,7 @@ def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatc
 
 def test_less_cache_fits_where_the_full_one_does_not(model, here, capfd, monkeypatch):
     """The plan knows of eviction and compression, and never proposes them: they change results."""
-    monkeypatch.setattr(rows, "RESERVE", 0)
+    monkeypatch.setattr(temporaries, "RESERVE", 0)
     argv = ("--model", "model", "--prompt-len", "240", "--gpu-batch-size", "8",
             "--num-gpu-batches", "8", "--gen-len", "2", "--prefill-chunk", "240")
     config = parser.parse_args([*SHORT, *argv, "--hh-ratio", "0.05"])

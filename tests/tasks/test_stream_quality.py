@@ -52,7 +52,7 @@ class FakeLLM:
 
     def __init__(self, model="fake", **options):
         self.options = options
-        self.model_config = types.SimpleNamespace(max_positions=100)
+        self.model_config = types.SimpleNamespace(max_positions=100, plain_positions=100)
         self.tokenizer = lambda text, verbose: {"input_ids": [len(word) for word in text.split()]}
         FakeLLM.opened.append(self)
 

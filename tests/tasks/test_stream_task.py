@@ -86,7 +86,8 @@ class FakeLLM:
     def __init__(self, model: str, **options):
         self.model, self.options, self.streams = model, options, []
         self.tokenizer = None if model == "mute" else FakeTokenizer()
-        self.model_config = types.SimpleNamespace(max_positions=2048)
+        self.model_config = types.SimpleNamespace(
+            max_positions=2048, plain_positions=2048)
         FakeLLM.opened.append(self)
 
     def __enter__(self):

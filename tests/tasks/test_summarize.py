@@ -253,7 +253,7 @@ class FakeLLM:
         self.h2o, self.policy = options["h2o"], options["policy"]
         self.tokenizer = FakeTokenizer()
         self.model_config = types.SimpleNamespace(
-            num_layers=2, max_positions=60, rope="rotary", attention=())
+            num_layers=2, max_positions=60, plain_positions=60, rope="rotary", attention=())
 
     def __enter__(self):
         return self
