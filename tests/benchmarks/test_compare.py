@@ -96,8 +96,8 @@ def test_the_config_of_the_repository_is_whole(bench):
     found = bench.config.load(ROOT / "configs" / "compare_cpu.yaml", models=Path("."))
     assert [each.name for each in found.scenarios] == [
         "opt-1.3b-512-128", "opt-1.3b-128-512", "opt-6.7b-512-32", "opt-1.3b-memory",
-        "smollm2-xsum", "smollm2-step", "smollm2-step-float32", "smollm2-batch-1", "smollm2-batch-4",
-        "smollm2-batch-16", "llama-1b-batch-1", "llama-1b-batch-16"]
+        "smollm2-xsum", "smollm2-step", "smollm2-step-float32", "smollm2-batch-1",
+        "smollm2-batch-4", "smollm2-batch-16", "llama-1b-batch-1", "llama-1b-batch-16"]
     first, second, third, memory, real, *_ = found.scenarios
     assert (first.memory, third.memory, memory.memory) == (2_500_000_000, 6_000_000_000, None)
     assert (second.prompt_len, second.gen_len, second.memory) == (128, 512, first.memory)
