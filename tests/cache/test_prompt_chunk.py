@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from h2o.test_h2o import MODES, VARIANTS, prompts_of, run, tokens
+from h2o.test_h2o import LOGGED, MODES, VARIANTS, prompts_of, run, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
@@ -149,10 +149,10 @@ def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions, bits)
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=0.1, positions=positions, prompt_chunk=7)
-    expected = tokens(tiny, prompts, h2o, cache_bits=bits, new=40)
+    expected = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED)
     for place in PLACES:
         for options in ({}, {"overlap": False}, {"cpu_cache_compute": True}):
-            got = tokens(tiny, prompts, h2o, cache_bits=bits, new=40, cache=place,
+            got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place,
                          activations=place, **options)
             assert got == expected, (place, options)
 
