@@ -62,6 +62,7 @@ GROUPED = (16, 32, 1024, DIM)
 MATRIX, ROWS = (16384, 4096), (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 """Outputs and inputs, and rows that are multiplied with them."""
 COMPARED_ROWS = (1, 2, 4, 8, 16, 20, 24, 32, 48, 64)
+"""Rows with which each implementation of a product is timed."""
 READING_ROWS = 16
 """The most rows whose roofline is reading the matrix; for more it is the products."""
 ROUNDED = [(8, 64), (4, 64), (4, 32)]
