@@ -15,6 +15,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/.have-$(subst =,-,$(TORCH))
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
+# The kernels are compiled once for whatever installs or packages them.
+export FLEXGEN_H2O_OBJECTS := $(abspath $(VENV))/objects
+
 .DELETE_ON_ERROR:
 .PHONY: demo test docs test-wheel test-asan test-transformers-4 gpu-check \
     compare-llama-cpp compare-experts clean

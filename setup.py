@@ -143,33 +143,44 @@ class BuildKernels(build_ext):
     one library.
 
     Which set is used is decided at run time. Where that fails, for want of a compiler, the package
-    is installed without: plain PyTorch then does the same, slowly, and says so.
+    is installed without: plain PyTorch then does the same, slowly, and says so. With
+    FLEXGEN_H2O_OBJECTS in the environment, a folder, what was compiled from the same bytes by the
+    same command is linked again: the Makefile installs and packages within one such folder.
     """
 
     def build_extension(self, ext: Extension) -> None:
         flags = FLAGS + (SANITIZE if os.environ.get("FLEXGEN_H2O_SANITIZE") else [])
-        folder = Path(self.build_temp)
-        jobs = [(source, str(folder / name), [*flags, *more, f"-DISA={name}"])
+        jobs = [(source, name, [*flags, *more, f"-DISA={name}"])
                 for source in ext.sources for name, more in INSTRUCTION_SETS.items()
                 if Path(source).stem in TILED or not name.startswith("amx")
                 and Path(source).stem != "dispatch"]
-        jobs.append((str(KERNELS / "dispatch.cpp"), str(folder),
-                     [*flags, f'-DH2O_BUILD="{fingerprint(ext, jobs)}"']))
+        build = fingerprint(ext, jobs)
+        jobs.append((str(KERNELS / "dispatch.cpp"), "", [*flags, f'-DH2O_BUILD="{build}"']))
+        kept = os.environ.get("FLEXGEN_H2O_OBJECTS")
+        folder = Path(kept, build) if kept else Path(self.build_temp)
+        whole = folder / "whole"
+        reused = kept and whole.exists()
         folder.mkdir(parents=True, exist_ok=True)
         abi = runpy.run_path(str(KERNELS.parent / "abi.py"))
         (folder / "abi.h").write_text(abi["header"](), encoding="utf-8")
 
-        def compiled(job: tuple[str, str, list[str]]) -> list[str]:
-            source, output, arguments = job
-            return self.compiler.compile([source], output_dir=output, include_dirs=[str(folder)],
-                                         extra_postargs=arguments, depends=ext.depends)
+        def compiled(job: tuple[str, str, list[str]]) -> str:
+            source, name, arguments = job
+            output = str(folder / name)
+            (path,) = self.compiler.object_filenames([source], output_dir=output)
+            if not reused:
+                self.compiler.compile([source], output_dir=output, include_dirs=[str(folder)],
+                                      extra_postargs=arguments, depends=ext.depends)
+            return path
 
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = [each for some in pool.map(compiled, jobs) for each in some]
+                objects = list(pool.map(compiled, jobs))
             self.compiler.link_shared_object(
                 objects, self.get_ext_fullpath(ext.name), target_lang="c++",
                 extra_postargs=[flag for flag in flags if flag.startswith(("-fopenmp", "-fsan"))])
+            if kept:
+                whole.touch()
         except (BaseError, CCompilerError, OSError) as error:
             self.warn(f"the CPU kernels were not built, plain PyTorch will be used: {error}")
 

@@ -583,6 +583,7 @@ def test_a_process_ends_the_same_way(model, here, monkeypatch, argv, words):
 
 
 def test_any_number_of_signals_leaves_nothing(model, here):
+    sent = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     root = str(Path(flex_opt.__file__).parents[1])
     work = subprocess.Popen(
         [sys.executable, "-m", "flexgen_h2o.flex_opt", *SHORT, *RESULTS, *DISK, "--model", "model",
@@ -591,11 +592,13 @@ def test_any_number_of_signals_leaves_nothing(model, here):
     while work.poll() is None and not list(here.glob("offload/*")):
         time.sleep(0.001)
     while work.poll() is None:
-        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        for number in sent:
             work.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             work.wait(0.005)
-    assert (work.returncode, work.stderr.read()) == (128 + signal.SIGHUP, "interrupted\n")
+    # Signals of one moment reach several threads, so that any may be the first that Python sees.
+    assert work.returncode in {128 + number for number in sent}
+    assert work.stderr.read() == "interrupted\n"
     assert list((here / "offload").iterdir()) == [] and not (here / "o.jsonl").exists()
 
 
