@@ -10,7 +10,7 @@ from h2o.test_h2o import LOGGED, MODES, VARIANTS, prompts_of, run, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
-from llm.test_llm import PLACES
+from llm.test_llm import in_turn
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cache.appending import CacheState, LayerAttention, append
@@ -113,10 +113,9 @@ def test_without_a_state_a_chunk_takes_the_next_slots():
 # End to end
 
 
-@pytest.mark.parametrize("positions", ["original", "rolling"])
+@pytest.mark.parametrize(("positions", "chunk"), [("original", 1), ("rolling", 6)])
 @pytest.mark.parametrize("name", [
     name for name in VARIANTS if name != "prompt only" and "budget_of" not in VARIANTS[name]])
-@pytest.mark.parametrize("chunk", [1, 6])
 def test_every_variant_equals_its_simulation(tiny_model, name, positions, chunk):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -143,18 +142,16 @@ def test_a_chunk_that_holds_the_prompt_is_the_usual_cut(tiny_model, score):
     assert tokens(tiny, prompts, replace(h2o, prompt_chunk=60)) == tokens(tiny, prompts, h2o)
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("key, positions", [("opt", "original"), ("llama", "rolling")])
+@pytest.mark.parametrize("key, positions, bits", [("opt", "original", 16), ("llama", "rolling", 4)])
 def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions, bits):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=0.1, positions=positions, prompt_chunk=7)
     expected = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED)
-    for place in PLACES:
-        for options in ({}, {"overlap": False}, {"cpu_cache_compute": True}):
-            got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place,
-                         activations=place, **options)
-            assert got == expected, (place, options)
+    for place, options in in_turn([{}, {"overlap": False}, {"cpu_cache_compute": True}]):
+        got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place,
+                     activations=place, **options)
+        assert got == expected, (place, options)
 
 
 def test_tokens_do_not_depend_on_the_batch(tiny_model):

@@ -8,7 +8,7 @@ from fakes import LazyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import buffer_bytes, cache_of
-from llm.test_llm import PLACES, make_prompts, transformers_tokens
+from llm.test_llm import PLACES, in_turn, make_prompts, transformers_tokens
 
 import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -99,9 +99,8 @@ def test_every_variant_equals_its_simulation(tiny_model, name, positions):
     options = {**VARIANTS[name], "positions": positions}
     expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options), new=30)
     assert tokens(tiny, prompts, H2OConfig(**options), new=30) == expected
-    for chunk in (1, 16):
-        got = tokens(tiny, prompts, H2OConfig(**options), new=30, prefill_chunk=chunk)
-        assert got == expected, chunk
+    chunk = {"original": 16, "rolling": 1}[positions]
+    assert tokens(tiny, prompts, H2OConfig(**options), new=30, prefill_chunk=chunk) == expected
 
 
 @pytest.mark.parametrize("key, positions", [("opt", "original"), ("llama", "original"),
@@ -111,12 +110,11 @@ def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions):
     prompts = prompts_of(tiny)
     h2o = {"heavy_ratio": 0.1, "positions": positions}
     expected = tokens(tiny, prompts, H2OConfig(simulate=True, **h2o), new=LOGGED)
-    for place in PLACES:
-        for options in ({}, {"overlap": False}, {"prefill_chunk": 16},
-                        {"cpu_cache_compute": True}):
-            got = tokens(tiny, prompts, H2OConfig(**h2o), new=LOGGED, cache=place,
-                         activations=place, **options)
-            assert got == expected, (place, options)
+    for place, options in in_turn([{}, {"overlap": False}, {"prefill_chunk": 16},
+                                   {"cpu_cache_compute": True}]):
+        got = tokens(tiny, prompts, H2OConfig(**h2o), new=LOGGED, cache=place,
+                     activations=place, **options)
+        assert got == expected, (place, options)
 
 
 @settings(max_examples=25)
@@ -158,10 +156,9 @@ def test_tokens_do_not_depend_on_the_batch(tiny_model, key):
     assert tokens(tiny, prompts[::-1], h2o, gpu_batch_size=2) == together[::-1]
 
 
-@pytest.mark.parametrize("key", ["opt", "llama", "neox"])
-@pytest.mark.parametrize("options", [
-    {"heavy_tokens": 100, "recent_tokens": 100}, {"heavy_ratio": 1.0}, {"simulate": True},
-    {"recent_tokens": 123, "heavy_tokens": 0}])
+@pytest.mark.parametrize(("key", "options"), [
+    ("opt", {"heavy_tokens": 100, "recent_tokens": 100}), ("llama", {"heavy_ratio": 1.0}),
+    ("opt", {"simulate": True}), ("neox", {"recent_tokens": 123, "heavy_tokens": 0})])
 def test_a_budget_that_holds_everything_is_the_full_cache(tiny_model, key, options):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
@@ -228,19 +225,18 @@ def test_opt_stops_at_its_table_unless_positions_are_dropped(tiny_model):
 # Compression
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("h2o", [
-    None, {"heavy_ratio": 0.1}, {"heavy_ratio": 0.1, "positions": "rolling"},
-    {"heavy_tokens": 0, "recent_ratio": 0.2}, {"heavy_ratio": 0.1, "evict_generated": False}])
+@pytest.mark.parametrize(("bits", "h2o"), [
+    (8, None), (4, {"heavy_ratio": 0.1}), (8, {"heavy_ratio": 0.1, "positions": "rolling"}),
+    (4, {"heavy_tokens": 0, "recent_ratio": 0.2}),
+    (8, {"heavy_ratio": 0.1, "evict_generated": False})])
 def test_a_compressed_cache_is_the_same_on_every_tier(tiny_model, device, bits, h2o):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     h2o = None if h2o is None else H2OConfig(**h2o)
     expected, stats = run(tiny, prompts, h2o, cache_bits=bits, new=LOGGED)
-    for place in PLACES:
-        for options in ({}, {"prefill_chunk": 16}, {"cpu_cache_compute": True}):
-            got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place, **options)
-            assert got == expected, (place, options)
+    for place, options in in_turn([{}, {"prefill_chunk": 16}, {"cpu_cache_compute": True}]):
+        got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place, **options)
+        assert got == expected, (place, options)
     assert stats.kv_bytes_per_token == 3 * 2 * 2 * (8 * bits // 8 + 4)  # layers, k and v, kv heads
 
 

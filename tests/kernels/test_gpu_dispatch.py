@@ -66,8 +66,8 @@ def test_only_what_is_pretended_is_a_gpu():
     assert gpu_of(host) is None
 
 
-@pytest.mark.parametrize("form", [HALF, BRAIN, 8, 4])
-@pytest.mark.parametrize(("group", "rotary"), [(1, 16), (3, 0), (4, 8), (8, 16)])
+@pytest.mark.parametrize(("form", "group", "rotary"), [
+    (HALF, 1, 16), (HALF, 8, 16), (BRAIN, 3, 0), (8, 4, 8), (8, 1, 0), (4, 8, 16), (4, 3, 8)])
 def test_decode_of_heads_one_by_one(form, group, rotary):
     with pretending(T4):
         check_decode(cached=[0, 33, 1, 50], full=(1, 3), form=form, group=group, kv_heads=2,

@@ -186,8 +186,8 @@ PLACES = [Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100), Plac
 LENGTHS = [19, 4, 1, 37, 12]
 
 
-@pytest.mark.parametrize("key", ["opt", "llama"])
-@pytest.mark.parametrize(("bits", "chunk"), [(16, None), (16, 8), (4, 8)])
+@pytest.mark.parametrize(("key", "bits", "chunk"), [
+    ("opt", 16, None), ("llama", 16, 8), ("llama", 4, 8)])
 def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, bits, chunk):
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)

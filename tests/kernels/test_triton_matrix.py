@@ -77,10 +77,9 @@ def test_linear_of_skinny_matrices(rows, form, dtype):
         check_linear(rows, shape, form, bias=i % 2 == 0, add=i < 2, dtype=dtype)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 9])
+@pytest.mark.parametrize("rows", [2, 9])
 @pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize(("bias", "add"), [(False, False), (True, False), (False, True),
-                                           (True, True)])
+@pytest.mark.parametrize(("bias", "add"), [(False, False), (True, True)])
 def test_linear_options(monkeypatch, rows, dtype, bias, add):
     """9 are unpacked on a T4, and their weights do not fit into the buffer at once."""
     monkeypatch.setattr(triton_matrix, "UNPACKED_BYTES", 40 * 136 * dtype.itemsize)
@@ -98,8 +97,8 @@ def test_linear_of_many_rows(dtype):
         check_linear(65, (70, 129), form, bias=True, dtype=dtype)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [8, 24, 40, 96, 256])
+@pytest.mark.parametrize(("bits", "group"), [
+    (4, 8), (8, 8), (4, 24), (8, 40), (4, 96), (8, 256)])
 def test_groups_of_any_size(bits, group):
     for rows in (1, 6):
         check_linear(rows, (20, 300), (bits, group))

@@ -53,8 +53,13 @@ PLACES = [Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100),
 FAMILIES = ["opt", "llama", "neox"]
 
 
-@pytest.mark.parametrize("key", FAMILIES)
-@pytest.mark.parametrize("overlap", [True, False])
+def in_turn(options: list[dict]) -> list[tuple[Placement, dict]]:
+    """Each placement with two of the options; each option with several placements."""
+    return [(place, options[(i + j) % len(options)]) for i, place in enumerate(PLACES)
+            for j in (0, 1)]
+
+
+@pytest.mark.parametrize(("key", "overlap"), [("opt", True), ("llama", False), ("neox", True)])
 def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, overlap):
     """Every placement of each kind with every one of the other kinds; pads; a partial block."""
     tiny = tiny_model(key)
