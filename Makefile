@@ -134,9 +134,9 @@ $(VENV)/.have-accelerate: $(VENV)/.have-test
 	$(PIP) install -e '.[bench-accelerate]'
 	touch $@
 
-# llama.cpp is built for this CPU: 10 to 30 minutes of a core.
+# llama.cpp is built for this CPU, without what reads images: 10 to 30 minutes of a core.
 $(VENV)/.have-llama-cpp: $(VENV)/.have-test
-	$(PIP) install --no-binary llama-cpp-python -e '.[bench-llama-cpp]'
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PIP) install --no-binary llama-cpp-python -e '.[bench-llama-cpp]'
 	touch $@
 
 $(VENV)/.have-docs: $(VENV)/.have-test
