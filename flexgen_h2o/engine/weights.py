@@ -28,6 +28,7 @@ from flexgen_h2o.kernels.matrix import ChunkedMatrix, QuantizedMatrix
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.spec import ModelWeights, TensorSpec
 from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.storage.arena import Arena
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.checksums import Checksums
 from flexgen_h2o.storage.disk import Disk, RunFolder, plan_reads
@@ -166,9 +167,10 @@ class WeightStore:
                     self._load_pack(unit, tier, wanted)
             done += sum(self._bytes(spec) for spec in unit.specs.values())
             progress(done, total)
+        arena = None if self._device.separate else Arena(self._device)
         for unit in self.experts.values():
             tier = self.tiers[next(iter(unit.specs.values())).name]
-            self._load_pack(unit, tier, unit.specs)
+            self._load_pack(unit, tier, unit.specs, arena)
             done += sum(self._bytes(spec) for spec in unit.specs.values())
             progress(done, total)
         self._tie_tables()
@@ -196,14 +198,18 @@ class WeightStore:
             return {n: s for n, s in chosen.items() if s.name not in embedded}
         return chosen
 
-    def _load_pack(self, unit: Unit, tier: str, wanted: Mapping[str, TensorSpec]) -> None:
+    def _load_pack(self, unit: Unit, tier: str, wanted: Mapping[str, TensorSpec],
+                   arena: Arena | None = None) -> None:
         pack = self._pack(wanted)
         unit.packs[tier] = pack
         if tier == "disk":
             if pack.reads is None:
                 raise UserError("weights on disk must lie in the run's dtype; this is a bug")
             return
-        host = self._device.host_empty(pack.nbytes, pinned=self._pin and tier == "cpu")
+        if arena is None:
+            host = self._device.host_empty(pack.nbytes, pinned=self._pin and tier == "cpu")
+        else:
+            host = arena.take(pack.nbytes)
         self._fill(pack, wanted, host)
         if tier == "gpu" and self._device.separate:
             buffer = self._device.empty(pack.nbytes)

@@ -1,0 +1,46 @@
+"""Host memory: what buffers of odd sizes take, alone and side by side."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.storage.arena import ARENA_BYTES, Arena
+from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, Device
+
+ODD = HUGE_PAGE + 7 * PAGE
+"""One huge page and a little: two huge pages would be nearly twice as much."""
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("of", ["device", "arena"])
+def test_a_buffer_takes_its_own_size(of):
+    device = Device()
+    take = device.host_empty if of == "device" else Arena(device).take
+    before, buffers = resident(), []
+    for _ in range(24):
+        buffers.append(take(ODD - 100))
+        buffers[-1].fill_(1)
+    assert {len(each) for each in buffers} == {ODD}
+    assert 0.9 * 24 * ODD < resident() - before < 1.1 * 24 * ODD
+
+
+@given(st.lists(st.integers(0, 3 * PAGE) | st.sampled_from([ARENA_BYTES, ARENA_BYTES + 1]),
+                max_size=6))
+def test_an_arenas_buffers_lie_apart(sizes):
+    arena = Arena(Device())
+    taken = [arena.take(size) for size in sizes]
+    for size, buffer in zip(sizes, taken, strict=True):
+        assert buffer.dtype == torch.uint8 and buffer.data_ptr() % PAGE == 0
+        assert size <= len(buffer) < size + PAGE or (size, len(buffer)) == (0, PAGE)
+    ends = sorted((each.data_ptr(), each.data_ptr() + len(each)) for each in taken)
+    assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
