@@ -8,9 +8,6 @@ from torch import Tensor
 from flexgen_h2o.cache.parts import Records
 from flexgen_h2o.config.page_layout import PageLayout
 
-NEAR = 128 << 10
-"""Bytes between two records that are read with them: a disk takes as long for one more request."""
-
 
 def page_layout(records: Records, slots: int) -> PageLayout:
     """The layout of a layer with so many slots of a sequence."""

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from flexgen_h2o.cache.fast_set import FastSet
 from flexgen_h2o.cache.fetched import CachedRecords, FetchedPart
-from flexgen_h2o.cache.page_records import NEAR, in_records, in_rows, page_layout, runs_of
+from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout, runs_of
 from flexgen_h2o.cache.parts import Chosen, Grid, Records
+from flexgen_h2o.config.limits import NEAR
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.disk import CHUNK, AlignedRead

@@ -24,8 +24,9 @@ from flexgen_h2o.config.limits import (
 )
 from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.budget import budget, cached, recalled
+from flexgen_h2o.h2o.budget import budget
 from flexgen_h2o.metrics.links import LINKS
+from flexgen_h2o.planning.cached_tokens import CachedTokens
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.planned_run import (
     PlannedRun,
@@ -42,10 +43,6 @@ TERMS = (None, *((kind, tier) for kind in PLACED for tier in TIERS))
 each tier. The weights of a mixture that count here are the experts; the others lie as they do."""
 
 _IS_WEIGHTS = np.array([term is not None and term[0] == "weights" for term in TERMS])
-
-RECALL_READS = 4
-"""Tokens that a step reads from disk for each that it recalls, as records and long reads have them:
-measured with 20 % recalled."""
 
 READ_ROWS = 4
 """Rows of an expert that a CPU multiplies in the time that it takes to read the expert."""
@@ -217,14 +214,16 @@ class _Costs:
         self._sequences = self._batches * run.workload.gpu_batch_size
         self._layer = model.layer_shapes()
         self._record = record_bytes(run.cache, model, run.itemsize)
+        self._tokens = CachedTokens(run, hardware.recall)
         self._weight_bytes = part_bytes(run.weights, self._layer, run.itemsize)
 
-    def _layer_step(self, count: float, tally: _Tally, attention: np.ndarray | None = None
-                    ) -> LayerStepCost:
+    def _layer_step(self, count: float, tally: _Tally, attention: np.ndarray | None = None,
+                    awaited: np.ndarray | None = None) -> LayerStepCost:
         """Groups of resources that run side by side: all resources, or with overlap off none of
         them.
 
         While attention takes its seconds [TERMS] no chunk of weights is used, and a few are read.
+        For `awaited` seconds [TERMS] of reading, compute waits.
         """
         policy, seconds = self._run.policy, tally.seconds
         lanes = seconds if policy.overlap else seconds.sum(axis=0, keepdims=True)
@@ -236,6 +235,8 @@ class _Costs:
             ahead = (CHUNK_BUFFERS - 1) / LAYER_CHUNKS * self._weight_bytes
             stalled[0] -= ahead / self._hardware.links["disk->cpu"]
             lanes = np.vstack((lanes, stalled))
+        if policy.overlap and awaited is not None:
+            lanes = np.vstack((lanes, lanes[0] + awaited))
         # As lanes of which the largest still counts: each, and a share of what the others take.
         share = self._hardware.interference
         lanes = (1 - share) * lanes + share * seconds.sum(axis=0)
@@ -291,7 +292,7 @@ class _Costs:
         self._experts(tally, self._batches * batch)
         products = tally.seconds[0].copy()
         self._token_attention(tally)
-        return self._layer_step(count, tally, tally.seconds[0] - products)
+        return self._layer_step(count, tally, tally.seconds[0] - products, self._awaited())
 
     def _rows(self, rows: float, trips: float = 1.0) -> _Tally:
         """A decoder layer's weights, so many times, and the hidden states of `rows` in each batch
@@ -404,11 +405,12 @@ class _Costs:
     def _token_attention(self, tally: _Tally) -> None:
         """Attention where the cache is brought or lies, and the new records on their way back."""
         run, model, hardware = self._run, self._model, self._hardware
-        read, new = self._attended() * self._record, self._sequences * self._record
+        new = self._sequences * self._record
         for tier in TIERS:
             host = tier == "cpu" and run.attends_on_host
             by = hardware.host_attention if host else hardware.compute
-            each = read / by.decode_attention[run.cache.bits] + model.num_kv_heads * by.head_seconds
+            # A GPU recalls in plain PyTorch, of which nothing is known: as if it read everything.
+            each = self._tokens.attention_seconds(by, recalls=host or not run.has_gpu)
             tally.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
         mean = self.prompt + (run.workload.gen_len + GROWTH) / 2
         whole = self._sequences * self._slots(mean) * self._record
@@ -422,11 +424,19 @@ class _Costs:
             tally.send("cache", new, ("cpu",))
         written = whole / WRITE_BACK_TOKENS
         if run.recalls_from_disk:
-            whole, written = self._sequences * self._recalled(mean) * self._record, new
+            whole, written = self._sequences * self._tokens.disk_reads()[0], new
         tally.bring("cache", whole, ("disk",))
         if run.has_gpu:
             tally.link("gpu->cpu", new, ("cache", "disk"))
         tally.link("cpu->disk", written, ("cache", "disk"))
+
+    def _awaited(self) -> np.ndarray | None:
+        """Seconds [TERMS] for which attention waits for what it has chosen."""
+        if not self._run.recalls_from_disk:
+            return None
+        tally = _Tally(self._hardware)
+        tally.bring("cache", self._sequences * self._tokens.disk_reads()[1], ("disk",))
+        return tally.seconds.sum(axis=0)
 
     def _slots(self, grown: float) -> float:
         """Slots of a sequence that travel, a mean over layers: with nothing evicted, `grown`."""
@@ -434,28 +444,6 @@ class _Costs:
         evicting = {*run.evicting_layers}
         return sum(most if layer in evicting else min(most, grown) for layer, most in enumerate(
             layer_slots(run.cache, model, run.workload))) / model.num_layers
-
-    def _recalled(self, grown: float) -> float:
-        """Tokens of a sequence that recall reads in a step, a mean over layers."""
-        run, prompt = self._run, self.prompt
-        chosen = (recalled(run.cache.h2o, layer, prompt, int(grown) - prompt)
-                  for layer in range(self._model.num_layers))
-        return sum(grown if each is None else min(RECALL_READS * each, grown)
-                   for each in chosen) / self._model.num_layers
-
-    def _attended(self) -> float:
-        """Tokens that a new one attends to, itself too: a mean over layers and decode steps."""
-        run, load = self._run, self._run.workload
-        steps, total = max(load.gen_len - 1, 1), 0.0
-        for layer in range(self._model.num_layers):
-            first, last = (cached(run.cache.h2o, layer, load.prompt_len, new)
-                           for new in (0, steps - 1))
-            if run.cache.h2o is not None and run.cache.h2o.budget_of == "text":
-                total += steps * (first + last) / 2
-                continue
-            growing = last - first  # a token each step, up to the budget
-            total += (growing + 1) * (first + last) / 2 + (steps - 1 - growing) * last
-        return total / steps / self._model.num_layers + 1
 
 
 def interpolate(table: Mapping[int, float], rows: float) -> float:

@@ -62,6 +62,42 @@ class HostAttentionRates:
 
 
 @dataclass(frozen=True)
+class RecallRates:
+    """The rates of recall on a CPU and from a disk, over those of a cache that is read in order.
+
+    They are fitted to measurements on one machine, smollm2's from disk, and hold where nothing else
+    is known: tests hold them to the rows in benchmarks/results.
+
+    Attributes
+    ----------
+    index_work : float
+        Times as long as a byte of a cache of 16 bits takes a byte of the index. It is read in order
+        too, but a byte has two or four codes to be multiplied, and weights have to be compared.
+    apart : float
+        Times as long as in order a chosen key or value takes to come: it begins where nothing could
+        foresee, and ends before the processor has begun to read ahead.
+    calls : float
+        Times `head_seconds`: one call indexes, one chooses, one attends.
+    missed : float
+        Tokens of a KV head that a step chooses and memory has not, over the geometric mean of what
+        it chooses and what is cached: a larger fast set has a larger share of what is chosen.
+    together : float
+        Missing tokens that lie side by side, as a query weighs neighbours alike.
+    guessed, left : float
+        Over what is missing where nothing is guessed: what is missing of a guess, and of the choice
+        itself once the guess has come.
+    """
+
+    index_work: float = 1.5
+    apart: float = 3
+    calls: float = 2.5
+    missed: float = 0.05
+    together: float = 3.5
+    guessed: float = 1.5
+    left: float = 0.43
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A machine.
 
@@ -84,6 +120,8 @@ class Hardware:
         Beside reading from disk, compute takes longer by this share (0 to 1) of the time that
         reading takes alone: more than the other way round where the processors that compute, and
         their memory, also do the work of the disk. It counts where it is more than `interference`.
+    recall : RecallRates
+        Not measured by `calibrate`, and in no file.
     """
 
     name: str
@@ -95,6 +133,7 @@ class Hardware:
     host_attention: HostAttentionRates | None = None
     interference: float = 0.0
     read_interference: float = 0.0
+    recall: RecallRates = RecallRates()
 
     @property
     def has_gpu(self) -> bool:

@@ -1,8 +1,8 @@
 """A machine as a YAML file for people: configs/hardware/ has examples. No torch.
 
-Keys are the fields of `Hardware`, in units that suit them: GB, GB/s, TFLOP/s, microseconds, and
-seconds for a billion. Where `linear` was not measured, a file may give the rates from which the
-roofline makes it, under `linear_roofline`.
+Keys are the fields of `Hardware` but for `recall`, in units that suit them: GB, GB/s, TFLOP/s,
+microseconds, and seconds for a billion. Where `linear` was not measured, a file may give the rates
+from which the roofline makes it, under `linear_roofline`.
 """
 
 from __future__ import annotations

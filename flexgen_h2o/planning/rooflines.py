@@ -23,7 +23,8 @@ def ideal(hardware: Hardware) -> Hardware:
 
     Memory is read as fast as in any measured product or attention, products and attention have the
     FLOP/s of the fastest of them, nothing else takes time, and transfers do not disturb compute.
-    Links keep their rates.
+    Links keep their rates. What recall chooses costs no more than what is read in order, and
+    nothing is read on a guess.
     """
     compute = hardware.compute
     timed = [(bits, rows, seconds / BILLION) for bits, by_rows in compute.linear.items()
@@ -41,6 +42,7 @@ def ideal(hardware: Hardware) -> Hardware:
         linear[bits] = {1: BILLION * max(read, 2 / flops), turn: BILLION * 2 * turn / flops}
     return replace(
         hardware, interference=0.0, read_interference=0.0,
+        recall=replace(hardware.recall, index_work=1, apart=1, guessed=0, left=1),
         compute=Compute(linear=linear,
                         prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
                         decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),

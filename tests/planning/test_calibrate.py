@@ -40,7 +40,7 @@ def figures(value) -> list[float]:
 
 
 def check(hardware: Hardware, *, count: int) -> None:
-    found = figures(replace(hardware, interference=None, read_interference=None))
+    found = figures(replace(hardware, interference=None, read_interference=None, recall=None))
     assert len(found) == count
     assert 0 <= hardware.interference <= 1 and 0 <= hardware.read_interference <= 1
     assert all(math.isfinite(figure) and figure > 0 for figure in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -25,8 +26,8 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.metrics.links import LINKS
-from flexgen_h2o.planning.cost import RECALL_READS, estimate, interpolate
-from flexgen_h2o.planning.hardware import HostAttentionRates
+from flexgen_h2o.planning.cost import estimate, interpolate
+from flexgen_h2o.planning.hardware import HostAttentionRates, RecallRates
 from flexgen_h2o.planning.planned_run import part_bytes
 
 LAYER = OPT.layer_parameters() * 2  # bytes
@@ -230,13 +231,57 @@ def test_a_cache_on_disk_is_read_whole_and_written_every_sixteen_tokens():
     assert found.prefill.resources["disk->cpu"] == 0
 
 
-def test_recall_reads_a_share_of_what_it_chooses_and_writes_each_token_once():
-    recall = H2OConfig(heavy_ratio=0.125, recall=True)
-    found = estimate(machine(gpu=False),
-                     planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=recall,
-                             fetch_chosen=True))
-    assert found.step.resources["disk->cpu"] == pytest.approx(12 * 8 * RECALL_READS * 16 * SLOT)
-    assert found.step.resources["cpu->disk"] == pytest.approx(12 * 8 * SLOT)
+RECALL = H2OConfig(heavy_ratio=0.125, recall=True)  # 16 of 64 tokens
+
+
+def test_recall_reads_what_is_missing_and_writes_each_token_once():
+    """A group of missing tokens in 128 KB, on average, of 512 tokens of a head: 1 - 1 / e is
+    read."""
+    whole = 12 * 8 * 68.5 * SLOT
+    missing = RecallRates(missed=(68.5 / 16) ** 0.5 / 512, together=1)
+    for overlap, reads in ((False, 1), (True, 2)):
+        run = planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=RECALL, fetch_chosen=True,
+                      overlap=overlap)
+        hardware = replace(machine(gpu=False, read=1.0, write=1e30),
+                           recall=replace(missing, guessed=1, left=1))
+        step = estimate(hardware, run).step
+        assert step.resources["disk->cpu"] == pytest.approx(reads * whole * (1 - math.exp(-1)))
+        assert step.resources["cpu->disk"] * 1e30 == pytest.approx(12 * 8 * SLOT)
+        attending = replace(hardware, compute=replace(FREE, layer_seconds=1e5))
+        # Compute goes on beside what was guessed, and waits for what was not.
+        waits = 12 * 2 * 1e5 + whole * (1 - math.exp(-1))
+        assert estimate(attending, run).step.seconds == pytest.approx(
+            max(waits, step.seconds), rel=1e-6)
+
+
+def test_recall_scans_the_index_and_attends_to_what_is_chosen_on_a_cpu_alone():
+    """64 numbers of 4 bits, a scale and a zero point of each of 12 heads; chosen records take 4
+    times as long."""
+    compute = replace(FREE, decode_attention={16: 1000.0, 8: 1.0, 4: 1.0}, head_seconds=0.125)
+    costs = RecallRates(index_work=2, apart=4, calls=3)
+    run = planned(batch=(4, 2), h2o=RECALL, gpu=False)
+    index, chosen = 12 * 36 * 68.5, 16 * SLOT
+    expected = 12 * 8 * ((2 * index + 4 * chosen) / 1000 + 3 * 12 * 0.125)
+    hardware = replace(machine(compute, gpu=False), recall=costs)
+    assert estimate(hardware, run).step.seconds == pytest.approx(expected)
+    whole = 12 * 8 * (68.5 * SLOT / 1000 + 12 * 0.125)
+    beside = replace(machine(compute, host=HostAttentionRates(
+        compute.decode_attention, compute.head_seconds), up=1e30, down=1e30), recall=costs)
+    on_host = {"cache": ON_HOST, "cpu_cache_compute": True}
+    for options, seconds in (({}, whole), (on_host, expected)):
+        step = estimate(beside, planned(batch=(4, 2), h2o=RECALL, **options)).step
+        assert step.seconds == pytest.approx(seconds)
+
+
+def test_layers_that_do_not_recall_cost_what_they_read():
+    ratios = [0.125] * 6 + [1.0] * 6
+    recall = H2OConfig(heavy_ratio=ratios, recent_ratio=ratios, recall=True)
+    each, none, half = (
+        estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, h2o=h2o, overlap=False,
+                                             fetch_chosen=h2o is not None)
+                 ).step.resources["disk->cpu"] for h2o in (RECALL, None, recall))
+    none *= 68.5 / 72  # it is read in slots
+    assert half == pytest.approx((each + none) / 2)
 
 
 def test_a_full_cache_travels_as_far_as_it_is_filled():

@@ -1,0 +1,78 @@
+"""The cached tokens that decode steps attend to: how many, and what reading them takes. No torch.
+
+All is a mean over the steps of a run.
+"""
+
+from __future__ import annotations
+
+from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.h2o.budget import cached, recalled
+from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
+from flexgen_h2o.planning.planned_run import PlannedRun, record_bytes
+from flexgen_h2o.planning.recall_cost import RecalledTokens, recall_seconds, recalled_reads
+
+
+class CachedTokens:
+    """The cached tokens of one sequence of a run.
+
+    Parameters
+    ----------
+    run : PlannedRun
+    recall : RecallRates
+    """
+
+    def __init__(self, run: PlannedRun, recall: RecallRates):
+        self._run = run
+        self._recall = recall
+        self._record = record_bytes(run.cache, run.model, run.itemsize)
+
+    def attention_seconds(self, rates: Compute | HostAttentionRates, *, recalls: bool) -> float:
+        """Seconds of a new token's attention, a mean over layers; `recalls`: with the kernels that
+        recall, where that is configured."""
+        run, model, total = self._run, self._run.model, 0.0
+        for layer in range(model.num_layers):
+            tokens = self._recalled(layer) if recalls else None
+            if tokens is not None:
+                index = IndexLayout(model.head_dim, run.cache.h2o.index_bits)
+                total += recall_seconds(rates, self._recall, tokens, index=index,
+                                        bits=run.cache.bits)
+                continue
+            read = self._attended(layer) * self._record
+            total += (read / rates.decode_attention[run.cache.bits]
+                      + model.num_kv_heads * rates.head_seconds)
+        return total / model.num_layers
+
+    def disk_reads(self) -> tuple[float, float]:
+        """Bytes that a disk reads in order in the time in which a step reads what it chooses, and
+        those of them for which attention waits: a mean over layers."""
+        total, awaited, layers = 0.0, 0.0, self._run.model.num_layers
+        for layer in range(layers):
+            whole, tokens = self._attended(layer) * self._record, self._recalled(layer)
+            if tokens is None:
+                total += whole
+                continue
+            found = recalled_reads(self._recall, tokens, ahead=self._run.policy.overlap)
+            total += whole * (found.ahead + found.awaited)
+            awaited += whole * found.awaited
+        return total / layers, awaited / layers
+
+    def _recalled(self, layer: int) -> RecalledTokens | None:
+        """The tokens of a layer in the middle of the text; None where a new one attends to all."""
+        run = self._run
+        if run.cache.simulated:
+            return None
+        load, attended = run.workload, self._attended(layer)
+        chosen = recalled(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
+        return None if chosen is None else RecalledTokens(
+            min(chosen, attended), attended, run.model.num_kv_heads, self._record)
+
+    def _attended(self, layer: int) -> float:
+        """Tokens that are cached for a new one, itself too."""
+        h2o, load = self._run.cache.h2o, self._run.workload
+        steps = max(load.gen_len - 1, 1)
+        first, last = (cached(h2o, layer, load.prompt_len, new) for new in (0, steps - 1))
+        if h2o is not None and h2o.budget_of == "text":
+            return (first + last) / 2 + 1
+        growing = last - first  # a token each step, up to the budget
+        total = (growing + 1) * (first + last) / 2 + (steps - 1 - growing) * last
+        return total / steps + 1

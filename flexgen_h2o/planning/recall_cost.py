@@ -1,0 +1,108 @@
+"""The cost of a decode step that recalls: what it reads, and how fast that comes. No torch.
+
+Neither attention nor a disk is as fast over tokens that lie apart as over a cache that is read in
+order: `RecallRates` says by how much.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.config.limits import INDEX_TILE, NEAR
+from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
+
+
+@dataclass(frozen=True)
+class RecalledTokens:
+    """The tokens of a sequence in one layer.
+
+    Attributes
+    ----------
+    chosen, cached : float
+        How many a new token attends to, and of how many it chooses them.
+    kv_heads : int
+    record : float
+        Bytes of a token's key and value in all KV heads.
+    """
+
+    chosen: float
+    cached: float
+    kv_heads: int
+    record: float
+
+
+@dataclass(frozen=True)
+class RecalledReads:
+    """The time of a step's reads from disk, over that of reading the whole cache in order.
+
+    Attributes
+    ----------
+    ahead : float
+        Of what was guessed, which is read beside compute.
+    awaited : float
+        Of what was not, for which attention waits.
+    """
+
+    ahead: float
+    awaited: float
+
+
+def recall_seconds(rates: Compute | HostAttentionRates, recall: RecallRates,
+                   tokens: RecalledTokens, *, index: IndexLayout, bits: int) -> float:
+    """Seconds of a new token's attention by recall, for one sequence in one layer, on a CPU.
+
+    Parameters
+    ----------
+    rates : Compute or HostAttentionRates
+    recall : RecallRates
+    tokens : RecalledTokens
+    index : IndexLayout
+        Of one KV head.
+    bits : int
+        Of a cached number: 16, 8 or 4.
+    """
+    heads, in_order = tokens.kv_heads, rates.decode_attention[16]
+    scanned = recall.index_work * heads * tokens.cached * index.tile_bytes / INDEX_TILE
+    chosen = tokens.chosen * tokens.record
+    return (recall.calls * heads * rates.head_seconds
+            + (scanned + (recall.apart - 1) * chosen) / in_order
+            + chosen / rates.decode_attention[bits])
+
+
+def recalled_reads(recall: RecallRates, tokens: RecalledTokens, *, ahead: bool) -> RecalledReads:
+    """The reads of a step from a cache on disk, for the tokens that it chooses
+    (`Policy.fetch_chosen`).
+
+    Parameters
+    ----------
+    recall : RecallRates
+    tokens : RecalledTokens
+    ahead : bool
+        A layer's choice is guessed before its queries are known.
+    """
+    groups = missing_groups(recall, tokens)
+    if not ahead:
+        return RecalledReads(0.0, sum(read_shares(groups)))
+    return RecalledReads(sum(read_shares(recall.guessed * groups)),
+                         sum(read_shares(recall.left * groups)))
+
+
+def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> float:
+    """Groups of chosen tokens that memory has not, in `NEAR` bytes of the cache on average, where
+    nothing is guessed."""
+    missing = recall.missed * math.sqrt(tokens.chosen * tokens.cached)  # of a KV head
+    near = NEAR / (tokens.record / tokens.kv_heads)  # tokens of a head that take so many bytes
+    return missing / recall.together * near / tokens.cached
+
+
+def read_shares(groups: float) -> tuple[float, float]:
+    """Bytes that are read, and requests of `NEAR` bytes each, over the bytes of the whole cache.
+
+    Groups of missing tokens lie anywhere, so many of them in `NEAR` bytes on average: the gap
+    before one is longer than x times `NEAR` with a probability of exp(-groups * x). Gaps of up to 1
+    are read. A longer one begins another request, which takes as long as reading `NEAR` bytes.
+    """
+    longer = math.exp(-groups)
+    return 1 - (1 + groups) * longer, groups * longer

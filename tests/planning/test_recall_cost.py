@@ -1,0 +1,107 @@
+"""What recall costs by the planner's model, beside what was measured."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import FREE
+
+from flexgen_h2o.cache.page_records import runs_of
+from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.planning.hardware import HostAttentionRates, RecallRates
+from flexgen_h2o.planning.recall_cost import (
+    RecalledTokens,
+    missing_groups,
+    read_shares,
+    recall_seconds,
+    recalled_reads,
+)
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RECALL = RecallRates()
+HEADS, DIM = 32, 128
+"""Sequences times KV heads, and numbers of a key, in the rows of attention."""
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with open(RESULTS / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(("name", "bound"), [
+    ("epyc-avx2/kernels_attention.csv", 1.1),
+    ("xeon-avx512/kernels_recall.csv", 1.3),  # of earlier kernels, and in no fit
+])
+def test_attention_takes_as_long_as_was_measured(name, bound):
+    """The rates are those of the full cache in the same file."""
+    times = {}
+    for row in rows(name):
+        if row["operation"] == "recall":
+            slots = int(re.search(r"(\d+) slots", row["shape"])[1])
+            times[slots, row["contestant"]] = float(row["ms"]) / 1e3
+    few, many = sorted({slots for slots, _ in times})
+    token = 2 * DIM * 2
+    fast = HEADS * (many - few) * token / (times[many, "full cache"] - times[few, "full cache"])
+    rates = HostAttentionRates(
+        {16: fast}, times[few, "full cache"] / HEADS - few * token / fast)
+    found = 0
+    for (slots, contestant), seconds in times.items():
+        if contestant == "full cache":
+            continue
+        share, bits = map(int, re.findall(r"\d+", contestant))
+        tokens = RecalledTokens(share / 100 * slots, slots, HEADS, HEADS * token)
+        predicted = recall_seconds(rates, RECALL, tokens, index=IndexLayout(DIM, bits), bits=16)
+        assert 1 / bound < predicted / seconds < bound, (slots, contestant)
+        found += 1
+    assert found >= 8
+
+
+@pytest.mark.parametrize("name", ["recall_disk.csv"])
+def test_a_disk_reads_as_much_as_was_measured(name):
+    """In the steps after the first, which reads all; smollm2's tokens have 256 bytes in a head."""
+    found = 0
+    for row in rows(f"epyc-avx2/{name}"):
+        if row["cache"] == "full":
+            continue
+        steps = int(row["gen_len"]) - 1
+        cached = int(row["prompt_len"])
+        chosen = int(re.search(r"\d+", row["cache"])[0]) / 100 * cached
+        groups = missing_groups(RECALL, RecalledTokens(chosen, cached, 3, 3 * 256))
+        times = (RECALL.guessed, RECALL.left) if row["overlap"] == "True" else (1,)
+        later = sum(read_shares(each * groups)[0] for each in times)
+        predicted = (1 + (steps - 1) * later) / steps
+        measured = float(row["disk_read_mb_per_step"]) / float(row["kv_cache_mb"])
+        assert 1 / 1.15 < predicted / measured < 1.15, row["cache"]
+        found += 1
+    assert found >= 4
+
+
+@settings(max_examples=20)
+@given(st.floats(0.02, 6), st.integers(0, 2**32))
+def test_groups_that_lie_anywhere_are_read_as_the_engine_reads_them(groups, seed):
+    """Records so small that none is beside another, of which 1,000 are read across."""
+    gap, count = 1000, 4_000_000
+    there = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < groups / gap
+    firsts, counts = runs_of(there.nonzero().flatten(), gap=gap - 1, most=count)
+    nbytes, requests = read_shares(groups)
+    assert float(counts.sum()) / count == pytest.approx(nbytes, rel=0.1, abs=0.03)
+    assert len(firsts) * gap / count == pytest.approx(requests, rel=0.1, abs=0.03)
+
+
+@given(st.floats(0.01, 1), st.integers(64, 10**6), st.sampled_from([128, 256, 512]), st.booleans())
+def test_more_that_is_chosen_costs_more_and_reads_no_more_than_everything(share, cached, token,
+                                                                          ahead):
+    few, many = (RecalledTokens(each * cached, cached, 8, 8 * token) for each in (share / 2, share))
+    less, more = (recalled_reads(RECALL, each, ahead=ahead) for each in (few, many))
+    assert less.awaited < more.awaited <= 1 and less.ahead <= more.ahead <= 1
+    assert (more.ahead > 0) == ahead
+    rates = HostAttentionRates(FREE.decode_attention | {16: 1e10}, 1e-6)
+    less, more = (recall_seconds(rates, RECALL, each, index=IndexLayout(DIM, 4), bits=16)
+                  for each in (few, many))
+    assert 0 < less < more
