@@ -55,7 +55,12 @@ def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimit
         *(("or", f"{other.tokens_per_second:.4g} tokens/s{_not_taken(best, other)}: "
                  f"{flags(other.run)}") for other in others[:ALTERNATIVES]),
     ]
-    return "\n".join(f"{name:<12} {text}" for name, text in rows)
+    return "\n".join(line(*row) for row in rows)
+
+
+def line(name: str, text: str) -> str:
+    """A line of a plan."""
+    return f"{name:<12} {text}"
 
 
 def _ranks(run: PlannedRun, bounds: Sequence[int], limits: MemoryLimits) -> list[tuple[str, str]]:

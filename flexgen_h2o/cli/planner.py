@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.cli.flags import AUTO, GOALS
-from flexgen_h2o.cli.plan_text import plan_text
+from flexgen_h2o.cli.plan_text import line, plan_text
+from flexgen_h2o.cli.recall_proposal import RecallProposal, with_recall
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.formats import GROUP, CacheOptions, WeightOptions
 from flexgen_h2o.config.launch import launched
@@ -33,7 +35,7 @@ from flexgen_h2o.planning.hardware_file import BITS, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import judge_ranks, search_ranks
 from flexgen_h2o.planning.planned_run import PlannedRun
-from flexgen_h2o.planning.search import Choice, PlanRequest, judge, search
+from flexgen_h2o.planning.search import ALIKE, Choice, PlanRequest, judge, search
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
 
 HEADROOM = 0.97
@@ -73,6 +75,8 @@ class Plan:
         To print.
     bounds : tuple of int or None
         Of the decoder layers of each rank of a pipeline (`Stage.of_rank`).
+    recall : RecallProposal or None
+        For a full cache of which a share is not in the fastest memory.
     """
 
     config: RunConfig
@@ -80,6 +84,7 @@ class Plan:
     implementations: Winners
     text: str
     bounds: tuple[int, ...] | None = None
+    recall: RecallProposal | None = None
 
 
 def plan(config: RunConfig, load: Workload, prompts: int | None,
@@ -106,15 +111,19 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
                else _elsewhere(config, config.hardware))
     if not config.synthetic:  # their length is an estimate
         load = load.cut(longest_prompt(subject.model, config.h2o()))
+    choices, bounds = _choices(config, subject, load, prompts)
+    best = choices[0]
+    lines = [plan_text(subject.hardware, choices, subject.limits, bounds)]
+    recall = _faster_recall(config, subject, load, prompts, full=best)
+    if recall is not None:
+        lines.append(line("recall", recall.text(best)))
+    if config.fetch_chosen and best.run.policy.cache.disk == 0:
+        lines.append(line("note", "--fetch-chosen has no effect: this policy leaves nothing of the "
+                                  "cache on disk"))
     if config.percent == AUTO:
-        request = _request(config, subject, load, prompts)
-        choices, bounds = _searched(config, subject, request)
-        config = _chosen(config, choices[0].run)
-    else:
-        choice, bounds = _predicted(config, subject, load, prompts)
-        choices = [choice]
-    return Plan(config, choices[0], subject.hardware.compute.implementations,
-                plan_text(subject.hardware, choices, subject.limits, bounds), bounds)
+        config = _chosen(config, best.run)
+    return Plan(config, best, subject.hardware.compute.implementations, "\n".join(lines), bounds,
+                recall)
 
 
 def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
@@ -134,7 +143,7 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     with byte_bar("converting", off=None if config.verbose else True) as bar:
         source = find(config.model, path=config.path, dtype=config.dtype,
                       bits=config.resolved_weight_bits, device=device, progress=bar)
-    _check(config, source.config)
+    _check(config, source.config, has_gpu=device.separate)
     prompts = Prompts(source, config.model, config.h2o())
     if texts and prompts.tokenizer is not None:  # a plan for dummy weights goes by the estimate
         prompts.check_longest(texts, config.gen_len)
@@ -162,7 +171,7 @@ def _elsewhere(config: RunConfig, path: str) -> PlanSubject:
     limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
     name = config.model if config.path in (None, DUMMY) else config.path
     model, weights = _shape(config.model, name)
-    _check(config, model)
+    _check(config, model, has_gpu=hardware.has_gpu)
     return PlanSubject(hardware, _within(limits, config), model,
                        4 if config.dtype == "float32" else 2, weights)
 
@@ -185,8 +194,10 @@ def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOp
     return known, WeightOptions
 
 
-def _check(config: RunConfig, model: ModelConfig) -> None:
-    """Refuse what the model can't do. How long a text is in tokens is not known yet."""
+def _check(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> None:
+    """Refuse what the model or the device can't do. How long a text is in tokens is not known
+    yet."""
+    config.policy().check_device(has_gpu=has_gpu)
     check_cache(model, config.h2o())
     check_experts(model, config.policy())
     if config.synthetic:
@@ -222,6 +233,36 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
         caches=tuple(CacheOptions(config.h2o(), each, config.attn_sparsity)
                      for each in bits("cache")),
         written_bits=_written_bits(config), goal=config.goal)
+
+
+def _choices(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None
+             ) -> tuple[Sequence[Choice], tuple[int, ...] | None]:
+    """The policies to choose from, or the one that is given, and the bounds of the ranks' layers
+    in a pipeline."""
+    if config.percent == AUTO:
+        return _searched(config, subject, _request(config, subject, load, prompts))
+    choice, bounds = _predicted(config, subject, load, prompts)
+    return [choice], bounds
+
+
+def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None, *,
+                   full: Choice) -> RecallProposal | None:
+    """Recall in place of a `full` cache that is not all in the fastest memory, if it is faster.
+
+    It needs more memory than the full cache, and so does not help where that does not fit at all.
+    """
+    if full.run.policy.cache.gpu == 100:
+        return None
+    found = []
+    for flags, other in with_recall(config):
+        with suppress(UserError):
+            _check(other, subject.model, has_gpu=subject.hardware.has_gpu)
+            choices, _ = _choices(other, subject, load, prompts)
+            found.append(RecallProposal(flags, choices[0]))
+    best = max(found, key=lambda each: each.choice.tokens_per_second, default=None)
+    if best is None or ALIKE * best.choice.tokens_per_second <= full.tokens_per_second:
+        return None
+    return best
 
 
 def _searched(config: RunConfig, subject: PlanSubject, request: PlanRequest
@@ -263,5 +304,6 @@ def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
         policy.experts.gpu, policy.experts.cpu, policy.experts.disk)
     return replace(config, percent=tuple(percent), expert_percent=experts,
                    gpu_batch_size=policy.gpu_batch_size, num_gpu_batches=policy.num_gpu_batches,
-                   cpu_cache_compute=policy.cpu_cache_compute, goal=GOALS[0],
+                   cpu_cache_compute=policy.cpu_cache_compute,
+                   fetch_chosen=policy.fetch_chosen, goal=GOALS[0],
                    allow_compression=False, recalibrate=False, **bits)

@@ -135,6 +135,9 @@ class RunConfig(RunFlags):
         yield (self.called("verify"),
                self.verify and fixed and self.policy().weights.disk == 0,
                f"on weights in memory: let {self.called('percent')} leave some on disk")
+        yield (self.called("fetch_chosen"),
+               self.fetch_chosen and self.recall and fixed and self.policy().cache.disk == 0,
+               f"on a cache in memory: let {self.called('percent')} leave some on disk")
         for name in ("output", "csv", "trace", "debug_mode"):
             yield (flag_name(name), self.plan_only and getattr(self, name) is not None,
                    "with --plan-only, which runs nothing")

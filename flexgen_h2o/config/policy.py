@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.checks import check_bool, check_int, check_number
 from flexgen_h2o.config.placement import PLACED, Placement
 from flexgen_h2o.errors import UserError
+
+if TYPE_CHECKING:
+    from flexgen_h2o.config.formats import CacheOptions
 
 OFFLOAD_DIR = "~/.cache/flexgen_h2o/offload"
 DUMMY = "_DUMMY_"  # in place of a path: random weights
@@ -65,6 +69,11 @@ class Policy:
             check_bool(name, getattr(self, name))
         check_number("refill_share", self.refill_share, above=0, high=1)
 
+    def check_device(self, *, has_gpu: bool) -> None:
+        """Raise `UserError` for what a run can't do with a GPU."""
+        if self.fetch_chosen and has_gpu:
+            raise UserError("fetch_chosen works without a GPU alone: leave it out")
+
     def fetches(self, has_gpu: bool) -> bool:
         """True if any weights have to be brought to compute memory."""
         placed = [self.weights] if self.experts is None else [self.weights, self.experts]
@@ -78,6 +87,18 @@ class Policy:
         experts of a mixture have slots of their own.
         """
         return self.num_gpu_batches == 1 and not (self.sep_layer or has_gpu or mixture)
+
+
+def check_fetch_chosen(policy: Policy, cache: CacheOptions) -> None:
+    """Raise `UserError` where `fetch_chosen` would do nothing."""
+    if not policy.fetch_chosen:
+        return
+    idle = {"without recall": not cache.recalls,
+            "in a simulation, whose cache is in memory": cache.simulated,
+            "on a cache in memory": policy.cache.disk == 0}
+    for reason, given in idle.items():
+        if given:
+            raise UserError(f"fetch_chosen has no effect {reason}: leave it out")
 
 
 def percent_text(policy: Policy) -> str:

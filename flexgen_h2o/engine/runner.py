@@ -13,7 +13,7 @@ import torch
 from flexgen_h2o.cache.shape import CacheShape, evicting_layers
 from flexgen_h2o.cache.stand_ins import ProbedCache
 from flexgen_h2o.config.formats import CacheOptions
-from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.policy import Policy, check_fetch_chosen
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Batch, Request
@@ -73,8 +73,7 @@ class RunnerSettings:
     load: LoadOptions = LoadOptions()
 
     def __post_init__(self) -> None:
-        if self.policy.fetch_chosen and not self.cache.recalls:
-            raise UserError("fetch_chosen has no effect without recall: leave it out")
+        check_fetch_chosen(self.policy, self.cache)
         given = self.policy.prefill_chunk
         chunk = None if self.cache.h2o is None else self.cache.h2o.prompt_chunk
         if chunk is None or chunk == given:
@@ -101,8 +100,7 @@ class Runner:
 
     def __init__(self, source: Source, device: Device, settings: RunnerSettings,
                  seat: Seat | None = None):
-        if settings.policy.fetch_chosen and device.separate:
-            raise UserError("fetch_chosen works without a GPU alone: leave it out")
+        settings.policy.check_device(has_gpu=device.separate)
         self.source = source
         self.config = source.config
         if self.config.experts is not None:  # all batches choose before any expert is needed

@@ -241,11 +241,15 @@ def _shaped(request: PlanRequest, run: PlannedRun, size: int, count: int) -> Pla
 
 
 def _stripped(run: PlannedRun | None, request: PlanRequest) -> PlannedRun | None:
-    """The run without attention on the CPU if nothing of the cache is there."""
-    if run is None or run.policy.cache.cpu > 0:
-        return run
+    """The run without attention on the CPU if nothing of the cache is there, and without reads of
+    what is chosen if nothing of it is on disk."""
+    if run is None:
+        return None
+    policy, asked = run.policy, request.policy
+    on_host = policy.cpu_cache_compute and (policy.cache.cpu > 0 or asked.cpu_cache_compute)
     return replace(run, policy=replace(
-        run.policy, cpu_cache_compute=request.policy.cpu_cache_compute))
+        policy, cpu_cache_compute=on_host,
+        fetch_chosen=policy.fetch_chosen and policy.cache.disk > 0))
 
 
 _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (

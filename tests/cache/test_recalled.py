@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from h2o.test_h2o import prompts_of, run, tokens
@@ -99,5 +101,9 @@ def test_sequences_go_on_in_other_blocks(tiny_model, small_records):
 def test_what_fetches_no_choice_is_refused(tiny_model):
     from flexgen_h2o import LLM, Policy
 
-    with pytest.raises(UserError, match="no effect without recall"):
-        LLM(str(tiny_model("llama").folder), policy=Policy(fetch_chosen=True))
+    for h2o, placed, words in (
+            (None, {}, "without recall"), (RECALL, {}, "on a cache in memory"),
+            (replace(RECALL, simulate=True), {"cache": DISK}, "in a simulation")):
+        with pytest.raises(UserError, match=f"fetch_chosen has no effect {words}"):
+            LLM(str(tiny_model("llama").folder), h2o=h2o,
+                policy=Policy(fetch_chosen=True, **placed))

@@ -454,6 +454,8 @@ def test_what_stays_cached(values, expected):
     ({"recall": True}, "--recall has no effect on the full cache: give --hh-ratio"),
     ({"hh_ratio": 0.1, "index_bits": 2}, "--index-bits has no effect: add --recall"),
     ({"hh_ratio": 0.1, "fetch_chosen": True}, "--fetch-chosen has no effect: add --recall"),
+    ({"hh_ratio": 0.1, "recall": True, "fetch_chosen": True},
+     "--fetch-chosen has no effect on a cache in memory: let --percent leave some on disk"),
     ({"hh_ratio": 0.1, "index_bits": 8}, "--index-bits must be one of 4, 2"),
     ({"hh_ratio": 0.1, "recall": True, "score": "mean"}, "by each query alone: leave --score out"),
     ({"hh_ratio": 0.1, "recall": True, "eviction": "window"}, "leave --eviction window out"),

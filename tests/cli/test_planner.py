@@ -25,7 +25,8 @@ from models.test_sources import write_gguf
 from planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
 
 import flexgen_h2o
-from flexgen_h2o.cli import parser, planner
+from flexgen_h2o.cli import parser, planner, recall_proposal
+from flexgen_h2o.cli.input_files import workload
 from flexgen_h2o.cli.plan_text import flags, plan_text
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml, parse_size
@@ -357,6 +358,70 @@ def test_the_plan_says_what_binds_and_what_is_next_best():
     assert len(lines) == 9 and all(re.match(r"or +[\d.]+ tokens/s", line) for line in lines[6:])
     short = plan_text(CPU, find(CPU, gen_len=1), limits_of(CPU))
     assert "decode" not in short and "device" not in short
+
+
+# Recall in place of a full cache
+
+HOST_BOUND = {"model": "opt-30b", "prompt_len": 1900, "percent": (0, 50, 0, 100, 100, 0),
+              "gpu_batch_size": 4, "num_gpu_batches": 2, "cpu_cache_compute": True}
+"""A cache that the CPU beside a GPU attends over, which is all that the time goes into."""
+
+
+def plan_of(tmp_path: Path, hardware: Hardware, **flags) -> planner.Plan:
+    """The plan of a run on a machine in a file."""
+    save_hardware(hardware, tmp_path / "x.yaml")
+    config = RunConfig(**{"path": "_DUMMY_", "hardware": str(tmp_path / "x.yaml"),
+                          "plan_only": True} | flags)
+    return planner.plan(config, workload(config, ()), config.num_prompts)
+
+
+def test_recall_is_proposed_for_a_cache_that_is_not_in_the_fastest_memory(tmp_path):
+    slow = replace(GPU, host_attention=replace(GPU.host_attention, decode_attention={
+        16: 1e9, 8: 1e9, 4: 1e9}))
+    plan = plan_of(tmp_path, slow, **HOST_BOUND)
+    faster = plan_of(tmp_path, slow, **HOST_BOUND, hh_ratio=0.1, recall=True)
+    assert plan.recall.choice == faster.best and faster.recall is None
+    assert faster.best.tokens_per_second > plan.best.tokens_per_second
+    line, = (line for line in plan.text.splitlines() if line.startswith("recall"))
+    assert f"--hh-ratio 0.1 --recall: {faster.best.tokens_per_second:.4g} tokens/s" in line
+    assert f", {plan.best.tokens_per_second:.4g} without; " in line
+    assert plan.config.h2o() is None and not plan.best.run.cache.recalls, "proposed, not done"
+    here = {"percent": (0, 50, 100, 0, 100, 0), "gpu_batch_size": 1, "num_gpu_batches": 1}
+    for other in (here, {"hh_ratio": 0.1}, {"attn_sparsity": 0.5}, {"eviction": "full"}):
+        assert plan_of(tmp_path, slow, **HOST_BOUND | other).recall is None, other
+
+
+def test_recall_is_proposed_beside_a_policy_that_was_searched(tmp_path):
+    few = replace(GPU, gpu_bytes=4 * GB)
+    auto = plan_of(tmp_path, few, model="opt-1.3b", prompt_len=1900, percent="auto",
+                   gpu_batch_size=16, num_gpu_batches=4)
+    assert auto.best.run.policy.cpu_cache_compute and auto.best.run.policy.cache.cpu > 50
+    assert auto.recall.choice.tokens_per_second > auto.best.tokens_per_second
+
+
+def test_from_disk_recall_is_proposed_where_it_reads_less(tmp_path):
+    """Reading ahead on a guess costs more than it hides."""
+    disk = {"model": "opt-1.3b", "prompt_len": 1900, "percent": (100, 0, 0, 0, 100, 0)}
+    assert plan_of(tmp_path, CPU, **disk).recall is None
+    plan = plan_of(tmp_path, CPU, **disk, overlap=False)
+    assert plan.recall.flags == "--hh-ratio 0.1 --recall --fetch-chosen"
+    assert plan.recall.choice.run.recalls_from_disk
+
+
+def test_the_quality_that_is_told_is_that_of_the_docs():
+    page = (Path(flexgen_h2o.__file__).parents[1] / "docs" / "h2o.md").read_text(encoding="utf-8")
+    share = 200 * recall_proposal.HEAVY_RATIO
+    assert f"| {share:g} % | {recall_proposal.PERPLEXITY} |" in page
+
+
+def test_reads_of_what_is_chosen_have_to_have_an_effect(tmp_path):
+    recall = {"model": "opt-125m", "hh_ratio": 0.1, "recall": True, "fetch_chosen": True,
+              "percent": "auto", "num_prompts": 4}
+    plan = plan_of(tmp_path, CPU, **recall)
+    assert "--fetch-chosen has no effect: this policy leaves nothing" in plan.text
+    assert not plan.config.fetch_chosen and "--fetch-chosen" not in plan.text.splitlines()[1]
+    with pytest.raises(UserError, match="works without a GPU alone"):
+        plan_of(tmp_path, GPU, **recall)
 
 
 # Flags
