@@ -425,6 +425,8 @@ class _Costs:
         written = whole / WRITE_BACK_TOKENS
         if run.recalls_from_disk:
             whole, written = self._sequences * self._tokens.disk_reads()[0], new
+            each = hardware.recall.fetching * self._compute.layer_seconds
+            tally.add(COMPUTE, self._batches * each, ("cache", "disk"))
         tally.bring("cache", whole, ("disk",))
         if run.has_gpu:
             tally.link("gpu->cpu", new, ("cache", "disk"))

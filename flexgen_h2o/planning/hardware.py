@@ -86,6 +86,9 @@ class RecallRates:
     guessed, left : float
         Over what is missing where nothing is guessed: what is missing of a guess, and of the choice
         itself once the guess has come.
+    fetching : float
+        Times `layer_seconds`, for each GPU batch: what it takes besides to order, place and copy
+        what a layer reads from disk.
     """
 
     index_work: float = 1.5
@@ -95,6 +98,7 @@ class RecallRates:
     together: float = 3.5
     guessed: float = 1.5
     left: float = 0.43
+    fetching: float = 8
 
 
 @dataclass(frozen=True)

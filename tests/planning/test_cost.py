@@ -238,7 +238,7 @@ def test_recall_reads_what_is_missing_and_writes_each_token_once():
     """A group of missing tokens in 128 KB, on average, of 512 tokens of a head: 1 - 1 / e is
     read."""
     whole = 12 * 8 * 68.5 * SLOT
-    missing = RecallRates(missed=(68.5 / 16) ** 0.5 / 512, together=1)
+    missing = RecallRates(missed=(68.5 / 16) ** 0.5 / 512, together=1, fetching=2)
     for overlap, reads in ((False, 1), (True, 2)):
         run = planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=RECALL, fetch_chosen=True,
                       overlap=overlap)
@@ -249,7 +249,7 @@ def test_recall_reads_what_is_missing_and_writes_each_token_once():
         assert step.resources["cpu->disk"] * 1e30 == pytest.approx(12 * 8 * SLOT)
         attending = replace(hardware, compute=replace(FREE, layer_seconds=1e5))
         # Compute goes on beside what was guessed, and waits for what was not.
-        waits = 12 * 2 * 1e5 + whole * (1 - math.exp(-1))
+        waits = 12 * 2 * (1 + 2) * 1e5 + whole * (1 - math.exp(-1))
         assert estimate(attending, run).step.seconds == pytest.approx(
             max(waits, step.seconds), rel=1e-6)
 
