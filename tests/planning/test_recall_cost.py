@@ -62,7 +62,7 @@ def test_attention_takes_as_long_as_was_measured(name, bound):
     assert found >= 8
 
 
-@pytest.mark.parametrize("name", ["recall_disk.csv"])
+@pytest.mark.parametrize("name", ["recall_disk.csv", "recall_disk_2048.csv"])
 def test_a_disk_reads_as_much_as_was_measured(name):
     """In the steps after the first, which reads all; smollm2's tokens have 256 bytes in a head."""
     found = 0
