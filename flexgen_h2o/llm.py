@@ -16,7 +16,7 @@ import torch
 
 from flexgen_h2o.config.argument_types import typed
 from flexgen_h2o.config.checks import check_int
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 from flexgen_h2o.config.sampling import SamplingParams, params_of_each
@@ -115,7 +115,7 @@ class LLM(Session):
                 source = find(name, path=load.path, dtype=dtype, bits=weight_bits,
                               device=opened_device, progress=bar)
             self.model_config = source.config
-            self.weight_options = WeightOptions(source.form.bits, source.form.group)
+            self.weight_options = source.form.options
             check_cache(self.model_config, h2o)
             self._cache = replace(self._cache, h2o=windowed(h2o, self.model_config.attention))
             settings = replace(settings, cache=self._cache)

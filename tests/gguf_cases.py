@@ -202,7 +202,7 @@ CASES: dict[str, Case] = {
         _expert_widths),
     "olmoe": Case("olmoe", "olmoe", _EXPERTS),
     "gpt-oss": Case("gpt-oss", "gpt_oss", {
-        "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "intermediate_size": 32,
+        "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "intermediate_size": 64,
         "sliding_window": 16, "layer_types": _WINDOWS, "rope_parameters": {
             **_YARN, "truncate": False}}, _gpt_oss, _split_gates),
 }

@@ -18,18 +18,23 @@ from flexgen_h2o.cli.flags import AUTO, GOALS
 from flexgen_h2o.cli.plan_text import line, plan_text
 from flexgen_h2o.cli.recall_proposal import RecallProposal, with_recall
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.formats import GROUP, CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.launch import launched
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.implementations import Winners
-from flexgen_h2o.models.checkpoint_formats.settings import quantization
+from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
 from flexgen_h2o.models.gguf_config import config_of, kept_weights
 from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_experts, check_length, longest_prompt
-from flexgen_h2o.models.spec import from_transformers, published, read_config
+from flexgen_h2o.models.spec import (
+    from_transformers,
+    published,
+    published_quantization,
+    read_config,
+)
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.hardware_file import BITS, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -157,7 +162,7 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
                           int(HEADROOM * free.disk_bytes))
 
     def weights(bits: int) -> WeightOptions:
-        return WeightOptions(bits, replace(source, bits=bits).form.group)
+        return replace(source, bits=bits).form.options
 
     return PlanSubject(hardware, _within(limits, config), source.config, source.dtype.itemsize,
                        weights)
@@ -181,17 +186,22 @@ def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOp
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         values = read_config(path)
-        stored = quantization(values, model)
-        return from_transformers(values, model), lambda bits: WeightOptions(
-            bits, GROUP if stored is None else stored.group(bits))
+        shape = from_transformers(values, model)
+        return shape, _options(shape, quantization(values, model))
     if path.suffix.lower() == ".gguf" and path.is_file():
         header = read_header(path)
-        return from_transformers(config_of(header), model), partial(kept_weights, header)
+        shape = from_transformers(config_of(header), model)
+        return shape, partial(kept_weights, header, shape)
     known = published(name)
     if known is None:
         raise UserError("--hardware plans for folders, .gguf files and published shapes: "
                         f"{name!r} is none of them")
-    return known, WeightOptions
+    return known, _options(known, published_quantization(name))
+
+
+def _options(model: ModelConfig, stored: Quantization | None) -> Callable[[int], WeightOptions]:
+    """The form of a model's weights by bits; `stored` is how its checkpoint has them."""
+    return WeightOptions if stored is None else partial(stored.weights, model=model)
 
 
 def _check(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexgen_h2o.config.checks import check_number
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.limits import MATRIX_TILE
+from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
 from flexgen_h2o.errors import UserError
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -103,6 +103,11 @@ class MatrixLayout:
     these in the bits from 16 * side + bits * t on. So a shift and a mask make pairs of neighbours
     out of it. An element is ``zero + scale * code``; every block starts at a multiple of 64 bytes.
 
+    In MXFP4 (OCP Microscaling Formats (MX) Specification 1.0) a block begins with 16 bytes in place
+    of scales and zero points: the exponent of each output, plus 127. An element is ``number(code) *
+    2 ** exponent``, where the codes from 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and those
+    from 8 on for their negatives; blocks start at multiples of 16 bytes.
+
     Parameters
     ----------
     outputs, inputs : int
@@ -110,6 +115,8 @@ class MatrixLayout:
         4 or 8.
     group : int
         Inputs that share a scale and a zero point; a multiple of 8.
+    mxfp4 : bool
+        Whether elements are MXFP4's: 4 bits in groups of 32.
 
     Raises
     ------
@@ -121,8 +128,12 @@ class MatrixLayout:
     inputs: int
     bits: int
     group: int = GROUP
+    mxfp4: bool = False
 
     def __post_init__(self):
+        if self.mxfp4 and (self.bits, self.group) != (4, MXFP4_GROUP):
+            raise UserError(f"cannot quantize to MXFP4 with {self.bits} bits in groups of "
+                            f"{self.group}: use 4 and {MXFP4_GROUP}")
         if self.bits not in (4, 8):
             raise UserError(f"cannot quantize to {self.bits} bits: use 4 or 8")
         if self.group < 8 or self.group % 8:
@@ -151,9 +162,14 @@ class MatrixLayout:
         return self.group * self.bits // 32
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of a block before its codes."""
+        return MATRIX_TILE if self.mxfp4 else 4 * MATRIX_TILE
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return 4 * MATRIX_TILE + 4 * MATRIX_TILE * self.words
+        return self.head_bytes + 4 * MATRIX_TILE * self.words
 
     @property
     def tile_bytes(self) -> int:
@@ -170,17 +186,26 @@ class MatrixLayout:
 class WeightOptions:
     """Storage options of weights: in 16 (the run's dtype), 8 or 4 bits, the latter two in groups.
 
-    Vectors (norms and biases) stay in the run's dtype.
+    Vectors (norms and biases) stay in the run's dtype. Matrices of the shapes in `mxfp4` are in
+    MXFP4, with 4 bits.
     """
 
     bits: int = 16
     group: int = GROUP
+    mxfp4: frozenset[tuple[int, ...]] = frozenset()
+
+    def layout(self, shape: tuple[int, int]) -> MatrixLayout | None:
+        """The layout of a matrix (outputs, inputs); None with 16 bits."""
+        if self.bits == 16:
+            return None
+        if tuple(shape) in self.mxfp4:
+            return MatrixLayout(*shape, bits=self.bits, group=MXFP4_GROUP, mxfp4=True)
+        return MatrixLayout(*shape, bits=self.bits, group=self.group)
 
     def matrix_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
         """Bytes at rest of a matrix (outputs, inputs)."""
-        if self.bits != 16:
-            return MatrixLayout(*shape, bits=self.bits, group=self.group).nbytes
-        return shape[0] * shape[1] * itemsize
+        layout = self.layout(shape)
+        return shape[0] * shape[1] * itemsize if layout is None else layout.nbytes
 
 
 @dataclass(frozen=True)

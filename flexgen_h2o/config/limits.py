@@ -74,6 +74,9 @@ EMPTY = 2**31 - 1
 MATRIX_TILE = 16
 """Outputs of a quantized matrix that lie together: the lanes of a vector."""
 
+MXFP4_GROUP = 32
+"""Inputs that share a scale in MXFP4."""
+
 PRODUCT_ROWS, PRODUCT_OUTPUTS = 256, 2 * MATRIX_TILE
 """Rows of the input that meet a block of a quantized matrix while it is in a CPU's nearest cache,
 and the outputs that are computed together: each thread holds so many in float32, with AMX 4 times
@@ -99,6 +102,7 @@ FEWEST_TASKS = 64
 """So many tasks are made out of few heads, whatever the number of threads; each has results of its
 own."""
 
-KERNELS = ("EMPTY", "MATRIX_TILE", "PRODUCT_ROWS", "PRODUCT_OUTPUTS", "PRODUCT_DEPTH",
-           "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE", "EXPERT_ROUND")
+KERNELS = ("EMPTY", "MATRIX_TILE", "MXFP4_GROUP", "PRODUCT_ROWS", "PRODUCT_OUTPUTS",
+           "PRODUCT_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE",
+           "EXPERT_ROUND")
 """What the C++ kernels are compiled with."""

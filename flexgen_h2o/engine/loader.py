@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.config.formats import DTYPES
+from flexgen_h2o.config.formats import DTYPES, WeightOptions
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.engine.spill import KeptWeights
@@ -35,6 +35,7 @@ from flexgen_h2o.models.spec import (
     TensorSpec,
     from_transformers,
     published,
+    published_quantization,
 )
 from flexgen_h2o.models.stacked import View, unstacked
 from flexgen_h2o.models.weight_format import WeightFormat
@@ -69,13 +70,12 @@ class Source:
     def form(self) -> WeightFormat:
         """The tensors' storage options: in groups as the checkpoint's, where it has any of so many
         bits."""
-        exact = frozenset(self.config.exact_shapes)
-        if self._keeps_groups:
-            return WeightFormat(self.dtype, self.bits, GgufBlocks.GROUP, exact)
+        options = WeightOptions(self.bits)
         if self.quantization is not None:
-            group = self.quantization.group(self.bits)
-            return WeightFormat(self.dtype, self.bits, group, exact)
-        return WeightFormat(self.dtype, self.bits, exact=exact)
+            options = self.quantization.weights(self.bits, self.config)
+        if self._keeps_groups:
+            options = replace(options, group=GgufBlocks.GROUP)
+        return WeightFormat(self.dtype, options, frozenset(self.config.exact_shapes))
 
     def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
         """True if no file keeps the weights in `form`: the disk tier writes what it holds."""
@@ -92,8 +92,9 @@ class Source:
         sizes = {name: form.nbytes(spec.shape) for name, spec in _specs(self.weights).items()}
         shapes = [spec.shape for spec in _specs(self.weights).values()]
         title = f"{self.config.name.replace('/', '--')}-dummy-{self.bits}bit"
-        return KeptWeights(_weight_cache(weight_cache), title,
-                           [seed, str(self.dtype), form.bits, form.group, shapes], sizes)
+        key = [seed, str(self.dtype), form.bits, form.options.group, shapes]
+        key += [sorted(form.options.mxfp4)] if form.options.mxfp4 else []
+        return KeptWeights(_weight_cache(weight_cache), title, key, sizes)
 
     @property
     def _keeps_groups(self) -> bool:
@@ -203,7 +204,8 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, d
     dummy = path == DUMMY
     config = published(model) if dummy else None
     name = model if path is None or dummy else path
-    folder = gguf = stored = None
+    folder = gguf = None
+    stored = published_quantization(model) if dummy else None
     if config is None:
         wanted = None if dtype == "auto" and device.torch.type == "cuda" else dtype
         wanted = "bfloat16" if wanted == "auto" else wanted

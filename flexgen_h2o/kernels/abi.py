@@ -17,7 +17,7 @@ from types import MappingProxyType
 STRUCTS = MappingProxyType({
     # A record of storage/quantization.py (GroupLayout); bits is 16 for plain vectors.
     "Layout": "int64_t: bits groups group code_bytes nbytes",
-    # A matrix of storage/quantization.py (MatrixLayout).
+    # A matrix of config/formats.py (MatrixLayout); group is 0 for MXFP4, and for 16 bits.
     "Matrix": "void*: data; int64_t: outputs inputs bits group",
     # arguments.FormArguments: sinks [heads] or null; a scale of 0 is 1 / sqrt(head_dim), a softcap
     # or a window of 0 is none. Of a window decode attention reads nothing: see Decode.

@@ -87,9 +87,8 @@ class ExpertTable:
         del self._held[number]
 
 
-def _form(matrix: Tensor | QuantizedMatrix) -> tuple[int, int]:
-    quantized = isinstance(matrix, QuantizedMatrix)
-    return (matrix.layout.bits, matrix.layout.group) if quantized else (16, 0)
+def _form(matrix: Tensor | QuantizedMatrix) -> tuple[int, ...]:
+    return ops.flat(matrix)[3:] if isinstance(matrix, QuantizedMatrix) else (16, 0)
 
 
 def _matrix(matrix: Tensor | QuantizedMatrix) -> ctypes.Structure:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
-from flexgen_h2o.config.limits import SKINNY_ROWS
+from flexgen_h2o.config.limits import MXFP4_GROUP, SKINNY_ROWS
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
@@ -401,8 +401,9 @@ def _linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tens
 
 
 def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group: int):
-    """The struct of a quantized matrix, whose bytes are there."""
-    expect(name, torch.uint8, data=(data, (MatrixLayout(outputs, inputs, bits, group).nbytes,)))
+    """The struct of a quantized matrix, whose bytes are there; a group of 0: in MXFP4."""
+    layout = MatrixLayout(outputs, inputs, bits, group or MXFP4_GROUP, mxfp4=not group)
+    expect(name, torch.uint8, data=(data, (layout.nbytes,)))
     contiguous(name, data=data)
     return _STRUCTS["Matrix"](data.data_ptr(), outputs, inputs, bits, group)
 
@@ -410,6 +411,7 @@ def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group:
 def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search: bool) -> None:
     """See `library.quantize_matrix`."""
     dtype = floats("quantize_matrix", weight, 2)
+    need(group > 0, "quantize_matrix", "MXFP4 is for the reference")
     expect("quantize_matrix", dtype, weight=(weight, weight.shape))
     weight = _rows(weight)
     _call("quantize_matrix", "Quantize", weight=weight.data_ptr(),

@@ -230,9 +230,10 @@ def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, 
 
 def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = False,
                     out: Tensor | None = None) -> Tensor:
-    """See `reference_matrix.quantize_matrix`; the weight is on the host, and so is `out`."""
+    """See `reference_matrix.quantize_matrix`; the weight is on the host, and so is `out`. For MXFP4
+    that is what computes it."""
     out = torch.empty(layout.nbytes, dtype=torch.uint8) if out is None else out
-    if plain_torch("cpu"):
+    if plain_torch("cpu") or layout.mxfp4:
         return out.copy_(reference_matrix.quantize_matrix(weight, layout, search=search))
     weight = weight.float() if weight.dtype == torch.float64 else weight
     _backend(weight).quantize_matrix(weight, out, layout.bits, layout.group, search)
@@ -240,8 +241,8 @@ def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = Fals
 
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `reference_matrix.unpack_rows`."""
-    if plain_torch(matrix.data.device.type):
+    """See `reference_matrix.unpack_rows`, which MXFP4 on a GPU goes by."""
+    if plain_torch(matrix.data.device.type) or matrix.layout.mxfp4 and not matrix.data.is_cpu:
         return reference_matrix.unpack_rows(matrix.data, matrix.layout, rows, dtype)
     return _backend(matrix.data).unpack_rows(*flat(matrix), rows, dtype)
 
@@ -254,13 +255,16 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     does not depend on the rows beside it but for the order of its sums, and no bit depends on the
     number of threads; with AMX more than 64 rows of bfloat16 meet weights that were rounded to it,
     each by 2^-9 at most. Where it gives "unpacked" (bfloat16, if it was measured to be faster), all
-    weights are rounded so and the product is PyTorch's, which promises neither.
+    weights are rounded so and the product is PyTorch's, which promises neither. So it is with MXFP4
+    on a GPU.
     """
     if plain_torch(x.device.type):
         reference_matrix.linear_quantized(x, matrix.data, matrix.layout, bias, out, add=add)
         return
-    if x.is_cpu and dispatch.choice("linear_quantized", len(x), x.dtype,
-                                    matrix.layout.bits) == "unpacked":
+    layout = matrix.layout
+    unpacked = layout.mxfp4 if not x.is_cpu else dispatch.choice(
+        "linear_quantized", len(x), x.dtype, layout.bits) == "unpacked"
+    if unpacked:
         _unpacked_product(x, matrix, bias, out, add=add)
         return
     _backend(x).linear_quantized(x, *flat(matrix), bias, out, add)
@@ -283,9 +287,11 @@ def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, o
 
 
 def flat(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, int, int]:
-    """A matrix as arguments of `native` and `library`."""
+    """A matrix as arguments of `native` and `library`: data, outputs, inputs, bits, and the inputs
+    of a group, or 0 for MXFP4."""
     layout = matrix.layout
-    return matrix.data, layout.outputs, layout.inputs, layout.bits, layout.group
+    group = 0 if layout.mxfp4 else layout.group
+    return matrix.data, layout.outputs, layout.inputs, layout.bits, group
 
 
 def _bits(layout: GroupLayout | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexgen_h2o.config.limits import MATRIX_TILE
+from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
 from flexgen_h2o.kernels.reference import FLOAT16_MAX, half_below
 
 STEPS = 20
@@ -12,6 +12,13 @@ STEPS = 20
 
 SMALLEST = 2.0**-24
 """The smallest float16 above 0: stands in for a scale of 0, where all codes are 0."""
+
+
+NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Numbers that the codes of MXFP4 from 0 to 7 stand for; those from 8 on are their negatives."""
+
+_BIAS, _LARGEST = 127, 254  # of MXFP4's exponents
+_NIBBLES = 0x0F0F0F0F
 
 
 def quantize_matrix(weight, layout, *, search=False):
@@ -40,7 +47,13 @@ def quantize_matrix(weight, layout, *, search=False):
     larger and smaller than the spanning one, round to codes, then take the scale and zero point
     that fit these codes best (least squares). The best of all, rounded to float16, is kept where
     it beats the spanning one.
+
+    MXFP4: as its specification converts (section 6.3), of two numbers equally near to the smaller
+    one. The largest element of a group gets the exponent of 4 or more, and what is beyond 6 becomes
+    6. There is no search.
     """
+    if layout.mxfp4:
+        return _quantized_mxfp4(weight.float(), layout)
     outputs, inputs = layout.tiles * MATRIX_TILE, layout.groups * layout.group
     values = weight.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
     ends = range(0, layout.inputs, layout.group)
@@ -84,6 +97,19 @@ def _quantized(x, levels, search):
     return best
 
 
+def _quantized_mxfp4(x, layout):
+    filled = torch.nn.functional.pad(x, (0, layout.groups * MXFP4_GROUP - layout.inputs))
+    groups = filled.view(layout.outputs, layout.groups, MXFP4_GROUP)
+    _, exponents = groups.abs().amax(-1).frexp()  # of what is from 0.5 to 1
+    exponents = (exponents - 3 + _BIAS).clamp(0, _LARGEST)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents - _BIAS)
+    sizes = groups.abs() / scales[..., None]
+    numbers = torch.tensor(NUMBERS)
+    codes = torch.bucketize(sizes, (numbers[1:] + numbers[:-1]) / 2) + 8 * (groups < 0)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return assembled_mxfp4(blocks, exponents.to(torch.uint8), layout)
+
+
 def _codes(x, scale, zero, levels):
     steps = scale.float().clamp_min(SMALLEST)
     return ((x - zero.float()[:, None]) / steps[:, None]).round().clamp(0, levels).to(torch.int32)
@@ -111,12 +137,45 @@ def assembled(codes, scales, zeros, layout):
     shifts = layout.bits * torch.arange(per_word // 2)[:, None] + 16 * torch.arange(2)
     words = (inner.long() << shifts).sum((-1, -2))  # disjoint bits
     words = words.where(words < 2**31, words - 2**32).to(torch.int32)
-    data = torch.empty(tiles, groups, layout.block_bytes, dtype=torch.uint8)
-    data[..., 4 * MATRIX_TILE :] = words.permute(0, 2, 3,
-                                                 1).contiguous().view(torch.uint8).flatten(2)
     halves = torch.stack((scales, zeros)).view(2, tiles, MATRIX_TILE, groups).permute(1, 3, 0, 2)
-    data[..., : 4 * MATRIX_TILE] = halves.contiguous().view(torch.uint8).flatten(2)
-    return data.view(-1)
+    return _joined(halves.contiguous().view(torch.uint8), words)
+
+
+def assembled_mxfp4(blocks, exponents, layout):
+    """The bytes of a matrix of MXFP4.
+
+    Parameters
+    ----------
+    blocks : uint8 Tensor [outputs, groups, 16]
+        Element 2 * i of a group in the low half of byte i, and 2 * i + 1 in its high half.
+    exponents : uint8 Tensor [outputs, groups]
+        With 127 added.
+    layout : MatrixLayout
+
+    Returns
+    -------
+    uint8 Tensor [layout.nbytes]
+    """
+    filled = layout.tiles, MATRIX_TILE, layout.groups
+    pairs = torch.zeros(*filled, layout.words, dtype=torch.int32)
+    pairs.flatten(0, 1)[: layout.outputs] = blocks.contiguous().view(torch.int32)
+    heads = torch.zeros(*filled, dtype=torch.uint8)
+    heads.flatten(0, 1)[: layout.outputs] = exponents
+    words = _narrowed(pairs & _NIBBLES) | _narrowed(pairs >> 4 & _NIBBLES) << 16
+    return _joined(heads.transpose(1, 2), words)
+
+
+def _narrowed(words):
+    """The low half of each byte, without what is between them."""
+    words = (words | words >> 4) & 0x00FF00FF
+    return (words | words >> 8) & 0xFFFF
+
+
+def _joined(heads, words):
+    """Blocks of uint8 `heads` [tiles, groups, ...] and int32 `words` [tiles, TILE, groups, words]
+    as bytes."""
+    codes = words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
+    return torch.cat((heads.flatten(2), codes), dim=-1).view(-1)
 
 
 def unpack_rows(data, layout, rows, dtype):
@@ -143,13 +202,20 @@ def unpack_rows(data, layout, rows, dtype):
         part = part.contiguous().view(width).view(*part.shape[:2], height, MATRIX_TILE)
         return part.gather(-1, lane[..., None].expand(*part.shape[:3], 1))[..., 0]
 
-    scale, zero = of_lane(blocks[..., : 4 * MATRIX_TILE], torch.float16).float().split(1, dim=-1)
-    words = of_lane(blocks[..., 4 * MATRIX_TILE :], torch.int32)
+    words = of_lane(blocks[..., layout.head_bytes :], torch.int32)
     pairs = 16 // layout.bits
     shifts = (layout.bits * torch.arange(pairs, device=data.device)[:, None]
               + 16 * torch.arange(2, device=data.device))
     codes = (words[..., None, None] >> shifts & layout.levels).flatten(-3)
-    return (zero + scale * codes).flatten(1)[:, : layout.inputs].to(dtype)
+    heads = blocks[..., : layout.head_bytes]
+    if layout.mxfp4:
+        numbers = torch.tensor((*NUMBERS, *(-each for each in NUMBERS)), device=data.device)
+        exponents = of_lane(heads, torch.uint8).int() - _BIAS
+        values = torch.ldexp(numbers[codes], exponents)
+    else:
+        scale, zero = of_lane(heads, torch.float16).float().split(1, dim=-1)
+        values = zero + scale * codes
+    return values.flatten(1)[:, : layout.inputs].to(dtype)
 
 
 def linear_quantized(x, data, layout, bias, out, *, add=False):

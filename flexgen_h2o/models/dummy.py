@@ -18,6 +18,7 @@ from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
 _BLOCK = 1 << 16
 _GROUP = 16
 _STD = 0.02
+_EXPONENT = 127 - 7  # by which MXFP4's numbers, of deviation 2.9, have about that one
 
 
 class DummyCheckpoint(Checkpoint):
@@ -84,6 +85,9 @@ class DummyCheckpoint(Checkpoint):
         generator = np.random.Generator(np.random.SFC64(self._seed_of(name)))
         drawn = generator.integers(0, 2**64 - 1, layout.nbytes // 8, np.uint64, endpoint=True)
         out.copy_(torch.from_numpy(drawn.view(np.uint8)))
+        if layout.mxfp4:
+            out.view(-1, layout.block_bytes)[:, : layout.head_bytes] = _EXPONENT
+            return True
         # Codes from 0 to `levels` have a deviation of about levels / sqrt(12).
         scale = _STD * math.sqrt(12) / layout.levels
         factors = out.view(-1, layout.block_bytes)[:, : 4 * MATRIX_TILE].view(torch.float16)

@@ -17,14 +17,12 @@ from flexgen_h2o.models.convert import (
     torch_dtype,
     write_weights,
 )
-from flexgen_h2o.models.gguf_config import config_of
+from flexgen_h2o.models.gguf_config import MXFP4, config_of
 from flexgen_h2o.models.gguf_header import GgufHeader
 from flexgen_h2o.models.gguf_reader import read_gguf
 from flexgen_h2o.models.gguf_tokenizer import save_tokenizer
 
 _TYPES = "gguf_types.json"
-_MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": [
-    "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
 _GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -69,7 +67,7 @@ def convert_gguf(source: Path, dtype: str | None = None,
 
         # The small files first: what they refuse is then refused before the long part.
         packed = any(dtype == torch.uint8 for dtype, _ in layout.values())
-        _write_config(folder, header, dtype, {"quantization_config": _MXFP4} if packed else {})
+        _write_config(folder, header, dtype, {"quantization_config": MXFP4} if packed else {})
         save_tokenizer(header, folder)
         write_weights(folder, layout, chunks, keep=converted(), progress=progress)
 

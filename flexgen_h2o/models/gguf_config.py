@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.errors import UserError, did_you_mean, shown
+from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.gguf_architectures import ARCHITECTURES, Architecture, variant
 from flexgen_h2o.models.gguf_header import GgufHeader
 from flexgen_h2o.models.gguf_kinds import KEPT, KEPT_GROUP
 from flexgen_h2o.models.gguf_metadata import Metadata
+from flexgen_h2o.models.model_config import ModelConfig
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": [
+    "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
+"""`quantization_config` of a folder whose experts are in MXFP4."""
 
 
 def architecture_of(header: GgufHeader) -> tuple[Metadata, Architecture]:
@@ -85,13 +92,14 @@ def kv_heads(meta: Metadata) -> int:
     return meta.count("attention.head_count_kv", meta.count("attention.head_count"))
 
 
-def kept_weights(header: GgufHeader, bits: int) -> WeightOptions:
+def kept_weights(header: GgufHeader, model: ModelConfig, bits: int) -> WeightOptions:
     """The form of the weights in so many bits: in the groups of the file's blocks, if any are kept.
 
-    Experts of gpt-oss stay codes of MXFP4 in the folder that is made, and 8 bits keep these.
+    Experts of gpt-oss stay codes of MXFP4 in the folder that is made, and 8 and 4 bits keep these.
     """
-    stays = KEPT.get(bits, frozenset())
-    if bits == 8 and architecture_of(header)[1].model_type == "gpt_oss":
-        stays |= {"MXFP4"}
-    kept = any(tensor.kind.name in stays for tensor in header.tensors.values())
-    return WeightOptions(bits, KEPT_GROUP) if kept else WeightOptions(bits)
+    kinds = {tensor.kind.name for tensor in header.tensors.values()}
+    options = WeightOptions(bits)
+    if "MXFP4" in kinds and architecture_of(header)[1].model_type == "gpt_oss":
+        options = quantization({"quantization_config": MXFP4}, model.name).weights(bits, model)
+    kept = not kinds.isdisjoint(KEPT.get(bits, frozenset()))
+    return replace(options, group=KEPT_GROUP) if kept else options

@@ -269,6 +269,15 @@ class ModelConfig:
         return (self.experts.count, self.hidden_size), (1, self.hidden_size)
 
     @property
+    def shapes_of_experts(self) -> frozenset[tuple[int, ...]]:
+        """Shapes of matrices of experts that no other matrix has."""
+        if self.experts is None:
+            return frozenset()
+        others = (self.layer_shapes(), self.embed_shapes(), self.head_shapes())
+        return frozenset(self.expert_shapes().matrices).difference(
+            *(part.matrices for part in others))
+
+    @property
     def q_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_dim

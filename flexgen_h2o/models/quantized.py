@@ -133,7 +133,8 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
 
     form = checkpoint.form
     dtype = str(form.dtype).removeprefix("torch.")
-    tag = f"{form.bits}bit-{form.group}-{dtype}-v{_VERSION}"
+    kept = "-mxfp4" if form.options.mxfp4 else ""
+    tag = f"{form.bits}bit-{form.options.group}{kept}-{dtype}-v{_VERSION}"
     with checkpoint:
         folder = build_once(sources, tag, title, build, keep=keep)
     try:

@@ -70,6 +70,7 @@ def _gemma3(*sizes: int, **other) -> dict[str, Any]:
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     return _sizes("gpt_oss", 2880, layers, 64, 8, 2880, num_local_experts=experts,
+                  quantization_config={"quant_method": "mxfp4"},
                   eos_token_id=[200002, 199999, 200012],
                   rope_parameters=_rope(150000.0, "yarn", factor=32.0, truncate=False,
                                         original_max_position_embeddings=4096))

@@ -11,7 +11,7 @@ from typing import Any
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json
-from flexgen_h2o.models.checkpoint_formats.settings import quantization
+from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
 from flexgen_h2o.models.fields import MOST_TOKENS, Fields
 from flexgen_h2o.models.model_config import (
     ACTIVATIONS,
@@ -25,7 +25,8 @@ from flexgen_h2o.models.rope import ROPE_KINDS, RopeConfig
 from flexgen_h2o.models.shapes import PUBLISHED, SAME_AS
 
 __all__ = ["ACTIVATIONS", "MOST_TOKENS", "ROPE_KINDS", "ModelConfig", "ModelWeights",
-           "RopeConfig", "TensorSpec", "from_transformers", "published", "read_config", "renamed"]
+           "RopeConfig", "TensorSpec", "from_transformers", "published", "published_quantization",
+           "read_config", "renamed"]
 
 
 def published(name: str) -> ModelConfig | None:
@@ -41,9 +42,19 @@ def published(name: str) -> ModelConfig | None:
     ModelConfig or None
         None for a name that is not in `shapes.PUBLISHED`.
     """
+    values = _published(name)
+    return None if values is None else from_transformers(values, name)
+
+
+def published_quantization(name: str) -> Quantization | None:
+    """The quantization of a published model's checkpoint; None where it has none."""
+    return quantization(_published(name) or {}, name)
+
+
+def _published(name: str) -> dict[str, Any] | None:
     for full in (*PUBLISHED, *SAME_AS):
         if name.lower() in (full.lower(), full.lower().split("/")[1]):
-            return from_transformers(PUBLISHED[SAME_AS.get(full, full)], name)
+            return PUBLISHED[SAME_AS.get(full, full)]
     return None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GROUP, MatrixLayout
+from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.storage.tiers import typed
 
@@ -21,25 +21,27 @@ class WeightFormat:
     ----------
     dtype : torch.dtype
         Of everything that is not quantized.
-    bits : int
-        Of an element of a matrix: 16 (dtype as it is), 8 or 4.
-    group : int
-        Inputs of a matrix that share a scale and a zero point.
+    options : WeightOptions
+        Of the matrices.
     exact : frozenset of (outputs, inputs)
         Shapes of the matrices that are never quantized: routers of experts, which are small, and
         by which a rounded number picks another expert.
     """
 
     dtype: torch.dtype
-    bits: int = 16
-    group: int = GROUP
+    options: WeightOptions = WeightOptions()
     exact: frozenset[tuple[int, ...]] = frozenset()
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element of a matrix: 16 (dtype as it is), 8 or 4."""
+        return self.options.bits
 
     def layout(self, shape: tuple[int, ...]) -> MatrixLayout | None:
         """The layout of a tensor that is quantized; None for one that is not."""
-        if self.bits == 16 or len(shape) != 2 or tuple(shape) in self.exact:
+        if len(shape) != 2 or tuple(shape) in self.exact:
             return None
-        return MatrixLayout(*shape, bits=self.bits, group=self.group)
+        return self.options.layout((shape[0], shape[1]))
 
     def stored(self, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
         """dtype and shape by which a checkpoint in this format knows a tensor of `shape`."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import GroupLayout, WeightOptions
 from flexgen_h2o.h2o.eviction import Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.choice import likeliest
@@ -216,7 +216,7 @@ class Rates:
 
     def _copies(self, weight: Tensor, bits: int) -> Iterator[Tensor | QuantizedMatrix]:
         """A matrix in so many bits, again and again in other memory."""
-        form = WeightFormat(self._dtype, bits)
+        form = WeightFormat(self._dtype, WeightOptions(bits))
         layout = form.layout(weight.shape)
         rest = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
             weight, layout)

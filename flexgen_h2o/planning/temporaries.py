@@ -9,6 +9,7 @@ from flexgen_h2o.config.limits import (
     EXPERT_ROUND,
     FEWEST_TASKS,
     LOGIT_ROWS,
+    MXFP4_GROUP,
     PRODUCT_DEPTH,
     PRODUCT_OUTPUTS,
     PRODUCT_ROWS,
@@ -124,6 +125,7 @@ def _own_products(run: PlannedRun) -> int:
         parts.append(model.expert_shapes())
     widest = max(inputs for part in parts for _, inputs in part.matrices)
     filled = max(-(-widest // size) * size for size in (options.group, PRODUCT_DEPTH))
-    panel = PRODUCT_ROWS * (filled + filled // options.group)
+    least = min(options.group, MXFP4_GROUP) if options.mxfp4 else options.group
+    panel = PRODUCT_ROWS * (filled + filled // least)
     thread = 4 * PRODUCT_OUTPUTS * (PRODUCT_ROWS + max(options.group, 512))
     return 4 * (panel + (os.cpu_count() or 1) * thread)

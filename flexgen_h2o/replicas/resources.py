@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
@@ -105,7 +105,7 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
         writes_weights=source.writes_weights(arguments.get("weight_cache", "auto")),
         cache=CacheOptions(arguments.get("h2o"), arguments.get("cache_bits", 16),
                            arguments.get("attn_sparsity", 1.0)),
-        weights=WeightOptions(source.form.bits, source.form.group))
+        weights=source.form.options)
     return plan.total("cpu")
 
 

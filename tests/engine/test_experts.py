@@ -23,7 +23,6 @@ from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import ops
 from flexgen_h2o.models.shapes import PUBLISHED
 from flexgen_h2o.planning.memory_plan import memory_plan
 
@@ -193,40 +192,6 @@ def test_stacked_experts_are_read_one_by_one(tiny_model, wanted, tmp_path, key):
         assert got == expected
     assert stats.expert_bytes > 0
     assert not (tmp_path / "offload").exists(), "read from the checkpoint's own bytes"
-
-
-def test_gpt_oss_in_mxfp4_as_on_the_hub(tmp_path):
-    """Dequantized in 16 bits, wherever it rests; in 8 bits the experts' codes are kept exactly."""
-    from models import packings
-    from transformers import GptOssForCausalLM
-
-    torch.manual_seed(0)
-    config = MIXTURES["gpt_oss"](hidden_size=64, intermediate_size=32, eos_token_id=None)
-    model = GptOssForCausalLM(config).eval()
-    model.set_experts_implementation("eager")
-    for parameter in model.parameters():
-        parameter.requires_grad_(False).normal_(0.0, 0.2)
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    kept = {}
-    for name in [name for name in state if name.endswith("_proj") and ".experts." in name]:
-        parts, kept[name] = packings.mxfp4(state.pop(name).transpose(1, 2))
-        model.get_parameter(name).copy_(kept[name].transpose(1, 2))
-        state |= {f"{name}{end}": part for end, part in parts.items()}
-    config.quantization_config = {"quant_method": "mxfp4"}
-    config.save_pretrained(tmp_path / "m")
-    save_file(state, tmp_path / "m" / "model.safetensors", {"format": "pt"})
-    prompts = make_prompts(97, [9, 14])
-    expected = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False,
-                               pad_token_id=0)[0, len(prompt):].tolist() for prompt in prompts]
-    for experts in (HERE, DISK):
-        assert run(tmp_path / "m", prompts, experts=experts, offload_dir=tmp_path)[0] == expected
-    with LLM(str(tmp_path / "m"), weight_bits=8, dtype="float32", weight_cache=None) as llm:
-        assert llm.weight_options == WeightOptions(8, 32)
-        one = weights_of(llm).experts[1, 3].resident
-        every = kept["model.layers.1.mlp.experts.gate_up_proj"][3]
-        for name, wanted in (("gate", every[::2]), ("up", every[1::2])):
-            found = ops.unpack_rows(one[name], torch.arange(32), torch.float32)
-            assert torch.equal(found, wanted)
 
 
 def test_what_arrives_first_is_computed_first(tiny_model, wanted, tmp_path, monkeypatch):

@@ -11,13 +11,15 @@ from flexgen_h2o.kernels import abi, experts, ops, reference_experts
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 pytestmark = BUILT
+MXFP4 = 4.25  # bits of a number
 
 
 def matrix(outputs, inputs, bits, generator):
     weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).bfloat16()
     if bits == 16:
         return weight
-    layout = MatrixLayout(outputs, inputs, bits)
+    layout = (MatrixLayout(outputs, inputs, 4, 32, mxfp4=True) if bits == MXFP4
+              else MatrixLayout(outputs, inputs, bits))
     return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
 
 
@@ -45,10 +47,10 @@ def table_of(made):
     return table
 
 
-@given(st.sampled_from([*SETS]), st.sampled_from([16, 8, 4]), st.integers(1, 40),
+@given(st.sampled_from([*SETS]), st.sampled_from([16, 8, 4, MXFP4]), st.integers(1, 40),
        st.integers(1, 70), st.integers(1, 50), st.integers(1, 9), st.integers(1, 4),
        st.sampled_from([*abi.ACTIVATIONS, (1.7, 0.6)]), st.integers(1, 3), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=80)
 def test_experts_are_those_of_the_reference(way, bits, rows, hidden, wide, count, each, function,
                                             team, seed):
     """With an activation, or with biases and gpt-oss's gate."""

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flexgen_h2o import LLM, Placement, Policy
-from flexgen_h2o.config.formats import GROUP, MatrixLayout
+from flexgen_h2o.config.formats import GROUP, MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops, reference_matrix
 from flexgen_h2o.models.checkpoint import open_checkpoint
 from flexgen_h2o.models.checkpoint_formats import dequantizing
@@ -164,7 +164,7 @@ def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
     whole = ops.quantize_matrix
     monkeypatch.setattr(ops, "quantize_matrix",
                         lambda weight, *a, **k: quantized.append(1) or whole(weight, *a, **k))
-    form = WeightFormat(torch.float32, bits, tiny.settings.group(bits))
+    form = WeightFormat(torch.float32, WeightOptions(bits, tiny.settings.group(bits)))
     state = tiny.model.state_dict()
     kept = {}
     with QuantizingCheckpoint(open_checkpoint(tiny.folder), {n: n for n in state}, form) as inner:
@@ -220,7 +220,7 @@ def save(folder: Path, tensors: dict[str, Tensor], settings: dict) -> Path:
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
-def test_mxfp4_experts_one_by_one_and_kept_in_8_bits(tmp_path):
+def test_mxfp4_experts_one_by_one_and_kept(tmp_path):
     experts, rows, columns = 3, 20, 64
     parts, values = packings.mxfp4(torch.randn(experts, rows, columns))
     bias = torch.randn(experts, rows)
@@ -229,18 +229,20 @@ def test_mxfp4_experts_one_by_one_and_kept_in_8_bits(tmp_path):
     name = "e.gate_up_blocks"
     views = {f"{e}.{part}": (View("e.gate_up"), View(name, e, rows=range(first, rows, 2)))
              for e in range(experts) for first, part in enumerate(("gate", "up"))}
-    layout = MatrixLayout(rows // 2, columns, bits=8, group=32)
+    layouts = (MatrixLayout(rows // 2, columns, bits=8, group=32),
+               MatrixLayout(rows // 2, columns, bits=4, group=32, mxfp4=True))
     with StackedCheckpoint(open_checkpoint(folder), views) as checkpoint:
         assert set(checkpoint.names()) == {*views, "e.gate_up_bias"}
         for e in range(experts):
             for first, part in enumerate(("gate", "up")):
                 expected = values[e, first::2]
                 assert torch.equal(read(checkpoint, f"{e}.{part}"), expected)
-                out = torch.empty(layout.nbytes, dtype=torch.uint8)
-                assert checkpoint.keep(f"{e}.{part}", layout, out)
-                found = reference_matrix.unpack_rows(out, layout, torch.arange(rows // 2),
-                                                     torch.float32)
-                assert torch.equal(found, expected)
+                for layout in layouts:
+                    out = torch.empty(layout.nbytes, dtype=torch.uint8)
+                    assert checkpoint.keep(f"{e}.{part}", layout, out)
+                    found = reference_matrix.unpack_rows(out, layout, torch.arange(rows // 2),
+                                                         torch.float32)
+                    assert torch.equal(found, expected)
         assert not checkpoint.keep("0.gate", MatrixLayout(rows // 2, columns, bits=4, group=32),
                                    out)
     assert quantization({"quantization_config": MXFP4}, "m").group(8) == 32

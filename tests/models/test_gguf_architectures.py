@@ -97,9 +97,11 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
             assert torch.equal(found, values)
             assert made[f"{called}_bias"].dtype == torch.bfloat16
     header = read_header(source)
-    assert [kept_weights(header, bits).group for bits in (8, 4)] == [32, 64]  # as a run has them
-    with LLM(str(source), dtype="bfloat16", weight_bits=8, weight_cache=None) as llm:
-        assert llm.weight_options == kept_weights(header, 8)
+    for bits, group in ((8, 32), (4, 64)):
+        with LLM(str(source), dtype="bfloat16", weight_bits=bits, weight_cache=None) as llm:
+            options = kept_weights(header, llm.model_config, bits)
+            assert llm.weight_options == options and options.group == group
+            assert bool(options.mxfp4) == (bits == 4)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items()

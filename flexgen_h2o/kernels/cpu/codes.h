@@ -1,6 +1,8 @@
 // Codes of a quantized matrix as operands of products: floats, or pairs of bfloat16.
 #pragma once
 
+#include <type_traits>
+
 #include "amx.h"
 #include "matrix.h"
 
@@ -19,13 +21,35 @@ struct Single {
     static constexpr int64_t inputs = 1;  // of a step
 
     // Of a word of WIDTH outputs, the codes of a step.
-    template <int bits>
+    template <class C>
     static INLINE Words codes(Words word, int step) {
+        constexpr int bits = C::bits;
+        if constexpr (std::is_same_v<C, Mxfp4>) return bits_of<Words>(numbers(word, step));
         const Ints field = Ints(word >> (16 * (step % 2) + bits * (step / 2)));
 #if defined(__AVX512F__)
         if (bits == 4) return bits_of<Words>(code<LOW>(field));  // looks at four bits alone
 #endif
         return bits_of<Words>(__builtin_convertvector(field & ((1 << bits) - 1), Floats));
+    }
+
+    // The same where codes stand for numbers of `Mxfp4`.
+    static INLINE Floats numbers(Words word, int step) {
+        const int shift = 16 * (step % 2) + 4 * (step / 2);
+#if defined(__AVX512F__)
+        const Floats table = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+        return _mm512_permutexvar_ps(__m512i(word >> shift), table);  // looks at four bits alone
+#elif defined(__AVX2__)
+        // Bytes for every other code at once; then the one that is asked for, with its sign.
+        const __m256i table = _mm256_broadcastsi128_si256(
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(Mxfp4::DOUBLED)));
+        const Words low = word >> (shift & 4) & 0x0f0f0f0f;
+        const Words bytes = Words(_mm256_shuffle_epi8(table, __m256i(low)));
+        return __builtin_convertvector(Ints(bytes << (24 - (shift & 24))) >> 24, Floats);
+#else
+        Floats to;
+        for (int i = 0; i < WIDTH; i++) to[i] = Mxfp4::number(word[i] >> shift & 15);
+        return to;
+#endif
     }
 
     static INLINE Floats broadcast_x(uint32_t x) { return broadcast(bits_of<float>(x)); }
@@ -34,7 +58,10 @@ struct Single {
     }
 
     // What the codes are too large by.
-    static constexpr float shift(int) { return 0.0f; }
+    template <class C>
+    static constexpr float shift() {
+        return 0.0f;
+    }
 
     template <class T>
     static uint32_t pack(const T* x, int64_t) {
@@ -47,16 +74,32 @@ struct Single {
 struct Pairs {
     static constexpr int64_t inputs = 2;
 
-    template <int bits>
+    template <class C>
     static INLINE Words codes(Words word, int step) {
-        const Words field = word >> (bits * step);
+        const Words field = word >> (C::bits * step);
+        if constexpr (std::is_same_v<C, Mxfp4>) return numbers(field);
         // 128 + code is the bfloat16 whose low bits are the code.
-        if (bits == 4) return (field & 0x000f000f) | 0x43004300;
+        if (C::bits == 4) return (field & 0x000f000f) | 0x43004300;
         // A bfloat16 holds 8 bits exactly, and is the upper half of a float.
         const Words first = bits_of<Words>(__builtin_convertvector(Ints(field & 0xff), Floats));
         const Words second =
             bits_of<Words>(__builtin_convertvector(Ints(field >> 16 & 0xff), Floats));
         return first >> 16 | second;
+    }
+
+    // The numbers of `Mxfp4` by the low bits of each half of a word.
+    static INLINE Words numbers(Words field) {
+#if defined(__AVX512F__)
+        // Looks at five bits: whichever the fifth is, the same.
+        constexpr uint16_t TABLE[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                        0x4100, 0x4140, 0,      0xbf80, 0xc000, 0xc040,
+                                        0xc080, 0xc0c0, 0xc100, 0xc140};
+        const __m512i table = _mm512_broadcast_i64x4(load_raw<__m256i>(TABLE));
+        return Words(_mm512_permutexvar_epi16(__m512i(field), table));
+#else
+        return bits_of<Words>(Single::numbers(field, 0)) >> 16 |
+               bits_of<Words>(Single::numbers(field, 1));
+#endif
     }
 
 #if defined(__AVX512BF16__)
@@ -68,7 +111,10 @@ struct Pairs {
     }
 #endif
 
-    static constexpr float shift(int bits) { return bits == 4 ? 128.0f : 0.0f; }
+    template <class C>
+    static constexpr float shift() {
+        return std::is_same_v<C, Spaced<4>> ? 128.0f : 0.0f;
+    }
 
     static uint32_t pack(const bf16* x, int64_t left) {
         return x[0].bits | static_cast<uint32_t>(left > 1 ? x[1].bits : 0) << 16;

@@ -6,46 +6,46 @@ namespace ISA {
 namespace {
 
 // Row `row` of the matrix to floats.
+template <class C>
 INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float* to) {
-    const int64_t lane = row % MATRIX_TILE, levels = (1 << m.bits) - 1, half = 16 / m.bits;
+    constexpr int64_t levels = (1 << C::bits) - 1, half = 16 / C::bits;
+    const int64_t lane = row % MATRIX_TILE;
     for (int64_t g = 0; g < m.groups; g++) {
         const uint8_t* block = m.at(row / MATRIX_TILE, g);
-        const float scale = half_at(scales_of(block) + 2 * lane);
-        const float zero = half_at(zeros_of(block) + 2 * lane);
+        const float scale = C::scale(block, lane), zero = C::zero(block, lane);
         const int64_t left = matrix.inputs - g * m.group;
         const int64_t size = left < m.group ? left : m.group;
         for (int64_t i = 0; i < size; i++) {
             const int64_t n = i / (2 * half), t = i % (2 * half);
             uint32_t word;
-            std::memcpy(&word, words_of(block) + 4 * (n * MATRIX_TILE + lane), 4);
-            const uint32_t code = word >> (16 * (t % 2) + m.bits * (t / 2)) & levels;
-            to[g * m.group + i] = zero + scale * static_cast<float>(code);
+            std::memcpy(&word, C::words(block) + 4 * (n * MATRIX_TILE + lane), 4);
+            const uint32_t code = word >> (16 * (t % 2) + C::bits * (t / 2)) & levels;
+            to[g * m.group + i] = zero + scale * C::number(code);
         }
     }
 }
 
 // A block to floats [group, TILE].
-template <int bits>
+template <class C>
 INLINE void unpack_block(const Blocks& m, const uint8_t* block, float* to) {
+    constexpr int STEPS = 32 / C::bits;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
-        const Floats scale = load(reinterpret_cast<const fp16*>(scales_of(block)) + i);
-        const Floats zero = load(reinterpret_cast<const fp16*>(zeros_of(block)) + i);
+        const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
         for (int64_t n = 0; n < m.words; n++) {
-            const Words word = load_words(words_of(block) + 4 * (n * MATRIX_TILE + i));
-            for (int t = 0; t < 32 / bits; t++) {
-                const Ints code = Ints(word >> (16 * (t % 2) + bits * (t / 2)));
-                const Floats x = __builtin_convertvector(code & ((1 << bits) - 1), Floats);
-                store(to + (n * (32 / bits) + t) * MATRIX_TILE + i, zero + scale * x);
+            const Words word = load_words(C::words(block) + 4 * (n * MATRIX_TILE + i));
+            for (int t = 0; t < STEPS; t++) {
+                const Floats x = bits_of<Floats>(Single::codes<C>(word, t));
+                store(to + (n * STEPS + t) * MATRIX_TILE + i, zero + scale * x);
             }
         }
     }
 }
 
 // The rows of a whole tile. Blocks are transposed on the way, in vectors where a tile is one.
-template <class T, int bits>
+template <class T, class C>
 void unpack_tile(const Matrix& matrix, const Blocks& m, int64_t tile, T* out, float* block) {
     for (int64_t g = 0; g < m.groups; g++) {
-        unpack_block<bits>(m, m.at(tile, g), block);
+        unpack_block<C>(m, m.at(tile, g), block);
         const int64_t left = matrix.inputs - g * m.group;
         const int64_t size = left < m.group ? left : m.group;
         int64_t i = 0;
@@ -71,8 +71,8 @@ INLINE bool whole_tile(const Rows& a, int64_t i) {
     return true;
 }
 
-template <class T>
-int rows_of(const Rows& a) {
+template <class T, class C>
+int rows_as(const Rows& a) {
     for (int64_t i = 0; i < a.count; i++)
         if (a.rows[i] < 0 || a.rows[i] >= a.matrix.outputs) return INVALID;
     const Blocks m(a.matrix);
@@ -86,16 +86,20 @@ int rows_of(const Rows& a) {
         T* out = static_cast<T*>(a.out) + first * inputs;
         if (whole_tile(a, first)) {
             const int64_t tile = a.rows[first] / MATRIX_TILE;
-            a.matrix.bits == 4 ? unpack_tile<T, 4>(a.matrix, m, tile, out, mine)
-                               : unpack_tile<T, 8>(a.matrix, m, tile, out, mine);
+            unpack_tile<T, C>(a.matrix, m, tile, out, mine);
             continue;
         }
         for (int64_t row = 0; row < (left < MATRIX_TILE ? left : MATRIX_TILE); row++, out += inputs) {
-            unpack_row(a.matrix, m, a.rows[first + row], mine);
+            unpack_row<C>(a.matrix, m, a.rows[first + row], mine);
             for (int64_t k = 0; k < inputs; k++) put(out + k, mine[k]);
         }
     }
     return DONE;
+}
+
+template <class T>
+int rows_of(const Rows& a) {
+    return by_codes(a.matrix, [&](auto codes) { return rows_as<T, decltype(codes)>(a); });
 }
 
 }  // namespace

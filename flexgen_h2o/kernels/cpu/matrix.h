@@ -1,4 +1,4 @@
-// Quantized matrices: see storage/quantization.py (MatrixLayout) for how they lie,
+// Quantized matrices: see config/formats.py (MatrixLayout) for how they lie,
 // kernels/reference_matrix.py for the arithmetic.
 #pragma once
 
@@ -12,9 +12,10 @@ struct Blocks {
     int64_t bits, group, groups, words, block_bytes;
 
     explicit Blocks(const Matrix& m)
-        : data(static_cast<const uint8_t*>(m.data)), bits(m.bits), group(m.group),
-          groups((m.inputs + m.group - 1) / m.group), words(m.group * m.bits / 32),
-          block_bytes(4 * MATRIX_TILE + 4 * MATRIX_TILE * words) {}
+        : data(static_cast<const uint8_t*>(m.data)), bits(m.bits),
+          group(m.group ? m.group : MXFP4_GROUP), groups((m.inputs + group - 1) / group),
+          words(group * m.bits / 32),
+          block_bytes(MATRIX_TILE * ((m.group ? 4 : 1) + 4 * words)) {}
 
     const uint8_t* at(int64_t tile, int64_t g) const {
         return data + (tile * groups + g) * block_bytes;
@@ -23,8 +24,58 @@ struct Blocks {
 
 inline int64_t tiles_of(const Matrix& m) { return (m.outputs + MATRIX_TILE - 1) / MATRIX_TILE; }
 
-INLINE const uint8_t* scales_of(const uint8_t* block) { return block; }
-INLINE const uint8_t* zeros_of(const uint8_t* block) { return block + 2 * MATRIX_TILE; }
-INLINE const uint8_t* words_of(const uint8_t* block) { return block + 4 * MATRIX_TILE; }
+// Elements that are evenly spaced: a scale times a code of so many bits, and a zero point.
+template <int BITS>
+struct Spaced {
+    static constexpr int bits = BITS;
+
+    static INLINE const uint8_t* words(const uint8_t* block) { return block + 4 * MATRIX_TILE; }
+
+    // Of WIDTH outputs from `lane` on.
+    static INLINE Floats scales(const uint8_t* block, int64_t lane) {
+        return load(reinterpret_cast<const fp16*>(block) + lane);
+    }
+    static INLINE Floats zeros(const uint8_t* block, int64_t lane) {
+        return load(reinterpret_cast<const fp16*>(block) + MATRIX_TILE + lane);
+    }
+
+    static float scale(const uint8_t* block, int64_t lane) { return half_at(block + 2 * lane); }
+    static float zero(const uint8_t* block, int64_t lane) {
+        return half_at(block + 2 * (MATRIX_TILE + lane));
+    }
+    static float number(uint32_t code) { return static_cast<float>(code); }
+};
+
+// Elements of MXFP4: a power of two times what a code stands for. Here that is twice the number, which
+// is whole, and so the scale is half of it.
+struct Mxfp4 {
+    static constexpr int bits = 4;
+    static constexpr int8_t DOUBLED[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                           0, -1, -2, -3, -4, -6, -8, -12};
+
+    static INLINE const uint8_t* words(const uint8_t* block) { return block + MATRIX_TILE; }
+
+    // 2^(exponent - 128); the two lowest exponents are of denormals.
+    static INLINE Floats scales(const uint8_t* block, int64_t lane) {
+        const Words exponent = Words(widen(block + lane));
+        const Words low = (exponent + 1) << 21, normal = (exponent - 1) << 23;
+        return bits_of<Floats>(exponent < 2 ? low : normal);
+    }
+    static INLINE Floats zeros(const uint8_t*, int64_t) { return Floats{}; }
+
+    static float scale(const uint8_t* block, int64_t lane) {
+        const uint32_t exponent = block[lane];
+        return bits_of<float>(exponent < 2 ? (exponent + 1) << 21 : (exponent - 1) << 23);
+    }
+    static float zero(const uint8_t*, int64_t) { return 0.0f; }
+    static float number(uint32_t code) { return DOUBLED[code]; }
+};
+
+// f(codes), where these are what the elements of a matrix are.
+template <class F>
+INLINE int by_codes(const Matrix& m, const F& f) {
+    if (m.group == 0) return f(Mxfp4{});
+    return m.bits == 4 ? f(Spaced<4>{}) : f(Spaced<8>{});
+}
 
 }  // namespace ISA

@@ -22,21 +22,22 @@ constexpr int ROWS = 4;
 constexpr int64_t FLOAT_PRODUCT_ROWS = 64;  // and more, where products are of floats
 static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (VECTORS * WIDTH) == 0, "two tiles");
 
-// The blocks of a group of two tiles; of a tile that is not there, the other one's.
+// The codes of a group of two tiles; of a tile that is not there, the other one's.
 struct Pair {
-    const uint8_t* block[2];
+    const uint8_t* codes[2];
     INLINE const uint8_t* words(int64_t column) const {
-        return words_of(block[column / MATRIX_TILE]) + 4 * (column % MATRIX_TILE);
+        return codes[column / MATRIX_TILE] + 4 * (column % MATRIX_TILE);
     }
 };
 
 // Asks for what comes later; scales and zero points of a group come to floats.
-template <class A, int bits>
+template <class A, class C>
 INLINE Pair group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, const Workspace& w) {
     Pair pair;
     for (int64_t t = 0; t < 2; t++) {
         const int64_t mine = t < tiles ? tile + t : tile;
-        const uint8_t* block = pair.block[t] = m.at(mine, g);
+        const uint8_t* block = m.at(mine, g);
+        pair.codes[t] = C::words(block);
         // Behind the end of a tile its neighbour in the next chunk goes on.
         const int64_t ahead = g + AHEAD;
         const uint8_t* later = ahead < m.groups ? m.at(mine, ahead)
@@ -45,25 +46,25 @@ INLINE Pair group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, co
             for (int64_t line = 0; line < m.block_bytes; line += 64)
                 __builtin_prefetch(later + line, 0, 3);
         for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
-            const Floats scale = load(reinterpret_cast<const fp16*>(scales_of(block)) + i);
-            const Floats zero = load(reinterpret_cast<const fp16*>(zeros_of(block)) + i);
+            const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
             store(w.scales + t * MATRIX_TILE + i, scale);
-            store(w.zeros + t * MATRIX_TILE + i, fma(scale, broadcast(-A::shift(bits)), zero));
+            store(w.zeros + t * MATRIX_TILE + i,
+                  fma(scale, broadcast(-A::template shift<C>()), zero));
         }
     }
     return pair;
 }
 
 // The codes of a group to the buffer.
-template <class A, int bits>
+template <class A, class C>
 INLINE void unpack(const Pair& pair, int64_t words, const Workspace& w) {
-    constexpr int STEPS = 32 / bits / A::inputs;  // of a word
+    constexpr int STEPS = 32 / C::bits / A::inputs;  // of a word
     for (int64_t column = 0; column < COLUMNS; column += WIDTH)
         for (int64_t n = 0; n < words; n++) {
             const Words word = load_words(pair.words(column) + 4 * n * MATRIX_TILE);
             for (int s = 0; s < STEPS; s++)
                 store_words(w.codes + (n * STEPS + s) * COLUMNS + column,
-                            A::template codes<bits>(word, s));
+                            A::template codes<C>(word, s));
         }
 }
 
@@ -92,10 +93,10 @@ INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* su
 }
 
 // R rows from `row` on of the panel by a group, whose codes are taken apart on the way.
-template <class A, int bits, int R>
+template <class A, class C, int R>
 INLINE void add_words(const Panel& p, const Pair& pair, int64_t words, int64_t g, int64_t row,
                       const Workspace& w) {
-    constexpr int STEPS = 32 / bits / A::inputs, CHAINS = chains(R, STEPS);
+    constexpr int STEPS = 32 / C::bits / A::inputs, CHAINS = chains(R, STEPS);
     for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
         const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
         Floats mine[CHAINS][R][VECTORS] = {};
@@ -105,7 +106,7 @@ INLINE void add_words(const Panel& p, const Pair& pair, int64_t words, int64_t g
                 word[v] = load_words(pair.words(column + v * WIDTH) + 4 * n * MATRIX_TILE);
             for (int s = 0; s < STEPS; s++) {
                 Words codes[VECTORS];
-                for (int v = 0; v < VECTORS; v++) codes[v] = A::template codes<bits>(word[v], s);
+                for (int v = 0; v < VECTORS; v++) codes[v] = A::template codes<C>(word[v], s);
                 for (int r = 0; r < R; r++) {
                     const auto element = A::broadcast_x(x[r * p.steps + s]);
                     for (int v = 0; v < VECTORS; v++) {
@@ -160,21 +161,21 @@ INLINE void by_rows(int64_t rows, const F& add) {
 }
 
 // Outputs of up to two tiles, for a panel of which `rows` are there.
-template <class A, class T, int bits>
+template <class A, class T, class C>
 void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t first, int64_t rows,
                       const Panel& p, const Workspace& w) {
     const int64_t all = tiles_of(a.matrix), steps = m.group / A::inputs;
     const int64_t tiles = all - tile < 2 ? all - tile : 2;
     std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
     for (int64_t g = 0; g < m.groups; g++) {
-        const Pair pair = group_of<A, bits>(m, tile, tiles, g, w);
+        const Pair pair = group_of<A, C>(m, tile, tiles, g, w);
         if (A::inputs == 2 || rows <= ROWS) {
             by_rows(rows, [&](auto count, int64_t row) {
-                add_words<A, bits, decltype(count)::value>(p, pair, m.words, g, row, w);
+                add_words<A, C, decltype(count)::value>(p, pair, m.words, g, row, w);
             });
             continue;
         }
-        unpack<A, bits>(pair, m.words, w);
+        unpack<A, C>(pair, m.words, w);
         by_rows(rows, [&](auto count, int64_t row) {
             add_codes<A, decltype(count)::value>(p, steps, g, row, w);
         });
@@ -183,13 +184,13 @@ void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t f
 }
 
 // A quantized matrix as floats: scale times code, and the zero point.
-template <int bits>
+template <class C>
 struct CodedWeights {
     const Product& a;
     Blocks blocks;
 
     explicit CodedWeights(const Product& a) : a(a), blocks(a.matrix) {}
-    static bool suits(const Product& a) { return DEPTH % a.matrix.group == 0; }
+    bool suits() const { return DEPTH % blocks.group == 0; }
     int64_t outputs() const { return a.matrix.outputs; }
 
     // To floats [slivers, DEPTH, SLIVER], all of the last group's.
@@ -221,21 +222,20 @@ struct CodedWeights {
 
 private:
     INLINE void unpack_vector(const uint8_t* block, int64_t i, float* to) const {
-        constexpr int STEPS = 32 / bits;
-        const Floats scale = load(reinterpret_cast<const fp16*>(scales_of(block)) + i);
-        const Floats zero = load(reinterpret_cast<const fp16*>(zeros_of(block)) + i);
+        constexpr int STEPS = 32 / C::bits;
+        const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
         for (int64_t n = 0; n < blocks.words; n++) {
-            const Words word = load_words(words_of(block) + 4 * (n * MATRIX_TILE + i));
+            const Words word = load_words(C::words(block) + 4 * (n * MATRIX_TILE + i));
 #pragma GCC unroll 8
             for (int s = 0; s < STEPS; s++)
                 store(to + (n * STEPS + s) * SLIVER,
-                      fma(scale, bits_of<Floats>(Single::codes<bits>(word, s)), zero));
+                      fma(scale, bits_of<Floats>(Single::codes<C>(word, s)), zero));
         }
     }
 };
 
 // Every product of the chain, which share x.
-template <class A, class T, int bits>
+template <class A, class T, class C>
 int product(const Product& a) {
     const Blocks m(a.matrix);
     const int64_t most = a.rows < PANEL ? a.rows : PANEL;
@@ -260,7 +260,7 @@ int product(const Product& a) {
                 const int64_t chunks = (tiles_of(each->matrix) + 1) / 2;
 #pragma omp for schedule(static) nowait
                 for (int64_t chunk = 0; chunk < chunks; chunk++)
-                    chunk_of_outputs<A, T, bits>(*each, blocks, 2 * chunk, first, rows, p, w);
+                    chunk_of_outputs<A, T, C>(*each, blocks, 2 * chunk, first, rows, p, w);
             }
         }
     }
@@ -269,11 +269,13 @@ int product(const Product& a) {
 
 template <class A, class T>
 int product_of(const Product& a) {
-    // Floats, once for so many rows, cost less than scaling the sums of each group's codes.
-    if (A::inputs == 1 && a.rows >= FLOAT_PRODUCT_ROWS && CodedWeights<4>::suits(a))
-        return a.matrix.bits == 4 ? float_product<T, CodedWeights<4>>(a, a.matrix.inputs)
-                                  : float_product<T, CodedWeights<8>>(a, a.matrix.inputs);
-    return a.matrix.bits == 4 ? product<A, T, 4>(a) : product<A, T, 8>(a);
+    return by_codes(a.matrix, [&](auto codes) {
+        using C = decltype(codes);
+        // Floats, once for so many rows, cost less than scaling the sums of each group's codes.
+        if (A::inputs == 1 && a.rows >= FLOAT_PRODUCT_ROWS && CodedWeights<C>(a).suits())
+            return float_product<T, CodedWeights<C>>(a, a.matrix.inputs);
+        return product<A, T, C>(a);
+    });
 }
 
 }  // namespace
@@ -287,7 +289,8 @@ int linear_quantized(const Product& a) {
         case BFLOAT16:
 #if defined(TILES)
             if (a.rows > VECTOR_ROWS)
-                return a.matrix.bits == 4 ? tiled_product<4>(a) : tiled_product<8>(a);
+                return by_codes(a.matrix,
+                                [&](auto codes) { return tiled_product<decltype(codes)>(a); });
 #endif
 #if defined(__AVX512BF16__)
             return product_of<Pairs, bf16>(a);

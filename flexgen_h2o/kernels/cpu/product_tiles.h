@@ -77,20 +77,19 @@ INLINE void prefetch_block(const Blocks& m, int64_t tile, int64_t g, int64_t nex
 }
 
 // The codes of a tile's group to a buffer [steps, COLUMNS], and what they are to be scaled with.
-template <int bits>
+template <class C>
 INLINE void unpack_codes(const Blocks& m, const uint8_t* block, int64_t column,
                          const Workspace& w) {
-    constexpr int STEPS = 16 / bits;
+    constexpr int STEPS = 16 / C::bits;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
-        const Floats scale = load(reinterpret_cast<const fp16*>(scales_of(block)) + i);
-        const Floats zero = load(reinterpret_cast<const fp16*>(zeros_of(block)) + i);
+        const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
         store(w.scales + column + i, scale);
-        store(w.zeros + column + i, fma(scale, broadcast(-Pairs::shift(bits)), zero));
+        store(w.zeros + column + i, fma(scale, broadcast(-Pairs::shift<C>()), zero));
         for (int64_t n = 0; n < m.words; n++) {
-            const Words word = load_words(words_of(block) + 4 * (n * MATRIX_TILE + i));
+            const Words word = load_words(C::words(block) + 4 * (n * MATRIX_TILE + i));
             for (int s = 0; s < STEPS; s++)
                 store_words(w.codes + (n * STEPS + s) * COLUMNS + column + i,
-                            Pairs::codes<bits>(word, s));
+                            Pairs::codes<C>(word, s));
         }
     }
 }
@@ -118,7 +117,7 @@ INLINE void add_group(Tiles& tiles, const Panel& p, int64_t g, int64_t row, int6
     }
 }
 
-template <int bits>
+template <class C>
 void exact_chunk(Tiles& tiles, const Product& a, const Blocks& m, int64_t chunk, int64_t first,
                  int64_t rows, const Panel& p, const Workspace& w) {
     const int64_t all = tiles_of(a.matrix), tile = 2 * chunk;
@@ -126,7 +125,7 @@ void exact_chunk(Tiles& tiles, const Product& a, const Blocks& m, int64_t chunk,
     for (int64_t g = 0; g < m.groups; g++) {
         for (int64_t t = tile; t < tile + 2 && t < all; t++) {
             prefetch_block(m, t, g, t + 2);
-            unpack_codes<bits>(m, m.at(t, g), (t - tile) * MATRIX_TILE, w);
+            unpack_codes<C>(m, m.at(t, g), (t - tile) * MATRIX_TILE, w);
         }
         int64_t row = 0;
         for (; row + SIDE < rows; row += 2 * SIDE) add_group<2>(tiles, p, g, row, rows, w);
@@ -142,17 +141,16 @@ INLINE Words rounded_pairs(Floats first, Floats second) {
 }
 
 // A block's weights, rounded, to steps COLUMNS apart.
-template <int bits>
+template <class C>
 INLINE void unpack_rounded(const Blocks& m, const uint8_t* block, uint32_t* to) {
-    constexpr int STEPS = 16 / bits;
+    constexpr int STEPS = 16 / C::bits;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
-        const Floats scale = load(reinterpret_cast<const fp16*>(scales_of(block)) + i);
-        const Floats zero = load(reinterpret_cast<const fp16*>(zeros_of(block)) + i);
+        const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
         for (int64_t n = 0; n < m.words; n++) {
-            const Words word = load_words(words_of(block) + 4 * (n * MATRIX_TILE + i));
+            const Words word = load_words(C::words(block) + 4 * (n * MATRIX_TILE + i));
             for (int s = 0; s < STEPS; s++) {
-                const Floats first = bits_of<Floats>(Single::codes<bits>(word, 2 * s));
-                const Floats second = bits_of<Floats>(Single::codes<bits>(word, 2 * s + 1));
+                const Floats first = bits_of<Floats>(Single::codes<C>(word, 2 * s));
+                const Floats second = bits_of<Floats>(Single::codes<C>(word, 2 * s + 1));
                 store_words(to + (n * STEPS + s) * COLUMNS + i,
                             rounded_pairs(fma(scale, first, zero), fma(scale, second, zero)));
             }
@@ -161,7 +159,7 @@ INLINE void unpack_rounded(const Blocks& m, const uint8_t* block, uint32_t* to) 
 }
 
 // Codes are [slab of steps, COLUMNS] for each pair of tiles.
-template <int bits>
+template <class C>
 void rounded_chunk(Tiles& tiles, const Product& a, const Blocks& m, int64_t chunk, int64_t first,
                    int64_t rows, const Panel& p, const Workspace& w) {
     const int64_t tile = chunk * (WIDE / MATRIX_TILE), left = tiles_of(a.matrix) - tile;
@@ -173,9 +171,9 @@ void rounded_chunk(Tiles& tiles, const Product& a, const Blocks& m, int64_t chun
         const int64_t groups = m.groups - begin < most ? m.groups - begin : most;
         for (int64_t t = 0; t < count; t++)
             for (int64_t g = 0; g < groups; g++)
-                unpack_rounded<bits>(m, m.at(tile + t, begin + g),
-                                     w.codes + t / 2 * part + g * p.steps * COLUMNS +
-                                         t % 2 * MATRIX_TILE);
+                unpack_rounded<C>(m, m.at(tile + t, begin + g),
+                                  w.codes + t / 2 * part + g * p.steps * COLUMNS +
+                                      t % 2 * MATRIX_TILE);
         for (int64_t pair = 0; 2 * pair < count; pair++) {
             const auto multiply = [&](auto height, int64_t row) {
                 constexpr int H = decltype(height)::value;
@@ -195,7 +193,7 @@ void rounded_chunk(Tiles& tiles, const Product& a, const Blocks& m, int64_t chun
 }
 
 // Every product of the chain, which share x.
-template <int bits>
+template <class C>
 int tiled_product(const Product& a) {
     const bool exact = a.rows <= EXACT_ROWS;
     const Blocks m(a.matrix);
@@ -230,8 +228,8 @@ int tiled_product(const Product& a) {
                 const int64_t chunks = (outputs + columns - 1) / columns;
 #pragma omp for schedule(static) nowait
                 for (int64_t chunk = 0; chunk < chunks; chunk++)
-                    exact ? exact_chunk<bits>(tiles, *each, blocks, chunk, first, rows, p, w)
-                          : rounded_chunk<bits>(tiles, *each, blocks, chunk, first, rows, p, w);
+                    exact ? exact_chunk<C>(tiles, *each, blocks, chunk, first, rows, p, w)
+                          : rounded_chunk<C>(tiles, *each, blocks, chunk, first, rows, p, w);
             }
         }
     }

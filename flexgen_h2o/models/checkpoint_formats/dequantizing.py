@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -88,7 +89,7 @@ class DequantizingCheckpoint(Checkpoint):
     def keep(self, name: str, layout: MatrixLayout, out: Tensor,
              rows: range | None = None) -> bool:
         packed = self._packed.get(name)
-        if packed is None or packed.levels is None or packed.levels > layout.levels:
+        if packed is None or not packed.fits(layout):
             return False
         rows = range(count(packed.shape)) if rows is None else rows
         if (len(rows), packed.shape[-1]) != (layout.outputs, layout.inputs):
@@ -97,9 +98,8 @@ class DequantizingCheckpoint(Checkpoint):
         step = max(1, _CHUNK_ELEMENTS // layout.inputs // MATRIX_TILE) * MATRIX_TILE
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
-            found = opened.codes(some[0], some[-1] + 1)
-            part = MatrixLayout(len(some), layout.inputs, layout.bits, layout.group)
-            stored = found and found.every(some.step).stored(part)
+            part = replace(layout, outputs=len(some))
+            stored = opened.stored(some, part)
             if stored is None:
                 return False
             begin, end = end, end + part.nbytes

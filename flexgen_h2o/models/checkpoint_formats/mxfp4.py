@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels.reference_matrix import assembled_mxfp4
 from flexgen_h2o.models.checkpoint_base import Checkpoint
 from flexgen_h2o.models.checkpoint_formats.packed import (
     CodedRows,
@@ -40,25 +42,37 @@ class _Blocks(Packed, CodedRows):
     def opened(self) -> Rows:
         return self
 
+    def fits(self, layout: MatrixLayout) -> bool:
+        return layout.mxfp4 or super().fits(layout)
+
+    def stored(self, rows: range, layout: MatrixLayout) -> Tensor | None:
+        if not layout.mxfp4:
+            return super().stored(rows, layout)
+        every = slice(None, None, rows.step)
+        blocks, exponents = self._parts(rows[0], rows[-1] + 1)
+        return assembled_mxfp4(blocks[every], exponents[every], layout)
+
     def codes(self, first: int, stop: int) -> Codes:
-        blocks = self.shape[-1] // (2 * _BYTES)
-        packed = torch.empty(stop - first, blocks * _BYTES, dtype=torch.uint8)
-        self.checkpoint.read_part(self.name + _BLOCKS, first * blocks * _BYTES, packed)
+        packed, exponents = self._parts(first, stop)
         numbers = torch.tensor([_MIDDLE + each for each in _DOUBLED]
                                + [_MIDDLE - each for each in _DOUBLED], dtype=torch.uint8)
         pairs = torch.stack((packed & 0x0F, packed >> 4), dim=-1)
         codes = numbers[pairs.flatten(1).int()]
-        scales = self._powers(first, stop, blocks)
+        scales = torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - _BIAS)
         return Codes(codes, scales, torch.full_like(scales, _MIDDLE),
                      torch.arange(self.shape[-1]) // (2 * _BYTES))
 
-    def _powers(self, first: int, stop: int, blocks: int) -> Tensor:
+    def _parts(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """uint8 [rows, blocks, 16] and [rows, blocks], as they are stored."""
+        blocks = self.shape[-1] // (2 * _BYTES)
+        packed = torch.empty(stop - first, blocks, _BYTES, dtype=torch.uint8)
+        self.checkpoint.read_part(self.name + _BLOCKS, first * blocks * _BYTES, packed)
         exponents = torch.empty(stop - first, blocks, dtype=torch.uint8)
         self.checkpoint.read_part(self.name + _SCALES, first * blocks, exponents)
         if bool((exponents == _NO_NUMBER).any()):
             raise UserError(f"{self.checkpoint.source}: tensor {self.name}{_SCALES} holds scales "
                             "that are no numbers; it is damaged: get it again")
-        return torch.ldexp(torch.full(exponents.shape, 0.5), exponents.int() - _BIAS)
+        return packed, exponents
 
 
 def find(checkpoint: Checkpoint, settings: Quantization) -> dict[str, Packed]:

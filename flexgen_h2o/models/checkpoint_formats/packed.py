@@ -82,6 +82,12 @@ class Rows(ABC):
         """The same rows as codes; None where the format has none."""
         return None
 
+    def stored(self, rows: range, layout: MatrixLayout) -> Tensor | None:
+        """Some rows in a layout of theirs, uint8 [layout.nbytes], by their codes; None where it
+        cannot hold these."""
+        found = self.codes(rows[0], rows[-1] + 1)
+        return None if found is None else found.every(rows.step).stored(layout)
+
 
 class CodedRows(Rows):
     """Rows of a format whose values are codes."""
@@ -116,6 +122,10 @@ class Packed(ABC):
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     levels: int | None = None
+
+    def fits(self, layout: MatrixLayout) -> bool:
+        """True if a layout has room for all codes."""
+        return not layout.mxfp4 and self.levels is not None and self.levels <= layout.levels
 
     @abstractmethod
     def opened(self) -> Rows:

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from flexgen_h2o.config.formats import GROUP
+from flexgen_h2o.config.formats import GROUP, WeightOptions
 from flexgen_h2o.config.schema import checked
 from flexgen_h2o.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from flexgen_h2o.models.model_config import ModelConfig
 
 _Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 _GroupSize = Annotated[int, Meta(ge=-1, le=1 << 20)]
@@ -53,6 +56,13 @@ class Quantization:
             return GROUP
         fitting = (size for size in range(GROUP, 0, -8) if self.group_size % size == 0)
         return next(fitting, GROUP)
+
+    def weights(self, bits: int, model: ModelConfig) -> WeightOptions:
+        """The storage options of a model's weights in so many bits: its codes are kept where these
+        hold them."""
+        kept = self.method == "mxfp4" and bits == 4
+        return WeightOptions(bits, self.group(bits),
+                             model.shapes_of_experts if kept else frozenset())
 
 
 def quantization(config: Mapping[str, Any], name: str) -> Quantization | None:

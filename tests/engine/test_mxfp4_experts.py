@@ -1,0 +1,163 @@
+"""gpt-oss in MXFP4 as on the hub: transformers' tokens, and codes that are kept."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inside import weight_sizes, weights_of
+from mixture_cases import MIXTURES
+from safetensors.torch import save_file
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.models.checkpoint_formats.settings import quantization
+from flexgen_h2o.models.spec import from_transformers, published, published_quantization
+from flexgen_h2o.planning.planned_run import part_bytes
+
+NEW = 10
+HERE, DISK, MIXED = (Placement(*shares) for shares in ((100, 0, 0), (0, 0, 100), (30, 30, 40)))
+SHAPES = frozenset({(32, 64), (64, 32)})
+
+
+@dataclass
+class Hub:
+    """A checkpoint, the model in transformers' hands, and the values of its experts by name."""
+
+    folder: Path
+    model: Any
+    kept: dict[str, torch.Tensor]
+    prompts: list[list[int]]
+
+    def tokens(self) -> list[list[int]]:
+        """What transformers continues the prompts with."""
+        made = [self.model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False,
+                                    pad_token_id=0) for prompt in self.prompts]
+        return [tokens[0, len(prompt):].tolist()
+                for tokens, prompt in zip(made, self.prompts, strict=True)]
+
+
+@pytest.fixture
+def hub(tmp_path):
+    from models import packings
+    from transformers import GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = MIXTURES["gpt_oss"](hidden_size=64, intermediate_size=32, eos_token_id=None)
+    model = GptOssForCausalLM(config).eval()
+    model.set_experts_implementation("eager")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False).normal_(0.0, 0.2)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    kept = {}
+    for name in [name for name in state if name.endswith("_proj") and ".experts." in name]:
+        parts, kept[name] = packings.mxfp4(state.pop(name).transpose(1, 2))
+        model.get_parameter(name).copy_(kept[name].transpose(1, 2))
+        state |= {f"{name}{end}": part for end, part in parts.items()}
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(tmp_path / "m")
+    save_file(state, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 97) for _ in range(length)] for length in (9, 14, 5)]
+    return Hub(tmp_path / "m", model, kept, prompts)
+
+
+def run(hub, *, bits, h2o=None, weight_cache=None, **policy):
+    with LLM(str(hub.folder), policy=Policy(**policy), h2o=h2o, dtype="float32", weight_bits=bits,
+             weight_cache=weight_cache, offload_dir=hub.folder.parent / "offload") as llm:
+        return [out.token_ids for out in llm.generate(hub.prompts, max_new_tokens=NEW)]
+
+
+def test_gpt_oss_in_mxfp4_as_on_the_hub(hub):
+    """Dequantized in 16 bits, wherever it rests."""
+    expected = hub.tokens()
+    for experts in (HERE, DISK):
+        assert run(hub, bits=16, experts=experts) == expected
+
+
+@pytest.mark.parametrize(("bits", "options"), [(8, WeightOptions(8, 32)),
+                                               (4, WeightOptions(4, 64, SHAPES))])
+def test_codes_of_experts_are_kept_exactly(hub, bits, options):
+    with LLM(str(hub.folder), weight_bits=bits, dtype="float32", weight_cache=None) as llm:
+        assert llm.weight_options == options
+        one = weights_of(llm).experts[1, 3].resident
+        every = hub.kept["model.layers.1.mlp.experts.gate_up_proj"][3]
+        down = hub.kept["model.layers.1.mlp.experts.down_proj"][3]
+        for name, wanted in (("gate", every[::2]), ("up", every[1::2]), ("down", down)):
+            rows = torch.arange(len(wanted))
+            assert torch.equal(ops.unpack_rows(one[name], rows, torch.float32), wanted)
+            assert bits == 8 or one[name].data.nbytes * 8 == wanted.numel() * 4.25
+
+
+def round_others(model):
+    """Have transformers' model hold what 4 bits make of the matrices that are not experts'."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and not name.endswith("bias") and ".router." not in name:
+            layout = MatrixLayout(*parameter.shape, 4)
+            matrix = QuantizedMatrix(ops.quantize_matrix(parameter, layout, search=True), layout)
+            parameter.copy_(ops.unpack_rows(matrix, torch.arange(len(parameter)), torch.float32))
+
+
+def test_tokens_with_4_bits_for_every_policy(hub, tmp_path):
+    round_others(hub.model)
+    expected, cache = hub.tokens(), tmp_path / "cache"
+    for policy, kept in (({}, None), ({"experts": DISK, "expert_slots": 3}, None),
+                         ({"experts": DISK, "weights": MIXED, "gpu_batch_size": 2,
+                           "num_gpu_batches": 2}, cache),
+                         ({"experts": MIXED, "cache": MIXED, "overlap": False}, cache)):
+        assert run(hub, bits=4, weight_cache=kept, **policy) == expected
+    (folder,) = [path for path in cache.iterdir() if path.is_dir()]
+    assert "4bit-64-mxfp4" in folder.name, "no cache of another layout is taken for this one"
+
+
+def test_tokens_with_4_bits_where_tokens_are_dropped(hub):
+    h2o = {"heavy_tokens": 2, "recent_tokens": 3}
+    found = [run(hub, bits=4, h2o=H2OConfig(**h2o, simulate=simulate), gpu_batch_size=3)
+             for simulate in (False, True)]
+    assert found[0] == found[1]
+
+
+def test_bfloat16_is_near_float32(hub):
+    """Experts of few tokens are one call then, and those of many products of their own."""
+    pairs = [(prompt[:2], prompt[2:]) for prompt in hub.prompts]
+    pairs.append(([5], [token % 97 for token in range(3, 250)]))
+    scores = []
+    for dtype in ("float32", "bfloat16"):
+        with LLM(str(hub.folder), weight_bits=4, dtype=dtype, weight_cache=None) as llm:
+            scores.append([torch.tensor(each).mean() for each in llm.loglikelihood(pairs)])
+    torch.testing.assert_close(torch.stack(scores[1]), torch.stack(scores[0]), rtol=0.02, atol=0.02)
+
+
+def test_random_weights_have_the_form_of_the_checkpoint(hub):
+    with LLM(str(hub.folder), path="_DUMMY_", weight_bits=4, weight_cache=None) as llm:
+        assert llm.weight_options == WeightOptions(4, 64, SHAPES)
+        one = weights_of(llm).experts[0, 0].resident
+        assert 0.015 < ops.unpack_rows(one["gate"], torch.arange(32), torch.float32).std() < 0.03
+        sizes = weight_sizes(llm)
+        expert = sum(sizes[spec.name] for spec in weights_of(llm).experts[0, 0].specs.values())
+        assert part_bytes(llm.weight_options, llm.model_config.expert_shapes(), 2) == expert
+
+
+def test_published_shapes_have_it_too():
+    config, stored = published("openai/gpt-oss-120b"), published_quantization("openai/gpt-oss-120b")
+    assert stored.weights(4, config).matrix_bytes((2880, 2880), 2) * 8 == 2880 * 2880 * 4.25
+    assert stored.weights(4, config).layout((4096, 2880)).group == 64
+    assert stored.weights(8, config) == WeightOptions(8, 32)
+    assert published_quantization("facebook/opt-30b") is None
+
+
+def test_a_shape_that_others_have_is_rounded():
+    """Nothing tells an expert's matrix from one of attention then."""
+    config = from_transformers(MIXTURES["gpt_oss"](
+        hidden_size=60, intermediate_size=32, head_dim=10).to_dict(), "m")
+    stored = quantization({"quantization_config": {"quant_method": "mxfp4"}}, "m")
+    assert config.layer_shapes().matrices[0] == (60, 60)
+    assert stored.weights(4, config).mxfp4 == {(32, 60), (60, 32)}
+    same = replace(config, experts=replace(config.experts, ffn_size=60))
+    assert not stored.weights(4, same).mxfp4
