@@ -34,6 +34,7 @@ from kernel_timing.rows import (
     OURS,
     OURS_4,
     OURS_8,
+    OURS_MXFP4,
     PLAIN,
     RANGE,
     SCORELESS,
@@ -236,27 +237,28 @@ def groups(rows: TimedRows, quick: bool) -> None:
                      dict.fromkeys(functions, blocks), nbytes=dict.fromkeys(functions, nbytes))
 
 
-def quantized(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
-    layout = MatrixLayout(*weight.shape, bits)
+def quantized(weight: torch.Tensor, **options) -> QuantizedMatrix:
+    layout = MatrixLayout(*weight.shape, **options)
     return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
 
 
 def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
-    """Products with one matrix in 16, 8 and 4 bits."""
+    """Products with one matrix in 16, 8 and 4 bits, and in MXFP4."""
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
-    matrices = {bits: quantized(weight, bits) for bits in (8, 4)}
-    nbytes = {PLAIN: weight.nbytes, OURS: weight.nbytes, OURS_8: matrices[8].data.nbytes,
-              OURS_4: matrices[4].data.nbytes}
+    matrices = {OURS_8: quantized(weight, bits=8), OURS_4: quantized(weight, bits=4),
+                OURS_MXFP4: quantized(weight, bits=4, group=32, mxfp4=True)}
+    nbytes = {PLAIN: weight.nbytes, OURS: weight.nbytes} | {
+        name: matrix.data.nbytes for name, matrix in matrices.items()}
     plain = copies(weight, quick)
     inputs = {PLAIN: plain, OURS: plain} | {
         name: [QuantizedMatrix(data, matrix.layout) for data in copies(matrix.data, quick)]
-        for name, matrix in ((OURS_8, matrices[8]), (OURS_4, matrices[4]))}
+        for name, matrix in matrices.items()}
     for count in counts:
         x = torch.randn(count, MATRIX[1], dtype=DTYPE)
         out = torch.full((count, len(weight)), float("nan"), dtype=DTYPE)
         functions = {PLAIN: lambda weight, x=x, out=out: torch.mm(x, weight.t(), out=out)}
-        for name in (OURS, OURS_8, OURS_4):
+        for name in (OURS, *matrices):
             functions[name] = lambda weight, x=x, out=out: layers.linear(x, weight, out=out)
         if ops.linear_choice(x, weight) == "pytorch":
             del functions[OURS]

@@ -46,8 +46,8 @@ struct Spaced {
     static float number(uint32_t code) { return static_cast<float>(code); }
 };
 
-// Elements of MXFP4: a power of two times what a code stands for. Here that is twice the number, which
-// is whole, and so the scale is half of it.
+// Elements of MXFP4: a power of two times what a code stands for. Here that is twice the number,
+// which is whole, and so the scale is half of it.
 struct Mxfp4 {
     static constexpr int bits = 4;
     static constexpr int8_t DOUBLED[16] = {0, 1,  2,  3,  4,  6,  8,  12,
@@ -55,17 +55,16 @@ struct Mxfp4 {
 
     static INLINE const uint8_t* words(const uint8_t* block) { return block + MATRIX_TILE; }
 
-    // 2^(exponent - 128); the two lowest exponents are of denormals.
+    // Half of 2^(exponent - 127), of which the lowest is a denormal.
     static INLINE Floats scales(const uint8_t* block, int64_t lane) {
-        const Words exponent = Words(widen(block + lane));
-        const Words low = (exponent + 1) << 21, normal = (exponent - 1) << 23;
-        return bits_of<Floats>(exponent < 2 ? low : normal);
+        const Ints exponents = widen(block + lane);
+        return bits_of<Floats>(exponents << 23 | ((exponents == 0) & 1 << 22)) * 0.5f;
     }
     static INLINE Floats zeros(const uint8_t*, int64_t) { return Floats{}; }
 
     static float scale(const uint8_t* block, int64_t lane) {
         const uint32_t exponent = block[lane];
-        return bits_of<float>(exponent < 2 ? (exponent + 1) << 21 : (exponent - 1) << 23);
+        return bits_of<float>(exponent ? exponent << 23 : 1u << 22) * 0.5f;
     }
     static float zero(const uint8_t*, int64_t) { return 0.0f; }
     static float number(uint32_t code) { return DOUBLED[code]; }

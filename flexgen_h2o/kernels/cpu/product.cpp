@@ -62,6 +62,7 @@ INLINE void unpack(const Pair& pair, int64_t words, const Workspace& w) {
     for (int64_t column = 0; column < COLUMNS; column += WIDTH)
         for (int64_t n = 0; n < words; n++) {
             const Words word = load_words(pair.words(column) + 4 * n * MATRIX_TILE);
+#pragma GCC unroll 8
             for (int s = 0; s < STEPS; s++)
                 store_words(w.codes + (n * STEPS + s) * COLUMNS + column,
                             A::template codes<C>(word, s));
@@ -104,6 +105,7 @@ INLINE void add_words(const Panel& p, const Pair& pair, int64_t words, int64_t g
             Words word[VECTORS];
             for (int v = 0; v < VECTORS; v++)
                 word[v] = load_words(pair.words(column + v * WIDTH) + 4 * n * MATRIX_TILE);
+#pragma GCC unroll 8  // what the steps of a word share is then computed once
             for (int s = 0; s < STEPS; s++) {
                 Words codes[VECTORS];
                 for (int v = 0; v < VECTORS; v++) codes[v] = A::template codes<C>(word[v], s);
