@@ -113,6 +113,10 @@ class CachePart:
         self.last = last
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
 
+    def place(self, device: torch.device) -> torch.device:
+        """The device on which attention over this part runs, if compute is on `device`."""
+        return torch.device("cpu") if self.on_host else device
+
     def begin(self, layer: int, sizes: Sequence[tuple[int, int]]) -> None:
         """Start a layer of a block: sequences of each batch, and slots of each. Nothing is under
         way, and what was cached there is forgotten."""

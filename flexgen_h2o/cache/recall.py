@@ -99,19 +99,19 @@ class Recall:
 
     def cached(self, layer: int, batch: int, part: CachePart, *,
                tokens: Sequence[tuple[int, int, int]]) -> None:
-        """Bring an index up to date with keys that have been put into their slots.
+        """Bring index and part up to date with prompts that have been put into their slots.
 
         `tokens` are (sequence of the batch, first, end), the sequences neighbours in the part.
         """
         index = self.index(layer, batch, part)
-        if index is None:
-            return
-        mine = slice(tokens[0][0] - part.first, tokens[-1][0] - part.first + 1)
-        firsts = [first for _, first, _ in tokens]
-        counts = [end - first for _, first, end in tokens]
-        ops.index_keys(part.get(layer, batch)[0, mine], index[mine],
-                       torch.tensor([firsts, firsts, counts], dtype=torch.int32),
-                       layout=self._layout, records=self._shape.layout)
+        if index is not None:
+            mine = slice(tokens[0][0] - part.first, tokens[-1][0] - part.first + 1)
+            firsts = [first for _, first, _ in tokens]
+            counts = [end - first for _, first, end in tokens]
+            ops.index_keys(part.get(layer, batch)[0, mine], index[mine],
+                           torch.tensor([firsts, firsts, counts], dtype=torch.int32),
+                           layout=self._layout, records=self._shape.layout)
+        part.filled(layer, batch, tokens)
 
     def step(self, layer: int, batch: int, part: CachePart, *, tokens: Sequence[int],
              place: torch.device) -> RecallStep | None:

@@ -1,0 +1,98 @@
+"""The eviction states of a block of batches, and the plans of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from flexgen_h2o.cache.parts import CachePart
+from flexgen_h2o.cache.shape import CacheShape, LayerCachePlan, layer_cache_plans
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.h2o.batch_layout import BatchLayout
+from flexgen_h2o.h2o.eviction import Eviction, EvictionState, eviction_of, new_state
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, [rows, rotary_dim / 2] each."""
+
+
+class EvictionStates:
+    """One eviction state for each layer, batch and part of a cache that loses tokens there.
+
+    Parameters
+    ----------
+    shape : CacheShape
+    h2o : H2OConfig or None
+        None: nothing is evicted.
+    rope : callable (positions) -> Rope or None
+        float32 tables, for positions that roll.
+    device : torch.device
+        Where compute runs.
+
+    Attributes
+    ----------
+    eviction : Eviction
+        The policy.
+    plans : list of list of LayerCachePlan
+        Of each batch of the block, by layer.
+    """
+
+    def __init__(self, shape: CacheShape, h2o: H2OConfig | None, *,
+                 rope: Callable[[torch.Tensor], Rope | None], device: torch.device):
+        self._shape = shape
+        self._h2o = h2o
+        self._rope = rope
+        self._device = device
+        self._tables: Rope | None = None
+        self._states: dict[tuple[int, int, int], EvictionState] = {}
+        self.eviction = eviction_of(h2o)
+        self.plans: list[list[LayerCachePlan]] = []
+
+    def begin(self, batches: Sequence[BatchLayout]) -> dict[tuple[int, int, int], EvictionState]:
+        """Start a block. Returns the states of the last one, by layer, batch and the part's first
+        sequence."""
+        last, self._states = self._states, {}
+        self.plans = [layer_cache_plans(batch_layout, self._h2o, self._shape.num_layers)
+                      for batch_layout in batches]
+        return last
+
+    def state(self, layer: int, batch: int, part: CachePart) -> EvictionState | None:
+        """The state of a part's sequences, empty when it is first asked for; None where nothing is
+        evicted."""
+        plan = self.plans[batch][layer]
+        if not plan.evicts:
+            return None
+        key = (layer, batch, part.first)
+        if key not in self._states:
+            mine, place = part.sequences(batch), part.place(self._device)
+            rope = None
+            if self.rolls(layer, batch):
+                rope = tuple(table.to(place) for table in self.table(plan.slots + 1))
+            self._states[key] = new_state(
+                (mine.stop - mine.start, self._shape.kv_heads, plan.slots),
+                self._eviction_in(layer, plan), rope=rope, device=place)
+        return self._states[key]
+
+    def _eviction_in(self, layer: int, plan: LayerCachePlan) -> Eviction:
+        """The policy in a layer. Without heavy hitters no cache holds what its window hides."""
+        window = self._h2o.window(layer)
+        if window is None:
+            return self.eviction
+        return replace(self.eviction, sinks=0, window=window if plan.scored else 0)
+
+    def scored(self, layer: int, batch: int) -> bool:
+        """True if scores decide what stays."""
+        plan = self.plans[batch][layer]
+        return plan.evicts and plan.scored
+
+    def rolls(self, layer: int, batch: int) -> bool:
+        """True if positions are ranks. As long as nothing is evicted, the two are the same."""
+        return self.plans[batch][layer].evicts and self._h2o.positions == "rolling"
+
+    def table(self, positions: int) -> Rope:
+        """Rotations at the first `positions` positions, or more."""
+        if self._tables is None or len(self._tables[0]) < positions:
+            most = max(plan.slots for each in self.plans for plan in each) + 1
+            self._tables = self._rope(torch.arange(max(positions, most), device=self._device))
+        return self._tables
