@@ -25,16 +25,16 @@ from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.conversation import CHUNK, Stream
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.block_run import BlockRun
+from flexgen_h2o.engine.block_runs import BlockRuns
 from flexgen_h2o.engine.calls import Session, one_at_a_time
 from flexgen_h2o.engine.load_options import load_options
 from flexgen_h2o.engine.loader import find
-from flexgen_h2o.engine.orders import Close, Generate, Orders, Step
+from flexgen_h2o.engine.orders import Close, Generate, Orders
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.engine.runner import Runner, RunnerSettings
 from flexgen_h2o.engine.sinks import Forcing, Scoring, Sink
 from flexgen_h2o.engine.tokenization import Prompts, several
 from flexgen_h2o.engine.watch import PipelineFailure
-from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import TooLittleMemory, UserError, shown
 from flexgen_h2o.files.chat_template import render_chats
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -103,10 +103,10 @@ class LLM(Session):
                                   os.fspath(offload_dir or OFFLOAD_DIR), load)
         self.policy, self.h2o = settings.policy, h2o
         self.stats: RunStats | None = None
-        self._spares: list[Workspace] = []  # of runs that have ended
-        self._open: weakref.WeakSet[Stream | BlockRun] = weakref.WeakSet()
         self._closed = False
         self._orders = Orders(load.pipeline)
+        self._runs = BlockRuns(self._orders)
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
             opened_device = open_device(self._orders.device(device))
@@ -165,9 +165,9 @@ class LLM(Session):
             with contextlib.suppress(PipelineFailure):
                 self._orders.give(Close())
         try:
-            for each in self._open:
-                each.end()
-            self._leave()
+            for stream in self._streams:
+                stream.end()
+            self._runs.close()
         finally:
             self._opened.close()
 
@@ -276,7 +276,7 @@ class LLM(Session):
                         for request in self._run_block(generation.run)}
             finally:
                 # It may be dropped at any time, in any thread: no more is done here.
-                self._leave_run(generation.run)
+                self._runs.leave(generation.run)
 
         return blocks()
 
@@ -297,7 +297,7 @@ class LLM(Session):
         planned = max((params.max_new_tokens for params in each), default=1)
         new = {key: min(params.max_new_tokens, cut_gen_len or params.max_new_tokens) - 1
                for key, params in enumerate(each)}
-        run = self._block_run(requests, new, sink, planned=planned)
+        run = self._begin(requests, new, sink, planned=planned)
         self._orders.give(Generate([request.prompt for request in requests], each, cut_gen_len),
                           run)
         return _Generation(prompts, requests, planned, run)
@@ -356,7 +356,7 @@ class LLM(Session):
         while not isinstance(order := self._orders.take(), Close):
             if isinstance(order, Generate):
                 if run is not None:
-                    self._leave_run(run)
+                    self._runs.leave(run)
                 run = self._generation(order.prompts, order.params, {}, order.cut_gen_len).run
             elif run is not None:
                 # The first rank hears of it too, and decides what to do.
@@ -404,7 +404,7 @@ class LLM(Session):
             sink, new = Scoring(continuations), 1
             requests = sink.joined(requests)
         self._prompts.check_lengths(requests, new)
-        self._run_all(self._block_run(requests, new - 1, sink, planned=new))
+        self._run_all(self._begin(requests, new - 1, sink, planned=new))
         return sink.scored()
 
     @one_at_a_time
@@ -427,7 +427,7 @@ class LLM(Session):
         check_int("most", most, low=1)
         self._orders.refuse("fit_batch")
         self._check_open()
-        self._leave()  # its memory counts as free
+        self._runs.free()  # its memory counts as free
         workload = Workload(prompt_len, gen_len, gpu_batch_size=most,
                             num_gpu_batches=self.policy.num_gpu_batches)
         size = self._memory.largest_batch(self.policy, self._cache, workload,
@@ -465,7 +465,7 @@ class LLM(Session):
         stream = Stream(self._runtime.in_chunks(self.policy.prefill_chunk or CHUNK),
                         self._prompts, self._memory, max_tokens=max_tokens,
                         past_context=past_context)
-        self._open.add(stream)
+        self._streams.add(stream)
         return stream
 
     @one_at_a_time
@@ -504,7 +504,7 @@ class LLM(Session):
         self._check_open()
         if requests:
             self._prompts.check_lengths(requests, 1)
-            self._leave()
+            self._runs.free()
             self.stats = self._runtime.probe(requests, attend, sink)
         return [scored.log_probs for scored in sink.scored()]
 
@@ -512,22 +512,19 @@ class LLM(Session):
         if self._closed:
             raise UserError("this LLM has been closed: make a new one")
 
-    def _block_run(self, requests: list[Request], new: int | Mapping[int, int], sink: Sink, *,
-                   planned: int) -> BlockRun:
+    def _begin(self, requests: list[Request], new: int | Mapping[int, int], sink: Sink, *,
+               planned: int) -> BlockRun:
         """A run of all requests, each with up to `new` tokens appended, or so many as it has by
         key; `planned` tokens at most."""
         self._check_open()
-        run = BlockRun(self._runtime, requests, new, sink, planned=planned,
-                       shares=not isinstance(sink, Scoring))
-        self._open.add(run)
-        return run
+        return self._runs.begin(self._runtime, requests, new, sink, planned=planned)
 
     def _run_all(self, run: BlockRun) -> RunStats:
         """Run all blocks; sets `stats` too."""
         self.stats = run.stats
         while not run.done:
             self._step(run)
-        self._leave_run(run)
+        self._runs.leave(run)
         return run.stats
 
     @one_at_a_time
@@ -537,35 +534,14 @@ class LLM(Session):
         return self._step(run)
 
     def _step(self, run: BlockRun) -> list[Request]:
-        """Run the next block of a run, on all ranks."""
-        self._orders.give(Step(), run)
-        with self._orders.working():
-            ended = run.step(self._enter)
+        ended = self._runs.step(run, self._runtime, self._refuse)
         self.stats = run.stats
         return ended
 
-    def _leave_run(self, run: BlockRun) -> None:
-        """End a run, and keep its workspace for another."""
-        workspace = run.leave()
-        if workspace is not None:
-            self._spares.append(workspace)
-
-    def _enter(self, size: WorkspaceSize, workload: Workload) -> Workspace:
-        """The room for a run: one that is there if it is large enough, else a new one."""
-        found = next((spare for spare in self._spares if spare.size.covers(size)), None)
-        if found is not None:
-            self._spares.remove(found)
-        self._leave()  # what is left of several runs would only take memory
-        # Other ranks may have a room where this one has none.
-        self._orders.agree_to_fit(lambda: None if found is not None else self._memory.refuse(
-            self.policy, self._cache, workload, loaded_bytes=self._runtime.loaded_bytes))
-        if found is not None:
-            return found
-        return self._runtime.workspace(size)
-
-    def _leave(self) -> None:
-        while self._spares:
-            self._spares.pop().close()
+    def _refuse(self, workload: Workload) -> None:
+        """Stop a run for which there is no memory beside the weights."""
+        self._memory.refuse(self.policy, self._cache, workload,
+                            loaded_bytes=self._runtime.loaded_bytes)
 
 
 @dataclass(frozen=True)

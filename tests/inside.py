@@ -38,7 +38,7 @@ READ, WRITE = "storage.disk:Disk._read_chunk", "storage.disk:Disk._write_chunk"
 
 def _workspace_of(session):
     """That of a `Stream`, or the last of an `LLM`."""
-    return session._spares[-1] if isinstance(session, LLM) else session._workspace
+    return session._runs._spares[-1] if isinstance(session, LLM) else session._workspace
 
 
 def cache_of(session):
