@@ -10,24 +10,16 @@ the raw O_DIRECT rate of the same run (page cache bypassed).
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import os
-import platform
 import random
 import statistics
-import tempfile
-from pathlib import Path
 
-import torch
+from cache_study import RUN_COLUMNS, offload_read_rate, parser, run_columns
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import fetched
 from flexgen_h2o.config.limits import GROWTH
-from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.files.rows import write_csv
-from flexgen_h2o.metrics.provenance import source_commit
-from flexgen_h2o.storage.links import disk_read_rate, memory_read_rate
+from flexgen_h2o.storage.links import memory_read_rate
 
 DISK = Placement(0, 0, 100)
 CACHES = {
@@ -42,8 +34,7 @@ CACHES = {
     "h2o 20 %, on disk": {"place": DISK, "h2o": H2OConfig(heavy_ratio=0.1)},
 }
 COLUMNS = (
-    "date", "commit", "host", "threads", "torch", "model", "dtype", "prompt_len", "gen_len",
-    "batch", "cache", "repeats", "kv_cache_mb", "of_full", "prefill_s", "decode_step_s",
+    *RUN_COLUMNS, "repeats", "kv_cache_mb", "of_full", "prefill_s", "decode_step_s",
     "roofline_step_s", "step_over_roofline", "decode_speedup_over_full", "disk_read_mb_per_step",
     "disk_written_mb_per_step",
 )
@@ -75,29 +66,17 @@ def measure(args, name: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="facebook/opt-125m")
-    parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--gen-len", type=int, default=33)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=list(CACHES))
-    parser.add_argument("--offload-dir", default=None)
-    parser.add_argument("--csv", default="benchmarks/results/cache.csv")
-    args = parser.parse_args()
+    flags = parser(__doc__, CACHES, model="facebook/opt-125m", prompt_len=512, gen_len=33,
+                   batch=32, csv="benchmarks/results/cache.csv")
+    flags.add_argument("--repeats", type=int, default=3)
+    args = flags.parse_args()
     found: dict[str, list[dict]] = {name: [] for name in args.caches}
     for _ in range(args.repeats):
         for name in args.caches:
             row = measure(args, name)
             found[name].append(row)
             print(name, {k: round(v, 4) for k, v in row.items() if k != "dtype"}, flush=True)
-    place = Path(args.offload_dir or OFFLOAD_DIR).expanduser()
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=place) as file:
-        file.write(os.urandom(1 << 28))
-        file.flush()
-        os.fsync(file.fileno())
-        disk_rate = disk_read_rate(Path(file.name))
+    disk_rate = offload_read_rate(args.offload_dir)
     write(args, found, memory_read_rate(), disk_rate)
 
 
@@ -110,12 +89,8 @@ def write(args, found, memory_rate: float, disk_rate: float) -> None:
         here = 0 if "disk" in name else row["kv_cache_mb"]
         roofline = max((row["weights"] + here * 1e6) / memory_rate,
                        row["kv_cache_mb"] * 1e6 / disk_rate if "disk" in name else 0)
-        rows.append(row | {
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "commit": source_commit(), "host": platform.node(),
-            "threads": torch.get_num_threads(), "torch": torch.__version__, "model": args.model,
-            "dtype": found[name][0]["dtype"], "prompt_len": args.prompt_len,
-            "gen_len": args.gen_len, "batch": args.batch, "cache": name, "repeats": args.repeats,
+        rows.append(row | run_columns(args) | {
+            "dtype": found[name][0]["dtype"], "cache": name, "repeats": args.repeats,
             "of_full": row["kv_cache_mb"] / middle["full"]["kv_cache_mb"],
             "roofline_step_s": roofline, "step_over_roofline": row["decode_step_s"] / roofline,
             "decode_speedup_over_full": (

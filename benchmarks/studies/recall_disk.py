@@ -10,21 +10,13 @@ reads of the same disk give in the same run, `roofline_step_s` the full cache's 
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import os
-import platform
 import statistics
-import tempfile
 from pathlib import Path
 
-import torch
+from cache_study import RUN_COLUMNS, offload_read_rate, parser, run_columns
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
-from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.files.rows import write_csv
-from flexgen_h2o.metrics.provenance import source_commit
-from flexgen_h2o.storage.links import disk_read_rate
 
 PAGES = Path(__file__).parents[2] / "docs"
 CACHES = {
@@ -33,8 +25,7 @@ CACHES = {
     "recall 10 %": H2OConfig(heavy_ratio=0.05, recall=True),
     "recall 5 %": H2OConfig(heavy_ratio=0.025, recall=True),
 }
-COLUMNS = ("date", "commit", "host", "threads", "torch", "model", "dtype", "prompt_len", "gen_len",
-           "batch", "cache", "overlap", "kv_cache_mb", "prefill_s", "decode_step_s",
+COLUMNS = (*RUN_COLUMNS, "overlap", "kv_cache_mb", "prefill_s", "decode_step_s",
            "disk_read_mb_per_step", "recall_hit_rate", "recall_wait_s_per_step",
            "disk_overlapped", "read_gb_per_s", "roofline_step_s", "decode_speedup_over_full")
 
@@ -66,33 +57,16 @@ def measure(args, name: str, overlap: bool) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--prompt-len", type=int, default=8160)
-    parser.add_argument("--gen-len", type=int, default=25)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=list(CACHES))
-    parser.add_argument("--offload-dir", default=None)
-    parser.add_argument("--csv", default="benchmarks/results/recall_disk.csv")
-    args = parser.parse_args()
+    args = parser(__doc__, CACHES, model="smollm2-135m", prompt_len=8160, gen_len=25, batch=4,
+                  csv="benchmarks/results/recall_disk.csv").parse_args()
     rows = []
     for name in args.caches:
         for overlap in (True, False) if CACHES[name] else (True,):
             rows.append(measure(args, name, overlap))
             print(rows[-1], flush=True)
-    place = Path(args.offload_dir or OFFLOAD_DIR).expanduser()
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=place) as file:
-        file.write(os.urandom(1 << 28))
-        file.flush()
-        os.fsync(file.fileno())
-        rate = disk_read_rate(Path(file.name))
+    rate = offload_read_rate(args.offload_dir)
     full = {row["cache"]: row["decode_step_s"] for row in rows}.get("full")
-    about = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": source_commit(), "host": platform.node(), "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "model": args.model, "prompt_len": args.prompt_len,
-        "gen_len": args.gen_len, "batch": args.batch, "read_gb_per_s": rate / 1e9}
+    about = run_columns(args) | {"read_gb_per_s": rate / 1e9}
     write_csv(args.csv, COLUMNS, [row | about | {
         "roofline_step_s": row["kv_cache_mb"] * 1e6 / rate,
         "decode_speedup_over_full": full and full / row["decode_step_s"]} for row in rows],

@@ -1,0 +1,63 @@
+"""Flags, rates and rows of studies that set several caches of one model beside each other."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from flexgen_h2o.config.policy import OFFLOAD_DIR
+from flexgen_h2o.metrics.provenance import source_commit
+from flexgen_h2o.storage.links import disk_read_rate
+
+RUN_COLUMNS = ("date", "commit", "host", "threads", "torch", "model", "dtype", "prompt_len",
+               "gen_len", "batch", "cache")
+"""Columns of `run_columns`, with each row's `dtype` and `cache`."""
+
+
+def parser(text: str, caches: Collection[str], *, model: str, prompt_len: int, gen_len: int,
+           batch: int, csv: str) -> argparse.ArgumentParser:
+    """The flags of a study: what is run, by these defaults, and where rows are written.
+
+    Parameters
+    ----------
+    text : str
+        The study's docstring, whose first line describes it.
+    caches : collection of str
+        Names that ``--caches`` takes.
+    """
+    flags = argparse.ArgumentParser(description=text.splitlines()[0])
+    flags.add_argument("--model", default=model)
+    flags.add_argument("--prompt-len", type=int, default=prompt_len)
+    flags.add_argument("--gen-len", type=int, default=gen_len)
+    flags.add_argument("--batch", type=int, default=batch)
+    flags.add_argument("--caches", nargs="+", default=list(caches), choices=list(caches))
+    flags.add_argument("--offload-dir", default=None)
+    flags.add_argument("--csv", default=csv)
+    return flags
+
+
+def offload_read_rate(offload_dir: str | None) -> float:
+    """Bytes per second of long O_DIRECT reads in a folder; None: the one of the disk tier."""
+    place = Path(offload_dir or OFFLOAD_DIR).expanduser()
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=place) as file:
+        file.write(os.urandom(1 << 28))
+        file.flush()
+        os.fsync(file.fileno())
+        return disk_read_rate(Path(file.name))
+
+
+def run_columns(args: argparse.Namespace) -> dict[str, object]:
+    """When, with what and on which machine the flags' runs were done."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": source_commit(), "host": platform.node(), "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "model": args.model, "prompt_len": args.prompt_len,
+        "gen_len": args.gen_len, "batch": args.batch}
