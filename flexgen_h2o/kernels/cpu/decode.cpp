@@ -31,8 +31,7 @@ struct Head {
 
     template <class T>
     T* slots(int kind) const {
-        return static_cast<T*>(a.slots) + kind * a.slots_kind + sequence * a.slots_sequence +
-               kv_head * a.slots_head;
+        return static_cast<T*>(a.slots) + slot_start(a, kind, sequence, kv_head, 0);
     }
 };
 
@@ -214,16 +213,6 @@ int64_t victim(const Head& h) {
     return found[best];
 }
 
-template <class T>
-void write_slot(const Head& h, int kind, const T* from, int64_t slot, uint8_t* codes) {
-    const Layout& layout = h.a.layout;
-    if (layout.bits == 16)
-        std::memcpy(h.slots<T>(kind) + slot * h.a.slots_slot, from,
-                    static_cast<size_t>(h.a.head_dim) * sizeof(T));
-    else
-        quantize_row(from, h.slots<uint8_t>(kind) + slot * h.a.slots_slot, layout, codes);
-}
-
 // Notes the new token, whose own attention is `own`, and gives it its slot.
 int64_t take_slot(const Head& h, float own) {
     const Decode& a = h.a;
@@ -303,8 +292,8 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     }
     const int64_t slot = a.scores ? take_slot(h, own_received) : h.cached;
     uint8_t* codes = reinterpret_cast<uint8_t*>(scratch);
-    write_slot(h, 0, new_key, slot, codes);
-    write_slot(h, 1, new_value, slot, codes);
+    write_slot(a, slot_start(a, 0, h.sequence, h.kv_head, slot), new_key, codes);
+    write_slot(a, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, codes);
     a.taken[index] = slot;
 }
 

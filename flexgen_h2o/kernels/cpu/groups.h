@@ -83,6 +83,25 @@ inline void quantize_row(const T* x, uint8_t* record, const Layout& layout, uint
     if (used < layout.code_bytes) record[used] = 0;
 }
 
+// Where a slot of a cache begins, in elements of its keys (kind 0) and values. A: a struct of an
+// operation that has `slots`.
+template <class A>
+INLINE int64_t slot_start(const A& a, int64_t kind, int64_t sequence, int64_t head, int64_t slot) {
+    return kind * a.slots_kind + sequence * a.slots_sequence + head * a.slots_head +
+           slot * a.slots_slot;
+}
+
+// One vector to the slot that begins at `start`. `codes` as of `quantize_row`. Apart from its
+// callers, whose loops come out slower beside it.
+template <class T, class A>
+__attribute__((noinline)) void write_slot(const A& a, int64_t start, const T* x, uint8_t* codes) {
+    if (a.layout.bits == 16)
+        std::memcpy(static_cast<T*>(a.slots) + start, x,
+                    static_cast<size_t>(a.head_dim) * sizeof(T));
+    else
+        quantize_row(x, static_cast<uint8_t*>(a.slots) + start, a.layout, codes);
+}
+
 INLINE float half_at(const uint8_t* from) {
     uint16_t bits;
     std::memcpy(&bits, from, 2);

@@ -33,7 +33,7 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
     const int64_t s = task / a.kv_heads, head = task % a.kv_heads;
     const int64_t count = a.metadata[a.sequences + s];
     const int32_t* chosen = a.chosen + task * a.most;
-    const int64_t start = kind * a.slots_kind + s * a.slots_sequence + head * a.slots_head;
+    const int64_t start = slot_start(a, kind, s, head, 0);
     const T *base = static_cast<const T*>(a.slots) + start, *rows[SLOT_TILE];
     const bool plain = a.layout.bits == 16 && a.head_dim == width;
     for (int64_t t = 0; t < count; t += SLOT_TILE) {
@@ -77,22 +77,6 @@ void normalize(float* row, int64_t count, float sink) {
     for (int64_t t = 0; t < stop; t += WIDTH) store(row + t, load(row + t) * factor);
 }
 
-// The new token's key and value into the slot `place`. `codes` is scratch for a row.
-template <class T>
-void write_slot(const Recalled& a, int64_t sequence, int64_t head, int64_t place, uint8_t* codes) {
-    for (int kind = 0; kind < 2; kind++) {
-        const T* from = kind ? static_cast<const T*>(a.v) + sequence * a.v_row + head * a.v_head
-                             : static_cast<const T*>(a.k) + sequence * a.k_row + head * a.k_head;
-        const int64_t at = kind * a.slots_kind + sequence * a.slots_sequence +
-                           head * a.slots_head + place * a.slots_slot;
-        if (a.layout.bits == 16)
-            std::memcpy(static_cast<T*>(a.slots) + at, from,
-                        static_cast<size_t>(a.head_dim) * sizeof(T));
-        else
-            quantize_row(from, static_cast<uint8_t*>(a.slots) + at, a.layout, codes);
-    }
-}
-
 template <class T>
 void attend_head(const Recalled& a, int64_t task, float* scratch, int64_t width, int64_t stride) {
     const int64_t s = task / a.kv_heads, head = task % a.kv_heads, group = a.heads / a.kv_heads;
@@ -129,7 +113,9 @@ void attend_head(const Recalled& a, int64_t task, float* scratch, int64_t width,
         for (int64_t i = 0; i < a.head_dim; i++)
             put(to + i, out[g * width + i] + logits[g * stride + count] * one(value + i));
     }
-    write_slot<T>(a, s, head, place, reinterpret_cast<uint8_t*>(own));
+    uint8_t* codes = reinterpret_cast<uint8_t*>(own);
+    write_slot(a, slot_start(a, 0, s, head, place), key, codes);
+    write_slot(a, slot_start(a, 1, s, head, place), value, codes);
     a.taken[task] = place;
 }
 

@@ -56,22 +56,14 @@ struct Gather {
     INLINE void take(int64_t i) {
         const int64_t row = prompt.first + i;
         const int64_t mine = (sequence * a.kv_heads + head) * a.num_slots + slot;
-        put_in(0, static_cast<const T*>(a.k) + row * a.k_row + head * a.k_head);
-        put_in(1, static_cast<const T*>(a.v) + row * a.v_row + head * a.v_head);
+        write_slot(a, slot_start(a, 0, sequence, head, slot),
+                   static_cast<const T*>(a.k) + row * a.k_row + head * a.k_head, codes);
+        write_slot(a, slot_start(a, 1, sequence, head, slot),
+                   static_cast<const T*>(a.v) + row * a.v_row + head * a.v_head, codes);
         a.kept_scores[mine] = a.scores ? a.scores[head * a.scores_head + row] : 0.0f;
         a.positions[mine] = static_cast<int32_t>(i);
         if (a.ranks) a.ranks[mine] = static_cast<int32_t>(slot);
         slot++;
-    }
-
-    INLINE void put_in(int64_t kind, const T* from) {
-        const int64_t at = kind * a.slots_kind + sequence * a.slots_sequence +
-                           head * a.slots_head + slot * a.slots_slot;
-        if (a.layout.bits == 16)
-            std::memcpy(static_cast<T*>(a.slots) + at, from,
-                        static_cast<size_t>(a.head_dim) * sizeof(T));
-        else
-            quantize_row(from, static_cast<uint8_t*>(a.slots) + at, a.layout, codes);
     }
 
     void finish() {
