@@ -48,7 +48,7 @@ from kernel_timing.rows import (
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
-from flexgen_h2o.kernels import dispatch, native, ops, reference, reference_matrix
+from flexgen_h2o.kernels import cpu_library, dispatch, ops, reference, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.models import layers
@@ -352,18 +352,18 @@ def main() -> None:
     if args.extra_memory:
         print(extra_memory(*args.extra_memory))
         return
-    if why := native.missing():
+    if why := cpu_library.missing():
         parser.error(f"nothing to measure: {why}")
     torch.manual_seed(0)
     machine = (f"{platform.node()}, {cpu_model()}, {torch.get_num_threads()} threads, "
-               f"torch {torch.__version__}, {native.instruction_set()}")
+               f"torch {torch.__version__}, {cpu_library.instruction_set()}")
     print(machine, flush=True)
     rows = TimedRows(args.repeats, Path(args.out))
     for name in args.only:
         more = {"counts": args.rows} if name == "linear" else {}
         OPERATIONS[name](rows, args.quick, **more)
         rows.write(Path(args.out))
-    for line in goal_lines(rows.rows, native.instruction_set()):
+    for line in goal_lines(rows.rows, cpu_library.instruction_set()):
         print(line)
     draw(rows.rows, Path(args.out).with_suffix(".png"), machine)
 

@@ -13,7 +13,7 @@ from flexgen_h2o import LLM
 from flexgen_h2o.engine import loader
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.schedule import Kind
-from flexgen_h2o.kernels import native, ops
+from flexgen_h2o.kernels import cpu_library, native, ops
 from flexgen_h2o.models import from_gguf, gguf_rope, quantized
 from flexgen_h2o.planning import temporaries
 from flexgen_h2o.storage.disk import Disk
@@ -26,7 +26,6 @@ sparse_attention = temporaries._sparse_attention
 run_dtype = loader._dtype
 stream_failure, save_analysis = segments._failure, analyze._save
 LLAMA3_ROPE = gguf_rope.LLAMA3_ROPE
-STRUCTS = native._STRUCTS  # of the library's calls, by name
 UNPACKED_PRODUCT = ops._unpacked_product.__name__
 
 # Where a run can be made to fail, as "module:path" below the package.
@@ -243,18 +242,18 @@ def draw_at(monkeypatch, choose, point: float) -> None:
 
 def forget_kernels() -> None:
     """Let the next operation look for the library of kernels afresh."""
-    for cached in (native._library, ops._fused):
+    for cached in (cpu_library._library, ops._fused):
         cached.cache_clear()
 
 
 def load_library(monkeypatch, library) -> None:
     """Let ``library()`` be the library of kernels."""
-    monkeypatch.setattr(native, "_library", library)
+    monkeypatch.setattr(cpu_library, "_library", library)
 
 
 def hide_library(monkeypatch) -> None:
     """Let there be no file of kernels."""
-    monkeypatch.setattr(native, "_file", lambda: None)
+    monkeypatch.setattr(cpu_library, "_file", lambda: None)
 
 
 def refuse_calls(monkeypatch) -> None:
@@ -262,24 +261,24 @@ def refuse_calls(monkeypatch) -> None:
     def refuse(*args, **fields):
         raise AssertionError("the library was called")
 
-    monkeypatch.setattr(native, "_call", refuse)
+    monkeypatch.setattr(native, "call", refuse)
 
 
 def before_calls(monkeypatch, look) -> None:
     """Let ``look(call, name, kind, **fields)`` make each call of the library, by ``call``."""
-    monkeypatch.setattr(native, "_call", partial(look, native._call))
+    monkeypatch.setattr(native, "call", partial(look, native.call))
 
 
 def before_arrays(monkeypatch, look) -> None:
     """Call ``look(array)`` with each array of integers that is made for the library."""
-    make = native._integers
+    make = native.integers
 
     def watched(values):
         made = make(values)
         look(made)
         return made
 
-    monkeypatch.setattr(native, "_integers", watched)
+    monkeypatch.setattr(native, "integers", watched)
 
 
 def plan_with(llm, change) -> None:

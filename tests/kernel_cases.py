@@ -17,7 +17,7 @@ import torch
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
-from flexgen_h2o.kernels import native, reference
+from flexgen_h2o.kernels import cpu_library, reference
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of prefill's outputs: weights may be rounded before they meet the values. Decode's are not."""
@@ -27,8 +27,9 @@ HUGE = 2.0**27
 numbers."""
 
 
-BUILT = pytest.mark.skipif(native.missing() is not None, reason="the C++ kernels were not built")
-SETS = () if native.missing() else native.available_sets()
+BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
+                           reason="the C++ kernels were not built")
+SETS = () if cpu_library.missing() else cpu_library.available_sets()
 """Instruction sets that this machine can run, or can be made to choose as."""
 
 

@@ -39,13 +39,13 @@ import sys
 from importlib.metadata import version
 from importlib.resources import files
 import {PACKAGE}
-from {PACKAGE}.kernels import native
+from {PACKAGE}.kernels import cpu_library
 home = {PACKAGE}.__file__
 assert home.startswith(sys.prefix), f"{{home}} is not what was installed"
 assert version("{PACKAGE}") == {PACKAGE}.__version__
 assert files("{PACKAGE}").joinpath("py.typed").is_file(), "no py.typed"
-assert native.missing() is None, native.missing()
-print({PACKAGE}.__version__, native.instruction_set())
+assert cpu_library.missing() is None, cpu_library.missing()
+print({PACKAGE}.__version__, cpu_library.instruction_set())
 """
 """Checks of the installed package, run by the fresh environment's interpreter."""
 

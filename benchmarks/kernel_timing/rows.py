@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.files.rows import write_csv
-from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels import cpu_library
 from flexgen_h2o.metrics.figures import new_figure, save
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 from flexgen_h2o.storage.links import best_gemm_rate, memory_read_rate
@@ -104,7 +104,7 @@ class TimedRows:
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "commit": source_commit(), "host": platform.node(), "cpu": cpu_model(),
             "threads": torch.get_num_threads(), "torch": torch.__version__,
-            "isa": native.instruction_set(), "dtype": str(DTYPE).removeprefix("torch."),
+            "isa": cpu_library.instruction_set(), "dtype": str(DTYPE).removeprefix("torch."),
             "repeats": self.repeats}
         write_csv(path, COLUMNS, (common | row for row in self.rows))
 

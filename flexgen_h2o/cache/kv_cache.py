@@ -33,7 +33,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.kernels import native, ops
+from flexgen_h2o.kernels import cpu_library, native, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.storage.disk import RunFolder
@@ -319,7 +319,7 @@ class KVCache:
 
     def bind_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
                    sinks: torch.Tensor | None = None, out: torch.Tensor,
-                   steps: native.Steps) -> None:
+                   steps: cpu_library.Steps) -> None:
         """Note `attend_token` among the steps of a program, which then attends to what q, k and v
         hold, writes to `out` (like q) and caches the token that `begin_token` named."""
         part, = self._here(batch)

@@ -1,6 +1,6 @@
 """The C ABI of the CPU kernels: one table, from which both sides are made.
 
-setup.py writes `header` for the C++ sources, `structs` are ctypes' mirrors for `native`, and
+setup.py writes `header` for the C++ sources, `structs` are ctypes' mirrors for `cpu_library`, and
 `FINGERPRINT` tells whether a library was built from the same table and sizes: a field that was
 moved, renamed or retyped changes it, and so does another size in config/limits.py. The module
 imports nothing of the package, since setup.py runs it by its path.

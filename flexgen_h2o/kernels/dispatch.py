@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from flexgen_h2o.config.limits import SKINNY_ROWS
-from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels import cpu_library
 from flexgen_h2o.kernels.gpus import GPU, has_matrix_units
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
 
@@ -119,14 +119,15 @@ def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
     Raises
     ------
     ValueError
-        See `native.instruction_set`.
+        See `cpu_library.instruction_set`.
     """
     names = IMPLEMENTATIONS[operation]
-    if native.missing():
+    if cpu_library.missing():
         return names[:1]
     if operation == "linear":
         # What multiplies bfloat16 itself gains nothing from floats.
-        widens = native.SETS.index(native.instruction_set()) < native.SETS.index("avx512bf16")
+        sets = cpu_library.SETS
+        widens = sets.index(cpu_library.instruction_set()) < sets.index("avx512bf16")
         can = {"pytorch": True, "skinny": dtype == torch.bfloat16 and rows <= SKINNY_ROWS,
                "float32": dtype == torch.float16 or dtype == torch.bfloat16 and widens}
         return tuple(name for name in names if can[name])
@@ -156,7 +157,7 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
         found = table[min((count for count in table if count >= rows), default=max(table))]
         if found in possible:
             return found
-    chosen = native.instruction_set().removesuffix("_emulated")
+    chosen = cpu_library.instruction_set().removesuffix("_emulated")
     return next((line.implementation for line in TABLE
                  if line.operation == operation and chosen in line.sets and line.dtype == dtype
                  and line.least_rows <= rows <= line.most_rows), possible[0])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.limits import SKINNY_ROWS
-from flexgen_h2o.kernels import abi, dispatch, native, ops
+from flexgen_h2o.kernels import abi, cpu_library, dispatch, native, ops
 from flexgen_h2o.kernels.arguments import contiguous, expect, lines, need
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
@@ -47,7 +47,7 @@ class ExpertTable:
     """
 
     def __init__(self, count: int):
-        self.structs = native.array_of("Expert", count)
+        self.structs = (cpu_library.STRUCTS["Expert"] * count)()
         self._held: dict[int, tuple[Tensor | QuantizedMatrix, ...]] = {}
         self._shape: tuple[int, int] | None = None
 
@@ -109,10 +109,10 @@ def route(x: Tensor, router: Tensor, bias: Tensor | None = None, *, each: int, n
     need(0 < each <= len(router), name, f"{each} of {len(router)} experts")
     ids = torch.empty(len(x), each, dtype=torch.int64)
     shares = torch.empty(len(x), each)
-    native.call(name, "Route", x=x.data_ptr(), router=router.data_ptr(),
-                bias=None if bias is None else bias.data_ptr(), ids=ids.data_ptr(),
-                shares=shares.data_ptr(), rows=len(x), hidden=x.shape[1], count=len(router),
-                each=each, x_row=x.stride(0), router_row=router.stride(0), normalise=normalise)
+    cpu_library.call(name, "Route", x=x.data_ptr(), router=router.data_ptr(),
+                     bias=None if bias is None else bias.data_ptr(), ids=ids.data_ptr(),
+                     shares=shares.data_ptr(), rows=len(x), hidden=x.shape[1], count=len(router),
+                     each=each, x_row=x.stride(0), router_row=router.stride(0), normalise=normalise)
     return ids, shares
 
 
@@ -132,8 +132,8 @@ def experts(x: Tensor, ids: Tensor, shares: Tensor, table: ExpertTable, sums: Te
     expect(name, torch.int64, ids=(ids, tuple(ids.shape)))
     contiguous(name, ids=ids, shares=shares)
     lines(name, x=x, sums=sums)
-    native.call(name, "Experts", x=x.data_ptr(), ids=ids.data_ptr(), shares=shares.data_ptr(),
-                sums=sums.data_ptr(), experts=ctypes.addressof(table.structs), rows=len(x),
-                each=ids.shape[1], count=len(table), most=most,
-                function=0 if limit else abi.ACTIVATIONS.index(function), x_row=x.stride(0),
-                sums_row=sums.stride(0), slope=slope, limit=limit)
+    cpu_library.call(name, "Experts", x=x.data_ptr(), ids=ids.data_ptr(), shares=shares.data_ptr(),
+                     sums=sums.data_ptr(), experts=ctypes.addressof(table.structs), rows=len(x),
+                     each=ids.shape[1], count=len(table), most=most,
+                     function=0 if limit else abi.ACTIVATIONS.index(function), x_row=x.stride(0),
+                     sums_row=sums.stride(0), slope=slope, limit=limit)

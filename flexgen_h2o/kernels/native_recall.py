@@ -18,14 +18,14 @@ from flexgen_h2o.kernels.arguments import (
     lines,
     need,
 )
-from flexgen_h2o.kernels.native import (
-    _address,
-    _call,
-    _form,
-    _layout,
-    _rows,
-    _slot_strides,
-    _strides,
+from flexgen_h2o.kernels.cpu_library import call
+from flexgen_h2o.kernels.fields import (
+    address,
+    form_struct,
+    record_layout,
+    slot_strides,
+    strides,
+    unit_stride,
 )
 
 
@@ -53,12 +53,12 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     contiguous(name, spans=spans)
     lines(name, keys=keys)
     sequence, head, slot, _ = keys.stride()
-    _call(name, "IndexKeys",
-          keys=keys.data_ptr(), index=index.data_ptr(), spans=spans.data_ptr(),
-          layout=_layout(layout.length, bits, keys.shape[-1]),
-          dtype=DTYPES.get(keys.dtype, 0), sequences=sequences, kv_heads=keys.shape[1],
-          num_keys=keys.shape[2], keys_sequence=sequence, keys_head=head, keys_slot=slot,
-          **_index_fields(name, index, layout, keys.shape[:2]))
+    call(name, "IndexKeys",
+         keys=keys.data_ptr(), index=index.data_ptr(), spans=spans.data_ptr(),
+         layout=record_layout(layout.length, bits, keys.shape[-1]),
+         dtype=DTYPES.get(keys.dtype, 0), sequences=sequences, kv_heads=keys.shape[1],
+         num_keys=keys.shape[2], keys_sequence=sequence, keys_head=head, keys_slot=slot,
+         **_index_fields(name, index, layout, keys.shape[:2]))
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
@@ -71,14 +71,14 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
     expect(name, torch.int32, metadata=(metadata, (2, sequences)))
     contiguous(name, metadata=metadata)
     check_form(name, form, q.shape[1])
-    q, k = map(_rows, (q, k))
+    q, k = map(unit_stride, (q, k))
     chosen = metadata.new_empty((sequences, k.shape[1], most))
-    _call(name, "Choose",
-          q=q.data_ptr(), k=k.data_ptr(), index=index.data_ptr(), metadata=metadata.data_ptr(),
-          chosen=chosen.data_ptr(), dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1],
-          kv_heads=k.shape[1], most=most, q_row=q.stride(0), q_head=q.stride(1),
-          k_row=k.stride(0), k_head=k.stride(1), form=_form(form),
-          **_index_fields(name, index, layout, (sequences, k.shape[1])))
+    call(name, "Choose",
+         q=q.data_ptr(), k=k.data_ptr(), index=index.data_ptr(), metadata=metadata.data_ptr(),
+         chosen=chosen.data_ptr(), dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1],
+         kv_heads=k.shape[1], most=most, q_row=q.stride(0), q_head=q.stride(1),
+         k_row=k.stride(0), k_head=k.stride(1), form=form_struct(form),
+         **_index_fields(name, index, layout, (sequences, k.shape[1])))
     return chosen
 
 
@@ -94,15 +94,15 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
            chosen=(chosen, (sequences, k.shape[1], chosen.shape[-1])))
     contiguous(name, metadata=metadata, chosen=chosen)
     check_form(name, form, q.shape[1])
-    q, k, v = map(_rows, (q, k, v))
+    q, k, v = map(unit_stride, (q, k, v))
     out = q.new_empty(q.shape)
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
-    _call(name, "Recalled",
-          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
-          slots=slots.data_ptr(), chosen=chosen.data_ptr(), metadata=metadata.data_ptr(),
-          taken=_address(taken), layout=_layout(q.shape[2], bits, slots.shape[-1]),
-          dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1],
-          head_dim=q.shape[2], num_slots=slots.shape[3], most=chosen.shape[-1],
-          q_row=q.stride(0), q_head=q.stride(1), **_strides(k, v), **_slot_strides(slots),
-          form=_form(form))
+    call(name, "Recalled",
+         q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
+         slots=slots.data_ptr(), chosen=chosen.data_ptr(), metadata=metadata.data_ptr(),
+         taken=address(taken), layout=record_layout(q.shape[2], bits, slots.shape[-1]),
+         dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1],
+         head_dim=q.shape[2], num_slots=slots.shape[3], most=chosen.shape[-1],
+         q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_strides(slots),
+         form=form_struct(form))
     return out, taken

@@ -24,6 +24,7 @@ from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import (
+    cpu_library,
     dispatch,
     library,
     native,
@@ -62,7 +63,7 @@ def _fused(device: str) -> bool:
     """True if there are kernels for a type of device."""
     missing = "no kernels for this kind of device"
     if device == "cpu":
-        missing = native.missing()
+        missing = cpu_library.missing()
     elif device == "cuda":
         missing = None if importlib.util.find_spec("triton") else "Triton is not installed"
     if missing:

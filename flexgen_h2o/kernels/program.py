@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels import cpu_library
 
 
 class Program:
@@ -30,8 +30,8 @@ class Program:
         self._tensors: list[Tensor] = []
 
     def add(self, name: str, arguments: ctypes.Structure, tensors: Sequence[Tensor | None]) -> None:
-        """See `native.Steps`. Products in a row that share their input become one call."""
-        if self._calls and native.joined(self._calls[-1], (name, arguments)):
+        """See `cpu_library.Steps`. Products in a row that share their input become one call."""
+        if self._calls and cpu_library.joined(self._calls[-1], (name, arguments)):
             self._linked.append(arguments)
         else:
             self._calls.append((name, arguments))
@@ -44,13 +44,13 @@ class Program:
 
     def _end_part(self) -> None:
         if self._calls:
-            self._parts.append(native.bound(self._calls))
+            self._parts.append(cpu_library.bound(self._calls))
             self._calls = []
 
     def run(self) -> None:
         """Carry out everything in order.
 
-        Raises what `native` raises. What the operations before wrote stays.
+        Raises what `cpu_library.call` raises. What the operations before wrote stays.
         """
         self._end_part()
         for part in self._parts:

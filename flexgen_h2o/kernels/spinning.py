@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels import cpu_library
 
 SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """In the environment, these say how threads wait, and nothing here changes it."""
@@ -39,7 +39,7 @@ class IdleTeam:
 
         def keep() -> None:
             try:
-                native.idle_team(len(os.sched_getaffinity(0)) + 1)
+                cpu_library.idle_team(len(os.sched_getaffinity(0)) + 1)
             finally:
                 made.set()
             self._end.wait()  # the team ends with its thread
@@ -78,7 +78,7 @@ class Spinning:
     def __init__(self) -> None:
         self._team: IdleTeam | None = None
         self._left_alone = (any(name in os.environ for name in SETTINGS)
-                            or native.missing() is not None)
+                            or cpu_library.missing() is not None)
         self._before = None if self._left_alone else self._now()
 
     @staticmethod

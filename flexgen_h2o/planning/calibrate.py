@@ -22,7 +22,7 @@ import torch
 
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels import cpu_library
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.models.convert import cache_dir
@@ -182,7 +182,7 @@ def _file(device: Device, offload_dir: str | os.PathLike) -> Path:
     """File of the figures of this machine, named after all that they depend on."""
     parts = (_FORMAT, platform.node(), cpu_model(), os.cpu_count(), torch.get_num_threads(),
              device.description(), torch.__version__, nearest_folder(offload_dir).stat().st_dev,
-             VERSION, native.missing() or (native.instruction_set(), native.build()),
+             VERSION, cpu_library.missing() or (cpu_library.instruction_set(), cpu_library.build()),
              os.environ.get("FLEXGEN_H2O_KERNELS"))
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     host = re.sub(r"[^A-Za-z0-9._-]", "_", platform.node())[:60]

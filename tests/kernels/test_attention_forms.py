@@ -13,7 +13,7 @@ from kernel_cases import FORMS, check_decode, check_prefill, decode_case, prefil
 from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction
-from flexgen_h2o.kernels import blockwise, native, ops, reference, sdpa
+from flexgen_h2o.kernels import blockwise, cpu_library, native, ops, reference, sdpa
 from flexgen_h2o.kernels.arguments import FormArguments
 
 COMBINATIONS = [AttentionForm(scale, cap, window, sinks) for scale, cap, window, sinks in
@@ -110,7 +110,7 @@ def test_the_default_form_gives_the_same_bits():
                        ops.decode_attention(**case | {"form": wide})[0])
 
 
-@pytest.mark.skipif(native.missing() is not None, reason="the C++ kernels were not built")
+@pytest.mark.skipif(cpu_library.missing() is not None, reason="the C++ kernels were not built")
 def test_arguments_are_checked():
     form = AttentionForm(sinks=True)
     case = prefill_case([4], attention=form) | {"sinks": torch.zeros(3)}

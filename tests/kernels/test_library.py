@@ -5,10 +5,10 @@ import torch
 from kernel_cases import copied, decode_case, of_form, prefill_case, select_case
 
 from flexgen_h2o.h2o.eviction import Cut, Eviction
-from flexgen_h2o.kernels import library, native, reference
+from flexgen_h2o.kernels import cpu_library, library, reference
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 
-pytestmark = pytest.mark.skipif(native.missing() is not None,
+pytestmark = pytest.mark.skipif(cpu_library.missing() is not None,
                                 reason="the C++ kernels were not built")
 
 

@@ -12,7 +12,7 @@ from kernel_cases import BUILT, SETS, poisoned_memory, using
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import dispatch, library, native, ops, reference_matrix
+from flexgen_h2o.kernels import cpu_library, dispatch, library, ops, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import checkpoint_folder, layers
 from flexgen_h2o.models.checkpoint import open_checkpoint
@@ -45,14 +45,14 @@ def backend(request, monkeypatch):
 
 def unpacks(x, layout):
     """Whether the product of x is PyTorch's, with weights that were rounded to x's dtype."""
-    return (native.missing() is None and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
+    return (cpu_library.missing() is None and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
             and dispatch.choice("linear_quantized", len(x), x.dtype, layout.bits) == "unpacked")
 
 
 def rounds(x, layout):
     """Whether weights are rounded to x's dtype: on PyTorch's way, and for many rows in tiles."""
-    tiles = (native.missing() is None and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
-             and native.instruction_set().startswith("amx"))
+    tiles = (cpu_library.missing() is None and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
+             and cpu_library.instruction_set().startswith("amx"))
     return unpacks(x, layout) or tiles and x.dtype == torch.bfloat16 and len(x) > 64
 
 

@@ -36,7 +36,7 @@ from kernel_cases import (
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, Eviction
-from flexgen_h2o.kernels import abi, library, native, ops, reference, reference_matrix
+from flexgen_h2o.kernels import abi, cpu_library, library, native, ops, reference, reference_matrix
 from flexgen_h2o.kernels.arguments import EvictionArguments
 
 
@@ -132,7 +132,7 @@ def test_records_are_the_references_to_the_byte(dim, bits, size, offset, dtype, 
 
 @BUILT
 def test_an_unknown_instruction_set_is_named(monkeypatch):
-    for name in ("avx1024", *(name for name in native.SETS if name not in SETS)):
+    for name in ("avx1024", *(name for name in cpu_library.SETS if name not in SETS)):
         monkeypatch.setenv("FLEXGEN_H2O_ISA", name)
         with pytest.raises(ValueError, match=f"FLEXGEN_H2O_ISA={name}: this machine has portable"):
             ops.prefill_attention(**prefill_case([3]))
@@ -149,9 +149,9 @@ def test_what_a_cpu_chooses_and_can_run(monkeypatch, best, chosen, available):
 
     monkeypatch.delenv("FLEXGEN_H2O_ISA", raising=False)
     inside.load_library(monkeypatch, Library)
-    assert native.instruction_set() == chosen
+    assert cpu_library.instruction_set() == chosen
     emulated = ("amx_emulated",) if available else ()
-    assert native.available_sets() == ("portable", *available, *emulated)
+    assert cpu_library.available_sets() == ("portable", *available, *emulated)
 
 
 # Arguments: what does not hold together is refused, and nothing is written
@@ -485,7 +485,7 @@ def test_the_library_is_found_while_another_thread_reads_pythons_configuration(
         reloaded, caplog, monkeypatch):
     monkeypatch.setattr(sysconfig, "_CONFIG_VARS", {})  # as it is in the middle of that
     reloaded()
-    assert native.missing() is None
+    assert cpu_library.missing() is None
 
 
 @BUILT

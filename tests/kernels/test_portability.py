@@ -18,7 +18,7 @@ from kernel_cases import BUILT, FORMS, decode_case, prefill_case, select_case, u
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
-from flexgen_h2o.kernels import library, native, ops
+from flexgen_h2o.kernels import cpu_library, library, native, ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 ROOT = Path(__file__).parents[2]
@@ -173,10 +173,10 @@ def calls(monkeypatch) -> list[Call]:
         regions[ctypes.addressof(array)] = ctypes.sizeof(array), torch.int64
 
     def recorded(call, name, kind, **fields):
-        record = bytes(inside.STRUCTS[kind](**fields, threads=2))
+        record = bytes(cpu_library.STRUCTS[kind](**fields, threads=2))
         starts: list[int] = []
         pointers = []
-        for place in places(inside.STRUCTS[kind]):
+        for place in places(cpu_library.STRUCTS[kind]):
             pointer, = struct.unpack_from("<Q", record, place)
             start = next((start for start, (size, _) in reversed(regions.items())
                           if start <= pointer < start + size), None)

@@ -6,7 +6,7 @@ import torch
 from kernel_cases import BUILT, SETS, using
 
 from flexgen_h2o.config.formats import MatrixLayout
-from flexgen_h2o.kernels import library, native, ops, reference
+from flexgen_h2o.kernels import cpu_library, library, native, ops, reference
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models import layers
@@ -139,11 +139,11 @@ def test_a_layer_gives_the_same_either_way(monkeypatch, rows):
 @BUILT
 def test_what_is_admitted(monkeypatch):
     x, weight, *_ = case(16, 31, 8)
-    own = native.instruction_set() != "portable"
+    own = cpu_library.instruction_set() != "portable"
     assert ops.linear_choice(x, weight) == ("skinny" if own else "pytorch")
     many = case(65, 31, 8)[0]
     assert ops.linear_choice(many, weight) == (
-        "float32" if native.instruction_set() in ("avx2", "avx512") else "pytorch")
+        "float32" if cpu_library.instruction_set() in ("avx2", "avx512") else "pytorch")
     for bad in ((x.float(), weight.float()), (x.half(), weight), (x.T, weight), (x, weight.T),
                 (x.to("meta"), weight.to("meta"))):
         assert ops.linear_choice(*bad) == "pytorch"

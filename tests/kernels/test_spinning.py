@@ -10,11 +10,11 @@ from inside import is_asleep, is_running
 from kernel_cases import threads
 
 from flexgen_h2o import LLM
-from flexgen_h2o.kernels import native, spinning
+from flexgen_h2o.kernels import cpu_library, spinning
 from flexgen_h2o.kernels.spinning import IdleTeam, Spinning, busy_seconds
 
 pytestmark = pytest.mark.skipif(
-    native.missing() is not None or not Path("/proc/stat").exists(),
+    cpu_library.missing() is not None or not Path("/proc/stat").exists(),
     reason="threads are left alone without the C++ kernels or Linux's /proc")
 
 

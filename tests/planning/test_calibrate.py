@@ -261,9 +261,9 @@ def test_other_circumstances_are_measured_anew(tmp_path, kept, monkeypatch):
     for count, (target, name, value) in enumerate((
             (module.platform, "node", lambda: "other/host"),
             (module.torch, "__version__", "9.9"), (module, "VERSION", "9.9"),
-            (module.native, "build", lambda: "other sources"),
+            (module.cpu_library, "build", lambda: "other sources"),
             (module.torch, "get_num_threads", lambda: 99),
-            (module.native, "missing", lambda: "not built")), 2):
+            (module.cpu_library, "missing", lambda: "not built")), 2):
         with monkeypatch.context() as changed:
             changed.setattr(target, name, value)
             assert this_machine(tmp_path).name == f"call {count}"

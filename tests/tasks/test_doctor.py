@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import CPU
 
-from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels import cpu_library
 from flexgen_h2o.planning import calibrate
 from flexgen_h2o.tasks import doctor
 from flexgen_h2o.tasks.diagnosis import facts, sections
@@ -59,8 +59,8 @@ def test_this_machine_is_looked_at_and_left_as_it_was(capsys, tmp_path):
     assert found["versions"]["torch"] == torch.__version__
     assert found["environment"] == {"FLEXGEN_H2O_CACHE": str(tmp_path / "cache")}
     assert found["processor"]["threads"].startswith("1 that compute")
-    if native.missing() is None:
-        assert found["kernels"]["instruction set"] == native.instruction_set()
+    if cpu_library.missing() is None:
+        assert found["kernels"]["instruction set"] == cpu_library.instruction_set()
         assert found["kernels"]["measured"].startswith("not yet: flexgen-h2o plan")
         assert {"linear", "linear_quantized", "prefill_attention"} <= {*found["kernels"]}
     assert found["disk"]["folder"].startswith(f"{tmp_path} (") and "GB/s" in found["disk"]["reads"]
@@ -69,7 +69,7 @@ def test_this_machine_is_looked_at_and_left_as_it_was(capsys, tmp_path):
 
 def test_a_machine_where_nothing_works_is_told_about_all_the_same(capsys, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(native, "_library", lambda: "the C++ kernels were not built")
+    monkeypatch.setattr(cpu_library, "_library", lambda: "the C++ kernels were not built")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(facts, "_installed", lambda name: "")
 
@@ -96,7 +96,7 @@ def test_a_machine_where_nothing_works_is_told_about_all_the_same(capsys, tmp_pa
     assert facts.disk(str(tmp_path), 1 << 20).problem == "the disk is full"
 
 
-@pytest.mark.skipif(native.missing() is not None, reason="no C++ kernels")
+@pytest.mark.skipif(cpu_library.missing() is not None, reason="no C++ kernels")
 def test_an_instruction_set_that_is_not_there_and_one_that_is_forced(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_ISA", "neon")
     found, slow = diagnosis(capsys, tmp_path)

@@ -111,13 +111,13 @@ class KernelFacts:
 
 def kernels(offload_dir: str) -> KernelFacts:
     """The facts of the CPU's kernels; `offload_dir` is what the machine was measured with."""
-    from flexgen_h2o.kernels import native
+    from flexgen_h2o.kernels import cpu_library
 
-    if (missing := native.missing()) is not None:
+    if (missing := cpu_library.missing()) is not None:
         return KernelFacts(missing)
-    available, build = native.available_sets(), native.build()
+    available, build = cpu_library.available_sets(), cpu_library.build()
     try:
-        return KernelFacts(None, available, native.instruction_set(), None, build, _choices(),
+        return KernelFacts(None, available, cpu_library.instruction_set(), None, build, _choices(),
                            _measured(offload_dir))
     except ValueError as error:
         return KernelFacts(None, available, refused=str(error), build=build)
