@@ -11,6 +11,7 @@ from functools import partial
 
 from flexgen_h2o import LLM
 from flexgen_h2o.engine import loader
+from flexgen_h2o.engine.decoder_layers import DecoderLayers
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.schedule import Kind
 from flexgen_h2o.kernels import cpu_library, native, ops
@@ -160,7 +161,7 @@ def before_logits(monkeypatch, look) -> None:
 
 def before_token_layers(monkeypatch, look) -> None:
     """Call ``look(attentions)`` before each layer of a decode step, with how many have started."""
-    before(monkeypatch, Executor, "_token_layer", lambda self, *_: look(len(self._started)))
+    before(monkeypatch, DecoderLayers, "_token_layer", lambda self, *_: look(len(self._started)))
 
 
 def before_early_attention(monkeypatch, look) -> None:

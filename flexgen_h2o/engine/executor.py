@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from flexgen_h2o.cache.attending import PendingAttention
-from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
+from flexgen_h2o.config.limits import LOGIT_ROWS
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.stage import Stage, groups_of
+from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.engine.batch import Batch
+from flexgen_h2o.engine.decoder_layers import DecoderLayers
 from flexgen_h2o.engine.exchange import Exchange
-from flexgen_h2o.engine.expert_layers import ROUTING, ExpertLayers
+from flexgen_h2o.engine.expert_layers import ExpertLayers
 from flexgen_h2o.engine.expert_slots import ExpertSlots
-from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
 from flexgen_h2o.engine.sinks import Sink
-from flexgen_h2o.engine.token_layers import TokenLayers
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
-from flexgen_h2o.h2o.batch_layout import PromptChunk
-from flexgen_h2o.kernels.matrix import ChunkedMatrix
 from flexgen_h2o.models import family
-from flexgen_h2o.models.rope import RopeTables, all_tables
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -56,8 +51,6 @@ class Executor:
     workspace : Workspace
         Has room for every block that will be run.
     transfers : Transfers
-    dtype : torch.dtype
-        Of weights, cache and activations.
     policy : Policy
         Its overlap, sep_layer and refill_share count here; with sep_layer the weights are
         separated, too.
@@ -68,34 +61,28 @@ class Executor:
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
-                 transfers: Transfers, dtype: torch.dtype, policy: Policy,
+                 transfers: Transfers, policy: Policy,
                  exchange: Exchange | None = None, experts: ExpertSlots | None = None):
         self._config = config
         self._family = family(config)
         self._weights = weights
         self._cache = workspace.cache
         self._hidden = workspace.hidden
-        self._do = workspace.operations
         self._transfers = transfers
         self._device = transfers.device
-        self._dtype = dtype
         self._overlap = policy.overlap
         self._sep_layer = policy.sep_layer
         self._refill_share = policy.refill_share
         self._last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
-        self._experts = None if experts is None else ExpertLayers(
-            config, experts, self._do, transfers)
         self._exchange = exchange
         self._stage = Stage.whole(config.num_layers) if exchange is None else exchange.stage
         self._own = self._stage.layer_steps(policy.sep_layer)
-        self._chunk_rows = CHUNK_ROWS[self._device.torch.type]
         self._still = _still(weights, workspace)
-        self._token_layers = TokenLayers(config, weights, workspace, policy=policy,
-                                         device=self._device.torch, dtype=dtype,
-                                         first=self._stage.first)
-        self._rope: dict[int, tuple[RopeTables, ...]] = {}
+        self._layers = DecoderLayers(
+            config, weights, workspace, policy=policy, transfers=transfers, stage=self._stage,
+            experts=None if experts is None else ExpertLayers(
+                config, experts, workspace.operations, transfers))
         self._batches: list[Batch] = []
-        self._started: dict[int, PendingAttention] = {}
         self._found: dict[int, torch.Tensor] = {}
         self._ended: list[int] = []
         """Sequences that have ended with each forward pass."""
@@ -118,8 +105,9 @@ class Executor:
         on_compute : callable
             Called after each compute, to show progress.
         """
+        groups = 1 if self._exchange is None else self._exchange.groups
         self._batches = list(batches)
-        self._started.clear()
+        self._layers.begin(self._batches, groups)
         self._sink = sink
         self._weights.reset()
         self._hidden.reset()
@@ -134,8 +122,7 @@ class Executor:
         began = timing.began = time.perf_counter()
         for step in schedule(
                 passes, self._config.num_layers, len(batches), overlap=self._overlap,
-                sep_layer=self._sep_layer, keeps=keeps, stage=self._stage,
-                groups=1 if self._exchange is None else self._exchange.groups,
+                sep_layer=self._sep_layer, keeps=keeps, stage=self._stage, groups=groups,
                 split_from=batch_layout.prefill_passes if self._cache.attends_on_host else None):
             if step.kind in self._still:
                 continue
@@ -205,7 +192,7 @@ class Executor:
     def _attend(self, step: LayerStep) -> None:
         """Begin a decoder layer, whose attention may go on while other batches compute."""
         with self._span(step, "attention of "):
-            self._started[step.batch] = self._start(step)
+            self._layers.attend(step)
 
     def _compute(self, step: LayerStep) -> None:
         batch = self._batches[step.batch]
@@ -216,18 +203,8 @@ class Executor:
                 self._embed(step, batch)
             elif step.layer == self._last:
                 self._head(step, batch)
-            elif self._sep_layer and step.layer % 2 == 0:
-                self._mlp(step, batch)
-            elif batch.batch_layout.in_prefill(step.forward_pass):
-                self._prompt_layer(step, batch)
-            elif self._token_layers.can_run(step.layer):
-                self._token_layers.run(step.layer, step.batch, cached=self._cached(step),
-                                       rows=len(batch))
-                if self._experts is not None:
-                    self._route(step, self._weights.get(step.layer),
-                                self._hidden.get(step.batch, len(batch)))
             else:
-                self._token_layer(step, batch)
+                self._layers.compute(step)
 
     @contextmanager
     def _span(self, step: LayerStep, what: str = "") -> Iterator[None]:
@@ -247,144 +224,16 @@ class Executor:
         _, positions = batch.inputs(step.forward_pass)
         x = self._hidden.get(step.batch, len(positions), fresh=True)
         self._exchange.take_hidden(step.batch, x)
-        self._set_rope(step, batch, torch.tensor(positions))
+        self._layers.set_positions(step, torch.tensor(positions))
 
     def _embed(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
         ids, positions = (torch.tensor(values) for values in batch.inputs(step.forward_pass))
         x = self._hidden.get(step.batch, len(ids), fresh=True)
-        for rows in _row_chunks(len(ids), self._chunk_rows):
+        for rows in _row_chunks(len(ids), self._layers.chunk_rows):
             x[rows] = self._family.embed(self._config, weights, self._weights.lookup,
                                          ids[rows], positions[rows])
-        self._set_rope(step, batch, positions)
-
-    def _set_rope(self, step: LayerStep, batch: Batch, positions: torch.Tensor) -> None:
-        """Note where the rows of a forward pass stand."""
-        given = batch.rope_lengths(step.forward_pass)
-        lengths = None if given is None else torch.tensor(given)
-        if not batch.batch_layout.in_prefill(step.forward_pass):
-            self._token_layers.begin_token(
-                step.batch, positions, lengths, batch.batch_layout.token(step.forward_pass))
-            if self._token_layers.complete:
-                return
-        here = self._device.torch
-        self._rope[step.batch] = all_tables(self._config.ropes, positions.to(here), self._dtype,
-                                            None if lengths is None else lengths.to(here))
-
-    def _tables(self, step: LayerStep) -> RopeTables | None:
-        """The rotations of a layer step's rows."""
-        tables = self._rope[step.batch]
-        layer = self._stage.first + self._cached(step)
-        return tables[self._config.rope_number(layer)] if tables else None
-
-    def _prompt_layer(self, step: LayerStep, batch: Batch) -> None:
-        weights = self._weights.get(step.layer)
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        rope = self._tables(step)
-        attend = self._attend_once if batch.shares else self._attend_prompts
-        for chunk in batch.chunks(step.forward_pass, self._chunk_rows):
-            rows = slice(chunk.row, chunk.end)
-            tables = None if rope is None else tuple(table[rows] for table in rope)
-            qkv = self._family.attention_inputs(self._config, weights, x[rows], self._do)
-            attended = attend(step, chunk.spans, qkv, tables, weights.get("sinks"))
-            self._finish(step, weights, x[rows], attended, chunk.row)
-
-    def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
-                        rope, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Attend within prompts, and cache them: q, k and v [rows, heads, head_dim]."""
-        return self._cache.attend_prompt(self._cached(step), step.batch, *qkv, spans=spans,
-                                         rope=rope, sinks=sinks)
-
-    def _attend_once(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
-                     rope, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Attend within prompts, or parts of them, that several sequences share; where a prompt
-        ends, all sequences that have it get its cache."""
-        outputs, first = [], 0
-        batch = self._batches[step.batch]
-        for span in spans:  # one at a time, as a cache takes neighbours, and these may be none
-            rows = slice(first, first + len(span))
-            first = rows.stop
-            outputs.append(self._attend_prompts(
-                step, [span], [x[rows] for x in qkv],
-                None if rope is None else [table[rows] for table in rope], sinks))
-            if span.end == batch.batch_layout.lengths[span.sequence]:
-                self._cache.repeat(self._cached(step), step.batch, *batch.alike[span.sequence])
-        return torch.cat(outputs)
-
-    def _token_layer(self, step: LayerStep, batch: Batch) -> None:
-        attending = self._started.pop(step.batch, None) or self._start(step)
-        weights = self._weights.get(step.layer)
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        attended = attending.result(self._transfers)
-        if self._overlap and self._cache.recall_counts is not None:
-            self._expect(step, batch, x)
-        self._finish(step, weights, x, attended)
-
-    def _expect(self, step: LayerStep, batch: Batch, x: torch.Tensor) -> None:
-        """Let the next layer's cache bring what its queries may choose, as this layer's input x
-        lets them be guessed (InfiniGen, arXiv 2406.19707); x [rows, hidden].
-
-        Not where the next layer's weights have yet to come.
-        """
-        following = step._replace(layer=step.layer + (2 if self._sep_layer else 1))
-        if (following.layer not in self._own or following.layer >= self._last
-                or not self._weights.stays(following.layer)):
-            return
-        weights = self._weights.get(following.layer)
-        q, k, _ = self._family.attention_inputs(self._config, weights, x, self._do)
-        self._cache.expect_token(
-            self._cached(following), step.batch, q, k, rope=self._tables(following),
-            token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
-
-    def _start(self, step: LayerStep) -> PendingAttention:
-        """Give compute a decoder layer's attention over new tokens."""
-        batch = self._batches[step.batch]
-        weights = self._weights.get(step.layer)
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        qkv = self._family.attention_inputs(self._config, weights, x, self._do)
-        return self._cache.attend_token(
-            self._cached(step), step.batch, *qkv, rope=self._tables(step),
-            token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
-
-    def _finish(self, step: LayerStep, weights: Mapping[str, Weight | ChunkedMatrix],
-                x: torch.Tensor, attended: torch.Tensor, row: int = 0) -> None:
-        """The rest of a layer step, once attention is done; x [rows, hidden], of a batch's rows
-        from number `row` on, is updated."""
-        self._family.attention_output(self._config, weights, x, attended, self._do)
-        if self._experts is not None:
-            self._route(step, weights, x, row)
-        elif not (self._sep_layer or self._config.parallel_residual):
-            self._family.mlp(self._config, weights, x, self._do)
-
-    def _route(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor, row: int = 0
-               ) -> None:
-        """Let rows of a batch, from number `row` on, choose their experts."""
-        before, rows = self._block_rows(step)
-        self._experts.route(self._cached(step), weights, x, first=before + row, rows=rows,
-                            following=self._weights.in_memory(
-                                step.layer + 2, *weights.keys() & ROUTING))
-
-    def _block_rows(self, step: LayerStep) -> tuple[int, int]:
-        """The rows of a forward pass in the batches of a step's group that are before it, and in
-        all of them."""
-        groups = 1 if self._exchange is None else self._exchange.groups
-        mine = next(group for group in groups_of(len(self._batches), groups)
-                    if step.batch in group)
-        rows = {number: 0 if batch.finished else batch.rows(step.forward_pass)
-                for number, batch in enumerate(self._batches) if number in mine}
-        return sum(rows[number] for number in rows if number < step.batch), sum(rows.values())
-
-    def _cached(self, step: LayerStep) -> int:
-        """The decoder layer of a layer step, from the rank's first on."""
-        return (step.layer - 1) // (2 if self._sep_layer else 1) - self._stage.first
-
-    def _mlp(self, step: LayerStep, batch: Batch) -> None:
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        weights = self._weights.get(step.layer)
-        if self._experts is not None:
-            self._experts.add_(weights, x, first=self._block_rows(step)[0])
-        else:
-            self._family.mlp(self._config, weights, x, self._do)
+        self._layers.set_positions(step, positions)
 
     def _head(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
@@ -431,7 +280,7 @@ class Executor:
         batch = self._batches[0]
         if step.layer in (0, self._last) or not batch.batch_layout.in_prefill(step.forward_pass):
             return 1
-        return sum(1 for _ in batch.chunks(step.forward_pass, self._chunk_rows))
+        return sum(1 for _ in batch.chunks(step.forward_pass, self._layers.chunk_rows))
 
     def _rows(self, step: LayerStep) -> int:
         return self._batches[step.batch].rows(step.forward_pass)
@@ -441,9 +290,10 @@ class Executor:
     _ACTIONS = {
         Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(step.layer, self._trips(step)),
         Kind.RELEASE_WEIGHTS: lambda self, step: self._weights.release(step.layer),
-        Kind.LOAD_CACHE: lambda self, s: self._cache.load(self._cached(s), s.batch, s.forward_pass),
+        Kind.LOAD_CACHE: lambda self, s: self._cache.load(
+            self._layers.cached(s), s.batch, s.forward_pass),
         Kind.STORE_CACHE: lambda self, s: self._cache.store(
-            self._cached(s), s.batch, s.forward_pass),
+            self._layers.cached(s), s.batch, s.forward_pass),
         Kind.LOAD_HIDDEN: lambda self, step: self._hidden.load(step.batch, self._rows(step)),
         Kind.STORE_HIDDEN: lambda self, step: self._hidden.store(step.batch, self._rows(step)),
         Kind.RECEIVE_HIDDEN: lambda self, step: self._exchange.receive_hidden(

@@ -8,13 +8,15 @@ arrive does not show.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o.config.limits import ROW_BLOCK
+from flexgen_h2o.config.stage import groups_of
+from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.expert_products import ExpertProducts, HostExperts, sums_dtype
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.packs import Weight
@@ -56,9 +58,23 @@ class ExpertLayers:
         self._host = HostExperts(config, slots, transfers)
         slots.reset()
 
-    def route(self, layer: int, w: Mapping[str, Weight], x: Tensor, *, first: int, rows: int,
+    def begin(self, batches: Sequence[Batch], groups: int) -> None:
+        """Start the block, whose batches go through the layers in so many groups."""
+        self._batches = batches
+        self._groups = groups_of(len(batches), groups)
+
+    def _rows(self, batch: int, forward_pass: int) -> tuple[int, int]:
+        """The rows of a forward pass in the batches of a batch's group that are before it, and in
+        all of them."""
+        mine = next(group for group in self._groups if batch in group)
+        rows = {number: 0 if each.finished else each.rows(forward_pass)
+                for number, each in enumerate(self._batches) if number in mine}
+        return sum(rows[number] for number in rows if number < batch), sum(rows.values())
+
+    def route(self, layer: int, w: Mapping[str, Weight], x: Tensor, *, batch: int,
+              forward_pass: int, row: int = 0,
               following: Mapping[str, Weight] | None = None) -> None:
-        """Let rows of a block choose their experts, which begin to come; rows come in order.
+        """Let rows of a batch choose their experts, which begin to come; rows come in order.
 
         Parameters
         ----------
@@ -68,13 +84,16 @@ class ExpertLayers:
             Its weights: the norm before the experts, and the router.
         x : Tensor [some rows, hidden]
             After attention.
-        first, rows : int
-            Where these rows stand in the block, and how many that has at most.
+        batch, forward_pass : int
+        row : int
+            The first of these rows in the batch.
         following : mapping, optional
             Norm and router of the next layer, for a guess at its experts.
         """
+        before, rows = self._rows(batch, forward_pass)
+        first = before + row
         if layer != self._layer or self._computed:
-            self._begin(layer, rows, x)
+            self._begin_layer(layer, rows, x)
         place = slice(first, first + len(x))
         ids, shares = self._family.route(self._config, w, x, self._do, out=self._inputs[place])
         self._ids[place], self._shares[place] = ids, shares
@@ -87,7 +106,7 @@ class ExpertLayers:
             guessed, _ = self._family.route(self._config, following, x, self._do, out=normed)
             self._likely.update(guessed.flatten().tolist())
 
-    def _begin(self, layer: int, rows: int, x: Tensor) -> None:
+    def _begin_layer(self, layer: int, rows: int, x: Tensor) -> None:
         self._layer, self._computed = layer, False
         mine = self._config.experts
         self._counts = [0] * mine.count
@@ -98,14 +117,15 @@ class ExpertLayers:
         self._ids = self._do.get("experts of rows", (rows, mine.per_token), torch.int64)
         self._shares = self._do.get("experts' shares", (rows, mine.per_token), torch.float32)
 
-    def add_(self, w: Mapping[str, Weight], x: Tensor, *, first: int) -> None:
-        """Add what the experts make of rows, which `route` has had, to x [rows, hidden].
+    def add_(self, w: Mapping[str, Weight], x: Tensor, *, batch: int, forward_pass: int) -> None:
+        """Add what the experts make of a batch's rows, which `route` has had, to x [rows, hidden].
 
         w are the weights of the layer's second half: those of a shared expert, if there is one.
         """
         if not self._computed:
             self._compute()
             self._computed = True
+        first, _ = self._rows(batch, forward_pass)
         place = slice(first, first + len(x))
         if self._config.experts.shared_ffn_size:
             for start in range(0, len(x), ROW_BLOCK):

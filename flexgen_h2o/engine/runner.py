@@ -263,8 +263,8 @@ class Runner:
         self._device.begin_run()
         sent_before = 0 if self._exchange is None else self._exchange.sent_bytes
         executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
-                            dtype=self.source.dtype, policy=self.settings.policy,
-                            exchange=self._exchange, experts=self._experts)
+                            policy=self.settings.policy, exchange=self._exchange,
+                            experts=self._experts)
         experts_before = None if self._experts is None else replace(self._experts.counts)
         recalls = workspace.cache.recall_counts
         recalls_before = None if recalls is None else replace(recalls)

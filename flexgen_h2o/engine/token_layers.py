@@ -76,19 +76,16 @@ class TokenLayers:
         why = unbound_reason(workspace, policy, device=device, dtype=dtype, mixture=mixture)
         if why is not None:
             _log.debug("decode steps go operation by operation: %s", why)
-        self._layers = frozenset(filter(weights.stays, layers) if why is None else ())
-        self.complete = len(self._layers) == len(layers)
-        """True if `run` does every decoder layer, or every first half of one."""
-
-    def can_run(self, layer: int) -> bool:
-        """True if `run` does a layer step (numbered as in the schedule) of new tokens."""
-        return layer in self._layers
+        self.bound = frozenset(filter(weights.stays, layers) if why is None else ())
+        """The layer steps (numbered as in the schedule) of new tokens that `run` does."""
+        self.complete = len(self.bound) == len(layers)
+        """True if these are every decoder layer, or every first half of one."""
 
     def begin_token(self, batch: int, positions: torch.Tensor, lengths: torch.Tensor | None,
                     token: int) -> None:
         """Begin a forward pass of the block's new token `token` (from 1) of a batch: positions and
         lengths as of `rope_tables`."""
-        if not self._layers:
+        if not self.bound:
             return
         self._workspace.cache.begin_token(batch, token)
         tables = all_tables(self._config.ropes, positions, torch.float32, lengths)

@@ -109,6 +109,11 @@ class Workspace:
     offload_dir : str
     cache : BlockCache, optional
         Stands in for the one of `policy` and `h2o`.
+
+    Attributes
+    ----------
+    dtype : torch.dtype
+        Of weights, activations, and a cache that is not compressed.
     """
 
     def __init__(self, config: ModelConfig, shape: CacheShape, size: WorkspaceSize, *,
@@ -116,6 +121,7 @@ class Workspace:
                  h2o: H2OConfig | None, transfers: Transfers, offload_dir: str,
                  cache: BlockCache | None = None):
         self.size = size
+        self.dtype = shape.dtype
         self.operations = Operations(transfers.device.torch)
         self._offload_dir = offload_dir
         self._transfers = transfers

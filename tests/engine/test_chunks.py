@@ -13,7 +13,7 @@ from llm.test_llm import make_prompts
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config import limits
 from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.engine import executor
+from flexgen_h2o.engine import decoder_layers
 from flexgen_h2o.models import decoder, family
 from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.spec import from_transformers
@@ -29,7 +29,7 @@ def cut_small(monkeypatch):
     """Tiny matrices come in several chunks, too, and tiny prompts go through layers in blocks."""
     monkeypatch.setattr(placement, "LEAST_CHUNK", 1)
     monkeypatch.setattr(decoder, "ROW_BLOCK", 16)
-    monkeypatch.setitem(executor.CHUNK_ROWS, "cpu", 24)
+    monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 24)
 
 
 def tokens(tiny, *, bits=16, look=lambda llm: None, h2o=None, **policy):

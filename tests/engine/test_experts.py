@@ -120,14 +120,14 @@ def test_experts_in_host_memory_compute_there(tiny_model, wanted, tmp_path, devi
 
 
 def test_prompts_in_chunks_and_shared_ones(tiny_model, wanted, tmp_path, monkeypatch):
-    from flexgen_h2o.engine import executor, expert_layers
+    from flexgen_h2o.engine import decoder_layers, expert_layers
 
     prompts, expected = wanted("qwen3_moe")
     folder = tiny_model("qwen3_moe").folder
     got, _ = run(folder, prompts, experts=DISK, prefill_chunk=3, gpu_batch_size=2,
                  num_gpu_batches=2, offload_dir=tmp_path)
     assert got == expected
-    monkeypatch.setitem(executor.CHUNK_ROWS, "cpu", 8)
+    monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 8)
     monkeypatch.setattr(expert_layers, "ROW_BLOCK", 3)
     twice = [each for prompt in prompts for each in (prompt, prompt)]
     got, _ = run(folder, twice, experts=MIXED, gpu_batch_size=10, offload_dir=tmp_path)

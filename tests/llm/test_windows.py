@@ -234,7 +234,7 @@ def test_what_does_not_go_with_windows_is_refused(tiny):
 
 def test_sinks_take_their_share_on_every_path(tiny_model, mixed, monkeypatch):
     """Learned logits come with a layer's weights: as in a simulation, and not as without."""
-    from flexgen_h2o.engine.executor import Executor
+    from flexgen_h2o.engine.decoder_layers import DecoderLayers
 
     def with_sinks(method):
         def wrapped(self, step, *rest):
@@ -254,7 +254,7 @@ def test_sinks_take_their_share_on_every_path(tiny_model, mixed, monkeypatch):
     sinks = torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.0])
 
     for name in ("_prompt_layer", "_start"):
-        monkeypatch.setattr(Executor, name, with_sinks(getattr(Executor, name)))
+        monkeypatch.setattr(DecoderLayers, name, with_sinks(getattr(DecoderLayers, name)))
     expected = tokens_of(tiny, prompts, h2o=H2OConfig(simulate=True), gpu_batch_size=1)
     assert expected != without
     for place in PLACES:

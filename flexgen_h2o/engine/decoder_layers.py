@@ -1,0 +1,221 @@
+"""The decoder layers of one block: attention and MLP of prompts and of new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from flexgen_h2o.cache.attending import PendingAttention
+from flexgen_h2o.config.limits import CHUNK_ROWS
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.engine.batch import Batch
+from flexgen_h2o.engine.expert_layers import ROUTING, ExpertLayers
+from flexgen_h2o.engine.packs import Weight
+from flexgen_h2o.engine.schedule import LayerStep, num_layer_steps
+from flexgen_h2o.engine.token_layers import TokenLayers
+from flexgen_h2o.engine.weights import WeightStore
+from flexgen_h2o.engine.workspace import Workspace
+from flexgen_h2o.h2o.batch_layout import PromptChunk
+from flexgen_h2o.kernels.matrix import ChunkedMatrix
+from flexgen_h2o.models import family
+from flexgen_h2o.models.rope import RopeTables, all_tables
+from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.storage.transfer import Transfers
+
+
+class DecoderLayers:
+    """Takes the hidden states of a block's batches through its decoder layers, step by step.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    weights : WeightStore
+        Loaded; those of a step's layer are ready when it is computed.
+    workspace : Workspace
+        Its cache has begun or resumed the block.
+    policy : Policy
+        Its overlap and sep_layer count here.
+    transfers : Transfers
+    stage : Stage
+        The rank's layers.
+    experts : ExpertLayers or None
+        Those of a model with experts, whose policy separates attention and MLP.
+
+    Attributes
+    ----------
+    chunk_rows : int
+        The most rows of prompts that are computed together.
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
+                 policy: Policy, transfers: Transfers, stage: Stage,
+                 experts: ExpertLayers | None):
+        self._config = config
+        self._family = family(config)
+        self._weights = weights
+        self._cache = workspace.cache
+        self._hidden = workspace.hidden
+        self._do = workspace.operations
+        self._transfers = transfers
+        self._dtype = workspace.dtype
+        self._overlap = policy.overlap
+        self._sep_layer = policy.sep_layer
+        self._stage = stage
+        self._own = stage.layer_steps(policy.sep_layer)
+        self._last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
+        self._experts = experts
+        self._token_layers = TokenLayers(
+            config, weights, workspace, policy=policy, device=transfers.device.torch,
+            dtype=workspace.dtype, first=stage.first)
+        self._rope: dict[int, tuple[RopeTables, ...]] = {}
+        self._batches: Sequence[Batch] = ()
+        self._started: dict[int, PendingAttention] = {}
+        self.chunk_rows = CHUNK_ROWS[transfers.device.torch.type]
+
+    def begin(self, batches: Sequence[Batch], groups: int) -> None:
+        """Start the block, whose batches go through the layers in so many groups."""
+        self._batches = batches
+        self._started.clear()
+        if self._experts is not None:
+            self._experts.begin(batches, groups)
+
+    def set_positions(self, step: LayerStep, positions: torch.Tensor) -> None:
+        """Note where the rows of a batch's forward pass stand: int64 [rows], on the host."""
+        batch = self._batches[step.batch]
+        given = batch.rope_lengths(step.forward_pass)
+        lengths = None if given is None else torch.tensor(given)
+        if not batch.batch_layout.in_prefill(step.forward_pass):
+            self._token_layers.begin_token(
+                step.batch, positions, lengths, batch.batch_layout.token(step.forward_pass))
+            if self._token_layers.complete:
+                return
+        here = self._transfers.device.torch
+        self._rope[step.batch] = all_tables(self._config.ropes, positions.to(here), self._dtype,
+                                            None if lengths is None else lengths.to(here))
+
+    def cached(self, step: LayerStep) -> int:
+        """The decoder layer of a layer step, from the rank's first on."""
+        return (step.layer - 1) // (2 if self._sep_layer else 1) - self._stage.first
+
+    def _tables(self, step: LayerStep) -> RopeTables | None:
+        """The rotations of a layer step's rows."""
+        tables = self._rope[step.batch]
+        layer = self._stage.first + self.cached(step)
+        return tables[self._config.rope_number(layer)] if tables else None
+
+    def attend(self, step: LayerStep) -> None:
+        """Start the attention of a layer step of new tokens ahead of `compute`."""
+        self._started[step.batch] = self._start(step)
+
+    def compute(self, step: LayerStep) -> None:
+        """Compute a layer step, neither the embedding's nor the head's."""
+        batch = self._batches[step.batch]
+        if self._sep_layer and step.layer % 2 == 0:
+            self._mlp(step, batch)
+        elif batch.batch_layout.in_prefill(step.forward_pass):
+            self._prompt_layer(step, batch)
+        elif step.layer in self._token_layers.bound:
+            self._token_layers.run(step.layer, step.batch, cached=self.cached(step),
+                                   rows=len(batch))
+            if self._experts is not None:
+                self._route(step, self._weights.get(step.layer),
+                            self._hidden.get(step.batch, len(batch)))
+        else:
+            self._token_layer(step, batch)
+
+    def _prompt_layer(self, step: LayerStep, batch: Batch) -> None:
+        weights = self._weights.get(step.layer)
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        rope = self._tables(step)
+        attend = self._attend_once if batch.shares else self._attend_prompts
+        for chunk in batch.chunks(step.forward_pass, self.chunk_rows):
+            rows = slice(chunk.row, chunk.end)
+            tables = None if rope is None else tuple(table[rows] for table in rope)
+            qkv = self._family.attention_inputs(self._config, weights, x[rows], self._do)
+            attended = attend(step, chunk.spans, qkv, tables, weights.get("sinks"))
+            self._finish(step, weights, x[rows], attended, chunk.row)
+
+    def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
+                        rope, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attend within prompts, and cache them: q, k and v [rows, heads, head_dim]."""
+        return self._cache.attend_prompt(self.cached(step), step.batch, *qkv, spans=spans,
+                                         rope=rope, sinks=sinks)
+
+    def _attend_once(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
+                     rope, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attend within prompts, or parts of them, that several sequences share; where a prompt
+        ends, all sequences that have it get its cache."""
+        outputs, first = [], 0
+        batch = self._batches[step.batch]
+        for span in spans:  # one at a time, as a cache takes neighbours, and these may be none
+            rows = slice(first, first + len(span))
+            first = rows.stop
+            outputs.append(self._attend_prompts(
+                step, [span], [x[rows] for x in qkv],
+                None if rope is None else [table[rows] for table in rope], sinks))
+            if span.end == batch.batch_layout.lengths[span.sequence]:
+                self._cache.repeat(self.cached(step), step.batch, *batch.alike[span.sequence])
+        return torch.cat(outputs)
+
+    def _token_layer(self, step: LayerStep, batch: Batch) -> None:
+        attending = self._started.pop(step.batch, None) or self._start(step)
+        weights = self._weights.get(step.layer)
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        attended = attending.result(self._transfers)
+        if self._overlap and self._cache.recall_counts is not None:
+            self._expect(step, batch, x)
+        self._finish(step, weights, x, attended)
+
+    def _expect(self, step: LayerStep, batch: Batch, x: torch.Tensor) -> None:
+        """Let the next layer's cache bring what its queries may choose, as this layer's input x
+        lets them be guessed (InfiniGen, arXiv 2406.19707); x [rows, hidden].
+
+        Not where the next layer's weights have yet to come.
+        """
+        following = step._replace(layer=step.layer + (2 if self._sep_layer else 1))
+        if (following.layer not in self._own or following.layer >= self._last
+                or not self._weights.stays(following.layer)):
+            return
+        weights = self._weights.get(following.layer)
+        q, k, _ = self._family.attention_inputs(self._config, weights, x, self._do)
+        self._cache.expect_token(
+            self.cached(following), step.batch, q, k, rope=self._tables(following),
+            token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
+
+    def _start(self, step: LayerStep) -> PendingAttention:
+        """Give compute a decoder layer's attention over new tokens."""
+        batch = self._batches[step.batch]
+        weights = self._weights.get(step.layer)
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        qkv = self._family.attention_inputs(self._config, weights, x, self._do)
+        return self._cache.attend_token(
+            self.cached(step), step.batch, *qkv, rope=self._tables(step),
+            token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
+
+    def _finish(self, step: LayerStep, weights: Mapping[str, Weight | ChunkedMatrix],
+                x: torch.Tensor, attended: torch.Tensor, row: int = 0) -> None:
+        """The rest of a layer step, once attention is done; x [rows, hidden], of a batch's rows
+        from number `row` on, is updated."""
+        self._family.attention_output(self._config, weights, x, attended, self._do)
+        if self._experts is not None:
+            self._route(step, weights, x, row)
+        elif not (self._sep_layer or self._config.parallel_residual):
+            self._family.mlp(self._config, weights, x, self._do)
+
+    def _route(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor, row: int = 0
+               ) -> None:
+        """Let rows of a batch, from number `row` on, choose their experts."""
+        self._experts.route(self.cached(step), weights, x, batch=step.batch,
+                            forward_pass=step.forward_pass, row=row,
+                            following=self._weights.in_memory(
+                                step.layer + 2, *weights.keys() & ROUTING))
+
+    def _mlp(self, step: LayerStep, batch: Batch) -> None:
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        weights = self._weights.get(step.layer)
+        if self._experts is not None:
+            self._experts.add_(weights, x, batch=step.batch, forward_pass=step.forward_pass)
+        else:
+            self._family.mlp(self._config, weights, x, self._do)
