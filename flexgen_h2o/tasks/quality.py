@@ -18,13 +18,11 @@ from flexgen_h2o.cli import llm_arguments, task_flags
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import choose, halves, read_articles
-from flexgen_h2o.files.checks import check_writable, writing
-from flexgen_h2o.files.rows import RowsFile, keeping
-from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.metrics.provenance import origin
+from flexgen_h2o.tasks import measured
 from flexgen_h2o.tasks.budgets import measures
 from flexgen_h2o.tasks.budgets import plot as quality_plot
 from flexgen_h2o.tasks.budgets.configurations import GROUPS, Configuration, configurations
@@ -33,7 +31,6 @@ _SHARED = ("path", "device", "dtype", "gpu_batch_size", "gen_len")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "gpu_batch_size": 30, "gen_len": 64}
 _HELPS = {"dtype": "number format; float32 shows what eviction does and no rounding",
           "gen_len": "greedy tokens to compare after each first half"}
-_FILES = ("input_path", "from_csv", "csv", "plot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +41,7 @@ class QualityOptions:
     """
 
     run: RunConfig
-    input_path: str | None = flag(
-        "path", None, shown="none", metavar="FILE.jsonl", help="articles: text under `article`",
-    )
+    input_path: str | None = measured.articles_flag()
     articles: int = flag("int", 30, low=1, help="measure on the first so many long enough")
     # A half has a token at least.
     min_tokens: int = flag("int", 500, low=2, help="shorter articles are passed over")
@@ -60,26 +55,14 @@ class QualityOptions:
         "words", GROUPS, choices=GROUPS, metavar="GROUP",
         help=f"measure these, and full: {', '.join(GROUPS)}",
     )
-    csv: str | None = flag(
-        "path", None, shown="none", metavar="FILE",
-        help="write a row for each cache, anew; FILE.partial until all are in",
-    )
-    plot: str | None = flag(
-        "path", None, shown="none", metavar="FILE.png",
-        help="draw both figures against the budget (or .svg, .pdf)",
-    )
-    from_csv: str | None = flag(
-        "path", None, shown="none", metavar="FILE",
-        help="run nothing: table, and --plot, of a file that --csv wrote",
-    )
+    csv: str | None = measured.csv_flag("cache")
+    plot: str | None = measured.plot_flag("both figures against the budget")
+    from_csv: str | None = measured.from_csv_flag()
 
     def __post_init__(self) -> None:
         task_flags.check_own(self)
-        if (self.input_path is None) == (self.from_csv is None):
-            raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
-        if self.plot is not None:
-            check_plot("--plot", self.plot)
-        task_flags.check_files(self, _FILES)
+        measured.check_source(self)
+        measured.check_outputs(self)
 
 
 def parser() -> Parser:
@@ -99,36 +82,21 @@ def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
 
 def run(options: QualityOptions) -> None:
     """Measure, or read what was measured; write the files and print the table."""
-    for name in ("csv", "plot"):
-        if getattr(options, name) is not None:
-            check_writable(flag_name(name), getattr(options, name))
-    if options.from_csv is not None:
-        rows = measures.read_rows(options.from_csv)
-    else:
-        rows = measure_all(options, read_articles(options.input_path))
-    print(measures.table(rows), flush=True)
-    if options.plot is not None:
-        with writing("--plot", options.plot):
-            quality_plot.draw(rows, options.plot)
+    measured.report(
+        options, read=measures.read_rows,
+        measure=lambda: measure_all(options, read_articles(options.input_path)),
+        show=lambda rows: print(measures.table(rows), flush=True), draw=quality_plot.draw)
 
 
 def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str, object]]:
     """Measure every cache on the articles; rows go to ``--csv`` as they come."""
     todo = configurations(options.budgets, options.only)
-    file = RowsFile(options.csv, measures.COLUMNS) if options.csv is not None else None
-    rows: list[dict[str, object]] = []
-    with keeping(file), tqdm(total=2 * len(todo), unit="part", disable=None) as bar:
+    with tqdm(total=2 * len(todo), unit="part", disable=None) as bar:
         open_llm = _opener(options, bar.set_description)
-        for row in measures.compare(todo, open_llm, lambda llm: _pairs(llm, texts, options),
-                                    gen_len=options.run.gen_len, on_part=bar.update):
-            rows.append({**origin(), **row})
-            if file is not None:
-                with writing("--csv", options.csv):
-                    file.write(rows[-1])
-    if file is not None:
-        with writing("--csv", options.csv):
-            file.finish()
-    return rows
+        rows = measures.compare(todo, open_llm, lambda llm: _pairs(llm, texts, options),
+                                gen_len=options.run.gen_len, on_part=bar.update)
+        return measured.collected(options.csv, measures.COLUMNS,
+                                  ({**origin(), **row} for row in rows))
 
 
 def _opener(options: QualityOptions, show: Callable[[str], None]) -> Callable[[Configuration],

@@ -18,13 +18,11 @@ from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
-from flexgen_h2o.files.checks import check_writable, writing
-from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.files.terminal import show
-from flexgen_h2o.metrics.figures import check_plot
+from flexgen_h2o.tasks import measured
 from flexgen_h2o.tasks.streams import plot as stream_plot
 from flexgen_h2o.tasks.streams import segments as segments
 from flexgen_h2o.tasks.streams.segments import Streamed
@@ -35,7 +33,6 @@ _SHARED = (*task_flags.ENGINE, "num_window_length", "num_heavy_hitter_tokens")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "num_window_length": 512}
 # Tokens come one by one: room for more beside the cache would be idle.
 _ONE_BY_ONE = {"gpu_batch_size": 1, "prefill_chunk": 1}
-_FILES = ("input_path", "from_csv", "csv", "plot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +43,7 @@ class StreamQualityOptions:
     """
 
     run: RunConfig
-    input_path: str | None = flag(
-        "path", None, shown="none", metavar="FILE.jsonl", help="articles: text under `article`",
-    )
+    input_path: str | None = measured.articles_flag()
     tokens: int = flag("int", 32_000, low=2, help="how far to stream")
     piece: int = flag("int", 500, low=2, help="tokens of a row")
     policies: tuple[str, ...] = flag(
@@ -62,23 +57,13 @@ class StreamQualityOptions:
         "float", 10.0, above=1,
         help="three pieces in a row of so many times the first pieces' perplexity are a failure",
     )
-    csv: str | None = flag(
-        "path", None, shown="none", metavar="FILE",
-        help="write a row for each piece, anew; FILE.partial until all are in",
-    )
-    plot: str | None = flag(
-        "path", None, shown="none", metavar="FILE.png",
-        help="draw both figures against position (or .svg, .pdf)",
-    )
-    from_csv: str | None = flag(
-        "path", None, shown="none", metavar="FILE",
-        help="run nothing: table, and --plot, of a file that --csv wrote",
-    )
+    csv: str | None = measured.csv_flag("piece")
+    plot: str | None = measured.plot_flag("both figures against position")
+    from_csv: str | None = measured.from_csv_flag()
 
     def __post_init__(self) -> None:
         task_flags.check_own(self)
-        if (self.input_path is None) == (self.from_csv is None):
-            raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
+        measured.check_source(self)
         task_flags.check_placed(self.run)
         if len(set(self.policies)) < len(self.policies):
             raise UserError("--policies names a cache twice")
@@ -88,9 +73,7 @@ class StreamQualityOptions:
             raise UserError("--full-max-tokens has no effect without full: leave it out")
         for policy in self.policies:
             self.config(policy)  # which checks that the sizes leave room for recent tokens
-        if self.plot is not None:
-            check_plot("--plot", self.plot)
-        task_flags.check_files(self, _FILES)
+        measured.check_outputs(self)
 
     def config(self, policy: str) -> RunConfig:
         """The run with one cache; those that evict let positions roll."""
@@ -126,33 +109,15 @@ def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
 
 def run(options: StreamQualityOptions) -> None:
     """Measure, or read what was measured; write the files and print the table."""
-    for name in ("csv", "plot"):
-        if getattr(options, name) is not None:
-            check_writable(flag_name(name), getattr(options, name))
-    if options.from_csv is not None:
-        rows = segments.read_rows(options.from_csv)
-    else:
-        rows = measure_all(options, "\n\n".join(read_articles(options.input_path)))
-    show(segments.table(rows))
-    if options.plot is not None:
-        with writing("--plot", options.plot):
-            stream_plot.draw(rows, options.plot)
+    measured.report(
+        options, read=segments.read_rows,
+        measure=lambda: measure_all(options, "\n\n".join(read_articles(options.input_path))),
+        show=lambda rows: show(segments.table(rows)), draw=stream_plot.draw)
 
 
 def measure_all(options: StreamQualityOptions, text: str) -> list[dict[str, object]]:
     """Stream the text through every cache; rows go to ``--csv`` as they come."""
-    file = RowsFile(options.csv, segments.COLUMNS) if options.csv is not None else None
-    rows: list[dict[str, object]] = []
-    with keeping(file):
-        for row in _rows(options, text):
-            rows.append(row)
-            if file is not None:
-                with writing("--csv", options.csv):
-                    file.write(row)
-    if file is not None:
-        with writing("--csv", options.csv):
-            file.finish()
-    return rows
+    return measured.collected(options.csv, segments.COLUMNS, _rows(options, text))
 
 
 def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object]]:

@@ -17,12 +17,11 @@ from tqdm import tqdm
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article, read_article_prompts
 from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.line_file import LineFile
-from flexgen_h2o.files.rows import RowsFile
+from flexgen_h2o.tasks import measured
 from flexgen_h2o.tasks.summaries import plot as summary_plot
 from flexgen_h2o.tasks.summaries import rows as summary_rows
 from flexgen_h2o.tasks.summaries.articles import Score, check_rows, summarize
@@ -38,23 +37,10 @@ _DECIDING = ("model", "path", "dtype", "gen_len", "chat_template", "policy", "he
 
 def run(options: SummarizeOptions) -> None:
     """Summarise and score, or read what was measured; write the files and print the table."""
-    for name in ("csv", "plot"):
-        if getattr(options, name) is not None:
-            check_writable(flag_name(name), getattr(options, name))
-    if options.from_csv is not None:
-        rows = summary_rows.read_rows(options.from_csv)
-    else:
-        rows = measure(options)
-    if options.csv is not None:
-        with writing("--csv", options.csv):
-            file = RowsFile(options.csv, summary_rows.COLUMNS)
-            for row in rows:
-                file.write(row)
-            file.finish()
-    print(summary_rows.table(rows), flush=True)
-    if options.plot is not None:
-        with writing("--plot", options.plot):
-            summary_plot.draw(rows, options.plot)
+    measured.report(
+        options, read=summary_rows.read_rows,
+        measure=lambda: measured.collected(options.csv, summary_rows.COLUMNS, measure(options)),
+        show=lambda rows: print(summary_rows.table(rows), flush=True), draw=summary_plot.draw)
 
 
 def measure(options: SummarizeOptions) -> list[dict[str, object]]:

@@ -15,7 +15,7 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.config.h2o import EVICTIONS
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.figures import check_plot
+from flexgen_h2o.tasks import measured
 from flexgen_h2o.tasks.summaries.rouge import check_rouge
 from flexgen_h2o.tasks.summaries.rows import SummaryCache
 
@@ -34,7 +34,6 @@ _SHOWN = _DEFAULTS | {
     "num_window_length": f"{WINDOW}, or twice --num-heavy-hitter-tokens"}
 _HELPS = {"eviction": "which tokens stay: heavy hitters and recent ones (h2o), as many recent "
           "ones, or those and the first"}
-_FILES = ("input_path", "csv", "plot", "from_csv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +79,8 @@ class SummarizeOptions:
         "path", None, shown="none", metavar="FILE",
         help="write a row for each cache, and one of lead-1, anew",
     )
-    plot: str | None = flag(
-        "path", None, shown="none", metavar="FILE.png",
-        help="draw ROUGE-2 and ROUGE-L by budget (or .svg, .pdf)",
-    )
-    from_csv: str | None = flag(
-        "path", None, shown="none", metavar="FILE",
-        help="run nothing: table, and --plot, of a file that --csv wrote",
-    )
+    plot: str | None = measured.plot_flag("ROUGE-2 and ROUGE-L by budget")
+    from_csv: str | None = measured.from_csv_flag()
 
     def __post_init__(self) -> None:
         task_flags.check_own(self)
@@ -96,11 +89,9 @@ class SummarizeOptions:
             self._check_run()
             outputs = [("output_path", path) for line_file in self.outputs().values()
                        for path in (line_file, f"{line_file}.config.yaml")]
-        if self.plot is not None:
-            if self.from_csv is None and not self.sweep:
-                raise UserError("--plot draws several budgets: add --sweep, or --from-csv")
-            check_plot("--plot", self.plot)
-        task_flags.check_files(self, _FILES, outputs)
+        if self.plot is not None and self.from_csv is None and not self.sweep:
+            raise UserError("--plot draws several budgets: add --sweep, or --from-csv")
+        measured.check_outputs(self, outputs)
 
     def _check_run(self) -> None:
         if self.input_path is None or self.output_path is None:
