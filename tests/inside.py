@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 from flexgen_h2o import LLM
+from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.engine import loader
 from flexgen_h2o.engine.decoder_layers import DecoderLayers
 from flexgen_h2o.engine.executor import Executor
@@ -173,6 +175,28 @@ def before_early_attention(monkeypatch, look) -> None:
         attend(*arguments)
 
     monkeypatch.setitem(Executor._ACTIONS, Kind.ATTEND, watched)
+
+
+def before_carried(monkeypatch, look) -> None:
+    """Call ``look(moved)`` before a layer of a batch takes what is carried into a block."""
+    before(monkeypatch, KVCache, "_put", lambda self, layer, batch, moved: look(moved))
+
+
+def attend_with(monkeypatch, **weights) -> None:
+    """Let the attention of every decoder layer find these beside its own weights."""
+    def with_more(method):
+        def wrapped(self, step, *rest):
+            held = self._weights
+            self._weights = SimpleNamespace(get=lambda layer: {**held.get(layer), **weights})
+            try:
+                return method(self, step, *rest)
+            finally:
+                self._weights = held
+
+        return wrapped
+
+    for name in ("_prompt_layer", "_start"):
+        monkeypatch.setattr(DecoderLayers, name, with_more(getattr(DecoderLayers, name)))
 
 
 def before_blocks(monkeypatch, look) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import before_carried
 from llm.test_llm import PLACES, make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
@@ -66,9 +67,8 @@ class Case:
 @pytest.mark.parametrize("cache", CACHES)
 def test_the_same_tokens_whatever_is_carried(tiny_model, tmp_path, device, cache, monkeypatch):
     """On every tier, with batches of any size, prompts whole and in chunks."""
-    moved, put = [], KVCache._put
-    monkeypatch.setattr(KVCache, "_put", lambda self, layer, batch, held: (
-        moved.append(held), put(self, layer, batch, held))[1])
+    moved: list = []
+    before_carried(monkeypatch, moved.append)
     case = Case(tiny_model("llama").folder, cache, 1)
     assert not any(moved)
     for place, (size, batches), share, chunk in zip(

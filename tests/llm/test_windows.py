@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from engine.test_pipeline import tokens as tokens_of_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import cache_of
+from inside import attend_with, cache_of
 from llm.test_carried import CACHES, Case
 from llm.test_conversation import answers, open_llm, turns_of
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
@@ -234,27 +233,10 @@ def test_what_does_not_go_with_windows_is_refused(tiny):
 
 def test_sinks_take_their_share_on_every_path(tiny_model, mixed, monkeypatch):
     """Learned logits come with a layer's weights: as in a simulation, and not as without."""
-    from flexgen_h2o.engine.decoder_layers import DecoderLayers
-
-    def with_sinks(method):
-        def wrapped(self, step, *rest):
-            held = self._weights
-            self._weights = SimpleNamespace(
-                get=lambda layer: {**held.get(layer), "sinks": sinks})
-            try:
-                return method(self, step, *rest)
-            finally:
-                self._weights = held
-
-        return wrapped
-
     tiny, prompts = tiny_model("llama"), make_prompts(120, LENGTHS)
     without = tokens_of(tiny, prompts)
     monkeypatch.setitem(globals(), "MIXED", tuple(replace(form, sinks=True) for form in MIXED))
-    sinks = torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.0])
-
-    for name in ("_prompt_layer", "_start"):
-        monkeypatch.setattr(DecoderLayers, name, with_sinks(getattr(DecoderLayers, name)))
+    attend_with(monkeypatch, sinks=torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.0]))
     expected = tokens_of(tiny, prompts, h2o=H2OConfig(simulate=True), gpu_batch_size=1)
     assert expected != without
     for place in PLACES:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import load_library
 from planning_cases import CPU
 
 from flexgen_h2o.kernels import cpu_library
@@ -69,7 +70,7 @@ def test_this_machine_is_looked_at_and_left_as_it_was(capsys, tmp_path):
 
 def test_a_machine_where_nothing_works_is_told_about_all_the_same(capsys, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(cpu_library, "_library", lambda: "the C++ kernels were not built")
+    load_library(monkeypatch, lambda: "the C++ kernels were not built")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(facts, "_installed", lambda name: "")
 
