@@ -47,8 +47,7 @@ test-wheel:
 # The kernels' tests once more, against a build that stops at any access out of bounds and any
 # undefined behaviour.
 test-asan: $(VENV)/.have-test
-	FLEXGEN_H2O_SANITIZE=1 $(BIN)/python setup.py -q build_ext \
-	    --build-lib build/asan --build-temp build/asan-objects
+	FLEXGEN_H2O_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib build/asan
 	FLEXGEN_H2O_NATIVE="$$(ls build/asan/flexgen_h2o/kernels/_cpu*.so)" \
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
