@@ -21,6 +21,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,7 +34,9 @@ from kernel_timing.rows import (
     INDEXED,
     OURS,
     OURS_4,
+    OURS_4_8,
     OURS_8,
+    OURS_8_8,
     OURS_MXFP4,
     PLAIN,
     RANGE,
@@ -243,16 +246,19 @@ def quantized(weight: torch.Tensor, **options) -> QuantizedMatrix:
 
 
 def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
-    """Products with one matrix in 16, 8 and 4 bits, and in MXFP4."""
+    """Products with one matrix in 16, 8 and 4 bits, and in MXFP4; of activations as they are, and
+    rounded to 8 bits."""
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
     matrices = {OURS_8: quantized(weight, bits=8), OURS_4: quantized(weight, bits=4),
                 OURS_MXFP4: quantized(weight, bits=4, group=32, mxfp4=True)}
+    matrices |= {name: replace(matrices[plain], activation_bits=8)
+                 for name, plain in ((OURS_8_8, OURS_8), (OURS_4_8, OURS_4))}
     nbytes = {PLAIN: weight.nbytes, OURS: weight.nbytes} | {
         name: matrix.data.nbytes for name, matrix in matrices.items()}
     plain = copies(weight, quick)
     inputs = {PLAIN: plain, OURS: plain} | {
-        name: [QuantizedMatrix(data, matrix.layout) for data in copies(matrix.data, quick)]
+        name: [replace(matrix, data=data) for data in copies(matrix.data, quick)]
         for name, matrix in matrices.items()}
     for count in counts:
         x = torch.randn(count, MATRIX[1], dtype=DTYPE)
@@ -266,7 +272,7 @@ def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
             first = inputs[name][0]
             wanted = torch.empty(count, len(weight))
             if isinstance(first, QuantizedMatrix):
-                reference_matrix.linear_quantized(x, first.data, first.layout, None, wanted)
+                reference_matrix.linear_quantized(x, first, None, wanted)
             else:
                 wanted = F.linear(x.float(), first.float())
             function(first)

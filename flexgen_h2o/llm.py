@@ -74,9 +74,9 @@ class LLM(Session):
     offload_dir : str or path, optional
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     **options
-        Fields of `LoadOptions`: path, attn_sparsity, weight_cache, verify, seed, memory_limit,
-        device_memory_limit, workload, texts, implementations, pipeline,
-        bounds, progress, trace, verbose.
+        Fields of `LoadOptions`: path, activation_bits, attn_sparsity, weight_cache, verify, seed,
+        memory_limit, device_memory_limit, workload, texts, implementations, pipeline, bounds,
+        progress, trace, verbose.
 
     Raises
     ------
@@ -113,7 +113,8 @@ class LLM(Session):
             opened_device.limit(load.device_memory_limit)
             with byte_bar("converting", off=load.no_bars) as bar:
                 source = find(name, path=load.path, dtype=dtype, bits=weight_bits,
-                              device=opened_device, progress=bar)
+                              activation_bits=load.activation_bits, device=opened_device,
+                              progress=bar)
             self.model_config = source.config
             self.weight_options = source.form.options
             check_cache(self.model_config, h2o)
@@ -130,8 +131,8 @@ class LLM(Session):
                 workload = workload.cut(longest_prompt(self.model_config, h2o))
             seat = self._orders.seat(
                 source.config, self.policy, opened_device, bounds=load.bounds, workload=workload,
-                form=f"{source.config}, {source.dtype}, {weight_bits} bits, {self._cache}, "
-                f"{self.policy}")
+                form=f"{source.config}, {source.dtype}, {weight_bits} bits, "
+                f"{load.activation_bits} of activations, {self._cache}, {self.policy}")
             stage = None
             if seat is not None:
                 stage, workload = seat.stage, seat.workload

@@ -70,7 +70,7 @@ def check_matrix(rows, case: Product, error: Callable[[Tensor, Tensor], float],
     if not case.add:
         before.fill_(float("nan"))
     wanted, *results = before.float(), before.clone(), before.clone()
-    reference_matrix.linear_quantized(x, weight.data, weight.layout, bias, wanted, add=case.add)
+    reference_matrix.linear_quantized(x, weight, bias, wanted, add=case.add)
     for out in results:
         ops.linear_quantized(x, weight, bias, out, add=case.add)
     wrong = error(results[0], wanted) if torch.equal(*results) else float("nan")

@@ -58,6 +58,11 @@ class RunFlags:
         "model", "int", None, choices=(16, 8, 4), shown="16; 4 with --compress-weight",
         help="bits of a number in matrices of weights; 16 is --dtype as it is",
     )
+    activation_bits: int = _flag(
+        "model", "int", 16, choices=(16, 8),
+        help="bits of a number that meets quantized weights; 8: rounded, for products of whole "
+        "numbers on a CPU",
+    )
     weight_cache: str = _flag(
         "model", "path", "auto", metavar="DIR",
         help="folder that keeps quantized weights for later runs; auto: beside the converted "

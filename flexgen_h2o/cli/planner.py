@@ -147,7 +147,8 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     device.limit(config.device_memory_limit)
     with byte_bar("converting", off=None if config.verbose else True) as bar:
         source = find(config.model, path=config.path, dtype=config.dtype,
-                      bits=config.resolved_weight_bits, device=device, progress=bar)
+                      bits=config.resolved_weight_bits,
+                      activation_bits=config.activation_bits, device=device, progress=bar)
     _check(config, source.config, has_gpu=device.separate)
     prompts = Prompts(source, config.model, config.h2o())
     if texts and prompts.tokenizer is not None:  # a plan for dummy weights goes by the estimate

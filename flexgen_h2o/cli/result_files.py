@@ -38,9 +38,12 @@ def result_files(config: RunConfig) -> dict[str, str]:
 
 
 def _weight_suffix(config: RunConfig) -> str:
-    """The weights' quantization as part of a file name: ``-w4``; empty if they are not."""
+    """The weights' quantization as part of a file name: ``-w4``, or ``-w4a8`` with that of
+    activations; empty if they are not quantized."""
     bits = config.resolved_weight_bits
-    return "" if bits == 16 else f"-w{bits}"
+    if bits == 16:
+        return ""
+    return f"-w{bits}" if config.activation_bits == 16 else f"-w{bits}a{config.activation_bits}"
 
 
 def _cache_suffix(config: RunConfig) -> str:

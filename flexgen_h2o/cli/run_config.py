@@ -93,7 +93,7 @@ class RunConfig(RunFlags):
         if self.weight_cache != "auto" and self.no_weight_cache:
             raise UserError(f"give {self.called('weight_cache')} or "
                             f"{self.called('no_weight_cache')}, not both")
-        for name in ("weight_cache", "no_weight_cache"):
+        for name in ("weight_cache", "no_weight_cache", "activation_bits"):
             given = getattr(self, name) != getattr(RunConfig, name)
             if given and self.resolved_weight_bits == 16:
                 raise UserError(f"{self.called(name)} has no effect on weights of 16 bits: add "

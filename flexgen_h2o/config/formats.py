@@ -187,12 +187,14 @@ class WeightOptions:
     """Storage options of weights: in 16 (the run's dtype), 8 or 4 bits, the latter two in groups.
 
     Vectors (norms and biases) stay in the run's dtype. Matrices of the shapes in `mxfp4` are in
-    MXFP4, with 4 bits.
+    MXFP4, with 4 bits. `activation_bits` is not how they lie, but how products take what meets
+    matrices in groups: as it is (16), or rounded to 8 bits.
     """
 
     bits: int = 16
     group: int = GROUP
     mxfp4: frozenset[tuple[int, ...]] = frozenset()
+    activation_bits: int = 16
 
     def layout(self, shape: tuple[int, int]) -> MatrixLayout | None:
         """The layout of a matrix (outputs, inputs); None with 16 bits."""

@@ -23,6 +23,9 @@ class LoadOptions:
     ----------
     path : str or path, optional
         Folder or `.gguf` file of the weights, if not by name; ``_DUMMY_`` for random ones.
+    activation_bits : int
+        8: what meets weights of 8 or 4 bits is rounded to 8 bits, group by group, and products are
+        of whole numbers (`reference_matrix.rounded_activations`); on a CPU alone. 16: as it is.
     attn_sparsity : float
         Share of the full cache's values, over 0 and at most 1, that a new token reads: those of the
         most attention (FlexGen, arXiv 2303.06865, section 5). It changes results. Keys are all
@@ -62,6 +65,7 @@ class LoadOptions:
     """
 
     path: str | os.PathLike | None = None
+    activation_bits: int = 16
     attn_sparsity: float = 1.0
     weight_cache: str | os.PathLike | None = "auto"
     verify: bool = False

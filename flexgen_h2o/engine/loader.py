@@ -52,8 +52,9 @@ class Source:
     """A model that can be loaded: its shape, and where its tensors and its tokenizer are.
 
     folder is None for dummy weights of a published shape, which have no tokenizer either; gguf is
-    the file that the folder was made from, if it was one; bits are those of a matrix's elements;
-    end_tokens are the ids that end a text; quantization is how the folder's weights are stored.
+    the file that the folder was made from, if it was one; bits are those of a matrix's elements,
+    activation_bits of what meets these in products; end_tokens are the ids that end a text;
+    quantization is how the folder's weights are stored.
     """
 
     config: ModelConfig
@@ -64,6 +65,7 @@ class Source:
     end_tokens: tuple[int, ...]
     gguf: Path | None = None
     bits: int = 16
+    activation_bits: int = 16
     quantization: Quantization | None = None
 
     @cached_property
@@ -75,6 +77,7 @@ class Source:
             options = self.quantization.weights(self.bits, self.config)
         if self._keeps_groups:
             options = replace(options, group=GgufBlocks.GROUP)
+        options = replace(options, activation_bits=self.activation_bits)
         return WeightFormat(self.dtype, options, frozenset(self.config.exact_shapes))
 
     def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
@@ -177,7 +180,7 @@ def _weight_cache(chosen: str | os.PathLike) -> Keep:
 
 
 def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, device: Device,
-         progress: ByteProgress) -> Source:
+         progress: ByteProgress, activation_bits: int = 16) -> Source:
     """Find a model by name, download or convert it if need be, and read its configuration.
 
     Parameters
@@ -189,17 +192,16 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, d
     dtype : str
         auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU, and on a GPU the
         checkpoint's own if it has 16 bits and the GPU multiplies it, else float16.
-    bits : int
-        Of the weights: 16 (as `dtype` says), 8 or 4.
+    bits, activation_bits : int
+        Of the weights: 16 (as `dtype` says), 8 or 4. Of what meets quantized ones: 16 or 8.
 
     Raises
     ------
     UserError
         The model is unknown or not to be had, its architecture is not supported, or there are no
-        weights of so many bits.
+        weights of so many bits, or no products.
     """
-    if bits not in (4, 8, 16):
-        raise UserError(f"weight_bits must be 16, 8 or 4, got {bits!r}")
+    _check_bits(bits, activation_bits, device)
     path = None if path is None else os.fspath(path)
     dummy = path == DUMMY
     config = published(model) if dummy else None
@@ -215,7 +217,19 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, d
         config, stored = from_transformers(given, model), quantization(given, model)
     weights = family(config).weights(config) if dummy else _weights(config, folder)
     return Source(config, weights, _dtype(dtype, config, device), folder, dummy,
-                  _end_tokens(config, folder), gguf, bits, stored)
+                  _end_tokens(config, folder), gguf, bits, activation_bits, stored)
+
+
+def _check_bits(bits: int, activation_bits: int, device: Device) -> None:
+    if bits not in (4, 8, 16):
+        raise UserError(f"weight_bits must be 16, 8 or 4, got {bits!r}")
+    if activation_bits not in (8, 16):
+        raise UserError(f"activation_bits must be 16 or 8, got {activation_bits!r}")
+    if activation_bits == 8 and bits == 16:
+        raise UserError("activation_bits 8 has no effect on weights of 16 bits: add weight_bits 4")
+    if activation_bits == 8 and device.torch.type != "cpu":
+        raise UserError("activation_bits 8 is for products on a CPU: leave it out, or compute on "
+                        "the device cpu")
 
 
 def _weights(config: ModelConfig, folder: Path) -> ModelWeights:

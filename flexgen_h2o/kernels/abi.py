@@ -17,8 +17,9 @@ from types import MappingProxyType
 STRUCTS = MappingProxyType({
     # A record of storage/quantization.py (GroupLayout); bits is 16 for plain vectors.
     "Layout": "int64_t: bits groups group code_bytes nbytes",
-    # A matrix of config/formats.py (MatrixLayout); group is 0 for MXFP4, and for 16 bits.
-    "Matrix": "void*: data; int64_t: outputs inputs bits group",
+    # A matrix of config/formats.py (MatrixLayout); group is 0 for MXFP4, and for 16 bits;
+    # activation_bits is 8 where products round what they multiply it with, else 16.
+    "Matrix": "void*: data; int64_t: outputs inputs bits group activation_bits",
     # arguments.FormArguments: sinks [heads] or null; a scale of 0 is 1 / sqrt(head_dim), a softcap
     # or a window of 0 is none. Of a window decode attention reads nothing: see Decode.
     "Form": "const float*: sinks; double: scale softcap; int64_t: window",

@@ -88,12 +88,14 @@ class ExpertTable:
 
 
 def _form(matrix: Tensor | QuantizedMatrix) -> tuple[int, ...]:
-    return ops.flat(matrix)[3:] if isinstance(matrix, QuantizedMatrix) else (16, 0)
+    if isinstance(matrix, QuantizedMatrix):
+        return *ops.flat(matrix)[3:], matrix.activation_bits
+    return 16, 0
 
 
 def _matrix(matrix: Tensor | QuantizedMatrix) -> ctypes.Structure:
     if isinstance(matrix, QuantizedMatrix):
-        return native.matrix("experts", *ops.flat(matrix))
+        return native.matrix("experts", *ops.flat(matrix), matrix.activation_bits)
     expect("experts", torch.bfloat16, matrix=(matrix, tuple(matrix.shape)))
     contiguous("experts", matrix=matrix)
     return native.plain_matrix(matrix)

@@ -20,6 +20,7 @@ from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     EvictionArguments,
     FormArguments,
+    need,
 )
 
 NAMESPACE = "flexgen_h2o"
@@ -216,14 +217,18 @@ def _(data, outputs, inputs, bits, group, rows, dtype):
 @torch.library.custom_op(f"{NAMESPACE}::linear_quantized", mutates_args=("out",),
                          device_types="cpu")
 def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
-                     bias: Tensor | None, out: Tensor, add: bool) -> None:
+                     bias: Tensor | None, out: Tensor, add: bool, activation_bits: int = 16
+                     ) -> None:
     """See `reference_matrix.linear_quantized`."""
-    native.linear_quantized(x, data, outputs, inputs, bits, group, bias, out, add)
+    native.linear_quantized(x, data, outputs, inputs, bits, group, bias, out, add, activation_bits)
 
 
-linear_quantized.register_kernel("cuda")(_triton("matrix", "linear_quantized"))
+@linear_quantized.register_kernel("cuda")
+def _(x, data, outputs, inputs, bits, group, bias, out, add, activation_bits=16):
+    need(activation_bits == 16, "linear_quantized", "a GPU rounds no activations")
+    _triton("matrix", "linear_quantized")(x, data, outputs, inputs, bits, group, bias, out, add)
 
 
 @linear_quantized.register_fake
-def _(x, data, outputs, inputs, bits, group, bias, out, add):
+def _(x, data, outputs, inputs, bits, group, bias, out, add, activation_bits=16):
     return None

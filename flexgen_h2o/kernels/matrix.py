@@ -19,10 +19,14 @@ class QuantizedMatrix:
     data : uint8 Tensor [layout.nbytes]
         Contiguous, at a multiple of 4 bytes; on any device.
     layout : MatrixLayout
+    activation_bits : int
+        16: products take what they multiply it with as it is. 8: they round it (`reference_matrix.
+        rounded_activations`).
     """
 
     data: Tensor
     layout: MatrixLayout
+    activation_bits: int = 16
 
     @property
     def shape(self) -> tuple[int, int]:

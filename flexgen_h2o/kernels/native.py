@@ -205,15 +205,17 @@ def _linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tens
 
 def plain_matrix(weight: Tensor) -> ctypes.Structure:
     """The struct of a matrix [outputs, inputs] of 16 bits, contiguous."""
-    return STRUCTS["Matrix"](weight.data_ptr(), *weight.shape, 16, 0)
+    return STRUCTS["Matrix"](weight.data_ptr(), *weight.shape, 16, 0, 16)
 
 
-def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group: int):
+def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
+           activation_bits: int = 16):
     """The struct of a quantized matrix, whose bytes are there; a group of 0: in MXFP4."""
     layout = MatrixLayout(outputs, inputs, bits, group or MXFP4_GROUP, mxfp4=not group)
     expect(name, torch.uint8, data=(data, (layout.nbytes,)))
     contiguous(name, data=data)
-    return STRUCTS["Matrix"](data.data_ptr(), outputs, inputs, bits, group)
+    need(activation_bits in (8, 16), name, f"cannot round activations to {activation_bits} bits")
+    return STRUCTS["Matrix"](data.data_ptr(), outputs, inputs, bits, group, activation_bits)
 
 
 def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search: bool) -> None:
@@ -242,13 +244,13 @@ def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, 
 
 
 def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
-                     bias: Tensor | None, out: Tensor, add: bool, *, steps: Steps | None = None
-                     ) -> None:
+                     bias: Tensor | None, out: Tensor, add: bool, activation_bits: int = 16, *,
+                     steps: Steps | None = None) -> None:
     """See `library.linear_quantized`."""
     name = "linear_quantized"
     dtype = product_shapes(name, x, outputs, bias, out)
     need(x.shape[1] == inputs, name, f"{x.shape[1]} inputs for a matrix of {inputs}")
-    held = matrix(name, data, outputs, inputs, bits, group)
+    held = matrix(name, data, outputs, inputs, bits, group, activation_bits)
     if steps is not None:
         lines(name, x=x)
     x = unit_stride(x)

@@ -257,18 +257,25 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     number of threads; with AMX more than 64 rows of bfloat16 meet weights that were rounded to it,
     each by 2^-9 at most. Where it gives "unpacked" (bfloat16, if it was measured to be faster), all
     weights are rounded so and the product is PyTorch's, which promises neither. So it is with MXFP4
-    on a GPU.
+    on a GPU. A matrix that rounds activations goes by codes, too.
     """
     if plain_torch(x.device.type):
-        reference_matrix.linear_quantized(x, matrix.data, matrix.layout, bias, out, add=add)
+        reference_matrix.linear_quantized(x, matrix, bias, out, add=add)
         return
-    layout = matrix.layout
-    unpacked = layout.mxfp4 if not x.is_cpu else dispatch.choice(
-        "linear_quantized", len(x), x.dtype, layout.bits) == "unpacked"
-    if unpacked:
+    if quantized_choice(x, matrix) == "unpacked":
         _unpacked_product(x, matrix, bias, out, add=add)
         return
-    _backend(x).linear_quantized(x, *flat(matrix), bias, out, add)
+    _backend(x).linear_quantized(x, *flat(matrix), bias, out, add, matrix.activation_bits)
+
+
+def quantized_choice(x: Tensor, matrix: QuantizedMatrix) -> str:
+    """Name of the implementation of `linear_quantized` that is used: "codes" or "unpacked"."""
+    layout = matrix.layout
+    if not x.is_cpu:
+        return "unpacked" if layout.mxfp4 else "codes"
+    if matrix.activation_bits != 16:
+        return "codes"
+    return dispatch.choice("linear_quantized", len(x), x.dtype, layout.bits)
 
 
 def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,

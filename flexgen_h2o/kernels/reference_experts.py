@@ -82,7 +82,7 @@ def _gated(gate, up, slope, limit):
 def _product(x, matrix, bias):
     out = x.new_empty(len(x), len(matrix))
     if isinstance(matrix, QuantizedMatrix):
-        linear_quantized(x, matrix.data, matrix.layout, bias, out)
+        linear_quantized(x, matrix, bias, out)
     elif bias is None:
         torch.mm(x, matrix.t(), out=out)
     else:

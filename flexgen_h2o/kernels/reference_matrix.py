@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
 from flexgen_h2o.kernels.reference import FLOAT16_MAX, half_below
@@ -16,6 +17,9 @@ SMALLEST = 2.0**-24
 
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Numbers that the codes of MXFP4 from 0 to 7 stand for; those from 8 on are their negatives."""
+
+ACTIVATION_LEVELS = 127
+"""Codes of rounded activations to either side of 0."""
 
 _BIAS, _LARGEST = 127, 254  # of MXFP4's exponents
 _NIBBLES = 0x0F0F0F0F
@@ -218,23 +222,50 @@ def unpack_rows(data, layout, rows, dtype):
     return values.flatten(1)[:, : layout.inputs].to(dtype)
 
 
-def linear_quantized(x, data, layout, bias, out, *, add=False):
+def rounded_activations(x, group):
+    """x as products multiply it that round activations to 8 bits: codes from -127 to 127 by a step.
+
+    Parameters
+    ----------
+    x : Tensor [rows, inputs]
+    group : int
+        Inputs that share a step: those that share a scale of the matrix.
+
+    Returns
+    -------
+    float32 Tensor [rows, inputs]
+
+    Notes
+    -----
+    A step is the largest magnitude of its group over 127, and an element errs by half of it at
+    most, as in llama.cpp's Q8_0. NaN or infinity makes all of its group NaN.
+    """
+    parts = F.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    largest = parts.abs().amax(-1, keepdim=True)
+    step = torch.where(largest.isfinite(), largest / ACTIVATION_LEVELS, torch.nan)
+    codes = (parts / torch.where(step > 0, step, 1.0)).round()
+    codes = codes.clamp(-ACTIVATION_LEVELS, ACTIVATION_LEVELS).nan_to_num()
+    return (codes * step).flatten(1)[:, : x.shape[1]]
+
+
+def linear_quantized(x, matrix, bias, out, *, add=False):
     """``out = x @ weight.T + bias``, or added to out; rounded to out's dtype once.
 
     Parameters
     ----------
     x : Tensor [rows, inputs]
-    data : uint8 Tensor [layout.nbytes]
-        The weight.
-    layout : MatrixLayout
+    matrix : QuantizedMatrix
+        The weight; with 8 `activation_bits` it multiplies `rounded_activations`.
     bias : Tensor [outputs] or None
     out : Tensor [rows, outputs]
         Written in place; must not overlap x.
     add : bool
         Whether what out holds is a summand.
     """
+    data, layout = matrix.data, matrix.layout
     every = torch.arange(layout.outputs, device=data.device)
-    result = x.float() @ unpack_rows(data, layout, every, torch.float32).T
+    x = x.float() if matrix.activation_bits == 16 else rounded_activations(x, layout.group)
+    result = x @ unpack_rows(data, layout, every, torch.float32).T
     for summand in (bias, out if add else None):
         if summand is not None:
             result += summand.float()

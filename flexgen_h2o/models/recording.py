@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import dispatch, native, ops
+from flexgen_h2o.kernels import native, ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models.layers import Operations, activation, rms_norm
@@ -56,9 +56,9 @@ class Recording(Operations):
                      out: Tensor, *, add: bool) -> bool:
         """Note a product of ours; False where PyTorch's is to be used."""
         if isinstance(weight, QuantizedMatrix):
-            if dispatch.choice("linear_quantized", len(x), x.dtype,
-                               weight.layout.bits) == "codes":
-                native.linear_quantized(x, *ops.flat(weight), bias, out, add, steps=self._program)
+            if ops.quantized_choice(x, weight) == "codes":
+                native.linear_quantized(x, *ops.flat(weight), bias, out, add,
+                                        weight.activation_bits, steps=self._program)
             else:
                 self._program.then(partial(ops.linear_quantized, x, weight, bias, out, add=add))
             return True

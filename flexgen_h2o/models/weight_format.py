@@ -57,4 +57,5 @@ class WeightFormat:
         """The tensor of `shape` that starts `offset` bytes into the uint8 tensor `buffer`."""
         dtype, stored = self.stored(shape)
         data, layout = typed(buffer, offset, stored, dtype), self.layout(shape)
-        return data if layout is None else QuantizedMatrix(data, layout)
+        return data if layout is None else QuantizedMatrix(
+            data, layout, self.options.activation_bits)

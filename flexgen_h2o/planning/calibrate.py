@@ -27,7 +27,12 @@ from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.models.convert import cache_dir
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
-from flexgen_h2o.planning.hardware_file import BITS, load_hardware, save_hardware
+from flexgen_h2o.planning.hardware_file import (
+    BITS,
+    ROUNDED_BITS,
+    load_hardware,
+    save_hardware,
+)
 from flexgen_h2o.planning.rates import Rates, Sizes
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.free_memory import nearest_folder, whole_memory
@@ -142,6 +147,10 @@ def _compute(rates: Rates, progress: Note) -> Compute:
     for bits in BITS:
         progress(f"products with weights of {bits} bits")
         linear[bits] = _figures(rates.linear(bits))
+    rounded = {}
+    for bits in ROUNDED_BITS if rates.rounds_activations else ():
+        progress(f"products of rounded activations with weights of {bits} bits")
+        rounded[bits] = _figures(rates.linear(bits, activation_bits=8))
     progress("attention")
     prefill = {"plain": rates.prefill_attention(scored=False),
                "scored": rates.prefill_attention(scored=True)}
@@ -151,7 +160,7 @@ def _compute(rates: Rates, progress: Note) -> Compute:
                    head_seconds=head_seconds, elementwise=_figure(rates.elementwise()),
                    layer_seconds=_figure(rates.layer_seconds()),
                    logit_seconds=_figure(rates.logit_seconds()),
-                   implementations=rates.implementations)
+                   implementations=rates.implementations, rounded_linear=rounded)
 
 
 def _decode_attention(rates: Rates) -> tuple[dict[int, float], float]:

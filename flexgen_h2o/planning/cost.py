@@ -368,7 +368,7 @@ class _Costs:
 
     def _products(self, rows: float, weights: int) -> float:
         """Seconds of products of so many rows with so many weights."""
-        table = self._compute.linear[self._run.weights.bits]
+        table = self._compute.products(self._run.weights)
         return weights / 1e9 * interpolate(table, rows)
 
     def _prompt_attention(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.kernels.implementations import Winners
 
 
@@ -38,6 +39,9 @@ class Compute:
         Seconds that choosing the next token takes for a billion logits (sequences x vocabulary).
     implementations : mapping of operation to mapping of bits to mapping of rows to str
         With which implementation these rates were reached, where there was a choice.
+    rounded_linear : mapping of bits to mapping of rows to float
+        As `linear`, of products that round activations to 8 bits; without those that were not
+        measured.
     """
 
     linear: Mapping[int, Mapping[int, float]]
@@ -48,6 +52,13 @@ class Compute:
     layer_seconds: float
     logit_seconds: float
     implementations: Winners = field(default_factory=dict)
+    rounded_linear: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+
+    def products(self, weights: WeightOptions) -> Mapping[int, float]:
+        """Seconds of products with a billion weights by rows; rounding costs nothing where it was
+        not measured."""
+        rounded = self.rounded_linear if weights.activation_bits == 8 else {}
+        return rounded.get(weights.bits, self.linear[weights.bits])
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from flexgen_h2o.metrics.links import GB, LINKS
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 
 BITS = (16, 8, 4)
+ROUNDED_BITS = (8, 4)
+"""Of weights whose products may round activations."""
 ROWS = (1, 4, 16, 64, 256, 2048)
 """Rows at which products are measured, or put under the roofline."""
 
@@ -65,6 +67,8 @@ class _ComputeRates(Entries):
     layer_microseconds: Positive
     logit_seconds_per_billion: Positive
     linear_seconds_per_billion_weights: each_of(BITS, dict[_Rows, Positive]) | None = None
+    rounded_linear_seconds_per_billion_weights: dict[
+        Literal[ROUNDED_BITS], dict[_Rows, Positive]] = field(default_factory=dict)
     linear_roofline: _Roofline | None = None
     implementations: _Winners = _Winners()
 
@@ -73,6 +77,8 @@ class _ComputeRates(Entries):
         if (self.linear_roofline is None) == (table is None):
             raise ValueError("give either linear_seconds_per_billion_weights or linear_roofline")
         tables = {"linear_seconds_per_billion_weights": table or {},
+                  "rounded_linear_seconds_per_billion_weights":
+                      self.rounded_linear_seconds_per_billion_weights,
                   **asdict(self.implementations)}
         for name, table in tables.items():
             for bits, column in table.items():
@@ -135,6 +141,8 @@ def _compute(file: _ComputeRates) -> Compute:
         **{each: _rounded(getattr(file, key) * unit) for key, (each, unit) in _FIGURES.items()},
         implementations={name: by_bits for name, by_bits in asdict(file.implementations).items()
                          if by_bits},
+        rounded_linear={bits: _times(1, column) for bits, column in
+                        file.rounded_linear_seconds_per_billion_weights.items()},
     )
 
 
@@ -151,8 +159,9 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
         "disk_gb": _rounded(hardware.disk_bytes / GB),
         "links_gb_per_s": _in_units(hardware.links, GB),
         "compute": {
-            "linear_seconds_per_billion_weights": {bits: _in_units(dict(sorted(table.items())), 1)
-                     for bits, table in compute.linear.items()},
+            "linear_seconds_per_billion_weights": _seconds_by_rows(compute.linear),
+            **({"rounded_linear_seconds_per_billion_weights":
+                _seconds_by_rows(compute.rounded_linear)} if compute.rounded_linear else {}),
             "prefill_attention_tflop_per_s": _in_units(compute.prefill_attention, TERA),
             "decode_attention_gb_per_s": _in_units(compute.decode_attention, GB),
             **{key: _rounded(getattr(compute, field) / unit)
@@ -185,6 +194,10 @@ def roofline(flops: float, bandwidth: float) -> dict[int, dict[int, float]]:
 
 def _times(unit: float, figures: Mapping[_Key, float]) -> dict[_Key, float]:
     return {key: _rounded(figure * unit) for key, figure in figures.items()}
+
+
+def _seconds_by_rows(tables: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
+    return {bits: _in_units(dict(sorted(table.items())), 1) for bits, table in tables.items()}
 
 
 def _in_units(figures: Mapping[_Key, float], unit: float) -> dict[_Key, float]:

@@ -170,7 +170,7 @@ class Rates:
         """`Hardware.interference` and `Hardware.read_interference`, of products that read all of
         memory and reading a file."""
         weight = torch.randn(self.sizes.matrix, dtype=self._dtype)
-        matrices = self._copies(weight, 16)
+        matrices = self._copies(weight, WeightOptions())
         x, out = self._random(1, weight.shape[1]), self._random(1, len(weight))
 
         def multiply() -> None:
@@ -184,16 +184,25 @@ class Rates:
         reading, computing = (min(max(statistics.median(each), 0.0), 1.0) for each in slower)
         return reading, computing
 
-    def linear(self, bits: int) -> dict[int, float]:
-        """`Compute.linear` of so many bits."""
+    @property
+    def rounds_activations(self) -> bool:
+        """True where products may round them."""
+        return not self._device.separate
+
+    def linear(self, bits: int, *, activation_bits: int = 16) -> dict[int, float]:
+        """`Compute.linear` of so many bits; with 8 `activation_bits`, `Compute.rounded_linear`."""
         weight = torch.randn(self.sizes.matrix, dtype=self._dtype)
-        matrices = self._copies(weight, bits)
+        matrices = self._copies(weight, WeightOptions(bits, activation_bits=activation_bits))
         operation = "linear" if bits == 16 else "linear_quantized"
         seconds, more = {}, math.inf
         for rows in sorted(self.sizes.rows, reverse=True):
             x, out = self._random(rows, weight.shape[1]), self._random(rows, len(weight))
-            took = self._fastest(
-                operation, bits, rows, lambda x=x, out=out: linear(x, next(matrices), out=out))
+
+            def multiply(x: Tensor = x, out: Tensor = out) -> None:
+                linear(x, next(matrices), out=out)
+
+            took = (self._fastest(operation, bits, rows, multiply) if activation_bits == 16
+                    else self._clock.seconds(multiply))
             # Where fewer rows seem to take longer than more, something has come between.
             seconds[rows] = more = min(took, more)
         return {rows: BILLION * seconds[rows] / weight.numel() for rows in self.sizes.rows}
@@ -214,9 +223,10 @@ class Rates:
         self.implementations[operation][bits] = dict(sorted({**by_rows, rows: best}.items()))
         return seconds[best]
 
-    def _copies(self, weight: Tensor, bits: int) -> Iterator[Tensor | QuantizedMatrix]:
-        """A matrix in so many bits, again and again in other memory."""
-        form = WeightFormat(self._dtype, WeightOptions(bits))
+    def _copies(self, weight: Tensor, options: WeightOptions
+                ) -> Iterator[Tensor | QuantizedMatrix]:
+        """A matrix in this form, again and again in other memory."""
+        form = WeightFormat(self._dtype, options)
         layout = form.layout(weight.shape)
         rest = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
             weight, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from flexgen_h2o.config.formats import WeightOptions
@@ -27,28 +28,38 @@ def ideal(hardware: Hardware) -> Hardware:
     nothing is read on a guess.
     """
     compute = hardware.compute
-    timed = [(bits, rows, seconds / BILLION) for bits, by_rows in compute.linear.items()
-             for rows, seconds in by_rows.items()]
+    timed, rounded = _timed(compute.linear), _timed(compute.rounded_linear)
     host = hardware.host_attention
-    bandwidth = max(*(bytes_of_a_weight(bits) / seconds for bits, _, seconds in timed),
+    bandwidth = max(*(bytes_of_a_weight(bits) / seconds for bits, _, seconds in timed + rounded),
                     *compute.decode_attention.values())
     flops = max(*(2 * rows / seconds for _, rows, seconds in timed),
                 *compute.prefill_attention.values())
-    linear = {}
-    for bits in BITS:
-        # Up to `turn` rows a product takes as long as reading its weights, beyond as its FLOPs.
-        read = bytes_of_a_weight(bits) / bandwidth
-        turn = max(1.0, flops * read / 2)
-        linear[bits] = {1: BILLION * max(read, 2 / flops), turn: BILLION * 2 * turn / flops}
+    linear = {bits: _least(bits, flops, bandwidth) for bits in BITS}
+    whole = max((2 * rows / seconds for _, rows, seconds in rounded), default=flops)
+    rounded_linear = {bits: _least(bits, whole, bandwidth) for bits in compute.rounded_linear}
     return replace(
         hardware, interference=0.0, read_interference=0.0,
         recall=replace(hardware.recall, index_work=1, apart=1, guessed=0, left=1),
-        compute=Compute(linear=linear,
+        compute=Compute(linear=linear, rounded_linear=rounded_linear,
                         prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
                         decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),
                         head_seconds=0.0, elementwise=0.0, layer_seconds=0.0, logit_seconds=0.0),
         host_attention=host and HostAttentionRates(
             dict.fromkeys(host.decode_attention, max(host.decode_attention.values())), 0.0))
+
+
+def _timed(tables: Mapping[int, Mapping[int, float]]) -> list[tuple[int, int, float]]:
+    """(bits, rows, seconds of a weight) of every product."""
+    return [(bits, rows, seconds / BILLION) for bits, by_rows in tables.items()
+            for rows, seconds in by_rows.items()]
+
+
+def _least(bits: int, flops: float, bandwidth: float) -> dict[int | float, float]:
+    """Seconds of products with a billion weights: up to so many rows those of reading the weights,
+    beyond of their FLOPs."""
+    read = bytes_of_a_weight(bits) / bandwidth
+    turn = max(1.0, flops * read / 2)
+    return {1: BILLION * max(read, 2 / flops), turn: BILLION * 2 * turn / flops}
 
 
 def roofline(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> Choice:

@@ -337,8 +337,9 @@ def test_weight_refusals(values, match):
 
 
 @pytest.mark.parametrize("plain", [{}, {"weight_bits": 16}, {"compress_cache": True}])
-@pytest.mark.parametrize("values", [{"weight_cache": "dir"}, {"no_weight_cache": True}])
-def test_a_cache_of_weights_that_are_not_quantized_is_refused(plain, values):
+@pytest.mark.parametrize("values", [{"weight_cache": "dir"}, {"no_weight_cache": True},
+                                    {"activation_bits": 8}])
+def test_what_weights_that_are_not_quantized_have_no_use_for_is_refused(plain, values):
     flag = "--" + next(iter(values)).replace("_", "-")
     refused(lambda: RunConfig(**plain, **values),
             match=f"^{flag} has no effect on weights of 16 bits: add --weight-bits 4$")

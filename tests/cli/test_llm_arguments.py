@@ -33,6 +33,7 @@ FIELDS = [
     ({"device": "cpu"}, "device", "cpu"),
     ({"dtype": "float32"}, "dtype", "float32"),
     ({"weight_bits": 8}, "weight_bits", 8),
+    ({"weight_bits": 4, "activation_bits": 8}, "activation_bits", 8),
     ({"weight_bits": 4, "weight_cache": "kept"}, "weight_cache", "kept"),
     ({"weight_bits": 4, "no_weight_cache": True}, "weight_cache", None),
     ({"cache_bits": 4}, "cache_bits", 4),

@@ -156,8 +156,9 @@ def test_every_policy_is_measured_at_every_budget_and_variants_at_two():
         "h2o 20 % rolling", "h2o 20 % chunks of 16", "h2o 20 % chunks of 64",
         "recall 20 %", "recall 20 % of the text", "sparse-values 20 %", "recall 20 % 2-bit index",
         "h2o 20 % 8-bit", "h2o 20 % 4-bit",
-        "full, 8-bit weights", "full, 4-bit weights", "h2o 20 %, 4-bit weights",
-        "h2o 20 % 4-bit, 4-bit weights"]
+        "full, 8-bit weights", "full, 8-bit weights and 8-bit activations",
+        "full, 4-bit weights", "full, 4-bit weights and 8-bit activations",
+        "h2o 20 %, 4-bit weights", "h2o 20 % 4-bit, 4-bit weights"]
     assert len({(one.policy, one.budget, one.variant) for one in found}) == len(found)
     assert {one.group for one in found} == set(GROUPS)
 
@@ -168,9 +169,10 @@ def test_only_some_are_measured_and_the_full_cache_always():
     assert [one.cache_bits for one in configurations([20, 50], ["bits"])] == [16, 8, 4]
     assert configurations([50], ["bits", "score"]) == [FULL]
     assert [(one.weight_bits, one.cache_bits) for one in configurations([20], ["weights"])] == [
-        (16, 16), (8, 16), (4, 16), (4, 16), (4, 4)]
+        (16, 16), (8, 16), (8, 16), (4, 16), (4, 16), (4, 16), (4, 4)]
     assert [one.variant for one in configurations([50], ["weights"])] == [
-        "", "8-bit weights", "4-bit weights"]
+        "", "8-bit weights", "8-bit weights and 8-bit activations", "4-bit weights",
+        "4-bit weights and 8-bit activations"]
 
 
 @pytest.mark.parametrize(("one", "h2o", "sizes"), [
@@ -291,10 +293,12 @@ def test_what_the_engine_is_opened_with(fake, articles):
     assert fake.opened == [
         llm_arguments(RunConfig()) |
         {"model": "m", "path": "p", "device": "cpu", "dtype": "bfloat16", "progress": False,
-         "policy": Policy(gpu_batch_size=7), "h2o": h2o, "cache_bits": bits, "weight_bits": weights}
-        for h2o, bits, weights in (
-            (None, 16, 16), (H2O.h2o(), 8, 16), (H2O.h2o(), 4, 16), (None, 16, 8), (None, 16, 4),
-            (H2O.h2o(), 16, 4), (H2O.h2o(), 4, 4))]
+         "policy": Policy(gpu_batch_size=7), "h2o": h2o, "cache_bits": bits, "weight_bits": weights,
+         "activation_bits": activations}
+        for h2o, bits, weights, activations in (
+            (None, 16, 16, 16), (H2O.h2o(), 8, 16, 16), (H2O.h2o(), 4, 16, 16), (None, 16, 8, 16),
+            (None, 16, 8, 8), (None, 16, 4, 16), (None, 16, 4, 8), (H2O.h2o(), 16, 4, 16),
+            (H2O.h2o(), 4, 4, 16))]
 
 
 def without(path, *columns) -> None:
@@ -461,7 +465,7 @@ def test_the_plot_leaves_quantized_weights_out(fake, articles, tmp_path):
     rows = measures.read_rows(str(out))
     others = [row | {"perplexity": 1.5, "greedy_equal_share": 0.5} for row in rows
               if row["weight_bits"] != 16]
-    assert len(others) == 4
+    assert len(others) == 6
     quality_plot.draw([row for row in rows if row["weight_bits"] == 16], str(plain))
     quality_plot.draw([*others, *(row for row in rows if row["weight_bits"] == 16)], str(more))
     assert more.read_bytes() == plain.read_bytes()

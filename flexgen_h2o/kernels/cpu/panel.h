@@ -10,6 +10,11 @@ namespace ISA {
 
 constexpr int64_t PANEL = PRODUCT_ROWS;
 constexpr int64_t COLUMNS = PRODUCT_OUTPUTS;
+#if defined(__AVX512F__)
+constexpr int ROWS = 8;  // of x, in registers together
+#else
+constexpr int ROWS = 4;
+#endif
 constexpr int64_t LEAST_PACKED = 1 << 16;  // elements for which waking other threads pays
 
 // Rows of x, filled up with zeros: to whole groups, and what else tiles ask for.
@@ -27,6 +32,24 @@ struct Workspace {
     float* zeros;     // [COLUMNS]: what a sum of x is to be multiplied with
     float* products;  // of tiles, before they are scaled
 };
+
+// Calls add(Count<R>, first) for R rows at a time.
+template <class F>
+INLINE void by_rows(int64_t rows, const F& add) {
+    int64_t row = 0;
+    for (; row + ROWS <= rows; row += ROWS) add(Count<ROWS>{}, row);
+    switch (rows - row) {
+#if defined(__AVX512F__)
+        case 7: return add(Count<7>{}, row);
+        case 6: return add(Count<6>{}, row);
+        case 5: return add(Count<5>{}, row);
+        case 4: return add(Count<4>{}, row);
+#endif
+        case 3: return add(Count<3>{}, row);
+        case 2: return add(Count<2>{}, row);
+        case 1: return add(Count<1>{}, row);
+    }
+}
 
 template <class T>
 INLINE float sum_of(const T* x, int64_t count) {

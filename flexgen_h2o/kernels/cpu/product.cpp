@@ -8,17 +8,13 @@
 #include "outputs.h"
 #include "panel.h"
 #include "product_tiles.h"
+#include "rounded_product.h"
 
 namespace ISA {
 namespace {
 
 constexpr int64_t AHEAD = 8;  // blocks of a tile that are asked for beforehand
 constexpr int VECTORS = 2;    // of outputs, in registers together
-#if defined(__AVX512F__)
-constexpr int ROWS = 8;       // of x, in registers together
-#else
-constexpr int ROWS = 4;
-#endif
 constexpr int64_t FLOAT_PRODUCT_ROWS = 64;  // and more, where products are of floats
 static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (VECTORS * WIDTH) == 0, "two tiles");
 
@@ -141,24 +137,6 @@ INLINE void add_codes(const Panel& p, int64_t steps, int64_t g, int64_t row, con
                 }
             }
         add_scaled<CHAINS, R>(mine, p.sums + g * p.rows + row, column, w.totals + row * COLUMNS, w);
-    }
-}
-
-// Calls add(Count<R>, first) for R rows at a time.
-template <class F>
-INLINE void by_rows(int64_t rows, const F& add) {
-    int64_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS) add(Count<ROWS>{}, row);
-    switch (rows - row) {
-#if defined(__AVX512F__)
-        case 7: return add(Count<7>{}, row);
-        case 6: return add(Count<6>{}, row);
-        case 5: return add(Count<5>{}, row);
-        case 4: return add(Count<4>{}, row);
-#endif
-        case 3: return add(Count<3>{}, row);
-        case 2: return add(Count<2>{}, row);
-        case 1: return add(Count<1>{}, row);
     }
 }
 
@@ -285,8 +263,10 @@ int product_of(const Product& a) {
 int linear_quantized(const Product& a) {
     for (const Product* each = a.next; each; each = each->next)
         if (each->matrix.inputs != a.matrix.inputs || each->matrix.group != a.matrix.group ||
-            each->matrix.bits != a.matrix.bits || each->rows != a.rows)
+            each->matrix.bits != a.matrix.bits || each->rows != a.rows ||
+            each->matrix.activation_bits != a.matrix.activation_bits)
             return INVALID;
+    if (a.matrix.activation_bits == 8) BY_DTYPE(rounded_product)
     switch (a.dtype) {
         case BFLOAT16:
 #if defined(TILES)

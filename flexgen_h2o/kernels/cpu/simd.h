@@ -180,7 +180,7 @@ INLINE Words widen(const uint16_t* from) {
 
 INLINE Ints widen(const uint8_t* from) {
 #if defined(__AVX512F__)
-    return Ints(_mm512_cvtepu8_epi32(load_raw<__m128i>(from)));
+    return Ints(_mm512_maskz_cvtepu8_epi32(0xffff, load_raw<__m128i>(from)));
 #elif defined(__AVX2__)
     return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #else

@@ -40,6 +40,7 @@ class Configuration:
     positions: str = "original"
     cache_bits: int = 16
     weight_bits: int = 16
+    activation_bits: int = 16
     prompt_chunk: int | None = None
     budget_of: str = "prompt"
     index_bits: int = 4
@@ -74,7 +75,10 @@ class Configuration:
         return self.positions if self.positions != "original" else ""
 
     def _of_weights(self) -> str:
-        return f"{self.weight_bits}-bit weights" if self.weight_bits != 16 else ""
+        if self.weight_bits == 16:
+            return ""
+        rounded = f" and {self.activation_bits}-bit activations"
+        return f"{self.weight_bits}-bit weights{rounded if self.activation_bits != 16 else ''}"
 
     @property
     def group(self) -> str:
@@ -112,6 +116,7 @@ class Configuration:
     def arguments(self) -> dict[str, object]:
         """Keywords of `LLM` that set this cache, and the weights."""
         values = {"attn_sparsity": self.budget / 100} if self.policy == SPARSE else {}
+        values |= {"activation_bits": self.activation_bits} if self.activation_bits != 16 else {}
         return {"h2o": self.h2o(), "cache_bits": self.cache_bits, "weight_bits": self.weight_bits,
                 **values}
 
@@ -157,7 +162,8 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
     if USUAL in budgets:
         found += [Configuration(RECALL, USUAL, index_bits=2)]
         found += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]
-    found += [replace(found[0], weight_bits=bits) for bits in (8, 4)]
+    found += [replace(found[0], weight_bits=bits, activation_bits=activations)
+              for bits in (8, 4) for activations in (16, 8)]
     if USUAL in budgets:
         found += [Configuration("h2o", USUAL, cache_bits=bits, weight_bits=4) for bits in (16, 4)]
     wanted = set(GROUPS if only is None else only) | {"full"}

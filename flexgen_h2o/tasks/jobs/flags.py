@@ -30,8 +30,8 @@ _FILES = ("input", "output", "errors", "chat_template", "progress_file", "plot")
 _IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
          "ray", "ray_address", "replicas", "data_parallel")
 """Flags that say nothing of a dry run."""
-DECIDING = ("model", "path", "dtype", "weight_bits", "cache_bits", "attn_sparsity", "h2o",
-            "gen_len", "temperature", "seed", "chat_template")
+DECIDING = ("model", "path", "dtype", "weight_bits", "activation_bits", "cache_bits",
+            "attn_sparsity", "h2o", "gen_len", "temperature", "seed", "chat_template")
 """Settings that texts depend on. Batches, placements and the device may change in between."""
 
 
@@ -163,8 +163,8 @@ class BatchOptions:
         h2o, template = run.h2o(), self.template
         return {
             **{name: getattr(run, name) for name in
-               ("model", "path", "dtype", "attn_sparsity", "gen_len", "seed", "device",
-                "offload_dir", "prefill_chunk")},
+               ("model", "path", "dtype", "activation_bits", "attn_sparsity", "gen_len", "seed",
+                "device", "offload_dir", "prefill_chunk")},
             "weight_bits": run.resolved_weight_bits, "cache_bits": run.resolved_cache_bits,
             "gpu_batch_size": run.resolved_gpu_batch_size,
             "num_gpu_batches": run.resolved_num_gpu_batches, "percent": list(run.percent),

@@ -1,0 +1,163 @@
+"""Products of quantized matrices with activations that are rounded to 8 bits."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import BUILT, SETS, poisoned_memory, threads, using
+
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.kernels import experts, library, ops, reference_experts, reference_matrix
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+
+EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+MXFP4 = 4.25  # bits of a number
+FORMS = st.one_of(st.tuples(st.sampled_from([4, 8]), st.sampled_from([8, 24, 32, 64, 136])),
+                  st.just((MXFP4, 32)))
+
+
+def rounding_matrix(outputs, inputs, bits, group, *, seed=0):
+    """A random matrix whose products round activations."""
+    generator = torch.Generator().manual_seed(seed)
+    layout = MatrixLayout(outputs, inputs, int(bits), group, mxfp4=bits == MXFP4)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout, activation_bits=8)
+
+
+def by_hand(x, group):
+    """x, rounded group by group, in float64."""
+    parts = []
+    for part in x.float().split(group, dim=1):
+        step = part.abs().amax(dim=1, keepdim=True) / 127
+        codes = (part / torch.where(step == 0, 1, step)).round().clamp(-127, 127)
+        parts.append(codes.double() * step.double())
+    return torch.cat(parts, dim=1)
+
+
+@given(st.integers(1, 5), st.integers(1, 200), st.sampled_from([8, 32, 64]),
+       st.integers(-40, 30), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=50)
+def test_an_element_errs_by_half_a_step(rows, inputs, group, exponent, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=generator) * 2.0**exponent
+    rounded = reference_matrix.rounded_activations(x, group)
+    torch.testing.assert_close(rounded.double(), by_hand(x, group), rtol=1e-6, atol=0)
+    for part, found in zip(x.split(group, dim=1), rounded.split(group, dim=1), strict=True):
+        step = part.abs().amax(dim=1, keepdim=True) / 127
+        assert ((found - part).abs() <= 0.5001 * step).all()
+
+
+@given(st.sampled_from(["reference", *SETS]), FORMS, st.integers(1, 140), st.integers(1, 70),
+       st.integers(1, 300), st.sampled_from([*EPSILON]), st.booleans(), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=120)
+def test_products_of_what_was_rounded(way, form, rows, outputs, inputs, dtype, add, seed):
+    """Sums of whole numbers are exact: what is left is float32's error, and the result's."""
+    matrix = rounding_matrix(outputs, inputs, *form, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.full((rows, inputs + 3), float("nan"))
+    x[:, :inputs] = torch.randn(rows, inputs, generator=generator)
+    x = x.to(dtype)[:, :inputs]
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    wide = torch.full((rows, outputs + 2), float("nan")).to(dtype)
+    out = wide[:, :outputs]
+    if add:
+        out.copy_(torch.randn(rows, outputs, generator=generator))
+    weight = reference_matrix.unpack_rows(matrix.data, matrix.layout, torch.arange(outputs),
+                                          torch.float32).double()
+    rounded = by_hand(x, form[1])
+    expected = rounded @ weight.T + bias.double() + (out.double() if add else 0)
+    if way == "reference":
+        reference_matrix.linear_quantized(x, matrix, bias, out, add=add)
+    else:
+        with using(way), poisoned_memory():
+            ops.linear_quantized(x, matrix, bias, out, add=add)
+    # Codes are summed before zero points are added: as large as the largest value of a group.
+    terms = rounded.abs() @ weight.abs().T + 4 * rounded.abs().sum(1, keepdim=True)
+    bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * terms + 1e-6
+    assert ((out.double() - expected).abs() <= bound).all()
+    assert wide[:, outputs:].isnan().all()
+
+
+@BUILT
+@pytest.mark.parametrize("form", [(4, 64), (8, 64), (MXFP4, 32)])
+def test_the_largest_sums_fit(form):
+    """Codes and activations that are all as large as they can be, and of one sign."""
+    bits, group = form
+    layout = MatrixLayout(16, 4 * group, int(bits), group, mxfp4=bits == MXFP4)
+    weight = torch.full((16, 4 * group), 6.0)
+    weight[:, ::group] = -6.0
+    matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout, activation_bits=8)
+    for x in (torch.full((1, 4 * group), 127.0), torch.full((1, 4 * group), -127.0)):
+        for name in SETS:
+            out = torch.empty(1, 16)
+            with using(name):
+                ops.linear_quantized(x, matrix, None, out)
+            expected = x @ reference_matrix.unpack_rows(matrix.data, layout, torch.arange(16),
+                                                        torch.float32).T
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1)
+
+
+@BUILT
+def test_no_bit_depends_on_threads_or_on_the_rows_beside():
+    matrix, x = rounding_matrix(200, 130, 4, 32), torch.randn(150, 130).bfloat16()
+    found = []
+    for team in (1, 2, 3):
+        found.append(torch.empty(150, 200).bfloat16())
+        with threads(team):
+            ops.linear_quantized(x, matrix, None, found[-1])
+    alone = torch.empty(1, 200).bfloat16()
+    ops.linear_quantized(x[77:78], matrix, None, alone)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(found[0][77:78], alone)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("way", ["reference", *SETS])
+def test_what_is_no_number_stays_in_its_row(way, wrong):
+    matrix, x = rounding_matrix(20, 100, 4, 32), torch.randn(3, 100)
+    x[1, 40] = wrong
+    out = torch.zeros(3, 20)
+    if way == "reference":
+        reference_matrix.linear_quantized(x, matrix, None, out)
+    else:
+        with using(way):
+            ops.linear_quantized(x, matrix, None, out)
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
+@BUILT
+@pytest.mark.parametrize("form", [(4, 64), (8, 32), (MXFP4, 32)])
+def test_experts_round_too(form):
+    matrices = [[rounding_matrix(*shape, *form, seed=3 * number + place)
+                 for place, shape in enumerate([(48, 70), (48, 70), (70, 48)])]
+                for number in range(4)]
+    table = experts.ExpertTable(4)
+    for number, each in enumerate(matrices):
+        table.put(number, *each)
+    x = torch.randn(9, 70).bfloat16()
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+    shares = torch.rand(9, 2)
+    sums, expected = torch.zeros(9, 70), torch.zeros(9, 70)
+    experts.experts(x, ids, shares, table, sums, function="silu", most=16)
+    reference_experts.experts(x, ids, shares, matrices, expected, function="silu", most=16)
+    torch.testing.assert_close(sums, expected, rtol=0.03, atol=0.03 * expected.abs().max().item())
+
+
+@BUILT
+def test_a_chain_rounds_alike_or_is_refused():
+    plain = rounding_matrix(48, 64, 4, 32)
+    plain = QuantizedMatrix(plain.data, plain.layout)
+    table = experts.ExpertTable(1)
+    with pytest.raises(ValueError, match="alike"):
+        table.put(0, plain, rounding_matrix(48, 64, 4, 32), rounding_matrix(64, 48, 4, 32))
+
+
+@BUILT
+def test_the_custom_op_rounds():
+    matrix, x = rounding_matrix(40, 70, 4, 64), torch.randn(3, 70)
+    found, expected = torch.empty(3, 40), torch.empty(3, 40)
+    library.linear_quantized(x, *ops.flat(matrix), None, found, False, 8)
+    ops.linear_quantized(x, matrix, None, expected)
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="cannot round activations to 7 bits"):
+        library.linear_quantized(x, *ops.flat(matrix), None, found, False, 7)

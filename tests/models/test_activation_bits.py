@@ -1,0 +1,68 @@
+"""Activations of 8 bits before quantized weights, end to end on tiny random models."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from conftest import TINY
+from llm.test_llm import make_prompts, transformers_tokens
+from models.test_weight_bits import LENGTHS, NEW, Rounded
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.config.formats import GROUP
+from flexgen_h2o.engine import loader
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels.reference_matrix import rounded_activations
+
+
+def tokens(folder, prompts, *, bits=4, h2o=None, **policy):
+    with LLM(str(folder), policy=Policy(**policy), h2o=h2o, weight_bits=bits, activation_bits=8,
+             dtype="float32", weight_cache=None, progress=False) as llm:
+        return [out.token_ids for out in llm.generate(prompts, max_new_tokens=NEW,
+                                                      eos_token_id=-1)]
+
+
+def rounding(tiny, bits):
+    """The model with rounded weights, whose products round what they are given."""
+    rounded = Rounded(tiny, bits)
+    for module in rounded.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(
+                lambda _, given: (rounded_activations(given[0].flatten(0, -2), GROUP)
+                                  .view(given[0].shape),))
+    return rounded
+
+
+@pytest.mark.parametrize("key", sorted(TINY))
+def test_tokens_are_those_of_a_model_that_rounds(tiny_model, key):
+    tiny = tiny_model(key)
+    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
+    assert tokens(tiny.folder, prompts) == transformers_tokens(rounding(tiny, 4), prompts)
+
+
+@pytest.mark.parametrize("h2o", [None, H2OConfig(heavy_ratio=0.2, recent_ratio=0.2)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_placements_and_batches_change_nothing(tiny_model, bits, h2o):
+    tiny = tiny_model("llama")
+    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
+    expected = tokens(tiny.folder, prompts, bits=bits, h2o=h2o)
+    assert tokens(tiny.folder, prompts, bits=bits, h2o=h2o, weights=Placement(0, 50, 50),
+                  cache=Placement(0, 0, 100), gpu_batch_size=2) == expected
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"activation_bits": 7, "weight_bits": 4}, "activation_bits must be 16 or 8, got 7"),
+    ({"activation_bits": 8}, "no effect on weights of 16 bits: add weight_bits 4"),
+])
+def test_what_is_refused(tiny_model, options, words):
+    with pytest.raises(UserError, match=words):
+        LLM(str(tiny_model("llama").folder), **options)
+
+
+def test_a_gpu_is_refused():
+    device = types.SimpleNamespace(torch=torch.device("cuda"))
+    with pytest.raises(UserError, match="for products on a CPU: leave it out"):
+        loader.find("gpt2", path=None, dtype="auto", bits=4, activation_bits=8, device=device,
+                    progress=lambda done, total: None)
