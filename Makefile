@@ -78,7 +78,7 @@ gpu-check: $(VENV)/.have-bench
 # Beside llama.cpp, all in 4 bits: LLaMA's architecture at one, four and sixteen sequences.
 compare-llama-cpp: $(VENV)/.have-llama-cpp $(VENV)/.have-model models/llama-3.2-1b
 	$(BIN)/python benchmarks/compare.py --config configs/compare_cpu.yaml --models models \
-	    --out $(LLAMA_CPP_ROWS) --systems llama-cpp full-4bit h2o-4bit \
+	    --out $(LLAMA_CPP_ROWS) --systems llama-cpp full-4bit full-w4a8 h2o-w4a8 \
 	    --scenarios smollm2-batch-1 smollm2-batch-4 smollm2-batch-16 \
 	        llama-1b-batch-1 llama-1b-batch-16
 
