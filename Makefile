@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_STAMP := $(VENV)/.have-$(subst =,-,$(TORCH))
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-# The kernels are compiled once for whatever installs or packages them.
+# The kernels are compiled once, by a compiler, for whatever installs or packages them.
 export FLEXGEN_H2O_OBJECTS := $(abspath $(VENV))/objects
 
 .DELETE_ON_ERROR:

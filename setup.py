@@ -4,6 +4,7 @@ import ast
 import hashlib
 import os
 import runpy
+import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,7 +146,8 @@ class BuildKernels(build_ext):
     Which set is used is decided at run time. Where that fails, for want of a compiler, the package
     is installed without: plain PyTorch then does the same, slowly, and says so. With
     FLEXGEN_H2O_OBJECTS in the environment, a folder, what was compiled from the same bytes by the
-    same command is linked again: the Makefile installs and packages within one such folder.
+    same compiler and command is linked again: the Makefile installs and packages within one such
+    folder.
     """
 
     def build_extension(self, ext: Extension) -> None:
@@ -154,7 +156,7 @@ class BuildKernels(build_ext):
                 for source in ext.sources for name, more in INSTRUCTION_SETS.items()
                 if Path(source).stem in TILED or not name.startswith("amx")
                 and Path(source).stem != "dispatch"]
-        build = fingerprint(ext, jobs)
+        build = fingerprint(ext, jobs, described(compiler_command(self.compiler)))
         jobs.append((str(KERNELS / "dispatch.cpp"), "", [*flags, f'-DH2O_BUILD="{build}"']))
         kept = os.environ.get("FLEXGEN_H2O_OBJECTS")
         folder = Path(kept, build) if kept else Path(self.build_temp)
@@ -185,13 +187,33 @@ class BuildKernels(build_ext):
             self.warn(f"the CPU kernels were not built, plain PyTorch will be used: {error}")
 
 
-def fingerprint(ext: Extension, jobs: list[tuple[str, str, list[str]]]) -> str:
+def compiler_command(compiler: object) -> list[str]:
+    """How C++ is compiled here, before the flags of a source; empty for a compiler of another kind.
+
+    Releases of setuptools differ in which of these a compiler has.
+    """
+    for name in ("compiler_so_cxx", "compiler_so"):
+        if command := getattr(compiler, name, None):
+            return list(command)
+    return []
+
+
+def described(command: list[str]) -> str:
+    """A compiler's command, and what it says of its version if it can be asked."""
+    try:
+        told = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        told = ""  # building will tell that it is missing
+    return f"{command}\n{told}"
+
+
+def fingerprint(ext: Extension, jobs: list[tuple[str, str, list[str]]], compiler: str) -> str:
     """Tells builds of the kernels apart: by the bytes of all sources, and by how they are compiled.
 
     Rates that were measured with one build are not kept for another.
     """
     compiled = [(Path(source).name, flags) for source, _, flags in jobs]
-    digest = hashlib.sha256(repr(compiled).encode())
+    digest = hashlib.sha256(repr((compiler, compiled)).encode())
     for path in sorted({*ext.sources, *ext.depends}):
         digest.update(Path(path).read_bytes())
     return digest.hexdigest()[:16]

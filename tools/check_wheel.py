@@ -55,7 +55,7 @@ def run(*command: object, folder: Path) -> str:
     # Nothing that leads back to the sources.
     environment = {name: value for name, value in os.environ.items()
                    if not name.startswith(("PYTHON", "FLEXGEN_H2O_"))
-                   or name == "FLEXGEN_H2O_OBJECTS"}  # known by their sources' bytes: see setup.py
+                   or name == "FLEXGEN_H2O_OBJECTS"}  # told apart by a fingerprint: see setup.py
     done = subprocess.run([*map(str, command)], cwd=folder, env=environment, text=True,
                           capture_output=True)
     if done.returncode:

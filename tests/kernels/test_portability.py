@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import inside
 import pytest
@@ -64,6 +65,22 @@ def packaging():
         patch.setattr(sys, "argv", ["setup.py", "-q", "--name"])
         patch.chdir(ROOT)
         return runpy.run_path("setup.py")
+
+
+def test_another_compiler_is_another_build(packaging, tmp_path):
+    """Also one of the same name, after an update: its objects are not linked with older ones."""
+    compiler, found = tmp_path / "c++", set()
+    command = packaging["compiler_command"](SimpleNamespace(
+        compiler_so=["cc"], compiler_so_cxx=[str(compiler), "-O3"]))
+    for version in ("12.2.0", "13.1.0"):
+        compiler.write_text(f"#!/bin/sh\necho $1 $2 {version}\n")
+        compiler.chmod(0o755)
+        told = packaging["described"](command)
+        assert f"-O3 --version {version}" in told
+        found.add(packaging["fingerprint"](packaging["Extension"]("e", []), [], told))
+    assert len(found) == 2
+    compiler.unlink()
+    assert packaging["described"](command) == f"{command}\n"
 
 
 @needs("g++", "nm")
