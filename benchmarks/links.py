@@ -33,6 +33,7 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.limits import CACHE_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import OFFLOAD_DIR
+from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.checks import check_writable, writing
@@ -112,8 +113,9 @@ class Weights:
             specs = [spec for layer in layers for spec in layer.values()]
             names = resolve(self._checkpoint, specs, kind.aliases)
             self._store = WeightStore(
-                ModelWeights({}, tuple(layers), {}, ()), self._checkpoint, names,
-                placement=Placement(0, 0, 100), form=form, transfers=transfers)
+                ModelWeights({}, tuple(layers), {}, ()),
+                WeightFiles(self._checkpoint, names, form, transfers), transfers,
+                placement=Placement(0, 0, 100))
             self._store.load(self._refuse)
         except BaseException:
             self._checkpoint.close()

@@ -92,7 +92,7 @@ def weight_sizes(llm) -> dict[str, int]:
 def extents_of(llm) -> dict:
     """Where each weight that is read from disk again and again lies, by name."""
     store = weights_of(llm)
-    return {spec.name: store._extent(spec) for spec in store._specs()
+    return {spec.name: store.files.extent(spec) for spec in store._specs()
             if store.tiers[spec.name] == "disk"}
 
 

@@ -28,6 +28,7 @@ from flexgen_h2o.engine.pipeline import Pipeline
 from flexgen_h2o.engine.progress import RunBars, byte_bar
 from flexgen_h2o.engine.schedule import LayerStep
 from flexgen_h2o.engine.sinks import Sink
+from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError
@@ -157,10 +158,10 @@ class Runner:
         if settings.policy.sep_layer:
             weights = weights.separated()
         self.weights = WeightStore(
-            weights, checkpoint, names, placement=placement, form=source.form,
-            experts=settings.policy.experts, transfers=self._transfers,
-            pin=settings.policy.pin_weight, verify=options.verify,
-            read_ahead=self._read_ahead(settings.policy))
+            weights, WeightFiles(checkpoint, names, source.form, self._transfers,
+                                 verify=options.verify),
+            self._transfers, placement=placement, experts=settings.policy.experts,
+            pin=settings.policy.pin_weight, read_ahead=self._read_ahead(settings.policy))
 
         def run_folder() -> RunFolder:
             folder = RunFolder(settings.offload_dir)

@@ -8,38 +8,28 @@ copy and a few large reads. On disk they are the checkpoint's own bytes, or the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 
 import torch
 
-from flexgen_h2o.config.limits import MATRIX_TILE, WEIGHT_BUFFERS
+from flexgen_h2o.config.limits import WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.chunk_stream import ChunkStream
 from flexgen_h2o.engine.chunked_weights import ChunkedWeights
 from flexgen_h2o.engine.cuts import CutRows, cut
-from flexgen_h2o.engine.packs import ALIGN, Pack, Unit, Weight
-from flexgen_h2o.engine.spill import KeptWeights, spill_of_run
+from flexgen_h2o.engine.packs import Pack, Unit, Weight
+from flexgen_h2o.engine.spill import KeptWeights
+from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import ChunkedMatrix, QuantizedMatrix
-from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.spec import ModelWeights, TensorSpec
-from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.arena import Arena
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
-from flexgen_h2o.storage.checksums import Checksums
-from flexgen_h2o.storage.disk import Disk, RunFolder, plan_reads
-from flexgen_h2o.storage.extent import Extent
-from flexgen_h2o.storage.placement import (
-    assign,
-    compute_tiers,
-    experts_apart,
-    set_apart,
-)
-from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
+from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.placement import assign, compute_tiers, experts_apart, set_apart
+from flexgen_h2o.storage.tiers import PAGE, Device, round_up
 from flexgen_h2o.storage.transfer import H2D, Lane, Transfers
 
 
@@ -50,32 +40,25 @@ class WeightStore:
     ----------
     weights : ModelWeights
         What the model needs, by unit.
-    checkpoint : Checkpoint
-        Where it comes from.
-    names : mapping
-        Canonical tensor name to the checkpoint's own name.
+    files : WeightFiles
+        Where it comes from, in which form.
+    transfers : Transfers
     placement : Placement
-        Share of the bytes on each tier, as `form` counts them.
+        Share of the bytes on each tier, as they are in that form.
     experts : Placement, optional
         The same of the experts alone; see `Policy.experts`.
-    form : WeightFormat
-        Of every tensor, wherever it is.
     pin : bool
         Page-lock the weights in host memory, which copies to a GPU need to run at full speed.
-    verify : bool
-        Hold what is read from disk against checksums, tensor by tensor.
     read_ahead : bool, optional
         Matrices on disk come in chunks: ahead of their use, or else when they are used. Vectors
         stay in compute memory then. None: all that a layer step fetches comes together.
     """
 
-    def __init__(self, weights: ModelWeights, checkpoint: Checkpoint, names: Mapping[str, str],
-                 *, placement: Placement, form: WeightFormat, transfers: Transfers,
-                 experts: Placement | None = None, pin: bool = True, verify: bool = False,
+    def __init__(self, weights: ModelWeights, files: WeightFiles, transfers: Transfers, *,
+                 placement: Placement, experts: Placement | None = None, pin: bool = True,
                  read_ahead: bool | None = None):
-        self._checkpoint = checkpoint
-        self._names = names
-        self._form = form
+        self.files = files
+        self._form = files.form
         self._pin = pin
         self._transfers = transfers
         self._device: Device = transfers.device
@@ -90,8 +73,6 @@ class WeightStore:
         self._tables: dict[str, Weight] = {}
         self._ring: BufferRing[int] = BufferRing(transfers, ())
         self._stream: ChunkStream | None = None
-        self._spill: dict[str, Extent] = {}
-        self._checksums = Checksums() if verify else None
 
     @property
     def nbytes(self) -> int:
@@ -158,8 +139,9 @@ class WeightStore:
         """
         total = sum(map(self._bytes, self._specs()))
         done = 0
-        self._write_spill(run_folder, kept)
-        self._expect_kept_checksums()
+        self.files.write((spec for spec in self._specs() if self.tiers[spec.name] == "disk"),
+                         run_folder, kept)
+        self.files.expect_kept(self._specs())
         for index, unit in enumerate(self.units):
             for tier in ("gpu", "cpu", "disk"):
                 wanted = self._wanted(index, tier)
@@ -177,15 +159,6 @@ class WeightStore:
         self._load_cuts()
         self._make_buffers()
 
-    def _expect_kept_checksums(self) -> None:
-        """Hold tensors against the checksums that their files keep, as copies in a cache do."""
-        if self._checksums is None:
-            return
-        for spec in self._specs():
-            info, extent = self._checkpoint.info(self._names[spec.name]), self._extent(spec)
-            if info.checksum is not None and extent is not None and extent == info.extent:
-                self._checksums.expect(extent, info.checksum)
-
     def _wanted(self, index: int, tier: str) -> dict[str, TensorSpec]:
         """A unit's tensors on `tier` that are its own: no tied copy, no table left on disk."""
         specs = self.units[index].specs
@@ -200,7 +173,7 @@ class WeightStore:
 
     def _load_pack(self, unit: Unit, tier: str, wanted: Mapping[str, TensorSpec],
                    arena: Arena | None = None) -> None:
-        pack = self._pack(wanted)
+        pack = self.files.pack(wanted)
         unit.packs[tier] = pack
         if tier == "disk":
             if pack.reads is None:
@@ -210,7 +183,7 @@ class WeightStore:
             host = self._device.host_empty(pack.nbytes, pinned=self._pin and tier == "cpu")
         else:
             host = arena.take(pack.nbytes)
-        self._fill(pack, wanted, host)
+        self.files.fill(pack, wanted, host)
         if tier == "gpu" and self._device.separate:
             buffer = self._device.empty(pack.nbytes)
             buffer.copy_(host)
@@ -219,69 +192,6 @@ class WeightStore:
             unit.resident.update(pack.views(host, wanted, self._form))
         else:
             unit.host.append((pack, host))
-
-    def _extent(self, spec: TensorSpec) -> Extent | None:
-        """The extent of a tensor's bytes if they lie as compute wants them, else None."""
-        if spec.name in self._spill:
-            return self._spill[spec.name]
-        info = self._checkpoint.info(self._names[spec.name])
-        dtype, _ = self._form.stored(spec.shape)
-        if info.extent is None or info.dtype != dtype:
-            return None
-        # A file with an odd header length would put elements astride their alignment.
-        return None if info.extent.offset % dtype.itemsize else info.extent
-
-    def _pack(self, wanted: Mapping[str, TensorSpec]) -> Pack:
-        extents = {name: self._extent(spec) for name, spec in wanted.items()}
-        if all(extents.values()):
-            reads, places, nbytes = plan_reads(extents.values())
-            return Pack(nbytes, {name: places[e] for name, e in extents.items()}, reads)
-        pack = Pack()
-        for name, spec in wanted.items():
-            pack.places[name] = pack.nbytes
-            pack.nbytes += round_up(self._bytes(spec), ALIGN)
-        return pack
-
-    def _fill(self, pack: Pack, wanted: Mapping[str, TensorSpec], buffer: torch.Tensor) -> None:
-        if pack.reads is not None:
-            self._read_pack(self._transfers.disk, pack, wanted, buffer)
-            return
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda name: self._read(wanted[name], buffer, pack.places[name]), wanted))
-
-    def _read_pack(self, disk: Disk, pack: Pack, specs: Mapping[str, TensorSpec],
-                   buffer: torch.Tensor) -> None:
-        """Read a pack that lies plainly in files; a changed tensor raises where that is checked."""
-        disk.read(pack.reads, buffer)
-        if self._checksums is not None:
-            for name, place in pack.places.items():
-                extent = self._extent(specs[name])
-                self._checksums.read(extent, buffer[place : place + extent.nbytes])
-
-    def _read(self, spec: TensorSpec, buffer: torch.Tensor, place: int) -> None:
-        """Read a tensor to its place in a buffer, converting or quantizing it."""
-        dtype, shape = self._form.stored(spec.shape)
-        self._checkpoint.read(self._names[spec.name], typed(buffer, place, shape, dtype))
-
-    def _write_spill(self, run_folder: Callable[[], RunFolder], kept: KeptWeights | None) -> None:
-        """Write what belongs on disk but does not lie there in the right form."""
-        missing = {s.name: s for s in self._specs()
-                   if self.tiers[s.name] == "disk" and self._extent(s) is None}
-        if not missing:
-            return
-        sizes = {name: self._bytes(spec) for name, spec in missing.items()}
-        with (kept.writing(sizes) if kept is not None
-              else nullcontext(spill_of_run(run_folder(), sizes))) as spill:
-            self._spill.update(spill.extents)
-            buffer = self._device.host_empty(max(sizes.values()), pinned=False)
-            for name in spill.left:
-                self._read(missing[name], buffer, 0)
-                extent = spill.extents[name]
-                whole = round_up(extent.nbytes, PAGE)
-                self._transfers.disk.write(Extent(extent.path, extent.offset, whole),
-                                           buffer[:whole])
-                if self._checksums is not None:
-                    self._checksums.written(extent, buffer[: extent.nbytes])
 
     def _tie_tables(self) -> None:
         """Keep the lookup tables that are in memory, and share a tied one with the head."""
@@ -308,11 +218,11 @@ class WeightStore:
         if self._read_ahead is None:
             return
         chunked = ChunkedWeights(self._cuts, self._form, self._transfers,
-                                 checksums=self._checksums)
+                                 checksums=self.files.checksums)
         for index, unit in enumerate(self.units):
             for short, spec in unit.specs.items():
                 if spec.name in self._cuts and not (index == 0 and short in self.tables):
-                    unit.resident[short] = chunked.load(index, spec, self._extent(spec))
+                    unit.resident[short] = chunked.load(index, spec, self.files.extent(spec))
         self._stream = chunked.open(ahead=self._read_ahead)
 
     def _make_buffers(self) -> None:
@@ -349,10 +259,10 @@ class WeightStore:
             return
         end = start + round_up(pack.nbytes, PAGE)
         if self._device.separate:
-            self._read_pack(lane.disk, pack, unit.specs, buffer.host)
+            self.files.read_pack(lane.disk, pack, unit.specs, buffer.host)
             lane.copy(buffer.device[start:end], buffer.host[: end - start], H2D)
         else:
-            self._read_pack(lane.disk, pack, unit.specs, buffer.device[start:end])
+            self.files.read_pack(lane.disk, pack, unit.specs, buffer.device[start:end])
 
     def stays(self, index: int) -> bool:
         """True if all weights of a unit are in compute memory for good."""
@@ -416,30 +326,9 @@ class WeightStore:
         """
         held = self._tables.get(table)
         if held is None:
-            held, index = self._strips(self.units[0].specs[table], index)
+            held, index = self.files.strips(self.units[0].specs[table], index)
         if isinstance(held, QuantizedMatrix):
             found = ops.unpack_rows(held, index.to(held.data.device), self._form.dtype)
         else:
             found = held[index.to(held.device)]
         return found.to(self._device.torch)
-
-    def _strips(self, spec: TensorSpec, index: torch.Tensor) -> tuple[Weight, torch.Tensor]:
-        """The strips of a table on disk that hold the rows `index`, and the rows' places in
-        them."""
-        rows, columns = spec.shape
-        layout = self._form.layout(spec.shape)
-        height = 1 if layout is None else MATRIX_TILE  # rows that lie together
-        nbytes = self._bytes(spec) // rows if layout is None else layout.tile_bytes
-        strips, inverse = (index // height).unique(return_inverse=True)
-        whole = self._extent(spec)
-        extents = [Extent(whole.path, whole.offset + strip * nbytes, nbytes)
-                   for strip in strips.tolist()]
-        reads, places, size = plan_reads(extents)
-        buffer = self._device.host_empty(size, pinned=False)
-        self._transfers.disk.read(reads, buffer)
-        if self._checksums is not None:
-            for extent in extents:
-                self._checksums.read(extent, buffer[places[extent] : places[extent] + nbytes])
-        held = torch.cat([buffer[places[e] : places[e] + nbytes] for e in extents])
-        return (self._form.view(held, 0, (len(extents) * height, columns)),
-                inverse * height + index % height)
