@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,28 +20,24 @@ from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 from flexgen_h2o.config.sampling import SamplingParams, params_of_each
-from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.conversation import CHUNK, Stream
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.block_run import BlockRun
 from flexgen_h2o.engine.block_runs import BlockRuns
+from flexgen_h2o.engine.call_work import CallWork, generation_work, scoring_work
 from flexgen_h2o.engine.calls import Session, one_at_a_time
 from flexgen_h2o.engine.load_options import load_options
-from flexgen_h2o.engine.loader import find
+from flexgen_h2o.engine.opening import OpenedModel, open_model
 from flexgen_h2o.engine.orders import Close, Generate, Orders
-from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.engine.runner import Runner, RunnerSettings
-from flexgen_h2o.engine.sinks import Forcing, Scoring, Sink
-from flexgen_h2o.engine.tokenization import Prompts, several
+from flexgen_h2o.engine.tokenization import several
 from flexgen_h2o.engine.watch import PipelineFailure
 from flexgen_h2o.errors import TooLittleMemory, UserError, shown
 from flexgen_h2o.files.chat_template import render_chats
 from flexgen_h2o.metrics.run_stats import RunStats
-from flexgen_h2o.models.positions import check_cache, check_experts, check_halves, longest_prompt
 from flexgen_h2o.outputs import Output, Scored
 from flexgen_h2o.planning.memory_check import MemoryCheck
-from flexgen_h2o.storage.tiers import open_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,12 +91,11 @@ class LLM(Session):
                  h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
                  device: str = "auto", dtype: str = "auto",
                  offload_dir: str | os.PathLike | None = None, **options: Any):
-        name = os.fspath(model)
         (*named, _options) = inspect.signature(LLM).parameters
         load = load_options(options, beside=named)
-        self._cache = CacheOptions(h2o, cache_bits, load.attn_sparsity)
-        settings = RunnerSettings(name, policy or Policy(), self._cache,
-                                  os.fspath(offload_dir or OFFLOAD_DIR), load)
+        settings = RunnerSettings(
+            os.fspath(model), policy or Policy(), CacheOptions(h2o, cache_bits, load.attn_sparsity),
+            os.fspath(offload_dir or OFFLOAD_DIR), load)
         self.policy, self.h2o = settings.policy, h2o
         self.stats: RunStats | None = None
         self._closed = False
@@ -109,49 +104,18 @@ class LLM(Session):
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
-            opened_device = open_device(self._orders.device(device))
-            opened_device.limit(load.device_memory_limit)
-            with byte_bar("converting", off=load.no_bars) as bar:
-                source = find(name, path=load.path, dtype=dtype, bits=weight_bits,
-                              activation_bits=load.activation_bits, device=opened_device,
-                              progress=bar)
-            self.model_config = source.config
-            self.weight_options = source.form.options
-            check_cache(self.model_config, h2o)
-            self._cache = replace(self._cache, h2o=windowed(h2o, self.model_config.attention))
-            settings = replace(settings, cache=self._cache)
-            check_halves(self.model_config, self.policy)
-            check_experts(self.model_config, self.policy)
-            self._prompts = Prompts(source, name, h2o)
-            self._prompts.check_longest(
-                load.texts, 1 if load.workload is None else load.workload.gen_len)
-            workload = load.workload
-            if workload is not None and load.texts:
-                # The length of texts is an estimate, and may be of more than was let pass.
-                workload = workload.cut(longest_prompt(self.model_config, h2o))
-            seat = self._orders.seat(
-                source.config, self.policy, opened_device, bounds=load.bounds, workload=workload,
-                form=f"{source.config}, {source.dtype}, {weight_bits} bits, "
-                f"{load.activation_bits} of activations, {self._cache}, {self.policy}")
-            stage = None
-            if seat is not None:
-                stage, workload = seat.stage, seat.workload
-                settings = replace(settings, cache=replace(
-                    self._cache, h2o=stage.h2o(self._cache.h2o)))
-            self._runtime = Runner(source, opened_device, settings, seat)
+            found = open_model(settings, self._orders, device=device, dtype=dtype,
+                               weight_bits=weight_bits)
+            self.model_config = found.source.config
+            self.weight_options = found.source.form.options
+            self._cache, self._prompts = found.cache, found.prompts
+            self._runtime = Runner(found.source, found.device, found.settings, found.seat)
             self.calls = self._runtime.calls
-            self._memory = MemoryCheck(
-                source.config, self.weight_options,
-                itemsize=source.dtype.itemsize,
-                writes_weights=source.writes_weights(load.weight_cache),
-                offload_dir=settings.offload_dir,
-                most={"cpu": load.memory_limit, "gpu": load.device_memory_limit},
-                device_bytes=opened_device.free_bytes, stage=stage,
-                groups=1 if seat is None else seat.groups)
-            if workload is not None:
+            self._memory = _memory_check(found)
+            if found.workload is not None:
                 self._orders.agree_to_fit(partial(
-                    self._memory.refuse, self.policy, self._cache, workload, loaded_bytes=None,
-                    show=load.verbose))
+                    self._memory.refuse, self.policy, self._cache, found.workload,
+                    loaded_bytes=None, show=load.verbose))
             with self._runtime.sampled_memory(), self._orders.working():
                 self._runtime.load(opened)
             # From here on it is close() that closes.
@@ -234,12 +198,13 @@ class LLM(Session):
             A prompt is empty or too long, an option is unknown, the run does not fit in memory.
         """
         self._orders.check("generate")
-        generation = self._generation(prompts, sampling_params, sampling, cut_gen_len)
-        stats = self._run_all(generation.run)
-        if cut_gen_len is not None and cut_gen_len < generation.planned:
-            self.stats = stats.project(cut=cut_gen_len, gen_len=generation.planned)
-        return [self._prompts.output(prompt, request.prompt, request) for prompt, request in zip(
-            generation.prompts, generation.requests, strict=True)]
+        prompts = several("prompt", prompts)
+        work, run = self._begin_generation(prompts, sampling_params, sampling, cut_gen_len)
+        stats = self._run_all(run)
+        if cut_gen_len is not None and cut_gen_len < work.planned:
+            self.stats = stats.project(cut=cut_gen_len, gen_len=work.planned)
+        return [self._prompts.output(prompt, request.prompt, request)
+                for prompt, request in zip(prompts, work.requests, strict=True)]
 
     @one_at_a_time
     def generate_in_blocks(self, prompts: Sequence[str | Sequence[int]],
@@ -267,41 +232,32 @@ class LLM(Session):
             As `generate`; and from the iterator, if the LLM has been closed.
         """
         self._orders.check("generate_in_blocks")
-        generation = self._generation(prompts, sampling_params, sampling, None)
+        given = several("prompt", prompts)
+        _, run = self._begin_generation(given, sampling_params, sampling, None)
 
         def blocks() -> Iterator[dict[int, Output]]:
             try:
-                while not generation.run.done:
+                while not run.done:
                     yield {request.key: self._prompts.output(
-                        generation.prompts[request.key], request.prompt, request)
-                        for request in self._run_block(generation.run)}
+                        given[request.key], request.prompt, request)
+                        for request in self._run_block(run)}
             finally:
                 # It may be dropped at any time, in any thread: no more is done here.
-                self._runs.leave(generation.run)
+                self._runs.leave(run)
 
         return blocks()
 
-    def _generation(self, prompts: Sequence[str | Sequence[int]],
-                    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-                    sampling: Mapping[str, Any], cut_gen_len: int | None) -> _Generation:
-        """The work of a `generate`, once its arguments are checked."""
-        prompts = several("prompt", prompts)
+    def _begin_generation(self, prompts: Sequence[str | Sequence[int]],
+                          sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+                          sampling: Mapping[str, Any], cut_gen_len: int | None
+                          ) -> tuple[CallWork, BlockRun]:
+        """The work of a `generate`, once its arguments are checked, and its run on all ranks."""
         each = params_of_each(sampling_params, sampling, len(prompts))
-        _ = self.tokenizer  # a damaged one must show now and not after the work
-        requests = [Request(key, self._prompts.encode(prompt, key), seed=params.seed)
-                    for key, (prompt, params) in enumerate(zip(prompts, each, strict=True))]
-        self._prompts.check_lengths(requests, {key: params.max_new_tokens
-                                               for key, params in enumerate(each)})
-        if cut_gen_len is not None:
-            check_int("cut_gen_len", cut_gen_len, low=1)
-        sink = self._prompts.generation(dict(enumerate(each)), steps=cut_gen_len)
-        planned = max((params.max_new_tokens for params in each), default=1)
-        new = {key: min(params.max_new_tokens, cut_gen_len or params.max_new_tokens) - 1
-               for key, params in enumerate(each)}
-        run = self._begin(requests, new, sink, planned=planned)
-        self._orders.give(Generate([request.prompt for request in requests], each, cut_gen_len),
-                          run)
-        return _Generation(prompts, requests, planned, run)
+        work = generation_work(self._prompts, prompts, each, cut_gen_len)
+        run = self._begin(work)
+        self._orders.give(Generate([request.prompt for request in work.requests], each,
+                                   cut_gen_len), run)
+        return work, run
 
     def chat(self, conversations: Sequence, sampling_params: SamplingParams
              | Sequence[SamplingParams] | None = None, *, chat_template: str | None = None,
@@ -358,7 +314,8 @@ class LLM(Session):
             if isinstance(order, Generate):
                 if run is not None:
                     self._runs.leave(run)
-                run = self._generation(order.prompts, order.params, {}, order.cut_gen_len).run
+                _, run = self._begin_generation(order.prompts, order.params, {},
+                                                order.cut_gen_len)
             elif run is not None:
                 # The first rank hears of it too, and decides what to do.
                 with contextlib.suppress(TooLittleMemory):
@@ -398,15 +355,10 @@ class LLM(Session):
         list of Scored, in the order of the pairs
         """
         self._orders.refuse("score")
-        requests, continuations = self._prompts.encode_pairs(pairs)
-        new = max(map(len, continuations.values()), default=1)
-        sink: Forcing | Scoring = Forcing(continuations)
-        if self._cache.plain and self._cache.attn_sparsity == 1 and not self._cache.recalls:
-            sink, new = Scoring(continuations), 1
-            requests = sink.joined(requests)
-        self._prompts.check_lengths(requests, new)
-        self._run_all(self._begin(requests, new - 1, sink, planned=new))
-        return sink.scored()
+        work = scoring_work(self._prompts, pairs, whole=self._cache.plain
+                            and self._cache.attn_sparsity == 1 and not self._cache.recalls)
+        self._run_all(self._begin(work))
+        return work.sink.scored()
 
     @one_at_a_time
     def fit_batch(self, *, prompt_len: int, gen_len: int, most: int) -> int:
@@ -499,26 +451,20 @@ class LLM(Session):
                             "model")
         if not callable(attend):
             raise UserError(f"attend must be a function, got {shown(attend)}")
-        requests, continuations = self._prompts.encode_pairs(pairs)
-        sink = Scoring(continuations)
-        requests = sink.joined(requests)
+        work = scoring_work(self._prompts, pairs, whole=True)
         self._check_open()
-        if requests:
-            self._prompts.check_lengths(requests, 1)
+        if work.requests:
             self._runs.free()
-            self.stats = self._runtime.probe(requests, attend, sink)
-        return [scored.log_probs for scored in sink.scored()]
+            self.stats = self._runtime.probe(work.requests, attend, work.sink)
+        return [scored.log_probs for scored in work.sink.scored()]
 
     def _check_open(self) -> None:
         if self._closed:
             raise UserError("this LLM has been closed: make a new one")
 
-    def _begin(self, requests: list[Request], new: int | Mapping[int, int], sink: Sink, *,
-               planned: int) -> BlockRun:
-        """A run of all requests, each with up to `new` tokens appended, or so many as it has by
-        key; `planned` tokens at most."""
+    def _begin(self, work: CallWork) -> BlockRun:
         self._check_open()
-        return self._runs.begin(self._runtime, requests, new, sink, planned=planned)
+        return self._runs.begin(self._runtime, work)
 
     def _run_all(self, run: BlockRun) -> RunStats:
         """Run all blocks; sets `stats` too."""
@@ -545,14 +491,16 @@ class LLM(Session):
                             loaded_bytes=self._runtime.loaded_bytes)
 
 
-@dataclass(frozen=True)
-class _Generation:
-    """The work of a `generate`: its prompts, a request for each, and what runs them.
-
-    `planned` are the most tokens that any may get.
-    """
-
-    prompts: list[str | Sequence[int]]
-    requests: list[Request]
-    planned: int
-    run: BlockRun
+def _memory_check(model: OpenedModel) -> MemoryCheck:
+    """Make the check of a model's runs against memory, by its options."""
+    source, settings, seat = model.source, model.settings, model.seat
+    load = settings.load
+    return MemoryCheck(
+        source.config, source.form.options,
+        itemsize=source.dtype.itemsize,
+        writes_weights=source.writes_weights(load.weight_cache),
+        offload_dir=settings.offload_dir,
+        most={"cpu": load.memory_limit, "gpu": load.device_memory_limit},
+        device_bytes=model.device.free_bytes,
+        stage=None if seat is None else seat.stage,
+        groups=1 if seat is None else seat.groups)

@@ -199,10 +199,10 @@ def refuses_flags(tmp_path, monkeypatch, capsys) -> Callable[..., None]:
 @pytest.fixture(params=["poisoned", "lazy"])
 def device(request, monkeypatch) -> str:
     """Each of two devices in place of the machine's, whose fresh memory is full of NaN."""
-    import flexgen_h2o.llm
+    import inside  # only now: it loads the engine
 
     kind = {"poisoned": PoisonedDevice, "lazy": LazyDevice}[request.param]
-    monkeypatch.setattr(flexgen_h2o.llm, "open_device", lambda name: kind())
+    inside.open_devices(monkeypatch, kind)
     return request.param
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cache.kv_cache import KVCache
-from flexgen_h2o.engine import loader
+from flexgen_h2o.engine import loader, opening
 from flexgen_h2o.engine.decoder_layers import DecoderLayers
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.schedule import Kind
@@ -197,6 +197,23 @@ def attend_with(monkeypatch, **weights) -> None:
 
     for name in ("_prompt_layer", "_start"):
         monkeypatch.setattr(DecoderLayers, name, with_more(getattr(DecoderLayers, name)))
+
+
+def open_devices(monkeypatch, make) -> None:
+    """Let each `LLM` compute on a device of ``make()`` in place of the machine's."""
+    monkeypatch.setattr(opening, "open_device", lambda name: make())
+
+
+def change_configs(monkeypatch, change) -> None:
+    """Let each `LLM` take what ``change(config)`` makes of its model's config."""
+    find = opening.find
+
+    def changed(*arguments, **options):
+        source = find(*arguments, **options)
+        source.config = change(source.config)
+        return source
+
+    monkeypatch.setattr(opening, "find", changed)
 
 
 def before_blocks(monkeypatch, look) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.block_queue import BlockQueue
+from flexgen_h2o.engine.call_work import CallWork
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
-from flexgen_h2o.engine.sinks import Sink
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import TooLittleMemory, UserError
 from flexgen_h2o.storage.tiers import lacks_memory
@@ -24,12 +24,7 @@ class BlockRun:
     Parameters
     ----------
     runtime : Runner
-    requests : sequence of Request
-    new : int or mapping
-        Up to so many tokens are appended to each, or so many as it has by key.
-    sink : Sink
-    planned : int
-        The most tokens that a request may get, by the memory plan.
+    work : CallWork
     shares : bool
         A batch computes equal prompts once.
 
@@ -39,11 +34,10 @@ class BlockRun:
         The figures of the blocks so far; tokens are those of requests that have ended.
     """
 
-    def __init__(self, runtime: Runner, requests: Sequence[Request], new: int | Mapping[int, int],
-                 sink: Sink, *, planned: int, shares: bool):
-        self._runtime, self._sink = runtime, sink
-        self._queue: BlockQueue | None = runtime.queue(requests, new, shares=shares)
-        self._planned = planned
+    def __init__(self, runtime: Runner, work: CallWork, *, shares: bool):
+        self._runtime, self._sink = runtime, work.sink
+        self._queue: BlockQueue | None = runtime.queue(work.requests, work.new, shares=shares)
+        self._planned = work.planned
         self.stats = runtime.new_stats()
         self._workspace: Workspace | None = None
         self._bars: RunBars | None = None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.block_run import BlockRun
+from flexgen_h2o.engine.call_work import CallWork
 from flexgen_h2o.engine.orders import Orders, Step
 from flexgen_h2o.engine.runner import Runner
-from flexgen_h2o.engine.sinks import Scoring, Sink
+from flexgen_h2o.engine.sinks import Scoring
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 
 
@@ -31,11 +32,9 @@ class BlockRuns:
         self._open: weakref.WeakSet[BlockRun] = weakref.WeakSet()
         self._spares: list[Workspace] = []  # of runs that have ended
 
-    def begin(self, runtime: Runner, requests: Sequence[Request], new: int | Mapping[int, int],
-              sink: Sink, *, planned: int) -> BlockRun:
-        """A run of all requests; arguments as of `BlockRun`."""
-        run = BlockRun(runtime, requests, new, sink, planned=planned,
-                       shares=not isinstance(sink, Scoring))
+    def begin(self, runtime: Runner, work: CallWork) -> BlockRun:
+        """A run of all the requests of a call."""
+        run = BlockRun(runtime, work, shares=not isinstance(work.sink, Scoring))
         self._open.add(run)
         return run
 

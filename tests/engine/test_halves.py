@@ -10,10 +10,15 @@ import pytest
 from fakes import LazyDevice, PoisonedDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import before_early_attention, before_token_layers, staging_bytes, weights_of
+from inside import (
+    before_early_attention,
+    before_token_layers,
+    open_devices,
+    staging_bytes,
+    weights_of,
+)
 from llm.test_llm import make_prompts, transformers_tokens
 
-import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import attending, kv_cache
 from flexgen_h2o.errors import UserError
@@ -31,7 +36,7 @@ AWAY = {"weights": Placement(20, 30, 50), "activations": Placement(30, 30, 40)}
 
 
 def use(monkeypatch, device):
-    monkeypatch.setattr(llm_module, "open_device", lambda name: device())
+    open_devices(monkeypatch, device)
 
 
 @pytest.fixture

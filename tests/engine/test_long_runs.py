@@ -30,12 +30,11 @@ from unittest import mock
 import pytest
 import torch
 from fakes import LazyDevice
-from inside import READ, WRITE
+from inside import READ, WRITE, open_devices
 from planning.test_memory import LINUX, TINY, write_model
 from refusals import error_line
 
 import flexgen_h2o
-import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.engine.sinks import Generation
 from flexgen_h2o.engine.weights import WeightStore
@@ -250,7 +249,7 @@ def test_what_is_page_locked_is_unlocked(model, tmp_path, monkeypatch):
                 locked.append(tensor.nbytes)
                 pages.on_free = partial(locked.remove, tensor.nbytes)
 
-    monkeypatch.setattr(llm_module, "open_device", lambda name: Locking())
+    open_devices(monkeypatch, Locking)
     place = Placement(30, 40, 30)
     policy = Policy(gpu_batch_size=4, num_gpu_batches=2, weights=place, cache=place,
                     activations=place)

@@ -7,10 +7,9 @@ import torch
 from fakes import LazyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import buffer_bytes, cache_of
+from inside import buffer_bytes, cache_of, open_devices
 from llm.test_llm import PLACES, in_turn, make_prompts, transformers_tokens
 
-import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import eviction_states
 from flexgen_h2o.cache.kv_cache import KVCache
@@ -275,7 +274,7 @@ def test_the_cache_takes_the_budget_and_no_more(tiny_model):
 
 
 def moved(tiny, monkeypatch, place, new, **options):
-    monkeypatch.setattr(llm_module, "open_device", lambda name: LazyDevice())
+    open_devices(monkeypatch, LazyDevice)
     prompts = prompts_of(tiny, [200] * 4)
     _, stats = run(tiny, prompts, H2OConfig(heavy_ratio=0.1), new=new, cache=place,
                    gpu_batch_size=4, num_gpu_batches=1, **options)

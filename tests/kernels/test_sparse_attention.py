@@ -10,11 +10,10 @@ import torch
 from fakes import LazyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import own_attention, sparse_attention
+from inside import open_devices, own_attention, sparse_attention
 from kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
 from torch.profiler import ProfilerActivity, profile
 
-import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache.parts import picked
 from flexgen_h2o.config.formats import CacheOptions, GroupLayout
@@ -217,7 +216,7 @@ def test_all_values_are_the_full_cache(tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_only_chosen_values_travel(tiny_model, monkeypatch, bits):
-    monkeypatch.setattr(llm_module, "open_device", lambda name: LazyDevice())
+    open_devices(monkeypatch, LazyDevice)
     tiny = tiny_model("llama")
     lengths, layers, heads, dim = [40, 40], 3, 2, 8
     prompts = make_prompts(tiny.model.config.vocab_size, lengths)

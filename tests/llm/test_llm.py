@@ -14,8 +14,8 @@ import torch
 from inside import before_logits, before_reads
 from word_models import with_words
 
-import flexgen_h2o.llm as llm_module
 from flexgen_h2o import LLM, Placement, Policy, SamplingParams
+from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine import runner
 from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.errors import UserError
@@ -481,7 +481,7 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(tiny_model, tmp_path, m
     text = "w12 " * 2_500_000
     about = r"prompt 1 has about 2\d{6} tokens, more than the model's 256 positions: shorten it"
     with pytest.raises(UserError, match=about):
-        LLM(model, dtype="float32", texts=["w1", text], workload=llm_module.Workload(
+        LLM(model, dtype="float32", texts=["w1", text], workload=Workload(
             prompt_len=3_000_000, gen_len=1, gpu_batch_size=1, num_gpu_batches=1))
     with LLM(model, dtype="float32", texts=["w1"]) as llm:
         with pytest.raises(UserError, match=about):

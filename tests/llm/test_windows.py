@@ -9,7 +9,7 @@ import torch
 from engine.test_pipeline import tokens as tokens_of_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import attend_with, cache_of
+from inside import attend_with, cache_of, change_configs
 from llm.test_carried import CACHES, Case
 from llm.test_conversation import answers, open_llm, turns_of
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
@@ -46,16 +46,7 @@ def tiny(tiny_model):
 @pytest.fixture
 def mixed(monkeypatch):
     """Models are of `MIXED` forms of attention in place of their own."""
-    import flexgen_h2o.llm
-
-    find = flexgen_h2o.llm.find
-
-    def of_forms(*args, **options):
-        source = find(*args, **options)
-        source.config = replace(source.config, attention=MIXED)
-        return source
-
-    monkeypatch.setattr(flexgen_h2o.llm, "find", of_forms)
+    change_configs(monkeypatch, lambda config: replace(config, attention=MIXED))
 
 
 def tokens_of(tiny, prompts, new=12, *, h2o=None, offload_dir=None, cache_bits=16, **policy):

@@ -10,6 +10,7 @@ import torch
 from fakes import LazyDevice, PoisonedDevice
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import open_devices
 from planning_cases import (
     ALL_HERE,
     FREE,
@@ -20,7 +21,6 @@ from planning_cases import (
     planned,
 )
 
-import flexgen_h2o.llm as llm_module
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
@@ -335,7 +335,7 @@ def folder(tmp_path_factory):
 ])
 def test_the_engine_moves_the_bytes_that_the_model_counts(folder, tmp_path, monkeypatch, kind,
                                                           placed, options):
-    monkeypatch.setattr(llm_module, "open_device", lambda name: kind())
+    open_devices(monkeypatch, kind)
     prompts = [[(7 * i * j + i) % 500 for i in range(64)] for j in range(8)]
     run = planned(*placed, batch=(4, 2), gpu=kind is LazyDevice, **LONG | options)
     with torch.inference_mode(), LLM(

@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 from fakes import LazyDevice
+from inside import open_devices
 
-import flexgen_h2o.llm as llm_module
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.workload import Workload
@@ -44,7 +44,7 @@ class PretendGpu(LazyDevice):
 @pytest.fixture
 def gpu(monkeypatch):
     device = PretendGpu()
-    monkeypatch.setattr(llm_module, "open_device", lambda name: device)
+    open_devices(monkeypatch, lambda: device)
     return device
 
 
