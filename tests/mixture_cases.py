@@ -58,5 +58,9 @@ MIXTURES: dict[str, Callable[[], Any]] = {
                                         max_window_layers=2),
     "qwen3_moe": _qwen3,
     "qwen3_moe_windows": lambda: _qwen3(use_sliding_window=True, sliding_window=5),
+    "qwen2_moe_dense": lambda: _qwen2(num_hidden_layers=4, mlp_only_layers=[1],
+                                      decoder_sparse_step=1),
+    "qwen3_moe_dense": lambda: _qwen3(num_hidden_layers=5, mlp_only_layers=[3],
+                                      decoder_sparse_step=2),
     "gpt_oss": _gpt_oss,
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
-from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.spec import ModelConfig, published_quantization
 from flexgen_h2o.planning.planned_run import part_bytes, record_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -50,16 +51,18 @@ class WorkAmount:
 
 
 def work(model: ModelConfig, load: Load) -> WorkAmount:
-    """Bytes and FLOPs of a load."""
-    experts, active, touched = model.experts, model.layer_shapes().parameters, 0.0
+    """Bytes and FLOPs of a load; of a published shape in the form that its checkpoint has."""
+    experts, mixed, touched = model.experts, model.expert_layers, 0.0
+    matrices = model.over_layers(lambda part: part.parameters)
     if experts is not None:
-        active += experts.per_token * model.expert_shapes().parameters
+        matrices += mixed * experts.per_token * model.expert_shapes().parameters
         touched = experts.touched(load.batch)
-    matrices = model.num_layers * active
     head = model.vocab_size * model.embed_dim
-    options, attention = WeightOptions(load.weight_bits), 4 * model.num_layers * model.q_size
-    layers = model.num_layers * part_bytes(options, model.layer_shapes(), load.itemsize)
-    expert = 0 if experts is None else model.num_layers * part_bytes(
+    stored, attention = published_quantization(model.name), 4 * model.num_layers * model.q_size
+    options = (WeightOptions(load.weight_bits) if stored is None
+               else stored.weights(load.weight_bits, model))
+    layers = model.over_layers(partial(part_bytes, options, itemsize=load.itemsize))
+    expert = 0 if experts is None else mixed * part_bytes(
         options, model.expert_shapes(), load.itemsize)
     ends = sum(part_bytes(options, part, load.itemsize)
                for part in (model.embed_shapes(), model.head_shapes()))

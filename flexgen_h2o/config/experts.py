@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The mixture of experts that is the MLP of every decoder layer (arXiv 1701.06538).
+    """The mixture of experts that is the MLP of decoder layers (arXiv 1701.06538).
 
     Attributes
     ----------

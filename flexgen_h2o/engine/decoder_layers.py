@@ -41,7 +41,8 @@ class DecoderLayers:
     stage : Stage
         The rank's layers.
     experts : ExpertLayers or None
-        Those of a model with experts, whose policy separates attention and MLP.
+        Those of a model with experts, whose policy separates attention and MLP. Layers of it that
+        have none are computed as any others.
 
     Attributes
     ----------
@@ -99,6 +100,10 @@ class DecoderLayers:
         """The decoder layer of a layer step, from the rank's first on."""
         return (step.layer - 1) // (2 if self._sep_layer else 1) - self._stage.first
 
+    def _has_experts(self, step: LayerStep) -> bool:
+        """True if the decoder layer of a layer step has experts."""
+        return self._config.has_experts(self._stage.first + self.cached(step))
+
     def _tables(self, step: LayerStep) -> RopeTables | None:
         """The rotations of a layer step's rows."""
         tables = self._rope[step.batch]
@@ -119,7 +124,7 @@ class DecoderLayers:
         elif step.layer in self._token_layers.bound:
             self._token_layers.run(step.layer, step.batch, cached=self.cached(step),
                                    rows=len(batch))
-            if self._experts is not None:
+            if self._has_experts(step):
                 self._route(step, self._weights.get(step.layer),
                             self._hidden.get(step.batch, len(batch)))
         else:
@@ -199,7 +204,7 @@ class DecoderLayers:
         """The rest of a layer step, once attention is done; x [rows, hidden], of a batch's rows
         from number `row` on, is updated."""
         self._family.attention_output(self._config, weights, x, attended, self._do)
-        if self._experts is not None:
+        if self._has_experts(step):
             self._route(step, weights, x, row)
         elif not (self._sep_layer or self._config.parallel_residual):
             self._family.mlp(self._config, weights, x, self._do)
@@ -215,7 +220,7 @@ class DecoderLayers:
     def _mlp(self, step: LayerStep, batch: Batch) -> None:
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
         weights = self._weights.get(step.layer)
-        if self._experts is not None:
+        if self._has_experts(step):
             self._experts.add_(weights, x, batch=step.batch, forward_pass=step.forward_pass)
         else:
             self._family.mlp(self._config, weights, x, self._do)

@@ -28,7 +28,7 @@ from flexgen_h2o.storage.transfer import Transfers
 GUESSED_ROWS = 64
 """The most rows of a block whose next experts are guessed: more choose nearly all of them."""
 
-ROUTING = frozenset({"ln2", "router", "router_bias"})
+ROUTING = frozenset({"router_norm", "router", "router_bias"})
 """The weights of a layer by which its rows choose, by short names."""
 
 

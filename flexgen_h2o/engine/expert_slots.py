@@ -87,7 +87,7 @@ class ExpertSlots:
             StagingBuffer(device.empty(size),
                           device.host_empty(read) if read and device.separate else None)
             for _ in range(experts.slots(tokens, len(away), given))]
-        layers = len(weights.experts) // experts.count
+        layers = 1 + max((layer for layer, _ in weights.experts), default=-1)
         self._policy = SlotPolicy(len(self._buffers), layers)
         self._waiting: deque[Key] = deque()
         self._wanted: dict[Key, None] = {}

@@ -169,6 +169,6 @@ class Orders:
 
 def _weights(model: ModelConfig) -> list[float]:
     """The weights of each decoder layer that a token meets, with the last the head's."""
-    layers = [float(model.layer_parameters())] * model.num_layers
+    layers = [float(model.layer_parameters(layer)) for layer in range(model.num_layers)]
     layers[-1] += model.vocab_size * model.embed_dim
     return layers

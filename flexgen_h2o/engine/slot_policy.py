@@ -23,7 +23,7 @@ class SlotPolicy:
     Parameters
     ----------
     slots, layers : int
-        Slots in all, and decoder layers.
+        Slots in all, and decoder layers, the last that has experts being the last of them.
     """
 
     def __init__(self, slots: int, layers: int):

@@ -1,7 +1,8 @@
 """Mixtures of experts (arXiv 1701.06538): tables, router, experts and a shared one, of any family.
 
-A family with experts has these beside what every family has, in place of `mlp`; a layer's first
-half has the norm "ln2" and the router "router", the second one the shared expert, if there is one:
+A family with experts has these beside what every family has, and `mlp` only if some of its layers
+have no experts; the first half of a layer with experts has the norm "router_norm" and the router
+"router", the second one the shared expert, if there is one:
 
     route(cfg, w, x, do, out) -> ids, shares     the experts of each row, and the normed x in `out`
     expert(cfg, w, x, do) -> y                   of one expert's tensors; x is normed
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.decoder import attention_specs, model_specs, norm_specs
+from flexgen_h2o.models.decoder import attention_specs, mlp_specs, model_specs, norm_specs
 from flexgen_h2o.models.fields import Fields, first
 from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec
 
@@ -52,11 +53,8 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalise: 
     Raises
     ------
     UserError
-        A token goes to more experts than there are, or some layers have none.
+        A token goes to more experts than there are.
     """
-    if f.raw("mlp_only_layers") or (f.raw("decoder_sparse_step") or 1) != 1:
-        raise UserError(f"{f.name}: a mixture of experts with dense layers between (mlp_only_layers"
-                        ", decoder_sparse_step) is not supported")
     # transformers 5 saves either under the other's name.
     given = [key for key in ("num_experts", "num_local_experts") if f.values.get(key)]
     count = first(*given, *(key for key in ("num_experts", "num_local_experts") if f.raw(key)))
@@ -74,9 +72,24 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalise: 
     return experts
 
 
+def read_dense_layers(f: Fields) -> tuple[bool, ...]:
+    """True for each layer of Qwen's mixtures that has an MLP and no experts.
+
+    Those that mlp_only_layers names, and of `decoder_sparse_step` in turn all but the last; empty
+    where there are none.
+    """
+    named = f.raw("mlp_only_layers") or []
+    alone = set(f.fit(list[int], list(named) if isinstance(named, tuple) else named,
+                      "mlp_only_layers"))
+    step = f.count_or("decoder_sparse_step", 1)
+    dense = tuple(layer in alone or (layer + 1) % step > 0
+                  for layer in range(f.count("num_hidden_layers")))
+    return dense if any(dense) else ()
+
+
 def mixture_specs(cfg: ModelConfig, *, block: str = "mlp", names: Mapping[str, str] = MATRICES,
                   head_norms: tuple[int, int] | None = None) -> ModelWeights:
-    """The tensors of a model whose layers are those of LLaMA but for their experts.
+    """The tensors of a model whose layers are those of LLaMA but for the experts that most have.
 
     Parameters
     ----------
@@ -91,11 +104,14 @@ def mixture_specs(cfg: ModelConfig, *, block: str = "mlp", names: Mapping[str, s
 
     def layer(prefix: str) -> dict[str, TensorSpec]:
         specs = {**norm_specs("ln1", f"{prefix}input_layernorm", hidden),
-                 **norm_specs("ln2", f"{prefix}post_attention_layernorm", hidden),
-                 **attention_specs(cfg, prefix),
-                 "router": TensorSpec(f"{prefix}{block}.gate.weight", (experts.count, hidden))}
+                 **attention_specs(cfg, prefix)}
         for name, width in zip(("q_norm", "k_norm"), head_norms or (), strict=False):
             specs |= norm_specs(name, f"{prefix}self_attn.{name}", width)
+        after = f"{prefix}post_attention_layernorm"
+        if prefix in dense:
+            return specs | norm_specs("ln2", after, hidden) | mlp_specs(cfg, prefix)
+        specs |= norm_specs("router_norm", after, hidden)
+        specs["router"] = TensorSpec(f"{prefix}{block}.gate.weight", (experts.count, hidden))
         if experts.shared_ffn_size:
             specs["shared_router"] = TensorSpec(f"{prefix}{block}.shared_expert_gate.weight",
                                                 (1, hidden))
@@ -104,11 +120,14 @@ def mixture_specs(cfg: ModelConfig, *, block: str = "mlp", names: Mapping[str, s
                     f"{prefix}{block}.shared_expert.{names[short]}", shape)
         return specs
 
+    prefixes = [f"model.layers.{place}." for place in range(cfg.num_layers)]
+    dense = {prefix for place, prefix in enumerate(prefixes) if not cfg.has_experts(place)}
     every = tuple(tuple(
-        {short: TensorSpec(f"model.layers.{place}.{block}.experts.{number}.{names[short]}", shape)
+        {short: TensorSpec(f"{prefix}{block}.experts.{number}.{names[short]}", shape)
          for short, shape in _shapes(experts.ffn_size, hidden).items()}
-        for number in range(experts.count)) for place in range(cfg.num_layers))
-    return replace(model_specs(cfg, layer), mlp=SHARED, experts=every)
+        for number in range(0 if prefix in dense else experts.count)) for prefix in prefixes)
+    specs = model_specs(cfg, layer)
+    return replace(specs, mlp=specs.mlp + SHARED, experts=every)
 
 
 def _shapes(wide: int, hidden: int) -> dict[str, tuple[int, int]]:
@@ -119,10 +138,11 @@ def views(cfg: ModelConfig) -> dict[str, Sequence[View]]:
     """Places of each expert's tensors in checkpoints that stack all experts of a layer."""
     from flexgen_h2o.models.stacked import View  # only now: it loads torch
 
-    wide, found = cfg.experts.ffn_size, {}
+    found: dict[str, Sequence[View]] = {}
     for place, layer in enumerate(cfg.weights.experts):
         stacks = [f"{start}layers.{place}.mlp.experts." for start in ("model.", "")]
         for number, specs in enumerate(layer):
+            wide = specs["gate"].shape[0]
             for short, tensor, rows in (("gate", "gate_up_proj", range(wide)),
                                         ("up", "gate_up_proj", range(wide, 2 * wide)),
                                         ("down", "down_proj", None)):
@@ -138,7 +158,8 @@ def route(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations, 
     Parameters
     ----------
     w : mapping
-        With ``ln2`` [hidden], ``router`` [experts, hidden] and maybe ``router_bias`` [experts].
+        With ``router_norm`` [hidden], ``router`` [experts, hidden] and maybe ``router_bias``
+        [experts].
     x : Tensor [rows, hidden]
     out : Tensor [rows, hidden]
         Gets the normed x, which is what experts take.
@@ -149,7 +170,7 @@ def route(cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor, do: Operations, 
     shares : float32 Tensor [rows, per_token]
         What each expert's output is multiplied with.
     """
-    do.rms_norm(x, w["ln2"], eps=cfg.norm_eps, out=out)
+    do.rms_norm(x, w["router_norm"], eps=cfg.norm_eps, out=out)
     return do.route(out, w["router"], w.get("router_bias"), each=cfg.experts.per_token,
                     normalise=cfg.experts.normalise)
 

@@ -7,7 +7,7 @@ Other files take these names from `spec`, which makes them out of a config.json.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -71,13 +71,14 @@ class ModelWeights:
     embed, head : dict of str to TensorSpec
         Before the first and after the last layer. A tied head names the embedding's tensor.
     layers : tuple of dict of str to TensorSpec
-        One dict per decoder layer, all with the same keys: matrices in the order of their use.
+        One dict per decoder layer, all of a kind with the same keys: matrices in the order of their
+        use.
     tables : tuple of str
         Keys of `embed` that are lookup tables: rows are gathered where the table lives.
     mlp : tuple of str
         Keys of a layer that its MLP half uses, and not attention; a bias goes with its matrix.
     experts : tuple of tuple of dict of str to TensorSpec
-        The tensors of each expert of each decoder layer; empty where a model has none.
+        The tensors of each expert of each decoder layer; empty where a layer, or a model, has none.
     """
 
     embed: dict[str, TensorSpec]
@@ -163,6 +164,9 @@ class ModelConfig:
         GPT-NeoX, StableLM 2 12B: attention and MLP read the same input.
     experts : ExpertsConfig or None
         Those in place of each layer's MLP, if any.
+    dense_layers : tuple of bool
+        Whether a layer of a mixture has an MLP and no experts; empty where none has. See
+        `has_experts`.
     attention : tuple of AttentionForm
         One for each decoder layer; empty where all have the default form. See `form`.
 
@@ -207,10 +211,13 @@ class ModelConfig:
     embed_dim: int = 0
     parallel_residual: bool = False
     experts: ExpertsConfig | None = None
+    dense_layers: tuple[bool, ...] = ()
     attention: tuple[AttentionForm, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "embed_dim", self.embed_dim or self.hidden_size)
+        if self.dense_layers and all(self.dense_layers):  # as in a part of a model
+            object.__setattr__(self, "experts", None)
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.name}: {self.num_heads} attention heads cannot share "
                             f"{self.num_kv_heads} key/value heads evenly; the config is wrong")
@@ -229,13 +236,15 @@ class ModelConfig:
     def part(self, first: int, last: int) -> ModelConfig:
         """The model of the layers first:last alone."""
         return replace(self, num_layers=last - first, attention=self.attention[first:last],
-                       local_layers=self.local_layers[first:last])
+                       local_layers=self.local_layers[first:last],
+                       dense_layers=self.dense_layers[first:last])
 
     def longer(self) -> ModelConfig:
         """The model with one more layer, like its last."""
         return replace(self, num_layers=self.num_layers + 1,
                        attention=self.attention + self.attention[-1:],
-                       local_layers=self.local_layers + self.local_layers[-1:])
+                       local_layers=self.local_layers + self.local_layers[-1:],
+                       dense_layers=self.dense_layers + self.dense_layers[-1:])
 
     @cached_property
     def weights(self) -> ModelWeights:
@@ -261,6 +270,22 @@ class ModelConfig:
         """The form of attention of a decoder layer."""
         return self.attention[layer] if self.attention else DEFAULT_FORM
 
+    def has_experts(self, layer: int) -> bool:
+        """True if a decoder layer has experts in place of an MLP."""
+        return self.experts is not None and not (self.dense_layers and self.dense_layers[layer])
+
+    @cached_property
+    def layer_kinds(self) -> dict[int, int]:
+        """The first decoder layer of each kind, and how many are of it: of a mixture those with
+        experts, and those without."""
+        kinds = [self.has_experts(layer) for layer in range(self.num_layers)]
+        return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+    @property
+    def expert_layers(self) -> int:
+        """The decoder layers that have experts."""
+        return sum(count for layer, count in self.layer_kinds.items() if self.has_experts(layer))
+
     @property
     def exact_shapes(self) -> tuple[tuple[int, int], ...]:
         """Shapes of the matrices that stay in the run's dtype: routers, and gates of one row."""
@@ -273,7 +298,8 @@ class ModelConfig:
         """Shapes of matrices of experts that no other matrix has."""
         if self.experts is None:
             return frozenset()
-        others = (self.layer_shapes(), self.embed_shapes(), self.head_shapes())
+        others = (*map(self.layer_shapes, self.layer_kinds), self.embed_shapes(),
+                  self.head_shapes())
         return frozenset(self.expert_shapes().matrices).difference(
             *(part.matrices for part in others))
 
@@ -295,24 +321,33 @@ class ModelConfig:
         """The embeddings, a tied token table included."""
         return PartShapes.of(self.weights.embed)
 
-    def layer_shapes(self) -> PartShapes:
-        """One decoder layer, without its experts."""
-        return self._layer_shapes[0]
+    def layer_shapes(self, layer: int = 0) -> PartShapes:
+        """A decoder layer, without its experts."""
+        return self._layer_shapes[self.has_experts(layer)][0]
 
-    def half_shapes(self) -> tuple[PartShapes, PartShapes]:
+    def half_shapes(self, layer: int = 0) -> tuple[PartShapes, PartShapes]:
         """Attention and MLP of a decoder layer, each with its norms."""
-        return self._layer_shapes[1:]
+        return self._layer_shapes[self.has_experts(layer)][1:]
 
     @cached_property
-    def _layer_shapes(self) -> tuple[PartShapes, PartShapes, PartShapes]:
-        layer, weights = self.weights.layers[0], self.weights.part(0, 1).separated()
-        attention, mlp, whole = (PartShapes.of(specs, self.exact_shapes)
-                                 for specs in (*weights.layers[:2], layer))
-        return whole, attention, mlp
+    def _layer_shapes(self) -> dict[bool, tuple[PartShapes, PartShapes, PartShapes]]:
+        """Whole layers and their halves, those with experts apart."""
+        found = {}
+        for kind in self.layer_kinds:
+            halves = self.weights.part(kind, kind + 1).separated().layers[2 * kind : 2 * kind + 2]
+            whole, attention, mlp = (PartShapes.of(specs, self.exact_shapes)
+                                     for specs in (self.weights.layers[kind], *halves))
+            found[self.has_experts(kind)] = whole, attention, mlp
+        return found
+
+    def over_layers(self, size: Callable[[PartShapes], int]) -> int:
+        """The sum of what `size` gives for each decoder layer, without its experts."""
+        return sum(count * size(self.layer_shapes(layer))
+                   for layer, count in self.layer_kinds.items())
 
     def expert_shapes(self) -> PartShapes:
         """One expert of a decoder layer, of a model that has some."""
-        return PartShapes.of(self.weights.experts[0][0])
+        return PartShapes.of(next(layer[0] for layer in self.weights.experts if layer))
 
     def head_shapes(self) -> PartShapes:
         """Tensors after the last layer; the output matrix only if it is not tied."""
@@ -324,11 +359,12 @@ class ModelConfig:
         """Parameters of the embeddings, a tied token table included."""
         return self.embed_shapes().parameters
 
-    def layer_parameters(self) -> int:
-        """Parameters of one decoder layer, with all of its experts."""
-        experts = 0 if self.experts is None else (
-            self.experts.count * self.expert_shapes().parameters)
-        return self.layer_shapes().parameters + experts
+    def layer_parameters(self, layer: int = 0) -> int:
+        """Parameters of a decoder layer, with all of its experts."""
+        own = self.layer_shapes(layer).parameters
+        if self.experts is None or not self.has_experts(layer):
+            return own
+        return own + self.experts.count * self.expert_shapes().parameters
 
     def head_parameters(self) -> int:
         """Parameters after the last layer; the output matrix only if it is not tied."""
@@ -336,12 +372,13 @@ class ModelConfig:
 
     def num_parameters(self) -> int:
         """All parameters, a tied table counted once."""
-        layers = self.num_layers * self.layer_parameters()
+        layers = sum(count * self.layer_parameters(layer)
+                     for layer, count in self.layer_kinds.items())
         return self.embed_parameters() + layers + self.head_parameters()
 
     def scratch_elements(self, rows: int) -> int:
         """Elements of compute dtype that a decoder layer takes from its `Scratch` for `rows`."""
-        into = self.half_shapes()[1].matrices[:-1]
-        wide = sum(outputs for outputs, _ in into)
+        into = (self.half_shapes(layer)[1].matrices[:-1] for layer in self.layer_kinds)
+        wide = max(sum(outputs for outputs, _ in matrices) for matrices in into)
         return (rows * (self.q_size + 2 * self.kv_size)
                 + min(rows, ROW_BLOCK) * (self.hidden_size + wide))

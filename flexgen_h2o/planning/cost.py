@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -212,10 +213,14 @@ class _Costs:
         self.passes = math.ceil(self.prompt / run.pass_rows)
         self._batches = run.workload.num_gpu_batches / run.groups
         self._sequences = self._batches * run.workload.gpu_batch_size
-        self._layer = model.layer_shapes()
+        # Of a mean layer: matrices' elements, bytes, and the share that has experts.
+        self._elements = model.over_layers(
+            lambda part: sum(map(math.prod, part.matrices))) / model.num_layers
         self._record = record_bytes(run.cache, model, run.itemsize)
         self._tokens = CachedTokens(run, hardware.recall)
-        self._weight_bytes = part_bytes(run.weights, self._layer, run.itemsize)
+        self._weight_bytes = model.over_layers(
+            partial(part_bytes, run.weights, itemsize=run.itemsize)) / model.num_layers
+        self._mixed = model.expert_layers / model.num_layers
 
     def _layer_step(self, count: float, tally: _Tally, attention: np.ndarray | None = None,
                     awaited: np.ndarray | None = None) -> LayerStepCost:
@@ -319,7 +324,7 @@ class _Costs:
             return
         # As slots keep what is used most, and all are taken to be used alike.
         missed = 1 - run.expert_slots / max(run.experts_away, run.expert_slots, 1)
-        touched = experts.touched(self._batches * rows)
+        touched = self._mixed * experts.touched(self._batches * rows)
         tiers = ("disk",) if run.computes_experts_on_host else ("cpu", "disk")
         tally.bring("weights", missed * touched * run.expert_bytes, tiers)
 
@@ -338,7 +343,8 @@ class _Costs:
         touched = experts.touched(rows)
         each = max(1.0, rows * experts.per_token / touched / READ_ROWS)
         rate = self._hardware.host_attention.decode_attention[16]
-        tally.add(HOST, each * touched * run.expert_bytes / rate, ("weights", "cpu"))
+        rows *= self._mixed
+        tally.add(HOST, self._mixed * each * touched * run.expert_bytes / rate, ("weights", "cpu"))
         sums = rows * self._model.hidden_size * (8 if run.itemsize == 4 else 4)
         tally.link("gpu->cpu", rows * self._model.hidden_size * run.itemsize, ("weights", "cpu"))
         tally.link("cpu->gpu", sums, ("weights", "cpu"))
@@ -350,7 +356,8 @@ class _Costs:
             return 0.0
         touched = experts.touched(rows)
         elements = sum(map(math.prod, self._model.expert_shapes().matrices))
-        return touched * self._products(max(1.0, rows * experts.per_token / touched), elements)
+        each = max(1.0, rows * experts.per_token / touched)
+        return self._mixed * touched * self._products(each, elements)
 
     def _hidden(self, rows: float) -> float:
         """Bytes of hidden states of so many rows in each batch."""
@@ -358,7 +365,7 @@ class _Costs:
 
     def _row_seconds(self, rows: float) -> float:
         """All of a decoder layer but attention, for rows that go through it together."""
-        compute, elements = self._compute, sum(map(math.prod, self._layer.matrices))
+        compute, elements = self._compute, self._elements
         blocks, rest = divmod(rows, ROW_BLOCK)
         products = blocks * self._products(ROW_BLOCK, elements)
         if rest:
@@ -366,7 +373,7 @@ class _Costs:
         hidden = rows * self._model.hidden_size / 1e9
         return products + hidden * compute.elementwise + compute.layer_seconds
 
-    def _products(self, rows: float, weights: int) -> float:
+    def _products(self, rows: float, weights: float) -> float:
         """Seconds of products of so many rows with so many weights."""
         table = self._compute.products(self._run.weights)
         return weights / 1e9 * interpolate(table, rows)

@@ -75,7 +75,7 @@ class PlannedRun:
     def all_experts(self) -> int:
         """Experts of all layers."""
         experts = self.model.experts
-        return 0 if experts is None else self.model.num_layers * experts.count
+        return 0 if experts is None else self.model.expert_layers * experts.count
 
     @property
     def spread(self) -> tuple[Placement, Placement]:
@@ -176,7 +176,7 @@ def head_bytes(run: PlannedRun) -> tuple[int, int]:
     """Bytes of the head's matrix, a tied one too, and of all weights: those of the run's rank."""
     model = run.model
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
-    total = model.num_layers * at_rest(model.layer_shapes())
+    total = model.over_layers(at_rest)
     if run.embeds:
         total += at_rest(model.embed_shapes())
     if not run.heads:

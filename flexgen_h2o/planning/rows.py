@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.limits import (
@@ -57,12 +58,12 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     """Decoder layers, embeddings and head as placed, and buffers for what is fetched."""
     model = run.model
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
-    layers = model.num_layers * at_rest(model.layer_shapes())
+    layers = model.over_layers(at_rest)
     head, total = head_bytes(run)
     others, _ = run.spread
     kept, placement = set_apart(head, total, others, compute_tiers(run.has_gpu))
     fractions = placement.fractions()
-    vectors = model.num_layers * model.layer_shapes().vectors * run.itemsize
+    vectors = model.over_layers(lambda part: part.vectors) * run.itemsize
     for name, nbytes, apart, stays in (
             ("weights", layers, 0, vectors),
             ("embeddings", total - layers, head if kept else 0, 0)):
@@ -79,11 +80,12 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     elif away > 0:
         # Placement is by whole tensors: a layer may hold one more of them than its share, and the
         # head's matrix is there or it is not.
-        tensor = max(run.weights.matrix_bytes(shape, run.itemsize)
-                     for shape in model.layer_shapes().matrices)
+        tensor = max(run.weights.matrix_bytes(shape, run.itemsize) for layer in model.layer_kinds
+                     for shape in model.layer_shapes(layer).matrices)
         halves = run.policy.sep_layer or model.experts is not None
-        parts = model.half_shapes() if halves else (model.layer_shapes(),)
-        largest = max(map(at_rest, parts))
+        parts = (model.half_shapes(layer) if halves else (model.layer_shapes(layer),)
+                 for layer in model.layer_kinds)
+        largest = max(map(at_rest, chain.from_iterable(parts)))
         buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor),
                                        0 if kept else head)
     yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)

@@ -120,7 +120,7 @@ def _own_products(run: PlannedRun) -> int:
         return UNPACKED_BYTES if options.bits < 16 else 0
     if options.bits == 16 and run.itemsize != 2:
         return 0  # PyTorch's
-    parts = [model.embed_shapes(), model.layer_shapes(), model.head_shapes()]
+    parts = [model.embed_shapes(), *map(model.layer_shapes, model.layer_kinds), model.head_shapes()]
     if model.experts is not None:
         parts.append(model.expert_shapes())
     widest = max(inputs for part in parts for _, inputs in part.matrices)

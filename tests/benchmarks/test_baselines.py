@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from programs import ROOT, benchmark_modules
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.spec import ModelConfig, published
 
 MODULES = ("comparison.worker", "comparison.rooflines", "comparison.processes", "baselines",
            "baselines.accelerate_offload", "baselines.base", "baselines.deepspeed_zero",
@@ -46,6 +47,20 @@ def test_a_roofline_counts_bytes_and_products(bench):
     small = bench.rooflines.work(MODEL, load(weight_bits=4, cache_bits=4))
     assert small.weight_bytes < full.weight_bytes / 3 and small.cache_bytes < full.cache_bytes / 2
     assert small.step_flops == full.step_flops
+
+
+def test_a_roofline_counts_experts_in_mxfp4_and_layers_without_experts(bench):
+    load = partial(bench.rooflines.Load, batch=1, prompt_len=10, gen_len=4, cached=12)
+    gpt_oss = published("gpt-oss-20b")
+    fewer = sum(bench.rooflines.work(shape, load(weight_bits=4)).all_bytes * sign
+                for shape, sign in ((replace(gpt_oss, name="another"), 1), (gpt_oss, -1)))
+    matrices = 24 * 32 * 3 * 2880 * 2880
+    assert fewer == pytest.approx(matrices * 0.25 / 8, rel=0.02), "4.25 bits, and not 4.5"
+    qwen = published("Qwen3-30B-A3B")
+    mixed = replace(qwen, dense_layers=(True,) * 12 + (False,) * 36)
+    assert bench.rooflines.work(mixed, load()).all_bytes == 2 * mixed.num_parameters()
+    assert mixed.num_parameters() == qwen.num_parameters() - 12 * (
+        qwen.layer_parameters() - mixed.layer_parameters(0))
 
 
 def test_only_what_exceeds_memory_is_read_from_disk(bench):

@@ -75,7 +75,7 @@ POLICIES = [
 
 
 # The others differ from a mixture of theirs in what all policies share.
-EVERY_POLICY = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss")
+EVERY_POLICY = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe_dense", "gpt_oss")
 
 
 @pytest.mark.parametrize("key", MIXTURES)
@@ -93,7 +93,7 @@ def test_the_same_tokens_as_transformers_for_every_policy(tiny_model, wanted, tm
 
 
 @pytest.mark.parametrize(("key", "place"), [
-    ("qwen2_moe", HOST), ("qwen3_moe", MIXED), ("mixtral", DISK), ("gpt_oss", DISK)])
+    ("qwen2_moe", HOST), ("qwen3_moe_dense", MIXED), ("mixtral", DISK), ("gpt_oss", DISK)])
 def test_on_a_device_with_memory_of_its_own(tiny_model, wanted, tmp_path, device, key, place):
     """Where a copy that nobody waits for shows old bytes, and fresh memory is full of NaN."""
     prompts, expected = wanted(key)
@@ -134,7 +134,7 @@ def test_prompts_in_chunks_and_shared_ones(tiny_model, wanted, tmp_path, monkeyp
     assert got == [each for tokens in expected for each in (tokens, tokens)]
 
 
-@pytest.mark.parametrize("key", ["mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("key", ["mixtral", "qwen2_moe_dense", "gpt_oss"])
 def test_h2o_is_the_masked_simulation(tiny_model, tmp_path, key):
     folder = tiny_model(key).folder
     prompts = make_prompts(97, [30, 17, 24])

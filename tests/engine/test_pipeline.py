@@ -111,7 +111,7 @@ def test_the_same_tokens_for_every_family(tiny_model, key, ranks):
 
 @pytest.mark.parametrize("key, ranks, policy", [
     ("qwen2_moe", 2, {"experts": DISK, "expert_slots": 4}), ("mixtral", 3, {"prefill_chunk": 8}),
-    ("qwen3_moe", 2, {"experts": Placement(0, 0, 100), "num_gpu_batches": 5})])
+    ("qwen3_moe_dense", 2, {"experts": Placement(0, 0, 100), "num_gpu_batches": 5})])
 def test_the_same_tokens_of_mixtures(tiny_model, key, ranks, policy):
     """Each group of batches is a block of its own to the experts, of which a rank has its
     layers'."""

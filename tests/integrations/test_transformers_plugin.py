@@ -101,8 +101,8 @@ def qwen(request):
 
 
 @pytest.mark.parametrize("key", [*FAMILIES, "qwen3", "seed_oss", "phi3_longrope", "granite",
-                                 "olmo2", "stablelm", "mixtral", "qwen3_moe", "gemma2", "gemma3",
-                                 "mistral_window", "gpt_oss"])
+                                 "olmo2", "stablelm", "mixtral", "qwen3_moe_dense", "gemma2",
+                                 "gemma3", "mistral_window", "gpt_oss"])
 def test_the_tokens_of_llm(tiny_model, key):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)

@@ -101,7 +101,7 @@ def test_shapes_are_those_of_the_tensors(key):
     tied = {spec.name for spec in specs.embed.values()}
     head = {name: spec for name, spec in specs.head.items() if spec.name not in tied}
     parts = [(cfg.embed_shapes(), specs.embed), (cfg.head_shapes(), head)]
-    parts += [(cfg.layer_shapes(), layer) for layer in specs.layers]
+    parts += [(cfg.layer_shapes(place), layer) for place, layer in enumerate(specs.layers)]
     parts += [(cfg.expert_shapes(), expert) for layer in specs.experts for expert in layer[-2:]]
     for part, tensors in parts:
         shapes = [spec.shape for spec in tensors.values()]
@@ -169,6 +169,7 @@ def test_the_saved_config_and_the_object_agree(tiny_model, key):
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8}
+QWEN_MOE = {"model_type": "qwen3_moe", "num_key_value_heads": 2}
 NEOX = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4}
 LLAMA3_OLD = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
               "original_max_position_embeddings": 64}
@@ -249,8 +250,8 @@ def test_forms_of_attention_go_with_their_layers():
     (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok", "8 experts, got 9"]),
     (MIXTRAL | {"num_local_experts": 10**5}, ["num_local_experts must be at most 1024"]),
     (MIXTRAL | {"num_local_experts": 1000, "num_hidden_layers": 66}, ["66000 experts"]),
-    ({"model_type": "qwen2_moe", "mlp_only_layers": [1]}, ["dense layers", "mlp_only_layers"]),
-    ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["decoder_sparse_step"]),
+    (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers must be", "got '1'"]),
+    (QWEN_MOE | {"decoder_sparse_step": -1}, ["decoder_sparse_step must be", "got -1"]),
     ({"num_experts": 4}, ["mixture of experts", "num_experts"]),
     ({"model_type": "bloom", "alibi": True}, ["ALiBi"]),
     ({"model_type": "mpt", "attn_config": {"alibi": True}}, ["ALiBi"]),

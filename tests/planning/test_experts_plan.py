@@ -66,6 +66,21 @@ def test_experts_and_their_slots_in_the_memory_plan():
     assert 0.25 < fewer / (2 * ALL * EXPERT) < 0.33
 
 
+def test_layers_without_experts_are_planned_by_their_own_sizes():
+    """Their MLP is of what every token needs, and only the others' experts come and go."""
+    mixed = replace(QWEN, dense_layers=(True,) * 12 + (False,) * 36)
+    assert (mixed.expert_layers, mixed.part(0, 12).experts) == (36, None)
+    runs = [planned(weights=(0, 100), model=model, batch=(2, 3), gpu=True,
+                    experts=Placement(0, 0, 100)) for model in (QWEN, mixed)]
+    assert runs[1].all_experts == 36 * 128
+    sizes = [2 * (run.model.num_parameters() - run.all_experts * EXPERT) for run in runs]
+    found = [sum(rows(run)[name].cpu + rows(run)[name].gpu for name in ("weights", "embeddings"))
+             for run in runs]
+    assert found == sizes and sizes[1] - sizes[0] > 12 * 2 * 3 * 6000 * 2048
+    read = [estimate(GPU, run).step.resources["disk->cpu"] for run in runs]
+    assert read[1] == pytest.approx(read[0] * 36 / 48, rel=0.01)
+
+
 def test_experts_that_compute_in_host_memory_neither_travel_nor_have_slots():
     machines = {True: GPU, False: CPU}
     options = {"weights": (100, 0), "experts": Placement(0, 100, 0), "model": QWEN,

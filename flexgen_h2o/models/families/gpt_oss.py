@@ -67,7 +67,7 @@ def weights(cfg: ModelConfig) -> ModelWeights:
 
     def layer(prefix: str) -> dict[str, TensorSpec]:
         return {**norm_specs("ln1", f"{prefix}input_layernorm", hidden),
-                **norm_specs("ln2", f"{prefix}post_attention_layernorm", hidden),
+                **norm_specs("router_norm", f"{prefix}post_attention_layernorm", hidden),
                 **attention_specs(cfg, prefix),
                 "sinks": TensorSpec(f"{prefix}self_attn.sinks", (cfg.num_heads,)),
                 **linear_specs("router", f"{prefix}mlp.router", (count, hidden), True)}

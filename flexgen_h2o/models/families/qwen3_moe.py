@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from flexgen_h2o.models.decoder import aliases, attention_inputs, attention_output, embed, head
+from flexgen_h2o.models.decoder import (
+    aliases,
+    attention_inputs,
+    attention_output,
+    embed,
+    head,
+    mlp,
+)
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.mixture import expert, mixture_specs, read_experts, route, shared, views
+from flexgen_h2o.models.mixture import (
+    expert,
+    mixture_specs,
+    read_dense_layers,
+    read_experts,
+    route,
+    shared,
+    views,
+)
 from flexgen_h2o.models.model_config import ModelConfig, ModelWeights
 from flexgen_h2o.models.rope import read_rope
 
 __all__ = ["DEFAULTS", "aliases", "attention_inputs", "attention_output", "embed", "expert", "head",
-           "read", "route", "shared", "views", "weights"]
+           "mlp", "read", "route", "shared", "views", "weights"]
 
 DEFAULTS = {
     "qwen3_moe": {
@@ -33,6 +48,7 @@ def read(f: Fields) -> ModelConfig:
         qk_norm=True,
         attention=f.forms((f.flag("use_sliding_window"),) * common["num_layers"]),
         experts=read_experts(f),
+        dense_layers=read_dense_layers(f),
     )
 
 
