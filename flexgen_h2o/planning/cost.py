@@ -3,8 +3,7 @@
 As in FlexGen (arXiv 2303.06865, section 4.3), for this engine's schedule: a layer step of it
 (embedding, decoder layer, head) takes, for all batches of a block, as long as the busiest resource
 does; with overlap off they take turns. All seconds are affine in the shares of the placements,
-which is what
-`search` makes a linear programme of.
+which is what `placing` makes a linear programme of.
 """
 
 from __future__ import annotations
@@ -18,59 +17,24 @@ import numpy as np
 
 from flexgen_h2o.config.limits import (
     CHUNK_BUFFERS,
-    GROWTH,
     LAYER_CHUNKS,
     ROW_BLOCK,
-    WRITE_BACK_TOKENS,
 )
-from flexgen_h2o.config.placement import PLACED, TIERS
+from flexgen_h2o.config.placement import TIERS
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.budget import budget
-from flexgen_h2o.metrics.links import LINKS
-from flexgen_h2o.planning.cached_tokens import CachedTokens
+from flexgen_h2o.planning.cache_cost import CacheCosts
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.planned_run import (
     PlannedRun,
-    layer_slots,
     part_bytes,
-    record_bytes,
 )
+from flexgen_h2o.planning.tally import COMPUTE, HOST, RESOURCES, TERMS, LayerStepCost, Tally
 from flexgen_h2o.storage.placement import split
-
-COMPUTE, HOST = "compute", "cpu attention"
-RESOURCES = (COMPUTE, HOST, *LINKS)
-TERMS = (None, *((kind, tier) for kind in PLACED for tier in TIERS))
-"""The variables in which seconds are affine: a constant, and the share (1: all) of each kind on
-each tier. The weights of a mixture that count here are the experts; the others lie as they do."""
 
 _IS_WEIGHTS = np.array([term is not None and term[0] == "weights" for term in TERMS])
 
 READ_ROWS = 4
 """Rows of an expert that a CPU multiplies in the time that it takes to read the expert."""
-
-
-@dataclass(frozen=True)
-class LayerStepCost:
-    """One layer step of the schedule, for all batches of a block.
-
-    Attributes
-    ----------
-    count : float
-        How often it comes in its phase.
-    lanes : float array [lanes, TERMS]
-        Seconds of what runs side by side, and is disturbed by the others: the layer step takes as
-        long as the largest.
-    seconds : float array [RESOURCES, TERMS]
-        Seconds of each resource alone.
-    """
-
-    count: float
-    lanes: np.ndarray
-    seconds: np.ndarray
-
-    def elapsed(self, shares: np.ndarray) -> np.ndarray:
-        """Seconds in the phase, for `shares` [TERMS] or, of many placements, [TERMS, n]."""
-        return self.count * (self.lanes @ shares).max(axis=0)
 
 
 @dataclass(frozen=True)
@@ -141,9 +105,9 @@ def layer_steps_of(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStep
     """The layer steps of the prefill, and those of a mean decode step, whatever the placements
     are."""
     costs = _Costs(hardware, run)
-    layers, passes = run.model.num_layers, costs.passes
+    layers, passes = run.model.num_layers, run.passes
     rows = run.workload.gpu_batch_size
-    prompt_rows = rows * costs.prompt / passes
+    prompt_rows = rows * run.workload.prompt_len / passes
     prefill = [costs.prompt_layer(passes * layers)]
     step = [costs.token_layer(layers)]
     if run.embeds:
@@ -153,45 +117,6 @@ def layer_steps_of(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStep
         prefill.append(costs.head(prompt_rows, passes))
         step.append(costs.head(rows, 1))
     return tuple(prefill), tuple(step)
-
-
-class _Tally:
-    """Sums up what a layer step takes of each resource, by `TERMS`."""
-
-    def __init__(self, hardware: Hardware):
-        self._hardware = hardware
-        self.seconds = np.zeros((len(RESOURCES), len(TERMS)))
-
-    def add(self, resource: str, seconds: float, term: tuple[str, str] | None = None) -> None:
-        """Seconds of a resource, whatever the placements are or times the share of a term."""
-        self.seconds[RESOURCES.index(resource), TERMS.index(term)] += seconds
-
-    def link(self, name: str, nbytes: float, term: tuple[str, str]) -> None:
-        """Bytes times the share of a term over a link."""
-        self.add(name, nbytes / self._hardware.links[name], term)
-
-    def bring(self, kind: str, nbytes: float, tiers: tuple[str, ...] = TIERS[1:]) -> None:
-        """Bytes of which the shares on `tiers` come to compute memory."""
-        for tier in tiers:
-            if tier == "disk":
-                self.link("disk->cpu", nbytes, (kind, tier))
-            if self._hardware.has_gpu:
-                self.link("cpu->gpu", nbytes, (kind, tier))
-
-    def bring_fixed(self, tier: str, nbytes: float) -> None:
-        """Bytes that come to compute memory from a tier, whatever the placements are."""
-        for link, passed in (("disk->cpu", tier == "disk"),
-                             ("cpu->gpu", tier != "gpu" and self._hardware.has_gpu)):
-            if passed:
-                self.add(link, nbytes / self._hardware.links[link])
-
-    def send(self, kind: str, nbytes: float, tiers: tuple[str, ...] = TIERS[1:]) -> None:
-        """Bytes of which the shares on `tiers` leave compute memory."""
-        for tier in tiers:
-            if tier == "disk":
-                self.link("cpu->disk", nbytes, (kind, tier))
-            if self._hardware.has_gpu:
-                self.link("gpu->cpu", nbytes, (kind, tier))
 
 
 class _Costs:
@@ -209,20 +134,17 @@ class _Costs:
         self._compute = hardware.compute
         self._run = run
         self._model = model = run.model
-        self.prompt = run.workload.prompt_len
-        self.passes = math.ceil(self.prompt / run.pass_rows)
-        self._batches = run.workload.num_gpu_batches / run.groups
+        self._cache = CacheCosts(hardware, run)
+        self._batches = run.group_batches
         self._sequences = self._batches * run.workload.gpu_batch_size
         # Of a mean layer: matrices' elements, bytes, and the share that has experts.
         self._elements = model.over_layers(
             lambda part: sum(map(math.prod, part.matrices))) / model.num_layers
-        self._record = record_bytes(run.cache, model, run.itemsize)
-        self._tokens = CachedTokens(run, hardware.recall)
         self._weight_bytes = model.over_layers(
             partial(part_bytes, run.weights, itemsize=run.itemsize)) / model.num_layers
         self._mixed = model.expert_layers / model.num_layers
 
-    def _layer_step(self, count: float, tally: _Tally, attention: np.ndarray | None = None,
+    def _layer_step(self, count: float, tally: Tally, attention: np.ndarray | None = None,
                     awaited: np.ndarray | None = None) -> LayerStepCost:
         """Groups of resources that run side by side: all resources, or with overlap off none of
         them.
@@ -252,7 +174,7 @@ class _Costs:
 
     def embedding(self, rows: float, count: int) -> LayerStepCost:
         """Rows of a batch looked up where the table is; only they travel."""
-        tally = _Tally(self._hardware)
+        tally = Tally(self._hardware)
         self._bring_weights(
             tally, self._batches * rows * self._model.embed_dim * self._run.itemsize)
         tally.send("activations", self._hidden(rows))
@@ -262,7 +184,7 @@ class _Costs:
         """Logits of one row of each sequence, once in a phase; the matrix comes in each forward
         pass."""
         model, run, batch = self._model, self._run, self._run.workload.gpu_batch_size
-        tally = _Tally(self._hardware)
+        tally = Tally(self._hardware)
         matrix = (model.vocab_size, model.embed_dim)
         self._bring_weights(tally, run.weights.matrix_bytes(matrix, run.itemsize))
         tally.bring("activations", self._hidden(rows))
@@ -274,7 +196,8 @@ class _Costs:
 
     def prompt_layer(self, count: int) -> LayerStepCost:
         """A decoder layer with a part of all prompts."""
-        tokens, batch = self.prompt / self.passes, self._run.workload.gpu_batch_size
+        load, passes = self._run.workload, self._run.passes
+        tokens, batch = load.prompt_len / passes, load.gpu_batch_size
         # Chunks are cut between sequences.
         together = min(batch, max(1, int(self._run.chunk_rows // tokens)))
         trips = 1.0
@@ -285,8 +208,8 @@ class _Costs:
             if sequences:
                 tally.add(COMPUTE, self._batches * chunks * self._row_seconds(sequences * tokens))
         self._experts(tally, self._sequences * tokens)
-        tally.add(COMPUTE, self._sequences * self._prompt_attention() / self.passes)
-        self._prompt_cache(tally)
+        tally.add(COMPUTE, self._sequences * self._cache.prompt_attention_seconds() / passes)
+        self._cache.add_prompt(tally)
         return self._layer_step(count, tally)
 
     def token_layer(self, count: int) -> LayerStepCost:
@@ -296,20 +219,20 @@ class _Costs:
         tally.add(COMPUTE, self._batches * self._row_seconds(batch))
         self._experts(tally, self._batches * batch)
         products = tally.seconds[0].copy()
-        self._token_attention(tally)
-        return self._layer_step(count, tally, tally.seconds[0] - products, self._awaited())
+        self._cache.add_token(tally)
+        return self._layer_step(count, tally, tally.seconds[0] - products, self._cache.awaited())
 
-    def _rows(self, rows: float, trips: float = 1.0) -> _Tally:
+    def _rows(self, rows: float, trips: float = 1.0) -> Tally:
         """A decoder layer's weights, so many times, and the hidden states of `rows` in each batch
         both ways."""
-        tally = _Tally(self._hardware)
+        tally = Tally(self._hardware)
         self._bring_weights(tally, trips * self._weight_bytes)
         self._bring_experts(tally, rows)
         tally.bring("activations", self._hidden(rows))
         tally.send("activations", self._hidden(rows))
         return tally
 
-    def _bring_weights(self, tally: _Tally, nbytes: float) -> None:
+    def _bring_weights(self, tally: Tally, nbytes: float) -> None:
         """Weights that every token needs. Beside experts they are where they are."""
         if self._model.experts is None:
             tally.bring("weights", nbytes)
@@ -317,7 +240,7 @@ class _Costs:
         for tier, share in zip(TIERS, self._run.spread[0].fractions(), strict=True):
             tally.bring_fixed(tier, share * nbytes)
 
-    def _bring_experts(self, tally: _Tally, rows: float) -> None:
+    def _bring_experts(self, tally: Tally, rows: float) -> None:
         """The experts that so many rows of each batch choose, but for those that slots have."""
         experts, run = self._model.experts, self._run
         if experts is None:
@@ -328,7 +251,7 @@ class _Costs:
         tiers = ("disk",) if run.computes_experts_on_host else ("cpu", "disk")
         tally.bring("weights", missed * touched * run.expert_bytes, tiers)
 
-    def _experts(self, tally: _Tally, rows: float) -> None:
+    def _experts(self, tally: Tally, rows: float) -> None:
         """Products with the experts that rows of all batches choose, wherever they are made.
 
         The CPU beside a GPU reads weights as fast as attention reads a cache, and takes as long for
@@ -377,83 +300,6 @@ class _Costs:
         """Seconds of products of so many rows with so many weights."""
         table = self._compute.products(self._run.weights)
         return weights / 1e9 * interpolate(table, rows)
-
-    def _prompt_attention(self) -> float:
-        """Causal attention over a whole prompt, with scores in the layers that need them."""
-        run, model, rates = self._run, self._model, self._compute.prefill_attention
-        seconds = 0.0
-        for layer in range(model.num_layers):
-            # Of each query with the keys that it sees.
-            seen = min(self.prompt, model.form(layer).window or self.prompt)
-            pairs = seen * (seen + 1) / 2 + (self.prompt - seen) * seen
-            size = budget(run.cache.h2o, layer, run.workload.prompt_len)
-            scored = size is not None and size.heavy > 0
-            seconds += pairs / rates["scored" if scored else "plain"]
-        return 4 * model.head_dim * model.num_heads * seconds / model.num_layers
-
-    def _prompt_cache(self, tally: _Tally) -> None:
-        """The cut cache is written once. Until then, prompts in chunks go to and fro whole."""
-        run, model, passes = self._run, self._model, self.passes
-        plain = self._sequences * 2 * model.kv_size * run.itemsize
-        cut = self._sequences * self._slots(self.prompt + GROWTH) * self._record
-        fetched = ("cpu", "disk")
-        if run.attends_on_host:
-            fetched = ("disk",)
-            # There whole prompts go down to be cut.
-            tally.link("gpu->cpu", plain * self.prompt / passes, ("cache", "cpu"))
-        if run.gathers_prompts:
-            tally.bring("cache", plain * self.prompt * (passes - 1) / passes)
-            tally.send("cache", plain * self.prompt * (passes - 1) / passes)
-            tally.send("cache", cut / passes, fetched)
-        else:
-            tally.bring("cache", cut * (passes - 1) / passes, fetched)
-            tally.send("cache", cut, fetched)
-
-    def _token_attention(self, tally: _Tally) -> None:
-        """Attention where the cache is brought or lies, and the new records on their way back."""
-        run, model, hardware = self._run, self._model, self._hardware
-        new = self._sequences * self._record
-        for tier in TIERS:
-            host = tier == "cpu" and run.attends_on_host
-            by = hardware.host_attention if host else hardware.compute
-            # A GPU recalls in plain PyTorch, of which nothing is known: as if it read everything.
-            each = self._tokens.attention_seconds(by, recalls=host or not run.has_gpu)
-            tally.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
-        mean = self.prompt + (run.workload.gen_len + GROWTH) / 2
-        whole = self._sequences * self._slots(mean) * self._record
-        if run.attends_on_host:
-            rows = self._sequences * run.itemsize
-            tally.link("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
-            tally.link("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
-        elif run.has_gpu:
-            # All keys, and of the values those that are chosen.
-            tally.bring("cache", whole * (1 + run.cache.attn_sparsity) / 2, ("cpu",))
-            tally.send("cache", new, ("cpu",))
-        written = whole / WRITE_BACK_TOKENS
-        if run.recalls_from_disk:
-            whole, written = self._sequences * self._tokens.disk_reads()[0], new
-            each = hardware.recall.fetching * self._compute.layer_seconds
-            tally.add(COMPUTE, self._batches * each, ("cache", "disk"))
-        tally.bring("cache", whole, ("disk",))
-        if run.has_gpu:
-            tally.link("gpu->cpu", new, ("cache", "disk"))
-        tally.link("cpu->disk", written, ("cache", "disk"))
-
-    def _awaited(self) -> np.ndarray | None:
-        """Seconds [TERMS] for which attention waits for what it has chosen."""
-        if not self._run.recalls_from_disk:
-            return None
-        tally = _Tally(self._hardware)
-        tally.bring("cache", self._sequences * self._tokens.disk_reads()[1], ("disk",))
-        return tally.seconds.sum(axis=0)
-
-    def _slots(self, grown: float) -> float:
-        """Slots of a sequence that travel, a mean over layers: with nothing evicted, `grown`."""
-        run, model = self._run, self._model
-        evicting = {*run.evicting_layers}
-        return sum(most if layer in evicting else min(most, grown) for layer, most in enumerate(
-            layer_slots(run.cache, model, run.workload))) / model.num_layers
-
 
 def interpolate(table: Mapping[int, float], rows: float) -> float:
     """Seconds at so many rows: log-log between two points, constant below the first of them, and

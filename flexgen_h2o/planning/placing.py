@@ -16,10 +16,11 @@ from scipy.optimize import linprog
 
 from flexgen_h2o.config.placement import PLACED, TIERS, Placement
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.planning.cost import TERMS, layer_steps_of, shares_of
+from flexgen_h2o.planning.cost import layer_steps_of, shares_of
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.planned_run import PlannedRun, head_bytes
+from flexgen_h2o.planning.tally import TERMS
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.storage.placement import split
 

@@ -117,6 +117,16 @@ class PlannedRun:
         return min(prompt, self.policy.prefill_chunk or prompt)
 
     @property
+    def passes(self) -> int:
+        """Forward passes of the longest prompt."""
+        return math.ceil(self.workload.prompt_len / self.pass_rows)
+
+    @property
+    def group_batches(self) -> float:
+        """GPU batches that share a load of weights, a mean over groups."""
+        return self.workload.num_gpu_batches / self.groups
+
+    @property
     def chunk_rows(self) -> int:
         """Rows of a prefill that go through a layer together, if no prompt is longer."""
         return CHUNK_ROWS["cuda" if self.has_gpu else "cpu"]

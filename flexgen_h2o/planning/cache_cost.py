@@ -1,0 +1,108 @@
+"""The cost of the cache: attention, and what of the cache is moved between tiers. No torch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexgen_h2o.config.limits import GROWTH, WRITE_BACK_TOKENS
+from flexgen_h2o.config.placement import TIERS
+from flexgen_h2o.h2o.budget import budget
+from flexgen_h2o.planning.cached_tokens import CachedTokens
+from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.planning.planned_run import PlannedRun, layer_slots, record_bytes
+from flexgen_h2o.planning.tally import COMPUTE, HOST, Tally
+
+
+class CacheCosts:
+    """The cache of a mean decoder layer in a mean forward pass.
+
+    Parameters
+    ----------
+    hardware : Hardware
+    run : PlannedRun
+    """
+
+    def __init__(self, hardware: Hardware, run: PlannedRun):
+        self._hardware = hardware
+        self._run = run
+        self._sequences = run.group_batches * run.workload.gpu_batch_size
+        self._prompt = run.workload.prompt_len
+        self._record = record_bytes(run.cache, run.model, run.itemsize)
+        self._tokens = CachedTokens(run, hardware.recall)
+
+    def prompt_attention_seconds(self) -> float:
+        """Causal attention over a whole prompt, with scores in the layers that need them."""
+        run, model = self._run, self._run.model
+        rates = self._hardware.compute.prefill_attention
+        seconds = 0.0
+        for layer in range(model.num_layers):
+            # Of each query with the keys that it sees.
+            seen = min(self._prompt, model.form(layer).window or self._prompt)
+            pairs = seen * (seen + 1) / 2 + (self._prompt - seen) * seen
+            size = budget(run.cache.h2o, layer, run.workload.prompt_len)
+            scored = size is not None and size.heavy > 0
+            seconds += pairs / rates["scored" if scored else "plain"]
+        return 4 * model.head_dim * model.num_heads * seconds / model.num_layers
+
+    def add_prompt(self, tally: Tally) -> None:
+        """The cut cache is written once. Until then, prompts in chunks go to and fro whole."""
+        run, passes = self._run, self._run.passes
+        plain = self._sequences * 2 * run.model.kv_size * run.itemsize
+        cut = self._sequences * self._slots(self._prompt + GROWTH) * self._record
+        fetched = ("cpu", "disk")
+        if run.attends_on_host:
+            fetched = ("disk",)
+            # There whole prompts go down to be cut.
+            tally.link("gpu->cpu", plain * self._prompt / passes, ("cache", "cpu"))
+        if run.gathers_prompts:
+            tally.bring("cache", plain * self._prompt * (passes - 1) / passes)
+            tally.send("cache", plain * self._prompt * (passes - 1) / passes)
+            tally.send("cache", cut / passes, fetched)
+        else:
+            tally.bring("cache", cut * (passes - 1) / passes, fetched)
+            tally.send("cache", cut, fetched)
+
+    def add_token(self, tally: Tally) -> None:
+        """Attention where the cache is brought or lies, and the new records on their way back."""
+        run, model, hardware = self._run, self._run.model, self._hardware
+        new = self._sequences * self._record
+        for tier in TIERS:
+            host = tier == "cpu" and run.attends_on_host
+            by = hardware.host_attention if host else hardware.compute
+            # A GPU recalls in plain PyTorch, of which nothing is known: as if it read everything.
+            each = self._tokens.attention_seconds(by, recalls=host or not run.has_gpu)
+            tally.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
+        mean = self._prompt + (run.workload.gen_len + GROWTH) / 2
+        whole = self._sequences * self._slots(mean) * self._record
+        if run.attends_on_host:
+            rows = self._sequences * run.itemsize
+            tally.link("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
+            tally.link("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
+        elif run.has_gpu:
+            # All keys, and of the values those that are chosen.
+            tally.bring("cache", whole * (1 + run.cache.attn_sparsity) / 2, ("cpu",))
+            tally.send("cache", new, ("cpu",))
+        written = whole / WRITE_BACK_TOKENS
+        if run.recalls_from_disk:
+            whole, written = self._sequences * self._tokens.disk_reads()[0], new
+            each = hardware.recall.fetching * self._hardware.compute.layer_seconds
+            tally.add(COMPUTE, run.group_batches * each, ("cache", "disk"))
+        tally.bring("cache", whole, ("disk",))
+        if run.has_gpu:
+            tally.link("gpu->cpu", new, ("cache", "disk"))
+        tally.link("cpu->disk", written, ("cache", "disk"))
+
+    def awaited(self) -> np.ndarray | None:
+        """Seconds [TERMS] for which attention waits for what it has chosen."""
+        if not self._run.recalls_from_disk:
+            return None
+        tally = Tally(self._hardware)
+        tally.bring("cache", self._sequences * self._tokens.disk_reads()[1], ("disk",))
+        return tally.seconds.sum(axis=0)
+
+    def _slots(self, grown: float) -> float:
+        """Slots of a sequence that travel, a mean over layers: with nothing evicted, `grown`."""
+        run, model = self._run, self._run.model
+        evicting = {*run.evicting_layers}
+        return sum(most if layer in evicting else min(most, grown) for layer, most in enumerate(
+            layer_slots(run.cache, model, run.workload))) / model.num_layers
