@@ -4,19 +4,25 @@
 
 OPT-1.3B's shape with 128 + 512 tokens in what 2.5 GB leave beside Python and PyTorch: the full
 cache, H2O's of 20 % of the text, and the latter with 4 bits of weights and cache, at a small batch
-and at a large one. Each is planned (`--percent auto`); the placement that the plan finds is then
-run for a few tokens, in a process of its own and after a warm-up, and stands beside what the cost
-model says of these: of the full cache in the middle of its text, where a step takes what the mean
-one does.
+and at a large one. Each is planned (`--percent auto`), by rates of the machine that are measured
+anew, as other work on it changes them; the placement that the plan finds is then run for a few
+tokens, in a process of its own and after a warm-up, and stands beside what the cost model says of
+these: of the full cache in the middle of its text, where a step takes what the mean one does. Of
+the steps the median counts.
+
+"full-in-memory" is what the search did not choose: the whole cache in memory, and as much of the
+weights as that leaves room for.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,12 +34,16 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import parse_size
 from flexgen_h2o.config.policy import percent_text
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 
 SHARE = 0.2
 """Of prompt and generated tokens, that H2O keeps: half of it heavy hitters, half recent tokens."""
+
+WARM_UP = 16
+"""Tokens of a prompt that warm up."""
 
 COLUMNS = ("commit", "cpu", "model", "memory_limit", "system", "batch", "policy", "plan_tokens_s",
            "plan_prefill_s", "plan_step_s", "bound_decode", "run_prompt_len", "run_gen_len",
@@ -47,12 +57,16 @@ class LimitedRun:
 
     system: str
     batch: int
-    h2o: bool
+    h2o: bool = False
     bits: int = 16
+    in_memory: bool = False
+    """The cache is."""
 
 
-RUNS = (LimitedRun("full", 4, False), LimitedRun("h2o", 4, True), LimitedRun("full", 32, False),
-        LimitedRun("h2o", 128, True), LimitedRun("h2o-4bit", 128, True, 4))
+RUNS = (LimitedRun("full", 4), LimitedRun("full-in-memory", 4, in_memory=True),
+        LimitedRun("h2o", 4, h2o=True), LimitedRun("full", 32),
+        LimitedRun("full-in-memory", 32, in_memory=True), LimitedRun("h2o", 128, h2o=True),
+        LimitedRun("h2o-4bit", 128, h2o=True, bits=4))
 
 
 def configured(args: argparse.Namespace, run: LimitedRun) -> RunConfig:
@@ -62,7 +76,7 @@ def configured(args: argparse.Namespace, run: LimitedRun) -> RunConfig:
     return RunConfig(model=args.model, path=args.path, prompt_len=args.prompt_len,
                      gen_len=args.gen_len, num_prompts=run.batch, percent="auto",
                      memory_limit=limit, weight_bits=run.bits, cache_bits=run.bits,
-                     offload_dir=args.offload_dir, **(kept if run.h2o else {}))
+                     offload_dir=args.offload_dir, recalibrate=True, **(kept if run.h2o else {}))
 
 
 def _half(args: argparse.Namespace) -> int:
@@ -71,8 +85,7 @@ def _half(args: argparse.Namespace) -> int:
 
 def row(args: argparse.Namespace, run: LimitedRun) -> dict[str, object]:
     """One plan, and the short run of its placement unless only plans are wanted."""
-    config = configured(args, run)
-    plan = planner.plan(config, workload(config, ()), run.batch)
+    plan = planned(configured(args, run), run)
     best, policy = plan.best, plan.config.policy()
     found: dict[str, object] = {
         "commit": source_commit(), "cpu": cpu_model(), "model": args.model,
@@ -84,30 +97,43 @@ def row(args: argparse.Namespace, run: LimitedRun) -> dict[str, object]:
         "bound_decode": best.estimate.step.binding}
     if args.plan_only:
         return found
-    prompt = args.prompt_len + (0 if run.h2o else args.gen_len // 2)
+    prompt = args.run_prompt_len or args.prompt_len + (0 if run.h2o else args.gen_len // 2)
     # A longer prompt has a larger workspace, which would not fit.
     short = replace(plan.config, prompt_len=prompt, gen_len=args.tokens, memory_limit=None)
     predicted = planner.plan(short, workload(short, ()), run.batch).best
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        prefill, decode = process.submit(measured, short, plan.implementations).result()
-    steps = args.tokens - 1
+        prefill, step = process.submit(measured, short, plan.implementations).result()
+    predicted_step = predicted.decode / (args.tokens - 1)
     return found | {
         "run_prompt_len": prompt, "run_gen_len": args.tokens,
         "predicted_prefill_s": predicted.prefill, "prefill_s": prefill,
         "prefill_predicted_over_measured": predicted.prefill / prefill,
-        "predicted_step_s": predicted.decode / steps, "step_s": decode / steps,
-        "step_predicted_over_measured": predicted.decode / decode}
+        "predicted_step_s": predicted_step, "step_s": step,
+        "step_predicted_over_measured": predicted_step / step}
+
+
+def planned(config: RunConfig, run: LimitedRun) -> planner.Plan:
+    """The plan of a run, whose cache is in memory if it is to be."""
+    plan = planner.plan(config, workload(config, ()), run.batch)
+    if not run.in_memory:
+        return plan
+    for share in range(100, -1, -1):
+        tried = replace(config, percent=(share, 0, 100, 0, 100, 0), gpu_batch_size=run.batch,
+                        num_gpu_batches=1, recalibrate=False)
+        with suppress(UserError):
+            return planner.plan(tried, workload(tried, ()), run.batch)
+    raise UserError(f"the cache of {run.batch} sequences does not fit into --memory-limit")
 
 
 def measured(config: RunConfig, implementations: Winners) -> tuple[float, float]:
-    """Seconds of the prefill and of all decode steps, after a warm-up, with the implementations
-    that the plan goes by."""
+    """Seconds of the prefill and of the median step, after a warm-up with a few tokens of each
+    prompt, with the implementations that the plan goes by."""
     with open_llm(config, workload=workload(config, ()), implementations=implementations,
                   progress=False) as llm:
         prompts = synthetic_prompts(config, llm.vocab_size)
-        for new in (2, config.gen_len):
-            llm.generate(prompts, max_new_tokens=new, eos_token_id=-1)
-        return llm.stats.prefill_seconds, llm.stats.decode_seconds
+        llm.generate([prompt[:WARM_UP] for prompt in prompts], max_new_tokens=2, eos_token_id=-1)
+        llm.generate(prompts, max_new_tokens=config.gen_len, eos_token_id=-1)
+        return llm.stats.prefill_seconds, statistics.median(llm.stats.step_seconds)
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -125,7 +151,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory-limit", default="2GB")
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--gen-len", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=9, help="of a run that is measured")
+    parser.add_argument("--tokens", type=int, default=17, help="of a run that is measured")
+    parser.add_argument("--run-prompt-len", type=int,
+                        help="of a run that is measured, where its prompts would take too long")
     parser.add_argument("--offload-dir", default="~/.cache/flexgen_h2o/offload")
     parser.add_argument("--systems", nargs="+", metavar="SYSTEM-BATCH",
                         choices=[f"{run.system}-{run.batch}" for run in RUNS],
@@ -136,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = []
     for found in rows(args):
         table.append(found)
-        print(f"{found['system']:9} {found['batch']:4}  {found['policy']}\n"
+        print(f"{found['system']:14} {found['batch']:4}  {found['policy']}\n"
               f"    planned {found['plan_tokens_s']:.4g} tokens/s, prefill "
               f"{found['plan_prefill_s']:.3g} s, step {found['plan_step_s']:.3g} s", flush=True)
         if not args.plan_only:

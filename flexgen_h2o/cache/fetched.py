@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records, picked
@@ -25,12 +26,26 @@ from flexgen_h2o.storage.transfer import D2H, H2D, Handle, Lane, Transfers
 
 @dataclass
 class WriteBackLog:
-    """The newest changes of a backing store on disk: `WRITE_BACK_TOKENS` times records and slots,
-    the first `count`."""
+    """The newest changes of a backing store on disk, in their order: `WRITE_BACK_TOKENS` times
+    records and slots, the first `count`."""
 
     fresh: torch.Tensor
     slots: torch.Tensor
     count: int = 0
+
+    def write(self, held: torch.Tensor) -> None:
+        """Put the records into their slots of `held` [2, sequences, kv_heads, slots, width], on the
+        host. Of those for one slot the newest stays."""
+        _, sequences, heads, slots, width = held.shape
+        lines = torch.arange(2 * sequences * heads).view(2, sequences, heads)
+        places = lines * slots + self.slots[: self.count, None, :sequences]
+        # NumPy assigns in order, and all at once: compute, beside which it runs, waits for few
+        # calls. A record is one element of it.
+        record = np.dtype((np.void, width * held.element_size()))
+        fresh = self.fresh[: self.count, :, :sequences].reshape(-1).contiguous()
+        there, new = (each.view(torch.uint8).numpy().view(record)
+                      for each in (held.view(-1), fresh))
+        there[places.view(-1).numpy()] = new
 
 
 @dataclass
@@ -153,9 +168,8 @@ class FetchedPart(CachePart):
                        there)
         move_apart(staging.host, stored_shape, shape, records.dtype.itemsize)
         log, writes = store.log, []
-        for fresh, slots in zip(log.fresh[: log.count], log.slots[: log.count], strict=True):
-            # In the order in which they came: a later token may have taken the same slot.
-            Changed(fresh[:, : shape[1]], slots[: shape[1]]).write(host)
+        if log.count:
+            log.write(host)
         if log.count == WRITE_BACK_TOKENS or stored_shape != shape:
             log.count = 0
             writes.append(self._write_back(store, staging.host[: round_up(host.nbytes, PAGE)]))

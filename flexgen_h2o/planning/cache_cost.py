@@ -83,10 +83,11 @@ class CacheCosts:
             tally.bring("cache", whole * (1 + run.cache.attn_sparsity) / 2, ("cpu",))
             tally.send("cache", new, ("cpu",))
         written = whole / WRITE_BACK_TOKENS
+        each = hardware.fetch_seconds
         if run.recalls_from_disk:
             whole, written = self._sequences * self._tokens.disk_reads()[0], new
-            each = hardware.recall.fetching * self._hardware.compute.layer_seconds
-            tally.add(COMPUTE, run.group_batches * each, ("cache", "disk"))
+            each = hardware.recall.fetching * hardware.compute.layer_seconds
+        tally.add(COMPUTE, run.group_batches * each, ("cache", "disk"))
         tally.bring("cache", whole, ("disk",))
         if run.has_gpu:
             tally.link("gpu->cpu", new, ("cache", "disk"))

@@ -26,6 +26,7 @@ from flexgen_h2o.kernels import cpu_library
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.models.convert import cache_dir
+from flexgen_h2o.planning.fetch_rate import fetch_seconds
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.hardware_file import (
     BITS,
@@ -41,7 +42,7 @@ from flexgen_h2o.storage.tiers import Device
 
 Note = Callable[[str], object]
 
-_FORMAT = 2  # raise it when figures change their meaning: what was kept is then measured anew
+_FORMAT = 3  # raise it when figures change their meaning: what was kept is then measured anew
 _DIGITS = 4  # a measurement has no more
 
 _log = logging.getLogger(__name__)
@@ -112,21 +113,19 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
     sizes = sizes or Sizes.of(device)
     dtype = measured_dtype(device)
     rates = Rates(device, dtype, sizes)
-    links, (interference, read_interference) = _links(rates, device, offload_dir, progress)
+    links, beside = _links(rates, device, offload_dir, progress)
     compute = _compute(rates, progress)
     host_attention = None
     if device.separate:
         progress("attention on the host")
         host_attention = HostAttentionRates(*_decode_attention(Rates(Device(), dtype, sizes)))
     return Hardware(name=_name(device), links=links, compute=compute,
-                    host_attention=host_attention, interference=interference,
-                    read_interference=read_interference,
-                    **_memory(device, offload_dir))
+                    host_attention=host_attention, **beside, **_memory(device, offload_dir))
 
 
 def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: Note
-           ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """`Hardware.links`, and `Hardware.interference` with `Hardware.read_interference`."""
+           ) -> tuple[dict[str, float], dict[str, float]]:
+    """`Hardware.links`, and the fields of `Hardware` that say what transfers take of compute."""
     progress("disk")
     sizes = rates.sizes
     with contextlib.closing(RunFolder(offload_dir)) as folder:
@@ -135,11 +134,15 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
         written = disk_write_rate(scratch, nbytes=sizes.scratch)
         found = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
         progress("disk and products at once")
-        interference = tuple(map(_figure, rates.interference(scratch)))
+        names = ("interference", "read_interference")
+        beside = dict(zip(names, map(_figure, rates.interference(scratch)), strict=True))
+        if not device.separate:
+            progress("a cache on disk")
+            beside["fetch_seconds"] = _figure(fetch_seconds(device, scratch))
     if device.separate:
         progress("copies between host and GPU")
         found += copy_rates(device, nbytes=sizes.copied)
-    return _figures(dict(zip(LINKS, found, strict=False))), interference
+    return _figures(dict(zip(LINKS, found, strict=False))), beside
 
 
 def _compute(rates: Rates, progress: Note) -> Compute:

@@ -15,7 +15,8 @@ from llm.test_llm import PLACES
 
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import fetched
-from flexgen_h2o.cache.fetched import move_apart
+from flexgen_h2o.cache.fetched import WriteBackLog, move_apart
+from flexgen_h2o.cache.parts import Changed
 from flexgen_h2o.config.limits import GROWTH, WRITE_BACK_TOKENS
 
 DISK = Placement(0, 0, 100)
@@ -35,6 +36,25 @@ def test_records_move_apart_in_place(lines, few, more, width, itemsize, seed):
     move_apart(buffer, before, after, itemsize)
     assert torch.equal(buffer[:size].view(*after[:-1], -1)[:, :, :, :few], old)
     assert torch.equal(buffer[size:], rest), "nothing beyond"
+
+
+@given(sequences=st.integers(1, 3), heads=st.integers(1, 3), slots=st.integers(1, 6),
+       width=st.integers(1, 5), count=st.integers(0, WRITE_BACK_TOKENS),
+       dtype=st.sampled_from([torch.bfloat16, torch.uint8, torch.float32]),
+       seed=st.integers(0, 2**32))
+def test_a_log_is_written_as_its_changes_came(sequences, heads, slots, width, count, dtype, seed):
+    """The last change of a slot stays; sequences that a batch lacks are left out."""
+    random = torch.Generator().manual_seed(seed)
+    shape = (WRITE_BACK_TOKENS, 2, sequences + 1, heads, width)
+    log = WriteBackLog(torch.randint(100, shape, generator=random).to(dtype),
+                       torch.randint(slots, (WRITE_BACK_TOKENS, *shape[2:4]), generator=random),
+                       count)
+    held = torch.zeros(2, sequences, heads, slots, width, dtype=dtype)
+    expected = held.clone()
+    for fresh, there in zip(log.fresh[:count], log.slots[:count], strict=True):
+        Changed(fresh[:, :sequences], there[:sequences]).write(expected)
+    log.write(held)
+    assert torch.equal(held, expected)
 
 
 @pytest.mark.parametrize("growth, bits", [(WRITE_BACK_TOKENS, 16), (5, 16), (5, 4)])

@@ -48,7 +48,8 @@ def machines(draw) -> Hardware:
                 "head_seconds", "elementwise", "layer_seconds", "logit_seconds")}),
         host_attention=HostAttentionRates(draw(tables(BITS)), draw(figures))
         if has_gpu and draw(st.booleans()) else None,
-        interference=draw(st.floats(0, 1)), read_interference=draw(st.floats(0, 1)))
+        interference=draw(st.floats(0, 1)), read_interference=draw(st.floats(0, 1)),
+        fetch_seconds=0.0 if has_gpu else draw(figures))
 
 
 @given(hardware=machines())
@@ -66,6 +67,13 @@ def test_the_machines_of_the_papers(path, tmp_path):
     assert all(0 < figure < 1e14 for figure in hardware.links.values())
     save_hardware(hardware, tmp_path / "copy.yaml")
     assert load_hardware(tmp_path / "copy.yaml") == hardware
+
+
+def test_a_fetch_rate_is_refused_beside_a_gpu(tmp_path):
+    path = tmp_path / "t4.yaml"
+    path.write_text((CONFIGS / "t4.yaml").read_text() + "\nfetch_microseconds: 3\n")
+    with pytest.raises(UserError, match=r"t4.yaml: fetch_microseconds is for machines without"):
+        load_hardware(path)
 
 
 def test_units_are_those_of_the_keys():
