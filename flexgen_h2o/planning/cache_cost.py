@@ -83,11 +83,13 @@ class CacheCosts:
             tally.bring("cache", whole * (1 + run.cache.attn_sparsity) / 2, ("cpu",))
             tally.send("cache", new, ("cpu",))
         written = whole / WRITE_BACK_TOKENS
-        each = hardware.fetch_seconds
+        fetching = (run.group_batches * hardware.fetch_seconds
+                    + self._sequences * model.num_kv_heads * hardware.fetch_head_seconds)
         if run.recalls_from_disk:
             whole, written = self._sequences * self._tokens.disk_reads()[0], new
             each = hardware.recall.fetching * hardware.compute.layer_seconds
-        tally.add(COMPUTE, run.group_batches * each, ("cache", "disk"))
+            fetching = run.group_batches * each
+        tally.add(COMPUTE, fetching, ("cache", "disk"))
         tally.bring("cache", whole, ("disk",))
         if run.has_gpu:
             tally.link("gpu->cpu", new, ("cache", "disk"))

@@ -26,7 +26,7 @@ from flexgen_h2o.kernels import cpu_library
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.models.convert import cache_dir
-from flexgen_h2o.planning.fetch_rate import fetch_seconds
+from flexgen_h2o.planning.fetch_rate import fetch_rates
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.hardware_file import (
     BITS,
@@ -138,7 +138,8 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
         beside = dict(zip(names, map(_figure, rates.interference(scratch)), strict=True))
         if not device.separate:
             progress("a cache on disk")
-            beside["fetch_seconds"] = _figure(fetch_seconds(device, scratch))
+            names = ("fetch_seconds", "fetch_head_seconds")
+            beside |= zip(names, map(_figure, fetch_rates(device, scratch)), strict=True)
     if device.separate:
         progress("copies between host and GPU")
         found += copy_rates(device, nbytes=sizes.copied)

@@ -135,11 +135,11 @@ class Hardware:
         Beside reading from disk, compute takes longer by this share (0 to 1) of the time that
         reading takes alone: more than the other way round where the processors that compute, and
         their memory, also do the work of the disk. It counts where it is more than `interference`.
-    fetch_seconds : float
-        On a machine without a GPU, the time that processors take for each layer and GPU batch of a
-        decode step whose cache comes from disk, besides reading: to order the transfers, to lay
-        over what was read the changes that wait in memory, and to note new ones. Compute, which has
-        all processors, waits for it.
+    fetch_seconds, fetch_head_seconds : float
+        On a machine without a GPU, what processors take for each layer and GPU batch of a decode
+        step whose cache comes from disk, and for each sequence and KV head of it, besides reading:
+        to order the transfers, to lay the changes that wait in memory over what was read, and to
+        note new ones. Compute, which has all processors, waits for it.
     recall : RecallRates
         Not measured by `calibrate`, and in no file.
     """
@@ -154,6 +154,7 @@ class Hardware:
     interference: float = 0.0
     read_interference: float = 0.0
     fetch_seconds: float = 0.0
+    fetch_head_seconds: float = 0.0
     recall: RecallRates = RecallRates()
 
     @property

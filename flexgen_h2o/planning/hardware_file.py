@@ -98,13 +98,15 @@ class _Machine(Entries):
     interference: Share = 0.0
     read_interference: Share = 0.0
     fetch_microseconds: Positive | None = None
+    fetch_head_microseconds: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.host_attention and not self.gpu_gb:
             raise ValueError("host_attention is for machines with a GPU: add gpu_gb, or leave it "
                              "out")
-        if self.fetch_microseconds and self.gpu_gb:
-            raise ValueError("fetch_microseconds is for machines without a GPU: leave it out")
+        for name in ("fetch_microseconds", "fetch_head_microseconds"):
+            if getattr(self, name) and self.gpu_gb:
+                raise ValueError(f"{name} is for machines without a GPU: leave it out")
 
 
 def load_hardware(path: str | os.PathLike) -> Hardware:
@@ -132,6 +134,7 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
         interference=file.interference,
         read_interference=file.read_interference,
         fetch_seconds=_rounded((file.fetch_microseconds or 0.0) * MICRO),
+        fetch_head_seconds=_rounded((file.fetch_head_microseconds or 0.0) * MICRO),
     )
 
 
@@ -179,6 +182,7 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
         "interference": hardware.interference,
         "read_interference": hardware.read_interference,
         "fetch_microseconds": _rounded(hardware.fetch_seconds / MICRO) or None,
+        "fetch_head_microseconds": _rounded(hardware.fetch_head_seconds / MICRO) or None,
     }
     present = {key: value for key, value in values.items() if value is not None}
     with open_atomic(path) as file:

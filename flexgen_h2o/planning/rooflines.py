@@ -39,6 +39,7 @@ def ideal(hardware: Hardware) -> Hardware:
     rounded_linear = {bits: _least(bits, whole, bandwidth) for bits in compute.rounded_linear}
     return replace(
         hardware, interference=0.0, read_interference=0.0, fetch_seconds=0.0,
+        fetch_head_seconds=0.0,
         recall=replace(hardware.recall, index_work=1, apart=1, guessed=0, left=1),
         compute=Compute(linear=linear, rounded_linear=rounded_linear,
                         prefill_attention=dict.fromkeys(compute.prefill_attention, flops),

@@ -233,10 +233,11 @@ def test_a_cache_on_disk_is_read_whole_and_written_every_sixteen_tokens():
 
 @pytest.mark.parametrize(("cache", "share"), [(ON_DISK, 1), ((50, 0), 0.5), (ALL_HERE, 0)])
 def test_compute_waits_for_what_fetching_a_cache_takes(cache, share):
-    """For each layer and batch, whatever the bytes."""
-    hardware = replace(machine(gpu=False, read=1e30, write=1e30), fetch_seconds=2.0)
+    """For each layer and batch, and each sequence and head of it, whatever the bytes."""
+    hardware = replace(machine(gpu=False, read=1e30, write=1e30), fetch_seconds=2.0,
+                       fetch_head_seconds=0.25)
     found = estimate(hardware, planned(cache=cache, gpu=False, batch=(4, 3)))
-    assert found.step.seconds == pytest.approx(12 * 3 * 2 * share, abs=1e-6)
+    assert found.step.seconds == pytest.approx(12 * 3 * (2 + 4 * 12 / 4) * share, abs=1e-6)
     assert found.prefill.seconds == pytest.approx(0, abs=1e-6)
 
 

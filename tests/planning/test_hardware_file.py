@@ -49,7 +49,8 @@ def machines(draw) -> Hardware:
         host_attention=HostAttentionRates(draw(tables(BITS)), draw(figures))
         if has_gpu and draw(st.booleans()) else None,
         interference=draw(st.floats(0, 1)), read_interference=draw(st.floats(0, 1)),
-        fetch_seconds=0.0 if has_gpu else draw(figures))
+        **({} if has_gpu else {name: draw(figures) for name in (
+            "fetch_seconds", "fetch_head_seconds")}))
 
 
 @given(hardware=machines())
@@ -69,10 +70,11 @@ def test_the_machines_of_the_papers(path, tmp_path):
     assert load_hardware(tmp_path / "copy.yaml") == hardware
 
 
-def test_a_fetch_rate_is_refused_beside_a_gpu(tmp_path):
+@pytest.mark.parametrize("key", ["fetch_microseconds", "fetch_head_microseconds"])
+def test_a_fetch_rate_is_refused_beside_a_gpu(tmp_path, key):
     path = tmp_path / "t4.yaml"
-    path.write_text((CONFIGS / "t4.yaml").read_text() + "\nfetch_microseconds: 3\n")
-    with pytest.raises(UserError, match=r"t4.yaml: fetch_microseconds is for machines without"):
+    path.write_text((CONFIGS / "t4.yaml").read_text() + f"\n{key}: 3\n")
+    with pytest.raises(UserError, match=f"t4.yaml: {key} is for machines without"):
         load_hardware(path)
 
 
