@@ -5,9 +5,9 @@
 OPT-1.3B's shape with 128 + 512 tokens in what 2.5 GB leave beside Python and PyTorch: the full
 cache, H2O's of 20 % of the text, and the latter with 4 bits of weights and cache, at a small batch
 and at a large one. Each is planned (`--percent auto`), by rates of the machine that are measured
-anew, as other work on it changes them; the placement that the plan finds is then run for a few
-tokens, in a process of its own and after a warm-up, and stands beside what the cost model says of
-these: of the full cache in the middle of its text, where a step takes what the mean one does. Of
+anew at first, as other work on it changes them. The placement that the plan finds is then run for a
+few tokens, in a process of its own and after a warm-up, and stands beside what the cost model says
+of these: of the full cache in the middle of its text, where a step takes what the mean one does. Of
 the steps the median counts.
 
 "full-in-memory" is what the search did not choose: the whole cache in memory, and as much of the
@@ -76,16 +76,16 @@ def configured(args: argparse.Namespace, run: LimitedRun) -> RunConfig:
     return RunConfig(model=args.model, path=args.path, prompt_len=args.prompt_len,
                      gen_len=args.gen_len, num_prompts=run.batch, percent="auto",
                      memory_limit=limit, weight_bits=run.bits, cache_bits=run.bits,
-                     offload_dir=args.offload_dir, recalibrate=True, **(kept if run.h2o else {}))
+                     offload_dir=args.offload_dir, **(kept if run.h2o else {}))
 
 
 def _half(args: argparse.Namespace) -> int:
     return int(SHARE * (args.prompt_len + args.gen_len) / 2)
 
 
-def row(args: argparse.Namespace, run: LimitedRun) -> dict[str, object]:
+def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict[str, object]:
     """One plan, and the short run of its placement unless only plans are wanted."""
-    plan = planned(configured(args, run), run)
+    plan = planned(replace(configured(args, run), recalibrate=recalibrate), run)
     best, policy = plan.best, plan.config.policy()
     found: dict[str, object] = {
         "commit": source_commit(), "cpu": cpu_model(), "model": args.model,
@@ -138,9 +138,10 @@ def measured(config: RunConfig, implementations: Winners) -> tuple[float, float]
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """A row for each of the runs that are wanted."""
-    for run in RUNS:
-        if args.systems is None or f"{run.system}-{run.batch}" in args.systems:
-            yield row(args, run)
+    wanted = [run for run in RUNS
+              if args.systems is None or f"{run.system}-{run.batch}" in args.systems]
+    for run in wanted:
+        yield row(args, run, recalibrate=run is wanted[0])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -172,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{phase} of the short run {found[f'predicted_{phase}_s']:.3g} s predicted, "
                 f"{found[f'{phase}_s']:.3g} s measured" for phase in ("prefill", "step")),
                 flush=True)
-    write_csv(args.out, COLUMNS, table)
+        write_csv(args.out, COLUMNS, table)  # what there is, should a later row be stopped
 
 
 if __name__ == "__main__":
