@@ -1,13 +1,12 @@
 """What tests reach inside the package for, where nothing that is public shows or does it.
 
-All of it stands here: a test that needs more of the inside adds it here, so that what a change of
-the package breaks is found in one place.
+All of it stands here, and that of the kernels in inside_kernels.py: a test that needs more of the
+inside adds it here, so that what a change of the package breaks is found in one place.
 """
 
 from __future__ import annotations
 
 import threading
-from functools import partial
 from types import SimpleNamespace
 
 from flexgen_h2o import LLM
@@ -16,7 +15,6 @@ from flexgen_h2o.engine import loader, opening
 from flexgen_h2o.engine.decoder_layers import DecoderLayers
 from flexgen_h2o.engine.executor import Executor
 from flexgen_h2o.engine.schedule import Kind
-from flexgen_h2o.kernels import cpu_library, native, ops
 from flexgen_h2o.models import from_gguf, gguf_rope, quantized
 from flexgen_h2o.planning import temporaries
 from flexgen_h2o.storage.disk import Disk
@@ -29,7 +27,6 @@ sparse_attention = temporaries._sparse_attention
 run_dtype = loader._dtype
 stream_failure, save_analysis = segments._failure, analyze._save
 LLAMA3_ROPE = gguf_rope.LLAMA3_ROPE
-UNPACKED_PRODUCT = ops._unpacked_product.__name__
 
 # Where a run can be made to fail, as "module:path" below the package.
 READ, WRITE = "storage.disk:Disk._read_chunk", "storage.disk:Disk._write_chunk"
@@ -73,6 +70,11 @@ def slots_of(layer):
     return layer._slots
 
 
+def stage_of(llm):
+    """The layers that a rank has."""
+    return llm._runtime.stage
+
+
 def weights_of(llm):
     """Where the weights are kept: `units`, and the tier of each by name."""
     return llm._runtime.weights
@@ -106,16 +108,6 @@ def staging_bytes(llm) -> list[int]:
 def chunks_out_of_turn(llm) -> int:
     """How often a chunk of weights was asked for that was not the next one."""
     return weights_of(llm)._stream.misses
-
-
-def is_asleep(spinning) -> bool:
-    """Whether OpenMP's threads are kept from spinning."""
-    return spinning._team is not None
-
-
-def is_running(team) -> bool:
-    """Whether an idle team's threads are there."""
-    return team._thread.is_alive()
 
 
 def kept_intervals(links, link: str) -> int:
@@ -233,6 +225,21 @@ def lanes_with(transfers, pool) -> list:
     return [lane._pool for lane in transfers._lanes.values()]
 
 
+def flush(transfers, lane: str) -> None:
+    """Wait until the copies that a lane has queued are done."""
+    transfers._lanes[lane].flush()
+
+
+def under_lock(transfers) -> bool:
+    """Whether somebody holds the lock of the latest jobs."""
+    return transfers._lock.locked()
+
+
+def keep_latest_in(monkeypatch, transfers, latest: dict) -> None:
+    """Let this mapping keep the latest job of each lane."""
+    monkeypatch.setattr(transfers, "_latest", latest)
+
+
 def hold_first_expert(monkeypatch, llm) -> list:
     """Let the first expert that is loaded come only when another one has been computed.
 
@@ -282,47 +289,6 @@ def draw_at(monkeypatch, choose, point: float) -> None:
     monkeypatch.setattr(choose, "_draw", lambda key: point)
 
 
-def forget_kernels() -> None:
-    """Let the next operation look for the library of kernels afresh."""
-    for cached in (cpu_library._library, ops._fused):
-        cached.cache_clear()
-
-
-def load_library(monkeypatch, library) -> None:
-    """Let ``library()`` be the library of kernels."""
-    monkeypatch.setattr(cpu_library, "_library", library)
-
-
-def hide_library(monkeypatch) -> None:
-    """Let there be no file of kernels."""
-    monkeypatch.setattr(cpu_library, "_file", lambda: None)
-
-
-def refuse_calls(monkeypatch) -> None:
-    """Let each call of the library of kernels fail."""
-    def refuse(*args, **fields):
-        raise AssertionError("the library was called")
-
-    monkeypatch.setattr(native, "call", refuse)
-
-
-def before_calls(monkeypatch, look) -> None:
-    """Let ``look(call, name, kind, **fields)`` make each call of the library, by ``call``."""
-    monkeypatch.setattr(native, "call", partial(look, native.call))
-
-
-def before_arrays(monkeypatch, look) -> None:
-    """Call ``look(array)`` with each array of integers that is made for the library."""
-    make = native.integers
-
-    def watched(values):
-        made = make(values)
-        look(made)
-        return made
-
-    monkeypatch.setattr(native, "integers", watched)
-
-
 def plan_with(llm, change) -> None:
     """Let an `LLM` plan with the limits that ``change(workload, limits)`` makes of what is free."""
     plan = llm._memory._planned
@@ -332,8 +298,3 @@ def plan_with(llm, change) -> None:
         return found, change(workload, limits)
 
     llm._memory._planned = planned
-
-
-def calls(program) -> list[str]:
-    """The calls of the C++ library that a `Program` has noted since its last other part."""
-    return [name for name, _ in program._calls]

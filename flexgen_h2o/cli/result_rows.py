@@ -11,7 +11,7 @@ from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.files.rows import csv_cell
 from flexgen_h2o.files.shared_csv import append_row
 from flexgen_h2o.metrics.links import GB, LINKS
-from flexgen_h2o.metrics.provenance import _installed, source_commit
+from flexgen_h2o.metrics.provenance import installed, source_commit
 from flexgen_h2o.metrics.run_stats import RATES, RunStats, over
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
         "version": VERSION,
         "commit": source_commit(),
         "host": platform.node(),
-        "torch": _installed("torch"),
+        "torch": installed("torch"),
         "parameters": stats.num_parameters,
         # With real prompts config.prompt_len is not used; the mean holds for both.
         "prompt_len": stats.prompt_tokens / max(stats.num_prompts, 1),

@@ -124,13 +124,6 @@ class ChatRenderer:
             raise
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]],
-                template: str | None = None) -> str:
-    """One chat as a prompt; for many, a `ChatRenderer` spares the second of its start."""
-    with ChatRenderer(tokenizer, template) as renderer:
-        return renderer.render(messages)
-
-
 def render_chats(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]],
                  template: str | None = None, arguments: Any = None) -> list[str]:
     """Conversations as prompts, each of which asks for the answer to its last message.

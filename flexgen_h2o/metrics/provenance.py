@@ -21,7 +21,8 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str:
+    """The version of a package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import plan_with, stage_of, weights_of
 from llm.test_llm import make_prompts
 from torch.distributed import TCPStore
 
@@ -176,7 +177,7 @@ def test_bounds_of_the_first_rank_count(tiny_model):
         bounds = (0, 2, 3) if pipeline.rank == 0 else (0, 1, 3)
         with LLM(str(tiny.folder), pipeline=pipeline, bounds=bounds, device="cpu",
                  progress=False) as llm:
-            layers[pipeline.rank] = len(llm._runtime.stage)
+            layers[pipeline.rank] = len(stage_of(llm))
             if pipeline.rank:
                 llm.follow()
 
@@ -223,17 +224,11 @@ def test_too_little_memory_on_one_rank_is_that_of_all(tiny_model, monkeypatch):
     def work(pipeline):
         with LLM(str(tiny.folder), pipeline=pipeline, device="cpu", dtype="float32",
                  progress=False) as llm:
-            refuse = llm._memory.refuse
-
-            def strict(policy, cache, workload, **options):
-                if workload.prompt_len > 15 and pipeline.rank == 1:
-                    raise TooLittleMemory("the run does not fit")
-                refuse(policy, cache, workload, **options)
-
-            llm._memory.refuse = strict
             if pipeline.rank:
+                plan_with(llm, lambda workload, limits: limits.within(
+                    cpu=0 if workload.prompt_len > 15 else None, gpu=None))
                 return llm.follow()
-            with pytest.raises(TooLittleMemory, match="rank 1: the run does not fit"):
+            with pytest.raises(TooLittleMemory, match="rank 1: .*does not fit"):
                 llm.generate(prompts, max_new_tokens=3)
             return llm.generate([[1, 2, 3]], max_new_tokens=3, eos_token_id=-1)
 
@@ -245,6 +240,9 @@ def test_an_error_on_one_rank_ends_all_with_its_words(tiny_model):
     tiny = tiny_model("llama")
     errors = {}
 
+    def gone(unit):
+        raise UserError("the disk is gone")
+
     def work(pipeline):
         try:
             with pipeline, LLM(str(tiny.folder), pipeline=pipeline, device="cpu",
@@ -252,8 +250,7 @@ def test_an_error_on_one_rank_ends_all_with_its_words(tiny_model):
                 if pipeline.rank == 0:
                     return llm.generate(prompts_of(tiny), max_new_tokens=4)
                 if pipeline.rank == 2:
-                    weights = llm._runtime.weights
-                    weights.get = lambda unit: (_ for _ in ()).throw(UserError("the disk is gone"))
+                    weights_of(llm).get = gone
                 llm.follow()
         except UserError as error:
             errors[pipeline.rank] = str(error)

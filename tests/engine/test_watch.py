@@ -107,7 +107,7 @@ def test_a_rank_that_has_failed_says_why_and_one_alone_tells(ranks):
     other = Watch(ranks.board, 1, NAMES, patience=10, limit=60)
     ranks.after(1)
     other.fail("rank 1 (b) has ended: the disk is full")
-    ranks.watch._board.set("beat/2", msgspec.json.encode(ranks.beats[2]))
+    ranks.board.set("beat/2", msgspec.json.encode(ranks.beats[2]))
     ranks.watch.look()
     assert ranks.failure() == "rank 1 (b) has ended: the disk is full"
     assert str(ranks.watch.lost(1)) == "rank 1 (b) has ended: the disk is full"

@@ -11,7 +11,7 @@ from inside import render_with
 from refusals import refused
 from word_models import with_words
 
-from flexgen_h2o.files.chat_template import ChatRenderer, render_chat
+from flexgen_h2o.files.chat_template import ChatRenderer, render_chats
 
 MESSAGES = [{"role": "system", "content": "Be brief.\n\u2028"},
             {"role": "user", "content": "é <&> 'w1'", "name": None},
@@ -84,7 +84,7 @@ def test_a_hostile_template_is_one_line_within_its_time(renderer, name):
 def test_the_tokenizers_own_template(tokenizer, monkeypatch):
     refused(lambda: ChatRenderer(tokenizer), "has no chat template: give one")
     monkeypatch.setattr(tokenizer, "chat_template", {"default": PLAIN, "tool_use": "x"})
-    assert render_chat(tokenizer, MESSAGES[3:]) == "<user>w3\n"
+    assert render_chats(tokenizer, [MESSAGES[3:]]) == ["<user>w3\n"]
 
 
 @pytest.mark.parametrize("messages", [[{"content": b""}], [{1, 2}], ["text"], [[]]])

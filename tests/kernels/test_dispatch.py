@@ -2,7 +2,7 @@
 
 import math
 
-import inside
+import inside_kernels
 import pytest
 import torch
 from hypothesis import given
@@ -96,8 +96,8 @@ def test_operations_do_what_is_chosen(monkeypatch, isa):
     for module, function, name in (
             (ops, "linear_skinny", "skinny"), (ops, "linear_float32", "float32"),
             (native, "linear_quantized", "codes"),
-            (ops, inside.UNPACKED_PRODUCT, "unpacked"), (native, "prefill_attention", "blocks"),
-            (ops.sdpa, "prefill_attention", "sdpa")):
+            (ops, inside_kernels.UNPACKED_PRODUCT, "unpacked"),
+            (native, "prefill_attention", "blocks"), (ops.sdpa, "prefill_attention", "sdpa")):
         listen(module, function, name)
     torch.manual_seed(1)
     case = prefill_case([9, 4], dtype=torch.bfloat16) | {"scores": None, "key_lengths": None}

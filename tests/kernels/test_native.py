@@ -9,7 +9,7 @@ import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
 
-import inside
+import inside_kernels
 import pytest
 import torch
 from hypothesis import given, settings
@@ -148,7 +148,7 @@ def test_what_a_cpu_chooses_and_can_run(monkeypatch, best, chosen, available):
         h2o_isa_best = staticmethod(lambda: best)
 
     monkeypatch.delenv("FLEXGEN_H2O_ISA", raising=False)
-    inside.load_library(monkeypatch, Library)
+    inside_kernels.load_library(monkeypatch, Library)
     assert cpu_library.instruction_set() == chosen
     emulated = ("amx_emulated",) if available else ()
     assert cpu_library.available_sets() == ("portable", *available, *emulated)
@@ -407,7 +407,7 @@ def reloaded(monkeypatch, caplog):
     def load(file=None):
         if file is not None:
             monkeypatch.setenv("FLEXGEN_H2O_NATIVE", str(file))
-        inside.forget_kernels()
+        inside_kernels.forget_kernels()
         caplog.clear()
 
     caplog.set_level(logging.INFO)
@@ -431,7 +431,7 @@ def hold_to_one_line(caplog, reason: str):
 
 
 def test_no_library(reloaded, caplog, monkeypatch):
-    inside.hide_library(monkeypatch)
+    inside_kernels.hide_library(monkeypatch)
     reloaded()
     hold_to_one_line(caplog, "the C++ kernels were not built (pip install found no working "
                              "compiler)")

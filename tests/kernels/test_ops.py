@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-import inside
+import inside_kernels
 import pytest
 import torch
 from hypothesis import given, settings
@@ -346,7 +346,7 @@ def test_the_reference_can_be_forced(monkeypatch):
 def test_a_device_without_kernels_gets_the_reference(monkeypatch, caplog):
     """And the log says so once."""
     monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
-    inside.forget_kernels()
+    inside_kernels.forget_kernels()
     case = decode_case([3, 1], eviction=Eviction())
     state = case.pop("state")
     meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in case.items()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import inside
+import inside_kernels
 import pytest
 import torch
 from kernel_cases import BUILT, FORMS, decode_case, prefill_case, select_case, using
@@ -211,8 +211,8 @@ def calls(monkeypatch) -> list[Call]:
         regions.clear()
 
     monkeypatch.setattr(torch.Tensor, "data_ptr", data_ptr)
-    inside.before_arrays(monkeypatch, keep)
-    inside.before_calls(monkeypatch, recorded)
+    inside_kernels.before_arrays(monkeypatch, keep)
+    inside_kernels.before_calls(monkeypatch, recorded)
     monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
     with using("portable"):
         yield found

@@ -1,6 +1,6 @@
 """linear_skinny and linear_float32 against float64: 16-bit weights, on each instruction set."""
 
-import inside
+import inside_kernels
 import pytest
 import torch
 from kernel_cases import BUILT, SETS, using
@@ -108,7 +108,7 @@ def test_products_that_share_their_input_are_one_call(rows, function):
         found.append(out)
         native.linear_quantized(x, *ops.flat(matrix), None, wanted[-1], False)
         native.linear_quantized(x, *ops.flat(matrix), None, out, False, steps=program)
-    assert inside.calls(program) == [function] * 2 + ["linear_quantized"] * 2
+    assert inside_kernels.calls(program) == [function] * 2 + ["linear_quantized"] * 2
     program.run()
     for mine, one in zip(found, wanted, strict=True):
         assert torch.equal(mine, one)

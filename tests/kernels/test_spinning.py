@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from inside import is_asleep, is_running
+from inside_kernels import is_asleep, is_running
 from kernel_cases import threads
 
 from flexgen_h2o import LLM

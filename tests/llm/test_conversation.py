@@ -40,10 +40,8 @@ def answers(llm, turns, new=12, **options):
 # The full cache: the text so far as one prompt
 
 
-@pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "llama3_rope", "neox"])
-@pytest.mark.parametrize("chunk", [None, 1, 4])
-def test_turns_on_a_full_cache_are_one_text(tiny_model, key, chunk):
-    tiny = tiny_model(key)
+def hold_turns_to_one_text(tiny, chunk: int | None) -> list[list[int]]:
+    """Hold the answers to turns to transformers' for the text so far. Returns the turns."""
     turns = turns_of(tiny, [7, 1, 13, 2])
     with open_llm(tiny, chunk=chunk) as llm:
         found = answers(llm, turns, max_tokens=100)
@@ -52,6 +50,13 @@ def test_turns_on_a_full_cache_are_one_text(tiny_model, key, chunk):
         text += turn
         assert answer == transformers_tokens(tiny, [text], 12)[0]
         text += answer
+    return turns
+
+
+@pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "llama3_rope", "neox"])
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+def test_turns_on_a_full_cache_are_one_text(tiny_model, key, chunk):
+    hold_turns_to_one_text(tiny_model(key), chunk)
 
 
 def test_log_probabilities_are_those_of_one_text(tiny_model):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import attend_with, cache_of, change_configs
 from llm.test_carried import CACHES, Case
-from llm.test_conversation import answers, open_llm, turns_of
+from llm.test_conversation import answers, hold_turns_to_one_text, open_llm
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -145,14 +145,7 @@ def test_compressed_caches(tiny, bits):
 
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 def test_streams(tiny, chunk):
-    turns = turns_of(tiny, [7, 1, 13, 2])
-    with open_llm(tiny, chunk=chunk) as llm:
-        found = answers(llm, turns, max_tokens=100)
-    text = []
-    for turn, answer in zip(turns, found, strict=True):
-        text += turn
-        assert answer == transformers_tokens(tiny, [text], 12)[0]
-        text += answer
+    turns = hold_turns_to_one_text(tiny, chunk)
     with open_llm(tiny, H2OConfig(heavy_tokens=3, recent_tokens=2), chunk=chunk) as llm:
         dropped = answers(llm, turns)
     with open_llm(tiny, H2OConfig(heavy_tokens=3, recent_tokens=2, simulate=True),

@@ -4,7 +4,7 @@ import logging
 import math
 from dataclasses import fields, replace
 
-import inside
+import inside_kernels
 import pytest
 import torch
 from fakes import LazyDevice
@@ -105,14 +105,14 @@ def test_the_fastest_implementation_is_kept(monkeypatch, isa):
 @pytest.fixture
 def no_library(monkeypatch, tmp_path):
     monkeypatch.setenv("FLEXGEN_H2O_NATIVE", str(tmp_path / "none.so"))
-    inside.forget_kernels()
+    inside_kernels.forget_kernels()
     yield
     monkeypatch.undo()
-    inside.forget_kernels()
+    inside_kernels.forget_kernels()
 
 
 def test_without_the_library_the_reference_is_measured(tmp_path, no_library, monkeypatch):
-    inside.refuse_calls(monkeypatch)
+    inside_kernels.refuse_calls(monkeypatch)
     check(calibrate(Device(), tmp_path / "run", progress=ignore, sizes=TINY), count=CPU_FIGURES)
 
 

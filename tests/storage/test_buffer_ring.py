@@ -7,7 +7,7 @@ import torch
 from fakes import LazyComputeDevice, LazyPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import lanes_with
+from inside import flush, lanes_with
 
 from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.metrics.trace import Trace
@@ -48,7 +48,7 @@ class Engine:
             if self.pools[lane].jobs:
                 self.pools[lane].run_one()
         elif act == "run copies":
-            self.transfers._lanes[lane].flush()
+            flush(self.transfers, lane)
         elif act == "wait for all":
             self.wait_for_all(drop_errors=number % 2 == 1)
         else:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import keep_latest_in, under_lock
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.links import LinkStats
@@ -133,14 +134,14 @@ def test_jobs_submit_others_while_somebody_waits_for_all(monkeypatch):
 
         def items(self):
             items = iter(super().items())
-            if not transfers._lock.locked():
+            if not under_lock(transfers):
                 transfers.submit(ATTENTION, done.append)
             return items
 
     transfers, done = Transfers(Device(), links=LinkStats(), trace=Trace(enabled=False)), []
     with contextlib.closing(transfers):
         for wait in (transfers.drain, transfers.abandon):
-            monkeypatch.setattr(transfers, "_latest", Changing())
+            keep_latest_in(monkeypatch, transfers, Changing())
             transfers.submit("stores", lambda lane: transfers.submit("loads", done.append))
             wait()
     assert len(done) == 2

@@ -62,7 +62,7 @@ class Runs:
     """A folder with a job, and the command on it."""
 
     def __init__(self, folder: Path, model: str, capsys):
-        self.folder, self.model, self._capsys = folder, model, capsys
+        self.folder, self.model, self.capsys = folder, model, capsys
         self.output = folder / "out.jsonl"
 
     def argv(self, *flags: str) -> list[str]:
@@ -71,9 +71,9 @@ class Runs:
 
     def __call__(self, *flags: str, status: int = 0) -> str:
         """Run it; returns what it prints."""
-        self._capsys.readouterr()
-        assert batch.main(self.argv(*flags)) == status, self._capsys.readouterr().err
-        return "".join(self._capsys.readouterr())
+        self.capsys.readouterr()
+        assert batch.main(self.argv(*flags)) == status, self.capsys.readouterr().err
+        return "".join(self.capsys.readouterr())
 
     def input(self, lines: list[object]) -> None:
         write(self.folder / "in.jsonl", lines)
@@ -332,9 +332,9 @@ def test_a_dry_run_counts_and_predicts(runs, monkeypatch):
                         lambda *_, **__: planning_cases.CPU)
     argv = [flag for flag in runs.argv() if flag not in ("-o", str(runs.output))]
     for flags, status in (([], 0), (["--percent", "auto"], 0), (["--strict"], 2)):
-        runs._capsys.readouterr()
+        runs.capsys.readouterr()
         assert batch.main([*argv, "--dry-run", *flags]) == status
-        told = runs._capsys.readouterr().out
+        told = runs.capsys.readouterr().out
         assert "13, of which 1 cannot run" in told and "line 13: the line is not JSON" in told
         assert "sequences      13" in told and "at most 57, 6 of one sequence" in told
         assert "predicted" in told and "hours, each to its most tokens" in told
@@ -357,15 +357,15 @@ def test_a_planned_job_runs(runs, monkeypatch):
 def after_blocks(monkeypatch) -> Callable[[int, Callable[[], object]], None]:
     """A function that calls another once so many blocks have been written."""
     def watch(count: int, call: Callable[[], object]) -> None:
-        write, blocks = job.Job._write, []
+        add, blocks = JobProgress.add, []
 
-        def counted(self, *args) -> None:
-            write(self, *args)
+        def counted(self, **counts) -> None:
+            add(self, **counts)
             blocks.append(True)
             if len(blocks) == count:
                 call()
 
-        monkeypatch.setattr(job.Job, "_write", counted)
+        monkeypatch.setattr(JobProgress, "add", counted)
 
     return watch
 
@@ -440,7 +440,7 @@ def engine_fails(runs: Runs, patch: pytest.MonkeyPatch) -> None:
     def full(*_):
         raise UserError("the offload disk is full")
 
-    patch.setattr(job.Job, "_run", full)
+    patch.setattr(LLM, "generate_in_blocks", full)
 
 
 def results_cannot_be_written(number: int) -> Callable[[Runs, pytest.MonkeyPatch], None]:
@@ -495,7 +495,8 @@ def job(draw):
         left -= 1
         if left < 0 and share < 1:
             data = b"".join(line + b"\\n" for line in lines)
-            os.write(file._file, data[: int(len(data) * share)])
+            with open(file.path, "ab") as part:
+                part.write(data[: int(len(data) * share)])
         else:
             add(file, lines)
         if left < 0:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inside import load_library
+from inside_kernels import load_library
 from planning_cases import CPU
 
 from flexgen_h2o.kernels import cpu_library
@@ -72,7 +72,7 @@ def test_a_machine_where_nothing_works_is_told_about_all_the_same(capsys, tmp_pa
     (tmp_path / "file").touch()
     load_library(monkeypatch, lambda: "the C++ kernels were not built")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(facts, "_installed", lambda name: "")
+    monkeypatch.setattr(facts, "installed", lambda name: "")
 
     def broken():
         raise RuntimeError("no\n/proc here")
@@ -116,7 +116,8 @@ def test_what_was_measured_is_told_by_operation_and_rows(monkeypatch):
     monkeypatch.setattr(calibrate, "kept", lambda device, offload_dir: compute)
     monkeypatch.setattr("flexgen_h2o.kernels.dispatch.available",
                         lambda operation, rows, dtype: ("codes", "unpacked"))
-    assert facts._measured("here") == {"linear_quantized, 4 bits": "codes up to 16, then unpacked"}
+    assert facts.measured_choices("here") == {
+        "linear_quantized, 4 bits": "codes up to 16, then unpacked"}
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
@@ -145,10 +146,10 @@ def test_a_folder_has_the_file_system_of_the_nearest_mount(tmp_path, monkeypatch
     mounts = [SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (
         ("/", "ext4"), (tmp_path, "tmpfs"), (tmp_path / "far", "nfs"))]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
-    assert [facts._file_system(place) for place in (
+    assert [facts.file_system(place) for place in (
         tmp_path.parent, tmp_path / "a" / "b", tmp_path / "far")] == ["ext4", "tmpfs", "nfs"]
     mounts.clear()
-    assert facts._file_system(tmp_path) == ""
+    assert facts.file_system(tmp_path) == ""
 
 
 def test_the_time_that_a_cgroup_allows(tmp_path):

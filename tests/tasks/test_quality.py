@@ -10,6 +10,7 @@ import sys
 import types
 
 import pytest
+from pretend_llm import PretendLLM
 from refusals import command_refused
 
 from flexgen_h2o import LLM, Policy
@@ -36,11 +37,9 @@ class FakeTokenizer:
         return {"input_ids": [len(word) for word in text.split()]}
 
 
-class FakeLLM:
+class FakeLLM(PretendLLM):
     """Log-probabilities of -1 with the full cache and less with a smaller one; greedy tokens that
     are the full cache's up to a place that the budget sets."""
-
-    opened: list[dict] = []
 
     def __init__(self, model: str, **options):
         FakeLLM.opened.append({"model": model, **options})
@@ -49,12 +48,6 @@ class FakeLLM:
         self.model, self.policy = model, options["policy"]
         self.tokenizer = FakeTokenizer()
         self.model_config = types.SimpleNamespace(rope=None if model == "learned" else "rotary")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
 
     def loglikelihood(self, pairs):
         draw = random.Random(0)
@@ -76,9 +69,7 @@ class FakeLLM:
 @pytest.fixture
 def fake(monkeypatch):
     """The engine replaced; returns what each LLM was opened with."""
-    monkeypatch.setattr("flexgen_h2o.llm.LLM", FakeLLM)
-    monkeypatch.setattr(FakeLLM, "opened", [])
-    return FakeLLM
+    return FakeLLM.replace(monkeypatch)
 
 
 def write(path, records) -> str:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import stream_failure
+from pretend_llm import PretendLLM
 from refusals import command_refused
 
 from flexgen_h2o.config.h2o import H2OConfig
@@ -47,20 +48,12 @@ class FakeStream:
         return found if start else found[1:]
 
 
-class FakeLLM:
-    opened: list[FakeLLM] = []
-
+class FakeLLM(PretendLLM):
     def __init__(self, model="fake", **options):
         self.options = options
         self.model_config = types.SimpleNamespace(max_positions=100, plain_positions=100)
         self.tokenizer = lambda text, verbose: {"input_ids": [len(word) for word in text.split()]}
         FakeLLM.opened.append(self)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
 
     @contextlib.contextmanager
     def stream(self, **options):
@@ -71,9 +64,7 @@ class FakeLLM:
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr("flexgen_h2o.llm.LLM", FakeLLM)
-    monkeypatch.setattr(FakeLLM, "opened", [])
-    return FakeLLM
+    return FakeLLM.replace(monkeypatch)
 
 
 @pytest.fixture

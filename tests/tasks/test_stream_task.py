@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pretend_llm import PretendLLM
 from refusals import error_line
 
 from flexgen_h2o.config.h2o import H2OConfig
@@ -78,10 +79,8 @@ class FakeStream:
                                      finish_reason="stop")
 
 
-class FakeLLM:
+class FakeLLM(PretendLLM):
     """Remembers what it was opened with, and the streams that it gave."""
-
-    opened: list[FakeLLM] = []
 
     def __init__(self, model: str, **options):
         self.model, self.options, self.streams = model, options, []
@@ -89,12 +88,6 @@ class FakeLLM:
         self.model_config = types.SimpleNamespace(
             max_positions=2048, plain_positions=2048)
         FakeLLM.opened.append(self)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
 
     @contextlib.contextmanager
     def stream(self, **options):
@@ -105,9 +98,7 @@ class FakeLLM:
 @pytest.fixture
 def fake(monkeypatch):
     """The engine replaced."""
-    monkeypatch.setattr("flexgen_h2o.llm.LLM", FakeLLM)
-    monkeypatch.setattr(FakeLLM, "opened", [])
-    return FakeLLM
+    return FakeLLM.replace(monkeypatch)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pretend_llm import PretendLLM
 from read_back import read_jsonl
 from refusals import command_refused
 from word_models import WORDS, with_words
@@ -240,11 +241,10 @@ class FakeTokenizer:
         return {"input_ids": [len(word) for word in text.split()]}
 
 
-class FakeLLM:
+class FakeLLM(PretendLLM):
     """Says what the article is, and less of it the smaller the cache is. `fail` is raised by the
     call of that number."""
 
-    opened: list[dict] = []
     calls: list[dict] = []
     fail: tuple[int, BaseException] | None = None
 
@@ -254,12 +254,6 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self.model_config = types.SimpleNamespace(
             num_layers=2, max_positions=60, plain_positions=60, rope="rotary", attention=())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
 
     def generate(self, prompts, **options):
         if FakeLLM.fail is not None and FakeLLM.fail[0] == len(FakeLLM.calls):
@@ -277,10 +271,9 @@ class FakeLLM:
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr("flexgen_h2o.llm.LLM", FakeLLM)
-    for name, value in (("opened", []), ("calls", []), ("fail", None)):
-        monkeypatch.setattr(FakeLLM, name, value)
-    return FakeLLM
+    monkeypatch.setattr(FakeLLM, "calls", [])
+    monkeypatch.setattr(FakeLLM, "fail", None)
+    return FakeLLM.replace(monkeypatch)
 
 
 @pytest.fixture

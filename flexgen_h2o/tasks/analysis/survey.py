@@ -1,4 +1,4 @@
-"""The attention of many texts, layer by layer, as rows of CSV files: see `attention_stats`.
+"""The attention of many texts, layer by layer, as rows of CSV files: see `tasks.analyze`.
 
 A `Survey` looks on while `LLM.probe` runs, and keeps a few numbers per layer and text. Its rows
 are by column name, one list for each of `PARTS`, and means over the texts.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.provenance import _installed, cpu_model, source_commit
+from flexgen_h2o.metrics.provenance import cpu_model, installed, source_commit
 
 LIBRARIES = ("torch", "transformers", "huggingface_hub", "safetensors", "gguf", "numpy", "scipy",
              "triton")
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
     commit = source_commit()
     return {"flexgen_h2o": f"{VERSION} ({commit})" if commit else VERSION,
             "python": platform.python_version(), "system": platform.platform(),
-            **{name: _installed(name) for name in LIBRARIES}}
+            **{name: installed(name) for name in LIBRARIES}}
 
 
 def environment() -> dict[str, str]:
@@ -118,7 +118,7 @@ def kernels(offload_dir: str) -> KernelFacts:
     available, build = cpu_library.available_sets(), cpu_library.build()
     try:
         return KernelFacts(None, available, cpu_library.instruction_set(), None, build, _choices(),
-                           _measured(offload_dir))
+                           measured_choices(offload_dir))
     except ValueError as error:
         return KernelFacts(None, available, refused=str(error), build=build)
 
@@ -142,7 +142,7 @@ def _choices() -> dict[str, str]:
             for operation in IMPLEMENTATIONS}
 
 
-def _measured(offload_dir: str) -> dict[str, str] | None:
+def measured_choices(offload_dir: str) -> dict[str, str] | None:
     """The fastest implementations here, where there is a choice; None for a CPU not measured."""
     import torch
 
@@ -241,7 +241,7 @@ def disk(offload_dir: str, nbytes: int = SAMPLE) -> DiskFacts:
     try:
         folder = nearest_folder(offload_dir)  # no folder is made that would stay
         space = shutil.disk_usage(folder)
-        found = DiskFacts(str(folder), _file_system(folder), space.total, space.free)
+        found = DiskFacts(str(folder), file_system(folder), space.total, space.free)
         if space.free < 2 * nbytes:
             return replace(found, problem="the disk is full")
         with contextlib.closing(RunFolder(folder)) as run:
@@ -254,7 +254,7 @@ def disk(offload_dir: str, nbytes: int = SAMPLE) -> DiskFacts:
         return replace(found, problem=str(error))
 
 
-def _file_system(folder: Path) -> str:
+def file_system(folder: Path) -> str:
     """The kind of the file system that a folder is on; empty where the system does not say."""
     import psutil
 
