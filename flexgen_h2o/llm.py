@@ -348,7 +348,7 @@ class LLM(Session):
         Parameters
         ----------
         pairs : sequence of (context, continuation)
-            Text or token ids. An empty context stands for the start of a text.
+            As of `loglikelihood`.
 
         Returns
         -------

@@ -1,13 +1,13 @@
-"""The decoder layers of one block: attention and MLP of prompts and of new tokens."""
+"""The layers of one block: embedding, attention and MLP of prompts and of new tokens, logits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from flexgen_h2o.cache.attending import PendingAttention
-from flexgen_h2o.config.limits import CHUNK_ROWS
+from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.engine.batch import Batch
@@ -26,7 +26,7 @@ from flexgen_h2o.storage.transfer import Transfers
 
 
 class DecoderLayers:
-    """Takes the hidden states of a block's batches through its decoder layers, step by step.
+    """Takes a block's batches through embedding, decoder layers and head, step by step.
 
     Parameters
     ----------
@@ -46,6 +46,10 @@ class DecoderLayers:
 
     Attributes
     ----------
+    own : range
+        The layer steps of the rank.
+    last : int
+        The layer step of the head.
     chunk_rows : int
         The most rows of prompts that are computed together.
     """
@@ -64,8 +68,8 @@ class DecoderLayers:
         self._overlap = policy.overlap
         self._sep_layer = policy.sep_layer
         self._stage = stage
-        self._own = stage.layer_steps(policy.sep_layer)
-        self._last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
+        self.own = stage.layer_steps(policy.sep_layer)
+        self.last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
         self._experts = experts
         self._token_layers = TokenLayers(
             config, weights, workspace, policy=policy, device=transfers.device.torch,
@@ -96,6 +100,28 @@ class DecoderLayers:
         self._rope[step.batch] = all_tables(self._config.ropes, positions.to(here), self._dtype,
                                             None if lengths is None else lengths.to(here))
 
+    def embed(self, step: LayerStep) -> None:
+        """Begin a forward pass of a batch with its tokens."""
+        batch = self._batches[step.batch]
+        weights = self._weights.get(step.layer)
+        ids, positions = (torch.tensor(values) for values in batch.inputs(step.forward_pass))
+        x = self._hidden.get(step.batch, len(ids), fresh=True)
+        for rows in _row_chunks(len(ids), self.chunk_rows):
+            x[rows] = self._family.embed(self._config, weights, self._weights.lookup,
+                                         ids[rows], positions[rows])
+        self.set_positions(step, positions)
+
+    def logits(self, step: LayerStep, wanted: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The logits of a batch's rows `wanted` (int64 [rows], on the host), a few rows at a time:
+        the number of the first of them, and float [some rows, vocab]."""
+        batch = self._batches[step.batch]
+        weights = self._weights.get(step.layer)
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        if batch.shares or len(wanted) < len(x):
+            x = x[wanted.to(self._transfers.device.torch)]
+        for rows in _row_chunks(len(x), LOGIT_ROWS):
+            yield rows.start, self._family.head(self._config, weights, x[rows])
+
     def cached(self, step: LayerStep) -> int:
         """The decoder layer of a layer step, from the rank's first on."""
         return (step.layer - 1) // (2 if self._sep_layer else 1) - self._stage.first
@@ -115,7 +141,7 @@ class DecoderLayers:
         self._started[step.batch] = self._start(step)
 
     def compute(self, step: LayerStep) -> None:
-        """Compute a layer step, neither the embedding's nor the head's."""
+        """Compute a layer step of a decoder layer."""
         batch = self._batches[step.batch]
         if self._sep_layer and step.layer % 2 == 0:
             self._mlp(step, batch)
@@ -180,7 +206,7 @@ class DecoderLayers:
         Not where the next layer's weights have yet to come.
         """
         following = step._replace(layer=step.layer + (2 if self._sep_layer else 1))
-        if (following.layer not in self._own or following.layer >= self._last
+        if (following.layer not in self.own or following.layer >= self.last
                 or not self._weights.stays(following.layer)):
             return
         weights = self._weights.get(following.layer)
@@ -224,3 +250,7 @@ class DecoderLayers:
             self._experts.add_(weights, x, batch=step.batch, forward_pass=step.forward_pass)
         else:
             self._family.mlp(self._config, weights, x, self._do)
+
+
+def _row_chunks(rows: int, most: int) -> Iterator[slice]:
+    return (slice(start, min(start + most, rows)) for start in range(0, rows, most))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flexgen_h2o.config.limits import LOGIT_ROWS
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.engine.batch import Batch
@@ -17,11 +16,10 @@ from flexgen_h2o.engine.decoder_layers import DecoderLayers
 from flexgen_h2o.engine.exchange import Exchange
 from flexgen_h2o.engine.expert_layers import ExpertLayers
 from flexgen_h2o.engine.expert_slots import ExpertSlots
-from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
+from flexgen_h2o.engine.schedule import Kind, LayerStep, schedule
 from flexgen_h2o.engine.sinks import Sink
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
-from flexgen_h2o.models import family
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -63,25 +61,19 @@ class Executor:
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
                  transfers: Transfers, policy: Policy,
                  exchange: Exchange | None = None, experts: ExpertSlots | None = None):
-        self._config = config
-        self._family = family(config)
+        self._policy = policy
         self._weights = weights
-        self._cache = workspace.cache
-        self._hidden = workspace.hidden
+        self._cache, self._hidden = workspace.cache, workspace.hidden
         self._transfers = transfers
-        self._device = transfers.device
-        self._overlap = policy.overlap
-        self._sep_layer = policy.sep_layer
-        self._refill_share = policy.refill_share
-        self._last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
         self._exchange = exchange
-        self._stage = Stage.whole(config.num_layers) if exchange is None else exchange.stage
-        self._own = self._stage.layer_steps(policy.sep_layer)
         self._still = _still(weights, workspace)
+        self._stage = Stage.whole(config.num_layers) if exchange is None else exchange.stage
         self._layers = DecoderLayers(
             config, weights, workspace, policy=policy, transfers=transfers, stage=self._stage,
             experts=None if experts is None else ExpertLayers(
                 config, experts, workspace.operations, transfers))
+        # As objects of their own, since every step asks for them.
+        self._first, self._last = self._layers.own[0], self._layers.last
         self._batches: list[Batch] = []
         self._found: dict[int, torch.Tensor] = {}
         self._ended: list[int] = []
@@ -106,6 +98,8 @@ class Executor:
             Called after each compute, to show progress.
         """
         groups = 1 if self._exchange is None else self._exchange.groups
+        overlap, stage = self._policy.overlap, self._stage
+        ends_pass = self._layers.own[-1], len(batches) - 1
         self._batches = list(batches)
         self._layers.begin(self._batches, groups)
         self._sink = sink
@@ -121,19 +115,19 @@ class Executor:
         self._ended = [0] * passes
         began = timing.began = time.perf_counter()
         for step in schedule(
-                passes, self._config.num_layers, len(batches), overlap=self._overlap,
-                sep_layer=self._sep_layer, keeps=keeps, stage=self._stage, groups=groups,
+                passes, stage.num_layers, len(batches), overlap=overlap,
+                sep_layer=self._policy.sep_layer, keeps=keeps, stage=stage, groups=groups,
                 split_from=batch_layout.prefill_passes if self._cache.attends_on_host else None):
             if step.kind in self._still:
                 continue
             if step.batch is None or self._takes_part(step):
                 self._ACTIONS[step.kind](self, step)
             if step.kind is not Kind.COMPUTE:
-                if not self._overlap:
+                if not overlap:
                     self._transfers.drain()
                 continue
             on_compute(step)
-            if (step.layer, step.batch) == (self._own[-1], len(batches) - 1):
+            if (step.layer, step.batch) == ends_pass:
                 began = self._end_pass(timing, batch_layout.in_prefill(step.forward_pass), began)
                 if self._is_over(step.forward_pass + 1):
                     self._depart(step)
@@ -147,7 +141,7 @@ class Executor:
         In a pipeline the tokens of the pass before don't count: no rank is to wait for them.
         """
         known = forward_pass if self._exchange is None else forward_pass - 1
-        return sum(self._ended[:known]) >= self._refill_share * sum(map(len, self._batches))
+        return sum(self._ended[:known]) >= self._policy.refill_share * sum(map(len, self._batches))
 
     def _takes_part(self, step: LayerStep) -> bool:
         """True if a batch has not ended yet, and has begun (a short prompt has fewer chunks)."""
@@ -196,11 +190,11 @@ class Executor:
 
     def _compute(self, step: LayerStep) -> None:
         batch = self._batches[step.batch]
-        if step.layer == self._own[0]:
+        if step.layer == self._first:
             self._enter(step, batch)
         with self._span(step):
             if step.layer == 0:
-                self._embed(step, batch)
+                self._layers.embed(step)
             elif step.layer == self._last:
                 self._head(step, batch)
             else:
@@ -208,10 +202,11 @@ class Executor:
 
     @contextmanager
     def _span(self, step: LayerStep, what: str = "") -> Iterator[None]:
-        began = self._device.stamp()
+        device = self._transfers.device
+        began = device.stamp()
         yield
         self._transfers.compute_span(f"{what}layer {step.layer} batch {step.batch}", began,
-                                     self._device.stamp())
+                                     device.stamp())
 
     def _enter(self, step: LayerStep, batch: Batch) -> None:
         """Begin a forward pass of a batch, with the hidden states of the rank before if there is
@@ -226,26 +221,11 @@ class Executor:
         self._exchange.take_hidden(step.batch, x)
         self._layers.set_positions(step, torch.tensor(positions))
 
-    def _embed(self, step: LayerStep, batch: Batch) -> None:
-        weights = self._weights.get(step.layer)
-        ids, positions = (torch.tensor(values) for values in batch.inputs(step.forward_pass))
-        x = self._hidden.get(step.batch, len(ids), fresh=True)
-        for rows in _row_chunks(len(ids), self._layers.chunk_rows):
-            x[rows] = self._family.embed(self._config, weights, self._weights.lookup,
-                                         ids[rows], positions[rows])
-        self._layers.set_positions(step, positions)
-
     def _head(self, step: LayerStep, batch: Batch) -> None:
-        weights = self._weights.get(step.layer)
-        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        wanted = self._sink.rows(batch, step.forward_pass)
-        if batch.shares or len(wanted) < len(x):
-            x = x[wanted.to(self._device.torch)]
         found = []
-        for rows in _row_chunks(len(x), LOGIT_ROWS):
-            logits = self._family.head(self._config, weights, x[rows])
-            found.append(self._sink.find(batch, step.forward_pass, rows.start, logits))
-            self._take(batch, step.forward_pass, rows.start, found[-1])
+        for row, logits in self._layers.logits(step, self._sink.rows(batch, step.forward_pass)):
+            found.append(self._sink.find(batch, step.forward_pass, row, logits))
+            self._take(batch, step.forward_pass, row, found[-1])
         self._hidden.drop(step.batch)
         if found and self._exchange is not None:
             self._found[step.batch] = torch.cat(found)
@@ -318,6 +298,3 @@ def _still(weights: WeightStore, workspace: Workspace) -> frozenset[Kind]:
         kinds |= {Kind.LOAD_HIDDEN, Kind.STORE_HIDDEN}
     return frozenset(kinds)
 
-
-def _row_chunks(rows: int, most: int):
-    return (slice(start, min(start + most, rows)) for start in range(0, rows, most))

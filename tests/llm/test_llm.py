@@ -107,10 +107,10 @@ def test_call_after_call_in_the_same_workspace(tiny_model, tmp_path, device):
 
 
 def test_prompts_longer_than_a_chunk_of_rows(tiny_model, monkeypatch):
-    from flexgen_h2o.engine import decoder_layers, executor
+    from flexgen_h2o.engine import decoder_layers
 
     monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 8)
-    monkeypatch.setattr(executor, "LOGIT_ROWS", 2)
+    monkeypatch.setattr(decoder_layers, "LOGIT_ROWS", 2)
     tiny = tiny_model("opt")
     prompts = make_prompts(tiny.model.config.vocab_size, [5, 3, 20, 8, 1])
     assert tokens_of(tiny.folder, prompts, gpu_batch_size=5) == transformers_tokens(tiny, prompts)

@@ -22,7 +22,7 @@ DRIVER = """
 import json, os, signal, socket, sys, threading, time, torch
 import torch.distributed
 import flexgen_h2o.llm  # what is imported here, the ranks need not import
-from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.decoder_layers import DecoderLayers
 from flexgen_h2o.tasks import batch
 
 def disturb(how):
@@ -36,13 +36,13 @@ def rank(number, disturbed, how, argv, told):
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number))
     if number == disturbed:
         left = [60]
-        enter = Executor._enter
-        def disturbed_enter(self, step, batch):
+        begin = DecoderLayers.set_positions  # with each batch's forward pass
+        def disturbed(self, step, positions):
             left[0] -= 1
             if left[0] == 0:
                 disturb(how)
-            enter(self, step, batch)
-        Executor._enter = disturbed_enter
+            begin(self, step, positions)
+        DecoderLayers.set_positions = disturbed
     sys.argv[1:] = argv  # as a process of its own is started
     sys.exit(batch.main())
 
