@@ -137,38 +137,41 @@ INLINE void key_products(const Tile& tile, const Queries& to, int64_t count) {
     for (int g = 0; g < G; g++) add_zeros(tile, to, g, count);
 }
 
-// out[g] += weight[g][t] times row t, for N vectors from `column` on and G queries; outputs lie
-// `apart`.
+// out[g] += weight[g][t] times row t, for N vectors from `column` on, G queries and the rows from
+// `first` to `end`; outputs lie `apart`.
 template <int G, int N, class Tile>
-INLINE void value_block(const Tile& tile, const Queries& weights, int64_t count,
+INLINE void value_block(const Tile& tile, const Queries& weights, int64_t first, int64_t end,
                         int64_t column, float* out, int64_t apart) {
     Floats sums[G][N];
     for (int g = 0; g < G; g++)
         for (int n = 0; n < N; n++) sums[g][n] = load(out + g * apart + column + n * WIDTH);
-    for (int64_t first = 0; first < count; first += 4) {
-        if (column == 0) prefetch(tile, first, 4);
-        for (int64_t t = first; t < count && t < first + 4; t++)
-            for (int n = 0; n < N; n++) {
-                const Floats x = tile.at(t, column + n * WIDTH);
-                for (int g = 0; g < G; g++)
-                    sums[g][n] = fma(broadcast(weights.row[g * weights.stride + t]), x, sums[g][n]);
-            }
-    }
+    for (int64_t t = first; t < end; t++)
+        for (int n = 0; n < N; n++) {
+            const Floats x = tile.at(t, column + n * WIDTH);
+            for (int g = 0; g < G; g++)
+                sums[g][n] = fma(broadcast(weights.row[g * weights.stride + t]), x, sums[g][n]);
+        }
     for (int g = 0; g < G; g++)
         for (int n = 0; n < N; n++) store(out + g * apart + column + n * WIDTH, sums[g][n]);
 }
 
+// All columns of a few rows before the next rows: the first of several rounds through the columns
+// waits for memory, the others only compute, so that long rounds would not overlap the two.
 template <int G, class Tile>
 INLINE void value_products(const Tile& tile, const Queries& weights, int64_t count, float* out,
                            int64_t apart) {
     constexpr int N = G == 1 ? 8 : at_once(G);
-    int64_t column = 0;
-    for (; column + N * WIDTH <= weights.width; column += N * WIDTH)
-        value_block<G, N>(tile, weights, count, column, out, apart);
-    for (; column + 2 * WIDTH <= weights.width; column += 2 * WIDTH)
-        value_block<G, 2>(tile, weights, count, column, out, apart);
-    for (; column < weights.width; column += WIDTH)
-        value_block<G, 1>(tile, weights, count, column, out, apart);
+    for (int64_t first = 0; first < count; first += VALUE_ROWS) {
+        const int64_t end = first + VALUE_ROWS < count ? first + VALUE_ROWS : count;
+        prefetch(tile, first, VALUE_ROWS);
+        int64_t column = 0;
+        for (; column + N * WIDTH <= weights.width; column += N * WIDTH)
+            value_block<G, N>(tile, weights, first, end, column, out, apart);
+        for (; column + 2 * WIDTH <= weights.width; column += 2 * WIDTH)
+            value_block<G, 2>(tile, weights, first, end, column, out, apart);
+        for (; column < weights.width; column += WIDTH)
+            value_block<G, 1>(tile, weights, first, end, column, out, apart);
+    }
 }
 
 // The same of N vectors of codes, all of one group, and with 4 bits of as many in their high

@@ -8,6 +8,7 @@ namespace ISA {
 
 constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is computed with
 constexpr int64_t ROWS_AHEAD = 16;  // the same of rows that lie anywhere
+constexpr int64_t VALUE_ROWS = 4;   // whose values are added up before the next rows'
 
 // Rows of keys, or vectors of a value, that meet so many queries together: their sums stay in
 // registers.
