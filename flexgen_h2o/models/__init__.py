@@ -13,7 +13,7 @@ rows are packed real tokens:
     mlp(cfg, w, x, do) -> x                           adds to x, and returns it
     head(cfg, w, x) -> logits                         [rows, vocab]
 
-A mixture of experts has other functions in place of `mlp`: see `mixture`.
+A mixture of experts has other functions, and `mlp` only for layers without experts: see `mixture`.
 
 A decoder layer is `attention_inputs`, causal attention over the cache and these rows of the layer's
 `AttentionForm`, `attention_output`, and `mlp`; with a parallel residual `attention_output`
