@@ -52,8 +52,8 @@ def check(hardware: Hardware, *, count: int) -> None:
     assert set(hardware.compute.decode_attention) == set(BITS)
 
 
-# Of memory 2, links 2, products 6, attention 2 + 3, and 6 single ones.
-CPU_FIGURES = 21
+# Of memory 2, links 2, products 6 and of rounded activations 4, attention 2 + 3, 6 single ones.
+CPU_FIGURES = 25
 
 
 def test_every_figure_of_a_cpu(tmp_path):
@@ -62,6 +62,8 @@ def test_every_figure_of_a_cpu(tmp_path):
     check(hardware, count=CPU_FIGURES)
     assert not hardware.has_gpu and hardware.host_attention is None
     assert set(hardware.links) == set(HOST_LINKS)
+    assert {bits: set(table) for bits, table in hardware.compute.rounded_linear.items()} == {
+        8: {1, 3}, 4: {1, 3}}
     assert heard and all(isinstance(words, str) for words in heard)
     assert list((tmp_path / "new").iterdir()) == []
     save_hardware(hardware, tmp_path / "kept.yaml")
@@ -70,7 +72,8 @@ def test_every_figure_of_a_cpu(tmp_path):
 
 def test_every_figure_of_a_gpu(tmp_path):
     hardware = calibrate(LazyDevice(), tmp_path, progress=ignore, sizes=TINY)
-    check(hardware, count=CPU_FIGURES - 2 + 1 + 2 + 4)  # its memory, two links, host attention
+    check(hardware, count=CPU_FIGURES - 2 - 4 + 1 + 2 + 4)  # its memory, two links, host attention
+    assert not hardware.compute.rounded_linear
     assert hardware.gpu_bytes == LazyDevice().total_bytes()
     assert set(hardware.links) == set(LINKS)
     assert set(hardware.host_attention.decode_attention) == set(BITS)

@@ -127,6 +127,8 @@ MISTAKES = {
     "missing": (("cpu_gb",), DROP, "cpu_gb is missing"),
     "missing below": (("compute", "layer_microseconds"), DROP, "layer_microseconds is missing"),
     "missing bits": ((*TABLE, 8), DROP, "key 8 is missing"),
+    "rounded with 16": (("compute", "rounded_linear_seconds_per_billion_weights"), {16: {1: 0.1}},
+                        "16"),
     "other bits": ((*TABLE, 3), {1: 0.1}, "unknown key 3"),
     "bits of a cache": (("compute", "decode_attention_gb_per_s", 2), 9, "unknown key 2"),
     "no number": (("compute", "head_microseconds"), "fast", "head_microseconds must be a finite"),

@@ -47,6 +47,19 @@ def test_products_take_their_bytes_or_their_flops(bits, rows):
     assert [*found.prefill_attention.values()] == pytest.approx([1.2e12] * 2)
 
 
+def test_rounded_activations_have_rates_of_their_own():
+    """Products of 64 rows in an eighth of the time, in a run that rounds, and nowhere else."""
+    faster = {4: {rows: seconds / 8 for rows, seconds in CPU.compute.linear[4].items()}}
+    hardware = replace(CPU, compute=replace(CPU.compute, rounded_linear=faster))
+    run = planned(batch=(64, 1), gpu=False, bits=(4, 16))
+    rounding = replace(run, weights=replace(run.weights, activation_bits=8))
+    plain, quick = judge(hardware, run), judge(hardware, rounding)
+    assert quick.prefill < plain.prefill / 2 and quick.decode < plain.decode
+    assert judge(CPU, rounding).prefill == judge(CPU, run).prefill  # where it was not measured
+    assert least(hardware, run).prefill <= plain.prefill
+    assert least(hardware, rounding).prefill <= quick.prefill < least(hardware, run).prefill
+
+
 def test_weights_on_disk_are_read_at_the_rate_of_the_disk():
     hardware = machine(roofline(1e6, 1e6), gpu=False, read=2e9)
     best = least(hardware, planned(weights=ON_DISK, gpu=False, overlap=False))
