@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 STRUCTS = MappingProxyType({
-    # A record of storage/quantization.py (GroupLayout); bits is 16 for plain vectors.
+    # A record of config/formats.py (GroupLayout); bits is 16 for plain vectors.
     "Layout": "int64_t: bits groups group code_bytes nbytes",
     # A matrix of config/formats.py (MatrixLayout); group is 0 for MXFP4, and for 16 bits;
     # activation_bits is 8 where products round what they multiply it with, else 16.
