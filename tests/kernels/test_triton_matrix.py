@@ -11,6 +11,7 @@ from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.kernels import reference_matrix, triton_matrix
 from flexgen_h2o.kernels.gpus import pretending
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative to the largest sum of absolute products: a few roundings of each dtype."""
@@ -60,7 +61,7 @@ def check_linear(rows, shape, form, *, bias=False, add=False, dtype=torch.float3
         out.fill_(NAN)
     some = torch.randn(layout.outputs).to(dtype) if bias else None
     wanted = torch.full(out.shape, NAN) if not add else out.float()
-    reference_matrix.linear_quantized(x, data, layout, some, wanted, add=add)
+    reference_matrix.linear_quantized(x, QuantizedMatrix(data, layout), some, wanted, add=add)
     size = (x.float().abs() @ values.abs().T).max() + wanted.abs().max()
     triton_matrix.linear_quantized(x, data, layout.outputs, layout.inputs, *form, some, out, add)
     assert ((out.double() - wanted.double()).abs().max() / size).item() < BOUND[dtype]

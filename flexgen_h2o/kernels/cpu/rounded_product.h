@@ -13,7 +13,9 @@ namespace ISA {
 constexpr int64_t ROUNDED_ROWS = 64;    // of x, which stay in the nearest cache with their totals
 constexpr int64_t BLOCKS_AHEAD = 8;     // that are asked for beforehand
 constexpr float INPUT_LEVELS = 127;     // of a code of x, to either side of 0
-constexpr int LEAST_PARTS = 16;         // inputs that are rounded together
+constexpr int ROUNDED_TOGETHER = 16;    // inputs
+constexpr float LARGEST = std::numeric_limits<float>::max();
+constexpr float NO_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
 typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
 
@@ -106,12 +108,12 @@ INLINE float largest_of(const T* x, int64_t count) {
 // `count` inputs to the codes of a group of `group`; returns the sum of these.
 template <int BITS, class T>
 INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step, uint32_t* to) {
-    constexpr int64_t WORDS = LEAST_PARTS / 4;
+    constexpr int64_t WORDS = ROUNDED_TOGETHER / 4;
     const Floats divisor = broadcast(step > 0 ? step : 1), most = broadcast(INPUT_LEVELS);
     Ints all{};
-    for (int64_t i = 0; i < group; i += LEAST_PARTS) {
-        int32_t codes[LEAST_PARTS];
-        for (int64_t k = 0; k < LEAST_PARTS; k += WIDTH) {
+    for (int64_t i = 0; i < group; i += ROUNDED_TOGETHER) {
+        int32_t codes[ROUNDED_TOGETHER];
+        for (int64_t k = 0; k < ROUNDED_TOGETHER; k += WIDTH) {
             Floats x_codes = rounded(some(x + i + k, count - i - k) / divisor);
             x_codes = x_codes > most ? most : x_codes;
             x_codes = x_codes < -most ? -most : x_codes;
@@ -144,9 +146,9 @@ void round_rows(const Product& a, const Blocks& m, int64_t first, int64_t rows,
             const int64_t count = left < m.group ? left : m.group;
             const float largest = largest_of(x + g * m.group, count);
             uint32_t* codes = p.codes + at * p.words;
-            if (!(largest <= std::numeric_limits<float>::max())) {
+            if (!(largest <= LARGEST)) {
                 std::memset(codes, 0, static_cast<size_t>(p.words) * sizeof *codes);
-                p.steps[at] = p.sums[at] = std::numeric_limits<float>::quiet_NaN();
+                p.steps[at] = p.sums[at] = NO_NUMBER;
                 continue;
             }
             p.steps[at] = largest / INPUT_LEVELS;
