@@ -17,6 +17,7 @@ weights as that leaves room for.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import statistics
 import sys
@@ -103,7 +104,8 @@ def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict
     predicted = planner.plan(short, workload(short, ()), run.batch).best
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         prefill, step = process.submit(measured, short, plan.implementations).result()
-    predicted_step = predicted.decode / (args.tokens - 1)
+    blocks = math.ceil(run.batch / (policy.gpu_batch_size * policy.num_gpu_batches))
+    predicted_step = predicted.decode / blocks / (args.tokens - 1)  # as a step is measured: of one
     return found | {
         "run_prompt_len": prompt, "run_gen_len": args.tokens,
         "predicted_prefill_s": predicted.prefill, "prefill_s": prefill,
