@@ -297,4 +297,3 @@ def _still(weights: WeightStore, workspace: Workspace) -> frozenset[Kind]:
     if workspace.hidden.stays:
         kinds |= {Kind.LOAD_HIDDEN, Kind.STORE_HIDDEN}
     return frozenset(kinds)
-
