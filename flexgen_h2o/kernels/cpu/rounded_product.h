@@ -230,7 +230,7 @@ int rounded_product(const Product& a) {
         const int64_t most = a.rows < ROUNDED_ROWS ? a.rows : ROUNDED_ROWS;
         RoundedRows p{nullptr, nullptr, nullptr, most, m.group / 4};
         const Memory<uint32_t> codes = memory<uint32_t>(m.groups * most * p.words);
-        const Memory<float> floats = memory<float>(most * (2 * m.groups + a.threads * MATRIX_TILE));
+        const Memory<float> floats = memory<float>(2 * most * m.groups);
         if (!codes || !floats) return NO_MEMORY;
         p.codes = codes.get(), p.steps = floats.get(), p.sums = p.steps + m.groups * most;
         for (int64_t first = 0; first < a.rows; first += ROUNDED_ROWS) {
@@ -238,7 +238,7 @@ int rounded_product(const Product& a) {
             round_rows<T, C::bits>(a, m, first, rows, p);
 #pragma omp parallel num_threads(a.threads)
             {
-                float* totals = p.sums + (m.groups + thread_number() * MATRIX_TILE) * most;
+                alignas(64) float totals[ROUNDED_ROWS * MATRIX_TILE];
                 for (const Product* each = &a; each; each = each->next) {
                     const Blocks blocks(each->matrix);
 #pragma omp for schedule(static) nowait
