@@ -117,9 +117,8 @@ class Executor:
         for step in schedule(
                 passes, stage.num_layers, len(batches), overlap=overlap,
                 sep_layer=self._policy.sep_layer, keeps=keeps, stage=stage, groups=groups,
-                split_from=batch_layout.prefill_passes if self._cache.attends_on_host else None):
-            if step.kind in self._still:
-                continue
+                split_from=batch_layout.prefill_passes if self._cache.attends_on_host else None,
+                still=self._still):
             if step.batch is None or self._takes_part(step):
                 self._ACTIONS[step.kind](self, step)
             if step.kind is not Kind.COMPUTE:

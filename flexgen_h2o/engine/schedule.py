@@ -15,7 +15,7 @@ sends: hidden states from rank to rank, and the tokens of a forward pass from th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
@@ -40,6 +40,11 @@ class Kind(Enum):
     SEND_TOKENS = auto()
     ATTEND = auto()
     COMPUTE = auto()
+
+
+MOVES = frozenset({Kind.LOAD_WEIGHTS, Kind.RELEASE_WEIGHTS, Kind.LOAD_CACHE, Kind.STORE_CACHE,
+                   Kind.LOAD_HIDDEN, Kind.STORE_HIDDEN})
+"""Steps that move tensors between the tiers of a rank."""
 
 
 class LayerStep(NamedTuple):
@@ -69,7 +74,8 @@ def num_layer_steps(num_layers: int, sep_layer: bool) -> int:
 
 def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: bool = True,
              split_from: int | None = None, sep_layer: bool = False, keeps: bool = False,
-             stage: Stage | None = None, groups: int = 1) -> Iterator[LayerStep]:
+             stage: Stage | None = None, groups: int = 1, still: Collection[Kind] = ()
+             ) -> Iterator[LayerStep]:
     """Steps that take a block through the network `num_passes` times.
 
     Every load precedes the compute that needs it, every store follows the compute that made it,
@@ -95,10 +101,20 @@ def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: boo
     groups : int
         Into so many groups the batches are cut, the same on all ranks. The weights of a layer step
         are loaded for each of them.
+    still : collection of Kind
+        Steps of these kinds have nothing to do, and are left out.
     """
     stage = stage or Stage.whole(num_layers)
     run = _Run(num_passes, num_layers, tuple(groups_of(num_batches, groups)), overlap, split_from,
                sep_layer, keeps, stage)
+    if run.alone and MOVES.issubset(still):
+        return map(run.compute, range(run.count))
+    return (step for step in _steps(run) if step.kind not in still)
+
+
+def _steps(run: _Run) -> Iterator[LayerStep]:
+    """All steps of a run."""
+    overlap = run.overlap
     loaded = 0  # computes of which the cache has been asked for
     yield from run.load_weights(0)
     for number in range(run.count):
@@ -161,6 +177,11 @@ class _Run:
         """(group, layer step, batch) of the computes of a forward pass."""
         return [(group, layer, batch) for group, batches in enumerate(self.groups)
                 for layer in self._own for batch in batches]
+
+    @property
+    def alone(self) -> bool:
+        """True if there are but computes and `MOVES`: one rank, and no attention ahead."""
+        return self.stage.ranks == 1 and (self.split_from is None or not self.overlap)
 
     @cached_property
     def period(self) -> int:

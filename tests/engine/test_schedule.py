@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
+from flexgen_h2o.engine.schedule import MOVES, Kind, LayerStep, num_layer_steps, schedule
 
 SIZES = dict(passes=st.integers(1, 4), layers=st.integers(1, 4), batches=st.integers(1, 4),
              overlap=st.booleans(), split_from=st.none() | st.integers(0, 4), sep=st.booleans(),
              keeps=st.booleans())
 
 
-def steps_of(passes, layers, batches, overlap, split_from=None, sep=False, keeps=False):
+def steps_of(passes, layers, batches, overlap, split_from=None, sep=False, keeps=False, **more):
     return list(schedule(passes, layers, batches, overlap=overlap, split_from=split_from,
-                         sep_layer=sep, keeps=keeps))
+                         sep_layer=sep, keeps=keeps, **more))
 
 
 def attends(layer, layers, sep):
@@ -51,6 +51,15 @@ def test_every_step_comes_once_and_computes_come_in_order(passes, layers, batche
     assert [s for s in steps if s.kind is Kind.ATTEND] == [
         LayerStep(Kind.ATTEND, s.forward_pass, s.layer, s.batch) for s in computes
         if s.forward_pass in early and attends(s.layer, layers, sep)]
+
+
+@given(still=st.sets(st.sampled_from(sorted(MOVES, key=lambda kind: kind.value)), min_size=3)
+       | st.just(MOVES), **SIZES)
+def test_steps_of_what_stays_where_it_is_are_left_out(passes, layers, batches, overlap,
+                                                      split_from, sep, keeps, still):
+    whole = steps_of(passes, layers, batches, overlap, split_from, sep, keeps)
+    assert steps_of(passes, layers, batches, overlap, split_from, sep, keeps, still=still) == [
+        step for step in whole if step.kind not in still]
 
 
 @given(**SIZES)
