@@ -16,10 +16,8 @@ INLINE Floats some(const T* from, int64_t count, float rest = 0) {
 
 template <class T>
 INLINE void put_some(T* to, Floats x, int64_t count) {
-#if defined(__AVX512F__)
     if (count >= WIDTH) return put_all(to, x);
-#endif
-    for (int64_t i = 0; i < WIDTH && i < count; i++) put(to + i, x[i]);
+    for (int64_t i = 0; i < count; i++) put(to + i, x[i]);
 }
 
 INLINE Floats magnitude(Floats x) { return bits_of<Floats>(bits_of<Words>(x) & 0x7fffffff); }

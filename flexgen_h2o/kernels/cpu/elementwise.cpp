@@ -9,8 +9,9 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t LEAST_WORK = 1 << 15;  // elements for which waking other threads pays
-constexpr int64_t PIECE = 1024;          // elements of a row that are one task
+constexpr int64_t LEAST_WORK = 1 << 15;       // elements for which waking other threads pays
+constexpr int64_t LEAST_ACTIVATED = 1 << 12;  // the same of an activation
+constexpr int64_t PIECE = 1024;               // elements of a row that are one task
 
 template <class T>
 void norm_row(const Norm& a, int64_t row) {
@@ -80,7 +81,8 @@ int rotated(const Rotate& a) {
 template <class T, class F>
 int activated(const Activate& a) {
     const int64_t pieces = (a.width + PIECE - 1) / PIECE;
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.width > LEAST_WORK)
+#pragma omp parallel for schedule(static) num_threads(a.threads) \
+    if (a.rows * a.width > LEAST_ACTIVATED)
     for (int64_t task = 0; task < a.rows * pieces; task++) {
         const int64_t begin = task % pieces * PIECE, end = begin + PIECE;
         activate_piece<T, F>(a, task / pieces, begin, end < a.width ? end : a.width);

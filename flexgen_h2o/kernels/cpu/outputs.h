@@ -9,14 +9,12 @@ namespace ISA {
 template <class T>
 INLINE void put_outputs(const float* sums, const T* bias, T* out, int64_t count, bool add) {
     int64_t i = 0;
-#if defined(__AVX512F__)
     for (; i + WIDTH <= count; i += WIDTH) {
         Floats x = load(sums + i);
         if (bias) x += load(bias + i);
         if (add) x += load(out + i);
         put_all(out + i, x);
     }
-#endif
     for (; i < count; i++) {
         const float x = sums[i] + (bias ? one(bias + i) : 0.0f);
         put(out + i, add ? x + one(out + i) : x);

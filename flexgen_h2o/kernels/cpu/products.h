@@ -15,8 +15,11 @@ template <class F>
 INLINE void by_queries(int64_t group, F f) {
     int64_t g = 0;
     for (; g + 4 <= group; g += 4) f(std::integral_constant<int, 4>{}, g);
-    if (g + 2 <= group) f(std::integral_constant<int, 2>{}, g), g += 2;
-    if (g < group) f(std::integral_constant<int, 1>{}, g);
+    switch (group - g) {
+        case 3: return f(std::integral_constant<int, 3>{}, g);
+        case 2: return f(std::integral_constant<int, 2>{}, g);
+        case 1: return f(std::integral_constant<int, 1>{}, g);
+    }
 }
 
 // By which products of queries and keys are logits.
@@ -234,7 +237,7 @@ INLINE void value_products(const RecordTile<bits>& tile, const Queries& weights,
                 store(to, load(to) + shift);
             }
         }
-    constexpr int N = G == 4 ? 2 : 4;
+    constexpr int N = G > 2 ? 2 : 4;
     const int64_t columns = bits == 4 ? weights.width / 2 : weights.width;
     int64_t column = 0;
     if (group % (N * WIDTH) == 0 && columns % (N * WIDTH) == 0)

@@ -13,11 +13,11 @@ namespace ISA {
 constexpr int64_t ROUNDED_ROWS = 64;    // of x, which stay in the nearest cache with their totals
 constexpr int64_t BLOCKS_AHEAD = 8;     // that are asked for beforehand
 constexpr float INPUT_LEVELS = 127;     // of a code of x, to either side of 0
-constexpr int ROUNDED_TOGETHER = 16;    // inputs
 constexpr float LARGEST = std::numeric_limits<float>::max();
 constexpr float NO_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
 typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
+typedef uint8_t Sixteen __attribute__((vector_size(16)));
 
 // The codes of a word as bytes no smaller than 0, four at a time: `shift` by which they are too
 // large, and how many words of them by codes of x fit into sums of 16 bits.
@@ -79,18 +79,24 @@ INLINE Ints joined(Shorts sums) {
 #endif
 }
 
-// Rows of x, rounded group by group.
+// Rows of x, rounded group by group. Those that meet weights together lie side by side.
 struct RoundedRows {
-    uint32_t* codes;  // [groups, rows, words]: four inputs each, as those of the matrix come
+    uint32_t* codes;  // [groups, blocks, words, ROWS]: four inputs each, as those of the matrix come
     float* steps;     // [groups, rows]: between neighbouring codes
     float* sums;      // [groups, rows]: of x
-    int64_t rows, words;
+    int64_t rows, blocks, words;
+
+    uint32_t* at(int64_t g, int64_t row) const {
+        return codes + (g * blocks + row / ROWS) * words * ROWS + row % ROWS;
+    }
 };
 
-// Which of its inputs the bytes of a group's word of x are, `bits` being those of the matrix.
-INLINE int64_t input_of(int bits, int64_t word, int64_t byte) {
-    return bits == 4 ? word / 2 * 8 + 4 * (byte % 2) + 2 * (word % 2) + byte / 2
-                     : word * 4 + 2 * (byte % 2) + byte / 2;
+// 16 inputs' codes in the order in which those of a matrix of so many bits come.
+template <int BITS>
+INLINE Sixteen ordered(Sixteen codes) {
+    if (BITS == 4)
+        return __builtin_shuffle(codes, Sixteen{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15});
+    return __builtin_shuffle(codes, Sixteen{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
 }
 
 template <class T>
@@ -105,63 +111,64 @@ INLINE float largest_of(const T* x, int64_t count) {
     return bits_of<float>(largest);
 }
 
-// `count` inputs to the codes of a group of `group`; returns the sum of these.
+// `count` inputs to the codes of a group of `group`, ROWS apart; returns the sum of these.
 template <int BITS, class T>
 INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step, uint32_t* to) {
-    constexpr int64_t WORDS = ROUNDED_TOGETHER / 4;
     const Floats divisor = broadcast(step > 0 ? step : 1), most = broadcast(INPUT_LEVELS);
     Ints all{};
-    for (int64_t i = 0; i < group; i += ROUNDED_TOGETHER) {
-        int32_t codes[ROUNDED_TOGETHER];
-        for (int64_t k = 0; k < ROUNDED_TOGETHER; k += WIDTH) {
+    for (int64_t i = 0; i < group; i += 16) {
+        uint8_t codes[16];
+        for (int64_t k = 0; k < 16; k += WIDTH) {
             Floats x_codes = rounded(some(x + i + k, count - i - k) / divisor);
             x_codes = x_codes > most ? most : x_codes;
             x_codes = x_codes < -most ? -most : x_codes;
             const Ints whole = __builtin_convertvector(x_codes, Ints);
             all += whole;
-            std::memcpy(codes + k, &whole, sizeof whole);
+            narrow(codes + k, whole);
         }
-        for (int64_t n = 0; n < WORDS && i + 4 * n < group; n++) {
-            uint32_t word = 0;
-            for (int byte = 0; byte < 4; byte++)
-                word |= static_cast<uint32_t>(codes[input_of(BITS, n, byte)] & 0xff) << 8 * byte;
-            to[i / 4 + n] = word;
-        }
+        uint32_t words[4];
+        const Sixteen bytes = ordered<BITS>(load_raw<Sixteen>(codes));
+        std::memcpy(words, &bytes, sizeof words);
+        for (int64_t n = 0; n < 4 && i + 4 * n < group; n++) to[(i / 4 + n) * ROWS] = words[n];
     }
     int32_t sum = 0;
     for (int i = 0; i < WIDTH; i++) sum += all[i];
     return sum;
 }
 
-// `rows` of x from `first` on.
+// `rows` of x from `first` on, shared by the threads of a parallel region.
 template <class T, int BITS>
 void round_rows(const Product& a, const Blocks& m, int64_t first, int64_t rows,
                 const RoundedRows& p) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) \
-    if (rows * a.matrix.inputs > LEAST_PACKED)
-    for (int64_t row = 0; row < rows; row++) {
-        const T* x = static_cast<const T*>(a.x) + (first + row) * a.x_row;
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t row = 0; row < rows; row++)
         for (int64_t g = 0; g < m.groups; g++) {
+            const T* x = static_cast<const T*>(a.x) + (first + row) * a.x_row + g * m.group;
             const int64_t at = g * p.rows + row, left = a.matrix.inputs - g * m.group;
             const int64_t count = left < m.group ? left : m.group;
-            const float largest = largest_of(x + g * m.group, count);
-            uint32_t* codes = p.codes + at * p.words;
+            const float largest = largest_of(x, count);
+            uint32_t* codes = p.at(g, row);
             if (!(largest <= LARGEST)) {
-                std::memset(codes, 0, static_cast<size_t>(p.words) * sizeof *codes);
+                for (int64_t n = 0; n < p.words; n++) codes[n * ROWS] = 0;
                 p.steps[at] = p.sums[at] = NO_NUMBER;
                 continue;
             }
             p.steps[at] = largest / INPUT_LEVELS;
             p.sums[at] = p.steps[at] * static_cast<float>(round_group<BITS>(
-                                           x + g * m.group, count, m.group, p.steps[at], codes));
+                                           x, count, m.group, p.steps[at], codes));
         }
-    }
+}
+
+// Words of x that a word of codes meets.
+template <class C>
+constexpr int parts() {
+    return C::bits == 4 ? 2 : 1;
 }
 
 // sums [R] += what COUNT words of WIDTH outputs give with R rows.
 template <class C, int R, int COUNT>
-INLINE void add_whole(const uint8_t* words, const uint32_t* x, int64_t apart, Ints* sums) {
-    constexpr int PARTS = C::bits == 4 ? 2 : 1;  // words of x that a word of codes meets
+INLINE void add_whole(const uint8_t* words, const uint32_t* x, Ints* sums) {
+    constexpr int PARTS = parts<C>();
     Shorts low[R] = {}, high[R] = {};
 #pragma GCC unroll 8
     for (int n = 0; n < COUNT; n++) {
@@ -170,9 +177,9 @@ INLINE void add_whole(const uint8_t* words, const uint32_t* x, int64_t apart, In
         const Words second = ByteCodes<C>::of(word >> 4 & 0x0f0f0f0f);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            const uint32_t* mine = x + r * apart + PARTS * n;
+            const uint32_t* mine = x + PARTS * n * ROWS + r;
             low[r] = add_pairs(low[r], first, mine[0] + Words{});
-            high[r] = add_pairs(high[r], second, mine[PARTS - 1] + Words{});
+            high[r] = add_pairs(high[r], second, mine[(PARTS - 1) * ROWS] + Words{});
         }
     }
 #pragma GCC unroll 8
@@ -184,24 +191,23 @@ INLINE void add_whole(const uint8_t* words, const uint32_t* x, int64_t apart, In
 template <class C, int R>
 INLINE void add_rounded(const Blocks& m, const uint8_t* block, int64_t lane, int64_t g,
                         const RoundedRows& p, int64_t row, float* totals) {
-    constexpr int FITTING = ByteCodes<C>::fitting;
-    const uint32_t* x = p.codes + (g * p.rows + row) * p.words;
+    constexpr int FITTING = ByteCodes<C>::fitting, EACH = parts<C>() * ROWS;
+    const uint32_t* x = p.at(g, row);
     const uint8_t* words = C::words(block) + 4 * lane;
-    const int64_t each = p.words / m.words;
-    Ints sums[R] = {};
+    Ints whole[R] = {};
     int64_t n = 0;
     for (; n + FITTING <= m.words; n += FITTING)
-        add_whole<C, R, FITTING>(words + 4 * n * MATRIX_TILE, x + n * each, p.words, sums);
+        add_whole<C, R, FITTING>(words + 4 * n * MATRIX_TILE, x + n * EACH, whole);
     for (; n < m.words; n++)
-        add_whole<C, R, 1>(words + 4 * n * MATRIX_TILE, x + n * each, p.words, sums);
+        add_whole<C, R, 1>(words + 4 * n * MATRIX_TILE, x + n * EACH, whole);
     const Floats scale = C::scales(block, lane);
     const Floats zero = fma(scale, broadcast(-ByteCodes<C>::shift), C::zeros(block, lane));
+    const float *steps = p.steps + g * p.rows + row, *sums = p.sums + g * p.rows + row;
+    float* to = totals + row * MATRIX_TILE + lane;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-        const int64_t at = g * p.rows + row + r;
-        float* total = totals + (row + r) * MATRIX_TILE + lane;
-        const Floats products = __builtin_convertvector(sums[r], Floats) * broadcast(p.steps[at]);
-        store(total, fma(products, scale, fma(zero, broadcast(p.sums[at]), load(total))));
+    for (int r = 0; r < R; r++, to += MATRIX_TILE) {
+        const Floats products = __builtin_convertvector(whole[r], Floats) * broadcast(steps[r]);
+        store(to, fma(products, scale, fma(zero, broadcast(sums[r]), load(to))));
     }
 }
 
@@ -228,16 +234,16 @@ int rounded_product(const Product& a) {
         using C = decltype(kind);
         const Blocks m(a.matrix);
         const int64_t most = a.rows < ROUNDED_ROWS ? a.rows : ROUNDED_ROWS;
-        RoundedRows p{nullptr, nullptr, nullptr, most, m.group / 4};
-        const Memory<uint32_t> codes = memory<uint32_t>(m.groups * most * p.words);
+        RoundedRows p{nullptr, nullptr, nullptr, most, (most + ROWS - 1) / ROWS, m.group / 4};
+        const Memory<uint32_t> codes = memory<uint32_t>(m.groups * p.blocks * p.words * ROWS);
         const Memory<float> floats = memory<float>(2 * most * m.groups);
         if (!codes || !floats) return NO_MEMORY;
         p.codes = codes.get(), p.steps = floats.get(), p.sums = p.steps + m.groups * most;
         for (int64_t first = 0; first < a.rows; first += ROUNDED_ROWS) {
             const int64_t left = a.rows - first, rows = left < most ? left : most;
-            round_rows<T, C::bits>(a, m, first, rows, p);
 #pragma omp parallel num_threads(a.threads)
             {
+                round_rows<T, C::bits>(a, m, first, rows, p);
                 alignas(64) float totals[ROUNDED_ROWS * MATRIX_TILE];
                 for (const Product* each = &a; each; each = each->next) {
                     const Blocks blocks(each->matrix);

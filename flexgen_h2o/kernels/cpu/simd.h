@@ -188,9 +188,15 @@ INLINE Ints widen(const uint8_t* from) {
 #endif
 }
 
+// The low bytes.
 INLINE void narrow(uint8_t* to, Ints x) {
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(__m512i(x)));
+#elif defined(__AVX2__)
+    const __m256i low = _mm256_shuffle_epi8(__m256i(x), _mm256_set1_epi32(0x0c080400));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to),
+                     _mm_unpacklo_epi32(_mm256_castsi256_si128(low),
+                                        _mm256_extracti128_si256(low, 1)));
 #else
     for (int i = 0; i < WIDTH; i++) to[i] = static_cast<uint8_t>(x[i]);
 #endif
@@ -241,20 +247,39 @@ inline void put(bf16* to, float x) {
 }
 inline void put(fp16* to, float x) { to->bits = to_half(x); }
 
+// Whole numbers below 2^16.
+INLINE void narrow(uint16_t* to, Words x) {
 #if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(__m512i(x)));
+#elif defined(__AVX2__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm_packus_epi32(_mm256_castsi256_si128(__m256i(x)),
+                                      _mm256_extracti128_si256(__m256i(x), 1)));
+#else
+    for (int i = 0; i < WIDTH; i++) to[i] = static_cast<uint16_t>(x[i]);
+#endif
+}
+
 // A vector to as many elements.
 INLINE void put_all(float* to, Floats x) { store(to, x); }
 INLINE void put_all(bf16* to, Floats x) {
     const Words bits = bits_of<Words>(x);
     const Words nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const Words kept = (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : nearest;  // NaN
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(__m512i(kept)));
+    narrow(&to->bits, (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : nearest);  // NaN
 }
 INLINE void put_all(fp16* to, Floats x) {
+#if defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
                         _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < WIDTH; i++) put(to + i, x[i]);
+#endif
 }
 
+#if defined(__AVX512F__)
 // Rows of a matrix of 16 x 16 to its columns.
 INLINE void transpose(Floats* x) {
     __m512 pairs[16], fours[16];
