@@ -53,7 +53,7 @@ class ExpertLayers:
         self._computed = True
         self._routed = slice(0, 0)
         self._likely: Counter[int] = Counter()
-        self._products = ExpertProducts(config, do, slots.bits)
+        self._products = ExpertProducts(config, do, slots.options)
         self._transfers = transfers
         self._host = HostExperts(config, slots, transfers)
         slots.reset()

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.packs import Weight
@@ -40,12 +41,12 @@ class ExpertProducts:
     config : ModelConfig
     do : Operations
         Whose buffers the products are made in.
-    bits : int
+    options : WeightOptions
         Of the experts' matrices.
     """
 
-    def __init__(self, config: ModelConfig, do: Operations, bits: int):
-        self._config, self._do, self._bits = config, do, bits
+    def __init__(self, config: ModelConfig, do: Operations, options: WeightOptions):
+        self._config, self._do, self._options = config, do, options
         self._family = family(config)
         mine = config.experts
         self._function = (mine.gate_slope, mine.gate_limit) if mine.gate_limit else (
@@ -72,7 +73,8 @@ class ExpertProducts:
         self._picks: Sequence[Tensor] | None = None
         same = isinstance(self._function, tuple) or self._family.expert is mixture.expert
         fit = same and x.is_cpu and x.dtype == torch.bfloat16
-        self._most = most_rows(self._bits) if fit else 0
+        options = self._options
+        self._most = most_rows(options.bits, options.activation_bits) if fit else 0
 
     def add(self, group: Mapping[int, Mapping[str, Weight]],
             table: Callable[[], ExpertTable] | None = None) -> None:
@@ -126,7 +128,7 @@ class HostExperts:
 
     def __init__(self, config: ModelConfig, slots: ExpertSlots, transfers: Transfers):
         self._slots, self._transfers, self._count = slots, transfers, config.experts.count
-        self._products = ExpertProducts(config, Operations("cpu"), slots.bits)
+        self._products = ExpertProducts(config, Operations("cpu"), slots.options)
         self._buffers: list[Tensor] = []
 
     def start(self, keys: Sequence[Key], x: Tensor, ids: Tensor, shares: Tensor

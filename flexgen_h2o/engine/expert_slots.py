@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 
 from flexgen_h2o.config.experts import ExpertsConfig
+from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.slot_policy import Key, SlotPolicy
 from flexgen_h2o.engine.weights import WeightStore
@@ -99,9 +100,9 @@ class ExpertSlots:
         self.counts = ExpertCounts()
 
     @property
-    def bits(self) -> int:
-        """Bits of the experts' matrices."""
-        return self._weights.bits
+    def options(self) -> WeightOptions:
+        """Storage options of the experts' matrices."""
+        return self._weights.options
 
     def stays(self, key: Key) -> bool:
         """True if an expert is in compute memory for good."""

@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 
+from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.limits import WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.chunk_stream import ChunkStream
@@ -80,9 +81,9 @@ class WeightStore:
         return sum(map(self._bytes, {spec.name: spec for spec in self._specs()}.values()))
 
     @property
-    def bits(self) -> int:
-        """Bits of the matrices, as they rest."""
-        return self._form.bits
+    def options(self) -> WeightOptions:
+        """Storage options of the matrices, as they rest."""
+        return self._form.options
 
     def _specs(self) -> Iterator[TensorSpec]:
         """All tensors, unit by unit; a tied one comes twice."""

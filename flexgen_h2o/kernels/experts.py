@@ -17,7 +17,7 @@ from flexgen_h2o.kernels.arguments import contiguous, expect, lines, need
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 
-def most_rows(bits: int) -> int:
+def most_rows(bits: int, activation_bits: int = 16) -> int:
     """The most tokens of an expert that `experts` is for; 0: it is not to be used.
 
     Beyond, or where dispatch prefers another product, experts are computed one by one.
@@ -26,9 +26,13 @@ def most_rows(bits: int) -> int:
     ----------
     bits : int
         Of the weights: 16, 8 or 4.
+    activation_bits : int
+        Of what meets weights of 8 or 4 bits.
     """
     if ops.plain_torch("cpu"):
         return 0
+    if bits != 16 and activation_bits != 16:
+        return SKINNY_ROWS  # such products always go by codes
     operation, ours = ("linear", "skinny") if bits == 16 else ("linear_quantized", "codes")
     rows = 0
     while 2 << rows <= SKINNY_ROWS and dispatch.choice(

@@ -14,18 +14,21 @@ from flexgen_h2o.planning.search import Choice, judge
 _SIDE = 1 << 15  # of a matrix so large that the ends of its groups do not count
 
 
-def bytes_of_a_weight(bits: int) -> float:
-    """Bytes of a number of a large matrix at rest, with those of its group's scale."""
-    return WeightOptions(bits).matrix_bytes((_SIDE, _SIDE), 2) / _SIDE**2
+def bytes_of_a_weight(bits: int, mxfp4: bool = False) -> float:
+    """Bytes of a number of a large matrix at rest, with those of its group's scale; 4 bits may be
+    those of MXFP4."""
+    shape = (_SIDE, _SIDE)
+    options = WeightOptions(bits, mxfp4=frozenset({shape} if mxfp4 and bits == 4 else ()))
+    return options.matrix_bytes(shape, 2) / _SIDE**2
 
 
-def ideal(hardware: Hardware) -> Hardware:
+def ideal(hardware: Hardware, mxfp4: bool = False) -> Hardware:
     """A machine that does everything at the best rates of this one.
 
     Memory is read as fast as in any measured product or attention, products and attention have the
     FLOP/s of the fastest of them, nothing else takes time, and transfers do not disturb compute.
     Links keep their rates. What recall chooses costs no more than what is read in order, and
-    nothing is read on a guess.
+    nothing is read on a guess. With `mxfp4` no product of 4 bits reads more than one in MXFP4 does.
     """
     compute = hardware.compute
     timed, rounded = _timed(compute.linear), _timed(compute.rounded_linear)
@@ -34,9 +37,10 @@ def ideal(hardware: Hardware) -> Hardware:
                     *compute.decode_attention.values())
     flops = max(*(2 * rows / seconds for _, rows, seconds in timed),
                 *compute.prefill_attention.values())
-    linear = {bits: _least(bits, flops, bandwidth) for bits in BITS}
+    read = {bits: bytes_of_a_weight(bits, mxfp4) / bandwidth for bits in BITS}
+    linear = {bits: _least(read[bits], flops) for bits in BITS}
     whole = max((2 * rows / seconds for _, rows, seconds in rounded), default=flops)
-    rounded_linear = {bits: _least(bits, whole, bandwidth) for bits in compute.rounded_linear}
+    rounded_linear = {bits: _least(read[bits], whole) for bits in compute.rounded_linear}
     return replace(
         hardware, interference=0.0, read_interference=0.0, fetch_seconds=0.0,
         fetch_head_seconds=0.0,
@@ -55,10 +59,9 @@ def _timed(tables: Mapping[int, Mapping[int, float]]) -> list[tuple[int, int, fl
             for rows, seconds in by_rows.items()]
 
 
-def _least(bits: int, flops: float, bandwidth: float) -> dict[int | float, float]:
-    """Seconds of products with a billion weights: up to so many rows those of reading the weights,
-    beyond of their FLOPs."""
-    read = bytes_of_a_weight(bits) / bandwidth
+def _least(read: float, flops: float) -> dict[int | float, float]:
+    """Seconds of products with a billion weights, each of which takes `read` to read: up to so many
+    rows those of reading, beyond of their FLOPs."""
     turn = max(1.0, flops * read / 2)
     return {1: BILLION * max(read, 2 / flops), turn: BILLION * 2 * turn / flops}
 
@@ -74,4 +77,5 @@ def roofline(hardware: Hardware, run: PlannedRun, prompts: int | None = None) ->
     prompts : int or None
         See `search.judge`.
     """
-    return judge(ideal(hardware), replace(run, policy=replace(run.policy, overlap=True)), prompts)
+    best = ideal(hardware, mxfp4=bool(run.weights.mxfp4))
+    return judge(best, replace(run, policy=replace(run.policy, overlap=True)), prompts)

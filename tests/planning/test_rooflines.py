@@ -35,13 +35,14 @@ def test_nothing_is_predicted_to_beat_the_roofline(gpu, weights, cache, batch, l
     assert best.prefill > 0
 
 
-@given(st.sampled_from(BITS), st.floats(1, 5000))
-def test_products_take_their_bytes_or_their_flops(bits, rows):
-    found = ideal(CPU).compute
+@given(st.sampled_from(BITS), st.floats(1, 5000), st.booleans())
+def test_products_take_their_bytes_or_their_flops(bits, rows, mxfp4):
+    found = ideal(CPU, mxfp4).compute
     bandwidth = CPU.compute.decode_attention[16]
     bandwidth = max(bandwidth, *(bytes_of_a_weight(each) / CPU.compute.linear[each][1] * 1e9
                                  for each in BITS))
-    seconds = max(bytes_of_a_weight(bits) / bandwidth, 2 * rows / 1.2e12)
+    size = 4.25 / 8 if mxfp4 and bits == 4 else bytes_of_a_weight(bits)
+    seconds = max(size / bandwidth, 2 * rows / 1.2e12)
     assert interpolate(found.linear[bits], rows) == pytest.approx(1e9 * seconds, rel=1e-6)
     assert {*found.decode_attention.values()} == {bandwidth}
     assert [*found.prefill_attention.values()] == pytest.approx([1.2e12] * 2)
