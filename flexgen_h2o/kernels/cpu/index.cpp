@@ -21,7 +21,14 @@ INLINE void group_codes(const float* x, int64_t count, float levels, uint8_t* co
     scale_bits = to_half(scale);
     scale = from_half(scale_bits);
     const float step = scale < TINY ? TINY : scale;
-    for (int64_t i = 0; i < count; i++) {
+    const Floats most = broadcast(levels);
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) {
+        Floats code = rounded((clamped(load(x + i)) - zero) / step);
+        code = code < 0.0f ? Floats{} : code;
+        narrow(codes + i, __builtin_convertvector(code > most ? most : code, Ints));
+    }
+    for (; i < count; i++) {
         const float code = nearbyintf((clamped_one(x + i) - zero) / step);
         codes[i] = static_cast<uint8_t>(code < 0 ? 0 : code > levels ? levels : code);
     }
