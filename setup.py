@@ -127,7 +127,7 @@ FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=
          "-Wno-psabi"]  # vectors as arguments have no stable ABI, and all such calls are inlined
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-AVX512_BF16 = [*AVX512, "-mavx512bf16"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]  # no CPU has the first alone
 INSTRUCTION_SETS = {"portable": []}
 if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for, if not here
     INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512_BF16,

@@ -43,7 +43,7 @@ int best() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return 1;
-    if (!__builtin_cpu_supports("avx512bf16")) return 2;
+    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return 2;
     return amx() ? 4 : 3;
 }
 

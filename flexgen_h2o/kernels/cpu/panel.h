@@ -17,9 +17,10 @@ constexpr int ROWS = 4;
 #endif
 constexpr int64_t LEAST_PACKED = 1 << 16;  // elements for which waking other threads pays
 
-// Rows of x, filled up with zeros: to whole groups, and what else tiles ask for.
+// Rows of x, filled up with zeros: to whole groups, and what else tiles ask for. Rows that are in
+// registers together lie together, a step of each beside those of the others.
 struct Panel {
-    uint32_t* x;   // [groups, rows, steps]
+    uint32_t* x;   // [groups, blocks of rows, steps, rows of the block]
     float* sums;   // [groups, rows]: of x
     int64_t rows, steps;
 };
@@ -61,23 +62,25 @@ INLINE float sum_of(const T* x, int64_t count) {
     return total;
 }
 
-// `rows` of x from `first` on to a panel.
-template <class A, class T>
+// `rows` of x from `first` on to a panel, in blocks of BLOCK rows, the last one of what is left.
+template <class A, class T, int64_t BLOCK>
 void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows, const Panel& p) {
 #pragma omp parallel for schedule(static) num_threads(a.threads) \
     if (rows * a.matrix.inputs > LEAST_PACKED)
     for (int64_t row = 0; row < p.rows; row++) {
         const T* from = static_cast<const T*>(a.x) + (first + row) * a.x_row;
         for (int64_t g = 0; g < m.groups; g++) {
-            uint32_t* to = p.x + (g * p.rows + row) * p.steps;
+            const int64_t before = row / BLOCK * BLOCK, behind = p.rows - before;
+            const int64_t apart = behind < BLOCK ? behind : BLOCK;
+            uint32_t* to = p.x + (g * p.rows + before) * p.steps + row - before;
             const int64_t left = a.matrix.inputs - g * m.group;
             const int64_t size = row >= rows ? 0 : left < m.group ? left : m.group;
             const T* mine = from + g * m.group;
             p.sums[g * p.rows + row] = sum_of(mine, size);
             int64_t step = 0;
             for (; step * A::inputs < size; step++)
-                to[step] = A::pack(mine + step * A::inputs, size - step * A::inputs);
-            for (; step < p.steps; step++) to[step] = 0;
+                to[step * apart] = A::pack(mine + step * A::inputs, size - step * A::inputs);
+            for (; step < p.steps; step++) to[step * apart] = 0;
         }
     }
 }

@@ -65,6 +65,12 @@ INLINE void unpack(const Pair& pair, int64_t words, const Workspace& w) {
         }
 }
 
+// The most rows for which a group's codes are taken apart on the way: more have them from the buffer.
+template <class A, class C>
+constexpr int64_t few_rows() {
+    return A::inputs == 1 ? ROWS : std::is_same_v<C, Spaced<4>> ? 8 * ROWS : 2 * ROWS;
+}
+
 // How many chains of sums R rows need: a sum has to wait for the last one.
 constexpr int chains(int rows, int steps) {
     const int wanted = rows * VECTORS >= 8 ? 1 : rows * VECTORS >= 4 ? 2 : 4;
@@ -97,7 +103,7 @@ INLINE void add_words(const Panel& p, const Pair& pair, int64_t words, int64_t g
     for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
         const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
         Floats mine[CHAINS][R][VECTORS] = {};
-        for (int64_t n = 0; n < words; n++, x += STEPS) {
+        for (int64_t n = 0; n < words; n++, x += STEPS * R) {
             Words word[VECTORS];
             for (int v = 0; v < VECTORS; v++)
                 word[v] = load_words(pair.words(column + v * WIDTH) + 4 * n * MATRIX_TILE);
@@ -106,7 +112,7 @@ INLINE void add_words(const Panel& p, const Pair& pair, int64_t words, int64_t g
                 Words codes[VECTORS];
                 for (int v = 0; v < VECTORS; v++) codes[v] = A::template codes<C>(word[v], s);
                 for (int r = 0; r < R; r++) {
-                    const auto element = A::broadcast_x(x[r * p.steps + s]);
+                    const auto element = A::broadcast_x(x[s * R + r]);
                     for (int v = 0; v < VECTORS; v++) {
                         Floats& to = mine[s % CHAINS][r][v];
                         to = A::add_product(to, codes[v], element);
@@ -131,7 +137,7 @@ INLINE void add_codes(const Panel& p, int64_t steps, int64_t g, int64_t row, con
                 for (int v = 0; v < VECTORS; v++)
                     codes[v] = load_words(w.codes + (step + c) * COLUMNS + column + v * WIDTH);
                 for (int r = 0; r < R; r++) {
-                    const auto element = A::broadcast_x(x[r * p.steps + step + c]);
+                    const auto element = A::broadcast_x(x[(step + c) * R + r]);
                     for (int v = 0; v < VECTORS; v++)
                         mine[c][r][v] = A::add_product(mine[c][r][v], codes[v], element);
                 }
@@ -149,7 +155,7 @@ void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t f
     std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
     for (int64_t g = 0; g < m.groups; g++) {
         const Pair pair = group_of<A, C>(m, tile, tiles, g, w);
-        if (A::inputs == 2 || rows <= ROWS) {
+        if (rows <= few_rows<A, C>()) {
             by_rows(rows, [&](auto count, int64_t row) {
                 add_words<A, C, decltype(count)::value>(p, pair, m.words, g, row, w);
             });
@@ -227,7 +233,8 @@ int product(const Product& a) {
     p.x = x.get(), p.sums = reinterpret_cast<float*>(p.x + m.groups * most * p.steps);
     for (int64_t first = 0; first < a.rows; first += PANEL) {
         const int64_t rows = a.rows - first < PANEL ? a.rows - first : PANEL;
-        pack_panel<A, T>(a, m, first, rows, p);
+        p.rows = rows;
+        pack_panel<A, T, ROWS>(a, m, first, rows, p);
 #pragma omp parallel num_threads(a.threads)
         {
             Workspace w{};

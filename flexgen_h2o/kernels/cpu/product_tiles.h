@@ -208,7 +208,7 @@ int tiled_product(const Product& a) {
     p.x = x.get(), p.sums = reinterpret_cast<float*>(p.x + m.groups * most * p.steps);
     for (int64_t first = 0; first < a.rows; first += PANEL) {
         const int64_t rows = a.rows - first < PANEL ? a.rows - first : PANEL;
-        pack_panel<Pairs, bf16>(a, m, first, rows, p);
+        pack_panel<Pairs, bf16, 1>(a, m, first, rows, p);
 #pragma omp parallel num_threads(a.threads)
         {
             Workspace w{};

@@ -1,7 +1,8 @@
 // linear_quantized with inputs that are rounded to 8 bits: products of whole numbers.
 //
 // Outputs are the lanes of vectors. A shift and a mask make bytes of four codes of an output; they
-// meet four codes of x in the same order, and products are added up in 16 bits as long as they fit.
+// meet four codes of x in the same order, and products are added up in 16 bits as long as they fit;
+// with AVX512_VNNI in 32 bits, by one instruction.
 // What the rounding is, says kernels/reference_matrix.py (`rounded_activations`).
 #pragma once
 
@@ -51,6 +52,135 @@ struct ByteCodes<Mxfp4> {
     }
 };
 
+// Rows of x, rounded group by group. Those that meet weights together lie side by side: blocks of
+// ROWS, the last one of what is left.
+struct RoundedRows {
+    uint32_t* codes;  // [groups, blocks, words, rows of the block]: four inputs, as the matrix has them
+    float* steps;     // [groups, rows]: between neighbouring codes
+    float* sums;      // [groups, rows]: of x
+    int64_t rows, words;
+
+    // Of the first row of a block.
+    const uint32_t* block(int64_t g, int64_t row) const {
+        return codes + (g * rows + row) * words;
+    }
+};
+
+// 16 inputs' codes in the order in which those of a matrix of so many bits come.
+template <int BITS>
+INLINE Sixteen ordered(Sixteen codes) {
+    if (BITS == 4)
+        return __builtin_shuffle(codes, Sixteen{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15});
+    return __builtin_shuffle(codes, Sixteen{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
+}
+
+template <class T>
+INLINE float largest_of(const T* x, int64_t count) {
+    Ints most{};
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        const Ints size = bits_of<Ints>(magnitude(some(x + i, count - i)));
+        most = size > most ? size : most;  // NaN is larger than all
+    }
+    int32_t largest = 0;
+    for (int i = 0; i < WIDTH; i++) largest = most[i] > largest ? most[i] : largest;
+    return bits_of<float>(largest);
+}
+
+// `count` inputs to the codes of a group of `group`, so far apart; returns the sum of these.
+template <int BITS, class T>
+INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step, uint32_t* to,
+                            int64_t apart) {
+    const Floats divisor = broadcast(step > 0 ? step : 1), most = broadcast(INPUT_LEVELS);
+    Ints all{};
+    for (int64_t i = 0; i < group; i += 16) {
+        uint8_t codes[16];
+        for (int64_t k = 0; k < 16; k += WIDTH) {
+            Floats x_codes = rounded(some(x + i + k, count - i - k) / divisor);
+            x_codes = x_codes > most ? most : x_codes;
+            x_codes = x_codes < -most ? -most : x_codes;
+            const Ints whole = __builtin_convertvector(x_codes, Ints);
+            all += whole;
+            narrow(codes + k, whole);
+        }
+        uint32_t words[4];
+        const Sixteen bytes = ordered<BITS>(load_raw<Sixteen>(codes));
+        std::memcpy(words, &bytes, sizeof words);
+        for (int64_t n = 0; n < 4 && i + 4 * n < group; n++) to[(i / 4 + n) * apart] = words[n];
+    }
+    int32_t sum = 0;
+    for (int i = 0; i < WIDTH; i++) sum += all[i];
+    return sum;
+}
+
+// The rows of x from `first` on, shared by the threads of a parallel region.
+template <class T, int BITS>
+void round_rows(const Product& a, const Blocks& m, int64_t first, const RoundedRows& p) {
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t row = 0; row < p.rows; row++)
+        for (int64_t g = 0; g < m.groups; g++) {
+            const T* x = static_cast<const T*>(a.x) + (first + row) * a.x_row + g * m.group;
+            const int64_t at = g * p.rows + row, left = a.matrix.inputs - g * m.group;
+            const int64_t count = left < m.group ? left : m.group;
+            const float largest = largest_of(x, count);
+            const int64_t before = row / ROWS * ROWS, behind = p.rows - before;
+            const int64_t apart = behind < ROWS ? behind : ROWS;
+            uint32_t* codes = p.codes + (g * p.rows + before) * p.words + row - before;
+            if (!(largest <= LARGEST)) {
+                for (int64_t n = 0; n < p.words; n++) codes[n * apart] = 0;
+                p.steps[at] = p.sums[at] = NO_NUMBER;
+                continue;
+            }
+            p.steps[at] = largest / INPUT_LEVELS;
+            p.sums[at] = p.steps[at] * static_cast<float>(round_group<BITS>(
+                                           x, count, m.group, p.steps[at], codes, apart));
+        }
+}
+
+// Words of x that a word of codes meets.
+template <class C>
+constexpr int parts() {
+    return C::bits == 4 ? 2 : 1;
+}
+
+#if defined(__AVX512VNNI__)
+constexpr int ABREAST = 2;  // tiles of which a vector each shares what is loaded of x
+static_assert(WIDTH == MATRIX_TILE, "a tile is a vector");
+
+using Abreast = const uint8_t* [ABREAST];
+
+// sums += what `count` words give with R rows.
+template <class C, int R>
+INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
+                      Ints (&sums)[ABREAST][R]) {
+    constexpr int PARTS = parts<C>();
+    constexpr bool APART = R * ABREAST < 8;  // a sum has to wait for the last one
+    Ints others[ABREAST][R] = {};
+    for (int64_t n = 0; n < count; n++) {
+        Words bytes[PARTS][ABREAST];
+        for (int v = 0; v < ABREAST; v++) {
+            const Words word = load_words(words[v] + 4 * n * MATRIX_TILE);
+            bytes[0][v] = PARTS == 1 ? word : ByteCodes<C>::of(word & 0x0f0f0f0f);
+            bytes[PARTS - 1][v] = PARTS == 1 ? word : ByteCodes<C>::of(word >> 4 & 0x0f0f0f0f);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int part = 0; part < PARTS; part++) {
+                const Words four = x[(PARTS * n + part) * R + r] + Words{};
+                for (int v = 0; v < ABREAST; v++) {
+                    Ints& to = APART && part ? others[v][r] : sums[v][r];
+                    to = add_fours(to, bytes[part][v], four);
+                }
+            }
+    }
+    if (APART)
+        for (int v = 0; v < ABREAST; v++)
+            for (int r = 0; r < R; r++) sums[v][r] += others[v][r];
+}
+#else
+constexpr int ABREAST = 1;
+using Abreast = const uint8_t* [ABREAST];
+
 // sums += the products of bytes with signed ones, of two neighbours together.
 INLINE Shorts add_pairs(Shorts sums, Words bytes, Words x) {
 #if defined(__AVX512F__)
@@ -79,95 +209,9 @@ INLINE Ints joined(Shorts sums) {
 #endif
 }
 
-// Rows of x, rounded group by group. Those that meet weights together lie side by side.
-struct RoundedRows {
-    uint32_t* codes;  // [groups, blocks, words, ROWS]: four inputs each, as those of the matrix come
-    float* steps;     // [groups, rows]: between neighbouring codes
-    float* sums;      // [groups, rows]: of x
-    int64_t rows, blocks, words;
-
-    uint32_t* at(int64_t g, int64_t row) const {
-        return codes + (g * blocks + row / ROWS) * words * ROWS + row % ROWS;
-    }
-};
-
-// 16 inputs' codes in the order in which those of a matrix of so many bits come.
-template <int BITS>
-INLINE Sixteen ordered(Sixteen codes) {
-    if (BITS == 4)
-        return __builtin_shuffle(codes, Sixteen{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15});
-    return __builtin_shuffle(codes, Sixteen{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
-}
-
-template <class T>
-INLINE float largest_of(const T* x, int64_t count) {
-    Ints most{};
-    for (int64_t i = 0; i < count; i += WIDTH) {
-        const Ints size = bits_of<Ints>(magnitude(some(x + i, count - i)));
-        most = size > most ? size : most;  // NaN is larger than all
-    }
-    int32_t largest = 0;
-    for (int i = 0; i < WIDTH; i++) largest = most[i] > largest ? most[i] : largest;
-    return bits_of<float>(largest);
-}
-
-// `count` inputs to the codes of a group of `group`, ROWS apart; returns the sum of these.
-template <int BITS, class T>
-INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step, uint32_t* to) {
-    const Floats divisor = broadcast(step > 0 ? step : 1), most = broadcast(INPUT_LEVELS);
-    Ints all{};
-    for (int64_t i = 0; i < group; i += 16) {
-        uint8_t codes[16];
-        for (int64_t k = 0; k < 16; k += WIDTH) {
-            Floats x_codes = rounded(some(x + i + k, count - i - k) / divisor);
-            x_codes = x_codes > most ? most : x_codes;
-            x_codes = x_codes < -most ? -most : x_codes;
-            const Ints whole = __builtin_convertvector(x_codes, Ints);
-            all += whole;
-            narrow(codes + k, whole);
-        }
-        uint32_t words[4];
-        const Sixteen bytes = ordered<BITS>(load_raw<Sixteen>(codes));
-        std::memcpy(words, &bytes, sizeof words);
-        for (int64_t n = 0; n < 4 && i + 4 * n < group; n++) to[(i / 4 + n) * ROWS] = words[n];
-    }
-    int32_t sum = 0;
-    for (int i = 0; i < WIDTH; i++) sum += all[i];
-    return sum;
-}
-
-// `rows` of x from `first` on, shared by the threads of a parallel region.
-template <class T, int BITS>
-void round_rows(const Product& a, const Blocks& m, int64_t first, int64_t rows,
-                const RoundedRows& p) {
-#pragma omp for schedule(static) collapse(2)
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t g = 0; g < m.groups; g++) {
-            const T* x = static_cast<const T*>(a.x) + (first + row) * a.x_row + g * m.group;
-            const int64_t at = g * p.rows + row, left = a.matrix.inputs - g * m.group;
-            const int64_t count = left < m.group ? left : m.group;
-            const float largest = largest_of(x, count);
-            uint32_t* codes = p.at(g, row);
-            if (!(largest <= LARGEST)) {
-                for (int64_t n = 0; n < p.words; n++) codes[n * ROWS] = 0;
-                p.steps[at] = p.sums[at] = NO_NUMBER;
-                continue;
-            }
-            p.steps[at] = largest / INPUT_LEVELS;
-            p.sums[at] = p.steps[at] * static_cast<float>(round_group<BITS>(
-                                           x, count, m.group, p.steps[at], codes));
-        }
-}
-
-// Words of x that a word of codes meets.
-template <class C>
-constexpr int parts() {
-    return C::bits == 4 ? 2 : 1;
-}
-
 // sums [R] += what COUNT words of WIDTH outputs give with R rows.
 template <class C, int R, int COUNT>
-INLINE void add_whole(const uint8_t* words, const uint32_t* x, Ints* sums) {
+INLINE void add_few(const uint8_t* words, const uint32_t* x, Ints* sums) {
     constexpr int PARTS = parts<C>();
     Shorts low[R] = {}, high[R] = {};
 #pragma GCC unroll 8
@@ -177,9 +221,9 @@ INLINE void add_whole(const uint8_t* words, const uint32_t* x, Ints* sums) {
         const Words second = ByteCodes<C>::of(word >> 4 & 0x0f0f0f0f);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            const uint32_t* mine = x + PARTS * n * ROWS + r;
+            const uint32_t* mine = x + PARTS * n * R + r;
             low[r] = add_pairs(low[r], first, mine[0] + Words{});
-            high[r] = add_pairs(high[r], second, mine[(PARTS - 1) * ROWS] + Words{});
+            high[r] = add_pairs(high[r], second, mine[(PARTS - 1) * R] + Words{});
         }
     }
 #pragma GCC unroll 8
@@ -187,42 +231,62 @@ INLINE void add_whole(const uint8_t* words, const uint32_t* x, Ints* sums) {
         sums[r] += joined(low[r]) + (joined(high[r]) << (C::bits == 4 ? 0 : 4));
 }
 
-// R rows from `row` on by WIDTH outputs of a group, to their totals.
+// sums += what `count` words give with R rows.
 template <class C, int R>
-INLINE void add_rounded(const Blocks& m, const uint8_t* block, int64_t lane, int64_t g,
-                        const RoundedRows& p, int64_t row, float* totals) {
-    constexpr int FITTING = ByteCodes<C>::fitting, EACH = parts<C>() * ROWS;
-    const uint32_t* x = p.at(g, row);
-    const uint8_t* words = C::words(block) + 4 * lane;
-    Ints whole[R] = {};
+INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
+                      Ints (&sums)[ABREAST][R]) {
+    constexpr int FITTING = ByteCodes<C>::fitting, EACH = parts<C>() * R;
     int64_t n = 0;
-    for (; n + FITTING <= m.words; n += FITTING)
-        add_whole<C, R, FITTING>(words + 4 * n * MATRIX_TILE, x + n * EACH, whole);
-    for (; n < m.words; n++)
-        add_whole<C, R, 1>(words + 4 * n * MATRIX_TILE, x + n * EACH, whole);
-    const Floats scale = C::scales(block, lane);
-    const Floats zero = fma(scale, broadcast(-ByteCodes<C>::shift), C::zeros(block, lane));
+    for (; n + FITTING <= count; n += FITTING)
+        add_few<C, R, FITTING>(words[0] + 4 * n * MATRIX_TILE, x + n * EACH, sums[0]);
+    for (; n < count; n++)
+        add_few<C, R, 1>(words[0] + 4 * n * MATRIX_TILE, x + n * EACH, sums[0]);
+}
+#endif
+
+constexpr int64_t TOGETHER = ABREAST * MATRIX_TILE;  // outputs
+
+// R rows from `row` on by a vector of outputs of each block, to their totals.
+template <class C, int R>
+INLINE void add_rounded(const Blocks& m, const Abreast& blocks, int64_t lane, int64_t g,
+                        const RoundedRows& p, int64_t row, float* totals) {
+    Abreast words;
+    for (int v = 0; v < ABREAST; v++) words[v] = C::words(blocks[v]) + 4 * lane;
+    Ints whole[ABREAST][R] = {};
+    add_whole<C, R>(words, m.words, p.block(g, row), whole);
     const float *steps = p.steps + g * p.rows + row, *sums = p.sums + g * p.rows + row;
-    float* to = totals + row * MATRIX_TILE + lane;
+#pragma GCC unroll 2  // else the sums go by way of memory
+    for (int v = 0; v < ABREAST; v++) {
+        const Floats scale = C::scales(blocks[v], lane);
+        const Floats zero = fma(scale, broadcast(-ByteCodes<C>::shift), C::zeros(blocks[v], lane));
+        float* to = totals + row * TOGETHER + v * MATRIX_TILE + lane;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++, to += MATRIX_TILE) {
-        const Floats products = __builtin_convertvector(whole[r], Floats) * broadcast(steps[r]);
-        store(to, fma(products, scale, fma(zero, broadcast(sums[r]), load(to))));
+        for (int r = 0; r < R; r++, to += TOGETHER) {
+            const Floats products = __builtin_convertvector(whole[v][r], Floats) * broadcast(steps[r]);
+            store(to, fma(products, scale, fma(zero, broadcast(sums[r]), load(to))));
+        }
     }
 }
 
-// A tile of outputs, to totals [rows, MATRIX_TILE].
+// Tiles of outputs from `tile` on, to totals [rows, TOGETHER]; what is behind the last one is that
+// one again.
 template <class C>
-void rounded_tile(const Blocks& m, int64_t tile, const RoundedRows& p, int64_t rows,
-                  float* totals) {
-    std::memset(totals, 0, static_cast<size_t>(rows * MATRIX_TILE) * sizeof *totals);
+void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRows& p,
+                   float* totals) {
+    std::memset(totals, 0, static_cast<size_t>(p.rows * TOGETHER) * sizeof *totals);
     for (int64_t g = 0; g < m.groups; g++) {
-        const uint8_t* block = m.at(tile, g);
-        for (int64_t line = 0; line < m.block_bytes; line += 64)
-            __builtin_prefetch(block + BLOCKS_AHEAD * m.block_bytes + line, 0, 3);
+        Abreast blocks;
+        for (int v = 0; v < ABREAST; v++) {
+            const int64_t mine = tile + v < tiles ? tile + v : tile, ahead = g + BLOCKS_AHEAD;
+            blocks[v] = m.at(mine, g);
+            const uint8_t* later = ahead < m.groups ? m.at(mine, ahead)
+                                                    : m.at(mine + ABREAST, ahead - m.groups);
+            for (int64_t line = 0; line < m.block_bytes; line += 64)
+                __builtin_prefetch(later + line, 0, 3);
+        }
         for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH)
-            by_rows(rows, [&](auto count, int64_t row) {
-                add_rounded<C, decltype(count)::value>(m, block, lane, g, p, row, totals);
+            by_rows(p.rows, [&](auto count, int64_t row) {
+                add_rounded<C, decltype(count)::value>(m, blocks, lane, g, p, row, totals);
             });
     }
 }
@@ -234,23 +298,25 @@ int rounded_product(const Product& a) {
         using C = decltype(kind);
         const Blocks m(a.matrix);
         const int64_t most = a.rows < ROUNDED_ROWS ? a.rows : ROUNDED_ROWS;
-        RoundedRows p{nullptr, nullptr, nullptr, most, (most + ROWS - 1) / ROWS, m.group / 4};
-        const Memory<uint32_t> codes = memory<uint32_t>(m.groups * p.blocks * p.words * ROWS);
+        RoundedRows p{nullptr, nullptr, nullptr, most, m.group / 4};
+        const Memory<uint32_t> codes = memory<uint32_t>(m.groups * most * p.words);
         const Memory<float> floats = memory<float>(2 * most * m.groups);
         if (!codes || !floats) return NO_MEMORY;
         p.codes = codes.get(), p.steps = floats.get(), p.sums = p.steps + m.groups * most;
         for (int64_t first = 0; first < a.rows; first += ROUNDED_ROWS) {
-            const int64_t left = a.rows - first, rows = left < most ? left : most;
+            const int64_t left = a.rows - first;
+            p.rows = left < most ? left : most;
 #pragma omp parallel num_threads(a.threads)
             {
-                round_rows<T, C::bits>(a, m, first, rows, p);
-                alignas(64) float totals[ROUNDED_ROWS * MATRIX_TILE];
+                round_rows<T, C::bits>(a, m, first, p);
+                alignas(64) float totals[ROUNDED_ROWS * TOGETHER];
                 for (const Product* each = &a; each; each = each->next) {
                     const Blocks blocks(each->matrix);
+                    const int64_t tiles = tiles_of(each->matrix);
 #pragma omp for schedule(static) nowait
-                    for (int64_t tile = 0; tile < tiles_of(each->matrix); tile++) {
-                        rounded_tile<C>(blocks, tile, p, rows, totals);
-                        put_columns<T>(*each, tile * MATRIX_TILE, MATRIX_TILE, first, rows, totals);
+                    for (int64_t tile = 0; tile < tiles; tile += ABREAST) {
+                        rounded_tiles<C>(blocks, tile, tiles, p, totals);
+                        put_columns<T>(*each, tile * MATRIX_TILE, TOGETHER, first, p.rows, totals);
                     }
                 }
             }

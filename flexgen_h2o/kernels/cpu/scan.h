@@ -2,7 +2,8 @@
 // whole numbers.
 //
 // In a tile tokens lie side by side. Codes of two elements of one token come together, meet a pair
-// of a query's codes, and the products are added up in 16 bits as long as they fit.
+// of a query's codes, and the products are added up in 16 bits as long as they fit; with AVX512_VNNI
+// they are those of four elements, and are added up in 32 bits.
 #pragma once
 
 #include <math.h>
@@ -14,7 +15,16 @@ namespace ISA {
 
 constexpr float QUERY_LEVELS = 127;  // of a query's codes, to either side of 0
 
-#if defined(__AVX2__)
+#if defined(__AVX512VNNI__)
+constexpr int64_t QUAD = 4;  // rows of bytes that meet a query at once
+static_assert(INDEX_TILE == WIDTH, "a tile's tokens are a vector");
+typedef int8_t QueryCode;
+
+// Elements of QueryCode of a query.
+inline int64_t query_codes(const TileShape& shape) {
+    return shape.groups * ((shape.rows_of_group() + QUAD - 1) / QUAD) * shape.per_byte * QUAD;
+}
+#elif defined(__AVX2__)
 constexpr int64_t PAIR_BYTES = 32;  // of the codes of a query that two rows of bytes meet at once
 typedef int8_t QueryCode;
 
@@ -37,7 +47,15 @@ struct RoundedQueries {
 
 // Lays out the codes of a group, whole numbers, as tiles meet them; returns where the next ones go.
 inline QueryCode* put_codes(const float* codes, const TileShape& shape, QueryCode* to) {
-#if defined(__AVX2__)
+#if defined(__AVX512VNNI__)
+    // By four rows of bytes, by the codes of a byte: those of the rows.
+    const int64_t rows = shape.rows_of_group();
+    for (int64_t row = 0; row < rows; row += QUAD)
+        for (int64_t part = 0; part < shape.per_byte; part++)
+            for (int64_t i = row; i < row + QUAD; i++)
+                *to++ = static_cast<int8_t>(i < rows ? codes[i * shape.per_byte + part] : 0);
+    return to;
+#elif defined(__AVX2__)
     // By two rows of bytes, by two codes of a byte: these two of the first row, eight times over,
     // then those of the second.
     const int64_t rows = shape.rows_of_group();
@@ -79,7 +97,59 @@ inline void round_query(float* q, float factor, const TileShape& shape, int64_t 
     }
 }
 
-#if defined(__AVX2__)
+#if defined(__AVX512VNNI__)
+// Four rows of bytes of 16 tokens to the four bytes of each token.
+INLINE Words by_token(const uint8_t* rows) {
+    constexpr uint32_t LANES[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    constexpr uint8_t BYTES[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const __m512i bytes = _mm512_maskz_broadcast_i32x4(0xffff, load_raw<__m128i>(BYTES));
+    const __m512i lanes = _mm512_maskz_permutexvar_epi32(0xffff, load_raw<__m512i>(LANES),
+                                                         load_raw<__m512i>(rows));
+    return Words(_mm512_shuffle_epi8(lanes, bytes));
+}
+
+// Logits of a tile for G queries from `number` on. Where a group's rows are no fours, those behind
+// them meet zeros.
+template <int G, int BITS>
+INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
+                      int64_t number, float* logits, int64_t stride) {
+    constexpr int PARTS = 8 / BITS;
+    const int64_t apart = query_codes(shape), rows = shape.rows_of_group();
+    const QueryCode* codes = queries.codes + number * apart;
+    const float *steps = queries.steps + number * shape.groups,
+                *zeros = queries.sums + number * shape.groups;
+    const uint8_t* halves = tile + INDEX_TILE * shape.code_rows;
+    Floats total[G]{};
+    for (int64_t k = 0; k < shape.groups; k++) {
+        Ints sums[2][G]{};  // a sum has to wait for the last one
+        const uint8_t* mine = tile + k * rows * INDEX_TILE;
+        for (int64_t row = 0; row < rows; row += QUAD) {
+            const Words words = by_token(mine + row * INDEX_TILE);
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++, codes += QUAD) {
+                const Words bytes = words >> (BITS * part) & 0x01010101u * ((1 << BITS) - 1);
+#pragma GCC unroll 4
+                for (int g = 0; g < G; g++) {
+                    const Words four = load_raw<uint32_t>(codes + g * apart) + Words{};
+                    sums[part % 2][g] = add_fours(sums[part % 2][g], bytes, four);
+                }
+            }
+        }
+        const Floats scale = load(reinterpret_cast<const fp16*>(halves) + k * INDEX_TILE);
+        const Floats zero =
+            load(reinterpret_cast<const fp16*>(halves) + (shape.groups + k) * INDEX_TILE);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) {
+            const Floats products = __builtin_convertvector(sums[0][g] + sums[1][g], Floats) *
+                                    broadcast(steps[g * shape.groups + k]);
+            total[g] = fma(broadcast(zeros[g * shape.groups + k]), zero,
+                           fma(products, scale, total[g]));
+        }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) store(logits + g * stride, total[g]);
+}
+#elif defined(__AVX2__)
 INLINE __m256i load_bytes(const void* from) { return load_raw<__m256i>(from); }
 
 // 16 sums of 16 bits, each of a token and one of two rows, to those of 8 tokens.

@@ -72,6 +72,13 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
+#if defined(__AVX512VNNI__)
+// sums += the products of the four bytes of each lane, of which those of x have signs.
+INLINE Ints add_fours(Ints sums, Words bytes, Words x) {
+    return Ints(_mm512_dpbusd_epi32(__m512i(sums), __m512i(bytes), __m512i(x)));
+}
+#endif
+
 // b where either is NaN.
 INLINE Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
