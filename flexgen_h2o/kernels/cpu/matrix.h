@@ -22,6 +22,15 @@ struct Blocks {
     }
 };
 
+// Asks for a block. What few rows meet once goes past the outer caches, and leaves in them what the
+// next step needs again; more rows may meet a block when the nearest cache has lost it.
+INLINE void prefetch_block(const uint8_t* block, int64_t bytes, bool once) {
+    if (once)
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(block + line, 0, 0);
+    else
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(block + line, 0, 3);
+}
+
 inline int64_t tiles_of(const Matrix& m) { return (m.outputs + MATRIX_TILE - 1) / MATRIX_TILE; }
 
 // Elements that are evenly spaced: a scale times a code of so many bits, and a zero point.

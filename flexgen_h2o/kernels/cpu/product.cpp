@@ -28,7 +28,8 @@ struct Pair {
 
 // Asks for what comes later; scales and zero points of a group come to floats.
 template <class A, class C>
-INLINE Pair group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, const Workspace& w) {
+INLINE Pair group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, int64_t rows,
+                     const Workspace& w) {
     Pair pair;
     for (int64_t t = 0; t < 2; t++) {
         const int64_t mine = t < tiles ? tile + t : tile;
@@ -38,9 +39,7 @@ INLINE Pair group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, co
         const int64_t ahead = g + AHEAD;
         const uint8_t* later = ahead < m.groups ? m.at(mine, ahead)
                                                 : m.at(mine + 2, ahead - m.groups);
-        if (t < tiles)
-            for (int64_t line = 0; line < m.block_bytes; line += 64)
-                __builtin_prefetch(later + line, 0, 3);
+        if (t < tiles) prefetch_block(later, m.block_bytes, rows <= ROWS);
         for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
             const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
             store(w.scales + t * MATRIX_TILE + i, scale);
@@ -154,7 +153,7 @@ void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t f
     const int64_t tiles = all - tile < 2 ? all - tile : 2;
     std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
     for (int64_t g = 0; g < m.groups; g++) {
-        const Pair pair = group_of<A, C>(m, tile, tiles, g, w);
+        const Pair pair = group_of<A, C>(m, tile, tiles, g, rows, w);
         if (rows <= few_rows<A, C>()) {
             by_rows(rows, [&](auto count, int64_t row) {
                 add_words<A, C, decltype(count)::value>(p, pair, m.words, g, row, w);

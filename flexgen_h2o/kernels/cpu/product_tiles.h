@@ -71,9 +71,8 @@ INLINE void store_sums(Tiles& tiles, float* c, int64_t row) {
 }
 
 // Asks for a block of the group after this one, or of the next chunk's first.
-INLINE void prefetch_block(const Blocks& m, int64_t tile, int64_t g, int64_t next_tile) {
-    const uint8_t* later = g + 1 < m.groups ? m.at(tile, g + 1) : m.at(next_tile, 0);
-    for (int64_t line = 0; line < m.block_bytes; line += 64) __builtin_prefetch(later + line, 0, 3);
+INLINE void prefetch_next(const Blocks& m, int64_t tile, int64_t g, int64_t next_tile) {
+    prefetch_block(g + 1 < m.groups ? m.at(tile, g + 1) : m.at(next_tile, 0), m.block_bytes, false);
 }
 
 // The codes of a tile's group to a buffer [steps, COLUMNS], and what they are to be scaled with.
@@ -124,7 +123,7 @@ void exact_chunk(Tiles& tiles, const Product& a, const Blocks& m, int64_t chunk,
     std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
     for (int64_t g = 0; g < m.groups; g++) {
         for (int64_t t = tile; t < tile + 2 && t < all; t++) {
-            prefetch_block(m, t, g, t + 2);
+            prefetch_next(m, t, g, t + 2);
             unpack_codes<C>(m, m.at(t, g), (t - tile) * MATRIX_TILE, w);
         }
         int64_t row = 0;

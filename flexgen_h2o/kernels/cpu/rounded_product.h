@@ -281,8 +281,7 @@ void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRo
             blocks[v] = m.at(mine, g);
             const uint8_t* later = ahead < m.groups ? m.at(mine, ahead)
                                                     : m.at(mine + ABREAST, ahead - m.groups);
-            for (int64_t line = 0; line < m.block_bytes; line += 64)
-                __builtin_prefetch(later + line, 0, 3);
+            prefetch_block(later, m.block_bytes, p.rows <= ROWS);
         }
         for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH)
             by_rows(p.rows, [&](auto count, int64_t row) {
