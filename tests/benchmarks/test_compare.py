@@ -104,7 +104,8 @@ def test_the_config_of_the_repository_is_whole(bench):
     assert (memory.batch, memory.best) == (16, False) and real.prompt_len is None
     assert {system.baseline for system in found.systems.values()} == set(bench.baselines.CLASSES)
     assert [name for name, system in found.systems.items() if not system.exact] == [
-        "h2o-fork", "h2o", "h2o-4bit", "llama-cpp", "full-4bit", "full-w4a8", "h2o-w4a8"]
+        "h2o-fork", "h2o", "h2o-4bit", "h2o-4bit-a8", "llama-cpp", "full-4bit", "full-w4a8",
+        "h2o-w4a8"]
     beside_llama_cpp = [each for each in found.scenarios if "llama-cpp" in each.systems]
     assert [each.batch for each in beside_llama_cpp] == [1, 4, 16, 1, 16]
     assert {found.systems[name].weight_bits for each in beside_llama_cpp
