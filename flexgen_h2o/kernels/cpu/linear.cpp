@@ -2,8 +2,8 @@
 //
 // Vectors lie along the inputs, so that weights stream in as they lie and x needs no other form:
 // OUTPUTS weights' rows by QUADS rows of x at a time. The first pass over a block of outputs has it
-// from memory, those for more rows from the cache, and all of them ask for the next block. With AMX
-// more rows go by tiles: linear_tiles.h.
+// from memory, those for more rows from the cache, part by part, and all of them ask for the next
+// block. With AMX more rows go by tiles: linear_tiles.h.
 #include "count.h"
 #include "kernels.h"
 #include "linear_tiles.h"
@@ -17,9 +17,12 @@ constexpr int QUADS = 4;         // rows of x that are computed together
 constexpr int64_t AHEAD = 8192;  // elements of weights that memory sends meanwhile, at least
 #if defined(__AVX512F__)
 constexpr int OUTPUTS = 4;
+constexpr int64_t PART = 1024;  // inputs, of all rows, that stay in the nearest cache
 #else
-constexpr int OUTPUTS = 2;  // there are but 16 registers
+constexpr int OUTPUTS = 2;         // there are but 16 registers
+constexpr int64_t PART = 1 << 30;  // all inputs: arithmetic binds before the caches do
 #endif
+constexpr int64_t FEW_PASSES = 2;  // which memory binds: they go through all inputs at once
 
 #if defined(__AVX512BF16__)
 // Sums of pairs of bfloat16, which AVX512_BF16 multiplies as they are.
@@ -53,11 +56,13 @@ INLINE void copy_row(const bf16* from, int64_t count, float* to) {
 using Element = Operands::Element;
 constexpr int64_t SIZE = Operands::SIZE;
 
-// M rows of weights by R rows of x, to sums [R, M]; meanwhile M rows at `later` are asked for.
+// sums [R][M] += M rows of weights by R rows of x; meanwhile M rows at `later` are asked for.
 template <int M, int R>
 INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, int64_t x_row,
-                     int64_t inputs, const bf16* const* later, float* to) {
-    Floats all[R][M] = {};
+                     int64_t inputs, const bf16* const* later, Floats* sums) {
+    Floats all[R][M];
+#pragma GCC unroll 16
+    for (int n = 0; n < R * M; n++) all[n / M][n % M] = sums[n];
     const auto step = [&](const bf16* from, int64_t stride, int64_t k) {
         Operands::Vector mine[M];
         for (int m = 0; m < M; m++) mine[m] = Operands::weights(from + m * stride);
@@ -81,15 +86,8 @@ INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, 
                         static_cast<size_t>(inputs - k) * sizeof *rest);
         step(rest, SIZE, k);
     }
-#pragma GCC unroll 4  // else the sums go by way of memory
-    for (int r = 0; r < R; r++) {
-        if constexpr (M == 4) {
-            ISA::sums(all[r], to + r * M);
-            continue;
-        }
-#pragma GCC unroll 4
-        for (int m = 0; m < M; m++) to[r * M + m] = sum(all[r][m]);
-    }
+#pragma GCC unroll 16  // else the sums go by way of memory
+    for (int n = 0; n < R * M; n++) sums[n] = all[n / M][n % M];
 }
 
 // M outputs from `first` on.
@@ -97,29 +95,37 @@ template <int M>
 void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
     const bf16* weights = static_cast<const bf16*>(a.weight) + first * a.weight_row;
     const bf16* bias = a.bias ? static_cast<const bf16*>(a.bias) + first : nullptr;
-    const int64_t passes = (a.rows + QUADS - 1) / QUADS;
+    const int64_t passes = (a.rows + QUADS - 1) / QUADS, part = passes > FEW_PASSES ? PART : a.inputs;
     const int64_t ahead = (1 + AHEAD / (M * a.weight_row)) * M;  // rows
-    for (int64_t pass = 0; pass < passes; pass++) {
-        const int64_t row = pass * QUADS, left = a.rows - row;
-        const int64_t rows = left < QUADS ? left : QUADS;
-        const Element* mine = x + row * x_row;
-        float sums[QUADS * M];
-        const bf16* later[M];  // each pass has its part of a block
-        for (int m = 0; m < M; m++)
-            later[m] = weights + (ahead + (pass + m * passes) % M) * a.weight_row;
-        const auto multiply = [&](auto count) {
-            products<M, decltype(count)::value>(weights, a.weight_row, mine, x_row, a.inputs, later,
-                                                sums);
-        };
-        switch (rows) {
-            case 1: multiply(Count<1>{}); break;
-            case 2: multiply(Count<2>{}); break;
-            case 3: multiply(Count<3>{}); break;
-            default: multiply(Count<QUADS>{});
+    Floats all[SKINNY_ROWS * M];
+    std::memset(all, 0, static_cast<size_t>(a.rows * M) * sizeof *all);
+    for (int64_t begin = 0; begin < a.inputs; begin += part) {
+        const int64_t inputs = a.inputs - begin < part ? a.inputs - begin : part;
+        for (int64_t pass = 0; pass < passes; pass++) {
+            const int64_t row = pass * QUADS;
+            const bf16* later[M];  // each pass has its part of a block
+            for (int m = 0; m < M; m++)
+                later[m] = weights + (ahead + (pass + m * passes) % M) * a.weight_row + begin;
+            const auto multiply = [&](auto count) {
+                products<M, decltype(count)::value>(weights + begin, a.weight_row,
+                                                    x + row * x_row + begin, x_row, inputs, later,
+                                                    all + row * M);
+            };
+            switch (a.rows - row) {
+                case 1: multiply(Count<1>{}); break;
+                case 2: multiply(Count<2>{}); break;
+                case 3: multiply(Count<3>{}); break;
+                default: multiply(Count<QUADS>{});
+            }
         }
-        for (int64_t r = 0; r < rows; r++)
-            put_outputs(sums + r * M, bias,
-                        static_cast<bf16*>(a.out) + (row + r) * a.out_row + first, M, a.add);
+    }
+    for (int64_t row = 0; row < a.rows; row++) {
+        float sums[M];
+        if constexpr (M == 4)
+            ISA::sums(all + row * M, sums);
+        else
+            for (int m = 0; m < M; m++) sums[m] = sum(all[row * M + m]);
+        put_outputs(sums, bias, static_cast<bf16*>(a.out) + row * a.out_row + first, M, a.add);
     }
 }
 
@@ -129,6 +135,7 @@ void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
 int linear_skinny(const Linear& a) {
     for (const Linear* each = a.next; each; each = each->next)
         if (each->rows != a.rows || each->inputs != a.inputs) return INVALID;
+    if (a.rows > SKINNY_ROWS) return INVALID;
 #if defined(TILES)
     if (a.rows > VECTOR_ROWS) return tiled_linear(a);
 #endif
