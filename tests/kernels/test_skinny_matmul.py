@@ -44,8 +44,8 @@ def _set(request):
 
 @BUILT
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 17, 33, 50, 64])
-@pytest.mark.parametrize("inputs, outputs", [(1, 1), (2, 5), (31, 8), (65, 49), (258, 33), (2075, 10),
-                                             (576, 192)])
+@pytest.mark.parametrize("inputs, outputs", [(1, 1), (2, 5), (31, 8), (65, 49), (258, 33),
+                                             (576, 192), (2075, 10)])
 def test_products(rows, inputs, outputs):
     for bias, add in ((True, False), (False, True)):
         check(ops.linear_skinny, rows, inputs, outputs, bias=bias, add=add)
