@@ -55,7 +55,7 @@ TABLE = (
                   "a Xeon beside other load, 4096 x 16384, they take 0.4, 1.1 and 3.6 times as "
                   "long at 1, 4 and 16 rows."),
     TableLine("linear", ("avx512bf16",), "skinny", most_rows=32,
-              why="EPYC (Zen 5), 4096 x 16384: PyTorch takes 1.3, 1.2, 1.3 and 1.1 times as long "
+              why="EPYC (Zen 5), 4096 x 16384: PyTorch takes 1.2, 1.2, 1.3 and 1.1 times as long "
                   "at 4, 8, 16 and 32 rows, and 0.95 at 48."),
     TableLine("linear", ("amx",), "skinny", most_rows=SKINNY_ROWS,
               why="Not timed yet. PyTorch reads weights at 0.69 of the bandwidth from 1 row on "
