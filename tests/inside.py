@@ -85,6 +85,24 @@ def slots_of_experts(llm) -> list:
     return llm._runtime._experts._buffers
 
 
+def watch_arrivals(monkeypatch, llm) -> list[list[list[tuple[int, int]]]]:
+    """Record the groups in which the experts of each layer step come.
+
+    Returns the list to which they are added: the keys of each group, for each step.
+    """
+    slots, steps = llm._runtime._experts, []
+    arrivals = slots.arrivals
+
+    def watched():
+        steps.append([])
+        for group, table in arrivals():
+            steps[-1].append([key for key, _ in group])
+            yield group, table
+
+    monkeypatch.setattr(slots, "arrivals", watched)
+    return steps
+
+
 def weight_sizes(llm) -> dict[str, int]:
     """Bytes of each weight, by name."""
     store = weights_of(llm)
@@ -258,9 +276,9 @@ def hold_first_expert(monkeypatch, llm) -> list:
         if not order:  # by then the second one is there
             second = [key for key in slots._wanted if key != (0, 0)][0]
             slots._buffers[slots._policy.slot(second)].loaded.event()
-        for group in arrivals():
+        for group, table in arrivals():
             order.extend(key for key, _ in group)
-            yield group
+            yield group, table
             go.set()
 
     monkeypatch.setattr(slots._weights, "bring", late)

@@ -314,6 +314,7 @@ def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
     experts = None if policy.experts is None else (
         policy.experts.gpu, policy.experts.cpu, policy.experts.disk)
     return replace(config, percent=tuple(percent), expert_percent=experts,
+                   expert_slots=policy.expert_slots,
                    gpu_batch_size=policy.gpu_batch_size, num_gpu_batches=policy.num_gpu_batches,
                    cpu_cache_compute=policy.cpu_cache_compute,
                    fetch_chosen=policy.fetch_chosen, goal=GOALS[0],

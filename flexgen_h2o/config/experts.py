@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+COMING = 16
+"""The most experts that are on their way to compute at a time: enough to keep a disk at work. Each
+has a slot from then on, in which another one could have been kept."""
+
 
 @dataclass(frozen=True)
 class ExpertsConfig:
@@ -40,6 +44,15 @@ class ExpertsConfig:
         """
         touched = min(self.count, self.per_token * tokens)
         return min(away, 2 * touched if given is None else given)
+
+    def kept(self, tokens: float, away: float, slots: int) -> float:
+        """The slots that keep their experts from one pass of so many `tokens` to the next.
+
+        The others are for what is on its way: the experts that a layer chooses and those of the
+        next, at most `COMING`. All are kept where all that rest `away` have slots.
+        """
+        coming = min(COMING, 2 * self.touched(tokens))
+        return slots if slots >= away else max(slots - coming, 0)
 
     def touched(self, tokens: float, frequencies: Sequence[float] | None = None) -> float:
         """The experts of a layer that so many tokens choose together, as expected.

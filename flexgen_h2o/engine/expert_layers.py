@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -143,10 +142,8 @@ class ExpertLayers:
         if on_host:
             places, found, handle = self._host.start(on_host, *chosen)
         self._products.begin(*chosen, sums, self._counts)
-        for group in self._slots.arrivals():
-            stay = self._slots.stays(group[0][0])
-            self._products.add({number: w for (_, number), w in group},
-                               partial(self._slots.table, self._layer) if stay else None)
+        for group, table in self._slots.arrivals():
+            self._products.add({number: w for (_, number), w in group}, table)
         if on_host:
             self._transfers.ready(handle)
             sums.index_add_(0, places, found)

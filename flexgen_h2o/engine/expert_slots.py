@@ -7,11 +7,12 @@ slot is the choice of `slot_policy`; loads are jobs beside compute, one an exper
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 
-from flexgen_h2o.config.experts import ExpertsConfig
+from flexgen_h2o.config.experts import COMING, ExpertsConfig
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.slot_policy import Key, SlotPolicy
@@ -23,6 +24,9 @@ from flexgen_h2o.storage.transfer import Lane, Transfers
 
 TOGETHER = 16
 """Experts that are computed together once they have come; their slots are free only then."""
+
+Group = list[tuple[Key, Mapping[str, Weight]]]
+"""Experts of a layer and their weights, by short names."""
 
 
 def put(table: ExpertTable, number: int, w: Mapping[str, Weight]) -> None:
@@ -94,6 +98,9 @@ class ExpertSlots:
         self._wanted: dict[Key, None] = {}
         self._guessed: deque[Key] = deque()
         self._protected: set[Key] = set()
+        self._coming: set[Key] = set()
+        self._ready: dict[Key, Mapping[str, Weight]] = {}
+        self._holders: dict[int, Key] = {}
         self._tables: dict[int, ExpertTable] = {}
         self._host_tables: dict[int, ExpertTable] = {}
         self._count = experts.count
@@ -109,21 +116,26 @@ class ExpertSlots:
         return key not in self._away and key not in self._hosted
 
     def table(self, layer: int) -> ExpertTable:
-        """A layer's experts that are in compute memory for good, for `kernels.experts`."""
+        """A layer's experts that are in compute memory, for good or in slots, for
+        `kernels.experts`."""
         if layer not in self._tables:
-            self._tables[layer] = self._tabled(layer, {
-                number: self._weights.experts[layer, number].resident
-                for number in range(self._count) if self.stays((layer, number))})
+            self._tables[layer] = self._tabled({
+                number: w for number in range(self._count)
+                if (w := self._there((layer, number))) is not None})
         return self._tables[layer]
+
+    def _there(self, key: Key) -> Mapping[str, Weight] | None:
+        """An expert's weights if it is in compute memory."""
+        return self._weights.experts[key].resident if self.stays(key) else self._ready.get(key)
 
     def host_table(self, layer: int) -> ExpertTable:
         """The same of those in host memory that compute there."""
         if layer not in self._host_tables:
             keys = [key for key in self._hosted if key[0] == layer]
-            self._host_tables[layer] = self._tabled(layer, self.on_host(keys))
+            self._host_tables[layer] = self._tabled(self.on_host(keys))
         return self._host_tables[layer]
 
-    def _tabled(self, layer: int, group: Mapping[int, Mapping[str, Weight]]) -> ExpertTable:
+    def _tabled(self, group: Mapping[int, Mapping[str, Weight]]) -> ExpertTable:
         table = ExpertTable(self._count)
         for number, w in group.items():
             put(table, number, w)
@@ -155,8 +167,10 @@ class ExpertSlots:
                 for handle in buffer.busy:
                     handle.synchronize()
             except Exception:  # whatever it was, its bytes have not come
+                self._leave(self._policy.slot(key))
                 self._policy.forget(key)
             buffer.busy = []
+        self._coming.clear()
 
     def begin(self, layer: int) -> None:
         """Begin a pass of a layer: what was guessed of it so far may be given up."""
@@ -191,34 +205,60 @@ class ExpertSlots:
         if self._overlap:
             self._advance()
 
-    def arrivals(self) -> Iterator[list[tuple[Key, dict[str, Weight]]]]:
-        """The experts that were asked for, some at a time: first all that stay, then as they come.
+    def arrivals(self) -> Iterator[tuple[Group, Callable[[], ExpertTable] | None]]:
+        """The experts that were asked for: first all that are there, then some as they come.
 
-        Those that compute in host memory are not among them.
+        Those that compute in host memory are not among them. With those that are there is what
+        gives the table that has them; no later one is in it yet.
 
         Weights may be used by what compute is given until the next are asked for.
         """
-        here = [(key, self._weights.experts[key].resident) for key in self._wanted
-                if self.stays(key)]
+        here = [(key, w) for key in self._wanted if (w := self._there(key)) is not None]
         if here:
-            yield here
-        under_way = [key for key in self._wanted if self._policy.slot(key) is not None]
+            yield here, partial(self.table, here[0][0][0])
+            self._release(key for key, _ in here if not self.stays(key))
+            if self._overlap:
+                self._advance()
+        under_way = [key for key in self._wanted
+                     if self._policy.slot(key) is not None and key not in self._ready]
         while under_way or self._waiting:
             if not under_way:
                 under_way.append(self._start())
             there = [key for key in under_way if self._is_there(key)][:TOGETHER] or under_way[:1]
             under_way = [key for key in under_way if key not in there]
-            buffers = [self._buffers[self._policy.slot(key)] for key in there]
-            for buffer in buffers:
-                if buffer.loaded is not None:
-                    self._transfers.ready(buffer.loaded)
-            yield [(key, self._weights.views(self._weights.experts[key], buffer))
-                   for key, buffer in zip(there, buffers, strict=True)]
-            for key, buffer in zip(there, buffers, strict=True):
-                buffer.free = self._transfers.device.mark()
-                self._policy.unpin(key)
+            group = [(key, self._come(key)) for key in there]
+            yield group, None
+            self._release(there)
+            for key, w in group:
+                self._enter(key, w)
             if self._overlap:
                 under_way += self._advance()
+
+    def _come(self, key: Key) -> Mapping[str, Weight]:
+        """The weights of an expert under way, for what compute is given from now on."""
+        buffer = self._buffers[self._policy.slot(key)]
+        self._transfers.ready(buffer.loaded)
+        return self._weights.views(self._weights.experts[key], buffer)
+
+    def _release(self, keys: Iterable[Key]) -> None:
+        """Let experts that compute has been given keep their slots only while they are worth it."""
+        mark = self._transfers.device.mark()
+        for key in keys:
+            self._buffers[self._policy.slot(key)].free = mark
+            self._policy.unpin(key)
+            self._coming.discard(key)
+
+    def _enter(self, key: Key, w: Mapping[str, Weight]) -> None:
+        """Have an expert, which has come, among those that are there."""
+        self._ready[key] = w
+        if key[0] in self._tables:
+            put(self._tables[key[0]], key[1], w)
+
+    def _leave(self, slot: int) -> None:
+        """Have the expert that a slot was loaded with, if any, there no more."""
+        key = self._holders.pop(slot, None)
+        if self._ready.pop(key, None) is not None and key[0] in self._tables:
+            self._tables[key[0]].drop(key[1])
 
     def _is_there(self, key: Key) -> bool:
         loaded = self._buffers[self._policy.slot(key)].loaded
@@ -236,9 +276,16 @@ class ExpertSlots:
         return key
 
     def _advance(self) -> list[Key]:
-        """Start loads of what is waited for, and then of guesses, while there are slots."""
+        """Start loads of what is waited for, and then of guesses, while there are slots.
+
+        No more than `COMING` at a time.
+        """
         begun = []
         while self._waiting:
+            if len(self._coming) >= COMING and self._protected:
+                self._end_guesses()
+            if len(self._coming) >= COMING:
+                return begun
             slot = self._policy.take(self._waiting[0])
             if slot is None and self._protected:
                 self._end_guesses()
@@ -252,6 +299,8 @@ class ExpertSlots:
         while self._guessed:
             key = self._guessed[0]
             held = self._policy.slot(key)
+            if held is None and len(self._coming) >= COMING:
+                break
             slot = self._policy.take(key) if held is None else held
             if slot is None:
                 break
@@ -268,6 +317,7 @@ class ExpertSlots:
         self._guessed.clear()
         for key in self._protected - self._wanted.keys():
             self._policy.unpin(key)
+            self._coming.discard(key)
         self._protected.clear()
 
     def _load(self, key: Key, slot: int) -> None:
@@ -275,6 +325,9 @@ class ExpertSlots:
         before = buffer.busy
         free = self._transfers.device.mark() if buffer.free is None else buffer.free
         self.counts.bytes += unit.fetched_bytes
+        self._leave(slot)
+        self._holders[slot] = key
+        self._coming.add(key)
 
         def job(lane: Lane) -> None:
             for handle in before:

@@ -246,7 +246,8 @@ class _Costs:
         if experts is None:
             return
         # As slots keep what is used most, and all are taken to be used alike.
-        missed = 1 - run.expert_slots / max(run.experts_away, run.expert_slots, 1)
+        kept = experts.kept(self._batches * rows, run.experts_away, run.expert_slots)
+        missed = 1 - kept / max(run.experts_away, kept, 1)
         touched = self._mixed * experts.touched(self._batches * rows)
         tiers = ("disk",) if run.computes_experts_on_host else ("cpu", "disk")
         tally.bring("weights", missed * touched * run.expert_bytes, tiers)

@@ -106,7 +106,32 @@ class Placing:
         starts = [self._rounded(), *(self._rounded(tier) for tier in self._tiers)]
         found = [self._descended(run) for run in starts if run is not None]
         best = min(found, key=lambda run: float(self._time(shares_of(run))), default=None)
-        return best and self._simpler(best)
+        return best and self._with_slots(self._simpler(best))
+
+    def _with_slots(self, run: PlannedRun) -> PlannedRun:
+        """The run with half of the experts that compute memory has room for in slots.
+
+        It is for few sequences, which choose less than half of a layer's experts at a time: slots
+        then keep those that the text at hand needs, which nobody knows before. If all were needed
+        alike often, it would be the same.
+        """
+        experts, policy, every = run.model.experts, run.policy, run.all_experts
+        if (experts is None or policy.expert_slots is not None or not run.expert_slots
+                or run.computes_experts_on_host
+                or experts.touched(run.sequences) > experts.count / 2):
+            return run
+        surplus = every * policy.experts.gpu / 100 - run.expert_slots
+        for target in self._tiers[1:]:
+            percent = int(100 * surplus / 2 / every)
+            while percent > 0:
+                added = int(percent / 100 * every * run.expert_bytes / run.slot_bytes)
+                found = replace(run, policy=replace(
+                    policy, experts=_moved(policy.experts, "gpu", target, percent),
+                    expert_slots=run.expert_slots + added))
+                if self._fits(found):
+                    return found
+                percent //= 2
+        return run
 
     def _descended(self, run: PlannedRun) -> PlannedRun:
         """The run that is left when no neighbour is faster."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -103,6 +104,11 @@ class PlannedRun:
         if experts is None:
             return 0
         return experts.slots(self.sequences, math.ceil(self.experts_away), self.policy.expert_slots)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: of three matrices, which may lie anywhere in a page at both ends."""
+        return self.expert_bytes + 6 * mmap.PAGESIZE
 
     @property
     def cuts_weights(self) -> bool:

@@ -114,8 +114,7 @@ def _expert_rows(run: PlannedRun) -> Iterator[PlanRow]:
     gpu, cpu, disk = (int(run.all_experts * run.expert_bytes * share)
                       for share in placement.fractions())
     yield PlanRow("experts", gpu, cpu, disk if run.writes_weights else 0)
-    # Three matrices, which may lie anywhere in a page at both ends.
-    slots = run.expert_slots * (run.expert_bytes + 6 * mmap.PAGESIZE)
+    slots = run.expert_slots * run.slot_bytes
     host = slots if run.has_gpu and placement.disk > 0 else 0
     if run.computes_experts_on_host:  # what comes down, what goes up, and one expert's own
         host += mixture_bytes(run)

@@ -569,6 +569,18 @@ def test_a_run_plans_first_and_saves_what_it_chose(here, capsys, tmp_path):
     assert not any("auto" in name for name in names)
 
 
+def test_slots_that_the_plan_gives_to_experts_are_those_of_the_run(here, capsys):
+    argv = ["--model", "Qwen3-30B-A3B", "--weight-bits", "4", "--memory-limit", "12GB"]
+    assert generate.main([*RUN, *argv, "--goal", "latency", "--no-log"]) == 0
+    line = re.search(r"^policy +(--percent .*)$", capsys.readouterr().out, re.MULTILINE)[1]
+    (llm,) = FakeLLM.made
+    policy = llm.options["policy"]
+    shown = parser.parse_args(line.split()).policy()
+    assert shown.experts.gpu == pytest.approx(policy.experts.gpu, rel=1e-4)
+    assert replace(shown, experts=policy.experts) == policy
+    assert policy.expert_slots > 100 and policy.experts.disk > 0
+
+
 def test_prompts_bound_the_block(here, capsys):
     (Path() / "p.txt").write_text("a prompt\n" * 5 + "the longest prompt of them\n")
     assert generate.main([*RUN, "--prompts", "p.txt", "--no-log", "--verbose", "0"]) == 0

@@ -12,6 +12,7 @@ from inside import (
     before_reads,
     hold_first_expert,
     slots_of_experts,
+    watch_arrivals,
     weight_sizes,
     weights_of,
 )
@@ -22,6 +23,7 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.engine import expert_slots
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.shapes import PUBLISHED
 from flexgen_h2o.planning.memory_plan import memory_plan
@@ -224,6 +226,45 @@ def test_a_slot_keeps_what_is_used_and_a_guess_is_corrected(tiny_model, wanted, 
                        gpu_batch_size=1, offload_dir=tmp_path)
     assert alone == expected[:1]
     assert stats.expert_guesses > 0
+
+
+def test_all_that_is_there_is_computed_together(tiny_model, tmp_path, monkeypatch):
+    """Once slots have every expert, a layer is one group, of those that stay and those in slots."""
+    prompts = make_prompts(97, [9, 4, 7])
+    with LLM(str(tiny_model("qwen3_moe").folder), dtype="bfloat16", offload_dir=tmp_path,
+             policy=Policy(experts=MIXED, expert_slots=33, gpu_batch_size=3)) as llm:
+        steps = watch_arrivals(monkeypatch, llm)
+        first = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        assert max(map(len, steps)) > 1, "at first they come"
+        steps.clear()
+        again = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        assert steps and all(len(groups) == 1 for groups in steps)
+        assert llm.stats.expert_bytes == llm.stats.expert_loads == 0
+    assert [out.token_ids for out in first] == [out.token_ids for out in again]
+
+
+@pytest.mark.parametrize("key", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("coming", [1, 3])
+def test_few_may_be_on_their_way_at_a_time(tiny_model, tmp_path, monkeypatch, key, coming):
+    """No more than `COMING` are loaded and not computed, guesses among them; the same tokens."""
+    monkeypatch.setattr(expert_slots, "COMING", coming)
+    most = []
+
+    def watched(self, key, slot):
+        load(self, key, slot)
+        most.append(len(self._coming))
+
+    load = expert_slots.ExpertSlots._load
+    monkeypatch.setattr(expert_slots.ExpertSlots, "_load", watched)
+    prompts, found = make_prompts(97, [9, 4, 7, 2]), []
+    for experts, slots, size, count in ((HERE, None, 4, 1), (DISK, 6, 2, 2), (DISK, 14, 1, 1),
+                                        (MIXED, 4, 4, 1), (DISK, 1, 2, 2)):
+        got, _ = run(tiny_model(key).folder, prompts, dtype="bfloat16", experts=experts,
+                     expert_slots=slots, gpu_batch_size=size, num_gpu_batches=count,
+                     offload_dir=tmp_path)
+        found.append(got)
+    assert all(got == found[0] for got in found)
+    assert max(most) == coming
 
 
 def test_a_read_that_fails_ends_the_run_and_the_next_one_is_right(tiny_model, wanted, tmp_path,
