@@ -24,6 +24,7 @@ from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers import H2OCache, enable_h2o
 from flexgen_h2o.integrations.transformers.cache import NAME
+from flexgen_h2o.integrations.transformers.enabling import CACHE_NAME
 from flexgen_h2o.integrations.transformers.passes import PassTracker
 from flexgen_h2o.integrations.transformers.rotations import Rotations
 
@@ -54,6 +55,11 @@ def batch_of(prompts, side="left"):
         here = slice(most - len(prompt), most) if side == "left" else slice(0, len(prompt))
         ids[row, here], mask[row, here] = torch.tensor(prompt), 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def cached(cache):
+    """The cache by its name in the transformers that is installed."""
+    return {CACHE_NAME: cache}
 
 
 def plain(model, prompts, *, new=NEW, **options):
@@ -209,7 +215,7 @@ def test_pads_on_the_right_and_rows_that_pause(tiny_model, key, simulate):
             mask = batch["attention_mask"]
             seen = mask if seen is None else torch.cat((seen, mask), dim=1)
             places = torch.tensor(before)[:, None] + torch.arange(mask.shape[1])
-            out = tiny.model(batch["input_ids"], attention_mask=seen, past_key_values=cache,
+            out = tiny.model(batch["input_ids"], attention_mask=seen, **cached(cache),
                              position_ids=places).logits
             for row, (one, tokens) in enumerate(zip(out, new, strict=True)):
                 found[row].append(one[: len(tokens)])
@@ -346,7 +352,7 @@ def test_a_cache_that_is_passed_again_goes_on(tiny_model, key, options):
             cache, ids, sizes = enabled.new_cache(), [], []
             for turn in (text, second, third):
                 ids += turn
-                ids += plain(tiny.model, [ids], new=12, past_key_values=cache)[0]
+                ids += plain(tiny.model, [ids], new=12, **cached(cache))[0]
                 sizes.append(cache.nbytes())
         return ids, sizes
 
@@ -371,11 +377,11 @@ def test_dtypes(tiny_model):
         model = copy.deepcopy(tiny.model).to(dtype)
         with enable_h2o(model, H2OConfig(heavy_ratio=0.1)) as enabled:
             cache = enabled.new_cache()
-            assert [len(one) for one in plain(model, prompts, past_key_values=cache)] == [NEW, NEW]
+            assert [len(one) for one in plain(model, prompts, **cached(cache))] == [NEW, NEW]
             assert cache.nbytes() == 2 * 3 * 2 * 2 * 10 * 8 * 2  # 10 tokens, 2 bytes each number
         batch = batch_of(prompts)
         with torch.no_grad(), enable_h2o(model, H2OConfig(heavy_tokens=50)) as enabled:
-            found = model(**batch, past_key_values=enabled.new_cache()).logits
+            found = model(**batch, **cached(enabled.new_cache())).logits
             expected = model(**batch).logits
             real = batch["attention_mask"].bool()
             assert found.dtype == dtype
@@ -408,7 +414,7 @@ def test_the_cache_takes_its_budget_and_not_the_text(tiny_model, simulate):
         with enable_h2o(tiny.model, h2o) as enabled:
             cache = enabled.new_cache()
             assert cache.nbytes() == 0
-            plain(tiny.model, prompts, new=new, past_key_values=cache)
+            plain(tiny.model, prompts, new=new, **cached(cache))
         held = 2 * 13 if not simulate else length + 20 + 2 * (new - 1)
         assert cache.nbytes() == held * token
         assert cache.get_seq_length() == length + new - 1
@@ -426,7 +432,7 @@ def test_nothing_of_a_prompt_stays_alive(tiny_model):
     others = of_that_size()
     with torch.no_grad(), enable_h2o(tiny.model, H2OConfig(heavy_ratio=0.1)) as enabled:
         cache = enabled.new_cache()
-        tiny.model(**batch_of(prompts), past_key_values=cache, logits_to_keep=1)
+        tiny.model(**batch_of(prompts), **cached(cache), logits_to_keep=1)
         assert {key: size for key, size in of_that_size().items() if key not in others} == {}
         for layer in cache.layers:
             held = slots_of(layer).untyped_storage().nbytes()
@@ -439,10 +445,10 @@ def test_reset_and_selection_of_sequences(tiny_model):
     expected = tokens(tiny.model, prompts, h2o)
     with enable_h2o(tiny.model, h2o) as enabled:
         cache = enabled.new_cache()
-        plain(tiny.model, prompts[1:], past_key_values=cache)
+        plain(tiny.model, prompts[1:], **cached(cache))
         cache.reset()
         assert (cache.nbytes(), cache.get_seq_length()) == (0, 0)
-        assert plain(tiny.model, prompts, past_key_values=cache, new=20) == [
+        assert plain(tiny.model, prompts, **cached(cache), new=20) == [
             one[:20] for one in expected]
         # Two of them go on, in another order, from where they stand.
         cache.batch_select_indices(torch.tensor([2, 0]))
@@ -451,7 +457,7 @@ def test_reset_and_selection_of_sequences(tiny_model):
         batch = {"input_ids": torch.cat((batch["input_ids"], torch.tensor(
             [new for _, new in whole])), dim=1), "attention_mask": torch.cat(
                 (batch["attention_mask"], torch.ones(2, 20, dtype=torch.long)), dim=1)}
-        out = tiny.model.generate(**batch, past_key_values=cache, max_new_tokens=20,
+        out = tiny.model.generate(**batch, **cached(cache), max_new_tokens=20,
                                   do_sample=False, pad_token_id=0)
     assert out[:, -20:].tolist() == [expected[row][20:] for row in (2, 0)]
 
@@ -488,7 +494,7 @@ def test_without_an_h2o_cache_attention_is_as_ever(tiny_model, key):
 
     def passes(model):
         with torch.no_grad():
-            first = model(**batch, past_key_values=DynamicCache()).logits[real]
+            first = model(**batch, **cached(DynamicCache())).logits[real]
             alone = model(batch["input_ids"], use_cache=False).logits
         model = copy.deepcopy(model).train()
         model.requires_grad_(True)
@@ -521,14 +527,14 @@ def test_without_an_h2o_cache_attention_is_as_ever(tiny_model, key):
     ({"custom_generate": "somewhere/else"}, "custom_generate"),
     ({"output_attentions": True}, "output_attentions"),
     ({"use_cache": False}, "use_cache=False"),
-    ({"past_key_values": "dynamic"}, "must be an H2OCache, got DynamicCache"),
+    (cached("dynamic"), "must be an H2OCache, got DynamicCache"),
 ])
 def test_generate_refuses_by_name(tiny_model, options, message):
     tiny = tiny_model("llama")
     if "assistant_model" in options:
         options = {"assistant_model": tiny.model}
-    if "past_key_values" in options:
-        options = {"past_key_values": DynamicCache()}
+    if CACHE_NAME in options:
+        options = cached(DynamicCache())
     with enable_h2o(tiny.model, H2OConfig(heavy_ratio=0.1)):
         with pytest.raises(UserError, match=message):
             plain(tiny.model, prompts_of(tiny), **options)
@@ -573,31 +579,31 @@ def test_a_cache_refuses_what_it_cannot_do(tiny_model):
     ids, mask = batch["input_ids"], batch["attention_mask"]
     with torch.no_grad():
         with pytest.raises(UserError, match="under enable_h2o"):
-            model(**batch, past_key_values=H2OCache(model.config, h2o))
+            model(**batch, **cached(H2OCache(model.config, h2o)))
         enabled = enable_h2o(model, h2o)
         with enabled:
             cache = enabled.new_cache()
-            model(**batch, past_key_values=cache)
+            model(**batch, **cached(cache))
             for call in (lambda: cache.crop(-1), lambda: cache.batch_repeat_interleave(2)):
                 with pytest.raises(UserError, match="cannot"):
                     call()
             with pytest.raises(UserError, match="holds 2 sequences, but 1 came"):
-                model(ids[:1, :1], past_key_values=cache)
+                model(ids[:1, :1], **cached(cache))
             with pytest.raises(UserError, match="prompt 1 of the batch has no token"):
                 model(ids, attention_mask=mask * torch.tensor([[1], [0]]),
-                      past_key_values=enabled.new_cache())
+                      **cached(enabled.new_cache()))
             every = torch.ones(2, 1, 9, 9, dtype=torch.bool)
             causal = every.tril() & mask[:, None, None].bool()
-            first, second = (model(ids, attention_mask=some, past_key_values=enabled.new_cache(),
+            first, second = (model(ids, attention_mask=some, **cached(enabled.new_cache()),
                                    position_ids=torch.arange(9)[None]).logits[mask.bool()]
                              for some in (causal, mask))
             assert torch.allclose(first, second, atol=1e-5)
             with pytest.raises(UserError, match="that marks pads, got another"):
-                model(ids, attention_mask=every, past_key_values=enabled.new_cache())
+                model(ids, attention_mask=every, **cached(enabled.new_cache()))
     with torch.enable_grad(), enable_h2o(model, h2o) as enabled:
         embeddings = torch.zeros(1, 4, 48, requires_grad=True)
         with pytest.raises(UserError, match="for inference"):
-            model(inputs_embeds=embeddings, past_key_values=enabled.new_cache())
+            model(inputs_embeds=embeddings, **cached(enabled.new_cache()))
 
 
 def test_a_pass_that_broke_off_spoils_the_cache(tiny_model):
@@ -611,10 +617,10 @@ def test_a_pass_that_broke_off_spoils_the_cache(tiny_model):
 
         hook = tiny.model.model.layers[1].register_forward_pre_hook(fail)
         with pytest.raises(ZeroDivisionError):
-            tiny.model(ids, past_key_values=cache)
+            tiny.model(ids, **cached(cache))
         hook.remove()
         with pytest.raises(UserError, match="broke off"):
-            tiny.model(ids[:, :1], past_key_values=cache)
+            tiny.model(ids[:, :1], **cached(cache))
 
 
 def test_learned_sinks_without_an_h2o_cache_are_refused(tiny_model):

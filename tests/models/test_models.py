@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from flexgen_h2o.h2o.attention_weights import attention_weights
+from flexgen_h2o.integrations.transformers.enabling import CACHE_NAME
 from flexgen_h2o.kernels import chunks
 from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.models import decoder, family, layers
@@ -94,7 +95,7 @@ def test_logits_of_prefill_and_ten_steps(tiny_model, key):
     assert wanted.logits.std() > 0.5  # spread out, so that the tolerance means something
     assert (got - wanted.logits[0]).abs().max() < TOLERANCE
     for token in ids[90:]:
-        wanted = model(token[None, None], past_key_values=wanted.past_key_values, use_cache=True)
+        wanted = model(token[None, None], **{CACHE_NAME: wanted[CACHE_NAME]}, use_cache=True)
         got = runner.step(token[None])
         assert (got - wanted.logits[0]).abs().max() < TOLERANCE
 

@@ -46,7 +46,7 @@ class FakeTokenizer:
 
     def decode(self, tokens, skip_special_tokens=False):
         assert skip_special_tokens
-        return "".join(map(chr, tokens))
+        return "".join(map(chr, [tokens] if isinstance(tokens, int) else tokens))
 
 
 class FakeStream:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
@@ -22,6 +23,11 @@ from flexgen_h2o.integrations.transformers.cache import NAME, H2OCache, register
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH,
          GenerationMode.BEAM_SAMPLE)
+
+# How models and `generate` call their cache, by the version of transformers: the newest first.
+CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAME = next(name for name in CACHE_NAMES if name in inspect.signature(
+    GenerationMixin.prepare_inputs_for_generation).parameters)
 
 # Options of `generate` that cannot be, and why.
 REFUSED = {
@@ -78,7 +84,8 @@ class EnabledH2O:
         self._before = None
 
     def new_cache(self) -> H2OCache:
-        """A cache for `generate`'s ``past_key_values``: of a text that is to go on later."""
+        """A cache for `generate`'s ``past_key_values`` (``cache`` from transformers 5.24 on): of a
+        text that is to go on later."""
         return H2OCache(self.model.config, self.h2o, cache_bits=self.cache_bits,
                         rotary=getattr(self.model.base_model, "rotary_emb", None))
 
@@ -91,8 +98,8 @@ class EnabledH2O:
             For an option that cannot work with one, by name.
         """
         self._check(options, args[1] if len(args) > 1 else None)
-        if options.get("past_key_values") is None:
-            options["past_key_values"] = self.new_cache()
+        if all(options.get(name) is None for name in CACHE_NAMES):
+            options[CACHE_NAME] = self.new_cache()
         return self._generate(*args, **options)
 
     def _check(self, options: dict[str, Any], config: Any) -> None:
@@ -112,10 +119,11 @@ class EnabledH2O:
                             "it takes tokens back, and what they evicted is gone"
                             if mode == GenerationMode.ASSISTED_GENERATION else
                             f"{mode.value.replace('_', ' ')} does not work while H2O is enabled")
-        cache = options.get("past_key_values")
-        if cache is not None and not isinstance(cache, H2OCache):
-            raise UserError("while H2O is enabled past_key_values must be an H2OCache, got "
-                            f"{type(cache).__name__}")
+        for name in CACHE_NAMES:
+            cache = options.get(name)
+            if cache is not None and not isinstance(cache, H2OCache):
+                raise UserError(f"while H2O is enabled {name} must be an H2OCache, got "
+                                f"{type(cache).__name__}")
 
 
 def enable_h2o(model: Any, h2o: H2OConfig, *, cache_bits: int = 16) -> EnabledH2O:
