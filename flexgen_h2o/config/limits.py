@@ -79,8 +79,11 @@ MXFP4_GROUP = 32
 
 PRODUCT_ROWS, PRODUCT_OUTPUTS = 256, 2 * MATRIX_TILE
 """Rows of the input that meet a block of a quantized matrix while it is in a CPU's nearest cache,
-and the outputs that are computed together: each thread holds so many in float32, with AMX 4 times
-as many."""
+and the outputs that are computed together: each thread holds so many in float32."""
+
+TILED_ROWS, TILED_OUTPUTS, TILED_INPUTS = 512, 512, 256
+"""The same of products in AMX tiles, and the inputs whose weights come to bfloat16 together: each
+thread holds sums and weights in its second-level cache."""
 
 PRODUCT_DEPTH = 128
 """Inputs that products in float32 take at once: a strip of weights has so many as floats."""
@@ -104,5 +107,5 @@ own."""
 
 KERNELS = ("EMPTY", "MATRIX_TILE", "MXFP4_GROUP", "PRODUCT_ROWS", "PRODUCT_OUTPUTS",
            "PRODUCT_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE",
-           "EXPERT_ROUND")
+           "EXPERT_ROUND", "TILED_ROWS", "TILED_OUTPUTS", "TILED_INPUTS")
 """What the C++ kernels are compiled with."""
