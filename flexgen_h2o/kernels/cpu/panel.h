@@ -25,7 +25,7 @@ struct Panel {
     int64_t rows, steps;
 };
 
-// What one thread works in.
+// What one thread works in. In AMX tiles all but the totals are of two groups.
 struct Workspace {
     float* totals;    // [rows of the panel, columns]
     uint32_t* codes;  // [steps, columns]
