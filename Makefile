@@ -135,9 +135,13 @@ $(VENV)/.have-accelerate: $(VENV)/.have-test
 	$(PIP) install -e '.[bench-accelerate]'
 	touch $@
 
-# llama.cpp is built for this CPU, without what reads images: 10 to 30 minutes of a core.
+# llama.cpp is built for this CPU, without what reads images: 10 to 30 minutes of a core. Its kernels for AMX
+# end in a segmentation fault (issue 20824 of ggml-org/llama.cpp), so where there is AMX it goes without.
+NO_AMX := $(shell grep -qs amx_int8 /proc/cpuinfo && echo -mno-amx-int8)
+
 $(VENV)/.have-llama-cpp: $(VENV)/.have-test
-	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PIP) install --no-binary llama-cpp-python -e '.[bench-llama-cpp]'
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS=$(NO_AMX) -DCMAKE_CXX_FLAGS=$(NO_AMX)" \
+	    $(PIP) install --no-binary llama-cpp-python -e '.[bench-llama-cpp]'
 	touch $@
 
 $(VENV)/.have-docs: $(VENV)/.have-test
