@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, poisoned_memory, using
 
 from flexgen_h2o.config.formats import MatrixLayout
-from flexgen_h2o.config.limits import MATRIX_TILE
+from flexgen_h2o.config.limits import MATRIX_TILE, TILED_OUTPUTS, TILED_ROWS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import cpu_library, dispatch, library, ops, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -254,11 +254,12 @@ def test_products(backend, shape, bits, dtype):
         check_product(MatrixLayout(*size, bits, group), rows, dtype=dtype, bias=bias, add=add)
 
 
-@pytest.mark.parametrize("rows", [5, 16, 33, 64, 65, 80, 97, 300])
+@pytest.mark.parametrize("rows", [2, 5, 16, 25, 33, 64, 65, 80, 97, TILED_ROWS + 21])
 @pytest.mark.parametrize(("shape", "bits"), [((33, 200, 64), 4), ((161, 1100, 64), 4),
-                                             ((130, 1300, 24), 8), ((20, 70, 32), 8)])
+                                             ((130, 1300, 24), 8), ((20, 70, 32), 8),
+                                             ((2 * TILED_OUTPUTS + 40, 40, 32), 4)])
 def test_products_in_tiles(rows, shape, bits):
-    """Rows, outputs and inputs that fill up no tiles, slabs or panels."""
+    """Rows, outputs and inputs that fill up no tiles, slabs or panels, and that need several."""
     *size, group = shape
     for name in {"amx", "amx_emulated"} & set(SETS):
         with using(name):

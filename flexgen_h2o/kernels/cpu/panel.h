@@ -25,7 +25,8 @@ struct Panel {
     int64_t rows, steps;
 };
 
-// What one thread works in. In AMX tiles all but the totals are of two groups.
+// What one thread works in. In AMX tiles up to EXACT_ROWS rows have all but the totals twice, for two
+// groups; more rows have totals [pairs of tiles, rows, COLUMNS] and the weights of a slab alone.
 struct Workspace {
     float* totals;    // [rows of the panel, columns]
     uint32_t* codes;  // [steps, columns]
