@@ -46,7 +46,7 @@ from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
 HEADROOM = 0.97
 """The share of free memory that a plan for this machine takes: a little comes and goes until the
 run."""
-LIBRARIES = 256 << 20
+LIBRARIES = 160 << 20
 """Bytes of host memory that it leaves at least, for what PyTorch and oneDNN take to compute."""
 
 
