@@ -35,7 +35,7 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import parse_size
 from flexgen_h2o.config.policy import percent_text
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
@@ -122,9 +122,9 @@ def planned(config: RunConfig, run: LimitedRun) -> planner.Plan:
     for share in range(100, -1, -1):
         tried = replace(config, percent=(share, 0, 100, 0, 100, 0), gpu_batch_size=run.batch,
                         num_gpu_batches=1, recalibrate=False)
-        with suppress(UserError):
+        with suppress(TooLittleMemory):
             return planner.plan(tried, workload(tried, ()), run.batch)
-    raise UserError(f"the cache of {run.batch} sequences does not fit into --memory-limit")
+    raise TooLittleMemory(f"the cache of {run.batch} sequences does not fit into --memory-limit")
 
 
 def measured(config: RunConfig, implementations: Winners) -> tuple[float, float]:
@@ -143,7 +143,10 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     wanted = [run for run in RUNS
               if args.systems is None or f"{run.system}-{run.batch}" in args.systems]
     for run in wanted:
-        yield row(args, run, recalibrate=run is wanted[0])
+        try:
+            yield row(args, run, recalibrate=run is wanted[0])
+        except TooLittleMemory as error:  # the others are still worth measuring
+            print(f"{run.system:14} {run.batch:4}  left out: {error}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
