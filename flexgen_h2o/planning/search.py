@@ -257,6 +257,8 @@ _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (
     ("attends where all else is computed", lambda run: run.policy.cpu_cache_compute),
     ("has a smaller block",
      lambda run: run.workload.gpu_batch_size * run.workload.num_gpu_batches),
+    # What a batch takes beside products and bytes is predicted too low for a cache on disk.
+    ("cuts a block into fewer batches", lambda run: run.workload.num_gpu_batches),
 )
 """Order of preference among rates that are `ALIKE`, the most important first; less is better."""
 

@@ -40,7 +40,7 @@ from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.hardware_file import save_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.search import ALIKE, PlanRequest, judge, search
+from flexgen_h2o.planning.search import ALIKE, PlanRequest, _ranked, judge, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.tasks import generate
 
@@ -66,6 +66,7 @@ REASONS = {
     "keeps more bits": lambda run: -(run.weights.bits + run.cache.bits),
     "attends where all else is computed": lambda run: run.policy.cpu_cache_compute,
     "has a smaller block": lambda run: run.workload.gpu_batch_size * run.workload.num_gpu_batches,
+    "cuts a block into fewer batches": lambda run: run.workload.num_gpu_batches,
 }
 
 
@@ -276,6 +277,16 @@ def test_among_equals_the_smallest_block_wins():
     fixed = replace(FREE, layer_seconds=1e-3)
     best = find(machine(fixed, gpu=False))[0]
     assert batches(best)[0] > 100 and batches(best)[1] == 1
+
+
+def test_of_equal_blocks_the_one_of_the_fewest_batches_wins():
+    """Four batches of 6 are a little faster than one of 24, within what predictions are worth."""
+    slow = machine(replace(FREE, linear={16: {6: 6.0, 24: 24.2}}, layer_seconds=1e-9), gpu=False)
+    one, four = (find(slow, gpu_batch_size=24 // count, num_gpu_batches=count)[0]
+                 for count in (1, 4))
+    assert one.tokens_per_second < four.tokens_per_second < one.tokens_per_second / ALIKE
+    assert _ranked([four, one]) == [one, four]
+    assert said_why(slow, [one, four]) == {"cuts a block into fewer batches"}
 
 
 def test_all_prompts_count_and_not_full_blocks_alone():
