@@ -6,7 +6,7 @@ import functools
 import itertools
 
 import torch
-from kernel_timing.rows import DTYPE, TimedRows, check, copies, error
+from kernel_timing.rows import DTYPE, TimedRows, check, copies, engine_memory, error
 
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.kernels import ops, reference_recall
@@ -43,8 +43,8 @@ def step_of(slots: torch.Tensor) -> dict:
     indexes = {}
     for bits in (4, 2):
         layout = IndexLayout(DIM, bits)
-        indexes[bits] = torch.zeros(sequences, kv_heads, layout.tiles(n), layout.tile_bytes,
-                                    dtype=torch.uint8)
+        indexes[bits] = engine_memory(torch.zeros(
+            sequences, kv_heads, layout.tiles(n), layout.tile_bytes, dtype=torch.uint8))
         spans = torch.tensor([[0] * sequences] * 2 + [[n - 1] * sequences], dtype=torch.int32)
         ops.index_keys(slots[0], indexes[bits], spans, layout=layout)
     q, k, v = (torch.randn(sequences, heads, DIM, dtype=DTYPE)

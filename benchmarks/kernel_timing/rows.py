@@ -18,6 +18,7 @@ from flexgen_h2o.kernels import cpu_library
 from flexgen_h2o.metrics.figures import new_figure, save
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 from flexgen_h2o.storage.links import best_gemm_rate, memory_read_rate
+from flexgen_h2o.storage.tiers import Device, typed
 
 DTYPE = torch.bfloat16
 ROTATED = 1 << 30
@@ -112,9 +113,15 @@ class TimedRows:
 
 
 def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:
-    """Equal tensors, enough of them for `ROTATED` bytes."""
+    """Equal tensors, enough of them for `ROTATED` bytes, in memory as the engine has weights and
+    caches: in huge pages, which PyTorch's own tensors are not."""
     count = 2 if quick else max(2, math.ceil(ROTATED / block.nbytes))
-    return [block.clone() for _ in range(count)]
+    return [engine_memory(block) for _ in range(count)]
+
+
+def engine_memory(block: torch.Tensor) -> torch.Tensor:
+    """A copy in memory as the engine has weights and caches."""
+    return typed(Device().empty(block.nbytes), 0, block.shape, block.dtype).copy_(block)
 
 
 def error(x: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -16,7 +16,7 @@ import torch
 
 from flexgen_h2o.storage.disk import CHUNK, WORKERS, AlignedRead, Disk
 from flexgen_h2o.storage.extent import Extent
-from flexgen_h2o.storage.tiers import PAGE, Device
+from flexgen_h2o.storage.tiers import PAGE, Device, typed
 
 REPEATS = 5
 LANES = 2
@@ -140,9 +140,12 @@ def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float
 
 
 def memory_read_rate(nbytes: int = 2 << 30, *, device: Device | None = None) -> float:
-    """Bytes per second that a sum over the device's memory reads; None: host memory."""
+    """Bytes per second that a sum over the device's memory reads; None: host memory.
+
+    On the host it lies in huge pages, as weights and caches do: small ones are slower.
+    """
     device = device or Device()
-    data = torch.ones(nbytes // 4, device=device.torch)
+    data = typed(device.empty(nbytes), 0, (nbytes // 4,), torch.float32).fill_(1)
 
     def read() -> None:
         data.sum()

@@ -36,17 +36,9 @@ struct Queries {
     int64_t stride;
 };
 
-// R rows from `row` on: their logits for G queries.
-template <int R, int G, class Tile>
-INLINE void key_rows(const Tile& tile, const Queries& to, int64_t row) {
-    Floats total[G * R];
-    for (int n = 0; n < G * R; n++) total[n] = Floats{};
-    for (int64_t i = 0; i < to.width; i += WIDTH)
-        for (int r = 0; r < R; r++) {
-            const Floats x = tile.at(row + r, i);
-            for (int g = 0; g < G; g++)
-                total[g * R + r] = fma(x, load(to.q + g * to.width + i), total[g * R + r]);
-        }
+// The sums of what G queries give with R rows, to the logits of the rows from `row` on.
+template <int R, int G>
+INLINE void put_logits(const Floats* total, const Queries& to, int64_t row) {
     float logits[G * R];
     for (int n = 0; n < G * R; n += 4)
         if constexpr (G * R % 4 == 0)
@@ -57,56 +49,48 @@ INLINE void key_rows(const Tile& tile, const Queries& to, int64_t row) {
         std::memcpy(to.row + g * to.stride + row, logits + g * R, R * sizeof *logits);
 }
 
-// `size` elements of R rows from `start` on: the sums of codes by queries, times the scales. With 4
-// bits those in the high halves are elements `half` further.
-template <int R, int G, int bits>
-INLINE void key_run(const RecordTile<bits>& tile, const Queries& to, int64_t row, int64_t start,
-                    int64_t size, Floats* total) {
-    const int64_t half = to.width / 2, groups = tile.layout.groups, group = tile.layout.group;
-    Floats low[G * R], high[G * R];
-    for (int n = 0; n < G * R; n++) low[n] = high[n] = Floats{};
-    for (int64_t i = start; i < start + size; i += WIDTH)
-        for (int r = 0; r < R; r++) {
-            const Ints bytes = widen(tile.base + (row + r) * tile.stride + i);
-            const Floats x = bits == 8 ? code<WHOLE>(bytes) : code<LOW>(bytes);
-            for (int g = 0; g < G; g++)
-                low[g * R + r] = fma(x, load(to.q + g * to.width + i), low[g * R + r]);
-            if (bits == 8) continue;
-            const Floats y = code<HIGH>(bytes);
-            for (int g = 0; g < G; g++)
-                high[g * R + r] = fma(y, load(to.q + g * to.width + half + i), high[g * R + r]);
-        }
-    const float* scale = tile.scales() + start / group * SLOT_TILE + row;
-    const float* other = tile.scales() + (groups == 1 ? 0 : start + half) / group * SLOT_TILE + row;
-    for (int g = 0; g < G; g++)
-        for (int r = 0; r < R; r++) {
-            Floats& mine = total[g * R + r];
-            mine = fma(low[g * R + r], broadcast(scale[r]), mine);
-            if (bits == 4) mine = fma(high[g * R + r], broadcast(other[r]), mine);
-        }
-}
-
-template <int R, int G, int bits>
-INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
-    const int64_t bytes = bits == 8 ? to.width : to.width / 2, group = tile.layout.group;
+// R rows from `row` on: their logits for G queries.
+template <int R, int G, class Tile>
+INLINE void key_rows(const Tile& tile, const Queries& to, int64_t row) {
     Floats total[G * R];
     for (int n = 0; n < G * R; n++) total[n] = Floats{};
-    // Constants where they are usual: the loops unroll.
-    if (group == 64 && bytes % 64 == 0)
-        for (int64_t start = 0; start < bytes; start += 64)
-            key_run<R, G>(tile, to, row, start, 64, total);
-    else if (group == 64 && bytes == 32)
-        key_run<R, G>(tile, to, row, 0, 32, total);
-    else
-        for (int64_t start = 0; start < bytes; start += group)
-            key_run<R, G>(tile, to, row, start, group < bytes ? group : bytes, total);
-    float logits[G * R];
-    if constexpr (G * R == 4)
-        sums(total, logits);
-    else
-        for (int n = 0; n < G * R; n++) logits[n] = sum(total[n]);
-    for (int g = 0; g < G; g++)
-        for (int r = 0; r < R; r++) to.row[g * to.stride + row + r] = logits[g * R + r];
+    for (int64_t i = 0; i < to.width; i += WIDTH) {
+        tile.template prefetch<R>(row, i);
+        for (int r = 0; r < R; r++) {
+            const Floats x = tile.at(row + r, i);
+            for (int g = 0; g < G; g++)
+                total[g * R + r] = fma(x, load(to.q + g * to.width + i), total[g * R + r]);
+        }
+    }
+    put_logits<R, G>(total, to, row);
+}
+
+// The same of records, without their zero points: codes times scales meet the queries. With 4 bits
+// those in the high halves are elements `half` further.
+template <int R, int G, int bits>
+INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
+    const int64_t half = to.width / 2, bytes = bits == 8 ? to.width : half;
+    const int64_t group = tile.layout.group < bytes ? tile.layout.group : bytes;
+    const int64_t apart = tile.layout.groups == 1 ? 0 : half / group;  // groups from low to high
+    Floats total[G * R];
+    for (int n = 0; n < G * R; n++) total[n] = Floats{};
+    const float* scale = tile.scales() + row;
+    for (int64_t start = 0; start < bytes; start += group, scale += SLOT_TILE)
+        for (int64_t i = start; i < start + group; i += WIDTH) {
+            tile.template prefetch<R>(row, i);
+            for (int r = 0; r < R; r++) {
+                const Ints codes = widen(tile.base + (row + r) * tile.stride + i);
+                const Floats x = (bits == 8 ? code<WHOLE>(codes) : code<LOW>(codes)) * scale[r];
+                for (int g = 0; g < G; g++)
+                    total[g * R + r] = fma(x, load(to.q + g * to.width + i), total[g * R + r]);
+                if (bits == 8) continue;
+                const Floats y = code<HIGH>(codes) * scale[apart * SLOT_TILE + r];
+                for (int g = 0; g < G; g++)
+                    total[g * R + r] =
+                        fma(y, load(to.q + g * to.width + half + i), total[g * R + r]);
+            }
+        }
+    put_logits<R, G>(total, to, row);
 }
 
 template <class Tile>
@@ -132,10 +116,7 @@ template <int G, class Tile>
 INLINE void key_products(const Tile& tile, const Queries& to, int64_t count) {
     constexpr int R = Tile::rows_at_once(G);
     int64_t row = 0;
-    for (; row + R <= count; row += R) {
-        if (row % 4 == 0) prefetch(tile, row, 4);
-        key_rows<R, G>(tile, to, row);
-    }
+    for (; row + R <= count; row += R) key_rows<R, G>(tile, to, row);
     for (; row < count; row++) key_rows<1, G>(tile, to, row);
     for (int g = 0; g < G; g++) add_zeros(tile, to, g, count);
 }
@@ -150,6 +131,7 @@ INLINE void value_block(const Tile& tile, const Queries& weights, int64_t first,
         for (int n = 0; n < N; n++) sums[g][n] = load(out + g * apart + column + n * WIDTH);
     for (int64_t t = first; t < end; t++)
         for (int n = 0; n < N; n++) {
+            tile.template prefetch<1>(t, column + n * WIDTH);
             const Floats x = tile.at(t, column + n * WIDTH);
             for (int g = 0; g < G; g++)
                 sums[g][n] = fma(broadcast(weights.row[g * weights.stride + t]), x, sums[g][n]);
@@ -158,15 +140,14 @@ INLINE void value_block(const Tile& tile, const Queries& weights, int64_t first,
         for (int n = 0; n < N; n++) store(out + g * apart + column + n * WIDTH, sums[g][n]);
 }
 
-// All columns of a few rows before the next rows: the first of several rounds through the columns
-// waits for memory, the others only compute, so that long rounds would not overlap the two.
+// All columns of some rows before the next rows, so that lines which two rounds through the columns
+// share are still near.
 template <int G, class Tile>
 INLINE void value_products(const Tile& tile, const Queries& weights, int64_t count, float* out,
                            int64_t apart) {
     constexpr int N = G == 1 ? 8 : at_once(G);
     for (int64_t first = 0; first < count; first += VALUE_ROWS) {
         const int64_t end = first + VALUE_ROWS < count ? first + VALUE_ROWS : count;
-        prefetch(tile, first, VALUE_ROWS);
         int64_t column = 0;
         for (; column + N * WIDTH <= weights.width; column += N * WIDTH)
             value_block<G, N>(tile, weights, first, end, column, out, apart);
@@ -194,11 +175,11 @@ INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t col
             for (int n = 0; n < N; n++) sums[g][side][n] = load(out + g * apart + at + n * WIDTH);
     }
     for (int64_t t = 0; t < count; t++) {
-        if (column == 0 && t % 4 == 0) prefetch(tile, t, 4);
         Floats weights[G][SIDES];
         for (int g = 0; g < G; g++)
             for (int side = 0; side < SIDES; side++)
                 weights[g][side] = broadcast(scaled[side][g * groups * SLOT_TILE + t]);
+        for (int n = 0; n < N * WIDTH; n += LINE / 2) tile.template prefetch<1>(t, column + n);
         for (int n = 0; n < N; n++) {
             const Ints bytes = widen(tile.base + t * tile.stride + column + n * WIDTH);
             for (int side = 0; side < SIDES; side++) {
@@ -237,7 +218,7 @@ INLINE void value_products(const RecordTile<bits>& tile, const Queries& weights,
                 store(to, load(to) + shift);
             }
         }
-    constexpr int N = G > 2 ? 2 : 4;
+    constexpr int N = bits == 8 ? at_once(G) : G > 2 ? 2 : 4;
     const int64_t columns = bits == 4 ? weights.width / 2 : weights.width;
     int64_t column = 0;
     if (group % (N * WIDTH) == 0 && columns % (N * WIDTH) == 0)

@@ -42,7 +42,7 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
             for (int64_t i = 0; i < some; i++) rows[i] = base + chosen[t + i] * a.slots_slot;
             const ListedTile<T> tile{rows,     base,       a.slots_slot,
                                      a.head_dim, chosen + t, count - t};
-            if (t == 0) prefetch(tile, -ROWS_AHEAD, ROWS_AHEAD);
+            if (t == 0) tile.prefetch_first();
             f(t, some, tile);
             continue;
         }

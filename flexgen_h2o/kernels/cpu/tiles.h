@@ -6,9 +6,10 @@
 
 namespace ISA {
 
+constexpr int64_t LINE = 64;     // bytes
 constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is computed with
 constexpr int64_t ROWS_AHEAD = 16;  // the same of rows that lie anywhere
-constexpr int64_t VALUE_ROWS = 4;   // whose values are added up before the next rows'
+constexpr int64_t VALUE_ROWS = 16;  // whose values are added up before the next rows'
 
 // Rows of keys, or vectors of a value, that meet so many queries together: their sums stay in
 // registers.
@@ -20,8 +21,16 @@ struct PlainTile {
     const T* base;
     int64_t stride;
     static constexpr int rows_at_once(int queries) { return at_once(queries); }
-    INLINE int64_t ahead() const { return AHEAD; }
     INLINE Floats at(int64_t row, int64_t i) const { return load(base + row * stride + i); }
+    // What lies ahead of element i of R rows, if a line may begin there: a line is asked for as one
+    // is computed with. Those of several rows at once would fill a core's buffers for misses, and
+    // computing would wait.
+    template <int R>
+    INLINE void prefetch(int64_t row, int64_t i) const {
+        if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
+        for (int64_t r = row; r < row + R; r++)
+            __builtin_prefetch(reinterpret_cast<const char*>(base + r * stride + i) + AHEAD, 0, 2);
+    }
 };
 
 // Rows that lie anywhere: where those of the tile are, and where all are that it is a part of.
@@ -34,6 +43,17 @@ struct ListedTile {
     int64_t left;          // of the slots
     static constexpr int rows_at_once(int queries) { return at_once(queries); }
     INLINE Floats at(int64_t row, int64_t i) const { return load(rows[row] + i); }
+    template <int R>
+    INLINE void prefetch(int64_t row, int64_t i) const {
+        if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
+        for (int64_t r = row + ROWS_AHEAD; r < row + ROWS_AHEAD + R && r < left; r++)
+            __builtin_prefetch(base + slots[r] * stride + i, 0, 3);
+    }
+    // The first rows.
+    INLINE void prefetch_first() const {
+        for (int64_t i = 0; i < dim; i += LINE / static_cast<int64_t>(sizeof(T)))
+            prefetch<ROWS_AHEAD>(-ROWS_AHEAD, i);
+    }
 };
 
 // Records whose groups are whole vectors, computed with as codes: scales and zero points come in
@@ -52,9 +72,15 @@ struct RecordTile {
         return layout.group % WIDTH == 0 && layout.group >= 8 &&
                (bits == 8 || (half % WIDTH == 0 && (layout.groups == 1 || layout.groups % 2 == 0)));
     }
-    static constexpr int rows_at_once(int queries) { return 4 / queries; }
-    // The next tile's scales are all read at its beginning.
-    INLINE int64_t ahead() const { return SLOT_TILE * stride + AHEAD; }
+    static constexpr int rows_at_once(int queries) { return at_once(queries); }
+    // What lies ahead of byte i of R rows, at every half line, as records end anywhere. The next
+    // tile's scales are all read at its beginning.
+    template <int R>
+    INLINE void prefetch(int64_t row, int64_t i) const {
+        if (i % (LINE / 2)) return;
+        for (int64_t r = row + SLOT_TILE; r < row + SLOT_TILE + R; r++)
+            __builtin_prefetch(base + r * stride + i + AHEAD, 0, 2);
+    }
     // [groups, SLOT_TILE] each.
     INLINE float* scales() const { return scratch; }
     INLINE float* zeros() const { return scratch + layout.groups * SLOT_TILE; }
@@ -125,21 +151,5 @@ struct ExpandedRows {
         }
     }
 };
-
-// Asks for what lies ahead of `count` rows.
-template <class Tile>
-INLINE void prefetch(const Tile& tile, int64_t row, int64_t count) {
-    const char* from = reinterpret_cast<const char*>(tile.base + row * tile.stride) + tile.ahead();
-    const int64_t bytes = count * tile.stride * static_cast<int64_t>(sizeof *tile.base);
-    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
-}
-
-template <class T>
-INLINE void prefetch(const ListedTile<T>& tile, int64_t row, int64_t count) {
-    const int64_t first = row + ROWS_AHEAD;
-    for (int64_t number = first; number < first + count && number < tile.left; number++)
-        for (int64_t i = 0; i < tile.dim; i += 64 / static_cast<int64_t>(sizeof(T)))
-            __builtin_prefetch(tile.base + tile.slots[number] * tile.stride + i, 0, 3);
-}
 
 }  // namespace ISA
