@@ -113,14 +113,13 @@ class TimedRows:
 
 
 def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:
-    """Equal tensors, enough of them for `ROTATED` bytes, in memory as the engine has weights and
-    caches: in huge pages, which PyTorch's own tensors are not."""
+    """Equal tensors in `engine_memory`, enough of them for `ROTATED` bytes."""
     count = 2 if quick else max(2, math.ceil(ROTATED / block.nbytes))
     return [engine_memory(block) for _ in range(count)]
 
 
 def engine_memory(block: torch.Tensor) -> torch.Tensor:
-    """A copy in memory as the engine has weights and caches."""
+    """A copy in memory as the engine has weights and caches: huge pages, where PyTorch has small."""
     return typed(Device().empty(block.nbytes), 0, block.shape, block.dtype).copy_(block)
 
 
