@@ -119,7 +119,7 @@ def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:
 
 
 def engine_memory(block: torch.Tensor) -> torch.Tensor:
-    """A copy in memory as the engine has weights and caches: huge pages, where PyTorch has small."""
+    """A copy in huge pages, as the engine has weights and caches; PyTorch has small ones."""
     return typed(Device().empty(block.nbytes), 0, block.shape, block.dtype).copy_(block)
 
 
