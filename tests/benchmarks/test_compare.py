@@ -143,6 +143,18 @@ def test_the_config_of_whole_runs_projects_nothing(bench):
         assert not each.best or set(each.best_batch) == set(each.systems), "nothing is searched"
 
 
+def test_the_config_of_recall_has_each_cache_in_as_many_bits(bench):
+    found = bench.config.load(ROOT / "configs" / "compare_recall.yaml", models=Path("."))
+    bits = {name: (system.options["weight_bits"], system.options["cache_bits"])
+            for name, system in found.systems.items()}
+    assert bits["recall"] == bits["recall-fetched"] == bits["full"] != bits["full-4bit"]
+    assert bits["recall-4bit"] == bits["full-4bit"]
+    assert {name for name, system in found.systems.items() if system.options["recall"]} == {
+        "recall", "recall-fetched", "recall-4bit"}
+    (scenario,) = found.scenarios
+    assert set(scenario.systems) == set(found.systems) and not scenario.best
+
+
 @pytest.mark.parametrize("change, words", [
     ({"system": {"a": {"baseline": "ours"}}}, "did you mean systems"),
     ({"systems": {"a": {}}}, "system a: give its baseline"),
@@ -150,6 +162,8 @@ def test_the_config_of_whole_runs_projects_nothing(bench):
     ({"systems": {"a": {"baseline": "ours", "cash_share": 1}}}, "unknown option 'cash_share'"),
     ({"systems": {"a": {"baseline": "ours", "cache_share": 2}}}, "cache_share must be at most 1"),
     ({"systems": {"a": {"baseline": "ours", "weight_bits": 3}}}, "system a: --weight-bits must be"),
+    ({"systems": {"a": {"baseline": "ours", "cache_share": 0.2, "index_bits": 2}}},
+     "index_bits has no effect without recall"),
     ({"systems": {"a": {"baseline": "accelerate_offload", "offload": "moon"}}},
      "offload must be one"),
     ({"systems": {"a": {"baseline": "deepspeed_zero", "offload": "disk"}}}, "offload must be one"),
