@@ -127,9 +127,12 @@ class WeightFiles:
             list(pool.map(lambda name: self._read(wanted[name], buffer, pack.places[name]), wanted))
 
     def read_pack(self, disk: Disk, pack: Pack, specs: Mapping[str, TensorSpec],
-                  buffer: torch.Tensor) -> None:
-        """Read a pack that lies plainly in files; a changed tensor raises where that is checked."""
-        disk.read(pack.reads, buffer)
+                  buffer: torch.Tensor, *, ahead: bool = False) -> None:
+        """Read a pack that lies plainly in files; a changed tensor raises where that is checked.
+
+        `ahead` as of `Disk.read`.
+        """
+        disk.read(pack.reads, buffer, ahead=ahead)
         if self.checksums is not None:
             for name, place in pack.places.items():
                 extent = self.extent(specs[name])

@@ -247,10 +247,14 @@ class WeightStore:
             self._stream.expect(index, times)
         unit = self.units[index]
         if unit.fetched_bytes:
-            self._ring.load(index, partial(self.bring, unit=unit))
+            # A layer ahead of its use: the cache of the batches before comes first.
+            self._ring.load(index, partial(self.bring, unit=unit, ahead=True))
 
-    def bring(self, lane: Lane, buffer: StagingBuffer, *, unit: Unit) -> None:
-        """Fill a buffer with a unit's weights that are not in compute memory: a job on a lane."""
+    def bring(self, lane: Lane, buffer: StagingBuffer, *, unit: Unit, ahead: bool = False) -> None:
+        """Fill a buffer with a unit's weights that are not in compute memory: a job on a lane.
+
+        `ahead` as of `Disk.read`.
+        """
         start = 0
         for pack, host in unit.host:
             lane.copy(buffer.device[start : start + pack.nbytes], host[: pack.nbytes], H2D)
@@ -260,10 +264,11 @@ class WeightStore:
             return
         end = start + round_up(pack.nbytes, PAGE)
         if self._device.separate:
-            self.files.read_pack(lane.disk, pack, unit.specs, buffer.host)
+            self.files.read_pack(lane.disk, pack, unit.specs, buffer.host, ahead=ahead)
             lane.copy(buffer.device[start:end], buffer.host[: end - start], H2D)
         else:
-            self.files.read_pack(lane.disk, pack, unit.specs, buffer.device[start:end])
+            self.files.read_pack(lane.disk, pack, unit.specs, buffer.device[start:end],
+                                 ahead=ahead)
 
     def stays(self, index: int) -> bool:
         """True if all weights of a unit are in compute memory for good."""

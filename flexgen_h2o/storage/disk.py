@@ -1,7 +1,8 @@
 """Disk I/O: aligned O_DIRECT reads and writes in worker threads; errors come back to the caller.
 
-Transfers are cut into chunks of some MB which the workers take in order. A thread in ``preadv``
-holds neither a core nor the interpreter lock, so that reads go on while all cores multiply.
+Transfers are cut into chunks of some MB which the workers take in order, and those of reads far
+ahead of their use after all others. A thread in ``preadv`` holds neither a core nor the interpreter
+lock, so that reads go on while all cores multiply.
 benchmarks/links.py holds the rates beside the disk's own.
 """
 
@@ -16,6 +17,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -34,6 +36,10 @@ CHUNK = 8 << 20
 WORKERS = 4
 READ, WRITE = "disk->cpu", "cpu->disk"
 RUN_PREFIX = "flexgen_h2o-run-"
+
+
+_Chunk = tuple[Future[None], Callable[[], None]]
+"""What a worker does, and what then comes to who waits for it."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +99,22 @@ class Disk:
     def __init__(self, workers: int = WORKERS, record: Callable[..., None] | None = None):
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="disk")
+        self._soon: deque[_Chunk] = deque()  # chunks that no worker has taken
+        self._ahead: deque[_Chunk] = deque()  # the same, of reads far ahead of their use
         self._record = record or (lambda *_: None)
         self._files: dict[tuple[Path, bool, bool], int] = {}
         self._lock = threading.Lock()
         self._warned = False
 
-    def read(self, reads: Iterable[AlignedRead], buffer: torch.Tensor) -> None:
+    def read(self, reads: Iterable[AlignedRead], buffer: torch.Tensor, *, ahead: bool = False
+             ) -> None:
         """Fill `buffer` (uint8, page-aligned, on the host) and return when all bytes are there.
+
+        Parameters
+        ----------
+        ahead : bool
+            It is long until these bytes are used: other reads and writes, begun later too, come
+            first.
 
         Raises
         ------
@@ -107,8 +122,8 @@ class Disk:
             The file is gone, too short, or the disk reports an error.
         """
         view = memoryview(buffer.numpy())
-        self._each_chunk((partial(self._read_chunk, r.end), r.path, r.offset, view,
-                          r.buffer_offset, r.nbytes) for r in reads)
+        self._each_chunk(((partial(self._read_chunk, r.end), r.path, r.offset, view,
+                           r.buffer_offset, r.nbytes) for r in reads), ahead=ahead)
 
     def write(self, extent: Extent, buffer: torch.Tensor) -> None:
         """Write `buffer` (uint8, page-aligned) to a page-aligned extent of the same length."""
@@ -129,8 +144,9 @@ class Disk:
                 os.close(descriptor)
             self._files.clear()
 
-    def _each_chunk(self, ranges) -> None:
+    def _each_chunk(self, ranges, *, ahead: bool = False) -> None:
         futures: list[Future] = []
+        chunks = self._ahead if ahead else self._soon
         ranges = list(ranges)
         # One for each worker at least, so that the next transfer's are taken up as these end.
         share = round_up(sum(nbytes for *_, nbytes in ranges) // self._workers, HUGE_PAGE)
@@ -138,11 +154,26 @@ class Disk:
         for work, path, offset, view, start, nbytes in ranges:
             for done in range(0, nbytes, size):
                 chunk = view[start + done : start + min(done + size, nbytes)]
-                futures.append(self._pool.submit(work, path, offset + done, chunk))
+                future: Future[None] = Future()
+                with self._lock:
+                    chunks.append((future, partial(work, path, offset + done, chunk)))
+                self._pool.submit(self._next)
+                futures.append(future)
         # The buffer must outlive every chunk, so wait for all of them before an error is raised.
         wait(futures)
         for future in futures:
             future.result()
+
+    def _next(self) -> None:
+        """Do the chunk whose turn it is. There are as many as calls."""
+        with self._lock:
+            future, work = (self._soon or self._ahead).popleft()
+        try:
+            work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
     def _read_chunk(self, end: int, path: Path, offset: int, chunk: memoryview) -> None:
         began = time.perf_counter()

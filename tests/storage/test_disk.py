@@ -4,11 +4,14 @@ import contextlib
 import errno
 import fcntl
 import os
+import queue
 import random
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +82,31 @@ def test_large_transfers_are_cut_into_chunks_and_counted(tmp_path, disk, monkeyp
     assert torch.equal(target, content)
     assert sum(n for link, n, *_ in disk.moved if link == "cpu->disk") == 9 * PAGE
     assert len([1 for link, *_ in disk.moved if link == "disk->cpu"]) == 5
+
+
+@given(order=st.permutations([True, True, False, False]))
+@settings(max_examples=12, deadline=None)
+def test_what_is_read_far_ahead_comes_after_what_is_asked_for_later(tmp_path_factory, order):
+    path, moved, submitted = tmp_path_factory.mktemp("disk") / "a", [], queue.SimpleQueue()
+    path.write_bytes(bytes(len(order) * PAGE))
+    disk = Disk(record=lambda *chunk: moved.append(chunk))
+    buffers = [Device().host_empty(place * PAGE + PAGE).fill_(255) for place in range(len(order))]
+    with contextlib.closing(disk), ThreadPoolExecutor(len(order)) as readers:
+        workers, disk._pool = disk._pool, SimpleNamespace(submit=submitted.put)
+        reads, calls = [], []
+        for place, ahead in enumerate(order):
+            # Of its own length, by which its turn is seen.
+            whole = [AlignedRead(path, 0, place * PAGE + PAGE, 0)]
+            reads.append(readers.submit(disk.read, whole, buffers[place], ahead=ahead))
+            calls.append(submitted.get())
+        for call in calls:
+            call()
+        disk._pool = workers
+        for read in reads:
+            read.result()
+    turns = [nbytes // PAGE - 1 for _, nbytes, *_ in moved]
+    assert turns == sorted(range(len(order)), key=lambda place: order[place])
+    assert not any(buffer.any() for buffer in buffers)
 
 
 def test_a_file_system_without_direct_io_is_said_once(tmp_path, disk, monkeypatch, caplog):
