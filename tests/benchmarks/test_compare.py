@@ -148,9 +148,9 @@ def test_the_config_of_recall_has_each_cache_in_as_many_bits(bench):
     bits = {name: (system.options["weight_bits"], system.options["cache_bits"])
             for name, system in found.systems.items()}
     assert bits["recall"] == bits["recall-fetched"] == bits["full"] != bits["full-4bit"]
-    assert bits["recall-4bit"] == bits["full-4bit"]
+    assert bits["recall-8bit"] == bits["full-8bit"] != bits["full-4bit"] == bits["recall-4bit"]
     assert {name for name, system in found.systems.items() if system.options["recall"]} == {
-        "recall", "recall-fetched", "recall-4bit"}
+        "recall", "recall-fetched", "recall-8bit", "recall-4bit"}
     (scenario,) = found.scenarios
     assert set(scenario.systems) == set(found.systems) and not scenario.best
 
