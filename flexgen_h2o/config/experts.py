@@ -9,6 +9,10 @@ COMING = 16
 """The most experts that are on their way to compute at a time: enough to keep a disk at work. Each
 has a slot from then on, in which another one could have been kept."""
 
+FEWEST_SLOTS = 4 * COMING
+"""The fewest slots that a plan gives to experts by itself. Some are computed, some are coming, and
+some of the next layer are there already: with half as many compute and reading wait in turn."""
+
 
 @dataclass(frozen=True)
 class ExpertsConfig:

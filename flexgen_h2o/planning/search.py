@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from flexgen_h2o.config.experts import FEWEST_SLOTS
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
@@ -207,7 +208,7 @@ def _promising(hardware: Hardware, request: PlanRequest, run: PlannedRun, limits
     for size in request.sizes()[::every]:
         counts = _Growth()
         for count in request.counts(size)[::every]:
-            placing = Placing(hardware, _shaped(request, run, size, count), limits)
+            placing = _placing(hardware, _shaped(request, run, size, count), limits)
             if placing.seconds == math.inf:
                 break
             found.append(placing)
@@ -216,6 +217,20 @@ def _promising(hardware: Hardware, request: PlanRequest, run: PlannedRun, limits
         if not sizes.helps(counts.least):
             break
     return found
+
+
+def _placing(hardware: Hardware, run: PlannedRun, limits: MemoryLimits) -> Placing:
+    """The placements of a run. Where none fits, a mixture goes with fewer slots than it would have:
+    in a larger block an expert comes once for more sequences."""
+    placing, experts = Placing(hardware, run, limits), run.model.experts
+    if placing.seconds < math.inf or experts is None or run.policy.expert_slots is not None:
+        return placing
+    slots, found = experts.slots(run.sequences, run.all_experts), [placing]
+    while slots > FEWEST_SLOTS:
+        slots = max(slots // 2, FEWEST_SLOTS)
+        fewer = replace(run, policy=replace(run.policy, expert_slots=slots))
+        found.append(Placing(hardware, fewer, limits))
+    return min(found, key=lambda each: each.seconds)
 
 
 class _Growth:

@@ -8,8 +8,9 @@ import pytest
 from planning_cases import CPU, GPU, machine, planned
 
 from flexgen_h2o.cli.plan_text import flags
-from flexgen_h2o.config.experts import COMING, ExpertsConfig
+from flexgen_h2o.config.experts import COMING, FEWEST_SLOTS, ExpertsConfig
 from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.cost import estimate, layer_steps_of
@@ -164,6 +165,26 @@ def test_few_sequences_get_slots_for_half_of_the_experts_that_there_is_room_for(
     assert estimate(hardware, few).step.seconds == pytest.approx(
         estimate(hardware, given).step.seconds, rel=0.05), "none is taken to be needed more often"
     assert best(4, ample).policy.expert_slots is None, "all stay"
+
+
+@pytest.mark.parametrize("hardware", [GPU, CPU])
+def test_a_block_goes_with_fewer_slots_where_there_is_no_room_for_the_usual(hardware):
+    """So that an expert comes once for all sequences, and not once for each small block."""
+    memory = MemoryLimits(3 * 10**9 if hardware.has_gpu else None, 3 * 10**9, 10**12)
+
+    def best(**given):
+        request = PlanRequest(model=QWEN, policy=Policy(**given), prompt_len=64, gen_len=64,
+                              itemsize=2, prompts=32)
+        return search(hardware, request, memory)[0].run
+
+    run = best()
+    assert run.sequences == 32 and not MemoryPlan(run).shortfalls(memory)
+    usual = QWEN.experts.slots(32, ALL)
+    assert FEWEST_SLOTS <= run.policy.expert_slots < usual
+    more = replace(run, policy=replace(run.policy, experts=Placement(0, 0, 100),
+                                       weights=Placement(0, 0, 100), expert_slots=usual))
+    assert MemoryPlan(more).shortfalls(memory), "the usual slots do not fit"
+    assert best(expert_slots=usual // 8).policy.expert_slots == usual // 8, "as it was given"
 
 
 def test_touched_is_what_independent_tokens_choose():
