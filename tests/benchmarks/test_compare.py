@@ -163,7 +163,7 @@ def test_the_config_of_recall_has_each_cache_in_as_many_bits(bench):
     ({"systems": {"a": {"baseline": "ours", "cache_share": 2}}}, "cache_share must be at most 1"),
     ({"systems": {"a": {"baseline": "ours", "weight_bits": 3}}}, "system a: --weight-bits must be"),
     ({"systems": {"a": {"baseline": "ours", "cache_share": 0.2, "index_bits": 2}}},
-     "index_bits has no effect without recall"),
+     "system a: --index-bits has no effect: add --recall"),
     ({"systems": {"a": {"baseline": "accelerate_offload", "offload": "moon"}}},
      "offload must be one"),
     ({"systems": {"a": {"baseline": "deepspeed_zero", "offload": "disk"}}}, "offload must be one"),
