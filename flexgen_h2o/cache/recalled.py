@@ -315,11 +315,9 @@ class RecalledPart(FetchedPart):
         run = torch.searchsorted(firsts, record, right=True) - 1
         for some in _fitting(counts.tolist(), most):
             places = counts[some].cumsum(0) - counts[some]
-            lane.disk.read(
-                [AlignedRead(store.extent.path, store.extent.offset + first * pages.record_bytes,
-                             count * pages.record_bytes, place * pages.record_bytes)
-                 for first, count, place in torch.stack(
-                     (firsts[some], counts[some], places)).T.tolist()], self._landing)
+            ranges = torch.stack((firsts[some], counts[some], places), 1) * pages.record_bytes
+            ranges[:, 0] += store.extent.offset
+            lane.disk.read_scattered(store.extent.path, ranges.tolist(), self._landing)
             mine = ((run >= some.start) & (run < some.stop)).nonzero().squeeze(1)
             place = places[run[mine] - some.start] + record[mine] - firsts[run[mine]]
             slots.index_copy_(0, target[mine], in_records(

@@ -54,9 +54,9 @@ NEWEST_RECORDS = 2
 """Records of the newest tokens that memory holds of such a cache: one fills up, and one may be on
 its way to disk."""
 
-NEAR = 128 << 10
-"""Bytes between two records of such a cache that are read with them: a disk takes as long for one
-more request."""
+NEAR = 32 << 10
+"""Bytes between two records of such a cache that are read with them: a disk takes about as long for
+one more request, where it has many at a time."""
 
 INDEX_TILE = 16
 """Tokens of the index of keys whose numbers lie side by side: the lanes of the widest vectors."""

@@ -23,7 +23,15 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.storage import disk as disk_module
-from flexgen_h2o.storage.disk import RUN_PREFIX, AlignedRead, Disk, RunFolder, plan_reads
+from flexgen_h2o.storage.disk import (
+    READ,
+    READERS,
+    RUN_PREFIX,
+    AlignedRead,
+    Disk,
+    RunFolder,
+    plan_reads,
+)
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up
 from flexgen_h2o.storage.transfer import ATTENTION, Transfers
@@ -68,6 +76,33 @@ def test_neighbours_become_one_read(tmp_path):
     reads, _, size = plan_reads([*near, far])
     assert [r.offset for r in reads] == [0, 10 << 20]
     assert size == sum(r.nbytes for r in reads)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_small_ranges_anywhere_come_to_their_places(tmp_path_factory, seed):
+    """As many as threads, fewer and more; and bytes between the places are left alone."""
+    rng = random.Random(seed)
+    path, pages = tmp_path_factory.mktemp("small") / "a", 300
+    content = rng.randbytes(pages * PAGE)
+    path.write_bytes(content)
+    buffer = Device().host_empty(pages * PAGE).fill_(7)
+    expected, ranges, place = bytearray(b"\7" * len(buffer)), [], 0
+    for first in rng.sample(range(pages - 3), rng.choice([1, 5, READERS, READERS + 1, 90])):
+        nbytes = rng.randint(1, 3) * PAGE
+        place += rng.randint(0, 1) * PAGE
+        if place + nbytes > len(buffer):
+            break
+        ranges.append((first * PAGE, nbytes, place))
+        expected[place : place + nbytes] = content[first * PAGE :][:nbytes]
+        place += nbytes
+    moved = []
+    with contextlib.closing(Disk(record=lambda *chunk: moved.append(chunk))) as disk:
+        disk.read_scattered(path, ranges, buffer)
+        disk.read_scattered(path, [], buffer)
+    assert bytes(buffer.numpy()) == expected
+    (link, nbytes, began, ended), = moved
+    assert (link, nbytes) == (READ, sum(size for _, size, _ in ranges)) and began < ended
 
 
 def test_large_transfers_are_cut_into_chunks_and_counted(tmp_path, disk, monkeypatch):
@@ -180,6 +215,8 @@ def test_a_file_cut_short_and_one_gone_are_told(tmp_path, disk):
     path.write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="cut short"):
         disk.read([AlignedRead(path, 0, 4 * PAGE, 0)], Device().host_empty(4 * PAGE))
+    with pytest.raises(UserError, match="cut short"):
+        disk.read_scattered(path, [(0, PAGE, 0)] * 2, Device().host_empty(PAGE))
     with pytest.raises(UserError, match="No such file"):
         disk.read([AlignedRead(tmp_path / "b", 0, PAGE, 0)], Device().host_empty(PAGE))
 
