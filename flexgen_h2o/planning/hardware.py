@@ -93,7 +93,8 @@ class RecallRates:
         Tokens of a KV head that a step chooses and memory has not, over the geometric mean of what
         it chooses and what is cached: a larger fast set has a larger share of what is chosen.
     together : float
-        Missing tokens that lie side by side, as a query weighs neighbours alike.
+        Missing tokens that lie side by side, as a query weighs neighbours alike: one, and so many
+        times the root of the share that is chosen.
     guessed, left : float
         Over what is missing where nothing is guessed: what is missing of a guess, and of the choice
         itself once the guess has come.
@@ -106,9 +107,9 @@ class RecallRates:
     apart: float = 3
     calls: float = 2.5
     missed: float = 0.05
-    together: float = 3.5
-    guessed: float = 1.5
-    left: float = 0.43
+    together: float = 3
+    guessed: float = 1.3
+    left: float = 0.4
     fetching: float = 8
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.limits import INDEX_TILE, NEAR
+from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
 
 
@@ -82,27 +83,31 @@ def recalled_reads(recall: RecallRates, tokens: RecalledTokens, *, ahead: bool) 
     ahead : bool
         A layer's choice is guessed before its queries are known.
     """
-    groups = missing_groups(recall, tokens)
+    groups, length = missing_groups(recall, tokens)
     if not ahead:
-        return RecalledReads(0.0, sum(read_shares(groups)))
-    return RecalledReads(sum(read_shares(recall.guessed * groups)),
-                         sum(read_shares(recall.left * groups)))
+        return RecalledReads(0.0, sum(read_shares(groups, length)))
+    return RecalledReads(sum(read_shares(recall.guessed * groups, length)),
+                         sum(read_shares(recall.left * groups, length)))
 
 
-def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> float:
+def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, float]:
     """Groups of chosen tokens that memory has not, in `NEAR` bytes of the cache on average, where
-    nothing is guessed."""
+    nothing is guessed; and the length of the records that have one, over `NEAR`."""
     missing = recall.missed * math.sqrt(tokens.chosen * tokens.cached)  # of a KV head
-    near = NEAR / (tokens.record / tokens.kv_heads)  # tokens of a head that take so many bytes
-    return missing / recall.together * near / tokens.cached
+    together = 1 + recall.together * math.sqrt(tokens.chosen / tokens.cached)
+    layout = PageLayout(tokens.kv_heads, int(tokens.record / tokens.kv_heads), slots=0)
+    near = NEAR / layout.token_bytes  # tokens of a head that take so many bytes
+    records = 1 + (together - 1) / layout.tokens
+    return missing / together * near / tokens.cached, records * layout.record_bytes / NEAR
 
 
-def read_shares(groups: float) -> tuple[float, float]:
+def read_shares(groups: float, length: float) -> tuple[float, float]:
     """Bytes that are read, and requests of `NEAR` bytes each, over the bytes of the whole cache.
 
-    Groups of missing tokens lie anywhere, so many of them in `NEAR` bytes on average: the gap
-    before one is longer than x times `NEAR` with a probability of exp(-groups * x). Gaps of up to 1
-    are read. A longer one begins another request, which takes as long as reading `NEAR` bytes.
+    Groups of missing tokens begin anywhere, so many of them in `NEAR` bytes on average, and each
+    has `length` times `NEAR` bytes of records. What lies between the end of one and the next is
+    longer than `NEAR` with a probability of exp(-groups * (1 + length)), and is read if it is not.
+    A longer gap begins another request, which takes as long as reading `NEAR` bytes.
     """
-    longer = math.exp(-groups)
+    longer = math.exp(-groups * (1 + length))
     return 1 - (1 + groups) * longer, groups * longer

@@ -245,21 +245,22 @@ RECALL = H2OConfig(heavy_ratio=0.125, recall=True)  # 16 of 64 tokens
 
 
 def test_recall_reads_what_is_missing_and_writes_each_token_once():
-    """A group of missing tokens in 128 KB, on average, of 512 tokens of a head: 1 - 1 / e is
-    read."""
+    """A missing token in 32 KB, on average, of 128 tokens of a head, and in a record of 4 KB: reads
+    take 1 - exp(-1 - 1 / 8) of the time for the whole cache."""
     whole = 12 * 8 * 68.5 * SLOT
-    missing = RecallRates(missed=(68.5 / 16) ** 0.5 / 512, together=1, fetching=2)
+    taken = 1 - math.exp(-1.125)
+    missing = RecallRates(missed=(68.5 / 16) ** 0.5 / 128, together=0, fetching=2)
     for overlap, reads in ((False, 1), (True, 2)):
         run = planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=RECALL, fetch_chosen=True,
                       overlap=overlap)
         hardware = replace(machine(gpu=False, read=1.0, write=1e30),
                            recall=replace(missing, guessed=1, left=1))
         step = estimate(hardware, run).step
-        assert step.resources["disk->cpu"] == pytest.approx(reads * whole * (1 - math.exp(-1)))
+        assert step.resources["disk->cpu"] == pytest.approx(reads * whole * taken)
         assert step.resources["cpu->disk"] * 1e30 == pytest.approx(12 * 8 * SLOT)
         attending = replace(hardware, compute=replace(FREE, layer_seconds=1e5))
         # Compute goes on beside what was guessed, and waits for what was not.
-        waits = 12 * 2 * (1 + 2) * 1e5 + whole * (1 - math.exp(-1))
+        waits = 12 * 2 * (1 + 2) * 1e5 + whole * taken
         assert estimate(attending, run).step.seconds == pytest.approx(
             max(waits, step.seconds), rel=1e-6)
 
