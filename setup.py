@@ -78,6 +78,7 @@ EXTRAS = {
     "bench-kvpress": [
         "kvpress==0.5.5",  # the release that was measured
         "transformers<5.3",  # what it asks for
+        "protobuf>=5",  # without which these versions read no tokenizer of a GGUF file
     ],
     "fuzz": [
         "atheris>=2.3",  # tools/fuzz.py --atheris: libFuzzer; 2.3 has wheels for Python 3.11
