@@ -274,14 +274,16 @@ class _Costs:
         tally.link("cpu->gpu", sums, ("weights", "cpu"))
 
     def _expert_seconds(self, rows: float) -> float:
-        """Products with the experts that so many rows of all batches choose."""
+        """The experts that so many rows of all batches choose: products, and for each choice what
+        else a layer takes for a row."""
         experts = self._model.experts
         if experts is None:
             return 0.0
-        touched = experts.touched(rows)
+        touched, choices = experts.touched(rows), rows * experts.per_token
         elements = sum(map(math.prod, self._model.expert_shapes().matrices))
-        each = max(1.0, rows * experts.per_token / touched)
-        return self._mixed * touched * self._products(each, elements)
+        products = touched * self._products(max(1.0, choices / touched), elements)
+        hidden = choices * self._model.hidden_size / 1e9
+        return self._mixed * (products + hidden * self._compute.elementwise)
 
     def _hidden(self, rows: float) -> float:
         """Bytes of hidden states of so many rows in each batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning_cases import CPU, GPU, machine, planned
+from planning_cases import CPU, FREE, GPU, machine, planned
 
 from flexgen_h2o.cli.plan_text import flags
 from flexgen_h2o.config.experts import COMING, FEWEST_SLOTS, ExpertsConfig
@@ -131,6 +131,14 @@ def test_only_the_experts_that_are_touched_travel():
     assert moved(full) == 0
     prompt = estimate(hardware, run).prefill.resources["disk->cpu"] / (48 * 2 * EXPERT)
     assert 120 < prompt <= 128
+
+
+def test_a_choice_of_an_expert_takes_what_a_row_takes_beside_products():
+    """Of 32 tokens in the layers alone; each has gone through 8 experts besides."""
+    run = planned(model=QWEN, batch=(8, 4), gpu=False, experts=Placement(100, 0, 0))
+    compute = replace(FREE, elementwise=2e9)
+    seconds = estimate(machine(compute, gpu=False), run).step.resources["compute"]
+    assert seconds == pytest.approx(48 * 2 * 32 * 2048 * (1 + 8))
 
 
 def test_slots_keep_what_is_not_on_its_way():
