@@ -3,6 +3,7 @@
 #pragma once
 
 #include "groups.h"
+#include "prefetch.h"
 
 namespace ISA {
 
@@ -21,26 +22,6 @@ struct Blocks {
         return data + (tile * groups + g) * block_bytes;
     }
 };
-
-// Whether what is asked for past the outer caches stays in the nearest one until it is read. On AMD's
-// CPUs it does; a Xeon had to read most of it twice.
-INLINE bool passes_outer_caches() {
-#if defined(__x86_64__)
-    return __builtin_cpu_is("amd");
-#else
-    return false;
-#endif
-}
-
-// Asks for a block. What few rows meet once goes past the outer caches, if these can be passed, and
-// leaves in them what the next step needs again; more rows may meet a block when the nearest cache has
-// lost it.
-INLINE void prefetch_block(const uint8_t* block, int64_t bytes, bool once) {
-    if (once && passes_outer_caches())
-        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(block + line, 0, 0);
-    else
-        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(block + line, 0, 3);
-}
 
 inline int64_t tiles_of(const Matrix& m) { return (m.outputs + MATRIX_TILE - 1) / MATRIX_TILE; }
 
