@@ -1,6 +1,6 @@
 """Dispatch: one table of the choices that depend on a CPU's instruction set, one of a GPU's.
 
-Elsewhere nothing asks what the CPU has, but for what its caches are told (cpu/matrix.h), which no
+Elsewhere nothing asks what the CPU has, but for what its caches are told (cpu/prefetch.h), which no
 result depends on. `FLEXGEN_H2O_ISA` makes every choice (and the C++ kernels) that of another
 instruction set, so that each can be run and tested on a machine that would choose otherwise. Where
 calibration has timed the implementations on this machine, a run may go by what was measured
