@@ -76,8 +76,9 @@ class HostAttentionRates:
 class RecallRates:
     """The rates of recall on a CPU and from a disk, over those of a cache that is read in order.
 
-    They are fitted to measurements on one machine, smollm2's from disk, and hold where nothing else
-    is known: tests hold them to the rows in benchmarks/results.
+    They are fitted to measurements on one CPU in memory (an EPYC with AVX2) and of one model from
+    one disk (smollm2), and hold where nothing else is known: tests hold them to the rows in
+    benchmarks/results.
 
     Attributes
     ----------

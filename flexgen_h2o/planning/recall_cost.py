@@ -92,7 +92,11 @@ def recalled_reads(recall: RecallRates, tokens: RecalledTokens, *, ahead: bool) 
 
 def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, float]:
     """Groups of chosen tokens that memory has not, in `NEAR` bytes of the cache on average, where
-    nothing is guessed; and the length of the records that have one, over `NEAR`."""
+    nothing is guessed; and the length of the records that have one, over `NEAR`.
+
+    A group's second record, where it has one, is taken to lie beside the first; in truth the other
+    heads' records are between them.
+    """
     missing = recall.missed * math.sqrt(tokens.chosen * tokens.cached)  # of a KV head
     together = 1 + recall.together * math.sqrt(tokens.chosen / tokens.cached)
     layout = PageLayout(tokens.kv_heads, int(tokens.record / tokens.kv_heads), slots=0)

@@ -37,6 +37,7 @@ def rows(name: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(("name", "bound"), [
     ("epyc-avx2/kernels_attention.csv", 1.1),
     ("xeon-avx512/kernels_recall.csv", 1.3),  # of earlier kernels, and in no fit
+    ("epyc-zen4/kernels_recall.csv", 1.35),  # in no fit
 ])
 def test_attention_takes_as_long_as_was_measured(name, bound):
     """The rates are those of the full cache in the same file."""
@@ -77,7 +78,7 @@ def test_a_disk_reads_as_much_as_was_measured(name):
         later = sum(read_shares(each * groups, length)[0] for each in times)
         predicted = (1 + (steps - 1) * later) / steps
         measured = float(row["disk_read_mb_per_step"]) / float(row["kv_cache_mb"])
-        assert 1 / 1.15 < predicted / measured < 1.15, row["cache"]
+        assert 1 / 1.09 < predicted / measured < 1.09, row["cache"]
         found += 1
     assert found >= 4
 

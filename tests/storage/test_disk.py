@@ -27,6 +27,7 @@ from flexgen_h2o.storage.disk import (
     READ,
     READERS,
     RUN_PREFIX,
+    SMALL,
     AlignedRead,
     Disk,
     RunFolder,
@@ -81,15 +82,18 @@ def test_neighbours_become_one_read(tmp_path):
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None)
 def test_small_ranges_anywhere_come_to_their_places(tmp_path_factory, seed):
-    """As many as threads, fewer and more; and bytes between the places are left alone."""
+    """As many as threads, fewer and more, and a long one; bytes between the places are left
+    alone."""
     rng = random.Random(seed)
-    path, pages = tmp_path_factory.mktemp("small") / "a", 300
+    path, pages = tmp_path_factory.mktemp("small") / "a", 400
     content = rng.randbytes(pages * PAGE)
     path.write_bytes(content)
     buffer = Device().host_empty(pages * PAGE).fill_(7)
     expected, ranges, place = bytearray(b"\7" * len(buffer)), [], 0
     for first in rng.sample(range(pages - 3), rng.choice([1, 5, READERS, READERS + 1, 90])):
         nbytes = rng.randint(1, 3) * PAGE
+        if not ranges:
+            first, nbytes = 1, SMALL + nbytes
         place += rng.randint(0, 1) * PAGE
         if place + nbytes > len(buffer):
             break
@@ -185,6 +189,9 @@ def test_a_file_system_that_moves_less_than_it_is_asked_for(tmp_path, disk, monk
     monkeypatch.setattr(os, "pwritev", short(os.pwritev))
     disk.read([AlignedRead(path, 0, 6 * PAGE, 0, end=len(content))], target)
     assert bytes(target[: len(content)].numpy()) == content
+    target.fill_(0)
+    disk.read_scattered(path, [(page * PAGE, PAGE, page * PAGE) for page in range(5)], target)
+    assert bytes(target[: 5 * PAGE].numpy()) == content[: 5 * PAGE]
     disk.write(Extent(path, 0, 6 * PAGE), source)
     assert path.read_bytes() == bytes(source.numpy())
     disk.forget(tmp_path)
@@ -215,8 +222,13 @@ def test_a_file_cut_short_and_one_gone_are_told(tmp_path, disk):
     path.write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="cut short"):
         disk.read([AlignedRead(path, 0, 4 * PAGE, 0)], Device().host_empty(4 * PAGE))
+    whole = tmp_path / "whole"
+    whole.write_bytes(b"x" * 40 * PAGE)
+    ranges = [(page * PAGE, PAGE, page * PAGE) for page in range(41)]
     with pytest.raises(UserError, match="cut short"):
-        disk.read_scattered(path, [(0, PAGE, 0)] * 2, Device().host_empty(PAGE))
+        disk.read_scattered(whole, ranges, Device().host_empty(41 * PAGE))
+    with pytest.raises(UserError, match="No such file"):
+        disk.read_scattered(tmp_path / "b", ranges, Device().host_empty(41 * PAGE))
     with pytest.raises(UserError, match="No such file"):
         disk.read([AlignedRead(tmp_path / "b", 0, PAGE, 0)], Device().host_empty(PAGE))
 
