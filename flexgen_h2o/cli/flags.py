@@ -159,6 +159,11 @@ class RunFlags:
         "policy", "bool", False,
         help="compute a mixture's experts on the CPU where they are in host memory (with a GPU)",
     )
+    expert_counts: str | None = _flag(
+        "policy", "path", None, metavar="FILE.json", shown="none",
+        help="counts of the choices of a mixture's experts, by --count-experts: plan by them, and "
+        "keep the ones chosen most often in the fastest memory",
+    )
     refill_share: float = _flag(
         "policy", "float", Policy.refill_share, above=0, high=1,
         help="end a block when so many of its sequences have ended, and let the others go on "
@@ -328,6 +333,10 @@ class RunFlags:
         "results", "path", None, metavar="FILE.json", shown="none",
         help="write transfers, compute and memory as Chrome trace JSON, in microseconds "
         "(ui.perfetto.dev)",
+    )
+    count_experts: str | None = _flag(
+        "results", "path", None, metavar="FILE.json", shown="none",
+        help="write how many tokens chose each expert of a mixture, for --expert-counts",
     )
     log_file: str = _flag(
         "results", "path", "auto", metavar="FILE",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -24,7 +25,7 @@ def flags(run: PlannedRun) -> str:
     policy = run.policy
     batches = ("gpu_batch_size", "num_gpu_batches")
     values = {spec.name: getattr(policy, spec.name) for spec in fields(Policy)
-              if spec.name not in (*PLACED, "experts")
+              if spec.name not in (*PLACED, "experts", "expert_choices")
               and (spec.name in batches or getattr(policy, spec.name) != spec.default)}
     values |= {f"{name}_bits": options.bits
                for name, options in (("weight", run.weights), ("cache", run.cache))
@@ -33,6 +34,8 @@ def flags(run: PlannedRun) -> str:
     if policy.experts is not None:
         shares = " ".join(f"{getattr(policy.experts, tier):g}" for tier in TIERS)
         words.insert(0, f"--expert-percent {shares}")
+    if policy.expert_choices is not None and policy.expert_choices.source:
+        words.append(f"--expert-counts {shlex.quote(policy.expert_choices.source)}")
     return f"--percent {percent_text(policy)} {' '.join(words)}".replace(" true", "")
 
 

@@ -89,6 +89,7 @@ def follow(pipeline: Pipeline) -> None:
         given: Mapping[str, Any] = msgspec.json.decode(found)
         config = RunConfig.from_mapping(given)
         # Files are the first rank's.
-        quiet = replace(config, prompts=None, csv=None, output=None, trace=None, debug_mode=None)
+        quiet = replace(config, prompts=None, csv=None, output=None, trace=None, debug_mode=None,
+                        count_experts=None)
         with open_llm(quiet, pipeline=pipeline, progress=False) as llm:
             llm.follow()

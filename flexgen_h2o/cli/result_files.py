@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexgen_h2o.cli import result_rows
+from flexgen_h2o.cli.expert_counts import write_expert_counts
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
@@ -21,7 +22,7 @@ from flexgen_h2o.outputs import Output
 
 def result_files(config: RunConfig) -> dict[str, str]:
     """The files that the run will write, by flag; an automatic log is named after the run."""
-    files = {name: getattr(config, name) for name in ("output", "csv", "trace")}
+    files = {name: getattr(config, name) for name in ("output", "csv", "trace", "count_experts")}
     if not config.no_log:
         files["log_file"] = config.log_file
         if config.log_file == "auto":
@@ -95,11 +96,13 @@ def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Ou
             elif name == "trace":
                 trace.about = result_rows.about_run(stats, config)
                 trace.write_chrome(path)
+            elif name == "count_experts":
+                write_expert_counts(path, stats)
             else:
                 now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
                 with open(path, "a", encoding="utf-8") as log:
                     log.write(f"{now}\n{summary}\n\n")
-            if name != "trace":
+            if name not in ("trace", "count_experts"):
                 config.save(f"{path}.config.yaml")
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from flexgen_h2o.cli.cache_flags import h2o_config
+from flexgen_h2o.cli.expert_counts import read_expert_counts
 from flexgen_h2o.cli.flags import AUTO, GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
 from flexgen_h2o.config.h2o import H2OConfig
@@ -138,7 +139,9 @@ class RunConfig(RunFlags):
         yield (self.called("fetch_chosen"),
                self.fetch_chosen and self.recall and fixed and self.policy().cache.disk == 0,
                f"on a cache in memory: let {self.called('percent')} leave some on disk")
-        for name in ("output", "csv", "trace", "debug_mode"):
+        yield ("--count-experts", self.count_experts is not None and self.pipeline_parallel > 1,
+               "over ranks, each of which has experts of its own: leave --pipeline-parallel out")
+        for name in ("output", "csv", "trace", "debug_mode", "count_experts"):
             yield (flag_name(name), self.plan_only and getattr(self, name) is not None,
                    "with --plan-only, which runs nothing")
 
@@ -149,7 +152,8 @@ class RunConfig(RunFlags):
             raise UserError("--num-prompts counts synthetic prompts: leave it out, or the texts")
         if self.prompts and not self.prompts.endswith((".txt", ".jsonl")):
             raise UserError(f"--prompts must name a .txt or .jsonl file, got {self.prompts!r}")
-        named = ("prompts", "config", "hardware", "output", "csv", "trace", "log_file")
+        named = ("prompts", "config", "hardware", "expert_counts", "output", "csv", "trace",
+                 "count_experts", "log_file")
         files = {**ratio_files, **{name: getattr(self, name) for name in named}}
         seen: dict[str, str] = {}
         for name, path in files.items():
@@ -201,6 +205,8 @@ class RunConfig(RunFlags):
             Policy, gpu_batch_size=self.resolved_gpu_batch_size,
             num_gpu_batches=self.resolved_num_gpu_batches,
             experts=None if self.expert_percent is None else Placement(*self.expert_percent),
+            expert_choices=(None if self.expert_counts is None
+                                else read_expert_counts(self.expert_counts)),
             **dict(zip(PLACED, parse_percent(percent), strict=True)))
 
     def h2o(self) -> H2OConfig | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 COMING = 16
@@ -58,18 +57,7 @@ class ExpertsConfig:
         coming = min(COMING, 2 * self.touched(tokens))
         return slots if slots >= away else max(slots - coming, 0)
 
-    def touched(self, tokens: float, frequencies: Sequence[float] | None = None) -> float:
-        """The experts of a layer that so many tokens choose together, as expected.
-
-        Each token chooses on its own: an expert that a token chooses with probability p is chosen
-        by any of n tokens with probability ``1 - (1 - p) ** n``.
-
-        Parameters
-        ----------
-        tokens : float
-        frequencies : sequence of float, optional
-            The share of the tokens that choose each expert; they sum to `per_token`. Without: all
-            are chosen alike often.
-        """
-        shares = frequencies or [self.per_token / self.count] * self.count
-        return sum(1 - (1 - min(share, 1.0)) ** tokens for share in shares)
+    def touched(self, tokens: float) -> float:
+        """The experts of a layer that so many tokens choose together, as expected if all are chosen
+        alike often and each token chooses on its own; see `planning.expert_use`."""
+        return self.count * (1 - (1 - min(self.per_token / self.count, 1.0)) ** tokens)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.checks import check_bool, check_int, check_number
+from flexgen_h2o.config.expert_choices import ExpertChoices
 from flexgen_h2o.config.placement import PLACED, Placement
 from flexgen_h2o.errors import UserError
 
@@ -29,7 +30,9 @@ class Policy:
     experts of a mixture, and `weights` all else then; None: `weights` is of both, and experts get
     what the rest leaves of the fastest memory. `expert_slots` is how many experts that rest
     elsewhere have room in fast memory (None: two layers' of a decode step); with
-    `cpu_expert_compute` those in host memory beside a GPU compute on the CPU.
+    `cpu_expert_compute` those in host memory beside a GPU compute on the CPU. By
+    `expert_choices` the experts that are chosen most often rest in the fastest memory; without
+    them each layer has as many there.
     `fetch_chosen`, of a cache on disk that is recalled, reads in a decode step the tokens alone
     that it chooses and that memory has not, in place of whole layers. When `refill_share` of a
     block's sequences have ended, the others go on in a block with the next ones (1: a block goes on
@@ -50,6 +53,7 @@ class Policy:
     experts: Placement | None = None
     expert_slots: int | None = None
     cpu_expert_compute: bool = False
+    expert_choices: ExpertChoices | None = None
     fetch_chosen: bool = False
 
     def __post_init__(self) -> None:
@@ -61,6 +65,9 @@ class Policy:
             check_int("expert_slots", self.expert_slots, low=1)
         if not isinstance(self.experts, Placement | None):
             raise UserError(f"experts must be a Placement or None, got {self.experts!r}")
+        if not isinstance(self.expert_choices, ExpertChoices | None):
+            raise UserError("expert_choices must be ExpertChoices or None, got "
+                            f"{self.expert_choices!r}")
         for kind in PLACED:
             if not isinstance(getattr(self, kind), Placement):
                 raise UserError(f"{kind} must be a Placement, got {getattr(self, kind)!r}")

@@ -71,7 +71,7 @@ class ExpertLayers:
         return sum(rows[number] for number in rows if number < batch), sum(rows.values())
 
     def route(self, layer: int, w: Mapping[str, Weight], x: Tensor, *, batch: int,
-              forward_pass: int, row: int = 0,
+              forward_pass: int, row: int = 0, prompts: Sequence[int] = (),
               following: Mapping[str, Weight] | None = None) -> None:
         """Let rows of a batch choose their experts, which begin to come; rows come in order.
 
@@ -86,6 +86,8 @@ class ExpertLayers:
         batch, forward_pass : int
         row : int
             The first of these rows in the batch.
+        prompts : sequence of int
+            The rows of each prompt, in order; none if they are of new tokens.
         following : mapping, optional
             Norm and router of the next layer, for a guess at its experts.
         """
@@ -99,6 +101,7 @@ class ExpertLayers:
         self._routed = place
         counts = torch.bincount(ids.flatten(), minlength=len(self._counts)).tolist()
         self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
+        self._slots.choices.add(layer, ids, counts, prompts)
         self._slots.want((layer, number) for number, count in enumerate(counts) if count)
         if following is not None and rows <= GUESSED_ROWS and self._slots.guesses:
             normed = self._do.get("guessed inputs", tuple(x.shape), x.dtype)

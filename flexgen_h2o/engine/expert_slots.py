@@ -14,6 +14,7 @@ from functools import partial
 
 from flexgen_h2o.config.experts import COMING, ExpertsConfig
 from flexgen_h2o.config.formats import WeightOptions
+from flexgen_h2o.engine.choice_counter import ChoiceCounter
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.slot_policy import Key, SlotPolicy
 from flexgen_h2o.engine.weights import WeightStore
@@ -60,6 +61,8 @@ class ExpertCounts:
 class ExpertSlots:
     """The experts of a model, ready when a layer needs them.
 
+    `counts` are of all runs, `choices` of the one that goes on.
+
     Parameters
     ----------
     weights : WeightStore
@@ -105,6 +108,7 @@ class ExpertSlots:
         self._host_tables: dict[int, ExpertTable] = {}
         self._count = experts.count
         self.counts = ExpertCounts()
+        self.choices = ChoiceCounter(experts)
 
     @property
     def options(self) -> WeightOptions:
@@ -157,6 +161,7 @@ class ExpertSlots:
 
     def reset(self) -> None:
         """Forget what was asked for and will not be used; what has come stays. Between runs."""
+        self.choices.clear()
         self._waiting.clear()
         self._wanted.clear()
         self._end_guesses()

@@ -147,7 +147,7 @@ class Runner:
         settings, source, options = self.settings, self.source, self.settings.load
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
         opened.callback(self._transfers.close)
-        placement = settings.policy.weights
+        placement, choices = settings.policy.weights, settings.policy.expert_choices
         doing = "converting" if source.bits == 16 else "quantizing"
         with byte_bar(doing, off=options.no_bars) as bar:
             checkpoint, names = source.open(placement, seed=options.seed,
@@ -161,6 +161,7 @@ class Runner:
             weights, WeightFiles(checkpoint, names, source.form, self._transfers,
                                  verify=options.verify),
             self._transfers, placement=placement, experts=settings.policy.experts,
+            choices=choices and choices.part(self.stage.first, self.stage.last),
             pin=settings.policy.pin_weight, read_ahead=self._read_ahead(settings.policy))
 
         def run_folder() -> RunFolder:
@@ -300,6 +301,7 @@ class Runner:
         if experts_before is not None:
             for name, count in asdict(self._experts.counts.since(experts_before)).items():
                 setattr(stats, f"expert_{name}", count)
+            stats.expert_choices = self._experts.choices.made(self.own.num_layers)
         if recalls is not None and recalls_before is not None:
             for name, count in asdict(recalls.since(recalls_before)).items():
                 setattr(stats, f"recall_{name}", count)

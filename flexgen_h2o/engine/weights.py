@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 
+from flexgen_h2o.config.expert_choices import ExpertChoices
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.limits import WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
@@ -29,7 +30,13 @@ from flexgen_h2o.models.spec import ModelWeights, TensorSpec
 from flexgen_h2o.storage.arena import Arena
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import RunFolder
-from flexgen_h2o.storage.placement import assign, compute_tiers, experts_apart, set_apart
+from flexgen_h2o.storage.placement import (
+    assign,
+    compute_tiers,
+    experts_apart,
+    fill,
+    set_apart,
+)
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up
 from flexgen_h2o.storage.transfer import H2D, Lane, Transfers
 
@@ -48,6 +55,9 @@ class WeightStore:
         Share of the bytes on each tier, as they are in that form.
     experts : Placement, optional
         The same of the experts alone; see `Policy.experts`.
+    choices : ExpertChoices, optional
+        Those that are chosen most often rest on the fastest tier; None: each layer has as many
+        there.
     pin : bool
         Page-lock the weights in host memory, which copies to a GPU need to run at full speed.
     read_ahead : bool, optional
@@ -56,7 +66,8 @@ class WeightStore:
     """
 
     def __init__(self, weights: ModelWeights, files: WeightFiles, transfers: Transfers, *,
-                 placement: Placement, experts: Placement | None = None, pin: bool = True,
+                 placement: Placement, experts: Placement | None = None,
+                 choices: ExpertChoices | None = None, pin: bool = True,
                  read_ahead: bool | None = None):
         self.files = files
         self._form = files.form
@@ -70,7 +81,7 @@ class WeightStore:
                         for number, specs in enumerate(those)}
         self._read_ahead = read_ahead
         self._cuts: dict[str, list[CutRows]] = {}
-        self.tiers = self._place(placement, experts)
+        self.tiers = self._place(placement, experts, choices)
         self._tables: dict[str, Weight] = {}
         self._ring: BufferRing[int] = BufferRing(transfers, ())
         self._stream: ChunkStream | None = None
@@ -90,7 +101,8 @@ class WeightStore:
         for unit in chain(self.units, self.experts.values()):
             yield from unit.specs.values()
 
-    def _place(self, placement: Placement, experts: Placement | None) -> dict[str, str]:
+    def _place(self, placement: Placement, experts: Placement | None,
+               choices: ExpertChoices | None) -> dict[str, str]:
         """Tier of each tensor by checkpoint name, a tied one once.
 
         The head's matrix is the largest tensor that is ever fetched, and staging buffers would have
@@ -110,7 +122,11 @@ class WeightStore:
             tier, placement = set_apart(
                 sizes[head], sum(sizes.values()), placement, compute_tiers(self._device.separate))
             kept = {} if tier is None else {head: tier}
-        spread = {spec.name: tier for key, tier in assign(each.items(), experts).items()
+        if choices is None:
+            tiers = assign(each.items(), experts)
+        else:
+            tiers = fill([(key, each[key]) for key in choices.ranked], experts)
+        spread = {spec.name: tier for key, tier in tiers.items()
                   for spec in self.experts[key].specs.values()}
         if self._read_ahead is not None:
             specs = {spec.name: spec for unit in order for spec in unit.specs.values()

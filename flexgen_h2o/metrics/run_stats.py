@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flexgen_h2o.config.expert_choices import ExpertChoices, summed
 from flexgen_h2o.errors import UserError
 
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
@@ -35,8 +36,8 @@ class RunStats:
     Of a mixture of experts: a touch is one expert of one layer in one forward pass of a block, for
     all of its tokens. Of the touched experts that do not rest in compute memory, `expert_hits` were
     there when they were asked for and `expert_loads` had to be brought then; `expert_guesses` were
-    brought ahead, needed or not. `expert_bytes` are those of loads and guesses. A rate is None
-    where its time was not measured.
+    brought ahead, needed or not. `expert_bytes` are those of loads and guesses. `expert_choices`
+    are those of this rank's layers. A rate is None where its time was not measured.
 
     Of recall from disk: of the tokens that decode steps chose, one for each KV head, and that rest
     there, `recall_hits` were in memory when they were asked for and `recall_loads` had to be read
@@ -76,6 +77,7 @@ class RunStats:
     expert_loads: int = 0
     expert_guesses: int = 0
     expert_bytes: int = 0
+    expert_choices: ExpertChoices | None = None
     recall_hits: int = 0
     recall_loads: int = 0
     recall_guesses: int = 0
@@ -143,6 +145,7 @@ class RunStats:
         figures: dict[str, Any] = {
             name: getattr(self, name) + getattr(other, name) for name in added}
         figures |= {name: max(getattr(self, name), getattr(other, name)) for name in largest}
+        figures["expert_choices"] = summed((self.expert_choices, other.expert_choices))
         return replace(self, links=links, **figures)
 
     def project(self, *, cut: int, gen_len: int) -> RunStats:

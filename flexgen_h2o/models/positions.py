@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.windowed import windowed
@@ -83,11 +85,26 @@ def check_halves(config: ModelConfig, policy: Policy) -> None:
 
 
 def check_experts(config: ModelConfig, policy: Policy) -> None:
-    """Raise `UserError` for options of a mixture of experts without one."""
+    """Raise `UserError` for options of a mixture of experts without one, or of another one."""
     for name, flag in (("experts", "--expert-percent"), ("expert_slots", "--expert-slots"),
-                       ("cpu_expert_compute", "--cpu-expert-compute")):
+                       ("cpu_expert_compute", "--cpu-expert-compute"),
+                       ("expert_choices", "--expert-counts")):
         if config.experts is None and getattr(policy, name) not in (None, False):
             raise UserError(f"{config.name} has no experts: leave {flag} out")
+    if config.experts is None or policy.expert_choices is None:
+        return
+    counts = [config.experts.count if config.has_experts(layer) else 0
+              for layer in range(config.num_layers)]
+    found = [len(layer) for layer in policy.expert_choices.counts]
+    if found != counts:
+        raise UserError(f"--expert-counts {policy.expert_choices.source} is of another model: "
+                        f"{_experts_text(found)}, and {config.name} has {_experts_text(counts)}")
+
+
+def _experts_text(counts: Sequence[int]) -> str:
+    """Layers and the experts of each, in words."""
+    most = max(counts, default=0)
+    return f"{most} experts in {sum(count > 0 for count in counts)} of {len(counts)} layers"
 
 
 def longest_prompt(config: ModelConfig, h2o: H2OConfig | None) -> int | None:

@@ -207,7 +207,8 @@ class _Costs:
         for sequences, chunks in ((together, batch // together), (batch % together, 1)):
             if sequences:
                 tally.add(COMPUTE, self._batches * chunks * self._row_seconds(sequences * tokens))
-        self._experts(tally, self._sequences * tokens)
+        self._bring_experts(tally, tokens)
+        self._experts(tally, tokens)
         tally.add(COMPUTE, self._sequences * self._cache.prompt_attention_seconds() / passes)
         self._cache.add_prompt(tally)
         return self._layer_step(count, tally)
@@ -217,7 +218,8 @@ class _Costs:
         batch = self._run.workload.gpu_batch_size
         tally = self._rows(batch)
         tally.add(COMPUTE, self._batches * self._row_seconds(batch))
-        self._experts(tally, self._batches * batch)
+        self._bring_experts(tally, 1.0)
+        self._experts(tally, 1.0)
         products = tally.seconds[0].copy()
         self._cache.add_token(tally)
         return self._layer_step(count, tally, tally.seconds[0] - products, self._cache.awaited())
@@ -227,7 +229,6 @@ class _Costs:
         both ways."""
         tally = Tally(self._hardware)
         self._bring_weights(tally, trips * self._weight_bytes)
-        self._bring_experts(tally, rows)
         tally.bring("activations", self._hidden(rows))
         tally.send("activations", self._hidden(rows))
         return tally
@@ -240,31 +241,39 @@ class _Costs:
         for tier, share in zip(TIERS, self._run.spread[0].fractions(), strict=True):
             tally.bring_fixed(tier, share * nbytes)
 
-    def _bring_experts(self, tally: Tally, rows: float) -> None:
-        """The experts that so many rows of each batch choose, but for those that slots have."""
-        experts, run = self._model.experts, self._run
-        if experts is None:
-            return
-        # As slots keep what is used most, and all are taken to be used alike.
-        kept = experts.kept(self._batches * rows, run.experts_away, run.expert_slots)
-        missed = 1 - kept / max(run.experts_away, kept, 1)
-        touched = self._mixed * experts.touched(self._batches * rows)
-        tiers = ("disk",) if run.computes_experts_on_host else ("cpu", "disk")
-        tally.bring("weights", missed * touched * run.expert_bytes, tiers)
+    def _bring_experts(self, tally: Tally, tokens: float) -> None:
+        """The experts that so many tokens of each sequence choose, but for those that slots have.
 
-    def _experts(self, tally: Tally, rows: float) -> None:
-        """Products with the experts that rows of all batches choose, wherever they are made.
+        What is chosen most often rests on the fastest tier. The bytes of a tier grow with its share
+        of the experts, from those at the run's share; where it has none, as if all were there.
+        """
+        run, sequences = self._run, self._sequences
+        if self._model.experts is None:
+            return
+        nbytes = self._mixed * run.missed(sequences, tokens) * run.expert_bytes
+        shares = run.spread[1].fractions()
+        for tier in ("disk",) if run.computes_experts_on_host else ("cpu", "disk"):
+            share = shares[TIERS.index(tier)]
+            last = sum(shares[: TIERS.index(tier) + 1]) if share else 1.0
+            touched = run.touched(sequences, tokens, last - (share or 1.0), last) / (share or 1.0)
+            tally.bring("weights", nbytes * touched, (tier,))
+
+    def _experts(self, tally: Tally, tokens: float) -> None:
+        """Products with the experts that so many tokens of each sequence choose, wherever they are
+        made.
 
         The CPU beside a GPU reads weights as fast as attention reads a cache, and takes as long for
         `READ_ROWS` rows of an expert as for reading it: its products are not measured.
         """
         run, experts = self._run, self._model.experts
+        if experts is None:
+            return
+        touched, rows = run.touched(self._sequences, tokens), self._sequences * tokens
         if not run.computes_experts_on_host:
-            tally.add(COMPUTE, self._expert_seconds(rows))
+            tally.add(COMPUTE, self._expert_seconds(touched, rows))
             return
         for tier in ("gpu", "disk"):
-            tally.add(COMPUTE, self._expert_seconds(rows), ("weights", tier))
-        touched = experts.touched(rows)
+            tally.add(COMPUTE, self._expert_seconds(touched, rows), ("weights", tier))
         each = max(1.0, rows * experts.per_token / touched / READ_ROWS)
         rate = self._hardware.host_attention.decode_attention[16]
         rows *= self._mixed
@@ -273,13 +282,10 @@ class _Costs:
         tally.link("gpu->cpu", rows * self._model.hidden_size * run.itemsize, ("weights", "cpu"))
         tally.link("cpu->gpu", sums, ("weights", "cpu"))
 
-    def _expert_seconds(self, rows: float) -> float:
-        """The experts that so many rows of all batches choose: products, and for each choice what
-        else a layer takes for a row."""
-        experts = self._model.experts
-        if experts is None:
-            return 0.0
-        touched, choices = experts.touched(rows), rows * experts.per_token
+    def _expert_seconds(self, touched: float, rows: float) -> float:
+        """So many experts of a layer for so many rows: products, and for each choice what else a
+        layer takes for a row."""
+        choices = rows * self._model.experts.per_token
         elements = sum(map(math.prod, self._model.expert_shapes().matrices))
         products = touched * self._products(max(1.0, choices / touched), elements)
         hidden = choices * self._model.hidden_size / 1e9

@@ -16,6 +16,7 @@ from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.h2o.budget import budget, slots
+from flexgen_h2o.planning.expert_use import expert_use
 from flexgen_h2o.storage.placement import experts_apart
 
 if TYPE_CHECKING:
@@ -45,7 +46,11 @@ class PlannedRun:
     def of_stage(self, stage: Stage, groups: int) -> PlannedRun:
         """The part of one rank of a pipeline, which cuts batches into so many groups: its layers
         alone, and embedding or head if it has them."""
-        return replace(self, stage=stage, groups=min(groups, self.workload.num_gpu_batches),
+        choices = self.policy.expert_choices
+        policy = replace(self.policy, expert_choices=choices and choices.part(
+            stage.first, stage.last))
+        return replace(self, stage=stage, policy=policy,
+                       groups=min(groups, self.workload.num_gpu_batches),
                        model=self.model.part(stage.first, stage.last),
                        cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
 
@@ -84,6 +89,30 @@ class PlannedRun:
         _, others = head_bytes(self)
         return experts_apart(others, self.all_experts * self.expert_bytes, self.policy.weights,
                              self.policy.experts)
+
+    def touched(self, sequences: float, tokens: float, first: float = 0.0, last: float = 1.0
+                ) -> float:
+        """The experts of a layer that so many tokens of each of so many sequences choose together,
+        as expected: those between two shares of all experts, the ones that are chosen most often
+        first."""
+        choices = self.policy.expert_choices
+        if choices is not None:
+            use = expert_use(choices)
+            return use.touched(sequences * use.independent(tokens), first, last)
+        return max(0.0, last - first) * self.model.experts.touched(sequences * tokens)
+
+    def missed(self, sequences: float, tokens: float) -> float:
+        """The share of those experts, of the ones that rest away from compute memory, that slots do
+        not have."""
+        every, choices = max(self.all_experts, 1), self.policy.expert_choices
+        kept = self.model.experts.kept(sequences * tokens, self.experts_away, self.expert_slots)
+        if choices is None:  # slots have some of those that are chosen alike often
+            return 1 - kept / max(self.experts_away, kept, 1)
+        first = 1 - self.experts_away / every
+        touched = self.touched(sequences, tokens, first)
+        missed = expert_use(choices).missed(sequences, tokens, first,
+                                            kept / max(self.model.expert_layers, 1))
+        return missed / touched if touched > 0 else 0.0
 
     @property
     def experts_away(self) -> float:

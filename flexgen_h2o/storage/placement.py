@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 from flexgen_h2o.config.limits import LAYER_CHUNKS, LEAST_CHUNK, MATRIX_TILE
@@ -39,6 +40,35 @@ def assign(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name
         best = max((t for t in range(3) if fractions[t] > 0), key=lambda t: behind[t])
         behind[best] -= nbytes
         tiers[name] = TIERS[best]
+    return tiers
+
+
+def fill(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name, str]:
+    """Give the first tensors to the fastest tier until its share of the bytes is full, the next
+    ones to the second, and so on.
+
+    No tier has more, or less, than its share by more than the largest tensor.
+
+    Parameters
+    ----------
+    sizes : iterable of (name, bytes)
+        What is to be on the fastest tier comes first.
+    placement : Placement
+        Percentages for gpu, cpu, disk.
+
+    Returns
+    -------
+    dict
+        Name to ``"gpu"``, ``"cpu"`` or ``"disk"``.
+    """
+    sizes = list(sizes)
+    total, before, tiers = sum(nbytes for _, nbytes in sizes), 0.0, {}
+    ends = list(accumulate(share * total for share in placement.fractions()))
+    last = max(tier for tier, share in enumerate(placement.fractions()) if share > 0)
+    for name, nbytes in sizes:
+        middle = before + nbytes / 2
+        tiers[name] = TIERS[next((tier for tier in range(last) if middle < ends[tier]), last)]
+        before += nbytes
     return tiers
 
 

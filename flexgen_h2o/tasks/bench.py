@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.expert_counts import check_counting, write_expert_counts
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.input_files import synthetic_prompts, workload
 from flexgen_h2o.cli.llm_arguments import open_llm
@@ -74,7 +75,8 @@ class BenchHelps:
 def parser() -> flag_parser.Parser:
     """The parser of the flags."""
     specs = {spec.name: spec for spec in fields(RunConfig)
-             if (spec.metadata["group"] in _GROUPS or spec.name in ("config", "csv"))
+             if (spec.metadata["group"] in _GROUPS
+                 or spec.name in ("config", "csv", "count_experts"))
              and spec.name not in _NOT_HERE}
     specs |= {spec.name: spec for spec in (*fields(BenchHelps), *own_fields(BenchOptions))}
     return flag_parser.build_parser(
@@ -95,7 +97,8 @@ def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
 def run(options: BenchOptions) -> None:
     """Plan if that is asked for, measure, write the rows and print the table."""
     config, best, implementations = options.run, None, None
-    check_results({} if config.csv is None else {"csv": config.csv})
+    check_results({name: path for name in ("csv", "count_experts")
+                   if (path := getattr(config, name)) is not None})
     if config.percent == AUTO:
         from flexgen_h2o.cli import planner  # only now: it loads scipy
 
@@ -104,7 +107,11 @@ def run(options: BenchOptions) -> None:
         config, best, implementations = plan.config, plan.best, plan.implementations
     with open_llm(config, workload=workload(config, ()), implementations=implementations,
                   progress=None if config.verbose else False) as llm:
+        check_counting(config.count_experts, llm)
         repeats = measure(llm, config, options.repeats, best)
+        if config.count_experts is not None:
+            with writing("--count-experts", config.count_experts):
+                write_expert_counts(config.count_experts, repeats[-1])
         least = roofline(llm, config, repeats[0].dtype)
     show(text(repeats, least))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.expert_counts import check_counting
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.input_files import read_prompts, synthetic_prompts, workload
 from flexgen_h2o.cli.ranks import follow, joined, open_on_ranks
@@ -62,6 +63,7 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
         implementations=implementations,
         progress=None if config.verbose else False, trace=trace, verbose=config.verbose >= 3,
     ) as llm:
+        check_counting(config.count_experts, llm)
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
         if config.warm_up:
             _warm_up(llm, prompts, config, trace)

@@ -17,16 +17,19 @@ from inside import (
     weights_of,
 )
 from mixture_cases import MIXTURES
+from planning_cases import machine
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.experts import ExpertsConfig
-from flexgen_h2o.config.formats import WeightOptions
+from flexgen_h2o.config.expert_choices import ExpertChoices
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine import expert_slots
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.shapes import PUBLISHED
+from flexgen_h2o.planning.cost import estimate
 from flexgen_h2o.planning.memory_plan import memory_plan
+from flexgen_h2o.planning.planned_run import PlannedRun
 
 NEW = 10
 HERE, HOST, DISK, MIXED = (Placement(*shares) for shares in (
@@ -363,50 +366,133 @@ def test_random_weights_of_a_published_shape(tmp_path, monkeypatch, bits):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("skew", [0.0, 1.5])
-def test_the_share_of_touched_experts_is_foreseen(tiny_model, tmp_path, skew):
-    """Counts of a model whose routers prefer some experts: predicted within 15 %."""
-    tiny = tiny_model("qwen3_moe")
-    state = load_file(tiny.folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(3)
-    for name, tensor in state.items():
-        if name.endswith("mlp.gate.weight"):  # all inputs have something in common, to one side
-            tensor += skew * torch.randn(len(tensor), 1, generator=generator) / 40 ** 0.5
-        if name.endswith("post_attention_layernorm.weight"):
-            tensor.fill_(1.0)
-        if name.endswith("embed_tokens.weight"):
-            tensor += 0.2
-    folder = tmp_path / "skewed"
-    tiny.model.config.save_pretrained(folder)
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
-    experts = ExpertsConfig(11, 3, 13)
-    chosen = choices_of(folder, make_prompts(97, [64] * 16, seed=1))
-    for tokens in (1, 4, 16, 64):
-        seen, foreseen = [], []
-        for ids in chosen:  # of a layer, [tokens, 3]
-            frequencies = (torch.bincount(ids.flatten(), minlength=11) / len(ids)).tolist()
-            groups = ids[: len(ids) // tokens * tokens].view(-1, tokens * 3)
-            seen += [len(group.unique()) for group in groups]
-            foreseen.append(experts.touched(tokens, frequencies))
-        mean = sum(seen) / len(seen)
-        assert abs(sum(foreseen) / len(foreseen) / mean - 1) < 0.15, (tokens, mean, foreseen)
-        assert experts.touched(tokens) > 0.97 * mean, "skew touches fewer"
+def save_skewed(folder, skew):
+    """A mixture of many small experts with random weights, whose routers prefer some."""
+    from transformers import AutoModelForCausalLM
+
+    config = MIXTURES["qwen3_moe"]()
+    config.num_experts, config.num_experts_per_tok, config.num_hidden_layers = 64, 4, 6
+    generator = torch.Generator().manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(parameter.dim() == 1, 0.2, generator=generator)
+        if name.endswith("embed_tokens.weight"):  # what all inputs have in common
+            parameter.data += skew
+    model.save_pretrained(folder)
 
 
-def choices_of(folder, prompts):
-    """The experts that all tokens of prompts choose in each layer, in the engine, shuffled."""
-    from flexgen_h2o.engine import expert_layers
+PROMPT, DRAWN = 12, 40
 
-    found: dict[int, list] = {}
-    route = expert_layers.ExpertLayers.route
 
-    def watched(self, layer, *arguments, **options):
-        route(self, layer, *arguments, **options)
-        found.setdefault(layer, []).append(self._ids[self._routed].clone())
+def drawn(folder, sequences, *, seed=0, offload_dir=None, **policy):
+    """The figures of prompts and tokens that are drawn almost at random, after others of their
+    kind."""
+    rng = random.Random(seed)
+    with LLM(str(folder), policy=Policy(gpu_batch_size=sequences, **policy), dtype="float32",
+             offload_dir=offload_dir) as llm:
+        for turn in range(2):
+            prompts = [[rng.randrange(3, 97) for _ in range(PROMPT)] for _ in range(sequences)]
+            llm.generate(prompts, max_new_tokens=DRAWN, eos_token_id=-1, do_sample=True,
+                         temperature=50.0, seed=seed + turn)
+        return llm.stats, llm.model_config
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(expert_layers.ExpertLayers, "route", watched)
-        run(folder, prompts, gpu_batch_size=8, num_gpu_batches=2)
-    generator = torch.Generator().manual_seed(0)
-    every = [torch.cat(parts) for parts in found.values()]
-    return [ids[torch.randperm(len(ids), generator=generator)] for ids in every]
+
+def test_choices_are_counted(tiny_model):
+    """Each token that goes through a layer chooses three; layers without experts choose none."""
+    prompts = make_prompts(97, [9, 4, 1, 12, 7])
+    tokens = sum(map(len, prompts)) + len(prompts) * (NEW - 1)
+    for key, layers in (("qwen3_moe", [True] * 3), ("qwen3_moe_dense", None)):
+        with LLM(str(tiny_model(key).folder), dtype="float32",
+                 policy=Policy(gpu_batch_size=2, num_gpu_batches=2)) as llm:
+            llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+            found, config = llm.stats.expert_choices, llm.model_config
+            llm.generate(prompts, max_new_tokens=1, eos_token_id=-1)
+            short = llm.stats.expert_choices
+        layers = layers or [config.has_experts(layer) for layer in range(config.num_layers)]
+        assert found.per_token == config.experts.per_token
+        assert [sum(layer) for layer in found.counts] == [
+            found.per_token * tokens * has for has in layers]
+        assert [len(layer) for layer in found.counts] == [
+            config.experts.count * has for has in layers]
+        assert (found.texts, found.text_tokens) == (len(prompts) * sum(layers),
+                                                    sum(map(len, prompts)) * sum(layers))
+        assert replace(found, counts=()) == replace(short, counts=()), "texts are prompts"
+        with LLM(str(tiny_model(key).folder), dtype="float32",
+                 policy=Policy(gpu_batch_size=1)) as llm:
+            each = 0
+            for prompt in prompts:
+                llm.generate([prompt], max_new_tokens=1, eos_token_id=-1)
+                each += llm.stats.expert_touches
+        assert found.text_experts == each
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.03, 0.1])
+def skewed(request, tmp_path_factory):
+    """Such a model, and the choices of a run of it."""
+    folder = tmp_path_factory.mktemp("skewed")
+    save_skewed(folder, request.param)
+    return folder, drawn(folder, 16, seed=1)[0].expert_choices
+
+
+def planned(config, sequences, **policy):
+    """A run of such prompts."""
+    return PlannedRun(config, Policy(gpu_batch_size=sequences, **policy),
+                      Workload(PROMPT, DRAWN, sequences, 1), 4, False, False, CacheOptions())
+
+
+def test_the_share_of_touched_experts_is_foreseen(skewed):
+    """By counts of another run of the same model, within 15 %."""
+    folder, choices = skewed
+    for sequences in (1, 4, 16):
+        stats, config = drawn(folder, sequences, seed=2)
+        found = planned(config, sequences, expert_choices=choices)
+        foreseen = found.touched(sequences, PROMPT) + (DRAWN - 1) * found.touched(sequences, 1)
+        assert abs(foreseen / (stats.expert_touches / 6) - 1) < 0.15, sequences
+
+
+@pytest.mark.parametrize("slots", [60, 80])
+def test_what_has_to_come_is_foreseen(skewed, tmp_path, slots):
+    """How many experts the planner says that a run brings, by counts of another run, within 15 %;
+    without guesses, some of which are wrong."""
+    folder, choices = skewed
+    policy = {"weights": HERE, "experts": Placement(20, 0, 80), "expert_slots": slots,
+              "expert_choices": choices}
+    stats, config = drawn(folder, 16, seed=2, offload_dir=tmp_path, overlap=False, **policy)
+    run = planned(config, 16, **policy)
+    found = estimate(machine(gpu=False, read=1.0), run)
+    prefill, step = (phase.resources["disk->cpu"] / run.expert_bytes
+                     for phase in (found.prefill, found.step))
+    assert abs((prefill + (DRAWN - 1) * step) / stats.expert_loads - 1) < 0.15
+
+
+def test_the_experts_chosen_most_often_rest_in_the_fastest_memory(skewed, tmp_path):
+    """And the tokens are the same."""
+    folder, _ = skewed
+    prompts = make_prompts(97, [9, 4, 1, 12, 7])
+    expected, counted = run(folder, prompts)
+    choices = counted.expert_choices
+    places = Placement(30, 20, 50)
+    with LLM(str(folder), dtype="float32", offload_dir=tmp_path,
+             policy=Policy(experts=places, expert_choices=choices)) as llm:
+        tiers = {key: weights_of(llm).tiers[next(iter(unit.specs.values())).name]
+                 for key, unit in weights_of(llm).experts.items()}
+    ranked = [tiers[key] for key in choices.ranked]
+    assert ranked == ["gpu"] * 115 + ["cpu"] * 77 + ["disk"] * 192
+    loads = []
+    for known in (choices, None):
+        tokens, stats = run(folder, prompts, experts=places, expert_slots=6, overlap=False,
+                            expert_choices=known, offload_dir=tmp_path)
+        assert tokens == expected
+        loads.append(stats.expert_loads)
+    assert loads[0] < 0.7 * loads[1], "fewer have to come"
+
+
+def test_counts_of_another_model_are_refused(tiny_model):
+    found = ExpertChoices(((5, 5),) * 3, 1, source="counts.json")
+    with pytest.raises(UserError, match="counts.json is of another model: 2 experts in 3 of 3 "
+                                        "layers, and .* has 11 experts in 3 of 3 layers"):
+        LLM(str(tiny_model("qwen3_moe").folder), policy=Policy(expert_choices=found))
+    with pytest.raises(UserError, match="no experts: leave --expert-counts out"):
+        LLM(str(tiny_model("llama").folder), policy=Policy(expert_choices=found))
+    with pytest.raises(UserError, match="must be ExpertChoices"):
+        Policy(expert_choices={"counts": []})

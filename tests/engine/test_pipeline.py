@@ -18,6 +18,7 @@ from llm.test_llm import make_prompts
 from torch.distributed import TCPStore
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.config.expert_choices import ExpertChoices
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.stage import balanced_bounds
 from flexgen_h2o.engine.pipeline import Pipeline
@@ -26,6 +27,7 @@ from flexgen_h2o.errors import TooLittleMemory, UserError
 NEW = 9
 LENGTHS = [30, 21, 7, 13, 1, 15, 12, 2, 9]
 DISK = Placement(20, 30, 50)
+RISING = ExpertChoices(tuple(tuple(range(6 * layer, 6 * layer + 6)) for layer in range(3)), 2)
 
 
 class Store:
@@ -111,7 +113,9 @@ def test_the_same_tokens_for_every_family(tiny_model, key, ranks):
 
 
 @pytest.mark.parametrize("key, ranks, policy", [
-    ("qwen2_moe", 2, {"experts": DISK, "expert_slots": 4}), ("mixtral", 3, {"prefill_chunk": 8}),
+    ("qwen2_moe", 2, {"experts": DISK, "expert_slots": 4}),
+    ("qwen2_moe", 2, {"experts": Placement(50, 0, 50), "expert_choices": RISING}),
+    ("mixtral", 3, {"prefill_chunk": 8}),
     ("qwen3_moe_dense", 2, {"experts": Placement(0, 0, 100), "num_gpu_batches": 5})])
 def test_the_same_tokens_of_mixtures(tiny_model, key, ranks, policy):
     """Each group of batches is a block of its own to the experts, of which a rank has its

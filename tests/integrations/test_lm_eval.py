@@ -500,12 +500,17 @@ VALUES = {
     "sink_tokens": (2, H2O), "enable_position_rolling": (True, H2O), "attn_sparsity": 0.5,
     "compress_cache": True, "cache_bits": 8, "prefill_chunk": 5, "seed": 3,
     "expert_percent": "0/50/50", "expert_slots": 9, "cpu_expert_compute": True,
+    "expert_counts": "counts.json",
 }
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_every_flag_reaches_the_engine(name):
+def test_every_flag_reaches_the_engine(name, tmp_path, monkeypatch):
     """What `LLM` gets is another thing than without the flag."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "counts.json").write_text(
+        '{"model": "m", "per_token": 1, "texts": 0, "text_tokens": 0, "text_experts": 0, '
+        '"counts": [[1]]}')
     value, more = VALUES[name] if isinstance(VALUES[name], tuple) else (VALUES[name], {})
     with_it, without = (parse({"pretrained": "m", **more, **given}).for_llm()
                         for given in ({name: value}, {}))

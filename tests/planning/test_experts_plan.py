@@ -8,9 +8,11 @@ import pytest
 from planning_cases import CPU, FREE, GPU, machine, planned
 
 from flexgen_h2o.cli.plan_text import flags
+from flexgen_h2o.config.expert_choices import ExpertChoices
 from flexgen_h2o.config.experts import COMING, FEWEST_SLOTS, ExpertsConfig
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.cost import estimate, layer_steps_of
@@ -133,6 +135,65 @@ def test_only_the_experts_that_are_touched_travel():
     assert 120 < prompt <= 128
 
 
+def test_plans_go_by_how_often_experts_are_chosen():
+    """Half of the experts take nine of ten choices: they are in memory, or in slots."""
+    layer = (72 * 10**9,) * 64 + (8 * 10**9,) * 64
+    choices = ExpertChoices((layer,) * 48, 8)
+    hot, cold = 8 * 0.9 / 64, 8 * 0.1 / 64
+    run = planned(weights=(100, 0), experts=Placement(50, 0, 50), model=QWEN, batch=(4, 1),
+                  expert_slots=1, gpu=False, expert_choices=choices)
+    hardware = machine(gpu=False, read=1.0)
+
+    def moved(run):
+        return estimate(hardware, run).step.resources["disk->cpu"] / (48 * 2 * EXPERT)
+
+    rare, often = (64 * (1 - (1 - p) ** 4) for p in (cold, hot))
+    assert moved(run) == pytest.approx(rare, rel=1e-6)
+    away = replace(run, policy=replace(run.policy, experts=Placement(0, 0, 100)))
+    assert moved(away) == pytest.approx(rare + often, rel=1e-6)
+    slots = [moved(replace(away, policy=replace(away.policy, expert_slots=count)))
+             for count in (ALL // 4, ALL // 2, ALL - 1)]
+    assert rare + often > slots[0] > slots[1] > slots[2] > 0
+    assert slots[1] < (rare + often) / 2, "slots keep what is chosen most often"
+    both = planned(weights=(100, 0), experts=Placement(0, 50, 50), model=QWEN, batch=(4, 1),
+                   expert_slots=1, gpu=True, expert_choices=choices)
+    found = estimate(machine(gpu=True, read=1.0, up=1.0), both).step.resources
+    assert found["disk->cpu"] / (48 * 2 * EXPERT) == pytest.approx(rare, rel=1e-6)
+    assert found["cpu->gpu"] / (48 * 2 * EXPERT) == pytest.approx(rare + often, rel=1e-6)
+    alike = replace(run, policy=replace(run.policy, expert_choices=None))
+    assert moved(alike) == pytest.approx(run.model.experts.touched(4) / 2, rel=1e-6)
+    assert "--expert-counts" not in flags(run), "they have no file"
+    named = replace(choices, source="my counts.json")
+    assert flags(replace(run, policy=replace(run.policy, expert_choices=named))).endswith(
+        " --expert-counts 'my counts.json'")
+
+
+def test_a_text_that_keeps_to_some_experts_has_them_at_hand():
+    """All experts are chosen alike often, but 64 tokens of a text choose no more than 24."""
+    layer = (10**9,) * 128
+    kept = ExpertChoices((layer,) * 48, 8, texts=48000, text_tokens=48000 * 64,
+                         text_experts=48000 * 24)
+    run = planned(weights=(100, 0), experts=Placement(30, 0, 70), model=QWEN, batch=(1, 1),
+                  expert_slots=2000, gpu=False)
+    hardware = machine(gpu=False, read=1.0)
+    plain, known = (estimate(hardware, replace(run, policy=replace(run.policy,
+                                                                   expert_choices=choices)))
+                    for choices in (None, kept))
+    assert known.step.resources["disk->cpu"] < 0.01 * plain.step.resources["disk->cpu"]
+    assert known.prefill.resources["disk->cpu"] < 0.5 * plain.prefill.resources["disk->cpu"]
+    assert replace(run, policy=replace(run.policy, expert_choices=kept)).touched(
+        1, 64) == pytest.approx(24, rel=1e-3)
+
+
+def test_each_rank_of_a_pipeline_goes_by_its_own_layers():
+    counts = tuple((60,) * 127 + (layer,) for layer in range(48))
+    run = planned(weights=(100, 0), model=QWEN, gpu=False,
+                  expert_choices=ExpertChoices(counts, 8, 5, 10, 70))
+    part = run.of_stage(Stage(12, 24, 48), 1)
+    assert part.policy.expert_choices == ExpertChoices(counts[12:24], 8, 5, 10, 70)
+    assert part.touched(1, 1) == pytest.approx(8)
+
+
 def test_a_choice_of_an_expert_takes_what_a_row_takes_beside_products():
     """Of 32 tokens in the layers alone; each has gone through 8 experts besides."""
     run = planned(model=QWEN, batch=(8, 4), gpu=False, experts=Placement(100, 0, 0))
@@ -200,7 +261,6 @@ def test_touched_is_what_independent_tokens_choose():
     assert experts.touched(1) == 2
     assert experts.touched(2) == 3
     assert experts.touched(10**6) == pytest.approx(4)
-    assert experts.touched(5, [1.0, 1.0, 0.0, 0.0]) == 2
 
 
 @pytest.mark.parametrize("hardware", [GPU, CPU])

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.placement import TIERS, Placement
-from flexgen_h2o.storage.placement import assign, compute_tiers, set_apart, split
+from flexgen_h2o.storage.placement import assign, compute_tiers, fill, set_apart, split
 
 
 @st.composite
@@ -24,6 +24,17 @@ def test_each_tier_is_right_to_within_the_largest_tensor(sizes, placement):
             assert abs(got - fraction * sum(sizes[:end])) <= max(sizes[:end]) + 1e-6
         if fraction == 0:
             assert tier not in tiers.values()
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), placements())
+def test_the_first_are_on_the_fastest_tier(sizes, placement):
+    tiers = list(fill(list(enumerate(sizes)), placement).values())
+    assert tiers == sorted(tiers, key=TIERS.index) and len(tiers) == len(sizes)
+    for tier, fraction in zip(TIERS, placement.fractions(), strict=True):
+        got = sum(size for size, each in zip(sizes, tiers, strict=True) if each == tier)
+        assert abs(got - fraction * sum(sizes)) <= max(sizes) + 1e-6
+        if fraction == 0:
+            assert tier not in tiers
 
 
 def test_like_layers_carry_like_offloaded_bytes():

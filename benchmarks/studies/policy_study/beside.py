@@ -76,13 +76,18 @@ def pressed(made, model, ids: torch.Tensor, prompt: int, *, steps: bool
     found, cache, width = [], DynamicCache(), 1 if steps else ids.shape[1]
     with made(model):
         logits = model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits
-        nbytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        nbytes = cache_bytes(cache)
         found.append(logits)
         for at in range(prompt, ids.shape[1] - 1, width):
             end = min(at + width, ids.shape[1] - 1)
             found.append(model(ids[:, at:end], past_key_values=cache,
                                position_ids=torch.arange(at, end)[None]).logits)
     return torch.cat(found, 1), nbytes
+
+
+def cache_bytes(cache: DynamicCache) -> int:
+    """Bytes of keys and values."""
+    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 def chosen(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

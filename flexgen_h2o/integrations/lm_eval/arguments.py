@@ -21,10 +21,10 @@ FLAGS = (
     "no_weight_cache", "gpu_batch_size", "num_gpu_batches", "percent", "overlap", "pin_weight",
     "cpu_cache_compute", "sep_layer", "offload_dir", "verify", "memory_limit",
     "device_memory_limit", "eviction", "expert_percent", "expert_slots", "cpu_expert_compute",
-    "hh_ratio", "recent_ratio", "budget_of", "recall", "index_bits", "fetch_chosen",
-    "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score", "score_decay", "sink_tokens",
-    "enable_position_rolling", "attn_sparsity", "compress_cache", "cache_bits", "prefill_chunk",
-    "seed",
+    "expert_counts", "hh_ratio", "recent_ratio", "budget_of", "recall", "index_bits",
+    "fetch_chosen", "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score",
+    "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity", "compress_cache",
+    "cache_bits", "prefill_chunk", "seed",
 )
 """Model arguments that are flags of `flex_opt` too."""
 

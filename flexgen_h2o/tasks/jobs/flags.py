@@ -23,8 +23,8 @@ _SHARED = ("config", "gpu_batch_size", "num_gpu_batches", "prefill_chunk", "seed
 _NOT_HERE = ("prompt", "prompts", "chat", "chat_template_kwargs", "num_prompts", "prompt_len",
              "cut_gen_len", "warm_up",
              "plan_only", "do_sample", "top_k", "top_p", "min_p", "repetition_penalty",
-             "no_repeat_ngram_size", "min_new_tokens", "ignore_eos", "trace", "log_file", "no_log",
-             "verbose", "debug_mode")
+             "no_repeat_ngram_size", "min_new_tokens", "ignore_eos", "trace", "count_experts",
+             "log_file", "no_log", "verbose", "debug_mode")
 """Flags of `generate` that would do nothing here: a file of ``--config`` must not give them."""
 _FILES = ("input", "output", "errors", "chat_template", "progress_file", "plot")
 _IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
@@ -169,7 +169,7 @@ class BatchOptions:
             "gpu_batch_size": run.resolved_gpu_batch_size,
             "num_gpu_batches": run.resolved_num_gpu_batches, "percent": list(run.percent),
             "expert_percent": run.expert_percent and list(run.expert_percent),
-            "expert_slots": run.expert_slots,
+            "expert_slots": run.expert_slots, "expert_counts": run.expert_counts,
             "h2o": h2o and {name: list(value) if isinstance(value, tuple) else value
                             for name, value in asdict(h2o).items()},
             "temperature": self.temperature, "input": self.input,

@@ -1,0 +1,129 @@
+"""Accuracy on items of four choices, by cache: this engine's policies, recall, presses of kvpress.
+
+    pip install kvpress==0.5.5    # in an environment of its own: it wants transformers < 5.3
+    python benchmarks/studies/choices.py --input-path xsum_0shot.jsonl --presses SnapKV TOVA
+
+The items are those of lm_eval_budgets.py, and so is what counts as right; here everybody reads an
+article whole, cuts its cache once and keeps all that follows, as kvpress does. Rows that the file
+has already are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from growing_table import GrowingTable
+from lm_eval_budgets import items
+from policy_study import beside, choices
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flexgen_h2o import H2OConfig
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.articles import read_article_prompts
+from flexgen_h2o.metrics.provenance import ORIGIN, origin
+from flexgen_h2o.models.sources import checkpoint_folder
+
+FULL, DTYPE = "full", "float32"
+CACHES = ("sum", "mean", "caote", "recall")
+PRESSES = {one.name: one for one in [*beside.PRESSES, *beside.ADAPTIVE]}
+KEY = ("model", "items", "words", "system", "cache", "budget_percent")
+COLUMNS = (*ORIGIN, "model", "dtype", "items", "words", "system", "cache", "budget_percent",
+           "prompt_tokens", "right", "right_by_length", "as_full", "kv_cache_bytes_per_sequence",
+           "seconds", "tokens_per_s")
+
+
+def config_of(cache: str, percent: float) -> H2OConfig | None:
+    """The cache of a name that keeps, or attends to, `percent` of a prompt."""
+    share = percent / 200
+    if cache == FULL:
+        return None
+    if cache == "recall":
+        return H2OConfig(heavy_ratio=share, recall=True)
+    return H2OConfig(heavy_ratio=share, score=cache, evict_generated=False)
+
+
+class ChoiceRows:
+    """Items, what answers them, and the file of what came of it."""
+
+    def __init__(self, args: argparse.Namespace, made: Sequence[choices.ChoiceItem]):
+        self.args, self.items = args, made
+        self.folder = str(checkpoint_folder(args.model))
+        self.table = GrowingTable(args.csv, COLUMNS, KEY, {
+            "model": args.model, "dtype": DTYPE, "items": len(made), "words": args.words})
+        self.full: list[list[float]] | None = None
+
+    def add(self, system: str, cache: str, percent: float) -> None:
+        """The row of a cache, unless the file has it; the full cache's comes first."""
+        key = {"system": system, "cache": cache, "budget_percent": f"{percent:g}"}
+        if cache != FULL and self.table.find(**key) is not None:
+            return
+        began = time.perf_counter()
+        if system == "kvpress":
+            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+            found, nbytes = choices.pressed_scores(self.items, model, PRESSES[cache], percent)
+        else:
+            found, nbytes = choices.scores(self.items, self.folder, config_of(cache, percent))
+        seconds = time.perf_counter() - began
+        self.full = found if cache == FULL else self.full
+        pairs = list(zip(self.items, found, strict=True))
+        row = {"prompt_tokens": sum(len(item.prompt) for item in self.items),
+               "right": sum(item.right(scores) for item, scores in pairs),
+               "right_by_length": sum(item.right_by_length(scores) for item, scores in pairs),
+               "as_full": sum(_best(one) == _best(other)
+                              for one, other in zip(found, self.full, strict=True)),
+               "kv_cache_bytes_per_sequence": nbytes, "seconds": seconds,
+               "tokens_per_s": sum(map(len, chain.from_iterable(
+                   [item.prompt, *item.choices] for item in self.items))) / seconds}
+        if self.table.find(**key) is None:
+            self.table.add(**origin(), **key, **row)
+        print(f"{cache} {percent:g} %: {row['right']} of {len(self.items)} right, "
+              f"{row['right_by_length']} by length, {row['as_full']} as the full cache, "
+              f"{seconds:.0f} s", flush=True)
+
+
+def _best(scores: Sequence[float]) -> int:
+    return max(range(len(scores)), key=scores.__getitem__)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m", help="of the LLaMA architecture")
+    parser.add_argument("--input-path", required=True, help="articles with `summary_gt`")
+    parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--words", type=int, default=100, help="of each article")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[20], help="percent of a text")
+    parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES),
+                        help="beside the full one")
+    parser.add_argument("--presses", nargs="*", choices=PRESSES, default=[])
+    parser.add_argument("--csv", default="benchmarks/results/choices_smollm2.csv")
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    """All rows that the file lacks."""
+    if args.presses and beside.kvpress is None:
+        raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
+    articles = read_article_prompts(args.input_path, most=args.items)
+    if len(articles) < args.items:
+        raise UserError(f"--input-path has {len(articles)} articles: lower --items {args.items}")
+    torch.set_grad_enabled(False)
+    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint_folder(args.model)))
+    rows = ChoiceRows(args, choices.make(
+        items(articles, words=args.words, rng=random.Random(0)), tokenizer))
+    rows.add("flexgen_h2o", FULL, 100)
+    for percent in args.budgets:
+        for cache in args.caches:
+            rows.add("flexgen_h2o", cache, percent)
+        for press in args.presses:
+            rows.add("kvpress", press, percent)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: run(parse_args())))

@@ -1,0 +1,64 @@
+"""Which experts of a mixture tokens chose: counted in one run, for plans of later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+Key = tuple[int, int]
+"""(decoder layer, number of the expert)."""
+
+@dataclass(frozen=True)
+class ExpertChoices:
+    """The choices of the tokens of a run.
+
+    The tokens of a text keep to some experts. How much so is known from prompts: `texts` of them
+    had `text_tokens`, which chose `text_experts` different experts; all three are sums over
+    prompts and over layers that have experts. A prompt that came in parts counts by its parts.
+
+    Attributes
+    ----------
+    counts : tuple of tuple of int
+        Of each decoder layer how many tokens chose each expert; empty for a layer without experts.
+    per_token : int
+        Experts of a token.
+    texts, text_tokens, text_experts : int
+        As above.
+    source : str
+        The file that they come from, for messages and flags.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    per_token: int
+    texts: int = 0
+    text_tokens: int = 0
+    text_experts: int = 0
+    source: str = ""
+
+    def __add__(self, other: ExpertChoices) -> ExpertChoices:
+        """The choices of two runs of a model together."""
+        return replace(
+            self, counts=tuple(tuple(one + more for one, more in zip(*layer, strict=True))
+                               for layer in zip(self.counts, other.counts, strict=True)),
+            texts=self.texts + other.texts, text_tokens=self.text_tokens + other.text_tokens,
+            text_experts=self.text_experts + other.text_experts)
+
+    def part(self, first: int, last: int) -> ExpertChoices:
+        """Those of decoder layers `first` to `last` - 1; of texts the means count, and stay."""
+        return replace(self, counts=self.counts[first:last])
+
+    @cached_property
+    def ranked(self) -> list[Key]:
+        """All experts, those that were chosen most often first; equals in the order of layers."""
+        keys = [(layer, number) for layer, counts in enumerate(self.counts)
+                for number in range(len(counts))]
+        return sorted(keys, key=lambda key: -self.counts[key[0]][key[1]])
+
+
+def summed(choices: Iterable[ExpertChoices | None]) -> ExpertChoices | None:
+    """The choices of runs together; None where none made any."""
+    found = None
+    for each in choices:
+        found = each if found is None else found if each is None else found + each
+    return found

@@ -1,0 +1,86 @@
+"""benchmarks/studies/choices.py: items as they are cut into tokens, what counts as right, rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from programs import BENCHMARKS, program
+
+from flexgen_h2o.errors import UserError
+
+
+@pytest.fixture
+def study(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "studies"))
+    return program("benchmarks/studies/choices.py")
+
+
+class CharacterTokenizer:
+    """A token for each character."""
+
+    def __call__(self, text: str) -> dict:
+        return {"input_ids": [3 + ord(letter) % 90 for letter in text]}
+
+
+@pytest.fixture
+def articles(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({
+        "article": f"Article: story {number} of a town.", "summary_gt": f"Town {number} " * number})
+        + "\n" for number in range(1, 7)), encoding="utf-8")
+    return path
+
+
+def test_an_item_is_cut_where_its_article_ends(study):
+    items = [{"article": "a b", "choices": ["x", "yz"], "gold": 1}]
+    (item,) = study.choices.make(items, CharacterTokenizer())
+    context = "Article: a b\nSummary:"
+    assert item.prompt == CharacterTokenizer()(context)["input_ids"]
+    assert item.choices == [CharacterTokenizer()(text)["input_ids"] for text in (" x", " yz")]
+    assert (item.lengths, item.gold) == ([1, 2], 1)
+    assert not item.right([-1.0, -1.5]) and item.right_by_length([-1.0, -1.5])
+
+
+def test_rows_of_every_cache_are_made_once(tiny_model, study, articles, tmp_path, monkeypatch,
+                                           capsys):
+    path = tmp_path / "rows.csv"
+    monkeypatch.setattr(study.AutoTokenizer, "from_pretrained", lambda folder: CharacterTokenizer())
+    args = study.parse_args(["--model", str(tiny_model("llama").folder), "--input-path",
+                             str(articles), "--items", "5", "--csv", str(path)])
+    study.run(args)
+    study.run(args)
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["cache"] for row in rows] == ["full", *study.CACHES]
+    assert all(0 <= int(row["right"]) <= int(row["items"]) == 5 for row in rows)
+    assert rows[0]["as_full"] == "5"
+    nbytes = [int(row["kv_cache_bytes_per_sequence"]) for row in rows]
+    assert all(each < 0.6 * nbytes[0] for each in nbytes[1:4]), "20 % of a prompt, and the rest"
+    assert "20 %: " in capsys.readouterr().out
+
+
+def test_a_choice_is_scored_as_in_a_text_of_its_own(tiny_model, study, articles):
+    """By transformers, where nothing is cut."""
+    import torch
+
+    folder = str(tiny_model("llama").folder)
+    model = tiny_model("llama").model
+    items = study.choices.make(
+        [{"article": "some words", "choices": ["one", "another"], "gold": 0}], CharacterTokenizer())
+    (found,), _ = study.choices.scores(items, folder, None)
+    for choice, score in zip(items[0].choices, found, strict=True):
+        ids = torch.tensor([items[0].prompt + choice])
+        logits = model(ids).logits[0, -len(choice) - 1 : -1].log_softmax(-1)
+        expected = logits.gather(-1, torch.tensor(choice)[:, None]).sum()
+        assert score == pytest.approx(float(expected), abs=1e-3)
+
+
+def test_too_few_articles_and_no_kvpress_are_told(study, articles, monkeypatch):
+    given = ["--input-path", str(articles), "--model", "m"]
+    with pytest.raises(UserError, match="has 6 articles: lower --items 200"):
+        study.run(study.parse_args(given))
+    monkeypatch.setattr(study.beside, "kvpress", None)
+    with pytest.raises(UserError, match="needs kvpress"):
+        study.run(study.parse_args([*given, "--presses", "TOVA"]))

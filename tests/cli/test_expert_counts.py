@@ -1,0 +1,114 @@
+"""Counts of experts from run to plan: written by one command, read by the next, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from refusals import command_refused
+
+from flexgen_h2o.cli.expert_counts import read_expert_counts
+from flexgen_h2o.config.expert_choices import ExpertChoices
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.tasks import bench, generate
+
+SHORT = ("--prompt-len", "6", "--gen-len", "4", "--gpu-batch-size", "2", "--dtype", "float32",
+         "--device", "cpu")
+ON_DISK = ("--percent", "100", "0", "100", "0", "--expert-percent", "30", "0", "70",
+           "--offload-dir", "offload")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_counts_of_one_run_are_what_the_next_goes_by(tiny_model, capfd):
+    model = ("--model", str(tiny_model("qwen3_moe").folder))
+    argv = [*model, *SHORT, "--no-log", "--verbose", "0"]
+    assert generate.main([*argv, "--count-experts", "c.json", "--warm-up"]) == 0
+    found = json.loads(Path("c.json").read_text())
+    assert (found["model"], found["per_token"]) == (model[1], 3)
+    assert (found["texts"], found["text_tokens"]) == (2 * 3, 2 * 6 * 3)
+    assert [sum(layer) for layer in found["counts"]] == [3 * 2 * (6 + 3)] * 3, "without warm-up"
+    assert read_expert_counts("c.json") == ExpertChoices(
+        tuple(map(tuple, found["counts"])), 3, 6, 36, found["text_experts"], "c.json")
+
+    assert generate.main([*argv, "--output", "0.jsonl"]) == 0
+    assert generate.main([*argv, *ON_DISK, "--expert-counts", "c.json",
+                          "--output", "1.jsonl"]) == 0
+    assert Path("0.jsonl").read_text() == Path("1.jsonl").read_text()
+    capfd.readouterr()
+    assert generate.main([*model, "--prompt-len", "9", "--percent", "auto", "--plan-only",
+                          "--expert-counts", "c.json", "--hardware", write_machine()]) == 0
+    assert "--expert-counts c.json" in capfd.readouterr().out
+
+
+def write_machine() -> str:
+    """A file of a machine, of round figures."""
+    from planning_cases import CPU
+
+    from flexgen_h2o.planning.hardware_file import save_hardware
+
+    save_hardware(CPU, "cpu.yaml")
+    return "cpu.yaml"
+
+
+def test_bench_counts_what_it_measures(tiny_model, capfd):
+    model = ("--model", str(tiny_model("qwen3_moe").folder))
+    assert bench.main([*model, *SHORT, "--repeats", "2", "--count-experts", "c.json"]) == 0
+    found = json.loads(Path("c.json").read_text())
+    assert [sum(layer) for layer in found["counts"]] == [3 * 2 * (6 + 3)] * 3, "one repeat"
+
+
+@pytest.mark.parametrize("command", [generate, bench])
+def test_a_model_without_experts_has_nothing_to_count(command, tiny_model, capfd):
+    said = command_refused(command.main, capfd, [
+        "--model", str(tiny_model("llama").folder), *SHORT, "--count-experts", "c.json",
+        *(["--no-log"] if command is generate else [])])
+    assert said.rstrip().endswith("has no experts: leave --count-experts out")
+    assert not Path("c.json").exists()
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (("--count-experts", "c.json", "--plan-only"), "has no effect with --plan-only"),
+    (("--count-experts", "c.json", "--pipeline-parallel", "2"), "leave --pipeline-parallel out"),
+    (("--count-experts", "c.json", "--expert-counts", "c.json"), "name the same file"),
+    (("--count-experts", "none/c.json", "--no-log"), "cannot write --count-experts"),
+    (("--expert-counts", "none.json"), "cannot read --expert-counts none.json"),
+])
+def test_flags_that_cannot_be(argv, words, capfd):
+    Path("c.json").write_text(made())
+    assert words in command_refused(generate.main, capfd, ["--model", "m", *argv])
+
+
+def made(**values) -> str:
+    """Counts, but for some values."""
+    return json.dumps({"model": "m", "per_token": 1, "texts": 2, "text_tokens": 6,
+                       "text_experts": 3, "counts": [[], [1, 2]]} | values)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("", "is empty: count a run again"),
+    ("{", "c.json is not JSON"),
+    ("[]", "must hold lines"),
+    ('{"model": "m", "per_token": 1}', "is missing"),
+    (made(per_token=0), "per_token must be at least 1, got 0"),
+    (made(counts=[[-1]]), "must be"),
+    (made(per_token=3), "layer 1 has 2 experts, and a token chooses 3"),
+    (made(counts=[[1], [1, 2]]), "unlike numbers of experts"),
+    (made(counts=[[0, 0]]), "no token has chosen"),
+    (made(texts=7), "contradict each other"),
+    (made(text_experts=1), "contradict each other"),
+    (made(text_experts=13), "contradict each other"),
+    (made(more=1), "unknown key 'more'"),
+])
+def test_files_that_hold_no_counts(text, words):
+    Path("c.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        read_expert_counts("c.json")
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith("--expert-counts c.json")
