@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.expert_choices import Key
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.packs import Weight
-from flexgen_h2o.engine.slot_policy import Key
 from flexgen_h2o.kernels.experts import ExpertTable, experts, most_rows
 from flexgen_h2o.models import family, mixture
 from flexgen_h2o.models.layers import Operations, activation

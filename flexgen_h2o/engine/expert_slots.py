@@ -12,11 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 
+from flexgen_h2o.config.expert_choices import Key
 from flexgen_h2o.config.experts import COMING, ExpertsConfig
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.engine.choice_counter import ChoiceCounter
 from flexgen_h2o.engine.packs import Weight
-from flexgen_h2o.engine.slot_policy import Key, SlotPolicy
+from flexgen_h2o.engine.slot_policy import SlotPolicy
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.kernels.experts import ExpertTable
 from flexgen_h2o.models.mixture import MATRICES

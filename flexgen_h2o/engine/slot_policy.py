@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-Key = tuple[int, int]
-"""(decoder layer, number of the expert)."""
+from flexgen_h2o.config.expert_choices import Key
 
 FADE = 0.9
 
