@@ -4,8 +4,8 @@
     python benchmarks/studies/choices.py --input-path xsum_0shot.jsonl --presses SnapKV TOVA
 
 The items are those of lm_eval_budgets.py, and so is what counts as right; here everybody reads an
-article whole, cuts its cache once and keeps all that follows, as kvpress does. Rows that the file
-has already are not made again.
+article whole, cuts its cache once and keeps all that follows, as kvpress does. `which` has the
+choice of each item. Rows that the file has already are not made again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from growing_table import GrowingTable
-from lm_eval_budgets import items
+from lm_eval_budgets import OPTIONS, items
 from policy_study import beside, choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,7 +35,7 @@ PRESSES = {one.name: one for one in [*beside.PRESSES, *beside.ADAPTIVE]}
 KEY = ("model", "items", "words", "system", "cache", "budget_percent")
 COLUMNS = (*ORIGIN, "model", "dtype", "items", "words", "system", "cache", "budget_percent",
            "prompt_tokens", "right", "right_by_length", "as_full", "kv_cache_bytes_per_sequence",
-           "seconds", "tokens_per_s")
+           "seconds", "which")
 
 
 def config_of(cache: str, percent: float) -> H2OConfig | None:
@@ -57,12 +56,11 @@ class ChoiceRows:
         self.folder = str(checkpoint_folder(args.model))
         self.table = GrowingTable(args.csv, COLUMNS, KEY, {
             "model": args.model, "dtype": DTYPE, "items": len(made), "words": args.words})
-        self.full: list[list[float]] | None = None
 
     def add(self, system: str, cache: str, percent: float) -> None:
         """The row of a cache, unless the file has it; the full cache's comes first."""
         key = {"system": system, "cache": cache, "budget_percent": f"{percent:g}"}
-        if cache != FULL and self.table.find(**key) is not None:
+        if self.table.find(**key) is not None:
             return
         began = time.perf_counter()
         if system == "kvpress":
@@ -71,25 +69,19 @@ class ChoiceRows:
         else:
             found, nbytes = choices.scores(self.items, self.folder, config_of(cache, percent))
         seconds = time.perf_counter() - began
-        self.full = found if cache == FULL else self.full
         pairs = list(zip(self.items, found, strict=True))
+        which = "".join(str(max(range(len(one)), key=one.__getitem__)) for one in found)
+        full = which if cache == FULL else self.table.find(
+            system="flexgen_h2o", cache=FULL, budget_percent="100")["which"]
         row = {"prompt_tokens": sum(len(item.prompt) for item in self.items),
                "right": sum(item.right(scores) for item, scores in pairs),
                "right_by_length": sum(item.right_by_length(scores) for item, scores in pairs),
-               "as_full": sum(_best(one) == _best(other)
-                              for one, other in zip(found, self.full, strict=True)),
-               "kv_cache_bytes_per_sequence": nbytes, "seconds": seconds,
-               "tokens_per_s": sum(map(len, chain.from_iterable(
-                   [item.prompt, *item.choices] for item in self.items))) / seconds}
-        if self.table.find(**key) is None:
-            self.table.add(**origin(), **key, **row)
+               "as_full": sum(one == other for one, other in zip(which, full, strict=True)),
+               "kv_cache_bytes_per_sequence": nbytes, "seconds": seconds, "which": which}
+        self.table.add(**origin(), **key, **row)
         print(f"{cache} {percent:g} %: {row['right']} of {len(self.items)} right, "
               f"{row['right_by_length']} by length, {row['as_full']} as the full cache, "
               f"{seconds:.0f} s", flush=True)
-
-
-def _best(scores: Sequence[float]) -> int:
-    return max(range(len(scores)), key=scores.__getitem__)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,6 +102,8 @@ def run(args: argparse.Namespace) -> None:
     """All rows that the file lacks."""
     if args.presses and beside.kvpress is None:
         raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
+    if args.items < OPTIONS:
+        raise UserError(f"--items must be {OPTIONS} or more: the wrong summaries are other items'")
     articles = read_article_prompts(args.input_path, most=args.items)
     if len(articles) < args.items:
         raise UserError(f"--input-path has {len(articles)} articles: lower --items {args.items}")

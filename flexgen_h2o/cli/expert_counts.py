@@ -29,16 +29,19 @@ class _Counts(Entries):
     counts: list[list[_Sum]]
 
     def __post_init__(self) -> None:
-        for number, layer in enumerate(self.counts):
-            if layer and len(layer) < self.per_token:
-                raise ValueError(f"counts: layer {number} has {len(layer)} experts, and a token "
-                                 f"chooses {self.per_token}")
-        if len({len(layer) for layer in self.counts if layer}) > 1:
-            raise ValueError("counts: layers have unlike numbers of experts")
-        if not any(map(any, self.counts)):
+        layers = [layer for layer in self.counts if layer]
+        if not any(map(any, layers)):
             raise ValueError("counts: no token has chosen an expert: count a run again")
-        tokens = self.texts, self.text_experts / self.per_token, self.text_tokens
-        if list(tokens) != sorted(tokens):
+        if len(set(map(len, layers))) > 1 or len(layers[0]) < self.per_token:
+            raise ValueError("counts: each layer needs as many experts as the others, and as a "
+                             "token chooses: count a run again")
+        tokens, rest = divmod(sum(layers[0]), self.per_token)
+        if rest or len(set(map(sum, layers))) > 1 or max(map(max, layers)) > tokens:
+            raise ValueError("counts: tokens have not chosen alike many experts in each layer: "
+                             "count a run again")
+        means = self.texts, self.text_experts / self.per_token, self.text_tokens
+        most = self.texts * len(layers[0])
+        if list(means) != sorted(means) or self.text_experts > most:
             raise ValueError("texts, text_tokens and text_experts contradict each other: count a "
                              "run again")
 

@@ -26,7 +26,7 @@ EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
 _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "fetch_chosen", "prefill_chunk",
              "sep_layer", "refill_share", "compress_weight", "compress_cache", "weight_bits",
              "activation_bits", "cache_bits", *EVICTION, "attn_sparsity", "expert_percent",
-             "expert_slots", "cpu_expert_compute")
+             "expert_slots", "cpu_expert_compute", "expert_counts")
 SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
 """Columns of what is run, but for lengths and batches."""
 CSV_COLUMNS = (

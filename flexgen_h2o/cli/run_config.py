@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, TypeVar
 
 import yaml
@@ -18,6 +19,7 @@ from flexgen_h2o.cli.cache_flags import h2o_config
 from flexgen_h2o.cli.expert_counts import read_expert_counts
 from flexgen_h2o.cli.flags import AUTO, GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
+from flexgen_h2o.config.expert_choices import ExpertChoices
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
@@ -120,6 +122,10 @@ class RunConfig(RunFlags):
                "as the bits of weights and cache are both given: leave one of them out")
         yield ("--expert-percent", self.expert_percent is not None and not fixed,
                "with --percent auto, which chooses it")
+        placed = Placement(*self.expert_percent) if self.expert_percent else self.policy().weights
+        yield ("--expert-counts", self.expert_counts is not None and fixed and not self.plan_only
+               and 1.0 in placed.fractions(),
+               "on experts that are all in one place: add --percent auto or --expert-percent")
         elsewhere = self.hardware is not None
         yield ("--recalibrate", self.recalibrate and fixed and not self.plan_only,
                "on a fixed policy: add --percent auto or --plan-only")
@@ -205,9 +211,13 @@ class RunConfig(RunFlags):
             Policy, gpu_batch_size=self.resolved_gpu_batch_size,
             num_gpu_batches=self.resolved_num_gpu_batches,
             experts=None if self.expert_percent is None else Placement(*self.expert_percent),
-            expert_choices=(None if self.expert_counts is None
-                                else read_expert_counts(self.expert_counts)),
+            expert_choices=self._expert_choices,
             **dict(zip(PLACED, parse_percent(percent), strict=True)))
+
+    @cached_property
+    def _expert_choices(self) -> ExpertChoices | None:
+        """The choices in the file that is named, as it was when it was first asked for."""
+        return None if self.expert_counts is None else read_expert_counts(self.expert_counts)
 
     def h2o(self) -> H2OConfig | None:
         """The H2O configuration; None for the full cache."""

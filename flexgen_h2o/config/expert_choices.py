@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 Key = tuple[int, int]
@@ -15,7 +15,8 @@ class ExpertChoices:
 
     The tokens of a text keep to some experts. How much so is known from prompts: `texts` of them
     had `text_tokens`, which chose `text_experts` different experts; all three are sums over
-    prompts and over layers that have experts. A prompt that came in parts counts by its parts.
+    prompts and over layers that have experts. Of a prompt that comes in parts the first counts, and
+    of prompts that begin alike what they have in common.
 
     Attributes
     ----------
@@ -29,12 +30,12 @@ class ExpertChoices:
         The file that they come from, for messages and flags.
     """
 
-    counts: tuple[tuple[int, ...], ...]
+    counts: tuple[tuple[int, ...], ...] = field(repr=False)
     per_token: int
     texts: int = 0
     text_tokens: int = 0
     text_experts: int = 0
-    source: str = ""
+    source: str = field(default="", compare=False)
 
     def __add__(self, other: ExpertChoices) -> ExpertChoices:
         """The choices of two runs of a model together."""
@@ -45,8 +46,11 @@ class ExpertChoices:
             text_experts=self.text_experts + other.text_experts)
 
     def part(self, first: int, last: int) -> ExpertChoices:
-        """Those of decoder layers `first` to `last` - 1; of texts the means count, and stay."""
-        return replace(self, counts=self.counts[first:last])
+        """Those of decoder layers `first` to `last` - 1, and their share of the other sums."""
+        counts = self.counts[first:last]
+        share = sum(map(bool, counts)) / max(sum(map(bool, self.counts)), 1)
+        sums = (round(share * each) for each in (self.texts, self.text_tokens, self.text_experts))
+        return ExpertChoices(counts, self.per_token, *sums, self.source)
 
     @cached_property
     def ranked(self) -> list[Key]:

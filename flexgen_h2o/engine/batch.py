@@ -178,6 +178,15 @@ class RowChunk:
     row: int
     end: int
 
+    def beginnings(self, past: int) -> Iterator[slice]:
+        """The rows, among these, with which prompts begin that follow so many tokens of the past.
+        """
+        first = 0
+        for span in self.spans:
+            if span.start == past:
+                yield slice(first, first + len(span))
+            first += len(span)
+
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """Tokens with which all prompts begin, fewer than any of them has; 0 for one alone, or so few

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flexgen_h2o.config.expert_choices import ExpertChoices
@@ -28,8 +27,8 @@ class ChoiceCounter:
         self._counts: dict[int, list[int]] = {}
         self._texts = self._tokens = self._touched = 0
 
-    def add(self, layer: int, ids: Tensor, counts: Sequence[int], prompts: Sequence[int] = ()
-            ) -> None:
+    def add(self, layer: int, ids: Tensor, counts: Sequence[int],
+            beginnings: Sequence[slice] = ()) -> None:
         """Count choices of a layer.
 
         Parameters
@@ -37,20 +36,16 @@ class ChoiceCounter:
         layer : int
         ids : Tensor [tokens, experts of a token], int64
         counts : sequence of int
-            How many of the tokens chose each expert.
-        prompts : sequence of int
-            The successive tokens of each prompt among them; none if they go on with texts.
+            How many tokens chose each expert, of those that count.
+        beginnings : sequence of slice
+            The tokens with which prompts begin.
         """
         known = self._counts.setdefault(layer, [0] * self._experts.count)
         self._counts[layer] = [before + more for before, more in zip(known, counts, strict=True)]
-        if prompts:
-            lengths = torch.tensor(prompts, device=ids.device)
-            text = torch.repeat_interleave(lengths, output_size=len(ids))
-            seen = ids.new_zeros(len(prompts), self._experts.count)
-            seen[text[:, None], ids] = 1
-            self._texts += len(prompts)
-            self._tokens += len(ids)
-            self._touched += int(seen.sum())
+        for tokens in beginnings:
+            self._texts += 1
+            self._tokens += tokens.stop - tokens.start
+            self._touched += ids[tokens].unique().numel()
 
     def made(self, layers: int) -> ExpertChoices:
         """The choices of so many decoder layers, some of which may have no experts."""

@@ -166,7 +166,8 @@ class DecoderLayers:
             tables = None if rope is None else tuple(table[rows] for table in rope)
             qkv = self._family.attention_inputs(self._config, weights, x[rows], self._do)
             attended = attend(step, chunk.spans, qkv, tables, weights.get("sinks"))
-            self._finish(step, weights, x[rows], attended, chunk.row, list(map(len, chunk.spans)))
+            self._finish(step, weights, x[rows], attended, chunk.row,
+                         list(chunk.beginnings(batch.batch_layout.past)))
 
     def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
                         rope, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -226,21 +227,21 @@ class DecoderLayers:
             token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
 
     def _finish(self, step: LayerStep, weights: Mapping[str, Weight | ChunkedMatrix],
-                x: torch.Tensor, attended: torch.Tensor, row: int = 0, prompts: Sequence[int] = ()
-                ) -> None:
+                x: torch.Tensor, attended: torch.Tensor, row: int = 0,
+                beginnings: Sequence[slice] | None = None) -> None:
         """The rest of a layer step, once attention is done; x [rows, hidden], of a batch's rows
-        from number `row` on, is updated. Those of `prompts` have so many rows each."""
+        from number `row` on, is updated. With the rows `beginnings` prompts begin."""
         self._family.attention_output(self._config, weights, x, attended, self._do)
         if self._has_experts(step):
-            self._route(step, weights, x, row, prompts)
+            self._route(step, weights, x, row, beginnings)
         elif not (self._sep_layer or self._config.parallel_residual):
             self._family.mlp(self._config, weights, x, self._do)
 
     def _route(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor, row: int = 0,
-               prompts: Sequence[int] = ()) -> None:
+               beginnings: Sequence[slice] | None = None) -> None:
         """Let rows of a batch, from number `row` on, choose their experts."""
         self._experts.route(self.cached(step), weights, x, batch=step.batch,
-                            forward_pass=step.forward_pass, row=row, prompts=prompts,
+                            forward_pass=step.forward_pass, row=row, beginnings=beginnings,
                             following=self._weights.in_memory(
                                 step.layer + 2, *weights.keys() & ROUTING))
 

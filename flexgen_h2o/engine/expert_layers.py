@@ -71,7 +71,7 @@ class ExpertLayers:
         return sum(rows[number] for number in rows if number < batch), sum(rows.values())
 
     def route(self, layer: int, w: Mapping[str, Weight], x: Tensor, *, batch: int,
-              forward_pass: int, row: int = 0, prompts: Sequence[int] = (),
+              forward_pass: int, row: int = 0, beginnings: Sequence[slice] | None = None,
               following: Mapping[str, Weight] | None = None) -> None:
         """Let rows of a batch choose their experts, which begin to come; rows come in order.
 
@@ -86,8 +86,8 @@ class ExpertLayers:
         batch, forward_pass : int
         row : int
             The first of these rows in the batch.
-        prompts : sequence of int
-            The rows of each prompt, in order; none if they are of new tokens.
+        beginnings : sequence of slice, optional
+            The rows, among these, with which prompts begin; None if all are of new tokens.
         following : mapping, optional
             Norm and router of the next layer, for a guess at its experts.
         """
@@ -101,12 +101,21 @@ class ExpertLayers:
         self._routed = place
         counts = torch.bincount(ids.flatten(), minlength=len(self._counts)).tolist()
         self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
-        self._slots.choices.add(layer, ids, counts, prompts)
+        self._count_choices(layer, ids, counts, batch, beginnings)
         self._slots.want((layer, number) for number, count in enumerate(counts) if count)
         if following is not None and rows <= GUESSED_ROWS and self._slots.guesses:
             normed = self._do.get("guessed inputs", tuple(x.shape), x.dtype)
             guessed, _ = self._family.route(self._config, following, x, self._do, out=normed)
             self._likely.update(guessed.flatten().tolist())
+
+    def _count_choices(self, layer: int, ids: Tensor, counts: Sequence[int], batch: int,
+                       beginnings: Sequence[slice] | None) -> None:
+        """Count choices [rows, experts of a token] of a batch, but not those of ended sequences."""
+        requests = self._batches[batch].requests
+        if beginnings is None and any(request.finish_reason for request in requests):
+            living = [row for row, request in enumerate(requests) if not request.finish_reason]
+            counts = torch.bincount(ids[living].flatten(), minlength=len(counts)).tolist()
+        self._slots.choices.add(layer, ids, counts, beginnings or ())
 
     def _begin_layer(self, layer: int, rows: int, x: Tensor) -> None:
         self._layer, self._computed = layer, False

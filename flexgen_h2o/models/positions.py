@@ -95,16 +95,19 @@ def check_experts(config: ModelConfig, policy: Policy) -> None:
         return
     counts = [config.experts.count if config.has_experts(layer) else 0
               for layer in range(config.num_layers)]
-    found = [len(layer) for layer in policy.expert_choices.counts]
-    if found != counts:
-        raise UserError(f"--expert-counts {policy.expert_choices.source} is of another model: "
-                        f"{_experts_text(found)}, and {config.name} has {_experts_text(counts)}")
+    choices = policy.expert_choices
+    found = [len(layer) for layer in choices.counts]
+    if (found, choices.per_token) != (counts, config.experts.per_token):
+        raise UserError(f"--expert-counts {choices.source} is of another model: "
+                        f"{_experts_text(found, choices.per_token)}, and {config.name} has "
+                        f"{_experts_text(counts, config.experts.per_token)}")
 
 
-def _experts_text(counts: Sequence[int]) -> str:
+def _experts_text(counts: Sequence[int], per_token: int) -> str:
     """Layers and the experts of each, in words."""
     most = max(counts, default=0)
-    return f"{most} experts in {sum(count > 0 for count in counts)} of {len(counts)} layers"
+    return (f"{per_token} of {most} experts a token in {sum(count > 0 for count in counts)} of "
+            f"{len(counts)} layers")
 
 
 def longest_prompt(config: ModelConfig, h2o: H2OConfig | None) -> int | None:

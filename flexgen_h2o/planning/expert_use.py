@@ -42,7 +42,7 @@ class ExpertUse:
         self._alike = choices.per_token / len(layers[0])
         self._length = choices.text_tokens / choices.texts if choices.texts else 1.0
         self._of_text = choices.text_experts / choices.texts if choices.texts else 0.0
-        texts = choices.texts / self._layers or tokens
+        texts = choices.texts / self._layers or tokens or 1.0
         found = float(np.mean((self._counted - self._alike) ** 2))
         self._set(0.0)
         for _ in range(_ROUNDS):

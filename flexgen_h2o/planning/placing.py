@@ -118,7 +118,7 @@ class Placing:
         experts, policy, every = run.model.experts, run.policy, run.all_experts
         if (experts is None or policy.expert_slots is not None or not run.expert_slots
                 or run.computes_experts_on_host
-                or experts.touched(run.sequences) > experts.count / 2):
+                or run.touched(run.sequences, 1) > experts.count / 2):
             return run
         surplus = every * policy.experts.gpu / 100 - run.expert_slots
         for target in self._tiers[1:]:

@@ -112,7 +112,7 @@ class PlannedRun:
         touched = self.touched(sequences, tokens, first)
         missed = expert_use(choices).missed(sequences, tokens, first,
                                             kept / max(self.model.expert_layers, 1))
-        return missed / touched if touched > 0 else 0.0
+        return missed / touched if touched > 0 else 1.0
 
     @property
     def experts_away(self) -> float:

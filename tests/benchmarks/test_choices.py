@@ -55,7 +55,7 @@ def test_rows_of_every_cache_are_made_once(tiny_model, study, articles, tmp_path
         rows = list(csv.DictReader(file))
     assert [row["cache"] for row in rows] == ["full", *study.CACHES]
     assert all(0 <= int(row["right"]) <= int(row["items"]) == 5 for row in rows)
-    assert rows[0]["as_full"] == "5"
+    assert rows[0]["as_full"] == "5" and {len(row["which"]) for row in rows} == {5}
     nbytes = [int(row["kv_cache_bytes_per_sequence"]) for row in rows]
     assert all(each < 0.6 * nbytes[0] for each in nbytes[1:4]), "20 % of a prompt, and the rest"
     assert "20 %: " in capsys.readouterr().out
@@ -81,6 +81,8 @@ def test_too_few_articles_and_no_kvpress_are_told(study, articles, monkeypatch):
     given = ["--input-path", str(articles), "--model", "m"]
     with pytest.raises(UserError, match="has 6 articles: lower --items 200"):
         study.run(study.parse_args(given))
+    with pytest.raises(UserError, match="--items must be 4 or more"):
+        study.run(study.parse_args([*given, "--items", "3"]))
     monkeypatch.setattr(study.beside, "kvpress", None)
     with pytest.raises(UserError, match="needs kvpress"):
         study.run(study.parse_args([*given, "--presses", "TOVA"]))

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.expert_choices import ExpertChoices
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine import expert_slots
 from flexgen_h2o.errors import UserError
@@ -426,6 +427,30 @@ def test_choices_are_counted(tiny_model):
         assert found.text_experts == each
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_what_is_computed_for_ended_sequences_is_not_counted(tiny_model, chunk):
+    """And of prompts what they begin with counts as a text."""
+    prompts = make_prompts(97, [9, 4, 1, 12, 7, 3])
+    params = [SamplingParams(max_new_tokens=1 + 2 * number, eos_token_id=-1)
+              for number in range(len(prompts))]
+    policy = Policy(gpu_batch_size=2, num_gpu_batches=2, prefill_chunk=chunk)
+    with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32", policy=policy) as llm:
+        llm.generate(prompts, params)
+        found = llm.stats.expert_choices
+    tokens = sum(len(prompt) + each.max_new_tokens - 1
+                 for prompt, each in zip(prompts, params, strict=True))
+    assert [sum(layer) for layer in found.counts] == [3 * tokens] * 3
+    assert found.texts == 3 * len(prompts)
+    whole = 3 * sum(map(len, prompts))
+    assert found.text_tokens == whole if chunk is None else 3 * 6 <= found.text_tokens < whole
+    with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32") as llm:
+        llm.generate([prompts[0] + [number] for number in range(4)], max_new_tokens=1,
+                     eos_token_id=-1)
+        found = llm.stats.expert_choices
+    assert (found.texts, sum(found.counts[0])) in (
+        (3, 3 * (9 + 4)), (12, 3 * 4 * 10)), "once, or if it is too short to share, each"
+
+
 @pytest.fixture(scope="module", params=[0.0, 0.03, 0.1])
 def skewed(request, tmp_path_factory):
     """Such a model, and the choices of a run of it."""
@@ -489,8 +514,8 @@ def test_the_experts_chosen_most_often_rest_in_the_fastest_memory(skewed, tmp_pa
 
 def test_counts_of_another_model_are_refused(tiny_model):
     found = ExpertChoices(((5, 5),) * 3, 1, source="counts.json")
-    with pytest.raises(UserError, match="counts.json is of another model: 2 experts in 3 of 3 "
-                                        "layers, and .* has 11 experts in 3 of 3 layers"):
+    with pytest.raises(UserError, match="counts.json is of another model: 1 of 2 experts a "
+                                        "token in 3 of 3 layers, and .* has 3 of 11 experts"):
         LLM(str(tiny_model("qwen3_moe").folder), policy=Policy(expert_choices=found))
     with pytest.raises(UserError, match="no experts: leave --expert-counts out"):
         LLM(str(tiny_model("llama").folder), policy=Policy(expert_choices=found))

@@ -189,6 +189,26 @@ def test_bounds_of_the_first_rank_count(tiny_model):
     assert layers == {0: 2, 1: 1}
 
 
+def test_each_rank_keeps_the_experts_chosen_most_often_in_its_own_layers(tiny_model):
+    tiny, tiers = tiny_model("qwen2_moe"), {}
+
+    def work(pipeline):
+        with LLM(str(tiny.folder), pipeline=pipeline, bounds=(0, 2, 3), device="cpu",
+                 progress=False, policy=small(experts=Placement(50, 50, 0),
+                                              expert_choices=RISING)) as llm:
+            tiers[pipeline.rank] = {
+                key: weights_of(llm).tiers[next(iter(unit.specs.values())).name]
+                for key, unit in weights_of(llm).experts.items()}
+            if pipeline.rank:
+                llm.follow()
+
+    in_ranks(2, work)
+    for rank, first, last in ((0, 0, 2), (1, 2, 3)):
+        ranked = [tiers[rank][key] for key in RISING.part(first, last).ranked]
+        half = 3 * (last - first)
+        assert ranked == ["gpu"] * half + ["cpu"] * half
+
+
 def test_blocks_come_one_by_one_and_calls_one_after_the_other(tiny_model):
     tiny = tiny_model("opt")
     prompts = prompts_of(tiny)

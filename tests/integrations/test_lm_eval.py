@@ -500,7 +500,7 @@ VALUES = {
     "sink_tokens": (2, H2O), "enable_position_rolling": (True, H2O), "attn_sparsity": 0.5,
     "compress_cache": True, "cache_bits": 8, "prefill_chunk": 5, "seed": 3,
     "expert_percent": "0/50/50", "expert_slots": 9, "cpu_expert_compute": True,
-    "expert_counts": "counts.json",
+    "expert_counts": ("counts.json", {"expert_percent": "50/0/50"}),
 }
 
 

@@ -170,7 +170,7 @@ def test_csv_schema():
         "overlap,pin_weight,cpu_cache_compute,fetch_chosen,prefill_chunk,sep_layer,refill_share,"
         "compress_weight,compress_cache,weight_bits,activation_bits,cache_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,"
         "num_window_length,hh_all,evict_while_prefilling,score,score_decay,sink_tokens,enable_position_rolling,"
-        "attn_sparsity,expert_percent,expert_slots,cpu_expert_compute,"
+        "attn_sparsity,expert_percent,expert_slots,cpu_expert_compute,expert_counts,"
         "prompt_len,gen_len,gpu_batch_size,num_gpu_batches,num_prompts,prompt_tokens,"
         "generated_tokens,load_seconds,prefill_seconds,decode_seconds,"
         "prefill_tokens_per_second,decode_tokens_per_second,total_tokens_per_second,"

@@ -16,9 +16,11 @@ from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.cost import estimate, layer_steps_of
+from flexgen_h2o.planning.expert_use import ExpertUse
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.placing import Placing
 from flexgen_h2o.planning.search import PlanRequest, search
+from flexgen_h2o.planning.tally import RESOURCES, TERMS
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.storage.placement import experts_apart
 
@@ -188,10 +190,36 @@ def test_a_text_that_keeps_to_some_experts_has_them_at_hand():
 def test_each_rank_of_a_pipeline_goes_by_its_own_layers():
     counts = tuple((60,) * 127 + (layer,) for layer in range(48))
     run = planned(weights=(100, 0), model=QWEN, gpu=False,
-                  expert_choices=ExpertChoices(counts, 8, 5, 10, 70))
+                  expert_choices=ExpertChoices(counts, 8, 480, 960, 7200))
     part = run.of_stage(Stage(12, 24, 48), 1)
-    assert part.policy.expert_choices == ExpertChoices(counts[12:24], 8, 5, 10, 70)
+    assert part.policy.expert_choices == ExpertChoices(counts[12:24], 8, 120, 240, 1800)
     assert part.touched(1, 1) == pytest.approx(8)
+
+
+def test_a_part_of_like_layers_is_shrunk_as_the_whole():
+    layer = tuple(range(60_000, 124_000, 1000)) * 2
+    whole = ExpertChoices((layer,) * 48, 8, 48 * 1000, 48 * 1_464_000, 48 * 20_000)
+    uses = [ExpertUse(each) for each in (whole, whole.part(12, 24))]
+    assert uses[0].locality == pytest.approx(uses[1].locality)
+    assert max(uses[0].frequencies) == pytest.approx(max(uses[1].frequencies))
+    assert 8 / 128 < max(uses[0].frequencies) < 8 * max(layer) / sum(layer), "shrunk, not all"
+
+
+@pytest.mark.parametrize("hardware", [GPU, CPU])
+def test_counts_of_equals_place_as_no_counts(hardware):
+    """And the search knows that experts elsewhere have to come."""
+    limits = MemoryLimits(hardware.gpu_bytes, 12 * 10**9, 10**12)
+    run = planned(model=QWEN, batch=(4, 2), gpu=hardware.has_gpu, bits=(4, 16))
+    alike = ExpertChoices(((10**6,) * 128,) * 48, 8)
+    plain, counted = (Placing(hardware, replace(run, policy=replace(
+        run.policy, expert_choices=choices)), limits) for choices in (None, alike))
+    assert counted.seconds == pytest.approx(plain.seconds, rel=1e-4)
+    assert counted.best().policy == replace(plain.best().policy, expert_choices=alike)
+    steps = layer_steps_of(hardware, replace(run, policy=replace(run.policy,
+                                                                 expert_choices=alike)))[1]
+    on_disk = [step.seconds[RESOURCES.index("disk->cpu"), TERMS.index(("weights", "disk"))]
+               for step in steps]
+    assert max(on_disk) > 0
 
 
 def test_a_choice_of_an_expert_takes_what_a_row_takes_beside_products():

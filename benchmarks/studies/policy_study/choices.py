@@ -48,9 +48,10 @@ def make(items: Iterable[Mapping], tokenizer) -> list[ChoiceItem]:
 
 def scores(items: Sequence[ChoiceItem], folder: str, h2o: H2OConfig | None
            ) -> tuple[list[list[float]], int]:
-    """Log-probabilities of each item's choices by this engine, and bytes of its cache of an item.
+    """Log-probabilities of each item's choices by this engine, and bytes of a sequence's cache,
+    with the room that it has for a choice.
 
-    The choices of an item are a batch, which reads the article once.
+    The choices of an item are a batch, for which a cache that is cut reads the article once.
     """
     each = len(items[0].choices)
     with LLM(folder, h2o=h2o, dtype="float32", progress=False,
@@ -63,7 +64,8 @@ def scores(items: Sequence[ChoiceItem], folder: str, h2o: H2OConfig | None
 
 def pressed_scores(items: Sequence[ChoiceItem], model, one: beside.Rival, percent: float
                    ) -> tuple[list[list[float]], int]:
-    """The same by kvpress on transformers, which reads an article once too."""
+    """The same by kvpress on transformers, which reads an article once too; bytes are those of the
+    longest, when it has been cut."""
     beside.attention_of(model, one)
     found, most = [], 0
     for item in items:

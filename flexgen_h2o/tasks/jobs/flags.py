@@ -116,7 +116,8 @@ class BatchOptions:
             check_plot("--plot", self.plot)
         _ = self.template  # one that cannot be read must show now
         beside = [("output", f"{self.output}.config.yaml")] if self.output else []
-        check_files(self, _FILES, beside + ([("csv", self.run.csv)] if self.run.csv else []))
+        check_files(self, _FILES, beside + [
+            (name, path) for name in ("csv", "expert_counts") if (path := getattr(self.run, name))])
         self._check_processes()
 
     def _check_processes(self) -> None:
