@@ -69,6 +69,7 @@ def check_counting(path: str | None, llm: LLM) -> None:
 def write_expert_counts(path: str, stats: RunStats) -> None:
     """Write the choices of a run, a line for each decoder layer. OSError if it cannot."""
     found = stats.expert_choices
+    assert found is not None  # `check_counting` has seen to it
     head = {"model": stats.model, "per_token": found.per_token, "texts": found.texts,
             "text_tokens": found.text_tokens, "text_experts": found.text_experts}
     layers = ",\n".join(f" {json.dumps(layer)}" for layer in found.counts)

@@ -49,8 +49,9 @@ class ExpertChoices:
         """Those of decoder layers `first` to `last` - 1, and their share of the other sums."""
         counts = self.counts[first:last]
         share = sum(map(bool, counts)) / max(sum(map(bool, self.counts)), 1)
-        sums = (round(share * each) for each in (self.texts, self.text_tokens, self.text_experts))
-        return ExpertChoices(counts, self.per_token, *sums, self.source)
+        return replace(self, counts=counts, texts=round(share * self.texts),
+                       text_tokens=round(share * self.text_tokens),
+                       text_experts=round(share * self.text_experts))
 
     @cached_property
     def ranked(self) -> list[Key]:
