@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 
 Key = tuple[int, int]
 """(decoder layer, number of the expert)."""
+
 
 @dataclass(frozen=True)
 class ExpertChoices:
@@ -63,7 +65,5 @@ class ExpertChoices:
 
 def summed(choices: Iterable[ExpertChoices | None]) -> ExpertChoices | None:
     """The choices of runs together; None where none made any."""
-    found = None
-    for each in choices:
-        found = each if found is None else found if each is None else found + each
-    return found
+    found = [each for each in choices if each is not None]
+    return reduce(add, found) if found else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from flexgen_h2o.config.expert_choices import ExpertChoices
@@ -42,10 +43,13 @@ class ChoiceCounter:
         """
         known = self._counts.setdefault(layer, [0] * self._experts.count)
         self._counts[layer] = [before + more for before, more in zip(known, counts, strict=True)]
-        for tokens in beginnings:
-            self._texts += 1
-            self._tokens += tokens.stop - tokens.start
-            self._touched += ids[tokens].unique().numel()
+        if beginnings:
+            seen = torch.zeros(len(beginnings), len(counts), dtype=torch.bool, device=ids.device)
+            for text, tokens in zip(seen, beginnings, strict=True):
+                text[ids[tokens].flatten()] = True
+            self._texts += len(beginnings)
+            self._tokens += sum(tokens.stop - tokens.start for tokens in beginnings)
+            self._touched += int(seen.sum())  # a GPU is waited for once
 
     def made(self, layers: int) -> ExpertChoices:
         """The choices of so many decoder layers, some of which may have no experts."""

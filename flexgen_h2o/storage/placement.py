@@ -47,19 +47,9 @@ def fill(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name, 
     """Give the first tensors to the fastest tier until its share of the bytes is full, the next
     ones to the second, and so on.
 
-    No tier has more, or less, than its share by more than the largest tensor.
-
-    Parameters
-    ----------
-    sizes : iterable of (name, bytes)
-        What is to be on the fastest tier comes first.
-    placement : Placement
-        Percentages for gpu, cpu, disk.
-
-    Returns
-    -------
-    dict
-        Name to ``"gpu"``, ``"cpu"`` or ``"disk"``.
+    Parameters and result are those of `assign`, which spreads the tiers; what is to be on the
+    fastest one comes first here. No tier has more, or less, than its share by more than the largest
+    tensor.
     """
     sizes = list(sizes)
     total, before, tiers = sum(nbytes for _, nbytes in sizes), 0.0, {}
