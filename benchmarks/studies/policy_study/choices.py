@@ -13,6 +13,9 @@ from flexgen_h2o import LLM, H2OConfig, Policy
 from policy_study import beside
 from policy_study.needles import kept
 
+TOGETHER = 8
+"""Items of a batch."""
+
 
 @dataclass(frozen=True)
 class ChoiceItem:
@@ -51,13 +54,14 @@ def scores(items: Sequence[ChoiceItem], folder: str, h2o: H2OConfig | None
     """Log-probabilities of each item's choices by this engine, and bytes of a sequence's cache,
     with the room that it has for a choice.
 
-    The choices of an item are a batch, for which a cache that is cut reads the article once.
+    All choices of some items are a batch, for which a cache that is cut reads each article once.
     """
     each = len(items[0].choices)
+    batch = each * min(TOGETHER, len(items))
     with LLM(folder, h2o=h2o, dtype="float32", progress=False,
-             policy=Policy(gpu_batch_size=each)) as llm:
+             policy=Policy(gpu_batch_size=batch)) as llm:
         found = llm.score([(item.prompt, choice) for item in items for choice in item.choices])
-        nbytes = llm.stats.kv_cache_bytes // each
+        nbytes = llm.stats.kv_cache_bytes // batch
     sums = [sum(one.log_probs) for one in found]
     return [sums[at : at + each] for at in range(0, len(sums), each)], nbytes
 
