@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.expert_choices import ExpertChoices
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine import expert_slots
@@ -429,7 +430,6 @@ def test_choices_are_counted(tiny_model):
 
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_what_is_computed_for_ended_sequences_is_not_counted(tiny_model, chunk):
-    """And of prompts what they begin with counts as a text."""
     prompts = make_prompts(97, [9, 4, 1, 12, 7, 3])
     params = [SamplingParams(max_new_tokens=1 + 2 * number, eos_token_id=-1)
               for number in range(len(prompts))]
@@ -443,12 +443,20 @@ def test_what_is_computed_for_ended_sequences_is_not_counted(tiny_model, chunk):
     assert found.texts == 3 * len(prompts)
     whole = 3 * sum(map(len, prompts))
     assert found.text_tokens == whole if chunk is None else 3 * 6 <= found.text_tokens < whole
-    with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32") as llm:
-        llm.generate([prompts[0] + [number] for number in range(4)], max_new_tokens=1,
+
+
+@pytest.mark.parametrize(("alike", "texts", "tokens"), [
+    (SHARED_PREFIX - 1, 4, 4 * SHARED_PREFIX), (SHARED_PREFIX, 1, SHARED_PREFIX + 4)])
+def test_what_prompts_begin_with_counts_as_a_text_where_it_is_computed_once(
+        tiny_model, alike, texts, tokens):
+    beginning, = make_prompts(97, [alike])
+    with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32",
+             policy=Policy(gpu_batch_size=4)) as llm:
+        llm.generate([[*beginning, number] for number in range(4)], max_new_tokens=1,
                      eos_token_id=-1)
         found = llm.stats.expert_choices
-    assert (found.texts, sum(found.counts[0])) in (
-        (3, 3 * (9 + 4)), (12, 3 * 4 * 10)), "once, or if it is too short to share, each"
+    assert found.texts == 3 * texts
+    assert [sum(layer) for layer in found.counts] == [3 * tokens] * 3
 
 
 @pytest.fixture(scope="module", params=[0.0, 0.03, 0.1])
