@@ -80,7 +80,8 @@ class KVCache:
         self.parts: list[CachePart] = make(
             "cache", shape.records(), size.slots,
             on_host=policy.cpu_cache_compute and transfers.device.separate,
-            fast=[budgets.fast_slots(h2o, layer, most) if policy.fetch_chosen else 0
+            fast=[budgets.fast_slots(h2o, layer, most, policy.fast_set)
+                  if policy.fetch_chosen else 0
                   for layer, most in enumerate(size.slots)])
         self._prompts: list[CachePart] = self.parts
         """Parts in which prompts are gathered that come in chunks. The full cache has room for
@@ -249,6 +250,8 @@ class KVCache:
             own = sinks.cpu() if part.on_host and sinks is not None else sinks
             attend = self._attention(layer, batch, part, token,
                                      LayerAttention(self.shape.form(layer), own).options)
+            if any(part.room(layer, batch)):
+                self._expect(layer, batch, part, *rows[:2], token=token, sinks=own)
             if part.on_host:
                 out, handle = self._host.start(*rows, attend)
                 attending.handles.append(handle)
@@ -266,8 +269,8 @@ class KVCache:
         their slots too."""
         step = self._recall_step(layer, batch, part, token)
         if step is not None:
-            return partial(self._recall.attend, index=self._recall.index(layer, batch, part),
-                           step=step, recall=partial(part.recall, layer, batch), **options)
+            return partial(self._recall.attend, part=part, where=(layer, batch), step=step,
+                           **options)
         metadata = self._metadata(layer, batch, part, token)
         if self.shape.attn_sparsity < 1:
             return partial(
@@ -289,13 +292,18 @@ class KVCache:
         if rope is not None:
             for x in (q, k):
                 apply_rope_(x, *rope)
-        options = LayerAttention(self.shape.form(layer), sinks).options
         for part in self._here(batch):
             if part.recalls(layer):
-                mine, step = part.sequences(batch), self._recall_step(layer, batch, part, token)
-                part.expect(layer, batch, self._recall.choose(
-                    q[mine], k[mine], index=self._recall.index(layer, batch, part), step=step,
-                    **options))
+                mine = part.sequences(batch)
+                self._expect(layer, batch, part, q[mine], k[mine], token=token, sinks=sinks)
+
+    def _expect(self, layer: int, batch: int, part: CachePart, q, k, *, token: int,
+                sinks: torch.Tensor | None) -> None:
+        """Let a part bring what its sequences' queries choose, and as much more as it has room."""
+        step = self._recall_step(layer, batch, part, token).widened(part.room(layer, batch))
+        part.expect(layer, batch, self._recall.choose(
+            q, k, index=self._recall.index(layer, batch, part), step=step,
+            **LayerAttention(self.shape.form(layer), sinks).options))
 
     def _recall_step(self, layer: int, batch: int, part: CachePart, token: int
                      ) -> RecallStep | None:

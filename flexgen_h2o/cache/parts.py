@@ -161,15 +161,27 @@ class CachePart:
         """Take note of tokens of prompts that have been put into slots: (sequence of the batch,
         first, end)."""
 
+    def room(self, layer: int, batch: int) -> Sequence[int]:
+        """Tokens that fast memory has room for, of each sequence of which it has had none; 0 of
+        others, and where all is in fast memory."""
+        return ()
+
     def expect(self, layer: int, batch: int, chosen: Chosen) -> None:
-        """Start bringing tokens that the next `recall` may choose."""
+        """Start bringing tokens that the next `ask` may choose."""
 
-    def recall(self, layer: int, batch: int, chosen: Chosen) -> tuple[torch.Tensor, Chosen]:
-        """The records of chosen tokens, where token i has slot i.
+    def turns(self, layer: int, sequences: int) -> list[slice]:
+        """Neighbouring sequences whose chosen tokens are asked for together, one group after the
+        other: attention over some goes on while those of others come."""
+        return [slice(0, sequences)]
 
-        Returns records as those of `get`, maybe strided, and `chosen` with their slots there.
-        """
-        return self.get(layer, batch), chosen
+    def ask(self, layer: int, batch: int, rows: slice, chosen: Chosen) -> Chosen:
+        """Start bringing the tokens that some sequences choose, where token i has slot i; `chosen`
+        with their slots in `recalled`."""
+        return chosen
+
+    def recalled(self, layer: int, batch: int, rows: slice) -> torch.Tensor:
+        """The records that these sequences have asked for, as those of `get`, maybe strided."""
+        return self.get(layer, batch)[:, rows]
 
     def gather(self, layer: int, batch: int, index: torch.Tensor) -> torch.Tensor:
         """The values in some slots, as `picked` has them, on the host until the buffer moves on."""

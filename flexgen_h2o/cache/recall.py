@@ -6,8 +6,8 @@ the keys that are cached, and comes up to date with whatever is put into their s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -44,6 +44,19 @@ class RecallStep:
     metadata: Tensor
     most: int
     spans: Tensor
+
+    def of(self, rows: slice) -> RecallStep:
+        """That of some of the sequences."""
+        return replace(self, tokens=self.tokens[rows], spans=self.spans[:, rows].contiguous(),
+                       metadata=self.metadata[:, rows].contiguous())
+
+    def widened(self, counts: Sequence[int]) -> RecallStep:
+        """The same with at least so many chosen of each sequence, if there are as many."""
+        if not any(counts):
+            return self
+        before, least = self.metadata
+        wide = torch.maximum(torch.tensor(counts).to(least), least).minimum(before)
+        return replace(self, metadata=torch.stack((before, wide)), most=int(wide.max()))
 
 
 class Recall:
@@ -140,20 +153,18 @@ class Recall:
                                 most=step.most, **options)
         return Chosen(slots, step.metadata, step.spans)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, index: Tensor, step: RecallStep,
-               recall: Callable[[Chosen], tuple[Tensor, Chosen]], **options: Any
-               ) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, part: CachePart, where: tuple[int, int],
+               step: RecallStep, **options: Any) -> tuple[Tensor, Tensor]:
         """Attend from one new token of each sequence to what it recalls; cache it, and index it.
 
         Parameters
         ----------
         q : Tensor [sequences, heads, head_dim]
         k, v : Tensor [sequences, kv_heads, head_dim]
-        index : Tensor
-            From `index`.
+        part : CachePart
+            What they live in.
+        where : (layer, batch)
         step : RecallStep
-        recall : callable
-            `CachePart.recall` for the layer and batch.
         **options
             The form of attention.
 
@@ -163,10 +174,20 @@ class Recall:
         taken : int64 Tensor [sequences, kv_heads]
             The slot that each new token got.
         """
-        held, chosen = recall(self.choose(q, k, index=index, step=step, **options))
-        out, taken = ops.attend_recalled(
-            q, k, v, slots=held, chosen=chosen.slots, metadata=chosen.metadata,
-            layout=self._shape.layout, **options)
-        ops.index_keys(held[0], index, chosen.spans, layout=self._layout,
-                       records=self._shape.layout)
-        return out, taken
+        index = self.index(*where, part)
+        turns = part.turns(where[0], len(q))
+        asked = [part.ask(*where, rows, self.choose(
+            q[rows], k[rows], index=index[rows], step=step if len(turns) == 1 else step.of(rows),
+            **options)) for rows in turns]
+        attended = []
+        for rows, chosen in zip(turns, asked, strict=True):
+            held = part.recalled(*where, rows)
+            attended.append(ops.attend_recalled(
+                q[rows], k[rows], v[rows], slots=held, chosen=chosen.slots,
+                metadata=chosen.metadata, layout=self._shape.layout, **options))
+            ops.index_keys(held[0], index[rows], chosen.spans, layout=self._layout,
+                           records=self._shape.layout)
+        if len(attended) == 1:
+            return attended[0]
+        out, taken = zip(*attended, strict=True)
+        return torch.cat(out), torch.cat(taken)

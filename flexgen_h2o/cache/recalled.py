@@ -12,16 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.fast_set import FastSet
 from flexgen_h2o.cache.fetched import CachedRecords, FetchedPart
-from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout, runs_of
+from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout, runs_of, tokens_of
 from flexgen_h2o.cache.parts import Chosen, Grid, Records
-from flexgen_h2o.config.limits import NEAR
+from flexgen_h2o.config.limits import NEAR, TURNS
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.disk import CHUNK, AlignedRead
@@ -63,15 +64,18 @@ class _Fast:
         Tokens of each sequence that are cached.
     written : list of int
         Those of each sequence that are on disk.
-    coming : list of Handle
-        The jobs that fill slots.
+    empty : list of bool
+        Of each sequence the fast set has had nothing.
+    coming : list of (slice, Handle)
+        The jobs that fill slots, and of which sequences.
     """
 
     records: Tensor
     found: FastSet
     cached: list[int]
     written: list[int]
-    coming: list[Handle] = field(default_factory=list)
+    empty: list[bool]
+    coming: list[tuple[slice, Handle]] = field(default_factory=list)
 
 
 def layouts(records: Records, grid: Grid, fast: Sequence[int]) -> list[PageLayout | None]:
@@ -139,8 +143,8 @@ class RecalledPart(FetchedPart):
             shape = (sequences, records.kv_heads, slots + pages.newest, 2, records.width)
             self._fast[layer, batch] = _Fast(
                 typed(self._buffer, start, shape, records.dtype),
-                FastSet(sequences * records.kv_heads, pages.slots, slots),
-                [0] * sequences, [0] * sequences)
+                FastSet(sequences * records.kv_heads, pages.slots, slots, pages.newest),
+                [0] * sequences, [0] * sequences, [False] * sequences)
 
     def reset(self):
         super().reset()
@@ -155,7 +159,7 @@ class RecalledPart(FetchedPart):
 
     def _under_way(self) -> Iterator[Handle]:
         for key, fast in self._fast.items():
-            yield from (*self._stores[key].busy, *fast.coming)
+            yield from (*self._stores[key].busy, *(handle for _, handle in fast.coming))
 
     # Prompts: by whole layers
 
@@ -166,7 +170,7 @@ class RecalledPart(FetchedPart):
             return
         store, fast = self._stores[layer, batch], self._fast[layer, batch]
         store.slots = pages.rows * pages.tokens
-        before, store.busy = [*store.busy, *fast.coming], []
+        before, store.busy = [*store.busy, *(handle for _, handle in fast.coming)], []
         fill = partial(self._read_all, layer=layer, batch=batch, cached=tuple(fast.cached))
         self._ring.load((layer, batch), fill if fetch else lambda lane, staging: None, after=before)
 
@@ -212,6 +216,7 @@ class RecalledPart(FetchedPart):
         for sequence, first, end in tokens:
             row = sequence - self.first
             fast.cached[row], fast.written[row] = end, min(first, fast.written[row])
+            fast.empty[row] |= first == 0
             firsts[row] = first
             new = torch.arange(pages.first_newest(end), end)
             newest[row, :, new % newest.shape[2]] = held[:, row, :, new].permute(1, 2, 0, 3)
@@ -241,98 +246,116 @@ class RecalledPart(FetchedPart):
 
     # New tokens: those that are chosen
 
-    def recall(self, layer, batch, chosen):
+    def turns(self, layer, sequences):
         if self._pages[layer] is None:
-            return super().recall(layer, batch, chosen)
+            return super().turns(layer, sequences)
+        groups = min(sequences, TURNS)
+        ends = [sequences * group // groups for group in range(groups + 1)]
+        return [slice(*each) for each in pairwise(ends)]
+
+    def ask(self, layer, batch, rows, chosen):
+        if self._pages[layer] is None:
+            return super().ask(layer, batch, rows, chosen)
         pages, fast, before = self._pages[layer], self._fast[layer, batch], chosen.spans[1]
-        self._write_full(layer, batch, before.tolist())
-        self._await(fast)
-        newest, slots, missing = self._take(layer, batch, chosen)
-        if missing.any():
-            self._bring(layer, batch, chosen, slots, missing)
-            self._await(fast)
-        asked, loads = int((chosen.slots >= 0).sum() - newest.sum()), int(missing.sum())
-        self.counts.hits += asked - loads
+        self._write_full(layer, batch, rows, before.tolist())
+        slots, held, loads = self._take(layer, batch, rows, chosen)
+        self.counts.hits += held
         self.counts.loads += loads
-        first = self._slots[layer]
-        slots = (first + chosen.slots % pages.newest).where(newest, slots.view_as(newest)).int()
-        place = first + before % pages.newest
-        fast.cached[:] = (before + 1).tolist()
+        place = self._slots[layer] + before % pages.newest
+        fast.cached[rows] = (before + 1).tolist()
         spans = torch.stack((place, *chosen.spans[1:]))
-        return fast.records.permute(3, 0, 1, 2, 4), Chosen(
-            slots, torch.stack((place, chosen.metadata[1])), spans)
+        return Chosen(slots, torch.stack((place, chosen.metadata[1])), spans)
+
+    def recalled(self, layer, batch, rows):
+        if self._pages[layer] is None:
+            return super().recalled(layer, batch, rows)
+        fast, began = self._fast[layer, batch], time.perf_counter()
+        for each in list(fast.coming):
+            mine, handle = each
+            if mine.start < rows.stop and rows.start < mine.stop:
+                self._transfers.ready(handle)
+                fast.coming.remove(each)
+        self.counts.wait_seconds += time.perf_counter() - began
+        return fast.records[rows].permute(3, 0, 1, 2, 4)
+
+    def room(self, layer, batch):
+        if self._pages[layer] is None:
+            return ()
+        return [self._slots[layer] * empty for empty in self._fast[layer, batch].empty]
 
     def expect(self, layer, batch, chosen):
         if self._pages[layer] is None:
             return
-        _, slots, missing = self._take(layer, batch, chosen)
-        self.counts.guesses += int(missing.sum())
-        if missing.any():
-            self._bring(layer, batch, chosen, slots, missing)
+        fast, fills = self._fast[layer, batch], any(self.room(layer, batch))
+        fast.empty = [False] * len(chosen.slots)
+        _, _, loads = self._take(layer, batch, slice(0, len(chosen.slots)), chosen)
+        if fills:
+            self.counts.loads += loads
+        else:
+            self.counts.guesses += loads
 
-    def _take(self, layer: int, batch: int, chosen: Chosen) -> tuple[Tensor, Tensor, Tensor]:
-        """The chosen tokens that are among the newest, bool like `chosen.slots`, and what
-        `FastSet.take` says of the others."""
+    def _take(self, layer: int, batch: int, rows: slice, chosen: Chosen
+              ) -> tuple[Tensor, int, int]:
+        """The slots of the tokens that some sequences choose, of which those that are missing
+        start to come; how many were in memory, and how many were not."""
         firsts = [self._pages[layer].first_newest(cached) for cached in chosen.spans[1].tolist()]
-        newest = chosen.slots >= torch.tensor(firsts)[:, None, None]
-        others = chosen.slots.masked_fill(newest, -1)
-        return newest, *self._fast[layer, batch].found.take(others.flatten(0, 1))
+        slots, missing, held = self._fast[layer, batch].found.take(
+            chosen.slots, torch.tensor(firsts, dtype=torch.int32),
+            head=rows.start * self.records.kv_heads)
+        if missing.numel():
+            missing[0] += rows.start * self.records.kv_heads
+            self._bring(layer, batch, rows, missing)
+        return slots, held, missing.shape[1]
 
-    def _await(self, fast: _Fast) -> None:
-        """Wait for the tokens that are coming."""
-        began = time.perf_counter()
-        for handle in fast.coming:
-            self._transfers.ready(handle)
-        fast.coming.clear()
-        self.counts.wait_seconds += time.perf_counter() - began
-
-    def _bring(self, layer: int, batch: int, chosen: Chosen, slots: Tensor, missing: Tensor
-               ) -> None:
-        """Start reading missing tokens into their slots of the fast set."""
+    def _bring(self, layer: int, batch: int, rows: slice, missing: Tensor) -> None:
+        """Start reading missing tokens [3, n] (head, token, slot) into their slots of the fast
+        set."""
         pages, fast = self._pages[layer], self._fast[layer, batch]
         store, heads = self._stores[layer, batch], self.records.kv_heads
-        head, column = missing.nonzero().unbind(1)
-        token = chosen.slots.flatten(0, 1)[head, column].long()
+        head, token, slot = missing.numpy()
         record = (head // heads * pages.rows + token // pages.tokens) * heads + head % heads
-        target = head * fast.records.shape[2] + slots[head, column]
+        target = head * fast.records.shape[2] + slot
         before, store.busy = store.busy, []
-        fast.coming.append(self._transfers.submit(RECALLS, partial(
+        fast.coming.append((rows, self._transfers.submit(RECALLS, partial(
             self._read_some, pages=pages, store=store, record=record, token=token % pages.tokens,
-            target=target, slots=fast.records.flatten(0, 2)), after=before))
+            target=target, slots=fast.records.flatten(0, 2)), after=before)))
 
-    def _read_some(self, lane: Lane, *, pages: PageLayout, store: CachedRecords, record: Tensor,
-                   token: Tensor, target: Tensor, slots: Tensor) -> None:
+    def _read_some(self, lane: Lane, *, pages: PageLayout, store: CachedRecords,
+                   record: np.ndarray, token: np.ndarray, target: np.ndarray, slots: Tensor
+                   ) -> None:
         """Read records that hold tokens, and put these into slots.
 
         Parameters
         ----------
-        record, token, target : int64 Tensor [n]
+        record, token, target : int64 ndarray [n]
             Numbers of a record, of a token in it, and of the slot.
         slots : Tensor [slots, 2, width]
         """
         most = len(self._landing) // pages.record_bytes
-        firsts, counts = runs_of(record.unique(), gap=NEAR // pages.record_bytes, most=most)
-        run = torch.searchsorted(firsts, record, right=True) - 1
+        firsts, counts = runs_of(np.unique(record), gap=NEAR // pages.record_bytes, most=most)
+        run = np.searchsorted(firsts, record, side="right") - 1
+        # NumPy copies a token as one element, and by this thread alone: compute has the others.
+        held = tokens_of(self._landing, pages)
+        there = slots.view(torch.uint8).numpy().reshape(-1).view(held.dtype)
         for some in _fitting(counts.tolist(), most):
-            places = counts[some].cumsum(0) - counts[some]
-            ranges = torch.stack((firsts[some], counts[some], places), 1) * pages.record_bytes
+            places = counts[some].cumsum() - counts[some]
+            ranges = np.stack((firsts[some], counts[some], places), 1) * pages.record_bytes
             ranges[:, 0] += store.extent.offset
-            lane.disk.read_scattered(store.extent.path, ranges.tolist(), self._landing)
-            mine = ((run >= some.start) & (run < some.stop)).nonzero().squeeze(1)
+            lane.disk.read_scattered(store.extent.path, ranges, self._landing)
+            mine = np.flatnonzero((run >= some.start) & (run < some.stop))
             place = places[run[mine] - some.start] + record[mine] - firsts[run[mine]]
-            slots.index_copy_(0, target[mine], in_records(
-                self._landing[: most * pages.record_bytes], pages, self.records
-                )[place, token[mine]])
+            there[target[mine]] = held[place, token[mine]]
 
-    def _write_full(self, layer: int, batch: int, cached: Sequence[int]) -> None:
-        """Start writing the records of newest tokens that have become full."""
+    def _write_full(self, layer: int, batch: int, rows: slice, cached: Sequence[int]) -> None:
+        """Start writing the records of some sequences' newest tokens that have become full."""
         pages, fast = self._pages[layer], self._fast[layer, batch]
         store = self._stores[layer, batch]
-        for handle in store.busy:
-            self._transfers.ready(handle)
-        store.busy = []
+        if rows.start == 0:
+            for handle in store.busy:
+                self._transfers.ready(handle)
+            store.busy = []
         newest = fast.records[:, :, self._slots[layer] :].unflatten(2, (-1, pages.tokens))
-        for sequence, count in enumerate(cached):
+        for sequence, count in enumerate(cached, rows.start):
             full = count // pages.tokens
             if full * pages.tokens <= fast.written[sequence]:
                 continue

@@ -30,6 +30,9 @@ def h2o_config(flags: RunFlags) -> H2OConfig | None:
     if flags.fetch_chosen and not flags.recall:
         raise UserError(f"{flags.called('fetch_chosen')} has no effect: add "
                         f"{flags.called('recall')}")
+    if flags.fast_set is not None and not flags.fetch_chosen:
+        raise UserError(f"{flags.called('fast_set')} has no effect: add "
+                        f"{flags.called('fetch_chosen')}")
     given = _sized_by(flags)
     if not given:
         _check_full(flags)

@@ -141,6 +141,12 @@ class RunFlags:
         help="of a cache on disk read only the tokens that a step chooses (--recall, without a "
         "GPU): for disks that do many small reads",
     )
+    fast_set: float | None = _flag(
+        "policy", "float", None, above=0, high=1, metavar="SHARE",
+        shown="twice what a step attends to",
+        help="share of all tokens that memory holds of what --fetch-chosen reads: more of them, "
+        "fewer reads",
+    )
     sep_layer: bool = _flag(
         "policy", "bool", False,
         help="schedule attention and MLP as two layers, which takes smaller buffers for weights",

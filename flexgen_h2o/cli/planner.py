@@ -317,5 +317,5 @@ def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
                    expert_slots=policy.expert_slots,
                    gpu_batch_size=policy.gpu_batch_size, num_gpu_batches=policy.num_gpu_batches,
                    cpu_cache_compute=policy.cpu_cache_compute,
-                   fetch_chosen=policy.fetch_chosen, goal=GOALS[0],
+                   fetch_chosen=policy.fetch_chosen, fast_set=policy.fast_set, goal=GOALS[0],
                    allow_compression=False, recalibrate=False, **bits)

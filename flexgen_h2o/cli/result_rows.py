@@ -23,10 +23,10 @@ EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
             "num_window_length", "hh_all", "evict_while_prefilling", "score", "score_decay",
             "sink_tokens", "enable_position_rolling")
 """Columns of what stays cached."""
-_SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "fetch_chosen", "prefill_chunk",
-             "sep_layer", "refill_share", "compress_weight", "compress_cache", "weight_bits",
-             "activation_bits", "cache_bits", *EVICTION, "attn_sparsity", "expert_percent",
-             "expert_slots", "cpu_expert_compute", "expert_counts")
+_SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "fetch_chosen", "fast_set",
+             "prefill_chunk", "sep_layer", "refill_share", "compress_weight", "compress_cache",
+             "weight_bits", "activation_bits", "cache_bits", *EVICTION, "attn_sparsity",
+             "expert_percent", "expert_slots", "cpu_expert_compute", "expert_counts")
 SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
 """Columns of what is run, but for lengths and batches."""
 CSV_COLUMNS = (

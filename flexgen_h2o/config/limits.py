@@ -54,6 +54,10 @@ NEWEST_RECORDS = 2
 """Records of the newest tokens that memory holds of such a cache: one fills up, and one may be on
 its way to disk."""
 
+TURNS = 2
+"""Groups of a batch's sequences at most that recall from such a cache one after the other: the next
+ones' tokens come while attention goes over these."""
+
 NEAR = 32 << 10
 """Bytes between two records of such a cache that are read with them: a disk takes about as long for
 one more request, where it has many at a time."""

@@ -34,7 +34,8 @@ class Policy:
     `expert_choices` the experts that are chosen most often rest in the fastest memory; without
     them each layer has as many there.
     `fetch_chosen`, of a cache on disk that is recalled, reads in a decode step the tokens alone
-    that it chooses and that memory has not, in place of whole layers. When `refill_share` of a
+    that it chooses and that memory has not, in place of whole layers; memory holds `fast_set` of
+    all tokens then (a share; None: twice what a step attends to). When `refill_share` of a
     block's sequences have ended, the others go on in a block with the next ones (1: a block goes on
     until all have ended). Raises `UserError` for a value of a wrong type or range.
     """
@@ -55,6 +56,7 @@ class Policy:
     cpu_expert_compute: bool = False
     expert_choices: ExpertChoices | None = None
     fetch_chosen: bool = False
+    fast_set: float | None = None
 
     def __post_init__(self) -> None:
         check_int("gpu_batch_size", self.gpu_batch_size, low=1)
@@ -75,6 +77,8 @@ class Policy:
                      "cpu_expert_compute", "fetch_chosen"):
             check_bool(name, getattr(self, name))
         check_number("refill_share", self.refill_share, above=0, high=1)
+        if self.fast_set is not None:
+            check_number("fast_set", self.fast_set, above=0, high=1)
 
     def check_device(self, *, has_gpu: bool) -> None:
         """Raise `UserError` for what a run can't do with a GPU."""
@@ -97,8 +101,10 @@ class Policy:
 
 
 def check_fetch_chosen(policy: Policy, cache: CacheOptions) -> None:
-    """Raise `UserError` where `fetch_chosen` would do nothing."""
+    """Raise `UserError` where `fetch_chosen` or `fast_set` would do nothing."""
     if not policy.fetch_chosen:
+        if policy.fast_set is not None:
+            raise UserError("fast_set has no effect without fetch_chosen: leave it out")
         return
     idle = {"without recall": not cache.recalls,
             "in a simulation, whose cache is in memory": cache.simulated,

@@ -270,7 +270,8 @@ class Runner:
         experts_before = None if self._experts is None else replace(self._experts.counts)
         recalls = workspace.cache.recall_counts
         recalls_before = None if recalls is None else replace(recalls)
-        with (torch.inference_mode(), self.sampled_memory(), self._spinning.watched(),
+        with (torch.inference_mode(), self.sampled_memory(),
+              self._spinning.watched(asleep=recalls is not None),
               dispatch.measured(self.settings.load.implementations),
               contextlib.ExitStack() as opened):
             if bars is None:

@@ -84,11 +84,14 @@ def recalled(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -
     return None if h2o.ratios(layer) == (1, 1) else _budget(h2o, layer, prompt_len, new).total
 
 
-def fast_slots(h2o: H2OConfig | None, layer: int, slots: int) -> int:
+def fast_slots(h2o: H2OConfig | None, layer: int, slots: int, share: float | None) -> int:
     """Tokens of a KV head that memory holds of a cache on disk with so many slots of a sequence, if
-    `recalled` ones alone are fetched; 0 in layers that are fetched whole."""
+    `recalled` ones alone are fetched; 0 in layers that are fetched whole. `share` is
+    `Policy.fast_set`."""
     count = recalled(h2o, layer, slots)
-    return 0 if count is None else min(slots, FAST_SET * count)
+    if count is None:
+        return 0
+    return min(slots, FAST_SET * count if share is None else max(count, _share(share, slots)))
 
 
 def kept(h2o: H2OConfig | None, layer: int, prompt_len: int) -> int:

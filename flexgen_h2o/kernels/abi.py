@@ -66,6 +66,12 @@ STRUCTS = MappingProxyType({
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot threads;
         Form: form""",
+    # reference_recall.take_slots: chosen and slots [sequences, kv_heads, most], slot_of [heads,
+    # tokens], token_of and wanted [heads, num_slots], of all heads of all sequences; missing [3,
+    # heads * most], of which the first counts[0] of each row are written, and counts [2].
+    "TakeSlots": """const int32_t*: chosen firsts; int32_t*: slots slot_of token_of wanted;
+        int64_t*: missing counts;
+        int64_t: sequences kv_heads most tokens num_slots newest step threads""",
     # reference.quantize_groups and its inverse: x [rows, length] and records [rows, nbytes]; x is
     # float32 where it is the output.
     "Groups": """void*: x records; Layout: layout;

@@ -106,3 +106,26 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
          q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_strides(slots),
          form=form_struct(form))
     return out, taken
+
+
+def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
+               wanted: Tensor, step: int, newest: int) -> tuple[Tensor, Tensor, int]:
+    """See `reference_recall.take_slots`."""
+    name = "take_slots"
+    sequences, kv_heads, most = chosen.shape
+    heads, (_, tokens), (_, num_slots) = sequences * kv_heads, slot_of.shape, token_of.shape
+    told = {"chosen": (chosen, (sequences, kv_heads, most)), "firsts": (firsts, (sequences,)),
+            "slot_of": (slot_of, (heads, tokens)), "token_of": (token_of, (heads, num_slots)),
+            "wanted": (wanted, (heads, num_slots))}
+    expect(name, torch.int32, **told)
+    contiguous(name, **{key: tensor for key, (tensor, _) in told.items()})
+    need(newest > 0 and 0 < step < 2**31, name, f"{newest} newest tokens in step {step}")
+    slots = torch.empty_like(chosen)
+    missing = chosen.new_empty((3, heads * most), dtype=torch.int64)
+    counts = chosen.new_empty(2, dtype=torch.int64)
+    call(name, "TakeSlots", slots=slots.data_ptr(), missing=missing.data_ptr(),
+         counts=counts.data_ptr(), **{key: tensor.data_ptr() for key, (tensor, _) in told.items()},
+         sequences=sequences, kv_heads=kv_heads, most=most, tokens=tokens, num_slots=num_slots,
+         newest=newest, step=step)
+    count, held = counts.tolist()
+    return slots, missing[:, :count], held

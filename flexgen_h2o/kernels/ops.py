@@ -190,6 +190,14 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
                                             layout=layout, form=form, sinks=sinks)
 
 
+def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
+               wanted: Tensor, step: int, newest: int) -> tuple[Tensor, Tensor, int]:
+    """See `reference_recall.take_slots`; on a CPU alone."""
+    take = reference_recall if plain_torch("cpu") else native_recall
+    return take.take_slots(chosen, firsts, slot_of=slot_of, token_of=token_of, wanted=wanted,
+                           step=step, newest=newest)
+
+
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
     """See `reference.quantize_groups`."""
     if plain_torch(x.device.type):

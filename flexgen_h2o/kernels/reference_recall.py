@@ -150,3 +150,60 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
     taken = place[:, None].expand(-1, kv_heads).contiguous()
     cache_token(k, v, slots=slots, taken=taken, layout=layout)
     return out, taken
+
+
+def take_slots(chosen, firsts, *, slot_of, token_of, wanted, step, newest):
+    """Give chosen tokens the slots of fast memory in which they lie, or will lie.
+
+    A head of `heads` is one KV head of one sequence. Those that have no slot take, in their order
+    and in that of slots, the slots whose tokens were wanted longest ago; of several that were
+    wanted in the same step, the first.
+
+    Parameters
+    ----------
+    chosen : int32 Tensor [sequences, kv_heads, n]
+        Different tokens of each head; -1 for none.
+    firsts : int32 Tensor [sequences]
+        From here on tokens are among the `newest`: they lie behind the slots, each in place token
+        % newest.
+    slot_of : int32 Tensor [heads, tokens]
+        The slot of each token, or -1. Written in place, as the next two.
+    token_of : int32 Tensor [heads, slots]
+        The token of each slot, or -1.
+    wanted : int32 Tensor [heads, slots]
+        The step in which each slot's token was chosen last; 0 for none.
+    step : int
+        This one: larger than all before.
+    newest : int
+
+    Returns
+    -------
+    slots : int32 Tensor like chosen
+        -1 for none.
+    missing : int64 Tensor [3, m]
+        Head, token and slot of those that had none: what lies there is another's.
+    held : int
+        How many had one.
+
+    Raises ValueError for more tokens than slots, and for one that the cache cannot have.
+    """
+    heads, num_slots = chosen.flatten(0, 1), token_of.shape[1]
+    old = (heads >= 0) & (heads < firsts.repeat_interleave(chosen.shape[1])[:, None])
+    if (heads >= slot_of.shape[1]).any() or (old.sum(1) > num_slots).any():
+        raise ValueError("take_slots: a tensor of indices points outside of what it indexes")
+    slots = (num_slots + heads % newest).where(heads >= 0, -1)
+    missing = []
+    for head, (tokens, mine) in enumerate(zip(heads, old, strict=True)):
+        tokens = tokens[mine]
+        here = slot_of[head, tokens]
+        wanted[head, here[here >= 0]] = step
+        away = tokens[here < 0]
+        given = wanted[head].argsort(stable=True)[: len(away)].sort().values
+        gone = token_of[head, given]
+        slot_of[head, gone[gone >= 0]] = -1
+        slot_of[head, away], token_of[head, given] = given.int(), away
+        wanted[head, given] = step
+        slots[head, mine] = slot_of[head, tokens]
+        missing.append(torch.stack((torch.full_like(given, head), away.long(), given)))
+    missing = torch.cat(missing, 1)
+    return slots.view(chosen.shape), missing, int(old.sum()) - missing.shape[1]

@@ -77,6 +77,7 @@ class Spinning:
 
     def __init__(self) -> None:
         self._team: IdleTeam | None = None
+        self._asleep = False
         self._left_alone = (any(name in os.environ for name in SETTINGS)
                             or cpu_library.missing() is not None)
         self._before = None if self._left_alone else self._now()
@@ -88,9 +89,11 @@ class Spinning:
         return None if busy is None else (time.monotonic(), busy, time.process_time())
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Look at once, and end with threads waiting as they did before."""
+    def watched(self, *, asleep: bool = False) -> Iterator[None]:
+        """Look at once, and end with threads waiting as they did before. `asleep`: threads of this
+        process want the CPUs between parallel regions, and so the others sleep all the time."""
         try:
+            self._asleep = asleep
             self.look()
             yield
         finally:
@@ -100,7 +103,13 @@ class Spinning:
 
     def look(self) -> None:
         """See who has used the CPUs since the last look, unless that was just now."""
-        if self._before is None or time.monotonic() < self._before[0] + WINDOW:
+        if self._before is None:
+            return
+        if self._asleep:
+            if self._team is None and torch.get_num_threads() > 1:
+                self._team = IdleTeam()
+            return
+        if time.monotonic() < self._before[0] + WINDOW:
             return
         now = self._now()
         if now is None:

@@ -159,13 +159,13 @@ def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> PlanRo
     fast set, the newest, and which slot has which."""
     host, disk, heads = 0, 0, run.model.num_kv_heads
     for layer, most in enumerate(held):
-        fast = fast_slots(run.cache.h2o, layer, most)
+        fast = fast_slots(run.cache.h2o, layer, most, run.policy.fast_set)
         if not fast:
             disk += record * most
             continue
         layout = PageLayout(heads, record // heads, most)
         disk += layout.sequence_bytes
-        host += record * (fast + layout.newest) + heads * (4 * (most + 1) + 8 * (fast + 1))
+        host += record * (fast + layout.newest) + heads * 4 * (most + 2 * fast)
     batches = run.workload.num_gpu_batches
     return PlanRow("fast set", 0, batches * host, batches * disk)
 

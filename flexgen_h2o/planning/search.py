@@ -262,9 +262,10 @@ def _stripped(run: PlannedRun | None, request: PlanRequest) -> PlannedRun | None
         return None
     policy, asked = run.policy, request.policy
     on_host = policy.cpu_cache_compute and (policy.cache.cpu > 0 or asked.cpu_cache_compute)
+    fetches = policy.fetch_chosen and policy.cache.disk > 0
     return replace(run, policy=replace(
-        policy, cpu_cache_compute=on_host,
-        fetch_chosen=policy.fetch_chosen and policy.cache.disk > 0))
+        policy, cpu_cache_compute=on_host, fetch_chosen=fetches,
+        fast_set=policy.fast_set if fetches else None))
 
 
 _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (

@@ -2,7 +2,8 @@
 
 Transfers are cut into chunks of some MB which the workers take in order, and those of reads far
 ahead of their use after all others. A thread in ``preadv`` holds neither a core nor the interpreter
-lock, so that reads go on while all cores multiply. Many small reads go to threads of their own.
+lock, so that reads go on while all cores multiply. Many small reads are asked for at once
+(`async_reads`), or go to threads of their own where the system has no way to.
 benchmarks/links.py holds the rates beside the disk's own.
 """
 
@@ -24,9 +25,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.storage.async_reads import AsyncReads
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, round_up
 
@@ -37,7 +40,7 @@ WORKERS = 4
 SMALL = 256 << 10
 """Bytes of a small read, at most."""
 READERS = 32
-"""Threads of small reads: so many requests a disk has at a time."""
+"""Threads of small reads, where they are not asked for at once."""
 READ, WRITE = "disk->cpu", "cpu->disk"
 RUN_PREFIX = "flexgen_h2o-run-"
 
@@ -104,6 +107,8 @@ class Disk:
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="disk")
         self._small_reads = ThreadPoolExecutor(READERS, thread_name_prefix="small reads")
+        self._async = AsyncReads.made()
+        self._asking = threading.Lock()
         self._soon: deque[_Chunk] = deque()  # chunks that no worker has taken
         self._ahead: deque[_Chunk] = deque()  # the same, of reads far ahead of their use
         self._record = record or (lambda *_: None)
@@ -130,29 +135,39 @@ class Disk:
         self._each_chunk(((partial(self._read_chunk, r.end), r.path, r.offset, view,
                            r.buffer_offset, r.nbytes) for r in reads), ahead=ahead)
 
-    def read_scattered(self, path: Path, ranges: Sequence[tuple[int, int, int]],
-                       buffer: torch.Tensor) -> None:
-        """`read` many ranges of a file, most of them small: (offset, nbytes, place in the buffer).
+    def read_scattered(self, path: Path, ranges: np.ndarray, buffer: torch.Tensor) -> None:
+        """`read` many ranges of a file, most of them small.
 
-        A thread goes through its share of them by itself. Handing reads out one by one takes 80
-        microseconds of a CPU each, and a disk may answer one in 12.
+        `ranges` are int64 [n, 3]: offset, nbytes and place in the buffer of each. Where threads
+        have to do it, each goes through its share by itself: handing reads out one by one takes 80
+        microseconds of a CPU each, and a disk may answer one in 10.
 
         Raises
         ------
         UserError
             As in `read`.
         """
-        if not ranges:
+        if not len(ranges):
             return
         view, began = memoryview(buffer.numpy()), time.perf_counter()
-        small = [(offset + done, min(nbytes - done, SMALL), place + done)
-                 for offset, nbytes, place in ranges for done in range(0, nbytes, SMALL)]
-        futures = [self._small_reads.submit(self._read_ranges, path, small[first::READERS], view)
-                   for first in range(min(READERS, len(small)))]
+        left = self._read_at_once(path, _cut(ranges, SMALL), buffer).tolist()
+        futures = [self._small_reads.submit(self._read_ranges, path, left[first::READERS], view)
+                   for first in range(min(READERS, len(left)))]
         wait(futures)  # as in `_each_chunk`
         for future in futures:
             future.result()
-        self._record(READ, sum(nbytes for _, nbytes, _ in ranges), began, time.perf_counter())
+        self._record(READ, int(ranges[:, 1].sum()), began, time.perf_counter())
+
+    def _read_at_once(self, path: Path, ranges: np.ndarray, buffer: torch.Tensor) -> np.ndarray:
+        """Read ranges of a file by asynchronous I/O; those that did not come so."""
+        with self._asking:
+            if self._async is None:
+                return ranges
+            try:
+                descriptor = self._open(path, writing=False)
+            except OSError:
+                return ranges
+            return ranges[~self._async.read(descriptor, ranges, buffer.data_ptr())]
 
     def write(self, extent: Extent, buffer: torch.Tensor) -> None:
         """Write `buffer` (uint8, page-aligned) to a page-aligned extent of the same length."""
@@ -169,6 +184,10 @@ class Disk:
         """Finish what is under way, stop the workers and close the files."""
         for pool in (self._pool, self._small_reads):
             pool.shutdown(wait=True, cancel_futures=True)
+        with self._asking:
+            if self._async is not None:
+                self._async.close()
+                self._async = None
         with self._lock:
             for descriptor in self._files.values():
                 os.close(descriptor)
@@ -274,6 +293,20 @@ class Disk:
             log.warning("the file system of %s refuses O_DIRECT: reading through the page cache",
                         path.parent)
         return os.open(path, flags)
+
+
+def _cut(ranges: np.ndarray, most: int) -> np.ndarray:
+    """Ranges [n, 3] of a file in pieces of at most so many bytes."""
+    pieces = -(-ranges[:, 1] // most)
+    if (pieces <= 1).all():
+        return ranges
+    cut = ranges.repeat(pieces, axis=0)
+    ends = pieces.cumsum()
+    done = most * (np.arange(len(cut)) - (ends - pieces).repeat(pieces))
+    cut[:, 1] = np.minimum(cut[:, 1] - done, most)
+    cut[:, 0] += done
+    cut[:, 2] += done
+    return cut
 
 
 def _offload_error(error: OSError, path: Path) -> UserError:

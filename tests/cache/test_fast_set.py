@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.cache.fast_set import FastSet
+from flexgen_h2o.kernels import cpu_library, native_recall, reference_recall
 
-TOKENS = 20
+TOKENS, NEWEST = 20, 3
+BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
+                           reason="the C++ kernels were not built")
 
 
 class Model:
@@ -19,22 +23,21 @@ class Model:
         self.wanted = dict.fromkeys(range(slots), 0)
         self.step = 0
 
-    def take(self, tokens: list[int], slots: list[int], missing: list[bool]) -> None:
-        """Check an answer of `FastSet.take`, and do what it says."""
+    def take(self, tokens: list[int], first: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """The slots of tokens, and (token, slot) of those that had none."""
         self.step += 1
         here = {token: slot for slot, token in self.held.items()}
-        assert missing == [token >= 0 and token not in here for token in tokens]
-        kept = [slot for token, slot in zip(tokens, slots, strict=True) if token in here]
-        assert kept == [here[token] for token in tokens if token in here]
-        given = [slot for slot, new in zip(slots, missing, strict=True) if new]
-        others = sorted(when for slot, when in self.wanted.items() if slot not in kept)
-        assert sorted(self.wanted[slot] for slot in given) == others[: len(given)]
-        assert len({*kept, *given}) == len(kept) + len(given)
-        for token, slot in zip(tokens, slots, strict=True):
-            if token < 0:
-                assert slot == len(self.wanted)
-                continue
-            self.held[slot], self.wanted[slot] = token, self.step
+        old = [token for token in tokens if 0 <= token < first]
+        self.wanted |= {here[token]: self.step for token in old if token in here}
+        away = [token for token in old if token not in here]
+        oldest = sorted(self.wanted, key=lambda slot: (self.wanted[slot], slot))
+        victims = sorted(oldest[: len(away)])
+        new = dict(zip(away, victims, strict=True))
+        self.held |= {slot: token for token, slot in new.items()}
+        self.wanted |= dict.fromkeys(victims, self.step)
+        places = here | new
+        return [-1 if token < 0 else len(self.wanted) + token % NEWEST if token >= first
+                else places[token] for token in tokens], list(new.items())
 
     def forget(self, first: int) -> None:
         for slot, token in list(self.held.items()):
@@ -45,27 +48,72 @@ class Model:
 
 @st.composite
 def histories(draw):
-    """Slots, and what two heads want in each step, or from which token on they forget."""
+    """Slots, and what two heads of one sequence want in each step and where its newest tokens
+    begin, or from which token on they forget."""
     slots = draw(st.integers(1, 8))
     wanted = st.lists(st.integers(0, TOKENS - 1), max_size=slots, unique=True)
     forgotten = st.integers(0, TOKENS)
     return slots, draw(st.lists(st.one_of(
-        st.tuples(wanted, wanted), st.tuples(forgotten, forgotten)), max_size=12))
+        st.tuples(wanted, wanted, st.integers(0, TOKENS)), st.tuples(forgotten, forgotten)),
+        max_size=12))
 
 
 @settings(max_examples=150, deadline=None)
 @given(histories())
 def test_the_fast_set_is_a_dictionary_that_drops_what_was_wanted_longest_ago(history):
     slots, steps = history
-    fast, models = FastSet(2, TOKENS, slots), [Model(slots), Model(slots)]
+    fast, models = FastSet(2, TOKENS, slots, NEWEST), [Model(slots), Model(slots)]
     for step in steps:
-        if isinstance(step[0], int):
+        if len(step) == 2:
             fast.forget(torch.tensor(step))
             for model, first in zip(models, step, strict=True):
                 model.forget(first)
             continue
-        most = max(map(len, step))
-        tokens = [each + [-1] * (most - len(each)) for each in step]
-        found = fast.take(torch.tensor(tokens, dtype=torch.int32).view(2, most))
-        for model, *answer in zip(models, tokens, *(x.tolist() for x in found), strict=True):
-            model.take(*answer)
+        *wanted, first = step
+        most = max(map(len, wanted))
+        tokens = [each + [-1] * (most - len(each)) for each in wanted]
+        found, missing, held = fast.take(
+            torch.tensor(tokens, dtype=torch.int32).view(1, 2, most),
+            torch.tensor([first], dtype=torch.int32))
+        expected = [model.take(each, first) for model, each in zip(models, tokens, strict=True)]
+        assert found[0].tolist() == [places for places, _ in expected]
+        away = [[head, *each] for head, (_, new) in enumerate(expected) for each in new]
+        assert missing.T.tolist() == away
+        assert held == sum(0 <= token < first for each in tokens for token in each) - len(away)
+
+
+def state(heads: int, slots: int, tokens: int) -> dict[str, torch.Tensor]:
+    return {"slot_of": torch.full((heads, tokens), -1, dtype=torch.int32),
+            "token_of": torch.full((heads, slots), -1, dtype=torch.int32),
+            "wanted": torch.zeros((heads, slots), dtype=torch.int32)}
+
+
+@BUILT
+def test_kernel_and_reference_take_the_same_slots(isa):
+    sequences, kv_heads, slots, tokens, most = 2, 3, 300, 1000, 200
+    one, other = (state(sequences * kv_heads, slots, tokens) for _ in range(2))
+    # Steps far apart, so that every byte of them counts.
+    for step in (1, 2, 255, 256, 70_000, 70_001, 1 << 24, (1 << 30) + 5, (1 << 30) + 6):
+        chosen = torch.stack([torch.randperm(tokens)[:most]
+                              for _ in range(sequences * kv_heads)]).int()
+        chosen[1, 150:] = -1
+        told = {"chosen": chosen.view(sequences, kv_heads, most), "step": step, "newest": 32,
+                "firsts": torch.tensor([tokens - 30, tokens], dtype=torch.int32)}
+        found = native_recall.take_slots(**told, **one)
+        expected = reference_recall.take_slots(**told, **other)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        assert found[2] == expected[2]
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert found[2] > 0 < found[1].shape[1]
+
+
+@pytest.mark.parametrize("take", [
+    reference_recall.take_slots, pytest.param(native_recall.take_slots, marks=BUILT)])
+@pytest.mark.parametrize("chosen", [[0, 1, 2], [0, TOKENS]])
+def test_more_tokens_than_slots_and_unknown_ones_are_refused(take, chosen):
+    some = state(1, 2, TOKENS)
+    before = {name: tensor.clone() for name, tensor in some.items()}
+    with pytest.raises(ValueError, match="take_slots: a tensor of indices"):
+        take(torch.tensor([[chosen]], dtype=torch.int32),
+             torch.tensor([TOKENS], dtype=torch.int32), step=1, newest=NEWEST, **some)
+    assert all(torch.equal(some[name], before[name]) for name in some)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from h2o.test_h2o import prompts_of, run, tokens
@@ -48,7 +49,7 @@ def test_records_fill_pages_and_keep_their_tokens():
 @settings(max_examples=200)
 @given(st.sets(st.integers(0, 300), min_size=1), st.integers(0, 9), st.integers(1, 40))
 def test_runs_have_all_records_and_no_wide_gap(numbers, gap, most):
-    firsts, counts = runs_of(torch.tensor(sorted(numbers)), gap=gap, most=most).tolist()
+    firsts, counts = runs_of(np.array(sorted(numbers)), gap=gap, most=most).tolist()
     found = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
     assert all(len(each) <= most and each[0] in numbers and each[-1] in numbers for each in found)
     assert sum(len(numbers & {*each}) for each in found) == len(numbers)
@@ -107,3 +108,5 @@ def test_what_fetches_no_choice_is_refused(tiny_model):
         with pytest.raises(UserError, match=f"fetch_chosen has no effect {words}"):
             LLM(str(tiny_model("llama").folder), h2o=h2o,
                 policy=Policy(fetch_chosen=True, **placed))
+    with pytest.raises(UserError, match="fast_set has no effect without fetch_chosen"):
+        LLM(str(tiny_model("llama").folder), h2o=RECALL, policy=Policy(fast_set=0.5, cache=DISK))

@@ -495,6 +495,7 @@ VALUES = {
     "eviction": ("window", H2O), "hh_ratio": 0.2, "recent_ratio": (0.3, H2O),
     "budget_of": ("text", H2O), "recall": (True, H2O), "index_bits": (2, {"recall": True, **H2O}),
     "fetch_chosen": (True, {"recall": True, "percent": "100/0/0/0", **H2O}),
+    "fast_set": (0.5, {"recall": True, "percent": "100/0/0/0", "fetch_chosen": True, **H2O}),
     "num_heavy_hitter_tokens": 5, "num_window_length": 12, "hh_all": (False, H2O),
     "score": ("mean", H2O), "score_decay": (0.5, {"score": "decay", **H2O}),
     "sink_tokens": (2, H2O), "enable_position_rolling": (True, H2O), "attn_sparsity": 0.5,

@@ -69,6 +69,21 @@ def test_threads_sleep_while_others_want_more_than_is_left(machine, count, other
         assert not is_asleep(waiting), "it ends with the run"
 
 
+@pytest.mark.parametrize("count", [4, 1])
+def test_threads_sleep_all_the_time_where_a_run_says_so(machine, count):
+    waiting = Spinning()
+    with threads(count):
+        with waiting.watched(asleep=True):
+            assert is_asleep(waiting) == (count > 1)
+            machine.pass_time(9, 0)
+            waiting.look()
+            assert is_asleep(waiting) == (count > 1)
+        assert not is_asleep(waiting)
+        machine.pass_time(9, 0)
+        with waiting.watched():
+            assert not is_asleep(waiting)
+
+
 @pytest.mark.parametrize("name", spinning.SETTINGS)
 def test_what_the_environment_says_stays(machine, monkeypatch, name):
     monkeypatch.setenv(name, "ACTIVE")

@@ -167,7 +167,7 @@ def test_csv_schema():
         "date,version,commit,host,device,torch,model,parameters,dtype,"
         "weights_gpu,weights_cpu,weights_disk,cache_gpu,cache_cpu,cache_disk,"
         "activations_gpu,activations_cpu,activations_disk,"
-        "overlap,pin_weight,cpu_cache_compute,fetch_chosen,prefill_chunk,sep_layer,refill_share,"
+        "overlap,pin_weight,cpu_cache_compute,fetch_chosen,fast_set,prefill_chunk,sep_layer,refill_share,"
         "compress_weight,compress_cache,weight_bits,activation_bits,cache_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,"
         "num_window_length,hh_all,evict_while_prefilling,score,score_decay,sink_tokens,enable_position_rolling,"
         "attn_sparsity,expert_percent,expert_slots,cpu_expert_compute,expert_counts,"

@@ -294,9 +294,10 @@ def test_quantized_weights_fit_where_plain_ones_do_not():
 # take 2 * 8 * 128 * 2 = 4096 bytes in a layer. The block has 4 * 2 sequences of 512 + 32 tokens.
 
 
-def cache_plan(*percent, chunk=None, on_cpu=False, has_gpu=False, fetch_chosen=False, **cache):
+def cache_plan(*percent, chunk=None, on_cpu=False, has_gpu=False, fetch_chosen=False,
+               fast_set=None, **cache):
     policy = replace(make_policy(*percent), prefill_chunk=chunk, cpu_cache_compute=on_cpu,
-                     fetch_chosen=fetch_chosen)
+                     fetch_chosen=fetch_chosen, fast_set=fast_set)
     if "h2o" in cache:
         cache["h2o"] = H2OConfig(**cache["h2o"])
     return memory_plan(LLAMA_8B, policy, LOAD, itemsize=2, has_gpu=has_gpu,
@@ -349,9 +350,12 @@ def test_a_cache_that_is_recalled_from_disk_has_records_and_a_fast_set():
     found = rows(cache_plan(0, 0, 0, 0, fetch_chosen=True, h2o=h2o))
     assert found["cache"] == (0, 0, 8 * 32 * 68 * 8 * 4096), "68 rows of 8 tokens, 8 KV heads"
     chosen = 2 * 54  # of 543 tokens
-    numbers = 8 * (4 * 544 + 8 * (2 * chosen + 1))
+    numbers = 8 * (4 * 543 + 8 * 2 * chosen)
     assert found["fast set"] == (0, 8 * 32 * (4096 * (2 * chosen + 16) + numbers), 0)
     assert "fast set" not in rows(cache_plan(0, 0, 0, 0, h2o=h2o))
+    half = rows(cache_plan(0, 0, 0, 0, fetch_chosen=True, fast_set=0.5, h2o=h2o))
+    assert half["fast set"] == (
+        0, 8 * 32 * (4096 * (271 + 16) + 8 * (4 * 543 + 8 * 271)), 0), "half of 543 tokens"
 
 
 def test_staging_is_of_the_largest_layer():

@@ -1,6 +1,7 @@
 """Disk I/O: aligned chunks of any extents, errors that come back, folders that go away."""
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,13 +102,38 @@ def test_small_ranges_anywhere_come_to_their_places(tmp_path_factory, seed):
         ranges.append((first * PAGE, nbytes, place))
         expected[place : place + nbytes] = content[first * PAGE :][:nbytes]
         place += nbytes
-    moved = []
-    with contextlib.closing(Disk(record=lambda *chunk: moved.append(chunk))) as disk:
-        disk.read_scattered(path, ranges, buffer)
-        disk.read_scattered(path, [], buffer)
-    assert bytes(buffer.numpy()) == expected
-    (link, nbytes, began, ended), = moved
-    assert (link, nbytes) == (READ, sum(size for _, size, _ in ranges)) and began < ended
+    ranges = np.array(ranges, dtype=np.int64)
+    for made in (disk_module.AsyncReads.made, Refusing, lambda: None):
+        moved = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(disk_module.AsyncReads, "made", made)
+            disk = Disk(record=lambda *chunk, moved=moved: moved.append(chunk))
+        with contextlib.closing(disk):
+            disk.read_scattered(path, ranges, buffer.fill_(7))
+            disk.read_scattered(path, ranges[:0], buffer)
+        assert bytes(buffer.numpy()) == expected
+        (link, nbytes, began, ended), = moved
+        assert (link, nbytes) == (READ, ranges[:, 1].sum()) and began < ended
+
+
+class Refusing:
+    """Asynchronous reads of which every second does not come."""
+
+    def read(self, descriptor, ranges, address):
+        with open(f"/proc/self/fd/{descriptor}", "rb") as file:
+            for offset, nbytes, place in ranges[::2].tolist():
+                file.seek(offset)
+                ctypes.memmove(address + place, file.read(nbytes), nbytes)
+        return np.arange(len(ranges)) % 2 == 0
+
+    def close(self):
+        pass
+
+
+def pages_of(count: int) -> np.ndarray:
+    """The first pages of a file, as ranges that keep their places."""
+    offsets = np.arange(count) * PAGE
+    return np.stack((offsets, np.full(count, PAGE), offsets), axis=1)
 
 
 def test_large_transfers_are_cut_into_chunks_and_counted(tmp_path, disk, monkeypatch):
@@ -190,7 +217,7 @@ def test_a_file_system_that_moves_less_than_it_is_asked_for(tmp_path, disk, monk
     disk.read([AlignedRead(path, 0, 6 * PAGE, 0, end=len(content))], target)
     assert bytes(target[: len(content)].numpy()) == content
     target.fill_(0)
-    disk.read_scattered(path, [(page * PAGE, PAGE, page * PAGE) for page in range(5)], target)
+    disk.read_scattered(path, pages_of(5), target)
     assert bytes(target[: 5 * PAGE].numpy()) == content[: 5 * PAGE]
     disk.write(Extent(path, 0, 6 * PAGE), source)
     assert path.read_bytes() == bytes(source.numpy())
@@ -224,7 +251,7 @@ def test_a_file_cut_short_and_one_gone_are_told(tmp_path, disk):
         disk.read([AlignedRead(path, 0, 4 * PAGE, 0)], Device().host_empty(4 * PAGE))
     whole = tmp_path / "whole"
     whole.write_bytes(b"x" * 40 * PAGE)
-    ranges = [(page * PAGE, PAGE, page * PAGE) for page in range(41)]
+    ranges = pages_of(41)
     with pytest.raises(UserError, match="cut short"):
         disk.read_scattered(whole, ranges, Device().host_empty(41 * PAGE))
     with pytest.raises(UserError, match="No such file"):

@@ -22,9 +22,9 @@ FLAGS = (
     "cpu_cache_compute", "sep_layer", "offload_dir", "verify", "memory_limit",
     "device_memory_limit", "eviction", "expert_percent", "expert_slots", "cpu_expert_compute",
     "expert_counts", "hh_ratio", "recent_ratio", "budget_of", "recall", "index_bits",
-    "fetch_chosen", "num_heavy_hitter_tokens", "num_window_length", "hh_all", "score",
-    "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity", "compress_cache",
-    "cache_bits", "prefill_chunk", "seed",
+    "fetch_chosen", "fast_set", "num_heavy_hitter_tokens", "num_window_length", "hh_all",
+    "score", "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity",
+    "compress_cache", "cache_bits", "prefill_chunk", "seed",
 )
 """Model arguments that are flags of `flex_opt` too."""
 

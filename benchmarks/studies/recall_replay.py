@@ -1,0 +1,196 @@
+"""Attention of decode steps in LLaMA-8B's shape with its cache on disk, by a real text's queries.
+
+    python benchmarks/studies/recall_replay.py --prompt-len 8192 --batch 4
+
+No weights of that shape come with this project, and how much of what a step chooses was chosen just
+before is a property of real ones. So smollm2's keys and queries are recorded as it reads this
+repository's pages, and replayed: each of the 8 KV heads of a layer here is one of its 90 KV heads
+(the fourth query of a group is the first again), and an isometry takes their 64 dimensions to 128,
+so that all weights of attention are the recorded ones. Values are random. A step is attention
+alone, layer by layer, as `KVCache` does it: over the whole cache, fetched one layer ahead, or over
+what is recalled, of which nothing is guessed. Reads are O_DIRECT. `roofline_s` is the time in
+which the disk's long reads bring a layer's whole cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from cache_study import RUN_COLUMNS, offload_read_rate, parser, run_columns
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama import modeling_llama
+
+from flexgen_h2o import H2OConfig, Placement, Policy
+from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.cache.recalled import RecallCounts
+from flexgen_h2o.cache.shape import CacheShape, CacheSize
+from flexgen_h2o.config.policy import OFFLOAD_DIR
+from flexgen_h2o.files.rows import write_csv
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.kernels.spinning import Spinning
+from flexgen_h2o.metrics.links import LinkStats
+from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.models.sources import checkpoint_folder
+from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.transfer import Transfers
+
+PAGES = Path(__file__).parents[2] / "docs"
+LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 8, 4, 128
+CACHES = {
+    "full": (None, None),
+    "recall 20 %": (0.2, None),
+    "recall 20 %, 60 % in memory": (0.2, 0.6),
+    "recall 5 %": (0.05, None),
+    "recall 5 %, 20 % in memory": (0.05, 0.2),
+}
+COLUMNS = (*RUN_COLUMNS, "layers", "attended_share", "fast_set", "cache_mb",
+           "layer_s", "first_step_layer_s", "disk_read_mb", "recall_hit_rate", "recall_wait_s",
+           "read_gb_per_s", "roofline_s", "speedup_over_full")
+
+
+class AttentionRecording:
+    """Queries and keys of a model as it reads texts, of some of its KV heads.
+
+    Attributes
+    ----------
+    q : Tensor [LAYERS, sequences, steps, KV_HEADS * GROUP, HEAD_DIM]
+        Of the last tokens, one after the other.
+    k : Tensor [LAYERS, sequences, tokens, KV_HEADS, HEAD_DIM]
+    """
+
+    def __init__(self, name: str, *, sequences: int, prompt_len: int, steps: int):
+        folder, tokens = checkpoint_folder(name), prompt_len + steps
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = AutoTokenizer.from_pretrained(folder)("\n".join(
+            page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))))["input_ids"]
+        heads = model.config.num_hidden_layers * model.config.num_key_value_heads
+        width = model.config.hidden_size // model.config.num_attention_heads
+        self._wanted = [number * heads // (LAYERS * KV_HEADS)
+                        for number in range(LAYERS * KV_HEADS)]
+        isometry = torch.linalg.qr(torch.randn(HEAD_DIM, width))[0].T
+        scale = (HEAD_DIM / width) ** 0.25  # the kernels divide products by the root of HEAD_DIM
+        self.q = torch.empty(LAYERS, sequences, steps, KV_HEADS * GROUP, HEAD_DIM,
+                             dtype=torch.bfloat16)
+        self.k = torch.empty(LAYERS, sequences, tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+        rotate = modeling_llama.apply_rotary_pos_emb
+        for sequence in range(sequences):
+            layers = iter(range(model.config.num_hidden_layers))
+
+            def record(q, k, *args, sequence=sequence, layers=layers, **options):
+                q, k = rotate(q, k, *args, **options)
+                first = next(layers) * k.shape[1]
+                for place, head in enumerate(self._wanted):
+                    if 0 <= head - first < k.shape[1]:
+                        self._put(sequence, divmod(place, KV_HEADS), q[0].unflatten(
+                            0, (k.shape[1], -1))[head - first] @ isometry * scale,
+                            k[0, head - first] @ isometry * scale)
+                return q, k
+
+            modeling_llama.apply_rotary_pos_emb = record
+            try:
+                start = sequence * (len(ids) - tokens) // max(1, sequences - 1)
+                model(torch.tensor([ids[start : start + tokens]]), logits_to_keep=1)
+            finally:
+                modeling_llama.apply_rotary_pos_emb = rotate
+
+    def _put(self, sequence: int, place: tuple[int, int], q: torch.Tensor, k: torch.Tensor
+             ) -> None:
+        """Keep a KV head: q [group, tokens, HEAD_DIM], k [tokens, HEAD_DIM]."""
+        layer, head = place
+        for query in range(GROUP):
+            self.q[layer, sequence, :, head * GROUP + query] = q[
+                query % len(q), -self.q.shape[2]:]
+        self.k[layer, sequence, :, head] = k
+
+
+def prefill(cache: KVCache, recording: AttentionRecording, length: int) -> None:
+    """Cache the recorded keys of prompts with random values; what their queries are is all one."""
+    sequences = recording.k.shape[1]
+    for layer in range(LAYERS):
+        cache.load(layer, 0, 0)
+        for sequence in range(sequences):
+            k = recording.k[layer, sequence, :length].clone()
+            cache.attend_prompt(
+                layer, 0, torch.randn(length, KV_HEADS * GROUP, HEAD_DIM).bfloat16(), k,
+                torch.randn(k.shape).bfloat16(), rope=None,
+                spans=[PromptChunk(sequence, 0, length)])
+        cache.store(layer, 0, 0)
+
+
+def decode(cache: KVCache, recording: AttentionRecording, step: int, transfers: Transfers) -> float:
+    """Attend in all layers in step number `step` (from 1): seconds of a layer."""
+    q, k = recording.q[:, :, step - 1].clone(), recording.k[:, :, step - 1 - recording.q.shape[2]]
+    k, v = k.clone(), torch.randn(k.shape).bfloat16()
+    began = time.perf_counter()
+    cache.load(0, 0, step)
+    for layer in range(LAYERS):
+        if layer + 1 < LAYERS:
+            cache.load(layer + 1, 0, step)
+        cache.attend_token(layer, 0, q[layer], k[layer], v[layer], token=step, rope=None
+                           ).result(transfers)
+        cache.store(layer, 0, step)
+    return (time.perf_counter() - began) / LAYERS
+
+
+def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]:
+    """Steps with one cache, after the first, which fills the fast set."""
+    share, fast_set = CACHES[name]
+    h2o = None if share is None else H2OConfig(heavy_ratio=share / 2, recall=True)
+    policy = Policy(gpu_batch_size=args.batch, cache=Placement(0, 0, 100),
+                    fetch_chosen=h2o is not None, fast_set=fast_set)
+    shape, links = CacheShape(LAYERS, KV_HEADS, HEAD_DIM, torch.bfloat16), LinkStats()
+    with contextlib.closing(RunFolder(args.offload_dir or OFFLOAD_DIR)) as folder, \
+            contextlib.closing(Transfers(Device(), links=links, trace=Trace(enabled=False))
+                               ) as transfers:
+        size = CacheSize(args.batch, 1, (args.prompt_len + args.gen_len,) * LAYERS)
+        cache = KVCache(shape, size, policy, h2o=h2o, rope=lambda positions: None,
+                        transfers=transfers, run_folder=lambda: folder)
+        cache.begin([BatchLayout((args.prompt_len,) * args.batch, args.gen_len)])
+        prefill(cache, recording, args.prompt_len)
+        transfers.drain()
+        with Spinning().watched(asleep=h2o is not None):  # as the engine does
+            first = decode(cache, recording, 1, transfers)
+            transfers.drain()
+            links.reset()
+            before = replace(cache.recall_counts or RecallCounts())
+            seconds = [decode(cache, recording, step, transfers)
+                       for step in range(2, args.gen_len + 1)]
+        transfers.drain()
+        counts, layers = cache.recall_counts, len(seconds) * LAYERS
+        recalled = counts and counts.since(before)
+        return {
+            "cache": name, "dtype": "bfloat16", "layers": LAYERS, "attended_share": share or 1.0,
+            "fast_set": fast_set, "cache_mb": cache.nbytes() / LAYERS / 1e6,
+            "layer_s": statistics.median(seconds), "first_step_layer_s": first,
+            "disk_read_mb": links.totals()["disk->cpu"][0] / layers / 1e6,
+            "recall_hit_rate": recalled and recalled.hits / (recalled.hits + recalled.loads),
+            "recall_wait_s": recalled and recalled.wait_seconds / layers}
+
+
+def main() -> None:
+    args = parser(__doc__, CACHES, model="smollm2-135m", prompt_len=8192, gen_len=33, batch=4,
+                  csv="benchmarks/results/recall_replay.csv").parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        recording = AttentionRecording(args.model, sequences=args.batch, prompt_len=args.prompt_len,
+                              steps=args.gen_len)
+        rows = []
+        for name in args.caches:
+            rows.append(measure(args, recording, name))
+            print(rows[-1], flush=True)
+    rate = offload_read_rate(args.offload_dir)
+    full = {row["cache"]: row["layer_s"] for row in rows}.get("full")
+    about = run_columns(args) | {"read_gb_per_s": rate / 1e9}
+    write_csv(args.csv, COLUMNS, [row | about | {
+        "roofline_s": row["cache_mb"] * 1e6 / rate,
+        "speedup_over_full": full and full / row["layer_s"]} for row in rows], flag="--csv")
+
+
+if __name__ == "__main__":
+    main()
