@@ -6,7 +6,7 @@ All is a mean over the steps of a run.
 from __future__ import annotations
 
 from flexgen_h2o.config.index_layout import IndexLayout
-from flexgen_h2o.h2o.budget import cached, recalled
+from flexgen_h2o.h2o.budget import cached, fast_slots, recalled
 from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
 from flexgen_h2o.planning.planned_run import PlannedRun, record_bytes
 from flexgen_h2o.planning.recall_cost import RecalledTokens, recall_seconds, recalled_reads
@@ -63,8 +63,10 @@ class CachedTokens:
             return None
         load, attended = run.workload, self._attended(layer)
         chosen = recalled(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
+        held = fast_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
+                          run.policy.fast_set)
         return None if chosen is None else RecalledTokens(
-            min(chosen, attended), attended, run.model.num_kv_heads, self._record)
+            min(chosen, attended), attended, run.model.num_kv_heads, self._record, held)
 
     def _attended(self, layer: int) -> float:
         """Tokens that are cached for a new one, itself too."""

@@ -91,11 +91,8 @@ class RecallRates:
     calls : float
         Times `head_seconds`: one call indexes, one chooses, one attends.
     missed : float
-        Tokens of a KV head that a step chooses and memory has not, over the geometric mean of what
-        it chooses and what is cached: a larger fast set has a larger share of what is chosen.
-    together : float
-        Missing tokens that lie side by side, as a query weighs neighbours alike: one, and so many
-        times the root of the share that is chosen.
+        Tokens of a KV head that a step chooses and memory has not, over what it chooses times
+        (1 - s) ** 1.5 / s ** 0.5, where memory holds the share s of all tokens.
     guessed, left : float
         Over what is missing where nothing is guessed: what is missing of a guess, and of the choice
         itself once the guess has come.
@@ -107,10 +104,9 @@ class RecallRates:
     index_work: float = 1.5
     apart: float = 3
     calls: float = 2.5
-    missed: float = 0.05
-    together: float = 3
-    guessed: float = 1.3
-    left: float = 0.4
+    missed: float = 0.045
+    guessed: float = 1.05
+    left: float = 0.66
     fetching: float = 8
 
 

@@ -26,12 +26,15 @@ class RecalledTokens:
     kv_heads : int
     record : float
         Bytes of a token's key and value in all KV heads.
+    held : float
+        Tokens of a KV head that memory holds of a cache on disk.
     """
 
     chosen: float
     cached: float
     kv_heads: int
     record: float
+    held: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,18 +94,17 @@ def recalled_reads(recall: RecallRates, tokens: RecalledTokens, *, ahead: bool) 
 
 
 def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, float]:
-    """Groups of chosen tokens that memory has not, in `NEAR` bytes of the cache on average, where
-    nothing is guessed; and the length of the records that have one, over `NEAR`.
+    """Records with chosen tokens that memory has not, in `NEAR` bytes of the cache on average and
+    with nothing guessed; and the length of a record, over `NEAR`.
 
-    A group's second record, where it has one, is taken to lie beside the first; in truth the other
-    heads' records are between them.
+    What is missing is in proportion to what is chosen; the larger the share that memory holds, the
+    less of it, and none where that is all.
     """
-    missing = recall.missed * math.sqrt(tokens.chosen * tokens.cached)  # of a KV head
-    together = 1 + recall.together * math.sqrt(tokens.chosen / tokens.cached)
+    share = min(max(tokens.held, 1) / tokens.cached, 1)
+    missing = recall.missed * tokens.chosen * (1 - share) ** 1.5 / math.sqrt(share)  # of a KV head
     layout = PageLayout(tokens.kv_heads, int(tokens.record / tokens.kv_heads), slots=0)
     near = NEAR / layout.token_bytes  # tokens of a head that take so many bytes
-    records = 1 + (together - 1) / layout.tokens
-    return missing / together * near / tokens.cached, records * layout.record_bytes / NEAR
+    return missing * near / tokens.cached, layout.record_bytes / NEAR
 
 
 def read_shares(groups: float, length: float) -> tuple[float, float]:

@@ -249,7 +249,8 @@ def test_recall_reads_what_is_missing_and_writes_each_token_once():
     take 1 - exp(-1 - 1 / 8) of the time for the whole cache."""
     whole = 12 * 8 * 68.5 * SLOT
     taken = 1 - math.exp(-1.125)
-    missing = RecallRates(missed=(68.5 / 16) ** 0.5 / 128, together=0, fetching=2)
+    held = 2 * 18 / 68.5  # twice what is chosen of all 72 slots
+    missing = RecallRates(missed=68.5 / 16 / 128 * held**0.5 / (1 - held) ** 1.5, fetching=2)
     for overlap, reads in ((False, 1), (True, 2)):
         run = planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=RECALL, fetch_chosen=True,
                       overlap=overlap)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,14 +74,15 @@ def test_a_disk_reads_as_much_as_was_measured(name):
         steps = int(row["gen_len"]) - 1
         cached = int(row["prompt_len"])
         chosen = int(re.search(r"\d+", row["cache"])[0]) / 100 * cached
-        groups, length = missing_groups(RECALL, RecalledTokens(chosen, cached, 3, 3 * 256))
+        held = float(row["fast_set"] or 2 * chosen / cached) * cached
+        groups, length = missing_groups(RECALL, RecalledTokens(chosen, cached, 3, 3 * 256, held))
         times = (RECALL.guessed, RECALL.left) if row["overlap"] == "True" else (1,)
         later = sum(read_shares(each * groups, length)[0] for each in times)
         predicted = (1 + (steps - 1) * later) / steps
         measured = float(row["disk_read_mb_per_step"]) / float(row["kv_cache_mb"])
-        assert 1 / 1.09 < predicted / measured < 1.09, row["cache"]
+        assert 1 / 1.15 < predicted / measured < 1.15, row["cache"]
         found += 1
-    assert found >= 4
+    assert found >= 8
 
 
 @settings(max_examples=20)
@@ -89,7 +91,7 @@ def test_groups_that_lie_anywhere_are_read_as_the_engine_reads_them(groups, leng
     """Groups of one record or of several, 1,000 of which are read across."""
     gap, count = 1000, 4_000_000
     there = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < groups / gap
-    records = (there.nonzero() + torch.arange(length)).flatten().unique()
+    records = (there.nonzero() + torch.arange(length)).flatten().unique().numpy()
     firsts, counts = runs_of(records, gap=gap - 1, most=2 * count)
     nbytes, requests = read_shares(groups, (length - 1) / gap)
     assert float(counts.sum()) / count == pytest.approx(nbytes, rel=0.1, abs=0.03)
@@ -99,10 +101,13 @@ def test_groups_that_lie_anywhere_are_read_as_the_engine_reads_them(groups, leng
 @given(st.floats(0.01, 1), st.integers(64, 10**6), st.sampled_from([128, 256, 512]), st.booleans())
 def test_more_that_is_chosen_costs_more_and_reads_no_more_than_everything(share, cached, token,
                                                                           ahead):
-    few, many = (RecalledTokens(each * cached, cached, 8, 8 * token) for each in (share / 2, share))
+    few, many = (RecalledTokens(each * cached, cached, 8, 8 * token, share * cached / 2)
+                 for each in (share / 2, share))
     less, more = (recalled_reads(RECALL, each, ahead=ahead) for each in (few, many))
     assert less.awaited < more.awaited <= 1 and less.ahead <= more.ahead <= 1
     assert (more.ahead > 0) == ahead
+    all_held = recalled_reads(RECALL, replace(many, held=cached), ahead=ahead)
+    assert (all_held.ahead, all_held.awaited) == (0, 0)
     rates = HostAttentionRates(FREE.decode_attention | {16: 1e10}, 1e-6)
     less, more = (recall_seconds(rates, RECALL, each, index=IndexLayout(DIM, 4), bits=16)
                   for each in (few, many))
