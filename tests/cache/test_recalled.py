@@ -62,7 +62,7 @@ def test_runs_have_all_records_and_no_wide_gap(numbers, gap, most):
 
 @pytest.mark.parametrize("options", [
     {}, {"cache_bits": 4, "prefill_chunk": 16}, {"prefill_chunk": 16, "overlap": False},
-    {"cache": SOME, "gpu_batch_size": 2}])
+    {"cache": SOME, "gpu_batch_size": 2}, {"fast_set": 0.4}, {"fast_set": 0.4, "overlap": False}])
 def test_what_is_fetched_is_what_is_recalled_in_memory(tiny_model, small_records, options):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -72,6 +72,21 @@ def test_what_is_fetched_is_what_is_recalled_in_memory(tiny_model, small_records
     assert found == expected
     assert stats.links["disk->cpu"][0] > 0 and 0 < stats.recall_hit_rate < 1
     assert (stats.recall_guesses > 0) == options.get("overlap", True)
+
+
+def test_the_first_step_fills_the_fast_set_and_a_large_one_misses_less(tiny_model, monkeypatch):
+    monkeypatch.setattr(PageLayout, "tokens", 5)
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    placed = FETCHED | {"overlap": False}
+    loads, read = {}, {}
+    for share in (0.3, 0.6, 1.0):
+        first, rest = (run(tiny, prompts, RECALL, new=new, fast_set=share, **placed)[1]
+                       for new in (2, 40))
+        loads[share] = first.recall_loads
+        read[share] = rest.recall_loads - first.recall_loads
+    assert loads[0.3] < loads[0.6] < loads[1.0], "the first step loads as much as there is room for"
+    assert read[0.3] > read[0.6] > read[1.0], "which is what was in no record by then"
 
 
 def test_a_layer_that_is_full_and_layers_with_windows_are_fetched_whole(tiny_model, small_records):
