@@ -39,16 +39,16 @@ class Ours(Baseline):
 
     Options are `cache_share`, that of prompt and generated tokens which stays cached;
     `weight_bits`, `activation_bits` and `cache_bits`; `recall`, with which nothing is evicted and
-    `cache_share` is what a new token attends to, its `index_bits`, and `fetch_chosen`; and how it
-    is run, as `flex_opt` takes it: `percent` (default: auto, planned for the batch),
+    `cache_share` is what a new token attends to, its `index_bits`, `fetch_chosen` and `fast_set`;
+    and how it is run, as `flex_opt` takes it: `percent` (default: auto, planned for the batch),
     `gpu_batch_size`, `num_gpu_batches` and `hh_long_seq`.
     """
 
     documented = "README.md, --percent auto"
     options: Mapping[str, Any] = {
         "cache_share": None, "weight_bits": 16, "activation_bits": 16, "cache_bits": 16,
-        "recall": False, "index_bits": 4, "fetch_chosen": False, "percent": AUTO,
-        "gpu_batch_size": None, "num_gpu_batches": None, "hh_long_seq": False}
+        "recall": False, "index_bits": 4, "fetch_chosen": False, "fast_set": None,
+        "percent": AUTO, "gpu_batch_size": None, "num_gpu_batches": None, "hh_long_seq": False}
     loads_alike = False  # it plans for the batch
     _llm = None
 

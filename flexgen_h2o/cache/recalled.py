@@ -36,8 +36,8 @@ class RecallCounts:
     """Counts of tokens that decode steps have chosen, one for each KV head.
 
     Of those that rest on disk `hits` were in memory when they were asked for, and `loads` had to be
-    read then; `guesses` were read ahead, needed or not. `wait_seconds` is the time for which
-    compute waited for reads.
+    read then, with all that filled the fast set; `guesses` were read ahead, needed or not.
+    `wait_seconds` is the time for which compute waited for reads.
     """
 
     hits: int = 0
@@ -65,7 +65,7 @@ class _Fast:
     written : list of int
         Those of each sequence that are on disk.
     empty : list of bool
-        Of each sequence the fast set has had nothing.
+        True for each sequence of whose prompt the fast set has had nothing yet.
     coming : list of (slice, Handle)
         The jobs that fill slots, and of which sequences.
     """
