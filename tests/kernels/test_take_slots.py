@@ -1,0 +1,48 @@
+"""Slots of fast memory for chosen tokens: the kernel beside its reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexgen_h2o.kernels import cpu_library, native_recall, reference_recall
+
+BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
+                           reason="the C++ kernels were not built")
+
+
+def state(heads: int, slots: int, tokens: int) -> dict[str, torch.Tensor]:
+    return {"slot_of": torch.full((heads, tokens), -1, dtype=torch.int32),
+            "token_of": torch.full((heads, slots), -1, dtype=torch.int32),
+            "wanted": torch.zeros((heads, slots), dtype=torch.int32)}
+
+
+@BUILT
+def test_kernel_and_reference_take_the_same_slots(isa):
+    sequences, kv_heads, slots, tokens, most = 2, 3, 300, 1000, 200
+    one, other = (state(sequences * kv_heads, slots, tokens) for _ in range(2))
+    # Steps far apart, so that every byte of them counts.
+    for step in (1, 2, 255, 256, 70_000, 70_001, 1 << 24, (1 << 30) + 5, (1 << 30) + 6):
+        chosen = torch.stack([torch.randperm(tokens)[:most]
+                              for _ in range(sequences * kv_heads)]).int()
+        chosen[1, 150:] = -1
+        told = {"chosen": chosen.view(sequences, kv_heads, most), "step": step, "newest": 32,
+                "firsts": torch.tensor([tokens - 30, tokens], dtype=torch.int32)}
+        found = native_recall.take_slots(**told, **one)
+        expected = reference_recall.take_slots(**told, **other)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        assert found[2] == expected[2]
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert found[2] > 0 < found[1].shape[1]
+
+
+@pytest.mark.parametrize("take", [
+    reference_recall.take_slots, pytest.param(native_recall.take_slots, marks=BUILT)])
+@pytest.mark.parametrize("chosen", [[0, 1, 2], [0, 20]])
+def test_more_tokens_than_slots_and_unknown_ones_are_refused(take, chosen):
+    some = state(1, 2, 20)
+    before = {name: tensor.clone() for name, tensor in some.items()}
+    with pytest.raises(ValueError, match="take_slots: a tensor of indices"):
+        take(torch.tensor([[chosen]], dtype=torch.int32),
+             torch.tensor([20], dtype=torch.int32), step=1, newest=3, **some)
+    assert all(torch.equal(some[name], before[name]) for name in some)
