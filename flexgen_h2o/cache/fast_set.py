@@ -34,12 +34,14 @@ class FastSet:
 
     def take(self, chosen: Tensor, firsts: Tensor, *, head: int = 0) -> tuple[Tensor, Tensor, int]:
         """Give each token that heads from number `head` on have chosen a slot: see
-        `reference_recall.take_slots`, whose heads are numbered from there."""
+        `reference_recall.take_slots`. What is missing names heads by their numbers here."""
         self._step += 1
         heads = slice(head, head + chosen.shape[0] * chosen.shape[1])
-        return ops.take_slots(chosen, firsts, slot_of=self._slot_of[heads],
-                              token_of=self._token_of[heads], wanted=self._wanted[heads],
-                              step=self._step, newest=self._newest)
+        slots, missing, held = ops.take_slots(
+            chosen, firsts, slot_of=self._slot_of[heads], token_of=self._token_of[heads],
+            wanted=self._wanted[heads], step=self._step, newest=self._newest)
+        missing[0] += head
+        return slots, missing, held
 
     def forget(self, firsts: Tensor) -> None:
         """Give up the slots of tokens from a number on, int Tensor [heads]."""

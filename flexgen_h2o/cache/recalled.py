@@ -303,7 +303,6 @@ class RecalledPart(FetchedPart):
             chosen.slots, torch.tensor(firsts, dtype=torch.int32),
             head=rows.start * self.records.kv_heads)
         if missing.numel():
-            missing[0] += rows.start * self.records.kv_heads
             self._bring(layer, batch, rows, missing)
         return slots, held, missing.shape[1]
 
@@ -350,7 +349,7 @@ class RecalledPart(FetchedPart):
         """Start writing the records of some sequences' newest tokens that have become full."""
         pages, fast = self._pages[layer], self._fast[layer, batch]
         store = self._stores[layer, batch]
-        if rows.start == 0:
+        if rows.start == 0:  # once a step: what the steps before began to write
             for handle in store.busy:
                 self._transfers.ready(handle)
             store.busy = []

@@ -41,7 +41,8 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 __all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "decode_attention",
            "dequantize_groups", "flat", "index_keys", "linear_choice", "linear_float32",
            "linear_skinny", "linear_quantized", "plain_torch", "prefill_attention",
-           "quantize_groups", "quantize_matrix", "select_heavy_hitters", "unpack_rows"]
+           "quantize_groups", "quantize_matrix", "select_heavy_hitters", "take_slots",
+           "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
 """Rows of a quantized matrix that are unpacked together where PyTorch then multiplies them."""
@@ -193,7 +194,7 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
                wanted: Tensor, step: int, newest: int) -> tuple[Tensor, Tensor, int]:
     """See `reference_recall.take_slots`; on a CPU alone."""
-    take = reference_recall if plain_torch("cpu") else native_recall
+    take = native_recall if _natively(chosen) else reference_recall
     return take.take_slots(chosen, firsts, slot_of=slot_of, token_of=token_of, wanted=wanted,
                            step=step, newest=newest)
 

@@ -5,7 +5,8 @@ Between parallel regions libgomp's threads spin for milliseconds, so that the ne
 once. Beside other processes that is time taken from the threads they wait for, and a decode step
 takes ten times as long. How long they spin is fixed when libgomp is loaded, but for one case: they
 sleep almost at once while there are more OpenMP threads than CPUs (libgomp's manual,
-``GOMP_SPINCOUNT``). So as long as other processes want the CPUs, a team that does nothing is kept.
+``GOMP_SPINCOUNT``). So as long as other processes want the CPUs, or other threads of a run do, a
+team that does nothing is kept.
 """
 
 from __future__ import annotations
