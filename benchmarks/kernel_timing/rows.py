@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import math
 import platform
 import statistics
@@ -17,7 +18,7 @@ from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels import cpu_library
 from flexgen_h2o.metrics.figures import new_figure, save
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
-from flexgen_h2o.storage.links import best_gemm_rate, memory_read_rate
+from flexgen_h2o.storage.links import best_gemm_rate, memory_reader
 from flexgen_h2o.storage.tiers import Device, typed
 
 DTYPE = torch.bfloat16
@@ -26,6 +27,12 @@ ROTATED = 1 << 30
 PATIENCE = 6.0
 """Seconds after which a contestant's turns end, once it has had `FEWEST` of them."""
 FEWEST = 3
+IN_A_ROW = 8
+"""Calls of a contestant in one turn: in a run, too, one layer's call follows another's."""
+READ = 1 << 30
+"""Bytes that are read in each turn, for the rate of memory."""
+LONG = 0.1
+"""Seconds of a call after which a turn ends: what went before it no longer matters then."""
 COLUMNS = (
     "date", "commit", "host", "cpu", "threads", "torch", "isa", "dtype", "repeats",
     "operation", "shape", "contestant", "ms", "fastest_ms", "roofline_ms", "share_of_roofline",
@@ -62,22 +69,23 @@ class TimedRows:
 
         The roofline is of FLOPs where they are given, else of bytes.
         """
-        measured = functools.partial(best_gemm_rate, 2048, DTYPE) if flops else memory_read_rate
-        rate = measured()
-        seconds: dict[str, list[float]] = {name: [] for name in functions}
-        awake = torch.randn(1 << 20)
+        product_rate = functools.partial(best_gemm_rate, 2048, DTYPE)
+        rates = [product_rate()] if flops else []
+        read, seconds = memory_reader(READ), {name: [] for name in functions}
         for repeat in range(self.repeats + 1):  # the first one warms up
+            took = _seconds(read)  # wakes the threads, too
+            if not flops and repeat:
+                rates.append(READ / took)
             for name, function in functions.items():
                 if len(seconds[name]) >= FEWEST and sum(seconds[name]) > PATIENCE:
                     continue
-                arguments = next(inputs[name])
-                awake.mul_(1.0)  # in a run, too, one operation follows another at once
-                began = time.perf_counter()
-                function(**arguments)
-                took = time.perf_counter() - began
-                if repeat:
-                    seconds[name].append(took)
-        rate = max(rate, measured())
+                for arguments in itertools.islice(inputs[name], IN_A_ROW):
+                    took = _seconds(function, **arguments)
+                    if repeat:
+                        seconds[name].append(took)
+                    if took > LONG:
+                        break
+        rate = max(*rates, product_rate()) if flops else statistics.median(rates)
         limit = f"{rate / 1e12:.2f} TFLOP/s" if flops else f"{rate / 1e9:.1f} GB/s"
         middle = {name: statistics.median(times) for name, times in seconds.items()}
         sixteen = middle.get(OURS, middle.get(PLAIN))
@@ -110,6 +118,12 @@ class TimedRows:
             "isa": cpu_library.instruction_set(), "dtype": str(DTYPE).removeprefix("torch."),
             "repeats": self.repeats}
         write_csv(path, COLUMNS, (common | row for row in self.rows))
+
+
+def _seconds(function: Callable, **arguments: object) -> float:
+    began = time.perf_counter()
+    function(**arguments)
+    return time.perf_counter() - began
 
 
 def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:

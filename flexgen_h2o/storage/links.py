@@ -140,9 +140,14 @@ def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float
 
 
 def memory_read_rate(nbytes: int = 2 << 30, *, device: Device | None = None) -> float:
-    """Bytes per second that a sum over the device's memory reads; None: host memory.
+    """Bytes per second that a sum over the device's memory reads; None: host memory."""
+    return nbytes / _median_seconds(memory_reader(nbytes, device=device))
 
-    On the host it lies in huge pages, as weights and caches do: small ones are slower.
+
+def memory_reader(nbytes: int, *, device: Device | None = None) -> Callable[[], None]:
+    """A function that reads so many bytes of the device's memory; None: of host memory.
+
+    On the host they lie in huge pages, as weights and caches do: small ones are slower.
     """
     device = device or Device()
     data = typed(device.empty(nbytes), 0, (nbytes // 4,), torch.float32).fill_(1)
@@ -151,7 +156,7 @@ def memory_read_rate(nbytes: int = 2 << 30, *, device: Device | None = None) -> 
         data.sum()
         device.mark().synchronize()
 
-    return data.nbytes / _median_seconds(read)
+    return read
 
 
 def gemm_rate(rows: int, dtype: torch.dtype, *, width: int = 2048, depth: int = 8192,
