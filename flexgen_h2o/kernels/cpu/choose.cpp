@@ -25,7 +25,7 @@ float exponentials(float* row, int64_t count, int64_t stride, float cap, float o
         store(row + t, e);
         total += e;
     }
-    return 1.0f / (lanes_sum(total) + expf(own - top) + expf(sink - top));
+    return 1.0f / (sum(total) + expf(own - top) + expf(sink - top));
 }
 
 // weights [stride]: the sums over the queries of a group of their exponentials by their factors; 0

@@ -67,6 +67,12 @@ struct Single {
     static uint32_t pack(const T* x, int64_t) {
         return bits_of<uint32_t>(one(x));
     }
+
+    // Of WIDTH steps.
+    template <class T>
+    static INLINE Words pack_all(const T* x) {
+        return bits_of<Words>(load(x));
+    }
 };
 
 #if defined(__AVX512BF16__) || defined(TILES)
@@ -119,6 +125,8 @@ struct Pairs {
     static uint32_t pack(const bf16* x, int64_t left) {
         return x[0].bits | static_cast<uint32_t>(left > 1 ? x[1].bits : 0) << 16;
     }
+
+    static INLINE Words pack_all(const bf16* x) { return load_words(x); }
 };
 #endif
 

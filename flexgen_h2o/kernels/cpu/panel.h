@@ -16,6 +16,7 @@ constexpr int ROWS = 8;  // of x, in registers together
 constexpr int ROWS = 4;
 #endif
 constexpr int64_t LEAST_PACKED = 1 << 16;  // elements for which waking other threads pays
+constexpr int64_t GROUPS_AT_ONCE = 8;      // of a block of rows, which share lines: to one thread
 
 // Rows of x, filled up with zeros: to whole groups, and what else tiles ask for. Rows that are in
 // registers together lie together, a step of each beside those of the others.
@@ -63,27 +64,74 @@ INLINE float sum_of(const T* x, int64_t count) {
     return total;
 }
 
-// `rows` of x from `first` on to a panel, in blocks of BLOCK rows, the last one of what is left.
+// R vectors to WIDTH times R words: the first word of each, the second of each, and so on.
+template <int R>
+INLINE void store_interleaved(const Words (&from)[R], uint32_t* to) {
+    constexpr int ALL = R > 4 ? 8 : R > 2 ? 4 : R;
+    Words low, high, mine[ALL]{};  // what of two vectors comes first, and what then
+    for (int i = 0; i < WIDTH; i++) {
+        low[i] = static_cast<uint32_t>(i / 2 + i % 2 * WIDTH);
+        high[i] = low[i] + WIDTH / 2;
+    }
+    for (int r = 0; r < R; r++) mine[r] = from[r];
+    for (int done = 1; done < ALL; done *= 2) {
+        Words next[ALL];
+        for (int r = 0; r < ALL / 2; r++) {
+            next[2 * r] = __builtin_shuffle(mine[r], mine[r + ALL / 2], low);
+            next[2 * r + 1] = __builtin_shuffle(mine[r], mine[r + ALL / 2], high);
+        }
+        for (int r = 0; r < ALL; r++) mine[r] = next[r];
+    }
+    if (ALL == R) {
+        for (int r = 0; r < R; r++) store_words(to + r * WIDTH, mine[r]);
+        return;
+    }
+    uint32_t words[WIDTH * ALL];
+    for (int r = 0; r < ALL; r++) store_words(words + r * WIDTH, mine[r]);
+    for (int i = 0; i < WIDTH; i++) std::memcpy(to + i * R, words + i * ALL, R * sizeof *to);
+}
+
+// The steps of R rows of x, `x_row` apart, side by side; zeros where they have no more than `size`
+// elements.
+template <class A, int R, class T>
+INLINE void pack_rows(const T* x, int64_t x_row, int64_t size, int64_t steps, uint32_t* to) {
+    int64_t step = 0;
+    for (; (step + WIDTH) * A::inputs <= size; step += WIDTH) {
+        Words words[R];
+        for (int r = 0; r < R; r++) words[r] = A::pack_all(x + r * x_row + step * A::inputs);
+        store_interleaved<R>(words, to + step * R);
+    }
+    for (; step * A::inputs < size; step++)
+        for (int r = 0; r < R; r++)
+            to[step * R + r] =
+                A::pack(x + r * x_row + step * A::inputs, size - step * A::inputs);
+    for (; step < steps; step++)
+        for (int r = 0; r < R; r++) to[step * R + r] = 0;
+}
+
+// `rows` of x from `first` on to a panel, in blocks of BLOCK rows (ROWS, or 1), the last one of what
+// is left. Where BLOCK is 1 the panel may have more rows: zeros.
 template <class A, class T, int64_t BLOCK>
 void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows, const Panel& p) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) \
+#pragma omp parallel for schedule(static, GROUPS_AT_ONCE) collapse(2) num_threads(a.threads) \
     if (rows * a.matrix.inputs > LEAST_PACKED)
-    for (int64_t row = 0; row < p.rows; row++) {
-        const T* from = static_cast<const T*>(a.x) + (first + row) * a.x_row;
+    for (int64_t row = 0; row < p.rows; row += BLOCK)
         for (int64_t g = 0; g < m.groups; g++) {
-            const int64_t before = row / BLOCK * BLOCK, behind = p.rows - before;
-            const int64_t apart = behind < BLOCK ? behind : BLOCK;
-            uint32_t* to = p.x + (g * p.rows + before) * p.steps + row - before;
+            const T* x = static_cast<const T*>(a.x) + (first + row) * a.x_row + g * m.group;
             const int64_t left = a.matrix.inputs - g * m.group;
             const int64_t size = row >= rows ? 0 : left < m.group ? left : m.group;
-            const T* mine = from + g * m.group;
-            p.sums[g * p.rows + row] = sum_of(mine, size);
-            int64_t step = 0;
-            for (; step * A::inputs < size; step++)
-                to[step * apart] = A::pack(mine + step * A::inputs, size - step * A::inputs);
-            for (; step < p.steps; step++) to[step * apart] = 0;
+            uint32_t* to = p.x + (g * p.rows + row) * p.steps;
+            float* sums = p.sums + g * p.rows + row;
+            const auto pack = [&](auto count, int64_t) {
+                constexpr int R = decltype(count)::value;
+                for (int r = 0; r < R; r++) sums[r] = sum_of(x + r * a.x_row, size);
+                pack_rows<A, R>(x, a.x_row, size, p.steps, to);
+            };
+            if constexpr (BLOCK == 1)
+                pack(Count<1>{}, 0);
+            else
+                by_rows(p.rows - row < BLOCK ? p.rows - row : BLOCK, pack);
         }
-    }
 }
 
 // Totals [rows, columns] to the outputs from `begin` on, of rows from `first` on.

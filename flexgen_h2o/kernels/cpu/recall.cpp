@@ -73,7 +73,7 @@ void normalize(float* row, int64_t count, float sink) {
         store(row + t, e);
         total += e;
     }
-    const float factor = 1.0f / (lanes_sum(total) + expf(sink - top));
+    const float factor = 1.0f / (sum(total) + expf(sink - top));
     for (int64_t t = 0; t < stop; t += WIDTH) store(row + t, load(row + t) * factor);
 }
 

@@ -90,12 +90,21 @@ INLINE Floats larger(Floats a, Floats b) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// Not _mm512_castps512_ps128, in which GCC 12 finds an undefined vector (-Wuninitialized).
+INLINE __m128 first_four(Floats x) {
+    __m128 four;
+    std::memcpy(&four, &x, sizeof four);
+    return four;
+}
+#endif
+
 INLINE float sum(Floats x) {
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
     x += _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0x4e);  // the other half
     x += _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0xb1);  // the other quarter
-    __m128 four = _mm512_castps512_ps128(x);
+    __m128 four = first_four(x);
 #else
     __m128 four = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
 #endif
@@ -106,15 +115,6 @@ INLINE float sum(Floats x) {
 #endif
 }
 
-// The same through memory: where GCC 12 inlines `sum` into some loops, -Wuninitialized finds an
-// undefined vector in its own header.
-INLINE float lanes_sum(Floats x) {
-    float lanes[WIDTH], total = 0;
-    std::memcpy(lanes, &x, sizeof x);
-    for (const float lane : lanes) total += lane;
-    return total;
-}
-
 // The sums of four vectors, to four floats.
 INLINE void sums(const Floats* x, float* to) {
 #if defined(__AVX512F__)
@@ -123,7 +123,7 @@ INLINE void sums(const Floats* x, float* to) {
     Floats all = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
     all += _mm512_maskz_shuffle_f32x4(0xffff, all, all, 0x4e);
     all += _mm512_maskz_shuffle_f32x4(0xffff, all, all, 0xb1);
-    _mm_storeu_ps(to, _mm512_castps512_ps128(all));
+    _mm_storeu_ps(to, first_four(all));
 #elif defined(__AVX2__)
     const Floats all = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
     _mm_storeu_ps(to, _mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1));
@@ -137,7 +137,7 @@ INLINE float widest(Floats x) {
 #if defined(__AVX512F__)
     x = larger(x, _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0x4e));  // the other half
     x = larger(x, _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0xb1));  // the other quarter
-    __m128 four = _mm512_castps512_ps128(x);
+    __m128 four = first_four(x);
 #else
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 #endif
