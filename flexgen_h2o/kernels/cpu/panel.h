@@ -16,7 +16,6 @@ constexpr int ROWS = 8;  // of x, in registers together
 constexpr int ROWS = 4;
 #endif
 constexpr int64_t LEAST_PACKED = 1 << 16;  // elements for which waking other threads pays
-constexpr int64_t GROUPS_AT_ONCE = 8;      // of a block of rows, which share lines: to one thread
 
 // Rows of x, filled up with zeros: to whole groups, and what else tiles ask for. Rows that are in
 // registers together lie together, a step of each beside those of the others.
@@ -113,7 +112,7 @@ INLINE void pack_rows(const T* x, int64_t x_row, int64_t size, int64_t steps, ui
 // is left. Where BLOCK is 1 the panel may have more rows: zeros.
 template <class A, class T, int64_t BLOCK>
 void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows, const Panel& p) {
-#pragma omp parallel for schedule(static, GROUPS_AT_ONCE) collapse(2) num_threads(a.threads) \
+#pragma omp parallel for schedule(static) collapse(2) num_threads(a.threads) \
     if (rows * a.matrix.inputs > LEAST_PACKED)
     for (int64_t row = 0; row < p.rows; row += BLOCK)
         for (int64_t g = 0; g < m.groups; g++) {

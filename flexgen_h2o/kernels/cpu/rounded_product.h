@@ -112,31 +112,36 @@ INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step,
     return sum;
 }
 
-// The rows of x from `first` on, shared by the threads of a parallel region: a block's rows lie in the
-// same lines.
+// The rows of x from `first` on, shared by the threads of a parallel region. Rows of a block lie in
+// the same lines: few rows are shared by groups, so that no two threads write into one.
 template <class T, int BITS>
 void round_rows(const Product& a, const Blocks& m, int64_t first, const RoundedRows& p) {
-#pragma omp for schedule(static, GROUPS_AT_ONCE) collapse(2)
-    for (int64_t before = 0; before < p.rows; before += ROWS)
-        for (int64_t g = 0; g < m.groups; g++) {
-            const int64_t behind = p.rows - before, apart = behind < ROWS ? behind : ROWS;
-            for (int64_t r = 0; r < apart; r++) {
-                const T* x =
-                    static_cast<const T*>(a.x) + (first + before + r) * a.x_row + g * m.group;
-                const int64_t at = g * p.rows + before + r, left = a.matrix.inputs - g * m.group;
-                const int64_t count = left < m.group ? left : m.group;
-                const float largest = largest_of(x, count);
-                uint32_t* codes = p.codes + (g * p.rows + before) * p.words + r;
-                if (!(largest <= LARGEST)) {
-                    for (int64_t n = 0; n < p.words; n++) codes[n * apart] = 0;
-                    p.steps[at] = p.sums[at] = NO_NUMBER;
-                    continue;
-                }
-                p.steps[at] = largest / INPUT_LEVELS;
-                p.sums[at] = p.steps[at] * static_cast<float>(round_group<BITS>(
-                                               x, count, m.group, p.steps[at], codes, apart));
-            }
+    const auto round_one = [&](int64_t row, int64_t g) {
+        const T* x = static_cast<const T*>(a.x) + (first + row) * a.x_row + g * m.group;
+        const int64_t at = g * p.rows + row, left = a.matrix.inputs - g * m.group;
+        const int64_t count = left < m.group ? left : m.group;
+        const float largest = largest_of(x, count);
+        const int64_t before = row / ROWS * ROWS, behind = p.rows - before;
+        const int64_t apart = behind < ROWS ? behind : ROWS;
+        uint32_t* codes = p.codes + (g * p.rows + before) * p.words + row - before;
+        if (!(largest <= LARGEST)) {
+            for (int64_t n = 0; n < p.words; n++) codes[n * apart] = 0;
+            p.steps[at] = p.sums[at] = NO_NUMBER;
+            return;
         }
+        p.steps[at] = largest / INPUT_LEVELS;
+        p.sums[at] = p.steps[at] * static_cast<float>(round_group<BITS>(x, count, m.group,
+                                                                        p.steps[at], codes, apart));
+    };
+    if (p.rows <= 4 * ROWS) {
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t g = 0; g < m.groups; g++)
+            for (int64_t row = 0; row < p.rows; row++) round_one(row, g);
+    } else {  // each row in order, as memory sends it
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t row = 0; row < p.rows; row++)
+            for (int64_t g = 0; g < m.groups; g++) round_one(row, g);
+    }
 }
 
 // Words of x that a word of codes meets.
