@@ -70,6 +70,8 @@ def _cache_suffix(config: RunConfig) -> str:
         share = config.hh_ratio if config.num_window_length is None else config.num_window_length
         parts += ["recall-by-layer" if isinstance(share, tuple) else f"recall{share:g}",
                   f"index{h2o.index_bits}"]
+    parts += ["fetch-chosen"] if config.fetch_chosen else []
+    parts += [] if config.fast_set is None else [f"fast{config.fast_set:g}"]
     parts += [] if config.attn_sparsity == 1 else [f"sparse{config.attn_sparsity:g}"]
     parts += [] if config.resolved_cache_bits == 16 else [f"kv{config.resolved_cache_bits}"]
     return "".join(f"-{part}" for part in parts)
