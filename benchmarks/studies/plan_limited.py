@@ -8,9 +8,7 @@ and at a large one. Each is planned (`--percent auto`), by rates of the machine 
 anew at first, as other work on it changes them. The placement that the plan finds is then run for a
 few tokens, in a process of its own and after a warm-up, and stands beside what the cost model says
 of these: of the full cache in the middle of its text, where a step takes what the mean one does. Of
-the steps the median counts. Disks of virtual machines drift: `disk_gb_s` is the mean of long reads
-before and after the run, and the columns that end in `at_disk_rate` are of the cost model by that
-rate in place of the plan's.
+the steps the median counts.
 
 "full-in-memory" is what the search did not choose: the whole cache in memory, and as much of the
 weights as that leaves room for.
@@ -25,7 +23,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,13 +38,7 @@ from flexgen_h2o.config.policy import percent_text
 from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels.implementations import Winners
-from flexgen_h2o.metrics.links import GB
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
-from flexgen_h2o.planning.calibrate import kept
-from flexgen_h2o.planning.search import judge
-from flexgen_h2o.storage.disk import RunFolder
-from flexgen_h2o.storage.links import disk_read_rate, disk_write_rate
-from flexgen_h2o.storage.tiers import open_device
 
 SHARE = 0.2
 """Of prompt and generated tokens, that H2O keeps: half of it heavy hitters, half recent tokens."""
@@ -54,14 +46,10 @@ SHARE = 0.2
 WARM_UP = 16
 """Tokens of a prompt that warm up."""
 
-FILE = 1 << 30
-"""Bytes of the file by which the disk's rate is measured."""
-
 COLUMNS = ("commit", "cpu", "model", "memory_limit", "system", "batch", "policy", "plan_tokens_s",
            "plan_prefill_s", "plan_step_s", "bound_decode", "run_prompt_len", "run_gen_len",
            "predicted_prefill_s", "prefill_s", "prefill_predicted_over_measured",
-           "predicted_step_s", "step_s", "step_predicted_over_measured", "plan_disk_gb_s",
-           "disk_gb_s", "prefill_over_measured_at_disk_rate", "step_over_measured_at_disk_rate")
+           "predicted_step_s", "step_s", "step_predicted_over_measured")
 
 
 @dataclass(frozen=True)
@@ -114,32 +102,16 @@ def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict
     # A longer prompt has a larger workspace, which would not fit.
     short = replace(plan.config, prompt_len=prompt, gen_len=args.tokens, memory_limit=None)
     predicted = planner.plan(short, workload(short, ()), run.batch).best
-    hardware, before = kept(open_device(), args.offload_dir), disk_rate(args.offload_dir)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         prefill, step = process.submit(measured, short, plan.implementations).result()
     blocks = math.ceil(run.batch / (policy.gpu_batch_size * policy.num_gpu_batches))
-    rate = (before + disk_rate(args.offload_dir)) / 2
-    drifted = judge(replace(hardware, links={**hardware.links, "disk->cpu": rate}), predicted.run,
-                    run.batch)
-    predicted_step, drifted_step = (  # as a step is measured: of one block
-        choice.decode / blocks / (args.tokens - 1) for choice in (predicted, drifted))
+    predicted_step = predicted.decode / blocks / (args.tokens - 1)  # as a step is measured: of one
     return found | {
         "run_prompt_len": prompt, "run_gen_len": args.tokens,
         "predicted_prefill_s": predicted.prefill, "prefill_s": prefill,
         "prefill_predicted_over_measured": predicted.prefill / prefill,
         "predicted_step_s": predicted_step, "step_s": step,
-        "step_predicted_over_measured": predicted_step / step,
-        "plan_disk_gb_s": hardware.links["disk->cpu"] / GB, "disk_gb_s": rate / GB,
-        "prefill_over_measured_at_disk_rate": drifted.prefill / prefill,
-        "step_over_measured_at_disk_rate": drifted_step / step}
-
-
-def disk_rate(folder: str) -> float:
-    """Bytes per second of long reads from a file in a folder, as the plan has measured them."""
-    with closing(RunFolder(folder)) as run:
-        file = run.file("rate.bin", FILE)
-        disk_write_rate(file, nbytes=FILE)  # no hole
-        return disk_read_rate(file, nbytes=FILE)
+        "step_predicted_over_measured": predicted_step / step}
 
 
 def planned(config: RunConfig, run: LimitedRun) -> planner.Plan:
@@ -204,10 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not args.plan_only:
             print("    " + "; ".join(
                 f"{phase} of the short run {found[f'predicted_{phase}_s']:.3g} s predicted, "
-                f"{found[f'{phase}_s']:.3g} s measured: "
-                f"{found[f'{phase}_predicted_over_measured']:.2f}, at the disk's rate in the run "
-                f"{found[f'{phase}_over_measured_at_disk_rate']:.2f}"
-                for phase in ("prefill", "step")),
+                f"{found[f'{phase}_s']:.3g} s measured" for phase in ("prefill", "step")),
                 flush=True)
         write_csv(args.out, COLUMNS, table)  # what there is, should a later row be stopped
 
