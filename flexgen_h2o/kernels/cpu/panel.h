@@ -67,11 +67,12 @@ INLINE float sum_of(const T* x, int64_t count) {
 template <int R>
 INLINE void store_interleaved(const Words (&from)[R], uint32_t* to) {
     constexpr int ALL = R > 4 ? 8 : R > 2 ? 4 : R;
-    Words low, high, mine[ALL]{};  // what of two vectors comes first, and what then
+    Words low, high;  // which words of two vectors come first, and which then
     for (int i = 0; i < WIDTH; i++) {
         low[i] = static_cast<uint32_t>(i / 2 + i % 2 * WIDTH);
         high[i] = low[i] + WIDTH / 2;
     }
+    Words mine[ALL]{};
     for (int r = 0; r < R; r++) mine[r] = from[r];
     for (int done = 1; done < ALL; done *= 2) {
         Words next[ALL];
