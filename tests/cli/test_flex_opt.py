@@ -428,13 +428,18 @@ def test_the_log_is_named_after_the_configuration(tmp_path):
     (["--hh-ratio", "0.1", "--prefill-chunk", "64", "--evict-while-prefilling"],
      "-h2o-hh0.1-chunk64"),
     (["--hh-ratio", "0.1", "--recall"], "-recall0.1-index4"),
-    (["--hh-ratio", "0.1", "--recall", "--fetch-chosen", "--fast-set", "0.6"],
-     "-recall0.1-index4-fetch-chosen-fast0.6"),
 ])
 def test_the_log_is_named_after_weights_and_cache(argv, suffix):
     files = result_files.result_files(parser.parse_args(argv))
     assert set(files) == {"log_file"}
     assert files["log_file"].endswith(f"-percent-100-0-100-0-100-0{suffix}.log")
+
+
+def test_the_log_is_named_after_what_is_fetched():
+    argv = ["--percent", "100", "0", "0", "0", "100", "0", "--hh-ratio", "0.1", "--recall",
+            "--fetch-chosen", "--fast-set", "0.6"]
+    files = result_files.result_files(parser.parse_args(argv))
+    assert files["log_file"].endswith("-recall0.1-index4-fetch-chosen-fast0.6.log")
 
 
 @pytest.mark.parametrize("flag", ["--output", "--csv", "--trace", "--log-file"])
