@@ -304,16 +304,15 @@ def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
                      nbytes=nbytes, flops=flops)
 
 
-def choices(rows: TimedRows, quick: bool, dtype: torch.dtype = DTYPE) -> None:
-    """Every implementation of a product with weights of a dtype, for the lines of
-    `dispatch.TABLE`."""
-    weight = (torch.randn(MATRIX) * 0.02).to(dtype)
+def choices(rows: TimedRows, quick: bool) -> None:
+    """Every implementation of a product with 16-bit weights, for the lines of `dispatch.TABLE`."""
+    weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weights = copies(weight[: MATRIX[0] // 16] if quick else weight, quick)
     for count in COMPARED_ROWS:
-        x = torch.randn(count, MATRIX[1], dtype=dtype)
-        out = torch.empty(count, len(weights[0]), dtype=dtype)
+        x = torch.randn(count, MATRIX[1], dtype=DTYPE)
+        out = torch.empty(count, len(weights[0]), dtype=DTYPE)
         wanted, functions = F.linear(x.float(), weights[0].float()), {}
-        for name in dispatch.available("linear", count, dtype):
+        for name in dispatch.available("linear", count, DTYPE):
             functions[name] = functools.partial(linear_by, name, x=x, out=out)
             functions[name](weights[0])
             check(f"choices: {name}, {count} rows", error(out, wanted))
@@ -321,14 +320,13 @@ def choices(rows: TimedRows, quick: bool, dtype: torch.dtype = DTYPE) -> None:
         endless = {name: itertools.cycle({"weight": one} for one in weights) for name in functions}
         rows.measure("choices", f"{count} x {MATRIX[1]} x {len(weights[0])}", functions, endless,
                      nbytes=dict.fromkeys(functions, weights[0].nbytes),
-                     flops=2 * count * weights[0].numel() if count > READING_ROWS else 0,
-                     dtype=dtype)
+                     flops=2 * count * weights[0].numel() if count > READING_ROWS else 0)
 
 
 def linear_by(implementation: str, weight: torch.Tensor, *, x: torch.Tensor,
               out: torch.Tensor) -> None:
     """A product by one of `IMPLEMENTATIONS`."""
-    with dispatch.measured({"linear": {8 * x.itemsize: {len(x): implementation}}}):
+    with dispatch.measured({"linear": {16: {len(x): implementation}}}):
         layers.linear(x, weight, out=out)
 
 
@@ -361,9 +359,7 @@ def rounding(rows: TimedRows, quick: bool) -> None:
 
 
 OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": groups,
-              "linear": linear, "choices": choices,
-              "float32": functools.partial(choices, dtype=torch.float32), "round": rounding,
-              "recall": recall}
+              "linear": linear, "choices": choices, "round": rounding, "recall": recall}
 
 
 @torch.inference_mode()

@@ -64,12 +64,12 @@ class TimedRows:
 
     def measure(self, operation: str, shape: str, functions: dict[str, Callable],
                 inputs: dict[str, Iterator[dict]], *, nbytes: dict[str, int] | None = None,
-                flops: float = 0, dtype: torch.dtype = DTYPE) -> None:
+                flops: float = 0) -> None:
         """A row for each function, called with the next of its inputs, and its roofline.
 
-        The roofline is of FLOPs, in `dtype`, where they are given, else of bytes.
+        The roofline is of FLOPs where they are given, else of bytes.
         """
-        product_rate = functools.partial(best_gemm_rate, 2048, dtype)
+        product_rate = functools.partial(best_gemm_rate, 2048, DTYPE)
         rates = [product_rate()] if flops else []
         read, seconds = memory_reader(READ), {name: [] for name in functions}
         for repeat in range(self.repeats + 1):  # the first one warms up
@@ -92,8 +92,7 @@ class TimedRows:
         for name, took in middle.items():
             roofline = (flops or nbytes[name]) / rate
             self.rows.append({
-                "operation": operation, "shape": shape, "dtype": str(dtype).removeprefix("torch."),
-                "contestant": name, "ms": took * 1e3,
+                "operation": operation, "shape": shape, "contestant": name, "ms": took * 1e3,
                 "fastest_ms": min(seconds[name]) * 1e3, "roofline_ms": roofline * 1e3,
                 "share_of_roofline": roofline / took, "limit": limit,
                 "gb_per_s": nbytes[name] / took / 1e9 if nbytes else "",
@@ -116,7 +115,8 @@ class TimedRows:
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "commit": source_commit(), "host": platform.node(), "cpu": cpu_model(),
             "threads": torch.get_num_threads(), "torch": torch.__version__,
-            "isa": cpu_library.instruction_set(), "repeats": self.repeats}
+            "isa": cpu_library.instruction_set(), "dtype": str(DTYPE).removeprefix("torch."),
+            "repeats": self.repeats}
         write_csv(path, COLUMNS, (common | row for row in self.rows))
 
 

@@ -139,7 +139,7 @@ def bound(calls: Sequence[tuple[str, ctypes.Structure]]) -> Callable[[], None]:
     return run
 
 
-_SHARED = {"linear_skinny": ("x", "rows", "inputs", "x_row", "dtype", "threads"),
+_SHARED = {"linear_skinny": ("x", "rows", "inputs", "x_row", "threads"),
            "linear_float32": ("x", "rows", "inputs", "x_row", "dtype", "threads"),
            "linear_quantized": ("x", "rows", "x_row", "dtype", "threads")}
 """Products that may be joined, and the fields that are alike then."""

@@ -62,12 +62,6 @@ TABLE = (
               why="Xeon with AMX, 4096 x 16384: PyTorch takes 1.3, 1.4, 1.3, 1.3, 1.3, 1.4 and 2.0 "
                   "times as long at 1, 2, 4, 8, 16, 32 and 64 rows; ours goes by tiles from 5 rows "
                   "on (benchmarks/results/xeon-amx)."),
-    TableLine("linear", ("avx2", "avx512", "avx512bf16", "amx"), "skinny", most_rows=32,
-              dtype=torch.float32,
-              why="EPYC (Zen 4), 576 x 576 to 4096 x 4096: PyTorch takes 1.5 to 3.0, 3.2 to 4.6, "
-                  "2.3 to 4.1, 1.9 to 3.2 and 1.5 to 2.4 times as long at 1, 4, 8, 16 and 32 rows, "
-                  "and with AVX2 0.97 to 1.6 times at 32 (benchmarks/results/epyc-zen4). Not timed "
-                  "on another CPU."),
 )
 """The first line that matches decides. Times are of bfloat16, where nothing else is said, on two
 cores."""
@@ -135,8 +129,7 @@ def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
         # What multiplies bfloat16 itself gains nothing from floats.
         sets = cpu_library.SETS
         widens = sets.index(cpu_library.instruction_set()) < sets.index("avx512bf16")
-        skinny = dtype in (torch.bfloat16, torch.float32) and rows <= SKINNY_ROWS
-        can = {"pytorch": True, "skinny": skinny,
+        can = {"pytorch": True, "skinny": dtype == torch.bfloat16 and rows <= SKINNY_ROWS,
                "float32": dtype == torch.float16 or dtype == torch.bfloat16 and widens}
         return tuple(name for name in names if can[name])
     return names if dtype == torch.bfloat16 else names[:1]  # no other dtype was timed
@@ -154,7 +147,7 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
     dtype : torch.dtype
         Of the inputs.
     bits : int
-        Of the weights: 32, 16, 8 or 4. Products of 32 are not measured.
+        Of the weights: 16, 8 or 4.
     """
     possible = available(operation, rows, dtype)
     if len(possible) == 1:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
-    # A product with weights of 16 or 32 bits: torch.mm, or ours for few rows of bfloat16 or
-    # float32, or ours that multiplies weights of 16 bits as float32.
+    # A product with weights of 16 or 32 bits: torch.mm, or ours for few rows of bfloat16, or ours
+    # that multiplies weights of 16 bits as float32.
     "linear": ("pytorch", "skinny", "float32"),
     # With quantized weights: ours on the codes, or PyTorch's on slices that are unpacked to
     # bfloat16 first.

@@ -177,8 +177,8 @@ def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, a
                   steps: Steps | None = None) -> None:
     """See `library.linear_skinny`."""
     name = "linear_skinny"
-    need(x.dtype in (torch.bfloat16, torch.float32) and len(x) <= SKINNY_ROWS, name,
-         f"takes up to {SKINNY_ROWS} rows of bfloat16 or float32, got {x.dtype} {list(x.shape)}")
+    need(x.dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS, name,
+         f"takes up to {SKINNY_ROWS} rows of bfloat16, got {x.dtype} {list(x.shape)}")
     _linear(name, x, weight, bias, out, add, steps)
 
 

@@ -217,15 +217,15 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
 def linear_choice(x: Tensor, weight: Tensor) -> str:
     """The implementation of a product of x [rows, inputs] and weight [outputs, inputs]: the one
     that `dispatch` prefers, and "pytorch" where the kernels cannot do it."""
-    if (weight.dtype != x.dtype or not x.is_cpu or not x.stride(1) == weight.stride(1) == 1
-            or plain_torch("cpu")):
+    if (x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype or not x.is_cpu
+            or not x.stride(1) == weight.stride(1) == 1 or plain_torch("cpu")):
         return "pytorch"
-    return dispatch.choice("linear", len(x), x.dtype, 8 * x.itemsize)
+    return dispatch.choice("linear", len(x), x.dtype)
 
 
 def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
                   add: bool = False) -> None:
-    """See `reference.linear_skinny`; of few rows of bfloat16 or float32, out's rows contiguous."""
+    """See `reference.linear_skinny`; of few rows of bfloat16, out's rows contiguous."""
     _backend(x).linear_skinny(x, weight, bias, out, add)
 
 

@@ -42,9 +42,7 @@ def test_what_each_instruction_set_chooses(name, operation, rows, chosen):
         pytest.skip("this CPU cannot be made to choose so")
     with using(name):
         assert dispatch.choice(operation, rows, torch.bfloat16, 4) == chosen
-        few = operation == "linear" and rows <= 32 and name != "portable"
-        assert dispatch.choice(operation, rows, torch.float32, 4) == (
-            "skinny" if few else IMPLEMENTATIONS[operation][0])
+        assert dispatch.choice(operation, rows, torch.float32, 4) == IMPLEMENTATIONS[operation][0]
         # AMX' machines multiply float16, too.
         half = operation == "linear" and rows >= 4 and not name.startswith(("amx", "portable"))
         assert dispatch.choice(operation, rows, torch.float16, 4) == (
@@ -60,10 +58,9 @@ def test_what_was_measured_decides_where_it_can(operation, rows, bits, name, by_
     winners = {operation: {bits: names_by_rows}}
     with using(name):
         table = dispatch.choice(operation, rows, torch.bfloat16, bits)
-        floats = dispatch.choice(operation, rows, torch.float32, 32)
         with dispatch.measured(winners):
             chosen = dispatch.choice(operation, rows, torch.bfloat16, bits)
-            assert dispatch.choice(operation, rows, torch.float32, 32) == floats
+            assert dispatch.choice(operation, rows, torch.float32, bits) == names[0]
             others = {16, 8, 4} - {bits}
             with dispatch.measured(None):
                 assert dispatch.choice(operation, rows, torch.bfloat16, bits) == table

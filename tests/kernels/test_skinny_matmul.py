@@ -1,4 +1,4 @@
-"""linear_skinny and linear_float32 against float64, on each instruction set."""
+"""linear_skinny and linear_float32 against float64: 16-bit weights, on each instruction set."""
 
 import inside_kernels
 import pytest
@@ -46,10 +46,9 @@ def _set(request):
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 17, 33, 50, 64])
 @pytest.mark.parametrize("inputs, outputs", [(1, 1), (2, 5), (31, 8), (65, 49), (258, 33),
                                              (576, 192), (2075, 10)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products(rows, inputs, outputs, dtype):
+def test_products(rows, inputs, outputs):
     for bias, add in ((True, False), (False, True)):
-        check(ops.linear_skinny, rows, inputs, outputs, bias=bias, add=add, dtype=dtype)
+        check(ops.linear_skinny, rows, inputs, outputs, bias=bias, add=add)
 
 
 @BUILT
@@ -70,13 +69,12 @@ def test_the_reference(rows):
 
 
 @BUILT
-@pytest.mark.parametrize("rows, function, dtype", [
-    (3, "linear_skinny", torch.bfloat16), (21, "linear_skinny", torch.bfloat16),
-    (21, "linear_skinny", torch.float32), (270, "linear_float32", torch.bfloat16)])
-def test_threads_change_nothing(rows, function, dtype):
+@pytest.mark.parametrize("rows, function", [
+    (3, "linear_skinny"), (21, "linear_skinny"), (270, "linear_float32")])
+def test_threads_change_nothing(rows, function):
     results = []
     for threads in (1, 2, 3):
-        x, weight, bias, wide = case(rows, 130, 77, dtype=dtype)
+        x, weight, bias, wide = case(rows, 130, 77)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -146,10 +144,8 @@ def test_what_is_admitted(monkeypatch):
     many = case(65, 31, 8)[0]
     assert ops.linear_choice(many, weight) == (
         "float32" if cpu_library.instruction_set() in ("avx2", "avx512") else "pytorch")
-    assert ops.linear_choice(x.float(), weight.float()) == ("skinny" if own else "pytorch")
-    assert ops.linear_choice(many.float(), weight.float()) == "pytorch"
-    for bad in ((x.double(), weight.double()), (x.half(), weight), (x.T, weight), (x, weight.T),
-                (x.float(), weight), (x.to("meta"), weight.to("meta"))):
+    for bad in ((x.float(), weight.float()), (x.half(), weight), (x.T, weight), (x, weight.T),
+                (x.to("meta"), weight.to("meta"))):
         assert ops.linear_choice(*bad) == "pytorch"
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
     assert ops.linear_choice(x, weight) == "pytorch"

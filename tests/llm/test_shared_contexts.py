@@ -65,10 +65,7 @@ def test_as_each_pair_alone(tiny_model, name):
         found = scores(tiny, pairs, policy=Policy(gpu_batch_size=size, num_gpu_batches=batches),
                        **CACHES[name])
         for (values, likeliest), (others, also) in zip(found, expected, strict=True):
-            # More than 32 rows are PyTorch's product: with the last bits of a key or a value its
-            # code of 8 bits may be another one.
-            close = 1e-3 if "cache_bits" in CACHES[name] else 1e-4
-            assert values == pytest.approx(others, abs=close) and likeliest == also
+            assert values == pytest.approx(others, abs=1e-4) and likeliest == also
 
 
 @pytest.mark.parametrize("key", ["opt", "neox"])

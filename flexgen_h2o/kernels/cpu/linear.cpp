@@ -1,9 +1,9 @@
-// linear_skinny: matrices of bfloat16 or float32 weights, read once, times few rows of the same.
+// linear_skinny: matrices of bfloat16 weights, read once, times few rows of bfloat16.
 //
 // Vectors lie along the inputs, so that weights stream in as they lie and x needs no other form:
 // OUTPUTS weights' rows by QUADS rows of x at a time. The first pass over a block of outputs has it
 // from memory, those for more rows from the cache, part by part, and all of them ask for the next
-// block. With AMX more rows of bfloat16 go by tiles: linear_tiles.h.
+// block. With AMX more rows go by tiles: linear_tiles.h.
 #include "count.h"
 #include "kernels.h"
 #include "linear_tiles.h"
@@ -24,13 +24,9 @@ constexpr int64_t PART = 1 << 30;  // all inputs: arithmetic binds before the ca
 #endif
 constexpr int64_t FEW_PASSES = 2;  // which memory binds: they go through all inputs at once
 
-// How weights W meet inputs.
-template <class W>
-struct Operands;
 #if defined(__AVX512BF16__)
 // Sums of pairs of bfloat16, which AVX512_BF16 multiplies as they are.
-template <>
-struct Operands<bf16> {
+struct Operands {
     using Element = bf16;
     using Vector = __m512bh;
     static constexpr int64_t SIZE = 2 * WIDTH;
@@ -40,10 +36,12 @@ struct Operands<bf16> {
         return Floats(_mm512_dpbf16_ps(__m512(sum), a, b));
     }
 };
+INLINE void copy_row(const bf16* from, int64_t count, bf16* to) {
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
+}
 #else
 // bfloat16 are the upper halves of floats; of x they are made once.
-template <>
-struct Operands<bf16> {
+struct Operands {
     using Element = float;
     using Vector = Floats;
     static constexpr int64_t SIZE = WIDTH;
@@ -51,45 +49,28 @@ struct Operands<bf16> {
     static INLINE Vector inputs(const float* from) { return load(from); }
     static INLINE Floats add(Floats sum, Vector a, Vector b) { return fma(a, b, sum); }
 };
-#endif
-template <>
-struct Operands<float> {
-    using Element = float;
-    using Vector = Floats;
-    static constexpr int64_t SIZE = WIDTH;
-    static INLINE Vector weights(const float* from) { return load(from); }
-    static INLINE Vector inputs(const float* from) { return load(from); }
-    static INLINE Floats add(Floats sum, Vector a, Vector b) { return fma(a, b, sum); }
-};
-template <class W>
-using Element = typename Operands<W>::Element;
-
-// A row of x to what it is multiplied as.
-template <class T>
-INLINE void copy_row(const T* from, int64_t count, T* to) {
-    std::memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
-}
 INLINE void copy_row(const bf16* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) to[i] = one(from + i);
 }
+#endif
+using Element = Operands::Element;
+constexpr int64_t SIZE = Operands::SIZE;
 
 // sums [R][M] += M rows of weights by R rows of x; meanwhile M rows at `later` are asked for.
-template <class W, int M, int R>
-INLINE void products(const W* weights, int64_t weight_row, const Element<W>* x, int64_t x_row,
-                     int64_t inputs, const W* const* later, Floats* sums) {
-    using Vector = typename Operands<W>::Vector;
-    constexpr int64_t SIZE = Operands<W>::SIZE;
+template <int M, int R>
+INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, int64_t x_row,
+                     int64_t inputs, const bf16* const* later, Floats* sums) {
     Floats all[R][M];
 #pragma GCC unroll 16
     for (int n = 0; n < R * M; n++) all[n / M][n % M] = sums[n];
-    const auto step = [&](const W* from, int64_t stride, int64_t k) {
-        Vector mine[M];
-        for (int m = 0; m < M; m++) mine[m] = Operands<W>::weights(from + m * stride);
+    const auto step = [&](const bf16* from, int64_t stride, int64_t k) {
+        Operands::Vector mine[M];
+        for (int m = 0; m < M; m++) mine[m] = Operands::weights(from + m * stride);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const Vector some = Operands<W>::inputs(x + r * x_row + k);
+            const Operands::Vector some = Operands::inputs(x + r * x_row + k);
 #pragma GCC unroll 4
-            for (int m = 0; m < M; m++) all[r][m] = Operands<W>::add(all[r][m], mine[m], some);
+            for (int m = 0; m < M; m++) all[r][m] = Operands::add(all[r][m], mine[m], some);
         }
     };
     int64_t k = 0;
@@ -99,7 +80,7 @@ INLINE void products(const W* weights, int64_t weight_row, const Element<W>* x, 
         step(weights + k, weight_row, k);
     }
     if (k < inputs) {
-        W rest[M * SIZE] = {};
+        bf16 rest[M * SIZE] = {};
         for (int m = 0; m < M; m++)
             std::memcpy(rest + m * SIZE, weights + m * weight_row + k,
                         static_cast<size_t>(inputs - k) * sizeof *rest);
@@ -110,10 +91,10 @@ INLINE void products(const W* weights, int64_t weight_row, const Element<W>* x, 
 }
 
 // M outputs from `first` on.
-template <class W, int M>
-void outputs(const Linear& a, const Element<W>* x, int64_t x_row, int64_t first) {
-    const W* weights = static_cast<const W*>(a.weight) + first * a.weight_row;
-    const W* bias = a.bias ? static_cast<const W*>(a.bias) + first : nullptr;
+template <int M>
+void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
+    const bf16* weights = static_cast<const bf16*>(a.weight) + first * a.weight_row;
+    const bf16* bias = a.bias ? static_cast<const bf16*>(a.bias) + first : nullptr;
     const int64_t passes = (a.rows + QUADS - 1) / QUADS, part = passes > FEW_PASSES ? PART : a.inputs;
     const int64_t ahead = (1 + AHEAD / (M * a.weight_row)) * M;  // rows
     Floats all[SKINNY_ROWS * M];
@@ -122,13 +103,13 @@ void outputs(const Linear& a, const Element<W>* x, int64_t x_row, int64_t first)
         const int64_t inputs = a.inputs - begin < part ? a.inputs - begin : part;
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t row = pass * QUADS;
-            const W* later[M];  // each pass has its part of a block
+            const bf16* later[M];  // each pass has its part of a block
             for (int m = 0; m < M; m++)
                 later[m] = weights + (ahead + (pass + m * passes) % M) * a.weight_row + begin;
             const auto multiply = [&](auto count) {
-                products<W, M, decltype(count)::value>(weights + begin, a.weight_row,
-                                                       x + row * x_row + begin, x_row, inputs,
-                                                       later, all + row * M);
+                products<M, decltype(count)::value>(weights + begin, a.weight_row,
+                                                    x + row * x_row + begin, x_row, inputs, later,
+                                                    all + row * M);
             };
             switch (a.rows - row) {
                 case 1: multiply(Count<1>{}); break;
@@ -144,47 +125,38 @@ void outputs(const Linear& a, const Element<W>* x, int64_t x_row, int64_t first)
             ISA::sums(all + row * M, sums);
         else
             for (int m = 0; m < M; m++) sums[m] = sum(all[row * M + m]);
-        put_outputs(sums, bias, static_cast<W*>(a.out) + row * a.out_row + first, M, a.add);
+        put_outputs(sums, bias, static_cast<bf16*>(a.out) + row * a.out_row + first, M, a.add);
     }
 }
 
+}  // namespace
+
 // Every product of the chain, which share x.
-template <class W>
-int skinny(const Linear& a) {
+int linear_skinny(const Linear& a) {
+    for (const Linear* each = a.next; each; each = each->next)
+        if (each->rows != a.rows || each->inputs != a.inputs) return INVALID;
+    if (a.rows > SKINNY_ROWS) return INVALID;
+#if defined(TILES)
+    if (a.rows > VECTOR_ROWS) return tiled_linear(a);
+#endif
     // A line apart, rows do not push each other out of L1.
-    constexpr int64_t SIZE = Operands<W>::SIZE;
     const int64_t x_row = (a.inputs + SIZE - 1) / SIZE * SIZE + SIZE;
-    const Memory<Element<W>> x = memory<Element<W>>(a.rows * x_row);
+    const Memory<Element> x = memory<Element>(a.rows * x_row);
     if (!x) return NO_MEMORY;
-    std::memset(x.get(), 0, static_cast<size_t>(a.rows * x_row) * sizeof(Element<W>));
+    std::memset(x.get(), 0, static_cast<size_t>(a.rows * x_row) * sizeof(Element));
     for (int64_t row = 0; row < a.rows; row++)
-        copy_row(static_cast<const W*>(a.x) + row * a.x_row, a.inputs, x.get() + row * x_row);
+        copy_row(static_cast<const bf16*>(a.x) + row * a.x_row, a.inputs, x.get() + row * x_row);
 #pragma omp parallel num_threads(a.threads)
     for (const Linear* each = &a; each; each = each->next) {
         const int64_t blocks = each->outputs / OUTPUTS;
 #pragma omp for schedule(static) nowait
         for (int64_t block = 0; block < blocks; block++)
-            outputs<W, OUTPUTS>(*each, x.get(), x_row, block * OUTPUTS);
+            outputs<OUTPUTS>(*each, x.get(), x_row, block * OUTPUTS);
 #pragma omp single nowait
         for (int64_t rest = blocks * OUTPUTS; rest < each->outputs; rest++)
-            outputs<W, 1>(*each, x.get(), x_row, rest);
+            outputs<1>(*each, x.get(), x_row, rest);
     }
     return DONE;
-}
-
-}  // namespace
-
-int linear_skinny(const Linear& a) {
-    for (const Linear* each = a.next; each; each = each->next)
-        if (each->rows != a.rows || each->inputs != a.inputs || each->dtype != a.dtype)
-            return INVALID;
-    if (a.rows > SKINNY_ROWS) return INVALID;
-    if (a.dtype == FLOAT32) return skinny<float>(a);
-    if (a.dtype != BFLOAT16) return INVALID;
-#if defined(TILES)
-    if (a.rows > VECTOR_ROWS) return tiled_linear(a);
-#endif
-    return skinny<bf16>(a);
 }
 
 }  // namespace ISA
