@@ -16,6 +16,37 @@ INLINE Words load_words(const void* from) {
 
 INLINE void store_words(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof x); }
 
+// The words of WIDTH outputs of a block, with each of which memory is asked for a line of a later one.
+struct CodedWords {
+    const uint8_t *words, *later;
+    Cache to;
+
+    INLINE Words operator[](int64_t n) const {
+        prefetch(later + 4 * MATRIX_TILE * n, to);
+        return load_words(words + 4 * MATRIX_TILE * n);
+    }
+};
+
+// A block of a tile, one of `tiles` that are computed with. A later one is asked for line by line, by
+// whoever is first to read this one: many lines at once fill a core's buffers for misses, and
+// computing waits. Its scales go into the nearest cache: on a Zen 4 all then comes faster, by up to
+// a quarter where a block meets one row.
+template <class C>
+struct CodedBlock {
+    const uint8_t *block, *later;
+    Cache to;
+
+    static INLINE CodedBlock of(const Blocks& m, int64_t tile, int64_t g, int64_t tiles, Cache to) {
+        const CodedBlock mine{m.at(tile, g), m.later(tile, g, tiles), to};
+        prefetch(mine.later, NEAREST);
+        return mine;
+    }
+
+    INLINE CodedWords words(int64_t lane, bool first) const {
+        return {C::words(block) + 4 * lane, later + 4 * MATRIX_TILE, first && lane == 0 ? to : NOWHERE};
+    }
+};
+
 // Products of floats: an element of x by a code, each step one input.
 struct Single {
     static constexpr int64_t inputs = 1;  // of a step
@@ -85,7 +116,7 @@ struct Pairs {
         const Words field = word >> (C::bits * step);
         if constexpr (std::is_same_v<C, Mxfp4>) return numbers(field);
         // 128 + code is the bfloat16 whose low bits are the code.
-        if (C::bits == 4) return (field & 0x000f000f) | 0x43004300;
+        if (C::bits == 4) return masked_or(field, 0x000f000f, 0x43004300);
         // A bfloat16 holds 8 bits exactly, and is the upper half of a float.
         const Words first = bits_of<Words>(__builtin_convertvector(Ints(field & 0xff), Floats));
         const Words second =

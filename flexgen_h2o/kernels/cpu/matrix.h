@@ -7,6 +7,8 @@
 
 namespace ISA {
 
+constexpr int64_t BLOCKS_AHEAD = 8;
+
 // Where the blocks of a matrix are, and what is in them.
 struct Blocks {
     const uint8_t* data;
@@ -20,6 +22,13 @@ struct Blocks {
 
     const uint8_t* at(int64_t tile, int64_t g) const {
         return data + (tile * groups + g) * block_bytes;
+    }
+
+    // The block that is asked for while `tiles` tiles are computed with, of which this is one:
+    // BLOCKS_AHEAD further, and behind the tile's end of the one after them.
+    const uint8_t* later(int64_t tile, int64_t g, int64_t tiles) const {
+        const int64_t ahead = g + BLOCKS_AHEAD;
+        return ahead < groups ? at(tile, ahead) : at(tile + tiles, ahead - groups);
     }
 };
 

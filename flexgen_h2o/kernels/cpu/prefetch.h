@@ -19,22 +19,26 @@ INLINE bool prefers_second_level() { return false; }
 INLINE bool passes_outer_caches() { return false; }
 #endif
 
-// A line that is needed soon.
-INLINE void prefetch_line(const void* line) {
-    if (prefers_second_level())
+// Where lines are asked for to, if at all.
+enum Cache { NOWHERE, PAST_OUTER, SECOND, NEAREST };
+
+INLINE void prefetch(const void* line, Cache to) {
+    if (to == SECOND)
         __builtin_prefetch(line, 0, 2);
-    else
+    else if (to == NEAREST)
         __builtin_prefetch(line, 0, 3);
+    else if (to == PAST_OUTER)
+        __builtin_prefetch(line, 0, 0);
 }
 
-// A block of weights. What few rows meet once goes past the outer caches, where these are passed
-// best, and leaves in them what the next step needs again; more rows may meet a block when the
-// nearest cache has lost it.
-INLINE void prefetch_block(const uint8_t* block, int64_t bytes, bool once) {
-    if (once && passes_outer_caches())
-        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(block + line, 0, 0);
-    else
-        for (int64_t line = 0; line < bytes; line += 64) prefetch_line(block + line);
+// For lines that are needed soon.
+INLINE Cache near_cache() { return prefers_second_level() ? SECOND : NEAREST; }
+
+// For weights. What few rows meet once goes past the outer caches, where these are passed best, and
+// leaves in them what the next step needs again; more rows may meet a line when the nearest cache
+// has lost it.
+INLINE Cache cache_of_weights(bool once) {
+    return once && passes_outer_caches() ? PAST_OUTER : near_cache();
 }
 
 }  // namespace ISA

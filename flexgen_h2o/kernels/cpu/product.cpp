@@ -13,33 +13,28 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t AHEAD = 8;  // blocks of a tile that are asked for beforehand
-constexpr int VECTORS = 2;    // of outputs, in registers together
+constexpr int VECTORS = 2;  // of outputs, in registers together
 constexpr int64_t FLOAT_PRODUCT_ROWS = 64;  // and more, where products are of floats
 static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (VECTORS * WIDTH) == 0, "two tiles");
 
-// The codes of a group of two tiles; of a tile that is not there, the other one's.
+// A group of two tiles; of a tile that is not there, the other one's.
+template <class C>
 struct Pair {
-    const uint8_t* codes[2];
-    INLINE const uint8_t* words(int64_t column) const {
-        return codes[column / MATRIX_TILE] + 4 * (column % MATRIX_TILE);
+    CodedBlock<C> tiles[2];
+    INLINE CodedWords words(int64_t column, bool first) const {
+        return tiles[column / MATRIX_TILE].words(column % MATRIX_TILE, first);
     }
 };
 
-// Asks for what comes later; scales and zero points of a group come to floats.
+// Its scales and zero points come to floats.
 template <class A, class C>
-INLINE Pair group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, int64_t rows,
-                     const Workspace& w) {
-    Pair pair;
+INLINE Pair<C> group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, Cache to,
+                        const Workspace& w) {
+    Pair<C> pair;
     for (int64_t t = 0; t < 2; t++) {
         const int64_t mine = t < tiles ? tile + t : tile;
-        const uint8_t* block = m.at(mine, g);
-        pair.codes[t] = C::words(block);
-        // Behind the end of a tile its neighbour in the next chunk goes on.
-        const int64_t ahead = g + AHEAD;
-        const uint8_t* later = ahead < m.groups ? m.at(mine, ahead)
-                                                : m.at(mine + 2, ahead - m.groups);
-        if (t < tiles) prefetch_block(later, m.block_bytes, rows <= ROWS);
+        pair.tiles[t] = CodedBlock<C>::of(m, mine, g, 2, to);
+        const uint8_t* block = pair.tiles[t].block;
         for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
             const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
             store(w.scales + t * MATRIX_TILE + i, scale);
@@ -52,16 +47,18 @@ INLINE Pair group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, in
 
 // The codes of a group to the buffer.
 template <class A, class C>
-INLINE void unpack(const Pair& pair, int64_t words, const Workspace& w) {
+INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
     constexpr int STEPS = 32 / C::bits / A::inputs;  // of a word
-    for (int64_t column = 0; column < COLUMNS; column += WIDTH)
+    for (int64_t column = 0; column < COLUMNS; column += WIDTH) {
+        const CodedWords mine = pair.words(column, true);
         for (int64_t n = 0; n < words; n++) {
-            const Words word = load_words(pair.words(column) + 4 * n * MATRIX_TILE);
+            const Words word = mine[n];
 #pragma GCC unroll 8
             for (int s = 0; s < STEPS; s++)
                 store_words(w.codes + (n * STEPS + s) * COLUMNS + column,
                             A::template codes<C>(word, s));
         }
+    }
 }
 
 // The most rows for which a group's codes are taken apart on the way: more have them from the buffer.
@@ -80,6 +77,7 @@ constexpr int chains(int rows, int steps) {
 template <int CHAINS, int R>
 INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* sums, int64_t column,
                        float* totals, const Workspace& w) {
+    const float *scales = w.scales, *zeros = w.zeros;
 #pragma GCC unroll 16  // else the sums go by way of memory
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
@@ -89,23 +87,24 @@ INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* su
             Floats all = mine[0][r][v];
 #pragma GCC unroll 4
             for (int c = 1; c < CHAINS; c++) all += mine[c][r][v];
-            all = fma(all, load(w.scales + at), load(total));
-            store(total, fma(load(w.zeros + at), broadcast(sums[r]), all));
+            all = fma(all, load(scales + at), load(total));
+            store(total, fma(load(zeros + at), broadcast(sums[r]), all));
         }
 }
 
 // R rows from `row` on of the panel by a group, whose codes are taken apart on the way.
 template <class A, class C, int R>
-INLINE void add_words(const Panel& p, const Pair& pair, int64_t words, int64_t g, int64_t row,
+INLINE void add_words(const Panel& p, const Pair<C>& pair, int64_t words, int64_t g, int64_t row,
                       const Workspace& w) {
     constexpr int STEPS = 32 / C::bits / A::inputs, CHAINS = chains(R, STEPS);
     for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
         const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
+        CodedWords from[VECTORS];
+        for (int v = 0; v < VECTORS; v++) from[v] = pair.words(column + v * WIDTH, row == 0);
         Floats mine[CHAINS][R][VECTORS] = {};
         for (int64_t n = 0; n < words; n++, x += STEPS * R) {
             Words word[VECTORS];
-            for (int v = 0; v < VECTORS; v++)
-                word[v] = load_words(pair.words(column + v * WIDTH) + 4 * n * MATRIX_TILE);
+            for (int v = 0; v < VECTORS; v++) word[v] = from[v][n];
 #pragma GCC unroll 8  // what the steps of a word share is then computed once
             for (int s = 0; s < STEPS; s++) {
                 Words codes[VECTORS];
@@ -151,17 +150,18 @@ void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t f
                       const Panel& p, const Workspace& w) {
     const int64_t all = tiles_of(a.matrix), steps = m.group / A::inputs;
     const int64_t tiles = all - tile < 2 ? all - tile : 2;
+    const Cache to = cache_of_weights(rows <= ROWS);
     std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
     for (int64_t g = 0; g < m.groups; g++) {
-        const Pair pair = group_of<A, C>(m, tile, tiles, g, rows, w);
+        const Pair<C> pair = group_of<A, C>(m, tile, tiles, g, to, w);
         if (rows <= few_rows<A, C>()) {
-            by_rows(rows, [&](auto count, int64_t row) {
+            by_rows(rows, [&](auto count, int64_t row) ALWAYS_INLINE {
                 add_words<A, C, decltype(count)::value>(p, pair, m.words, g, row, w);
             });
             continue;
         }
         unpack<A, C>(pair, m.words, w);
-        by_rows(rows, [&](auto count, int64_t row) {
+        by_rows(rows, [&](auto count, int64_t row) ALWAYS_INLINE {
             add_codes<A, decltype(count)::value>(p, steps, g, row, w);
         });
     }

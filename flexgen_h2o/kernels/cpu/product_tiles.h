@@ -15,7 +15,6 @@ namespace ISA {
 constexpr int64_t VECTOR_ROWS = 1;  // more go by tiles
 constexpr int64_t EXACT_ROWS = 64;
 constexpr int64_t SIDE = TILE_ROWS;
-constexpr int64_t GROUPS_AHEAD = 8;  // whose blocks are asked for beforehand
 static_assert(COLUMNS == 2 * SIDE && TILED_ROWS % (2 * SIDE) == 0 && TILED_OUTPUTS % COLUMNS == 0,
               "two tiles each way");
 
@@ -156,11 +155,8 @@ void exact_chunk(Tiles& tiles, const Product& a, const Blocks& m, int64_t tile, 
         const GroupOfCodes &mine = turns[g % 2], &last = turns[1 - g % 2];
         if (g >= 2) add_scaled(p, g - 2, rows, mine, w.totals);
         if (g >= 1 && g <= m.groups) multiply_codes(tiles, p, g - 1, rows, last);
-        const int64_t ahead = g + GROUPS_AHEAD;
         for (int64_t t = tile; t < tile + 2 && t < all && g < m.groups; t++)
-            unpack_codes<C>(m, m.at(t, g),
-                            ahead < m.groups ? m.at(t, ahead) : m.at(t + 2, ahead - m.groups),
-                            (t - tile) * MATRIX_TILE, mine);
+            unpack_codes<C>(m, m.at(t, g), m.later(t, g, 2), (t - tile) * MATRIX_TILE, mine);
     }
     put_columns<bf16>(a, tile * MATRIX_TILE, COLUMNS, 0, rows, w.totals);
 }

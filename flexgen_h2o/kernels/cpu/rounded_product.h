@@ -12,7 +12,6 @@
 namespace ISA {
 
 constexpr int64_t ROUNDED_ROWS = 64;    // of x, which stay in the nearest cache with their totals
-constexpr int64_t BLOCKS_AHEAD = 8;     // that are asked for beforehand
 constexpr float INPUT_LEVELS = 127;     // of a code of x, to either side of 0
 constexpr float LARGEST = std::numeric_limits<float>::max();
 constexpr float NO_NUMBER = std::numeric_limits<float>::quiet_NaN();
@@ -154,7 +153,7 @@ constexpr int parts() {
 constexpr int ABREAST = 2;  // tiles of which a vector each shares what is loaded of x
 static_assert(WIDTH == MATRIX_TILE, "a tile is a vector");
 
-using Abreast = const uint8_t* [ABREAST];
+using Abreast = CodedWords[ABREAST];
 
 // sums += what `count` words give with R rows.
 template <class C, int R>
@@ -166,7 +165,7 @@ INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
     for (int64_t n = 0; n < count; n++) {
         Words bytes[PARTS][ABREAST];
         for (int v = 0; v < ABREAST; v++) {
-            const Words word = load_words(words[v] + 4 * n * MATRIX_TILE);
+            const Words word = words[v][n];
             bytes[0][v] = PARTS == 1 ? word : ByteCodes<C>::of(word & 0x0f0f0f0f);
             bytes[PARTS - 1][v] = PARTS == 1 ? word : ByteCodes<C>::of(word >> 4 & 0x0f0f0f0f);
         }
@@ -187,7 +186,7 @@ INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
 }
 #else
 constexpr int ABREAST = 1;
-using Abreast = const uint8_t* [ABREAST];
+using Abreast = CodedWords[ABREAST];
 
 // sums += the products of bytes with signed ones, of two neighbours together.
 INLINE Shorts add_pairs(Shorts sums, Words bytes, Words x) {
@@ -217,14 +216,14 @@ INLINE Ints joined(Shorts sums) {
 #endif
 }
 
-// sums [R] += what COUNT words of WIDTH outputs give with R rows.
+// sums [R] += what COUNT words of WIDTH outputs, from one on, give with R rows.
 template <class C, int R, int COUNT>
-INLINE void add_few(const uint8_t* words, const uint32_t* x, Ints* sums) {
+INLINE void add_few(const CodedWords& words, int64_t from, const uint32_t* x, Ints* sums) {
     constexpr int PARTS = parts<C>();
     Shorts low[R] = {}, high[R] = {};
 #pragma GCC unroll 8
     for (int n = 0; n < COUNT; n++) {
-        const Words word = load_words(words + 4 * n * MATRIX_TILE);
+        const Words word = words[from + n];
         const Words first = ByteCodes<C>::of(word & 0x0f0f0f0f);
         const Words second = ByteCodes<C>::of(word >> 4 & 0x0f0f0f0f);
 #pragma GCC unroll 8
@@ -246,9 +245,9 @@ INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
     constexpr int FITTING = ByteCodes<C>::fitting, EACH = parts<C>() * R;
     int64_t n = 0;
     for (; n + FITTING <= count; n += FITTING)
-        add_few<C, R, FITTING>(words[0] + 4 * n * MATRIX_TILE, x + n * EACH, sums[0]);
+        add_few<C, R, FITTING>(words[0], n, x + n * EACH, sums[0]);
     for (; n < count; n++)
-        add_few<C, R, 1>(words[0] + 4 * n * MATRIX_TILE, x + n * EACH, sums[0]);
+        add_few<C, R, 1>(words[0], n, x + n * EACH, sums[0]);
 }
 #endif
 
@@ -256,17 +255,17 @@ constexpr int64_t TOGETHER = ABREAST * MATRIX_TILE;  // outputs
 
 // R rows from `row` on by a vector of outputs of each block, to their totals.
 template <class C, int R>
-INLINE void add_rounded(const Blocks& m, const Abreast& blocks, int64_t lane, int64_t g,
+INLINE void add_rounded(const Blocks& m, const CodedBlock<C>* blocks, int64_t lane, int64_t g,
                         const RoundedRows& p, int64_t row, float* totals) {
     Abreast words;
-    for (int v = 0; v < ABREAST; v++) words[v] = C::words(blocks[v]) + 4 * lane;
+    for (int v = 0; v < ABREAST; v++) words[v] = blocks[v].words(lane, row == 0);
     Ints whole[ABREAST][R] = {};
     add_whole<C, R>(words, m.words, p.block(g, row), whole);
     const float *steps = p.steps + g * p.rows + row, *sums = p.sums + g * p.rows + row;
 #pragma GCC unroll 2  // else the sums go by way of memory
     for (int v = 0; v < ABREAST; v++) {
-        const Floats scale = C::scales(blocks[v], lane);
-        const Floats zero = fma(scale, broadcast(-ByteCodes<C>::shift), C::zeros(blocks[v], lane));
+        const Floats scale = C::scales(blocks[v].block, lane);
+        const Floats zero = fma(scale, broadcast(-ByteCodes<C>::shift), C::zeros(blocks[v].block, lane));
         float* to = totals + row * TOGETHER + v * MATRIX_TILE + lane;
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++, to += TOGETHER) {
@@ -282,17 +281,15 @@ template <class C>
 void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRows& p,
                    float* totals) {
     std::memset(totals, 0, static_cast<size_t>(p.rows * TOGETHER) * sizeof *totals);
+    const Cache to = cache_of_weights(p.rows <= ROWS);
     for (int64_t g = 0; g < m.groups; g++) {
-        Abreast blocks;
+        CodedBlock<C> blocks[ABREAST];
         for (int v = 0; v < ABREAST; v++) {
-            const int64_t mine = tile + v < tiles ? tile + v : tile, ahead = g + BLOCKS_AHEAD;
-            blocks[v] = m.at(mine, g);
-            const uint8_t* later = ahead < m.groups ? m.at(mine, ahead)
-                                                    : m.at(mine + ABREAST, ahead - m.groups);
-            prefetch_block(later, m.block_bytes, p.rows <= ROWS);
+            const int64_t mine = tile + v < tiles ? tile + v : tile;
+            blocks[v] = CodedBlock<C>::of(m, mine, g, ABREAST, to);
         }
         for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH)
-            by_rows(p.rows, [&](auto count, int64_t row) {
+            by_rows(p.rows, [&](auto count, int64_t row) ALWAYS_INLINE {
                 add_rounded<C, decltype(count)::value>(m, blocks, lane, g, p, row, totals);
             });
     }

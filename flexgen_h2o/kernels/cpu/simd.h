@@ -29,7 +29,8 @@ constexpr int WIDTH = 4;
 
 constexpr float NONE = -std::numeric_limits<float>::infinity();  // the logit of no key
 
-#define INLINE inline __attribute__((always_inline))
+#define ALWAYS_INLINE __attribute__((always_inline))  // of a lambda, behind its arguments
+#define INLINE inline ALWAYS_INLINE
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
@@ -69,6 +70,17 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
     return _mm256_fmadd_ps(a, b, c);
 #else
     return a * b + c;
+#endif
+}
+
+// (x & mask) | more.
+INLINE Words masked_or(Words x, uint32_t mask, uint32_t more) {
+#if defined(__AVX512F__)
+    constexpr int AND_OR = 0xea;
+    return Words(_mm512_ternarylogic_epi32(__m512i(x), __m512i(Words{} + mask),
+                                           __m512i(Words{} + more), AND_OR));
+#else
+    return (x & mask) | more;
 #endif
 }
 

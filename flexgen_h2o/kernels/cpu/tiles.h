@@ -48,7 +48,7 @@ struct ListedTile {
     INLINE void prefetch(int64_t row, int64_t i) const {
         if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
         for (int64_t r = row + ROWS_AHEAD; r < row + ROWS_AHEAD + R && r < left; r++)
-            prefetch_line(base + slots[r] * stride + i);
+            ISA::prefetch(base + slots[r] * stride + i, near_cache());
     }
     // The first rows.
     INLINE void prefetch_first() const {
