@@ -61,8 +61,9 @@ INLINE void product_rows(const uint32_t* a, int64_t row, int64_t column, const u
 }
 #endif
 
+// Not inlined: between the softmax's registers GCC would load b again for each row.
 template <bool ADD, class E>
-void product(const E* a, int64_t row, int64_t column, int64_t count, const E* b, int64_t depth,
+__attribute__((noinline)) void product(const E* a, int64_t row, int64_t column, int64_t count, const E* b, int64_t depth,
              float* out) {
     int64_t m = 0;
     for (; m + ROWS <= count; m += ROWS)
@@ -111,14 +112,8 @@ struct AsFloats {
 };
 
 #if defined(__AVX512BF16__)
-INLINE Words as_bf16(Floats x) {
-    const Words bits = bits_of<Words>(x);
-    const Words near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return x == x ? near : (Words{} + 0x7fc0);
-}
-
 INLINE void store_pairs(uint32_t* to, Floats low, Floats high) {
-    const Words pairs = as_bf16(low) | as_bf16(high) << 16;
+    const Words pairs = rounded_pairs(low, high);
     std::memcpy(to, &pairs, sizeof pairs);
 }
 

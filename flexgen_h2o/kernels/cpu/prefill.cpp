@@ -60,8 +60,9 @@ struct Block : Lanes {
     // The first chunk with a key that any lane sees.
     int64_t first_chunk() const { return begin() / CHUNK * CHUNK; }
 
-    // What logits still have to be multiplied by: capped ones are scaled already.
-    float rest_of_scale() const { return a.form.softcap > 0 ? 1.0f : scale(); }
+    // What logits still have to be multiplied by, to be exponents of 2: capped ones are scaled
+    // already.
+    float rest_of_scale() const { return LOG2_E * (a.form.softcap > 0 ? 1.0f : scale()); }
 
     // Logits, unscaled unless they are capped, of all keys that any lane sees; the largest of each
     // lane.
@@ -119,10 +120,10 @@ struct Block : Lanes {
         const float scale = rest_of_scale();
         Floats sinks[VECTORS]{};
         for (int64_t lane = 0; lane < LANES; lane++)
-            sinks[lane / WIDTH][lane % WIDTH] = a.form.sinks[head(lane)] / scale;
+            sinks[lane / WIDTH][lane % WIDTH] = a.form.sinks[head(lane)] * LOG2_E / scale;
         for (int n = 0; n < VECTORS; n++) {
             top[n] = larger(sinks[n], top[n]);
-            total[n] = exp((sinks[n] - top[n]) * scale);
+            total[n] = exp2((sinks[n] - top[n]) * scale);
         }
     }
 
@@ -137,7 +138,7 @@ struct Block : Lanes {
             float* logits = space.logits.get() + t * LANES;
             for (int64_t i = 0; i < some * LANES; i += LANES)
                 for (int n = 0; n < VECTORS; n++) {
-                    const Floats e = exp((load(logits + i + n * WIDTH) - top[n]) * scale);
+                    const Floats e = exp2((load(logits + i + n * WIDTH) - top[n]) * scale);
                     store(logits + i + n * WIDTH, e);
                     total[n] += e;
                 }

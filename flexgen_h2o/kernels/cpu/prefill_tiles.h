@@ -15,22 +15,6 @@
 
 namespace ISA {
 
-// 2^x for x <= 0, to 2 units in the last place; 0 below -126.5, and of -inf.
-INLINE Floats exp2(Floats x) {
-    constexpr float SHIFT = 0x1.8p23f + 127;
-    x = larger(broadcast(-127.0f), x);  // NaN stays
-    const Floats shifted = x + SHIFT, r = x - (shifted - SHIFT);
-    // Minimax for the relative error, 1e-7, within 0.5 of 0.
-    Floats p = broadcast(0x1.5c08e6p-10f);
-    p = fma(p, r, broadcast(0x1.3d0c52p-7f));
-    p = fma(p, r, broadcast(0x1.c6b6e4p-5f));
-    p = fma(p, r, broadcast(0x1.ebf918p-3f));
-    p = fma(p, r, broadcast(0x1.62e428p-1f));
-    p = fma(p, r, broadcast(1.0f));
-    // The low bits of `shifted` are the exponent's.
-    return p * bits_of<Floats>(bits_of<Words>(shifted) << 23);
-}
-
 // Two vectors to the nearest bfloat16.
 INLINE void narrow(bf16* to, Floats low, Floats high) {
 #if defined(__AVX512BF16__)
@@ -192,9 +176,9 @@ struct TileBlock : Lanes {
     Space& space;
     Tiles tiles{space.shapes};
     // Of logits, that are exponents of 2 then.
-    const float scale = a.form.softcap > 0   ? 1.44269504f
-                        : a.form.scale > 0 ? 1.44269504f * Lanes::scale()
-                                           : 1.44269504f / sqrtf(static_cast<float>(a.head_dim));
+    const float scale = a.form.softcap > 0   ? LOG2_E
+                        : a.form.scale > 0 ? LOG2_E * Lanes::scale()
+                                           : LOG2_E / sqrtf(static_cast<float>(a.head_dim));
 
     void run(float* scores) {
         load_queries();
@@ -205,7 +189,7 @@ struct TileBlock : Lanes {
             space.limits[lane] = limit(lane);
             space.starts[lane] = start(lane);
             if (a.form.sinks) {  // as if it were the first key, with a value of zeros
-                space.top[lane] = a.form.sinks[head(lane)] * 1.44269504f / scale;
+                space.top[lane] = a.form.sinks[head(lane)] * LOG2_E / scale;
                 space.totals[lane][0] = 1;
             }
         }

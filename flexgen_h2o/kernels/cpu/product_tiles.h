@@ -161,19 +161,6 @@ void exact_chunk(Tiles& tiles, const Product& a, const Blocks& m, int64_t tile, 
     put_columns<bf16>(a, tile * MATRIX_TILE, COLUMNS, 0, rows, w.totals);
 }
 
-// Two vectors of inputs to pairs of the nearest bfloat16.
-INLINE Words rounded_pairs(Floats first, Floats second) {
-#if defined(__AVX512BF16__)
-    const __m512i halves = bits_of<__m512i>(_mm512_cvtne2ps_pbh(__m512(second), __m512(first)));
-    constexpr uint16_t ORDER[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                    8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return Words(_mm512_permutexvar_epi16(load_raw<__m512i>(ORDER), halves));
-#else
-    const Words a = bits_of<Words>(first), b = bits_of<Words>(second);
-    return (a + 0x7fff + (a >> 16 & 1)) >> 16 | ((b + 0x7fff + (b >> 16 & 1)) & 0xffff0000);
-#endif
-}
-
 // A block's weights, rounded, to steps COLUMNS apart.
 template <class C>
 INLINE void unpack_rounded(const Blocks& m, const uint8_t* block, uint32_t* to) {

@@ -354,6 +354,19 @@ INLINE void transpose(Floats* x) {
 }
 #endif
 
+// Two vectors to pairs of the nearest bfloat16, the first in the low half.
+INLINE Words rounded_pairs(Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+    const __m512i halves = bits_of<__m512i>(_mm512_cvtne2ps_pbh(__m512(second), __m512(first)));
+    constexpr uint16_t ORDER[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                    8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return Words(_mm512_permutexvar_epi16(load_raw<__m512i>(ORDER), halves));
+#else
+    const Words a = bits_of<Words>(first), b = bits_of<Words>(second);
+    return (a + 0x7fff + (a >> 16 & 1)) >> 16 | ((b + 0x7fff + (b >> 16 & 1)) & 0xffff0000);
+#endif
+}
+
 // To the nearest whole number, of two equally near to the even one; for |x| < 2^22.
 INLINE Floats rounded(Floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
@@ -377,6 +390,24 @@ INLINE Floats exp(Floats x) {
     Floats scale = bits_of<Floats>((bits_of<Words>(shifted) + 127) << 23);
     Floats result = p * scale;
     return under ? Floats{} : result;
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^x for x <= 0, to 2 units in the last place; 0 below -126.5, and of -inf.
+INLINE Floats exp2(Floats x) {
+    constexpr float SHIFT = 0x1.8p23f + 127;
+    x = larger(broadcast(-127.0f), x);  // NaN stays
+    const Floats shifted = x + SHIFT, r = x - (shifted - SHIFT);
+    // Minimax for the relative error, 1e-7, within 0.5 of 0.
+    Floats p = broadcast(0x1.5c08e6p-10f);
+    p = fma(p, r, broadcast(0x1.3d0c52p-7f));
+    p = fma(p, r, broadcast(0x1.c6b6e4p-5f));
+    p = fma(p, r, broadcast(0x1.ebf918p-3f));
+    p = fma(p, r, broadcast(0x1.62e428p-1f));
+    p = fma(p, r, broadcast(1.0f));
+    // The low bits of `shifted` are the exponent's.
+    return p * bits_of<Floats>(bits_of<Words>(shifted) << 23);
 }
 
 // cap tanh(x / cap), within a few units in the last place of the cap; NaN stays.
