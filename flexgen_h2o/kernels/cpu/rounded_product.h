@@ -80,9 +80,7 @@ INLINE float largest_of(const T* x, int64_t count) {
         const Ints size = bits_of<Ints>(magnitude(some(x + i, count - i)));
         most = size > most ? size : most;  // NaN is larger than all
     }
-    int32_t largest = 0;
-    for (int i = 0; i < WIDTH; i++) largest = most[i] > largest ? most[i] : largest;
-    return bits_of<float>(largest);
+    return bits_of<float>(widest(most));
 }
 
 // `count` inputs to the codes of a group of `group`, so far apart; returns the sum of these.
@@ -106,9 +104,7 @@ INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step,
         std::memcpy(words, &bytes, sizeof words);
         for (int64_t n = 0; n < 4 && i + 4 * n < group; n++) to[(i / 4 + n) * apart] = words[n];
     }
-    int32_t sum = 0;
-    for (int i = 0; i < WIDTH; i++) sum += all[i];
-    return sum;
+    return sum(all);
 }
 
 // The rows of x from `first` on, shared by the threads of a parallel region. Rows of a block lie in

@@ -161,6 +161,26 @@ INLINE float widest(Floats x) {
 #endif
 }
 
+INLINE int32_t sum(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32(__m512i(x));
+#else
+    int32_t all = 0;
+    for (int i = 0; i < WIDTH; i++) all += x[i];
+    return all;
+#endif
+}
+
+INLINE int32_t widest(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32(__m512i(x));
+#else
+    int32_t most = x[0];
+    for (int i = 1; i < WIDTH; i++) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
 // float16 by its bits, for single elements; denormals, infinities and NaN included.
 inline float from_half(uint16_t half) {
     uint32_t bits = static_cast<uint32_t>(half & 0x7fff) << 13;
