@@ -19,7 +19,7 @@ INLINE void store_words(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof x); 
 // The words of WIDTH outputs of a block, with each of which memory is asked for a line of a later one.
 struct CodedWords {
     const uint8_t *words, *later;
-    Cache to;
+    CacheLevel to;
 
     INLINE Words operator[](int64_t n) const {
         prefetch(later + 4 * MATRIX_TILE * n, to);
@@ -33,9 +33,9 @@ struct CodedWords {
 template <class C>
 struct CodedBlock {
     const uint8_t *block, *later;
-    Cache to;
+    CacheLevel to;
 
-    static INLINE CodedBlock of(const Blocks& m, int64_t tile, int64_t g, int64_t tiles, Cache to) {
+    static INLINE CodedBlock of(const Blocks& m, int64_t tile, int64_t g, int64_t tiles, CacheLevel to) {
         const CodedBlock mine{m.at(tile, g), m.later(tile, g, tiles), to};
         prefetch(mine.later, to);
         return mine;

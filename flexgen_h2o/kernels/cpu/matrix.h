@@ -7,7 +7,7 @@
 
 namespace ISA {
 
-constexpr int64_t BLOCKS_AHEAD = 8;
+constexpr int64_t BLOCKS_AHEAD = 8;  // of a tile, whose memory is asked for beforehand
 
 // Where the blocks of a matrix are, and what is in them.
 struct Blocks {

@@ -20,9 +20,9 @@ INLINE bool passes_outer_caches() { return false; }
 #endif
 
 // Where lines are asked for to, if at all.
-enum Cache { NOWHERE, PAST_OUTER, SECOND, NEAREST };
+enum CacheLevel { NOWHERE, PAST_OUTER, SECOND, NEAREST };
 
-INLINE void prefetch(const void* line, Cache to) {
+INLINE void prefetch(const void* line, CacheLevel to) {
     if (to == SECOND)
         __builtin_prefetch(line, 0, 2);
     else if (to == NEAREST)
@@ -32,12 +32,12 @@ INLINE void prefetch(const void* line, Cache to) {
 }
 
 // For lines that are needed soon.
-INLINE Cache near_cache() { return prefers_second_level() ? SECOND : NEAREST; }
+INLINE CacheLevel near_cache() { return prefers_second_level() ? SECOND : NEAREST; }
 
 // For weights. What few rows meet once goes past the outer caches, where these are passed best, and
 // leaves in them what the next step needs again; more rows may meet a line when the nearest cache
 // has lost it.
-INLINE Cache cache_of_weights(bool once) {
+INLINE CacheLevel cache_of_weights(bool once) {
     return once && passes_outer_caches() ? PAST_OUTER : near_cache();
 }
 

@@ -28,7 +28,7 @@ struct Pair {
 
 // Its scales and zero points come to floats.
 template <class A, class C>
-INLINE Pair<C> group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, Cache to,
+INLINE Pair<C> group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, CacheLevel to,
                         const Workspace& w) {
     Pair<C> pair;
     for (int64_t t = 0; t < 2; t++) {
@@ -150,7 +150,7 @@ void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t f
                       const Panel& p, const Workspace& w) {
     const int64_t all = tiles_of(a.matrix), steps = m.group / A::inputs;
     const int64_t tiles = all - tile < 2 ? all - tile : 2;
-    const Cache to = cache_of_weights(rows <= ROWS);
+    const CacheLevel to = cache_of_weights(rows <= ROWS);
     std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
     for (int64_t g = 0; g < m.groups; g++) {
         const Pair<C> pair = group_of<A, C>(m, tile, tiles, g, to, w);

@@ -91,19 +91,18 @@ struct GroupOfCodes {
     float *scales, *zeros;
 };
 
-// The codes of a tile's group to the columns from `column` on; asks for a later block meanwhile.
+// The codes of a block to the columns from `column` on.
 template <class C>
-INLINE void unpack_codes(const Blocks& m, const uint8_t* block, const uint8_t* later,
-                         int64_t column, const GroupOfCodes& to) {
+INLINE void unpack_codes(const CodedBlock<C>& from, int64_t words, int64_t column,
+                         const GroupOfCodes& to) {
     constexpr int STEPS = 16 / C::bits;
-    __builtin_prefetch(later, 0, 3);
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
-        const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
+        const Floats scale = C::scales(from.block, i), zero = C::zeros(from.block, i);
         store(to.scales + column + i, scale);
         store(to.zeros + column + i, fma(scale, broadcast(-Pairs::shift<C>()), zero));
-        for (int64_t n = 0; n < m.words; n++) {
-            __builtin_prefetch(later + 4 * MATRIX_TILE * (n + 1), 0, 3);
-            const Words word = load_words(C::words(block) + 4 * (n * MATRIX_TILE + i));
+        const CodedWords mine = from.words(i, true);
+        for (int64_t n = 0; n < words; n++) {
+            const Words word = mine[n];
 #pragma GCC unroll 4
             for (int s = 0; s < STEPS; s++)
                 store_words(to.codes + (n * STEPS + s) * COLUMNS + column + i,
@@ -156,7 +155,8 @@ void exact_chunk(Tiles& tiles, const Product& a, const Blocks& m, int64_t tile, 
         if (g >= 2) add_scaled(p, g - 2, rows, mine, w.totals);
         if (g >= 1 && g <= m.groups) multiply_codes(tiles, p, g - 1, rows, last);
         for (int64_t t = tile; t < tile + 2 && t < all && g < m.groups; t++)
-            unpack_codes<C>(m, m.at(t, g), m.later(t, g, 2), (t - tile) * MATRIX_TILE, mine);
+            unpack_codes(CodedBlock<C>::of(m, t, g, 2, NEAREST), m.words, (t - tile) * MATRIX_TILE,
+                         mine);
     }
     put_columns<bf16>(a, tile * MATRIX_TILE, COLUMNS, 0, rows, w.totals);
 }

@@ -277,7 +277,7 @@ template <class C>
 void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRows& p,
                    float* totals) {
     std::memset(totals, 0, static_cast<size_t>(p.rows * TOGETHER) * sizeof *totals);
-    const Cache to = cache_of_weights(p.rows <= ROWS);
+    const CacheLevel to = cache_of_weights(p.rows <= ROWS);
     for (int64_t g = 0; g < m.groups; g++) {
         CodedBlock<C> blocks[ABREAST];
         for (int v = 0; v < ABREAST; v++) {
