@@ -28,10 +28,10 @@ def tokens_of(buffer: Tensor, layout: PageLayout) -> np.ndarray:
 
 
 def in_rows(buffer: Tensor, layout: PageLayout, records: Records) -> Tensor:
-    """Rows of records in a buffer as keys and values of tokens in their order, strided:
-    [2, kv_heads, rows, tokens, width]."""
-    rows = in_records(buffer, layout, records).unflatten(0, (-1, layout.kv_heads))
-    return rows.permute(3, 1, 0, 2, 4)
+    """Records in a buffer, as many of each head, as keys and values of tokens in their order,
+    strided: [2, kv_heads, rows, tokens, width]."""
+    rows = in_records(buffer, layout, records).unflatten(0, (layout.kv_heads, -1))
+    return rows.permute(3, 0, 1, 2, 4)
 
 
 def runs_of(records: np.ndarray, *, gap: int, most: int) -> np.ndarray:

@@ -169,6 +169,11 @@ class CachePart:
     def expect(self, layer: int, batch: int, chosen: Chosen) -> None:
         """Start bringing tokens that the next `ask` may choose."""
 
+    def log_weights(self, layer: int, batch: int, rows: slice) -> torch.Tensor | None:
+        """Running means that a choice for some sequences is to bring up to date, int32 [sequences,
+        kv_heads, tokens], as `ops.choose_keys` does; None where none are kept."""
+        return None
+
     def turns(self, layer: int, sequences: int) -> list[slice]:
         """Neighbouring sequences whose chosen tokens are asked for together, one group after the
         other: attention over some goes on while those of others come."""

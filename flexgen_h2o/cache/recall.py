@@ -178,7 +178,7 @@ class Recall:
         turns = part.turns(where[0], len(q))
         asked = [part.ask(*where, rows, self.choose(
             q[rows], k[rows], index=index[rows], step=step if len(turns) == 1 else step.of(rows),
-            **options)) for rows in turns]
+            log_weights=part.log_weights(*where, rows), **options)) for rows in turns]
         attended = []
         for rows, chosen in zip(turns, asked, strict=True):
             held = part.recalled(*where, rows)

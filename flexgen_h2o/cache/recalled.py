@@ -175,28 +175,35 @@ class RecalledPart(FetchedPart):
         self._ring.load((layer, batch), fill if fetch else lambda lane, staging: None, after=before)
 
     def _records_of(self, layer: int, batch: int, sequence: int, tokens: range
-                    ) -> Iterator[tuple[slice, Extent]]:
-        """Rows of records that hold these tokens of a sequence, some MB at a time."""
+                    ) -> Iterator[tuple[slice, list[Extent]]]:
+        """Rows of records that hold these tokens of a sequence, and where those of each head lie,
+        some MB at a time."""
         pages, extent = self._pages[layer], self._stores[layer, batch].extent
-        step = max(1, CHUNK // pages.row_bytes)
+        step = max(1, CHUNK // (pages.kv_heads * pages.record_bytes))
         last = -(-tokens.stop // pages.tokens)
+        heads = range(sequence * pages.kv_heads, (sequence + 1) * pages.kv_heads)
         for row in range(tokens.start // pages.tokens, last, step):
             rows = slice(row, min(row + step, last))
-            yield rows, Extent(
-                extent.path, extent.offset + (sequence * pages.rows + row) * pages.row_bytes,
-                (rows.stop - row) * pages.row_bytes)
+            yield rows, [Extent(extent.path,
+                                extent.offset + (head * pages.rows + row) * pages.record_bytes,
+                                (rows.stop - row) * pages.record_bytes) for head in heads]
+
+    def _landing_for(self, pages: PageLayout) -> Tensor:
+        """A buffer for what `_records_of` yields."""
+        return self._device.host_empty(max(CHUNK, pages.kv_heads * pages.record_bytes))
 
     def _read_all(self, lane: Lane, staging: StagingBuffer, *, layer: int, batch: int,
                   cached: Sequence[int]) -> None:
         """Fill the staging buffer with all that is cached: from disk, and over it the newest."""
         pages, held = self._pages[layer], self._held(staging, layer, batch)
         newest = self._fast[layer, batch].records[:, :, self._slots[layer] :]
-        landing = self._device.host_empty(max(CHUNK, pages.row_bytes))
+        landing = self._landing_for(pages)
         for sequence, count in enumerate(cached):
             by_record = held[:, sequence].unflatten(2, (-1, pages.tokens))
-            for rows, extent in self._records_of(layer, batch, sequence, range(count)):
-                there = landing[: extent.nbytes]
-                lane.disk.read([AlignedRead(extent.path, extent.offset, extent.nbytes, 0)], there)
+            for rows, extents in self._records_of(layer, batch, sequence, range(count)):
+                there, size = landing[: sum(each.nbytes for each in extents)], extents[0].nbytes
+                lane.disk.read([AlignedRead(each.path, each.offset, size, head * size)
+                                for head, each in enumerate(extents)], there)
                 by_record[:, :, rows] = in_rows(there, pages, self.records)
             tokens = torch.arange(pages.first_newest(count), count)
             held[:, sequence, :, tokens] = newest[
@@ -236,15 +243,21 @@ class RecalledPart(FetchedPart):
                    new: Sequence[range]) -> None:
         """Write the records of new tokens of each sequence."""
         pages, held = self._pages[layer], self._held(staging, layer, batch)
-        landing = self._device.host_empty(max(CHUNK, pages.row_bytes))
+        landing = self._landing_for(pages)
         for sequence, tokens in enumerate(new):
             by_record = held[:, sequence].unflatten(2, (-1, pages.tokens))
-            for rows, extent in self._records_of(layer, batch, sequence, tokens):
-                there = landing[: extent.nbytes]
+            for rows, extents in self._records_of(layer, batch, sequence, tokens):
+                there = landing[: sum(each.nbytes for each in extents)]
                 in_rows(there, pages, self.records).copy_(by_record[:, :, rows])
-                lane.disk.write(extent, there)
+                lane.disk.write_each(extents, there)
 
     # New tokens: those that are chosen
+
+    def log_weights(self, layer, batch, rows):
+        if self._pages[layer] is None:
+            return super().log_weights(layer, batch, rows)
+        return self._fast[layer, batch].found.log_weights.unflatten(
+            0, (-1, self.records.kv_heads))[rows]
 
     def turns(self, layer, sequences):
         if self._pages[layer] is None:
@@ -310,9 +323,9 @@ class RecalledPart(FetchedPart):
         """Start reading missing tokens [3, n] (head, token, slot) into their slots of the fast
         set."""
         pages, fast = self._pages[layer], self._fast[layer, batch]
-        store, heads = self._stores[layer, batch], self.records.kv_heads
+        store = self._stores[layer, batch]
         head, token, slot = missing.numpy()
-        record = (head // heads * pages.rows + token // pages.tokens) * heads + head % heads
+        record = head * pages.rows + token // pages.tokens
         target = head * fast.records.shape[2] + slot
         before, store.busy = store.busy, []
         fast.coming.append((rows, self._transfers.submit(RECALLS, partial(
@@ -360,15 +373,16 @@ class RecalledPart(FetchedPart):
                 continue
             fast.written[sequence] = full * pages.tokens
             row = newest[sequence, :, (full - 1) % newest.shape[2]]  # [kv_heads, tokens, 2, width]
-            (_, extent), = self._records_of(layer, batch, sequence, range(
+            (_, extents), = self._records_of(layer, batch, sequence, range(
                 (full - 1) * pages.tokens, full * pages.tokens))
             store.busy.append(self._transfers.submit(
-                "stores", partial(self._write_row, pages=pages, extent=extent, row=row)))
+                "stores", partial(self._write_row, pages=pages, extents=extents, row=row)))
 
-    def _write_row(self, lane: Lane, *, pages: PageLayout, extent: Extent, row: Tensor) -> None:
-        landing = self._device.host_empty(extent.nbytes)
+    def _write_row(self, lane: Lane, *, pages: PageLayout, extents: Sequence[Extent], row: Tensor
+                   ) -> None:
+        landing = self._device.host_empty(sum(each.nbytes for each in extents))
         in_records(landing, pages, self.records).copy_(row)
-        lane.disk.write(extent, landing)
+        lane.disk.write_each(extents, landing)
 
 
 def _fitting(counts: Sequence[int], most: int) -> Iterator[slice]:

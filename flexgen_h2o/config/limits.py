@@ -65,6 +65,9 @@ one more request, where it has many at a time."""
 INDEX_TILE = 16
 """Tokens of the index of keys whose numbers lie side by side: the lanes of the widest vectors."""
 
+MEAN_SHIFT = 3
+"""The last weight of a token makes 2^-3 of the running mean by which fast memory keeps it."""
+
 SHARED_PREFIX = 16
 """Tokens with which prompts of a batch have to begin alike for these to be computed once: with
 fewer, attending from each prompt's rest by itself costs more."""
@@ -111,5 +114,5 @@ own."""
 
 KERNELS = ("EMPTY", "MATRIX_TILE", "MXFP4_GROUP", "PRODUCT_ROWS", "PRODUCT_OUTPUTS",
            "PRODUCT_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE",
-           "EXPERT_ROUND", "TILED_ROWS", "TILED_OUTPUTS", "TILED_INPUTS")
+           "MEAN_SHIFT", "EXPERT_ROUND", "TILED_ROWS", "TILED_OUTPUTS", "TILED_INPUTS")
 """What the C++ kernels are compiled with."""

@@ -9,11 +9,11 @@ from flexgen_h2o.config.limits import NEWEST_RECORDS, PAGE
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The layout of a layer's cache: [sequences, rows, kv_heads] records of whole pages.
+    """The layout of a layer's cache: [sequences, kv_heads, rows] records of whole pages.
 
     A record holds key and value of some neighbouring tokens of one KV head, those of a token side
-    by side; what is left of its last page is empty. A row has the records of all heads for the same
-    tokens, so that a text is written from its beginning to its end.
+    by side; what is left of its last page is empty. Those of a head lie together, in the order of
+    its tokens: what a head misses has neighbours that it misses too, other heads miss others.
 
     Attributes
     ----------
@@ -39,19 +39,14 @@ class PageLayout:
         return -(-self.tokens * self.token_bytes // PAGE) * PAGE
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.kv_heads * self.record_bytes
-
-    @property
     def rows(self) -> int:
-        """Rows of a sequence."""
+        """Records of a KV head of a sequence."""
         return -(-self.slots // self.tokens)
 
     @property
     def sequence_bytes(self) -> int:
         """Bytes of a sequence."""
-        return self.rows * self.row_bytes
+        return self.kv_heads * self.rows * self.record_bytes
 
     @property
     def newest(self) -> int:

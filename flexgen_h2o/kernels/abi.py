@@ -53,10 +53,10 @@ STRUCTS = MappingProxyType({
     "IndexKeys": """const void*: keys; void*: index; const int32_t*: spans; Layout: layout;
         int64_t: dtype sequences kv_heads head_dim bits groups num_keys num_tiles
                  keys_sequence keys_head keys_slot index_sequence index_head threads""",
-    # reference_recall.choose_keys: metadata [2, sequences] and chosen [sequences, kv_heads, most],
-    # both contiguous.
-    "Choose": """const void*: q k index; const int32_t*: metadata; int32_t*: chosen;
-        int64_t: dtype sequences heads kv_heads head_dim bits groups num_tiles most
+    # reference_recall.choose_keys: metadata [2, sequences], chosen [sequences, kv_heads, most] and
+    # log_weights [sequences, kv_heads, tokens] or null, all contiguous.
+    "Choose": """const void*: q k index; const int32_t*: metadata; int32_t*: chosen log_weights;
+        int64_t: dtype sequences heads kv_heads head_dim bits groups num_tiles most tokens
                  q_row q_head k_row k_head index_sequence index_head threads;
         Form: form""",
     # reference_recall.attend_recalled: as Decode, and chosen as of Choose.
@@ -66,12 +66,13 @@ STRUCTS = MappingProxyType({
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot threads;
         Form: form""",
-    # reference_recall.take_slots: chosen and slots [sequences, kv_heads, most], slot_of [heads,
-    # tokens], token_of and wanted [heads, num_slots], of all heads of all sequences; missing [3,
-    # heads * most], of which the first counts[0] of each row are written, and counts [2].
-    "TakeSlots": """const int32_t*: chosen firsts; int32_t*: slots slot_of token_of wanted;
+    # reference_recall.take_slots: chosen and slots [sequences, kv_heads, most], slot_of and
+    # log_weights [heads, tokens] and token_of [heads, num_slots], of all heads of all sequences;
+    # missing [3, heads * most], of which the first counts[0] of each row are written, and counts
+    # [2].
+    "TakeSlots": """const int32_t*: chosen firsts log_weights; int32_t*: slots slot_of token_of;
         int64_t*: missing counts;
-        int64_t: sequences kv_heads most tokens num_slots newest step threads""",
+        int64_t: sequences kv_heads most tokens num_slots newest threads""",
     # reference.quantize_groups and its inverse: x [rows, length] and records [rows, nbytes]; x is
     # float32 where it is the output.
     "Groups": """void*: x records; Layout: layout;

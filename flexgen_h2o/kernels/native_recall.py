@@ -62,7 +62,8 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
-                most: int, form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
+                most: int, log_weights: Tensor | None = None,
+                form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
     """See `reference_recall.choose_keys`."""
     name = "choose_keys"
     dtype, sequences = head_shapes(name, q, k, k), len(q)
@@ -71,12 +72,18 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
     expect(name, torch.int32, metadata=(metadata, (2, sequences)))
     contiguous(name, metadata=metadata)
     check_form(name, form, q.shape[1])
+    tokens = 0
+    if log_weights is not None:
+        tokens = log_weights.shape[-1]
+        expect(name, torch.int32, log_weights=(log_weights, (sequences, k.shape[1], tokens)))
+        contiguous(name, log_weights=log_weights)
     q, k = map(unit_stride, (q, k))
     chosen = metadata.new_empty((sequences, k.shape[1], most))
     call(name, "Choose",
          q=q.data_ptr(), k=k.data_ptr(), index=index.data_ptr(), metadata=metadata.data_ptr(),
-         chosen=chosen.data_ptr(), dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1],
-         kv_heads=k.shape[1], most=most, q_row=q.stride(0), q_head=q.stride(1),
+         chosen=chosen.data_ptr(), log_weights=address(log_weights), dtype=DTYPES[dtype],
+         sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], most=most, tokens=tokens,
+         q_row=q.stride(0), q_head=q.stride(1),
          k_row=k.stride(0), k_head=k.stride(1), form=form_struct(form),
          **_index_fields(name, index, layout, (sequences, k.shape[1])))
     return chosen
@@ -109,23 +116,23 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
 
 
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
-               wanted: Tensor, step: int, newest: int) -> tuple[Tensor, Tensor, int]:
+               log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
     """See `reference_recall.take_slots`."""
     name = "take_slots"
     sequences, kv_heads, most = chosen.shape
     heads, (_, tokens), (_, num_slots) = sequences * kv_heads, slot_of.shape, token_of.shape
     told = {"chosen": (chosen, (sequences, kv_heads, most)), "firsts": (firsts, (sequences,)),
             "slot_of": (slot_of, (heads, tokens)), "token_of": (token_of, (heads, num_slots)),
-            "wanted": (wanted, (heads, num_slots))}
+            "log_weights": (log_weights, (heads, tokens))}
     expect(name, torch.int32, **told)
     contiguous(name, **{key: tensor for key, (tensor, _) in told.items()})
-    need(newest > 0 and 0 < step < 2**31, name, f"{newest} newest tokens in step {step}")
+    need(newest > 0, name, f"{newest} newest tokens")
     slots = torch.empty_like(chosen)
     missing = chosen.new_empty((3, heads * most), dtype=torch.int64)
     counts = chosen.new_empty(2, dtype=torch.int64)
     call(name, "TakeSlots", slots=slots.data_ptr(), missing=missing.data_ptr(),
          counts=counts.data_ptr(), **{key: tensor.data_ptr() for key, (tensor, _) in told.items()},
          sequences=sequences, kv_heads=kv_heads, most=most, tokens=tokens, num_slots=num_slots,
-         newest=newest, step=step)
+         newest=newest)
     count, held = counts.tolist()
     return slots, missing[:, :count], held

@@ -168,14 +168,16 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
-                most: int, form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
-                ) -> Tensor:
+                most: int, log_weights: Tensor | None = None, form: AttentionForm = DEFAULT_FORM,
+                sinks: Tensor | None = None) -> Tensor:
     """See `reference_recall.choose_keys`; no sort, and codes are never written out as floats."""
     if _natively(q):
         return native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
-                                         most=most, form=FormArguments.of(form, sinks))
+                                         most=most, log_weights=log_weights,
+                                         form=FormArguments.of(form, sinks))
     return reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
-                                        most=most, form=form, sinks=sinks)
+                                        most=most, log_weights=log_weights, form=form,
+                                        sinks=sinks)
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
@@ -192,11 +194,11 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
 
 
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
-               wanted: Tensor, step: int, newest: int) -> tuple[Tensor, Tensor, int]:
+               log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
     """See `reference_recall.take_slots`; on a CPU alone."""
     take = native_recall if _natively(chosen) else reference_recall
-    return take.take_slots(chosen, firsts, slot_of=slot_of, token_of=token_of, wanted=wanted,
-                           step=step, newest=newest)
+    return take.take_slots(chosen, firsts, slot_of=slot_of, token_of=token_of,
+                           log_weights=log_weights, newest=newest)
 
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:

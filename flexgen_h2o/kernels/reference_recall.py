@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
-from flexgen_h2o.config.limits import INDEX_TILE
+from flexgen_h2o.config.limits import INDEX_TILE, MEAN_SHIFT
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.recall import choose, index_codes, index_weights
 from flexgen_h2o.kernels.reference import cache_token, dequantize_groups
@@ -64,7 +64,8 @@ def indexed_keys(index, layout):
     return keys.flatten(-3, -2).transpose(-2, -1).flatten(-3, -2)
 
 
-def choose_keys(q, k, *, index, metadata, layout, most, form=DEFAULT_FORM, sinks=None):
+def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=DEFAULT_FORM,
+                sinks=None):
     """The cached tokens that one new token of each sequence attends to (`h2o.recall.choose`).
 
     Parameters
@@ -80,6 +81,8 @@ def choose_keys(q, k, *, index, metadata, layout, most, form=DEFAULT_FORM, sinks
     layout : IndexLayout
     most : int
         No sequence chooses more.
+    log_weights : int32 Tensor [sequences, kv_heads, tokens], optional
+        Running means of the logarithms of tokens' weights, brought up to date (`note_weights`).
     form : AttentionForm
         Without a window.
     sinks : Tensor [heads] or None
@@ -100,9 +103,32 @@ def choose_keys(q, k, *, index, metadata, layout, most, form=DEFAULT_FORM, sinks
         q.unflatten(1, (kv_heads, -1)), k, keys, layout=layout, hidden=~filled[:, :, None],
         form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     chosen = choose(weights, counts, cached=cached)
+    if log_weights is not None:
+        note_weights(weights, log_weights, cached)
     order = place.where(chosen, keys.shape[2]).sort(dim=-1).values[..., :most]
     order = torch.nn.functional.pad(order, (0, most - order.shape[-1]), value=keys.shape[2])
     return order.where(order < keys.shape[2], -1).int()
+
+
+def note_weights(weights, log_weights, cached):
+    """Bring running means of the logarithms of weights up to date.
+
+    The bits of a float that is not negative, as a whole number, are 2^23 times its logarithm to
+    base 2 and a constant, to within 0.09 of a unit of it. A mean that is 0 has seen no weight yet.
+
+    Parameters
+    ----------
+    weights : float32 Tensor [sequences, kv_heads, at least tokens]
+    log_weights : int32 Tensor [sequences, kv_heads, tokens]
+        Written in place.
+    cached : int Tensor [sequences]
+        How many tokens there are, the first ones.
+    """
+    bits = weights[..., : log_weights.shape[-1]].contiguous().view(torch.int32)
+    bits = torch.nn.functional.pad(bits, (0, log_weights.shape[-1] - bits.shape[-1]))
+    mean = (log_weights + ((bits - log_weights) >> MEAN_SHIFT)).where(log_weights != 0, bits)
+    there = torch.arange(log_weights.shape[-1], device=bits.device) < cached[:, None, None]
+    log_weights.copy_(mean.where(there, log_weights))
 
 
 def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAULT_FORM,
@@ -152,12 +178,12 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
     return out, taken
 
 
-def take_slots(chosen, firsts, *, slot_of, token_of, wanted, step, newest):
+def take_slots(chosen, firsts, *, slot_of, token_of, log_weights, newest):
     """Give chosen tokens the slots of fast memory in which they lie, or will lie.
 
     A head of `heads` is one KV head of one sequence. Those that have no slot take, in their order
-    and in that of slots, the slots whose tokens were wanted longest ago; of several that were
-    wanted in the same step, the first.
+    and in that of slots, the slots whose tokens have had the least weights, of those that are not
+    chosen; of equals the first.
 
     Parameters
     ----------
@@ -167,13 +193,12 @@ def take_slots(chosen, firsts, *, slot_of, token_of, wanted, step, newest):
         From here on tokens are among the `newest`: they lie behind the slots, each in place token
         % newest.
     slot_of : int32 Tensor [heads, tokens]
-        The slot of each token, or -1. Written in place, as the next two.
+        The slot of each token, or -1. Written in place, as the next one.
     token_of : int32 Tensor [heads, slots]
-        The token of each slot, or -1.
-    wanted : int32 Tensor [heads, slots]
-        The step in which each slot's token was chosen last; 0 for none.
-    step : int
-        This one: larger than all before.
+        The token of each slot, or -1, which is as one of weight 0.
+    log_weights : int32 Tensor [heads, tokens]
+        What tells tokens of little weight from others (`note_weights`). Not negative, and less
+        than the largest int32.
     newest : int
 
     Returns
@@ -196,13 +221,14 @@ def take_slots(chosen, firsts, *, slot_of, token_of, wanted, step, newest):
     for head, (tokens, mine) in enumerate(zip(heads, old, strict=True)):
         tokens = tokens[mine]
         here = slot_of[head, tokens]
-        wanted[head, here[here >= 0]] = step
         away = tokens[here < 0]
-        given = wanted[head].argsort(stable=True)[: len(away)].sort().values
+        held = token_of[head]
+        keys = log_weights[head, held.clamp(min=0)].where(held >= 0, 0)
+        keys[here[here >= 0]] = torch.iinfo(torch.int32).max
+        given = keys.argsort(stable=True)[: len(away)].sort().values
         gone = token_of[head, given]
         slot_of[head, gone[gone >= 0]] = -1
         slot_of[head, away], token_of[head, given] = given.int(), away
-        wanted[head, given] = step
         slots[head, mine] = slot_of[head, tokens]
         missing.append(torch.stack((torch.full_like(given, head), away.long(), given)))
     missing = torch.cat(missing, 1)

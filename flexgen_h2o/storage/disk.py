@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -173,8 +174,16 @@ class Disk:
 
     def write(self, extent: Extent, buffer: torch.Tensor) -> None:
         """Write `buffer` (uint8, page-aligned) to a page-aligned extent of the same length."""
+        self.write_each([extent], buffer)
+
+    def write_each(self, extents: Sequence[Extent], buffer: torch.Tensor) -> None:
+        """Write `buffer` (uint8, page-aligned), one part after the other, to page-aligned
+        extents."""
         view = memoryview(buffer.numpy())
-        self._each_chunk([(self._write_chunk, extent.path, extent.offset, view, 0, extent.nbytes)])
+        starts = accumulate((extent.nbytes for extent in extents), initial=0)
+        self._each_chunk([(self._write_chunk, extent.path, extent.offset, view, start,
+                           extent.nbytes)
+                          for extent, start in zip(extents, starts, strict=False)])
 
     def forget(self, folder: Path) -> None:
         """Close the files under `folder`, which is about to go."""

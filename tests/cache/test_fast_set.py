@@ -12,51 +12,47 @@ TOKENS, NEWEST = 20, 3
 
 
 class Model:
-    """One head's slots as a dictionary: slot to token, and when each was wanted last."""
+    """One head's slots as a dictionary: slot to token."""
 
     def __init__(self, slots: int):
         self.held: dict[int, int] = {}
-        self.wanted = dict.fromkeys(range(slots), 0)
-        self.step = 0
+        self.slots = range(slots)
 
-    def take(self, tokens: list[int], first: int) -> tuple[list[int], list[tuple[int, int]]]:
+    def take(self, tokens: list[int], first: int, weights: list[int]
+             ) -> tuple[list[int], list[tuple[int, int]]]:
         """The slots of tokens, and (token, slot) of those that had none."""
-        self.step += 1
         here = {token: slot for slot, token in self.held.items()}
         old = [token for token in tokens if 0 <= token < first]
-        self.wanted |= {here[token]: self.step for token in old if token in here}
         away = [token for token in old if token not in here]
-        oldest = sorted(self.wanted, key=lambda slot: (self.wanted[slot], slot))
-        victims = sorted(oldest[: len(away)])
-        new = dict(zip(away, victims, strict=True))
+        free = [slot for slot in self.slots if self.held.get(slot) not in old]
+        free.sort(key=lambda slot: weights[self.held[slot]] if slot in self.held else 0)
+        new = dict(zip(away, sorted(free[: len(away)]), strict=True))
         self.held |= {slot: token for token, slot in new.items()}
-        self.wanted |= dict.fromkeys(victims, self.step)
         places = here | new
-        return [-1 if token < 0 else len(self.wanted) + token % NEWEST if token >= first
+        return [-1 if token < 0 else len(self.slots) + token % NEWEST if token >= first
                 else places[token] for token in tokens], list(new.items())
 
     def forget(self, first: int) -> None:
-        for slot, token in list(self.held.items()):
-            if token >= first:
-                del self.held[slot]
-                self.wanted[slot] = 0
+        self.held = {slot: token for slot, token in self.held.items() if token < first}
 
 
 @st.composite
 def histories(draw):
-    """Slots, and what two heads of one sequence want in each step and where its newest tokens
-    begin, or from which token on they forget."""
+    """Slots, and what two heads of one sequence choose in each step, where its newest tokens begin
+    and what weights tokens have, or from which token on they forget."""
     slots = draw(st.integers(1, 8))
-    wanted = st.lists(st.integers(0, TOKENS - 1), max_size=slots, unique=True)
+    chosen = st.lists(st.integers(0, TOKENS - 1), max_size=slots, unique=True)
+    weights = st.lists(st.integers(0, 5), min_size=TOKENS, max_size=TOKENS)
     forgotten = st.integers(0, TOKENS)
     return slots, draw(st.lists(st.one_of(
-        st.tuples(wanted, wanted, st.integers(0, TOKENS)), st.tuples(forgotten, forgotten)),
+        st.tuples(chosen, chosen, st.integers(0, TOKENS), weights),
+        st.tuples(forgotten, forgotten)),
         max_size=12))
 
 
 @settings(max_examples=150, deadline=None)
 @given(histories())
-def test_the_fast_set_is_a_dictionary_that_drops_what_was_wanted_longest_ago(history):
+def test_the_fast_set_is_a_dictionary_that_drops_what_weighs_least(history):
     slots, steps = history
     fast, models = FastSet(2, TOKENS, slots, NEWEST), [Model(slots), Model(slots)]
     for step in steps:
@@ -64,14 +60,16 @@ def test_the_fast_set_is_a_dictionary_that_drops_what_was_wanted_longest_ago(his
             fast.forget(torch.tensor(step))
             for model, first in zip(models, step, strict=True):
                 model.forget(first)
+                assert not fast.log_weights[models.index(model), first:].any()
             continue
-        *wanted, first = step
+        *wanted, first, weights = step
+        fast.log_weights[:] = torch.tensor(weights)
         most = max(map(len, wanted))
         tokens = [each + [-1] * (most - len(each)) for each in wanted]
         found, missing, held = fast.take(
             torch.tensor(tokens, dtype=torch.int32).view(1, 2, most),
             torch.tensor([first], dtype=torch.int32))
-        expected = [model.take(each, first) for model, each in zip(models, tokens, strict=True)]
+        expected = [model.take(each, first, weights) for model, each in zip(models, tokens, strict=True)]
         assert found[0].tolist() == [places for places, _ in expected]
         away = [[head, *each] for head, (_, new) in enumerate(expected) for each in new]
         assert missing.T.tolist() == away

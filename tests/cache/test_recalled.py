@@ -41,7 +41,7 @@ def test_records_fill_pages_and_keep_their_tokens():
     buffer = torch.zeros(layout.sequence_bytes, dtype=torch.uint8)
     in_rows(buffer, layout, records).copy_(held.unflatten(2, (7, 16)))
     assert torch.equal(in_rows(buffer, layout, records).flatten(2, 3), held)
-    record = in_records(buffer, layout, records)[4 * 3 + 2]  # row 4, head 2
+    record = in_records(buffer, layout, records)[2 * 7 + 4]  # head 2, row 4
     assert torch.equal(record[5], held[:, 2, 4 * 16 + 5])
     assert page_layout(Records(1, 1000, torch.float32), 9).record_bytes == 8192
 

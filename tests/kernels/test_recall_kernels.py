@@ -105,6 +105,29 @@ def test_kernels_do_what_the_reference_does(isa):
 
 
 @BUILT
+def test_means_of_logarithms_follow_the_weights(isa):
+    """Those of tokens that are not cached stay as they are, and the first weight is the mean."""
+    for options in CASES:
+        some = case(**options)
+        reference_recall.index_keys(some["slots"][0], some["index"], some["spans"],
+                                    layout=some["layout"], records=some["records"])
+        weights = weights_of(some)[..., : int(some["metadata"][0].max())]
+        before = torch.randint(2**30, weights.shape, dtype=torch.int32)
+        before[..., ::3] = 0
+        log_weights = before.clone()
+        with using(isa):
+            ops.choose_keys(some["q"], some["k"], index=some["index"], most=99, layout=some["layout"],
+                            metadata=some["metadata"], log_weights=log_weights, **some["options"])
+        logs = (weights.log2() + 127) * 2**23
+        expected = before + (logs - before) / 8
+        expected[..., ::3] = logs[..., ::3]
+        cached = torch.arange(before.shape[-1]) < some["metadata"][0][:, None, None]
+        apart = (log_weights - expected)[cached.expand_as(expected)].abs() / 2**23
+        assert apart.max() < 0.09  # of a logarithm to base 2
+        assert same(log_weights.where(~cached, 0), before.where(~cached, 0))
+
+
+@BUILT
 def test_of_equal_weights_the_newer_are_chosen():
     layout = IndexLayout(16, 4)
     keys = torch.zeros(1, 1, 40, 16)
@@ -169,6 +192,11 @@ def test_bad_arguments_are_refused_and_nothing_is_written():
     many[1] = many[0] + 1
     with pytest.raises(ValueError, match="choose_keys: a tensor of indices"):
         ops.choose_keys(some["q"], some["k"], index=index, metadata=many, layout=layout, most=99)
+    few = torch.zeros(3, 2, 76, dtype=torch.int32)
+    with pytest.raises(ValueError, match="choose_keys: a tensor of indices"):
+        ops.choose_keys(some["q"], some["k"], index=index, metadata=some["metadata"],
+                        layout=layout, most=99, log_weights=few)
+    assert not few.any()
     chosen = torch.full((3, 2, 30), 500, dtype=torch.int32)
     with pytest.raises(ValueError, match="attend_recalled: a tensor of indices"):
         ops.attend_recalled(some["q"], some["k"], some["v"], slots=some["slots"], chosen=chosen,

@@ -14,19 +14,21 @@ BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
 def state(heads: int, slots: int, tokens: int) -> dict[str, torch.Tensor]:
     return {"slot_of": torch.full((heads, tokens), -1, dtype=torch.int32),
             "token_of": torch.full((heads, slots), -1, dtype=torch.int32),
-            "wanted": torch.zeros((heads, slots), dtype=torch.int32)}
+            "log_weights": torch.zeros((heads, tokens), dtype=torch.int32)}
 
 
 @BUILT
 def test_kernel_and_reference_take_the_same_slots(isa):
     sequences, kv_heads, slots, tokens, most = 2, 3, 300, 1000, 200
     one, other = (state(sequences * kv_heads, slots, tokens) for _ in range(2))
-    # Steps far apart, so that every byte of them counts.
-    for step in (1, 2, 255, 256, 70_000, 70_001, 1 << 24, (1 << 30) + 5, (1 << 30) + 6):
+    # So few weights that many are equal, and so many that every bit counts.
+    for highest in (1, 2, 300, 70_000, 1 << 24, 2**31 - 1, 2**31 - 1):
+        weights = torch.randint(highest, (sequences * kv_heads, tokens), dtype=torch.int32)
+        one["log_weights"], other["log_weights"] = weights, weights.clone()
         chosen = torch.stack([torch.randperm(tokens)[:most]
                               for _ in range(sequences * kv_heads)]).int()
         chosen[1, 150:] = -1
-        told = {"chosen": chosen.view(sequences, kv_heads, most), "step": step, "newest": 32,
+        told = {"chosen": chosen.view(sequences, kv_heads, most), "newest": 32,
                 "firsts": torch.tensor([tokens - 30, tokens], dtype=torch.int32)}
         found = native_recall.take_slots(**told, **one)
         expected = reference_recall.take_slots(**told, **other)
@@ -44,5 +46,5 @@ def test_more_tokens_than_slots_and_unknown_ones_are_refused(take, chosen):
     before = {name: tensor.clone() for name, tensor in some.items()}
     with pytest.raises(ValueError, match="take_slots: a tensor of indices"):
         take(torch.tensor([[chosen]], dtype=torch.int32),
-             torch.tensor([20], dtype=torch.int32), step=1, newest=3, **some)
+             torch.tensor([20], dtype=torch.int32), newest=3, **some)
     assert all(torch.equal(some[name], before[name]) for name in some)

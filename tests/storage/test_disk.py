@@ -150,6 +150,19 @@ def test_large_transfers_are_cut_into_chunks_and_counted(tmp_path, disk, monkeyp
     assert len([1 for link, *_ in disk.moved if link == "disk->cpu"]) == 5
 
 
+def test_parts_of_a_buffer_go_to_places_of_their_own(tmp_path, disk):
+    source = Device().host_empty(6 * PAGE).random_(0, 256)
+    one, two = tmp_path / "a", tmp_path / "b"
+    for path in (one, two):
+        path.write_bytes(bytes(8 * PAGE))
+    disk.write_each([Extent(one, 5 * PAGE, PAGE), Extent(two, 0, 3 * PAGE),
+                     Extent(one, PAGE, 2 * PAGE)], source)
+    parts, empty = [bytes(each.numpy()) for each in source.split(PAGE)], bytes(PAGE)
+    assert one.read_bytes() == b"".join(
+        (empty, *parts[4:6], empty, empty, parts[0], empty, empty))
+    assert two.read_bytes() == b"".join((*parts[1:4], *[empty] * 5))
+
+
 @given(order=st.permutations([True, True, False, False]))
 @settings(max_examples=12, deadline=None)
 def test_what_is_read_far_ahead_comes_after_what_is_asked_for_later(tmp_path_factory, order):

@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "memory.h"
+#include "order.h"
 #include "scan.h"
 
 namespace ISA {
@@ -41,27 +42,13 @@ void add_up(const float* rows, const float* factors, int64_t group, int64_t coun
     for (int64_t t = count; t < stride; t++) weights[t] = 0;
 }
 
-// How many weights' bits are at least `least`, as a whole number, which is more than 0.
-int64_t reaching(const float* weights, int64_t stride, int32_t least) {
-    constexpr int PARTS = INDEX_TILE / WIDTH;
-    const Ints limit = Ints{} + least;
-    Ints below[PARTS]{};
-    for (int64_t t = 0; t < stride; t += INDEX_TILE)
-        for (int n = 0; n < PARTS; n++)
-            below[n] -= limit > load_raw<Ints>(weights + t + n * WIDTH);
-    int64_t found = stride;
-    for (int n = 0; n < PARTS; n++)
-        for (int i = 0; i < WIDTH; i++) found -= below[n][i];
-    return found;
-}
-
 // The numbers of the `wanted` largest of `count` weights, ascending; of equals the last. Weights
 // that are not negative are in the order of their bits. `chosen` has room for one more.
 void select(const float* weights, int64_t count, int64_t stride, int64_t wanted, int32_t* chosen) {
     int32_t least = 0;
     int64_t found = count;  // that reach it
     for (int bit = 30; bit >= 0 && found != wanted; bit--) {
-        const int64_t some = reaching(weights, stride, least | 1 << bit);
+        const int64_t some = stride - count_below(weights, stride, least | 1 << bit);
         if (some >= wanted) least |= 1 << bit, found = some;
     }
     const auto key = [&](int64_t i) { return bits_of<int32_t>(weights[i]); };
@@ -75,6 +62,19 @@ void select(const float* weights, int64_t count, int64_t stride, int64_t wanted,
         *chosen = static_cast<int32_t>(i);
         chosen += key(i) >= least;
     }
+}
+
+// Brings the running means of the logarithms of a head's weights up to date.
+void note_weights(const float* weights, int64_t count, int32_t* means) {
+    const auto note = [](auto mean, auto bits) {
+        return mean == 0 ? bits : mean + ((bits - mean) >> MEAN_SHIFT);
+    };
+    int64_t t = 0;
+    for (; t + WIDTH <= count; t += WIDTH) {
+        const Ints mean = note(load_raw<Ints>(means + t), load_raw<Ints>(weights + t));
+        std::memcpy(means + t, &mean, sizeof mean);
+    }
+    for (; t < count; t++) means[t] = note(means[t], bits_of<int32_t>(weights[t]));
 }
 
 // Memory of a thread.
@@ -120,6 +120,7 @@ void choose_head(const Choose& a, const TileShape& shape, int64_t task, const Sp
             space.own[g], a.form.sinks ? a.form.sinks[head * group + g] : NONE);
     add_up(space.logits, space.factors, group, cached, stride, space.weights);
     select(space.weights, cached, stride, count, space.chosen);
+    if (a.log_weights) note_weights(space.weights, cached, a.log_weights + task * a.tokens);
     int32_t* chosen = a.chosen + task * a.most;
     std::memcpy(chosen, space.chosen, static_cast<size_t>(count) * sizeof *chosen);
     for (int64_t i = count; i < a.most; i++) chosen[i] = -1;
@@ -129,7 +130,8 @@ template <class T>
 int choose(const Choose& a) {
     for (int64_t s = 0; s < a.sequences; s++) {
         const int64_t cached = a.metadata[s], count = a.metadata[a.sequences + s];
-        if (count < 0 || count > cached || count > a.most || cached > a.num_tiles * INDEX_TILE)
+        if (count < 0 || count > cached || count > a.most || cached > a.num_tiles * INDEX_TILE ||
+            (a.log_weights && cached > a.tokens))
             return INVALID;
     }
     const TileShape shape(a.head_dim, a.bits, a.groups);
