@@ -104,8 +104,8 @@ class RecallRates:
     index_work: float = 1.5
     apart: float = 3
     calls: float = 2.5
-    missed: float = 0.045
-    guessed: float = 1.05
+    missed: float = 0.035
+    guessed: float = 1.1
     left: float = 0.66
     fetching: float = 8
 
