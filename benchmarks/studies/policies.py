@@ -6,7 +6,8 @@
 Three parts. `masked`: candidates for a policy as masks over a full cache, 256 tokens of each
 article after 256, at 5 and 20 % of the prompt and of the text. `cut` and `decode`: this engine and
 kvpress on the same articles with as many tokens kept, where the prompt alone is cut and where
-generated tokens are evicted too. Rows that the file has already are not made again.
+generated tokens are evicted too; `seconds` are those of all articles, which are one batch. Rows
+that the file has already are not made again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import datetime
 import math
 import platform
+import time
 
 import torch
 from growing_table import GrowingTable
@@ -23,6 +25,7 @@ from policy_study.candidates import CANDIDATES, ENGINE
 from policy_study.masked import MaskedModel, Setting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flexgen_h2o import H2OConfig
 from flexgen_h2o.files.articles import choose, read_articles
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.statistics import bootstrap
@@ -91,8 +94,9 @@ def run_masked(masked: MaskedModel, rows: PolicyRows, settings: list[Setting]) -
                      **compared(found, full, plain))
 
 
-def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[Setting]) -> None:
-    """This engine's policies, as masks, and kvpress: part `cut` or `decode`."""
+def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[Setting],
+               folder: str) -> None:
+    """This engine's policies and kvpress: part `cut` or `decode`."""
     model, ids, prompt, full = masked.model, masked.tokens, masked.prompt, None
     width = model.config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
     for percent in [one.percent for one in settings if one.budget_of == "prompt"]:
@@ -110,12 +114,16 @@ def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[
             if one.system == "kvpress":
                 beside.attention_of(model, one)
                 made = beside.make_press(one, part, keep, prompt)
+                began = time.perf_counter()
                 logits, nbytes = beside.pressed(made, model, ids, prompt, steps=part == "decode")
                 found = beside.chosen(logits, ids[:, prompt:])
+                seconds = time.perf_counter() - began
             else:
-                found = masked.log_probs(ENGINE[one.name], setting)
+                h2o = H2OConfig(heavy_ratio=percent / 200, score=one.name,
+                                evict_generated=part == "decode")
+                found, seconds = beside.scored(folder, ids, prompt, h2o)
                 nbytes = len(ids) * keep * len(masked.layers) * width * 2 * 4
-            rows.add(**key, kept_tokens=keep, kv_cache_bytes=nbytes,
+            rows.add(**key, kept_tokens=keep, kv_cache_bytes=nbytes, seconds=seconds,
                      **compared(found, full, plain))
 
 
@@ -144,7 +152,7 @@ def main() -> None:
         run_masked(masked, rows, settings)
     for part in ("cut", "decode"):
         if part in args.parts:
-            run_beside(masked, rows, part, settings)
+            run_beside(masked, rows, part, settings, folder)
 
 
 if __name__ == "__main__":

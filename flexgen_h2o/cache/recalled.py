@@ -1,8 +1,8 @@
 """The part of a cache that stays on disk, of which a decode step fetches what it chooses.
 
 Prompts come and go by whole layers, as in any part that is fetched. After that memory holds, of
-each (layer, batch), a *fast set* of tokens that were chosen lately, and the newest tokens, which
-are written when their record is full (`page_records`).
+each (layer, batch), a *fast set* of tokens that had most weight lately, and the newest tokens,
+which are written when their record is full (`page_records`).
 """
 
 from __future__ import annotations

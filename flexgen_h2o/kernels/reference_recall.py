@@ -118,7 +118,8 @@ def note_weights(weights, log_weights, cached):
 
     Parameters
     ----------
-    weights : float32 Tensor [sequences, kv_heads, at least tokens]
+    weights : float32 Tensor [sequences, kv_heads, n]
+        Those of the first `cached` tokens count.
     log_weights : int32 Tensor [sequences, kv_heads, tokens]
         Written in place.
     cached : int Tensor [sequences]

@@ -50,3 +50,23 @@ def test_every_candidate_gives_a_row_once(tiny_model, study, tmp_path, capsys):
     assert [row["policy"] for row in found] == [one.name for one in study.CANDIDATES]
     assert all(float(row["over_full"]) > 0 for row in found)
     assert len(capsys.readouterr().out.splitlines()) == len(found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["cut", "decode"])
+def test_the_engine_has_a_row_beside_kvpress_with_its_time(tiny_model, study, tmp_path, monkeypatch,
+                                                           part):
+    monkeypatch.setattr(study.beside, "kvpress", None)
+    tiny = tiny_model("llama")
+    texts = torch.tensor(make_prompts(tiny.model.config.vocab_size, [48, 48], 0))
+    masked = study.MaskedModel(tiny.model, texts, 40)
+    setting = study.Setting(20, "prompt", part == "decode")
+    rows = study.PolicyRows(str(tmp_path / "rows.csv"), {"model": "tiny", "articles": 2})
+    study.run_beside(masked, rows, part, [setting], str(tiny.folder))
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["policy"] for row in found] == ["sum", "mean", "caote"]
+    for row in found:
+        expected = masked.log_probs(study.ENGINE[row["policy"]], setting).mean().neg().exp()
+        assert float(row["perplexity"]) == pytest.approx(float(expected), rel=1e-4)
+        assert float(row["seconds"]) > 0 and int(row["kept_tokens"]) == 8

@@ -69,7 +69,8 @@ def test_the_fast_set_is_a_dictionary_that_drops_what_weighs_least(history):
         found, missing, held = fast.take(
             torch.tensor(tokens, dtype=torch.int32).view(1, 2, most),
             torch.tensor([first], dtype=torch.int32))
-        expected = [model.take(each, first, weights) for model, each in zip(models, tokens, strict=True)]
+        expected = [model.take(each, first, weights)
+                    for model, each in zip(models, tokens, strict=True)]
         assert found[0].tolist() == [places for places, _ in expected]
         away = [[head, *each] for head, (_, new) in enumerate(expected) for each in new]
         assert missing.T.tolist() == away

@@ -116,8 +116,9 @@ def test_means_of_logarithms_follow_the_weights(isa):
         before[..., ::3] = 0
         log_weights = before.clone()
         with using(isa):
-            ops.choose_keys(some["q"], some["k"], index=some["index"], most=99, layout=some["layout"],
-                            metadata=some["metadata"], log_weights=log_weights, **some["options"])
+            ops.choose_keys(some["q"], some["k"], index=some["index"], most=99,
+                            layout=some["layout"], metadata=some["metadata"],
+                            log_weights=log_weights, **some["options"])
         logs = (weights.log2() + 127) * 2**23
         expected = before + (logs - before) / 8
         expected[..., ::3] = logs[..., ::3]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache
+
+from flexgen_h2o import LLM, H2OConfig, Policy
 
 try:
     import kvpress
@@ -45,6 +48,17 @@ def systems(part: str) -> list[Rival]:
         logging.warning("kvpress is not installed: its rows are left out")
         return OURS
     return [*OURS, *PRESSES, *(ADAPTIVE if part == "cut" else [])]
+
+
+def scored(folder: str, ids: torch.Tensor, prompt: int, h2o: H2OConfig | None
+           ) -> tuple[torch.Tensor, float]:
+    """Log-probabilities [articles, tokens] of what follows the prompts by this engine, and the
+    seconds that it took, with the prompts."""
+    with LLM(folder, h2o=h2o, dtype="float32", progress=False,
+             policy=Policy(gpu_batch_size=len(ids))) as llm:
+        began = time.perf_counter()
+        found = llm.loglikelihood([(row[:prompt], row[prompt:]) for row in ids.tolist()])
+        return torch.tensor(found), time.perf_counter() - began
 
 
 def make_press(one: Rival, part: str, keep: int, prompt: int):
