@@ -411,12 +411,13 @@ def test_recall_is_proposed_beside_a_policy_that_was_searched(tmp_path):
 
 
 def test_from_disk_recall_is_proposed_where_it_reads_less(tmp_path):
-    """Reading ahead on a guess costs more than it hides."""
-    disk = {"model": "opt-1.3b", "prompt_len": 1900, "percent": (100, 0, 0, 0, 100, 0)}
-    assert plan_of(tmp_path, CPU, **disk).recall is None
-    plan = plan_of(tmp_path, CPU, **disk, overlap=False)
-    assert plan.recall.flags == "--hh-ratio 0.1 --recall --fetch-chosen"
-    assert plan.recall.choice.run.recalls_from_disk
+    """Of a short prompt reading ahead on a guess costs more than it hides."""
+    disk = {"model": "opt-1.3b", "percent": (100, 0, 0, 0, 100, 0)}
+    assert plan_of(tmp_path, CPU, **disk, prompt_len=300).recall is None
+    for options in ({"prompt_len": 300, "overlap": False}, {"prompt_len": 1900}):
+        plan = plan_of(tmp_path, CPU, **disk, **options)
+        assert plan.recall.flags == "--hh-ratio 0.1 --recall --fetch-chosen"
+        assert plan.recall.choice.run.recalls_from_disk
 
 
 def test_the_quality_that_is_told_is_that_of_the_docs():
