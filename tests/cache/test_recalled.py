@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import H2OConfig, Placement
+from flexgen_h2o.cache import recalled
 from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout, runs_of
 from flexgen_h2o.cache.parts import Records
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget
+from flexgen_h2o.storage.tiers import PAGE
 
 DISK = Placement(0, 0, 100)
 SOME = Placement(40, 0, 60)
@@ -72,6 +74,14 @@ def test_what_is_fetched_is_what_is_recalled_in_memory(tiny_model, small_records
     assert found == expected
     assert stats.links["disk->cpu"][0] > 0 and 0 < stats.recall_hit_rate < 1
     assert (stats.recall_guesses > 0) == options.get("overlap", True)
+
+
+def test_buffers_that_hold_few_records_change_nothing(tiny_model, small_records, monkeypatch):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    expected = tokens(tiny, prompts, RECALL, new=40)
+    monkeypatch.setattr(recalled, "CHUNK", 5 * PAGE)
+    assert tokens(tiny, prompts, RECALL, new=40, prefill_chunk=16, **FETCHED) == expected
 
 
 def test_the_first_step_fills_the_fast_set_and_a_large_one_misses_less(tiny_model, monkeypatch):
