@@ -35,7 +35,8 @@ struct CodedBlock {
     const uint8_t *block, *later;
     CacheLevel to;
 
-    static INLINE CodedBlock of(const Blocks& m, int64_t tile, int64_t g, int64_t tiles, CacheLevel to) {
+    static INLINE CodedBlock of(const Blocks& m, int64_t tile, int64_t g, int64_t tiles,
+                                CacheLevel to) {
         const CodedBlock mine{m.at(tile, g), m.later(tile, g, tiles), to};
         prefetch(mine.later, to);
         return mine;
