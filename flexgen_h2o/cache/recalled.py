@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.fast_set import FastSet
-from flexgen_h2o.cache.fetched import CachedRecords, FetchedPart
-from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout, runs_of, tokens_of
+from flexgen_h2o.cache.fetched import FetchedPart
+from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout
 from flexgen_h2o.cache.parts import Chosen, Grid, Records
-from flexgen_h2o.config.limits import NEAR, TURNS
+from flexgen_h2o.config.limits import TURNS
 from flexgen_h2o.config.page_layout import PageLayout
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.disk import CHUNK, AlignedRead
 from flexgen_h2o.storage.extent import Extent
@@ -322,41 +322,25 @@ class RecalledPart(FetchedPart):
     def _bring(self, layer: int, batch: int, rows: slice, missing: Tensor) -> None:
         """Start reading missing tokens [3, n] (head, token, slot) into their slots of the fast
         set."""
-        pages, fast = self._pages[layer], self._fast[layer, batch]
-        store = self._stores[layer, batch]
-        head, token, slot = missing.numpy()
-        record = head * pages.rows + token // pages.tokens
-        target = head * fast.records.shape[2] + slot
+        store, fast = self._stores[layer, batch], self._fast[layer, batch]
         before, store.busy = store.busy, []
         fast.coming.append((rows, self._transfers.submit(RECALLS, partial(
-            self._read_some, pages=pages, store=store, record=record, token=token % pages.tokens,
-            target=target, slots=fast.records.flatten(0, 2)), after=before)))
+            self._read_some, pages=self._pages[layer], extent=store.extent, missing=missing,
+            slots=fast.records), after=before)))
 
-    def _read_some(self, lane: Lane, *, pages: PageLayout, store: CachedRecords,
-                   record: np.ndarray, token: np.ndarray, target: np.ndarray, slots: Tensor
-                   ) -> None:
-        """Read records that hold tokens, and put these into slots.
-
-        Parameters
-        ----------
-        record, token, target : int64 ndarray [n]
-            Numbers of a record, of a token in it, and of the slot.
-        slots : Tensor [slots, 2, width]
-        """
-        most = len(self._landing) // pages.record_bytes
-        firsts, counts = runs_of(np.unique(record), gap=NEAR // pages.record_bytes, most=most)
-        run = np.searchsorted(firsts, record, side="right") - 1
-        # NumPy copies a token as one element, and by this thread alone: compute has the others.
-        held = tokens_of(self._landing, pages)
-        there = slots.view(torch.uint8).numpy().reshape(-1).view(held.dtype)
-        for some in _fitting(counts.tolist(), most):
-            places = counts[some].cumsum() - counts[some]
-            ranges = np.stack((firsts[some], counts[some], places), 1) * pages.record_bytes
-            ranges[:, 0] += store.extent.offset
-            lane.disk.read_scattered(store.extent.path, ranges, self._landing)
-            mine = np.flatnonzero((run >= some.start) & (run < some.stop))
-            place = places[run[mine] - some.start] + record[mine] - firsts[run[mine]]
-            there[target[mine]] = held[place, token[mine]]
+    def _read_some(self, lane: Lane, *, pages: PageLayout, extent: Extent, missing: Tensor,
+                   slots: Tensor) -> None:
+        """Read missing tokens of the file that begins with an extent into slots of all heads."""
+        came = lane.disk.read_by(extent.path, partial(
+            ops.fetch_tokens, missing, slots, offset=extent.offset, layout=pages,
+            landing=self._landing))
+        record = self._landing[: pages.record_bytes]
+        for head, token, slot in missing[:, came:].T.tolist():  # the disk tells what is wrong
+            row = head * pages.rows + token // pages.tokens
+            lane.disk.read([AlignedRead(extent.path, extent.offset + row * pages.record_bytes,
+                                        pages.record_bytes, 0)], record)
+            slots.flatten(0, 1)[head, slot] = in_records(
+                record, pages, self.records)[0, token % pages.tokens]
 
     def _write_full(self, layer: int, batch: int, rows: slice, cached: Sequence[int]) -> None:
         """Start writing the records of some sequences' newest tokens that have become full."""
@@ -383,14 +367,3 @@ class RecalledPart(FetchedPart):
         landing = self._device.host_empty(sum(each.nbytes for each in extents))
         in_records(landing, pages, self.records).copy_(row)
         lane.disk.write_each(extents, landing)
-
-
-def _fitting(counts: Sequence[int], most: int) -> Iterator[slice]:
-    """Slices of neighbours whose counts come to at most `most`, which none exceeds."""
-    start, total = 0, 0
-    for number, count in enumerate(counts):
-        if total + count > most:
-            yield slice(start, number)
-            start, total = number, 0
-        total += count
-    yield slice(start, len(counts))

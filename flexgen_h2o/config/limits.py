@@ -62,6 +62,9 @@ NEAR = 32 << 10
 """Bytes between two records of such a cache that are read with them: a disk takes about as long for
 one more request, where it has many at a time."""
 
+READ_BYTES = 256 << 10
+"""Bytes that one request reads of such a cache, at most, unless a record has more."""
+
 INDEX_TILE = 16
 """Tokens of the index of keys whose numbers lie side by side: the lanes of the widest vectors."""
 

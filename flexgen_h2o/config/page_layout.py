@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen_h2o.config.limits import NEWEST_RECORDS, PAGE
+from flexgen_h2o.config.limits import NEAR, NEWEST_RECORDS, PAGE, READ_BYTES
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,16 @@ class PageLayout:
     def rows(self) -> int:
         """Records of a KV head of a sequence."""
         return -(-self.slots // self.tokens)
+
+    @property
+    def gap(self) -> int:
+        """Records between two that are read with them, at most."""
+        return NEAR // self.record_bytes
+
+    @property
+    def most(self) -> int:
+        """Records that one request reads, at most."""
+        return max(1, READ_BYTES // self.record_bytes)
 
     @property
     def sequence_bytes(self) -> int:

@@ -73,6 +73,11 @@ STRUCTS = MappingProxyType({
     "TakeSlots": """const int32_t*: chosen firsts log_weights; int32_t*: slots slot_of token_of;
         int64_t*: missing counts;
         int64_t: sequences kv_heads most tokens num_slots newest threads""",
+    # reference_recall.fetch_tokens: missing [3, count], slots [heads, num_slots] of token_bytes
+    # each, counts [2]; runs of at most `most` records.
+    "FetchTokens": """const int64_t*: missing; void*: slots landing; int64_t*: counts;
+        int64_t: file direct offset missing_row count heads rows tokens token_bytes record_bytes
+                 num_slots landing_bytes gap most threads""",
     # reference.quantize_groups and its inverse: x [rows, length] and records [rows, nbytes]; x is
     # float32 where it is the output.
     "Groups": """void*: x records; Layout: layout;

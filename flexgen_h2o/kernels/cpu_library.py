@@ -99,7 +99,8 @@ class Steps(Protocol):
 
 def call(name: str, struct: str, *, steps: Steps | None = None,
           tensors: Sequence[Tensor | None] = (), **fields: object) -> None:
-    """Call a function of the library with the fields of its struct, which the caller has checked.
+    """Call a function of the library with the fields of its struct, which the caller has checked,
+    by PyTorch's number of `threads` unless these are told.
 
     With `steps`, one of abi.OPERATIONS is noted there in place of the call; `tensors` are those
     that the fields point to.
@@ -111,7 +112,7 @@ def call(name: str, struct: str, *, steps: Steps | None = None,
     ValueError
         A tensor of indices points outside of what it indexes.
     """
-    arguments = STRUCTS[struct](**fields, threads=torch.get_num_threads())
+    arguments = STRUCTS[struct](**{"threads": torch.get_num_threads()} | fields)
     if steps is not None:
         steps.add(name, arguments, tensors)
         return

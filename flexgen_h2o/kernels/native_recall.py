@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     DTYPES,
@@ -27,6 +28,9 @@ from flexgen_h2o.kernels.fields import (
     strides,
     unit_stride,
 )
+
+READERS = 32
+"""Threads that read small parts of a file, where the kernel is not asked for many at once."""
 
 
 def _index_fields(name: str, index: Tensor, layout: IndexLayout, heads: tuple[int, int]
@@ -136,3 +140,25 @@ def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Ten
          newest=newest)
     count, held = counts.tolist()
     return slots, missing[:, :count], held
+
+
+def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, offset: int,
+                 layout: PageLayout, landing: Tensor) -> tuple[int, int]:
+    """See `reference_recall.fetch_tokens`; reads are under way side by side."""
+    name = "fetch_tokens"
+    count, num_slots = missing.shape[1], slots.shape[-3]
+    expect(name, torch.int64, missing=(missing, (3, count)))
+    expect(name, torch.uint8, landing=(landing, (len(landing),)))
+    contiguous(name, slots=slots, landing=landing)
+    need(len(landing) >= layout.record_bytes, name, "no room for a record")
+    need(missing.stride(1) == 1 and slots.nbytes == slots.shape[:-2].numel() * layout.token_bytes,
+         name, f"missing tokens must lie together, and slots have {layout.token_bytes} bytes")
+    counts = missing.new_empty(2)
+    call(name, "FetchTokens", missing=missing.data_ptr(), slots=slots.data_ptr(),
+         landing=landing.data_ptr(), counts=counts.data_ptr(), file=file, direct=direct,
+         offset=offset, missing_row=missing.stride(0), count=count,
+         heads=slots.shape[:-3].numel(), rows=layout.rows, tokens=layout.tokens,
+         token_bytes=layout.token_bytes, record_bytes=layout.record_bytes, num_slots=num_slots,
+         landing_bytes=len(landing), gap=layout.gap, most=layout.most, threads=READERS)
+    done, nbytes = counts.tolist()
+    return done, nbytes

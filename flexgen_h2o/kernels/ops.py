@@ -22,6 +22,7 @@ from torch import Tensor
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import (
     cpu_library,
@@ -39,10 +40,10 @@ from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 __all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "decode_attention",
-           "dequantize_groups", "flat", "index_keys", "linear_choice", "linear_float32",
-           "linear_skinny", "linear_quantized", "plain_torch", "prefill_attention",
-           "quantize_groups", "quantize_matrix", "select_heavy_hitters", "take_slots",
-           "unpack_rows"]
+           "dequantize_groups", "fetch_tokens", "flat", "index_keys", "linear_choice",
+           "linear_float32", "linear_skinny", "linear_quantized", "plain_torch",
+           "prefill_attention", "quantize_groups", "quantize_matrix", "select_heavy_hitters",
+           "take_slots", "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
 """Rows of a quantized matrix that are unpacked together where PyTorch then multiplies them."""
@@ -199,6 +200,14 @@ def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Ten
     take = native_recall if _natively(chosen) else reference_recall
     return take.take_slots(chosen, firsts, slot_of=slot_of, token_of=token_of,
                            log_weights=log_weights, newest=newest)
+
+
+def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, offset: int,
+                 layout: PageLayout, landing: Tensor) -> tuple[int, int]:
+    """See `reference_recall.fetch_tokens`; on a CPU alone."""
+    fetch = native_recall if _natively(missing) else reference_recall
+    return fetch.fetch_tokens(missing, slots, file=file, direct=direct, offset=offset,
+                              layout=layout, landing=landing)
 
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
@@ -234,3 +236,90 @@ def take_slots(chosen, firsts, *, slot_of, token_of, log_weights, newest):
         missing.append(torch.stack((torch.full_like(given, head), away.long(), given)))
     missing = torch.cat(missing, 1)
     return slots.view(chosen.shape), missing, int(old.sum()) - missing.shape[1]
+
+
+def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
+    """Read tokens that lie in records of a file, and put them into their slots.
+
+    Parameters
+    ----------
+    missing : int64 Tensor [3, n]
+        Head, token and slot of each. Neighbours in the file should be neighbours here: they come
+        by one read.
+    slots : Tensor [..., slots, 2, width], contiguous
+        Those of all heads, of `layout.token_bytes` each. Written in place.
+    file : int
+        The descriptor of an open file.
+    direct : bool
+        Whether it was opened with O_DIRECT. The reference reads one part after the other.
+    offset : int
+        Where its records [heads, layout.rows] begin.
+    layout : PageLayout
+    landing : uint8 Tensor
+        What is read comes here first: room for a record at least, and aligned to pages. Written.
+
+    Returns
+    -------
+    done : int
+        How many tokens, of the first ones, are in their slots. Those from there on may be, or be
+        not: a read failed.
+    nbytes : int
+        What was read for them.
+
+    Raises ValueError for a head, token or slot that is not there.
+    """
+    num_slots = slots.shape[-3]
+    lines = slots.view(torch.uint8).view(-1, num_slots, layout.token_bytes)
+    head, token, slot = missing
+    if (missing < 0).any() or (head >= len(lines)).any() or (slot >= num_slots).any() or (
+            token >= layout.rows * layout.tokens).any():
+        raise ValueError("fetch_tokens: a tensor of indices points outside of what it indexes")
+    record = head * layout.rows + token // layout.tokens
+    nbytes, most = 0, min(layout.most, len(landing) // layout.record_bytes)
+    for mine, together in runs_of(record.tolist(), gap=layout.gap, most=most):
+        held = landing[: len(together) * layout.record_bytes].view(-1, layout.record_bytes)
+        try:
+            got = os.preadv(file, [memoryview(held.numpy()).cast("B")],
+                            offset + together.start * layout.record_bytes)
+        except OSError:
+            got = 0
+        if got != held.nbytes:
+            return mine.start, nbytes
+        nbytes += got
+        for i in mine:
+            start = token[i] % layout.tokens * layout.token_bytes
+            lines[head[i], slot[i]] = held[record[i] - together.start,
+                                           start : start + layout.token_bytes]
+    return missing.shape[1], nbytes
+
+
+def runs_of(records, *, gap, most):
+    """The runs of neighbours to read for some records.
+
+    Parameters
+    ----------
+    records : sequence of int
+        Their numbers, of which one may come more than once. Where one is less than the first of its
+        run, another run begins.
+    gap : int
+        Records between two that are read with them, at most.
+    most : int
+        Records of a run, at most.
+
+    Yields
+    ------
+    range
+        Places of the list.
+    range
+        The records that are read for them.
+    """
+    first, run = 0, range(0)
+    for place, record in enumerate(records):
+        if run and run.start <= record < run.start + most and record - run.stop <= gap:
+            run = range(run.start, max(run.stop, record + 1))
+            continue
+        if run:
+            yield range(first, place), run
+        first, run = place, range(record, record + 1)
+    if run:
+        yield range(first, len(records)), run

@@ -2,9 +2,8 @@
 
 Transfers are cut into chunks of some MB which the workers take in order, and those of reads far
 ahead of their use after all others. A thread in ``preadv`` holds neither a core nor the interpreter
-lock, so that reads go on while all cores multiply. Many small reads are asked for at once
-(`async_reads`), or go to threads of their own where the system has no way to.
-benchmarks/links.py holds the rates beside the disk's own.
+lock, so that reads go on while all cores multiply. benchmarks/links.py holds the rates beside the
+disk's own.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.storage.async_reads import AsyncReads
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, round_up
 
@@ -38,10 +35,6 @@ log = logging.getLogger(__name__)
 
 CHUNK = 8 << 20
 WORKERS = 4
-SMALL = 256 << 10
-"""Bytes of a small read, at most."""
-READERS = 32
-"""Threads of small reads, where they are not asked for at once."""
 READ, WRITE = "disk->cpu", "cpu->disk"
 RUN_PREFIX = "flexgen_h2o-run-"
 
@@ -99,7 +92,7 @@ class Disk:
     Parameters
     ----------
     workers : int
-        Threads, that is, requests in flight, beside those of small reads.
+        Threads, that is, requests in flight.
     record : callable, optional
         ``record(link, nbytes, start, end)`` for every chunk moved; seconds of perf_counter.
     """
@@ -107,9 +100,6 @@ class Disk:
     def __init__(self, workers: int = WORKERS, record: Callable[..., None] | None = None):
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="disk")
-        self._small_reads = ThreadPoolExecutor(READERS, thread_name_prefix="small reads")
-        self._async = AsyncReads.made()
-        self._asking = threading.Lock()
         self._soon: deque[_Chunk] = deque()  # chunks that no worker has taken
         self._ahead: deque[_Chunk] = deque()  # the same, of reads far ahead of their use
         self._record = record or (lambda *_: None)
@@ -136,41 +126,21 @@ class Disk:
         self._each_chunk(((partial(self._read_chunk, r.end), r.path, r.offset, view,
                            r.buffer_offset, r.nbytes) for r in reads), ahead=ahead)
 
-    def read_scattered(self, path: Path, ranges: np.ndarray, buffer: torch.Tensor) -> None:
-        """`read` many ranges of a file, most of them small.
+    def read_by(self, path: Path, kernel: Callable[..., tuple[int, int]]) -> int:
+        """Have a kernel read a file.
 
-        `ranges` are int64 [n, 3]: offset, nbytes and place in the buffer of each. Where threads
-        have to do it, each goes through its share by itself: handing reads out one by one takes 80
-        microseconds of a CPU each, and a disk may answer one in 10.
-
-        Raises
-        ------
-        UserError
-            As in `read`.
+        ``kernel(file=descriptor, direct=whether reads pass the page cache by)`` returns how much of
+        its work is done and the bytes that it read. Returns the first; what is left is for `read`,
+        which tells what is wrong with it.
         """
-        if not len(ranges):
-            return
-        view, began = memoryview(buffer.numpy()), time.perf_counter()
-        left = self._read_at_once(path, _cut(ranges, SMALL), buffer).tolist()
-        futures = [self._small_reads.submit(self._read_ranges, path, left[first::READERS], view)
-                   for first in range(min(READERS, len(left)))]
-        wait(futures)  # as in `_each_chunk`
-        for future in futures:
-            future.result()
-        self._record(READ, int(ranges[:, 1].sum()), began, time.perf_counter())
-
-    def _read_at_once(self, path: Path, ranges: np.ndarray, buffer: torch.Tensor) -> np.ndarray:
-        """Read ranges of a file by asynchronous I/O; those that did not come so."""
-        with self._asking:
-            if self._async is None:
-                return ranges
-            try:
-                descriptor = self._open(path, writing=False)
-            except OSError:
-                return ranges
-            if self._warned:  # without O_DIRECT they would come one after the other
-                return ranges
-            return ranges[~self._async.read(descriptor, ranges, buffer.data_ptr())]
+        try:
+            descriptor = self._open(path, writing=False)
+        except OSError:
+            return 0
+        began = time.perf_counter()
+        done, nbytes = kernel(file=descriptor, direct=not self._warned)
+        self._record(READ, nbytes, began, time.perf_counter())
+        return done
 
     def write(self, extent: Extent, buffer: torch.Tensor) -> None:
         """Write `buffer` (uint8, page-aligned) to a page-aligned extent of the same length."""
@@ -193,12 +163,7 @@ class Disk:
 
     def close(self) -> None:
         """Finish what is under way, stop the workers and close the files."""
-        for pool in (self._pool, self._small_reads):
-            pool.shutdown(wait=True, cancel_futures=True)
-        with self._asking:
-            if self._async is not None:
-                self._async.close()
-                self._async = None
+        self._pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             for descriptor in self._files.values():
                 os.close(descriptor)
@@ -239,11 +204,6 @@ class Disk:
         began = time.perf_counter()
         done = self._fill(end, path, offset, chunk)
         self._record(READ, done, began, time.perf_counter())
-
-    def _read_ranges(self, path: Path, ranges: Sequence[tuple[int, int, int]], view: memoryview
-                     ) -> None:
-        for offset, nbytes, place in ranges:
-            self._fill(offset + nbytes, path, offset, view[place : place + nbytes])
 
     def _fill(self, end: int, path: Path, offset: int, chunk: memoryview) -> int:
         """Bytes that were read into the chunk: all of it, but for the last page of a file."""
@@ -304,20 +264,6 @@ class Disk:
             log.warning("the file system of %s refuses O_DIRECT: reading through the page cache",
                         path.parent)
         return os.open(path, flags)
-
-
-def _cut(ranges: np.ndarray, most: int) -> np.ndarray:
-    """Ranges [n, 3] of a file in pieces of at most so many bytes."""
-    pieces = -(-ranges[:, 1] // most)
-    if (pieces <= 1).all():
-        return ranges
-    cut = ranges.repeat(pieces, axis=0)
-    ends = pieces.cumsum()
-    done = most * (np.arange(len(cut)) - (ends - pieces).repeat(pieces))
-    cut[:, 1] = np.minimum(cut[:, 1] - done, most)
-    cut[:, 0] += done
-    cut[:, 2] += done
-    return cut
 
 
 def _offload_error(error: OSError, path: Path) -> UserError:

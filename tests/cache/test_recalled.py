@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from h2o.test_h2o import prompts_of, run, tokens
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import recalled
-from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout, runs_of
+from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout
 from flexgen_h2o.cache.parts import Records
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.errors import UserError
@@ -46,20 +43,6 @@ def test_records_fill_pages_and_keep_their_tokens():
     record = in_records(buffer, layout, records)[2 * 7 + 4]  # head 2, row 4
     assert torch.equal(record[5], held[:, 2, 4 * 16 + 5])
     assert page_layout(Records(1, 1000, torch.float32), 9).record_bytes == 8192
-
-
-@settings(max_examples=200)
-@given(st.sets(st.integers(0, 300), min_size=1), st.integers(0, 9), st.integers(1, 40))
-def test_runs_have_all_records_and_no_wide_gap(numbers, gap, most):
-    firsts, counts = runs_of(np.array(sorted(numbers)), gap=gap, most=most).tolist()
-    found = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
-    assert all(len(each) <= most and each[0] in numbers and each[-1] in numbers for each in found)
-    assert sum(len(numbers & {*each}) for each in found) == len(numbers)
-    for each in found:
-        inside = sorted(numbers & {*each})
-        assert all(b - a <= gap + 1 for a, b in zip(inside, inside[1:], strict=False))
-    for one, other in zip(found, found[1:], strict=False):
-        assert other[0] - one[-1] > gap + 1 or other[0] // most != one[-1] // most
 
 
 @pytest.mark.parametrize("options", [

@@ -1,7 +1,6 @@
 """Disk I/O: aligned chunks of any extents, errors that come back, folders that go away."""
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -14,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,9 +25,7 @@ from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.storage import disk as disk_module
 from flexgen_h2o.storage.disk import (
     READ,
-    READERS,
     RUN_PREFIX,
-    SMALL,
     AlignedRead,
     Disk,
     RunFolder,
@@ -81,59 +77,20 @@ def test_neighbours_become_one_read(tmp_path):
     assert size == sum(r.nbytes for r in reads)
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=25, deadline=None)
-def test_small_ranges_anywhere_come_to_their_places(tmp_path_factory, seed):
-    """As many as threads, fewer and more, and a long one; bytes between the places are left
-    alone."""
-    rng = random.Random(seed)
-    path, pages = tmp_path_factory.mktemp("small") / "a", 400
-    content = rng.randbytes(pages * PAGE)
-    path.write_bytes(content)
-    buffer = Device().host_empty(pages * PAGE).fill_(7)
-    expected, ranges, place = bytearray(b"\7" * len(buffer)), [], 0
-    for first in rng.sample(range(pages - 3), rng.choice([1, 5, READERS, READERS + 1, 90])):
-        nbytes = rng.randint(1, 3) * PAGE
-        if not ranges:
-            first, nbytes = 1, SMALL + nbytes
-        place += rng.randint(0, 1) * PAGE
-        if place + nbytes > len(buffer):
-            break
-        ranges.append((first * PAGE, nbytes, place))
-        expected[place : place + nbytes] = content[first * PAGE :][:nbytes]
-        place += nbytes
-    ranges = np.array(ranges, dtype=np.int64)
-    for made in (disk_module.AsyncReads.made, Refusing, lambda: None):
-        moved = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(disk_module.AsyncReads, "made", made)
-            disk = Disk(record=lambda *chunk, moved=moved: moved.append(chunk))
-        with contextlib.closing(disk):
-            disk.read_scattered(path, ranges, buffer.fill_(7))
-            disk.read_scattered(path, ranges[:0], buffer)
-        assert bytes(buffer.numpy()) == expected
-        (link, nbytes, began, ended), = moved
-        assert (link, nbytes) == (READ, ranges[:, 1].sum()) and began < ended
+def test_a_kernel_reads_a_file_and_what_it_read_is_recorded(tmp_path):
+    path, moved, told = tmp_path / "a", [], []
+    path.write_bytes(b"x" * PAGE)
 
+    def kernel(*, file, direct):
+        told.append((os.fstat(file).st_size, type(direct)))
+        return 3, PAGE
 
-class Refusing:
-    """Asynchronous reads of which every second does not come."""
-
-    def read(self, descriptor, ranges, address):
-        with open(f"/proc/self/fd/{descriptor}", "rb") as file:
-            for offset, nbytes, place in ranges[::2].tolist():
-                file.seek(offset)
-                ctypes.memmove(address + place, file.read(nbytes), nbytes)
-        return np.arange(len(ranges)) % 2 == 0
-
-    def close(self):
-        pass
-
-
-def pages_of(count: int) -> np.ndarray:
-    """The first pages of a file, as ranges that keep their places."""
-    offsets = np.arange(count) * PAGE
-    return np.stack((offsets, np.full(count, PAGE), offsets), axis=1)
+    with contextlib.closing(Disk(record=lambda *chunk: moved.append(chunk))) as disk:
+        assert disk.read_by(path, kernel) == 3
+        assert disk.read_by(tmp_path / "gone", kernel) == 0
+    (link, nbytes, began, ended), = moved
+    assert (link, nbytes) == (READ, PAGE) and began < ended
+    assert told == [(PAGE, bool)]
 
 
 def test_large_transfers_are_cut_into_chunks_and_counted(tmp_path, disk, monkeypatch):
@@ -229,9 +186,6 @@ def test_a_file_system_that_moves_less_than_it_is_asked_for(tmp_path, disk, monk
     monkeypatch.setattr(os, "pwritev", short(os.pwritev))
     disk.read([AlignedRead(path, 0, 6 * PAGE, 0, end=len(content))], target)
     assert bytes(target[: len(content)].numpy()) == content
-    target.fill_(0)
-    disk.read_scattered(path, pages_of(5), target)
-    assert bytes(target[: 5 * PAGE].numpy()) == content[: 5 * PAGE]
     disk.write(Extent(path, 0, 6 * PAGE), source)
     assert path.read_bytes() == bytes(source.numpy())
     disk.forget(tmp_path)
@@ -262,13 +216,6 @@ def test_a_file_cut_short_and_one_gone_are_told(tmp_path, disk):
     path.write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="cut short"):
         disk.read([AlignedRead(path, 0, 4 * PAGE, 0)], Device().host_empty(4 * PAGE))
-    whole = tmp_path / "whole"
-    whole.write_bytes(b"x" * 40 * PAGE)
-    ranges = pages_of(41)
-    with pytest.raises(UserError, match="cut short"):
-        disk.read_scattered(whole, ranges, Device().host_empty(41 * PAGE))
-    with pytest.raises(UserError, match="No such file"):
-        disk.read_scattered(tmp_path / "b", ranges, Device().host_empty(41 * PAGE))
     with pytest.raises(UserError, match="No such file"):
         disk.read([AlignedRead(tmp_path / "b", 0, PAGE, 0)], Device().host_empty(PAGE))
 

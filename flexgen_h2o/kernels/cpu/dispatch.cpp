@@ -97,6 +97,7 @@ EXPORT int h2o_index_keys(int isa, const IndexKeys* a) { CALL(index_keys, a) }
 EXPORT int h2o_choose_keys(int isa, const Choose* a) { CALL(choose_keys, a) }
 EXPORT int h2o_attend_recalled(int isa, const Recalled* a) { CALL(attend_recalled, a) }
 EXPORT int h2o_take_slots(int isa, const TakeSlots* a) { CALL(take_slots, a) }
+EXPORT int h2o_fetch_tokens(int isa, const FetchTokens* a) { CALL(fetch_tokens, a) }
 EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, a) }
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
 EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_TILED(linear_skinny, a) }

@@ -38,6 +38,7 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
     int choose_keys(const Choose&);              \
     int attend_recalled(const Recalled&);        \
     int take_slots(const TakeSlots&);            \
+    int fetch_tokens(const FetchTokens&);        \
     int linear_float32(const Linear&);           \
     int quantize_groups(const Groups&);          \
     int dequantize_groups(const Groups&);        \

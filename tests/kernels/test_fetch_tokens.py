@@ -1,0 +1,138 @@
+"""Tokens of a file of records: the kernel and its reference beside what the file holds."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o.config.page_layout import PageLayout
+from flexgen_h2o.kernels import cpu_library, native_recall, reference_recall
+from flexgen_h2o.kernels.reference_recall import runs_of
+from flexgen_h2o.storage.tiers import PAGE, Device
+
+BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
+                           reason="the C++ kernels were not built")
+FETCH = [reference_recall.fetch_tokens, pytest.param(native_recall.fetch_tokens, marks=BUILT)]
+LAYOUT = PageLayout(kv_heads=3, token_bytes=700, slots=2000)  # 5 tokens of a record
+HEADS, SLOTS, OFFSET = 6, 600, 2 * PAGE
+UNTOUCHED = 77
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A file's records [heads, rows, record_bytes], and its descriptors, the first past the page
+    cache."""
+    path = tmp_path_factory.mktemp("records") / "a"
+    records = torch.randint(256, (HEADS, LAYOUT.rows, LAYOUT.record_bytes), dtype=torch.uint8)
+    path.write_bytes(bytes(OFFSET) + records.numpy().tobytes())
+    opened = {direct: os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+              for direct in (True, False)}
+    yield records, opened
+    for descriptor in opened.values():
+        os.close(descriptor)
+
+
+def missing_tokens(seed: int, counts: list[int]) -> torch.Tensor:
+    """So many tokens of each head, most of them near others, each with a slot of its own."""
+    some = torch.Generator().manual_seed(seed)
+    found = []
+    for head, count in enumerate(counts):
+        last = int(torch.randint(count, LAYOUT.slots + 1, (1,), generator=some))
+        token = torch.randperm(last, generator=some)[:count].sort().values
+        slot = torch.randperm(SLOTS, generator=some)[:count]
+        found.append(torch.stack((torch.full_like(token, head), token, slot)))
+    return torch.cat(found, 1)
+
+
+def lines(records: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
+    """What the file holds of missing tokens, [n, token_bytes]."""
+    head, token, _ = missing
+    held = records[head, token // LAYOUT.tokens, : LAYOUT.tokens * LAYOUT.token_bytes]
+    return held.unflatten(1, (LAYOUT.tokens, -1))[torch.arange(len(token)), token % LAYOUT.tokens]
+
+
+def poisoned_slots() -> torch.Tensor:
+    return torch.full((2, 3, SLOTS, 2, LAYOUT.token_bytes // 2), UNTOUCHED, dtype=torch.uint8)
+
+
+@BUILT
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), room=st.sampled_from([1, 7, 80, 5000]),
+       counts=st.lists(st.sampled_from([0, 1, 9, 200, SLOTS]), min_size=HEADS, max_size=HEADS),
+       direct=st.booleans())
+def test_tokens_come_to_their_slots_and_nothing_else_is_touched(file, seed, room, counts, direct):
+    """As many reads as the kernel takes at a time, fewer and more, and buffers of any size."""
+    records, opened = file
+    missing = missing_tokens(seed, counts)
+    wide = torch.cat((missing, torch.full((3, 5), -1)), 1)[:, : missing.shape[1]]
+    expected = poisoned_slots()
+    expected.view(HEADS, SLOTS, -1)[missing[0], missing[2]] = lines(records, missing)
+    landing = Device().host_empty(room * LAYOUT.record_bytes)
+    read = []
+    for fetch in (native_recall.fetch_tokens, reference_recall.fetch_tokens):
+        slots = poisoned_slots()
+        done, nbytes = fetch(wide, slots, file=opened[direct], direct=direct, offset=OFFSET,
+                             layout=LAYOUT, landing=landing.fill_(UNTOUCHED))
+        assert done == missing.shape[1] and torch.equal(slots, expected)
+        read.append(nbytes)
+    needed = len((missing[0] * LAYOUT.rows + missing[1] // LAYOUT.tokens).unique())
+    assert min(read) >= needed * LAYOUT.record_bytes
+    assert read[0] == read[1] or room < 5000, "both read the same, where there is room for all"
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_the_file_has_no_more_is_told(file, tmp_path, fetch, direct):
+    """Reads before the one that fails have come."""
+    records, _ = file
+    path = tmp_path / "cut"
+    rows = LAYOUT.rows // 2  # of head 1
+    path.write_bytes(bytes(OFFSET) + records.numpy().tobytes()[
+        : (LAYOUT.rows + rows) * LAYOUT.record_bytes])
+    missing = missing_tokens(3, [100, 500, 0, 9, 0, 0])
+    whole = missing[0] * LAYOUT.rows + missing[1] // LAYOUT.tokens < LAYOUT.rows + rows
+    landing, slots = Device().host_empty(20 * LAYOUT.record_bytes), poisoned_slots()
+    descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    try:
+        done, nbytes = fetch(missing, slots, file=descriptor, direct=direct, offset=OFFSET,
+                             layout=LAYOUT, landing=landing)
+        nothing = fetch(missing[:, :0], slots, file=descriptor, direct=direct, offset=OFFSET,
+                        layout=LAYOUT, landing=landing)
+    finally:
+        os.close(descriptor)
+    assert whole.sum() - 100 < done <= whole.sum() and nbytes > 0 and nothing == (0, 0)
+    came = slots.view(HEADS, SLOTS, -1)[missing[0, :done], missing[2, :done]]
+    assert torch.equal(came, lines(records, missing[:, :done]))
+    assert fetch(missing, slots, file=descriptor, direct=direct, offset=OFFSET, layout=LAYOUT,
+                 landing=landing) == (0, 0), "a file that is closed"
+
+
+@pytest.mark.parametrize("fetch", FETCH)
+@pytest.mark.parametrize("wrong", [(HEADS, 0, 0), (-1, 0, 0), (0, LAYOUT.rows * LAYOUT.tokens, 0),
+                                   (0, -1, 0), (0, 0, SLOTS), (0, 0, -1)])
+def test_heads_tokens_and_slots_that_are_not_there_are_refused(file, fetch, wrong):
+    slots = poisoned_slots()
+    missing = torch.tensor([(2, 40, 3), wrong]).T.contiguous()
+    with pytest.raises(ValueError, match="fetch_tokens: a tensor of indices"):
+        fetch(missing, slots, file=file[1][True], direct=True, offset=OFFSET, layout=LAYOUT,
+              landing=Device().host_empty(PAGE))
+    assert (slots == UNTOUCHED).all()
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 300), min_size=1), st.integers(0, 9), st.integers(1, 40))
+def test_runs_have_all_records_and_no_wide_gap(numbers, gap, most):
+    runs = list(runs_of(numbers, gap=gap, most=most))
+    assert [place for mine, _ in runs for place in mine] == list(range(len(numbers)))
+    for mine, run in runs:
+        inside = {numbers[place] for place in mine}
+        assert {run[0], run[-1]} <= inside <= {*run} and len(run) <= most
+        order = sorted(inside)
+        assert all(b - a <= gap + 1 for a, b in zip(order, order[1:], strict=False))
+    if numbers == sorted(numbers):
+        for (_, one), (_, other) in zip(runs, runs[1:], strict=False):
+            assert other[0] - one[-1] > gap + 1 or other[0] - one[0] >= most
