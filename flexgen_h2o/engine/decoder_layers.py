@@ -12,6 +12,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.expert_layers import ROUTING, ExpertLayers
+from flexgen_h2o.engine.guess_trial import GuessTrial
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.engine.schedule import LayerStep, num_layer_steps
 from flexgen_h2o.engine.token_layers import TokenLayers
@@ -66,6 +67,7 @@ class DecoderLayers:
         self._transfers = transfers
         self._dtype = workspace.dtype
         self._overlap = policy.overlap
+        self.trial = GuessTrial()
         self._sep_layer = policy.sep_layer
         self._stage = stage
         self.own = stage.layer_steps(policy.sep_layer)
@@ -83,6 +85,7 @@ class DecoderLayers:
         """Start the block, whose batches go through the layers in so many groups."""
         self._batches = batches
         self._started.clear()
+        self.trial = GuessTrial()
         if self._experts is not None:
             self._experts.begin(batches, groups)
 
@@ -196,7 +199,7 @@ class DecoderLayers:
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
         attended = attending.result(self._transfers)
-        if self._overlap and self._cache.recall_counts is not None:
+        if self._overlap and self._cache.recall_counts is not None and self.trial.guessing:
             self._expect(step, batch, x)
         self._finish(step, weights, x, attended)
 

@@ -51,9 +51,8 @@ class CachedTokens:
             if tokens is None:
                 total += whole
                 continue
-            found = recalled_reads(self._recall, tokens, ahead=self._run.policy.overlap)
-            total += whole * (found.ahead + found.awaited)
-            awaited += whole * found.awaited
+            read = whole * recalled_reads(self._recall, tokens)
+            total, awaited = total + read, awaited + read
         return total / layers, awaited / layers
 
     def _recalled(self, layer: int) -> RecalledTokens | None:

@@ -93,9 +93,6 @@ class RecallRates:
     missed : float
         Tokens of a KV head that a step chooses and memory has not, over what it chooses times
         (1 - s) ** 1.5 / s ** 0.5, where memory holds the share s of all tokens.
-    guessed, left : float
-        Over what is missing where nothing is guessed: what is missing of a guess, and of the choice
-        itself once the guess has come.
     fetching : float
         Times `layer_seconds`, for each GPU batch: what it takes besides to order, place and copy
         what a layer reads from disk.
@@ -105,8 +102,6 @@ class RecallRates:
     apart: float = 3
     calls: float = 2.5
     missed: float = 0.035
-    guessed: float = 1.1
-    left: float = 0.66
     fetching: float = 8
 
 

@@ -37,22 +37,6 @@ class RecalledTokens:
     held: float = 0.0
 
 
-@dataclass(frozen=True)
-class RecalledReads:
-    """The time of a step's reads from disk, over that of reading the whole cache in order.
-
-    Attributes
-    ----------
-    ahead : float
-        Of what was guessed, which is read beside compute.
-    awaited : float
-        Of what was not, for which attention waits.
-    """
-
-    ahead: float
-    awaited: float
-
-
 def recall_seconds(rates: Compute | HostAttentionRates, recall: RecallRates,
                    tokens: RecalledTokens, *, index: IndexLayout, bits: int) -> float:
     """Seconds of a new token's attention by recall, for one sequence in one layer, on a CPU.
@@ -75,27 +59,16 @@ def recall_seconds(rates: Compute | HostAttentionRates, recall: RecallRates,
             + chosen / rates.decode_attention[bits])
 
 
-def recalled_reads(recall: RecallRates, tokens: RecalledTokens, *, ahead: bool) -> RecalledReads:
-    """The reads of a step from a cache on disk, for the tokens that it chooses
-    (`Policy.fetch_chosen`).
-
-    Parameters
-    ----------
-    recall : RecallRates
-    tokens : RecalledTokens
-    ahead : bool
-        A layer's choice is guessed before its queries are known.
-    """
-    groups, length = missing_groups(recall, tokens)
-    if not ahead:
-        return RecalledReads(0.0, sum(read_shares(groups, length)))
-    return RecalledReads(sum(read_shares(recall.guessed * groups, length)),
-                         sum(read_shares(recall.left * groups, length)))
+def recalled_reads(recall: RecallRates, tokens: RecalledTokens) -> float:
+    """The time of a step's reads from disk, for the tokens that it chooses (`Policy.fetch_chosen`),
+    over that of reading the whole cache in order. Attention waits for it: nothing is guessed, since
+    the engine guesses only where that is faster."""
+    return sum(read_shares(*missing_groups(recall, tokens)))
 
 
 def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, float]:
-    """Records with chosen tokens that memory has not, in `NEAR` bytes of the cache on average and
-    with nothing guessed; and the length of a record, over `NEAR`.
+    """Records with chosen tokens that memory has not, in `NEAR` bytes of the cache on average;
+    and the length of a record, over `NEAR`.
 
     What is missing is in proportion to what is chosen; the larger the share that memory holds, the
     less of it, and none where that is all.

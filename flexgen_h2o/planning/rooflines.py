@@ -27,8 +27,8 @@ def ideal(hardware: Hardware, mxfp4: bool = False) -> Hardware:
 
     Memory is read as fast as in any measured product or attention, products and attention have the
     FLOP/s of the fastest of them, nothing else takes time, and transfers do not disturb compute.
-    Links keep their rates. What recall chooses costs no more than what is read in order, and
-    nothing is read on a guess. With `mxfp4` no product of 4 bits reads more than one in MXFP4 does.
+    Links keep their rates. What recall chooses costs no more than what is read in order. With
+    `mxfp4` no product of 4 bits reads more than one in MXFP4 does.
     """
     compute = hardware.compute
     timed, rounded = _timed(compute.linear), _timed(compute.rounded_linear)
@@ -44,7 +44,7 @@ def ideal(hardware: Hardware, mxfp4: bool = False) -> Hardware:
     return replace(
         hardware, interference=0.0, read_interference=0.0, fetch_seconds=0.0,
         fetch_head_seconds=0.0,
-        recall=replace(hardware.recall, index_work=1, apart=1, guessed=0, left=1),
+        recall=replace(hardware.recall, index_work=1, apart=1),
         compute=Compute(linear=linear, rounded_linear=rounded_linear,
                         prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
                         decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),

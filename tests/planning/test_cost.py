@@ -251,16 +251,15 @@ def test_recall_reads_what_is_missing_and_writes_each_token_once():
     taken = 1 - math.exp(-1.125)
     held = 2 * 18 / 68.5  # twice what is chosen of all 72 slots
     missing = RecallRates(missed=68.5 / 16 / 128 * held**0.5 / (1 - held) ** 1.5, fetching=2)
-    for overlap, reads in ((False, 1), (True, 2)):
+    for overlap in (False, True):
         run = planned(cache=ON_DISK, gpu=False, batch=(4, 2), h2o=RECALL, fetch_chosen=True,
                       overlap=overlap)
-        hardware = replace(machine(gpu=False, read=1.0, write=1e30),
-                           recall=replace(missing, guessed=1, left=1))
+        hardware = replace(machine(gpu=False, read=1.0, write=1e30), recall=missing)
         step = estimate(hardware, run).step
-        assert step.resources["disk->cpu"] == pytest.approx(reads * whole * taken)
+        assert step.resources["disk->cpu"] == pytest.approx(whole * taken)
         assert step.resources["cpu->disk"] * 1e30 == pytest.approx(12 * 8 * SLOT)
         attending = replace(hardware, compute=replace(FREE, layer_seconds=1e5))
-        # Compute goes on beside what was guessed, and waits for what was not.
+        # Compute waits for what it has chosen.
         waits = 12 * 2 * (1 + 2) * 1e5 + whole * taken
         assert estimate(attending, run).step.seconds == pytest.approx(
             max(waits, step.seconds), rel=1e-6)
