@@ -69,7 +69,7 @@ def test_a_disk_reads_as_much_as_was_measured(name):
     """In the steps after the first, which reads all; smollm2's tokens have 256 bytes in a head."""
     found = 0
     for row in rows(f"epyc-zen4/{name}"):
-        if row["cache"] == "full":
+        if row["cache"] == "full" or row["overlap"] == "True":  # then some steps have guesses
             continue
         steps = int(row["gen_len"]) - 1
         cached = int(row["prompt_len"])
@@ -81,7 +81,7 @@ def test_a_disk_reads_as_much_as_was_measured(name):
         measured = float(row["disk_read_mb_per_step"]) / float(row["kv_cache_mb"])
         assert 1 / 1.15 < predicted / measured < 1.15, row["cache"]
         found += 1
-    assert found >= 8
+    assert found >= 4
 
 
 @settings(max_examples=20)
