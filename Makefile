@@ -55,7 +55,8 @@ test-asan: $(VENV)/.have-test
 	    tests/kernels/test_skinny_matmul.py tests/h2o/test_sequences.py tests/kernels/test_quantization.py \
 	    tests/kernels/test_matrices.py tests/kernels/test_mxfp4_matrices.py \
 	    tests/kernels/test_rounded_activations.py tests/kernels/test_expert_products.py \
-	    tests/kernels/test_recall_kernels.py tests/kernels/test_take_slots.py
+	    tests/kernels/test_recall_kernels.py tests/kernels/test_take_slots.py \
+	    tests/kernels/test_fetch_tokens.py
 
 # What plugs into transformers once more, with the last release before 5. It stands in front of what
 # .venv has; the kernels are those of the folder.

@@ -94,6 +94,13 @@ def run_masked(masked: MaskedModel, rows: PolicyRows, settings: list[Setting]) -
                      **compared(found, full, plain))
 
 
+def config_of(one: beside.Rival, percent: float, part: str) -> H2OConfig:
+    """This engine's cache of a policy that keeps `percent` of the prompt, or attends to as many."""
+    if one is beside.RECALL:
+        return H2OConfig(heavy_ratio=percent / 200, recall=True)
+    return H2OConfig(heavy_ratio=percent / 200, score=one.name, evict_generated=part == "decode")
+
+
 def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[Setting],
                folder: str) -> None:
     """This engine's policies and kvpress: part `cut` or `decode`."""
@@ -117,13 +124,13 @@ def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[
                 began = time.perf_counter()
                 logits, nbytes = beside.pressed(made, model, ids, prompt, steps=part == "decode")
                 found = beside.chosen(logits, ids[:, prompt:])
-                seconds = time.perf_counter() - began
+                kept, seconds = keep, time.perf_counter() - began
             else:
-                h2o = H2OConfig(heavy_ratio=percent / 200, score=one.name,
-                                evict_generated=part == "decode")
+                h2o = config_of(one, percent, part)
                 found, seconds = beside.scored(folder, ids, prompt, h2o)
-                nbytes = len(ids) * keep * len(masked.layers) * width * 2 * 4
-            rows.add(**key, kept_tokens=keep, kv_cache_bytes=nbytes, seconds=seconds,
+                kept = prompt if h2o.recall else keep
+                nbytes = len(ids) * kept * len(masked.layers) * width * 2 * 4
+            rows.add(**key, kept_tokens=kept, kv_cache_bytes=nbytes, seconds=seconds,
                      **compared(found, full, plain))
 
 

@@ -5,9 +5,9 @@
 A real model goes on with a real text (this repository's pages), each sequence with draws of its
 own. Reads are O_DIRECT, so that none comes out of the page cache. With `overlap` the engine tries
 guesses at what is chosen next, and goes on with them where steps are faster; without it there are
-none. `read_gb_per_s` is what long
-reads of the same disk give in the same run, `roofline_step_s` the full cache's bytes over it.
-`disk_overlapped` is the share of the seconds in which the disk read that compute did not wait for.
+none. `read_gb_per_s` is what long reads of the same disk give in the same run, `roofline_step_s`
+the full cache's bytes over it. `disk_overlapped` is the share of the seconds in which the disk read
+that compute did not wait for.
 """
 
 from __future__ import annotations

@@ -40,14 +40,17 @@ PRESSES = [Rival("kvpress", name, name + "Press") for name in (
 ADAPTIVE = [Rival("kvpress", f"AdaKV on {one.name}", one.press, adaptive=True)
             for one in PRESSES if one.name in ("SnapKV", "ExpectedAttention")]
 OURS = [Rival("flexgen_h2o", name) for name in ("sum", "mean", "caote")]
+RECALL = Rival("flexgen_h2o", "recall")
+"""Evicts nothing: of its cache as many tokens as others keep are attended to."""
 
 
 def systems(part: str) -> list[Rival]:
     """Those of a part; of kvpress none where it is not installed."""
+    ours = OURS if part == "cut" else [*OURS, RECALL]
     if kvpress is None:
         logging.warning("kvpress is not installed: its rows are left out")
-        return OURS
-    return [*OURS, *PRESSES, *(ADAPTIVE if part == "cut" else [])]
+        return ours
+    return [*ours, *PRESSES, *(ADAPTIVE if part == "cut" else [])]
 
 
 def scored(folder: str, ids: torch.Tensor, prompt: int, h2o: H2OConfig | None

@@ -205,9 +205,9 @@ int fetch_tokens(const FetchTokens& a) {
     int64_t &done = a.counts[0] = 0, &nbytes = a.counts[1] = 0;
     while (done < a.count) {
         const int64_t count = plan(a, done, runs.get());
-        const bool whole = at_once ? read_at_once(a, runs.get(), count)
-                                   : read_by_threads(a, runs.get(), count);
-        if (!whole) break;
+        if (!(at_once && read_at_once(a, runs.get(), count)) &&
+            !read_by_threads(a, runs.get(), count))
+            break;
         for (int64_t i = 0; i < count; i++) nbytes += size(a, runs[i]);
         done = runs[count - 1].end;
     }
