@@ -65,8 +65,16 @@ def test_the_engine_has_a_row_beside_kvpress_with_its_time(tiny_model, study, tm
     study.run_beside(masked, rows, part, [setting], str(tiny.folder))
     with (tmp_path / "rows.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
-    assert [row["policy"] for row in found] == ["sum", "mean", "caote"]
+    assert [row["policy"] for row in found] == ["sum", "mean", "caote", "recall"][: 3 + (
+        part == "decode")]
     for row in found:
-        expected = masked.log_probs(study.ENGINE[row["policy"]], setting).mean().neg().exp()
-        assert float(row["perplexity"]) == pytest.approx(float(expected), rel=1e-4)
-        assert float(row["seconds"]) > 0 and int(row["kept_tokens"]) == 8
+        recalls = row["policy"] == "recall"
+        if recalls:  # a mask over a full cache, too
+            log_probs, _ = study.beside.scored(str(tiny.folder), texts, 40, H2OConfig(
+                heavy_ratio=0.1, recall=True, simulate=True))
+        else:
+            log_probs = masked.log_probs(study.ENGINE[row["policy"]], setting)
+        expected = float(log_probs.mean().neg().exp())
+        assert float(row["perplexity"]) == pytest.approx(expected, rel=1e-4)
+        assert float(row["seconds"]) > 0
+        assert int(row["kept_tokens"]) == (40 if recalls else 8)

@@ -16,6 +16,7 @@ from flexgen_h2o.cache.parts import Records
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.tiers import PAGE
 
 DISK = Placement(0, 0, 100)
@@ -65,6 +66,21 @@ def test_buffers_that_hold_few_records_change_nothing(tiny_model, small_records,
     expected = tokens(tiny, prompts, RECALL, new=40)
     monkeypatch.setattr(recalled, "CHUNK", 5 * PAGE)
     assert tokens(tiny, prompts, RECALL, new=40, prefill_chunk=16, **FETCHED) == expected
+
+
+def test_tokens_that_a_kernel_does_not_bring_come_one_by_one(tiny_model, small_records,
+                                                             monkeypatch):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    expected, fetch, left = tokens(tiny, prompts, RECALL, new=24), ops.fetch_tokens, []
+
+    def some(missing, slots, **options):
+        left.append(missing.shape[1] - missing.shape[1] // 2)
+        return fetch(missing[:, : missing.shape[1] // 2], slots, **options)
+
+    monkeypatch.setattr(ops, "fetch_tokens", some)
+    assert tokens(tiny, prompts, RECALL, new=24, **FETCHED) == expected
+    assert sum(left) > 0
 
 
 def test_the_first_step_fills_the_fast_set_and_a_large_one_misses_less(tiny_model, monkeypatch):
