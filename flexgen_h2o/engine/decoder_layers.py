@@ -67,7 +67,7 @@ class DecoderLayers:
         self._transfers = transfers
         self._dtype = workspace.dtype
         self._overlap = policy.overlap
-        self.trial = GuessTrial()
+        self.guess_trial = GuessTrial()
         self._sep_layer = policy.sep_layer
         self._stage = stage
         self.own = stage.layer_steps(policy.sep_layer)
@@ -85,7 +85,7 @@ class DecoderLayers:
         """Start the block, whose batches go through the layers in so many groups."""
         self._batches = batches
         self._started.clear()
-        self.trial = GuessTrial()
+        self.guess_trial = GuessTrial()
         if self._experts is not None:
             self._experts.begin(batches, groups)
 
@@ -199,7 +199,8 @@ class DecoderLayers:
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
         attended = attending.result(self._transfers)
-        if self._overlap and self._cache.recall_counts is not None and self.trial.guessing:
+        if (self._overlap and self._cache.recall_counts is not None
+                and self.guess_trial.guessing):
             self._expect(step, batch, x)
         self._finish(step, weights, x, attended)
 

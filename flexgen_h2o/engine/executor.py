@@ -158,7 +158,7 @@ class Executor:
             timing.prefill += now - began
         else:
             timing.steps.append(now - began)
-            self._layers.trial.ended(now - began)
+            self._layers.guess_trial.ended(now - began)
         self._transfers.settle()
         return now
 
