@@ -83,7 +83,7 @@ int64_t offset(const FetchTokens& a, const Run& run) {
 
 int64_t size(const FetchTokens& a, const Run& run) { return run.records * a.record_bytes; }
 
-bool come(const FetchTokens& a, const Run& run) {
+bool read_run(const FetchTokens& a, const Run& run) {
     for (int64_t done = 0; done < size(a, run);) {
         const ssize_t got = pread(static_cast<int>(a.file), target(a, run) + done,
                                   static_cast<size_t>(size(a, run) - done), offset(a, run) + done);
@@ -97,7 +97,7 @@ bool read_by_threads(const FetchTokens& a, const Run* runs, int64_t count) {
     int64_t lost = 0;
 #pragma omp parallel for schedule(dynamic) reduction(+ : lost) num_threads(a.threads)
     for (int64_t i = 0; i < count; i++) {
-        if (come(a, runs[i])) {
+        if (read_run(a, runs[i])) {
             put(a, runs[i]);
         } else {
             lost++;
