@@ -2,7 +2,8 @@
 
 Transfers are cut into chunks of some MB which the workers take in order, and those of reads far
 ahead of their use after all others. A thread in ``preadv`` holds neither a core nor the interpreter
-lock, so that reads go on while all cores multiply. benchmarks/links.py holds the rates beside the
+lock, so that reads go on while all cores multiply. Hundreds of small reads at once are a kernel's
+(`ops.fetch_tokens`), which gets an open file here. benchmarks/links.py holds the rates beside the
 disk's own.
 """
 

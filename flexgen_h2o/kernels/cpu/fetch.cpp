@@ -205,6 +205,7 @@ int fetch_tokens(const FetchTokens& a) {
     int64_t &done = a.counts[0] = 0, &nbytes = a.counts[1] = 0;
     while (done < a.count) {
         const int64_t count = plan(a, done, runs.get());
+        // Threads also read what asking at once did not bring.
         if (!(at_once && read_at_once(a, runs.get(), count)) &&
             !read_by_threads(a, runs.get(), count))
             break;
