@@ -10,19 +10,25 @@ device time between CUDA events, medians, each beside its roofline: bytes over t
 measured in the same run, or PyTorch's own flash attention. Whatever is timed is larger than the
 caches. Ends with status 1 if a kernel is wrong or there is no GPU; a missed goal is only reported.
 
-Most of the time goes to Triton's compiler and tuner. All of it stays below 9 minutes: what no time
-is left for is left out, and a row says so. A check that is left out has failed.
+Most of the time goes to Triton's compiler and tuner: checks run side by side, each in a process of
+its own, so that what breaks in one (a GPU's context, too) leaves the others alone. Timings come
+after them, alone. All of it stays below 9 minutes: what no time is left for is left out, and a row
+says so. A check that is left out has failed, and so has one that raised an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import math
+import multiprocessing
+import os
 import platform
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +38,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from compare import summary
-from kernel_timing.gpu_comparison import CheckStep, Deadline, WrittenModel, compare, run_steps
+from kernel_timing.gpu_comparison import (
+    CheckStep,
+    Deadline,
+    WrittenModel,
+    compare,
+    run_side_by_side,
+    run_steps,
+)
 from kernel_timing.gpu_matrices import (
     BRAIN,
     FULL,
@@ -81,6 +94,8 @@ SELECTIONS = [
     (HALF, 96, 8, 20000, 8192, 1000, False), (BRAIN, 256, 16, 131072, 8192, 64, True),
     (FULL, 80, 16, 777, 100, 600, False), (HALF, 80, 4, 1000, 0, 200, False),
 ]
+CHECK_BYTES = 3 << 30
+"""Of the GPU's memory for each check that runs beside others."""
 COMPARISON = 240.0
 """Seconds that are kept for the comparison; timings that would come later are left out."""
 
@@ -113,9 +128,9 @@ class GpuRows:
         print(f"{time.perf_counter() - self.begun:6.1f} s  {verdict}  {operation:10} {shape:44} "
               f"{measured:10.4g} {unit} {bound} {roofline}", flush=True)
 
-    def skip(self, step: CheckStep) -> None:
-        """A row for what no time was left for: of a check one that has failed."""
-        self.add(step.kind, step.name, "left out", "", math.nan, "no time left",
+    def skip(self, step: CheckStep, why: str = "no time left") -> None:
+        """A row for what was left out, or broke: of a check one that has failed."""
+        self.add(step.kind, step.name, "left out", "", math.nan, why,
                  limit=0 if step.kind == "check" else None)
 
     def write(self, path: str) -> None:
@@ -324,8 +339,11 @@ def time_selection(rows: GpuRows, rate: float) -> None:
              milliseconds, "ms", limit=2 * roofline, roofline_ms=roofline)
 
 
-def steps(rows: GpuRows, brain: bool) -> list[CheckStep]:
-    """Everything about kernels, in order: first that they are right. `brain`: with bfloat16."""
+def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[CheckStep]:
+    """Everything about kernels, in order: first that they are right.
+
+    `brain`: with bfloat16. `reserve`: seconds that timings leave.
+    """
     rates: dict[str, float] = {}
 
     def measure_rates() -> None:
@@ -352,7 +370,41 @@ def steps(rows: GpuRows, brain: bool) -> list[CheckStep]:
     timings += [("select", lambda: time_selection(rows, rates["copy"])),
                 ("product", lambda: time_matrices(rows, timed, rates["copy"], rates["gemm"]))]
     # Once the rates are left out for want of time, so is all that needs them.
-    return found + [CheckStep("time", name, call, COMPARISON) for name, call in timings]
+    return found + [CheckStep("time", name, call, reserve) for name, call in timings]
+
+
+def checked(number: int) -> list[dict]:
+    """Rows of the check of a number, in a process of its own."""
+    torch.manual_seed(torch.seed() % 2**32)  # fresh inputs every time
+    rows = GpuRows()
+    step = steps(rows, has_brain())[number]
+    try:
+        with torch.inference_mode():
+            step.call()
+    except Exception as found:  # whatever it is, the row says it, and the others go on
+        rows.skip(step, f"{type(found).__name__}: {' '.join(str(found).split())[:300]}")
+    return rows.rows
+
+
+def has_brain() -> bool:
+    """True if the GPU computes with bfloat16."""
+    return torch.cuda.get_device_capability()[0] >= 8
+
+
+def processes() -> int:
+    """How many checks run side by side: each has a context on the GPU, and its data."""
+    return max(1, min(len(os.sched_getaffinity(0)), torch.cuda.mem_get_info()[0] // CHECK_BYTES))
+
+
+@contextmanager
+def fresh_kernels() -> Iterator[Path]:
+    """Within it, kernels are compiled and tuned anew, into a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        try:
+            yield Path(folder)
+        finally:
+            del os.environ["TRITON_CACHE_DIR"]
 
 
 def card_folder(device: str) -> str:
@@ -368,27 +420,46 @@ def main() -> None:
                         help="folder of the model that is compared; it is made there, 13 GB")
     parser.add_argument("--seconds", type=float, default=500.0,
                         help="after which nothing more is begun")
+    parser.add_argument("--kernels-only", action="store_true", help="compare no systems")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu-check needs a GPU, and PyTorch finds none here")
     deadline = Deadline(args.seconds)
-    torch.manual_seed(torch.seed() % 2**32)  # fresh inputs every time
     folder = args.out / card_folder(torch.cuda.get_device_name())
-    checkpoint = WrittenModel(args.models, "opt-6.7b", "float16")
     rows = GpuRows()
-    try:
-        with torch.inference_mode():
-            run_steps(steps(rows, torch.cuda.get_device_capability()[0] >= 8), deadline, rows.skip)
+    with contextlib.ExitStack() as opened:
+        checkpoint = None
+        if not args.kernels_only:
+            checkpoint = WrittenModel(args.models, "opt-6.7b", "float16")
+            opened.callback(checkpoint.stop)
+        kernels = opened.enter_context(fresh_kernels())
+        run_all(rows, deadline, kernels, 0.0 if checkpoint is None else COMPARISON)
         rows.write(str(folder / "gpu_kernels.csv"))
-        torch.cuda.empty_cache()
-        with told():
-            print(summary(compare(folder / "compare_gpu_check.csv", checkpoint, deadline)))
-    finally:
-        checkpoint.stop()
+        if checkpoint is not None:
+            torch.cuda.empty_cache()
+            with told():
+                print(summary(compare(folder / "compare_gpu_check.csv", checkpoint, deadline)))
     wrong = [row for row in rows.rows if row["kind"] == "check" and not row["passed"]]
     slow = [row for row in rows.rows if row["kind"] == "time" and row["passed"] is False]
     print(f"{len(wrong)} wrong or not checked, {len(slow)} goals missed; {folder}")
     sys.exit(bool(wrong))
+
+
+def run_all(rows: GpuRows, deadline: Deadline, kernels: Path, reserve: float) -> None:
+    """Check and time all kernels, compiled into a folder; timings leave `reserve` seconds."""
+    found = steps(rows, has_brain(), reserve)
+    checks = [step for step in found if step.kind == "check"]
+    with multiprocessing.get_context("spawn").Pool(processes(), maxtasksperchild=1) as pool:
+        done = run_side_by_side(pool, checked, len(checks), deadline)
+    for number, step in enumerate(checks):
+        if number in done:
+            rows.rows += done[number]  # which that process has printed
+        else:
+            rows.skip(step)
+    for tuned in kernels.glob("*/*.autotune.json"):
+        tuned.unlink()  # it was measured beside other work
+    with torch.inference_mode():
+        run_steps(found[len(checks):], deadline, rows.skip)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,20 @@ def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[Ch
             step.call()
         else:
             skip(step)
+
+
+def run_side_by_side(pool: Pool, call: Callable[[int], Any], count: int, deadline: Deadline
+                     ) -> dict[int, Any]:
+    """What `call` returns for each number below `count`, from a pool's processes; without those for
+    which there was no time, or whose process died."""
+    waiting = dict(enumerate(pool.apply_async(call, (number,)) for number in range(count)))
+    found = {}
+    while waiting and deadline.left() > 0:
+        done = [number for number, result in waiting.items() if result.ready()]
+        found |= {number: waiting.pop(number).get() for number in done}
+        for result in list(waiting.values())[:1]:
+            result.wait(min(1.0, max(0.0, deadline.left())))
+    return found
 
 
 class WrittenModel:

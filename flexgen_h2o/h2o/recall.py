@@ -39,7 +39,9 @@ def index_codes(keys: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor, Tens
     """
     x = keys.float().clamp(-HALF_MAX, HALF_MAX).unflatten(-1, (layout.groups, layout.group))
     zeros = x.amin(-1).half()
-    scales = ((x.amax(-1) - zeros.float()) / layout.levels).clamp(min=0, max=HALF_MAX).half()
+    # A tensor on the same device: on a GPU PyTorch multiplies by the reciprocal of a number.
+    levels = x.new_full((), layout.levels)
+    scales = ((x.amax(-1) - zeros.float()) / levels).clamp(min=0, max=HALF_MAX).half()
     steps = scales.float().clamp_min(2.0**-24)  # a constant group has codes 0
     codes = ((x - zeros.float()[..., None]) / steps[..., None]).round().clamp(0, layout.levels)
     return codes.flatten(-2).to(torch.uint8), scales, zeros
@@ -68,7 +70,7 @@ def rounded_queries(q: Tensor, layout: IndexLayout) -> Tensor:
         a group's meet of a key's are sums of products of whole numbers.
     """
     groups = q.float().unflatten(-1, (layout.groups, layout.group))
-    steps = groups.abs().amax(-1, keepdim=True) / QUERY_LEVELS
+    steps = groups.abs().amax(-1, keepdim=True) / groups.new_full((), QUERY_LEVELS)
     codes = (groups / steps.where(steps > 0, 1)).round().clamp(-QUERY_LEVELS, QUERY_LEVELS)
     return (steps * codes).flatten(-2)
 

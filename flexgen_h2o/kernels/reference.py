@@ -284,7 +284,9 @@ def quantize_groups(x, layout):
     values = x.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
     values = values.unflatten(-1, (layout.groups, layout.group))
     zeros = half_below(values.amin(-1) + 0.0)  # of two zeros the positive one
-    scales = half_below((zeros.float() - values.amax(-1)) / layout.levels).abs()  # rounded up
+    # A tensor on the same device: on a GPU PyTorch multiplies by the reciprocal of a number.
+    levels = values.new_full((), layout.levels)
+    scales = half_below((zeros.float() - values.amax(-1)) / levels).abs()  # rounded up
     # The smallest float16 above 0 in place of 0: then the group is constant and its codes are 0.
     steps = scales.float().clamp_min(2.0**-24)
     codes = ((values - zeros.float()[..., None]) / steps[..., None]).round().flatten(-2)
