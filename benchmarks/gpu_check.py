@@ -56,6 +56,7 @@ from kernel_timing.gpu_matrices import (
     check_rows,
     time_matrices,
 )
+from kernel_timing.gpu_recall import RECALLS, check_recall, time_recall
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.errors import UserError
@@ -362,12 +363,16 @@ def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[Check
                         partial(check_matrix, rows, case, error, BOUND[case[0]]))
               for case in MATRICES if brain or case[0] != BRAIN]
     found.append(CheckStep("check", "unpack", lambda: check_rows(rows)))
+    found += [CheckStep("check", "recall",
+                        partial(check_recall, rows, case, error, BOUND[case[0]]))
+              for case in RECALLS if brain or case[0] != BRAIN]
     timings: list[tuple[str, Callable[[], None]]] = [("rates", measure_rates)]
     for one in ((64, 1024, 16, 0.7), (1, 32768, 16, 0.5), (64, 1024, 8, 0.7), (64, 1024, 4, 0.7)):
         timings.append(("decode", lambda one=one: time_decode(rows, rates["copy"], *one)))
     for dtype in (HALF, BRAIN)[: 1 + brain]:
         timings.append(("prefill", lambda dtype=dtype: time_prefill(rows, rates["gemm"], dtype)))
     timings += [("select", lambda: time_selection(rows, rates["copy"])),
+                ("recall", lambda: time_recall(rows, timed, rates["copy"])),
                 ("product", lambda: time_matrices(rows, timed, rates["copy"], rates["gemm"]))]
     # Once the rates are left out for want of time, so is all that needs them.
     return found + [CheckStep("time", name, call, reserve) for name, call in timings]

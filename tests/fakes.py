@@ -58,6 +58,7 @@ class LazyDevice(Device):
     """Separate memory, poisoned when allocated; compute itself runs at once."""
 
     separate = True
+    zero_copy = True
 
     def __init__(self):
         super().__init__("cpu")

@@ -13,14 +13,16 @@ from typing import NamedTuple
 import torch
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.kernels import (
     triton_decode,
     triton_groups,
     triton_matrix,
     triton_prefill,
+    triton_recall,
     triton_select,
 )
-from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, EvictionArguments
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 HEAD_SIZES = (64, 80, 96, 128, 256)
@@ -59,6 +61,9 @@ def variants() -> Iterator[Variant]:
                                   partial(_decode, dtype, size, bits, group, rotary))
                 yield Variant("select", dtype, size, bits,
                               partial(_select, dtype, size, bits, 4096, RECENT))
+                group = GROUP if dtype == BRAIN else 1
+                yield Variant("recall", dtype, size, bits,
+                              partial(_recall, dtype, size, bits, group, 4096))
                 if bits < 16:
                     yield Variant("groups", dtype, size, bits, partial(_groups, dtype, size, bits))
         for bits in (8, 4):
@@ -69,6 +74,8 @@ def variants() -> Iterator[Variant]:
         for mean in (False, True):
             yield Variant("select", HALF, 128, 16,
                           partial(_select, HALF, 128, 16, length, length // 64 * 16, mean=mean))
+        yield Variant("recall", BRAIN, 128, 16,
+                      partial(_recall, BRAIN, 128, 16, 8, length, index_bits=2))
     yield Variant("select", HALF, 128, 16, partial(_select, HALF, 128, 16, 4096, 0))
     for bits in BITS:
         for dtype, group in ((HALF, 1), (BRAIN, GROUP)):
@@ -123,6 +130,23 @@ def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *
     triton_select.select_heavy_hitters(
         k, k, scores, cuts=[length, heavy, 0 if heavy else RECENT], bits=bits,
         slots=_slots(dtype, size, bits, *shape), eviction=_eviction(*shape, mean=mean))
+
+
+def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *,
+            index_bits: int = 4) -> None:
+    """A step of a text of so many tokens, a fifth of which it chooses; its key is indexed."""
+    layout = IndexLayout(size, index_bits)
+    q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
+    slots = _slots(dtype, size, bits, 1, 4, length)
+    index = torch.empty(1, 4, layout.tiles(length), layout.tile_bytes, dtype=torch.uint8)
+    metadata = torch.empty(2, 1, dtype=torch.int32)
+    chosen = triton_recall.choose_keys(
+        q, k, index=index, metadata=metadata, layout=layout, most=length // 80 * 16,
+        log_weights=None, form=DEFAULT_ARGUMENTS)
+    triton_recall.attend_recalled(q, k, k, slots=slots, chosen=chosen, metadata=metadata,
+                                  bits=bits, form=DEFAULT_ARGUMENTS)
+    triton_recall.index_keys(slots[0], index, torch.tensor([[length - 1], [length - 1], [1]]),
+                             layout=layout, bits=bits)
 
 
 def _groups(dtype: torch.dtype, size: int, bits: int) -> None:

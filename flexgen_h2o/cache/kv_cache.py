@@ -72,14 +72,16 @@ class KVCache:
         self._host = HostAttentionQueue(counts[1], transfers)
 
         def make(name: str, records: Records, slots: tuple[int, ...], *, on_host: bool = False,
-                 fast: Sequence[int] = ()):
+                 **recall: Sequence):
             return make_parts(
                 records, Grid(size.batches, slots), counts, transfers=transfers, on_host=on_host,
-                file=lambda nbytes: run_folder().file(f"{name}.bin", nbytes), fast=fast)
+                file=lambda nbytes: run_folder().file(f"{name}.bin", nbytes), **recall)
 
         self.parts: list[CachePart] = make(
             "cache", shape.records(), size.slots,
             on_host=policy.cpu_cache_compute and transfers.device.separate,
+            recalled=[h2o is not None and budgets.recalled(h2o, layer, 1) is not None
+                      for layer in range(shape.num_layers)],
             fast=[budgets.fast_slots(h2o, layer, most, policy.fast_set)
                   if policy.fetch_chosen else 0
                   for layer, most in enumerate(size.slots)])

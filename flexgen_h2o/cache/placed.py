@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flexgen_h2o.cache.fetched import FetchedPart
+from flexgen_h2o.cache.mapped import MappedPart
 from flexgen_h2o.cache.parts import CachePart, Grid, Records, ResidentPart
 from flexgen_h2o.cache.recalled import RecalledPart
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.transfer import Transfers
 
 
 def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers: Transfers,
-               on_host: bool, file: Callable[[int], str], fast: Sequence[int] = ()
-               ) -> list[CachePart]:
+               on_host: bool, file: Callable[[int], str], recalled: Sequence[bool] = (),
+               fast: Sequence[int] = ()) -> list[CachePart]:
     """The parts of a cache.
 
     Parameters
@@ -23,6 +25,9 @@ def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers
         Attention over the sequences on cpu runs there.
     file : callable (bytes) -> path
         Makes a file for them on disk.
+    recalled : sequence of bool
+        Of a cache that is recalled: the layers of which steps choose tokens. A GPU reads those of
+        host memory in place.
     fast : sequence of int
         Of a cache on disk that is recalled: slots of the fast set in each layer. Beside a GPU whole
         layers are fetched.
@@ -36,6 +41,9 @@ def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers
         parts.append(ResidentPart(records, 0, gpu, grid=grid, device=device))
     if cpu and on_host:
         parts.append(ResidentPart(records, gpu, gpu + cpu, grid=grid, device=device, on_host=True))
+    elif cpu and any(recalled) and device.zero_copy and not ops.plain_torch(device.torch.type):
+        parts.append(MappedPart(records, gpu, gpu + cpu, grid=grid, transfers=transfers,
+                                recalled=recalled))
     elif cpu:
         parts.append(FetchedPart(records, gpu, gpu + cpu, grid=grid, transfers=transfers,
                                  path=None))

@@ -26,10 +26,11 @@ from flexgen_h2o.kernels.arguments import (
 NAMESPACE = "flexgen_h2o"
 
 
-def _triton(module: str, name: str):
+def triton_function(module: str, name: str):
     """A function of a Triton module, which is imported when it is first called."""
     def call(*args, **named):
-        with torch.cuda.device_of(args[0]):  # Triton launches on the current device
+        on_gpu = next(x for x in args if x.is_cuda)
+        with torch.cuda.device_of(on_gpu):  # Triton launches on the current device
             found = import_module(f"flexgen_h2o.kernels.triton_{module}")
             return getattr(found, name)(*args, **named)
 
@@ -56,8 +57,8 @@ def flat_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[in
 
 @flat_prefill_attention.register_kernel("cuda")
 def _(q, k, v, lengths, key_lengths, scores, decay, *form):
-    return _triton("prefill", "prefill_attention")(q, k, v, lengths, key_lengths, scores, decay,
-                                                   FormArguments(*form))
+    return triton_function("prefill", "prefill_attention")(
+        q, k, v, lengths, key_lengths, scores, decay, FormArguments(*form))
 
 
 @flat_prefill_attention.register_fake
@@ -85,7 +86,7 @@ def flat_select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts:
 
 @flat_select_heavy_hitters.register_kernel("cuda")
 def _(k, v, scores, cuts, slots, bits, kept, positions, ranks, mean, sinks):
-    _triton("select", "select_heavy_hitters")(
+    triton_function("select", "select_heavy_hitters")(
         k, v, scores, cuts=cuts, slots=slots, bits=bits,
         eviction=EvictionArguments(kept, positions, ranks, mean=mean, sinks=sinks))
 
@@ -121,7 +122,7 @@ def flat_decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metada
 @flat_decode_attention.register_kernel("cuda")
 def _(q, k, v, slots, metadata, bits, *others):
     *eviction, scale, softcap, sink_logits = others
-    return _triton("decode", "decode_attention")(
+    return triton_function("decode", "decode_attention")(
         q, k, v, slots=slots, metadata=metadata, bits=bits,
         eviction=EvictionArguments(*eviction),
         form=FormArguments(scale, softcap, sink_logits=sink_logits))
@@ -138,7 +139,7 @@ def quantize_groups(x: Tensor, bits: int) -> Tensor:
     return native.quantize_groups(x, bits)
 
 
-quantize_groups.register_kernel("cuda")(_triton("groups", "quantize_groups"))
+quantize_groups.register_kernel("cuda")(triton_function("groups", "quantize_groups"))
 
 
 @quantize_groups.register_fake
@@ -153,7 +154,7 @@ def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
     return native.dequantize_groups(records, bits, length)
 
 
-dequantize_groups.register_kernel("cuda")(_triton("groups", "dequantize_groups"))
+dequantize_groups.register_kernel("cuda")(triton_function("groups", "dequantize_groups"))
 
 
 @dequantize_groups.register_fake
@@ -206,7 +207,7 @@ def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, 
     return native.unpack_rows(data, outputs, inputs, bits, group, rows, dtype)
 
 
-unpack_rows.register_kernel("cuda")(_triton("matrix", "unpack_rows"))
+unpack_rows.register_kernel("cuda")(triton_function("matrix", "unpack_rows"))
 
 
 @unpack_rows.register_fake
@@ -226,7 +227,8 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
 @linear_quantized.register_kernel("cuda")
 def _(x, data, outputs, inputs, bits, group, bias, out, add, activation_bits=16):
     need(activation_bits == 16, "linear_quantized", "a GPU rounds no activations")
-    _triton("matrix", "linear_quantized")(x, data, outputs, inputs, bits, group, bias, out, add)
+    triton_function("matrix", "linear_quantized")(
+        x, data, outputs, inputs, bits, group, bias, out, add)
 
 
 @linear_quantized.register_fake

@@ -159,39 +159,50 @@ def _natively(x: Tensor) -> bool:
     return x.is_cpu and not plain_torch("cpu") and _backend(x) is native
 
 
+def _recall(x: Tensor, name: str):
+    """The function `name` of recall's kernels for x's device; None where the reference runs."""
+    if _natively(x):
+        return getattr(native_recall, name)
+    if x.is_cuda and not plain_torch("cuda"):
+        return library.triton_function("recall", name)
+    return None
+
+
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
                records: GroupLayout | None = None) -> None:
-    """See `reference_recall.index_keys`."""
-    if _natively(keys):
-        native_recall.index_keys(keys, index, spans, layout=layout, bits=_bits(records))
+    """See `reference_recall.index_keys`. Beside an index on a GPU keys may be in page-locked host
+    memory."""
+    kernel = _recall(index, "index_keys")
+    if kernel is None:
+        reference_recall.index_keys(keys, index, spans, layout=layout, records=records)
         return
-    reference_recall.index_keys(keys, index, spans, layout=layout, records=records)
+    kernel(keys, index, spans, layout=layout, bits=_bits(records))
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 most: int, log_weights: Tensor | None = None, form: AttentionForm = DEFAULT_FORM,
                 sinks: Tensor | None = None) -> Tensor:
     """See `reference_recall.choose_keys`; no sort, and codes are never written out as floats."""
-    if _natively(q):
-        return native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
-                                         most=most, log_weights=log_weights,
-                                         form=FormArguments.of(form, sinks))
-    return reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
-                                        most=most, log_weights=log_weights, form=form,
-                                        sinks=sinks)
+    some = {"index": index, "metadata": metadata, "layout": layout, "most": most,
+            "log_weights": log_weights}
+    kernel = _recall(q, "choose_keys")
+    if kernel is None:
+        return reference_recall.choose_keys(q, k, **some, form=form, sinks=sinks)
+    return kernel(q, k, **some, form=FormArguments.of(form, sinks))
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
                     metadata: Tensor, layout: GroupLayout | None = None,
                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
                     ) -> tuple[Tensor, Tensor]:
-    """See `reference_recall.attend_recalled`; slots that are not chosen are not read."""
-    if _natively(q):
-        return native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen,
-                                             metadata=metadata, bits=_bits(layout),
-                                             form=FormArguments.of(form, sinks))
-    return reference_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, metadata=metadata,
-                                            layout=layout, form=form, sinks=sinks)
+    """See `reference_recall.attend_recalled`; slots that are not chosen are not read. Beside
+    queries on a GPU slots may be in page-locked host memory."""
+    some = {"slots": slots, "chosen": chosen, "metadata": metadata}
+    kernel = _recall(q, "attend_recalled")
+    if kernel is None:
+        return reference_recall.attend_recalled(q, k, v, **some, layout=layout, form=form,
+                                                sinks=sinks)
+    return kernel(q, k, v, **some, bits=_bits(layout), form=FormArguments.of(form, sinks))
 
 
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,

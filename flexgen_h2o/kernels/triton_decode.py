@@ -45,6 +45,7 @@ LOWEST = tl.constexpr(-3.0e38)
 """Below every logit, and finite: the difference of two is never NaN."""
 
 MOST_SPLITS = 128
+NO_EVICTION = EvictionArguments()
 FINISH_ELEMENTS = 8192
 """Elements that a program of the second launch handles at a time."""
 
@@ -120,16 +121,17 @@ def _fitting(tuned, named_args, **constants):
     prune_configs_by={"early_config_prune": _fitting}, cache_results=True)
 @triton.jit
 def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, ranks, b_row, b_head,
-          cos, sin, logits, parts, stats, kv_heads, n, split, scale, cap, positions, window,
-          HEADS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+          cos, sin, logits, parts, stats, chosen, kv_heads, n, split, scale, cap, positions,
+          window, HEADS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
           SHARERS: tl.constexpr, TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr,
           BITS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr,
           LONG: tl.constexpr, BLOCK: tl.constexpr):
     """Logits [sequence, head, slot], parts [.., head, split, LENGTH], stats [2, .., head, split].
 
     One program a split of the slots of one sequence's KV head, for HEADS query heads; SHARERS
-    programs side by side have all of its group. The strides of slots come in UNITs. LONG only tells
-    the tuner. All that is written is scratch, so that the tuner may run it again.
+    programs side by side have all of its group. Where there are `chosen` slots, [.., n] of each KV
+    head, these are meant by the first ones. The strides of slots come in UNITs. LONG only tells the
+    tuner. All that is written is scratch, so that the tuner may run it again.
     """
     pair, sharer = tl.program_id(0) // SHARERS, tl.program_id(0) % SHARERS
     sequence = (pair // kv_heads).to(tl.int64)
@@ -154,7 +156,10 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
     for start in range(first, last, BLOCK):
         slot = start + lane
         live = slot < last
-        place = slots + slot.to(tl.int64) * s_slot * UNIT
+        at = slot
+        if chosen is not None:
+            at = tl.load(chosen + pair.to(tl.int64) * n + slot, mask=live, other=0)
+        place = slots + at.to(tl.int64) * s_slot * UNIT
         places = slot
         if ROTARY > 0:
             places = tl.load(ranks + sequence * b_row + head * b_head + slot, mask=live, other=0)
@@ -285,14 +290,13 @@ def _note(scores, positions, ranks, place, own, cached, tokens, full, BLOCK: tl.
 @triton.jit
 def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_kind, s_row,
             s_head, s_slot, metadata, scores, positions, ranks, b_row, b_head, cos, sin, logits,
-            parts,
-            stats, taken, kv_heads, n, split, splits, scale, cap, window, sink_logits, decay,
-            sinks, HEADS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-            TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-            WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr,
-            SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+            parts, stats, taken, given, kv_heads, n, split, splits, scale, cap, window,
+            sink_logits, decay, sinks, HEADS: tl.constexpr, CAPPED: tl.constexpr,
+            WINDOWED: tl.constexpr, TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr,
+            BITS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr,
+            MEAN: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Output, eviction state and slot of one sequence's KV head: all that changes in place changes
-    here."""
+    here. Without an eviction state the new token takes the slot that it is `given`, or the next."""
     sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     sequences = tl.num_programs(0) // kv_heads
@@ -318,6 +322,8 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
     most, total = _combine(parts, stats, v, out, mine, g < HEADS, own, sink,
                            tl.cdiv(cached, split), splits, everyone, LENGTH, SPLITS, CHUNK)
     place = cached
+    if given is not None:
+        place = tl.load(given + sequence)
     if scores is not None:
         tokens = tl.load(metadata + sequences + sequence)
         recent = tl.load(metadata + 2 * sequences + sequence)
@@ -354,22 +360,30 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
                      form: FormArguments = DEFAULT_ARGUMENTS) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; it never waits for the device."""
     with one_layout(eviction) as eviction:
-        return _decode_attention(q, k, v, slots=slots, metadata=metadata, bits=bits,
-                                 eviction=eviction, form=form)
+        return attend_slots(q, k, v, slots=slots, metadata=metadata, bits=bits, form=form,
+                            eviction=eviction)
 
 
-def _decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                      bits: int, eviction: EvictionArguments, form: FormArguments
-                      ) -> tuple[Tensor, Tensor]:
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor, bits: int,
+                 form: FormArguments, eviction: EvictionArguments = NO_EVICTION,
+                 chosen: Tensor | None = None, places: Tensor | None = None
+                 ) -> tuple[Tensor, Tensor]:
+    """Attention over cached slots, or `chosen` ones alone.
+
+    Of the arguments that `decode_attention` has not: `eviction` has scores, positions and ranks of
+    one layout (`one_layout`). `chosen` are int32 [sequences, kv_heads, most], of which metadata's
+    first row says how many count, and `places` int32 [sequences] the slots that new tokens take.
+    """
     scores, positions, ranks, cos, sin, mean, decay, sinks, window = eviction
-    (sequences, heads, length), kv_heads, n = q.shape, k.shape[1], slots.shape[3]
+    (sequences, heads, length), kv_heads = q.shape, k.shape[1]
+    n = slots.shape[3] if chosen is None else chosen.shape[2]
     out, taken = q.new_empty(q.shape), q.new_empty((sequences, kv_heads), dtype=torch.int64)
     pairs, group = sequences * kv_heads, heads // kv_heads
     if not pairs:
         return out, taken
     q, k, v, metadata = (unit_stride(x) for x in (q, k, v, metadata.contiguous()))
     split = _split(n, pairs, q.device)
-    splits = triton.cdiv(n, split)
+    splits = max(1, triton.cdiv(n, split))
     logits, parts, stats = (q.new_empty(pairs * group * size, dtype=torch.float32)
                             for size in (0 if scores is None else n, splits * length, splits * 2))
     logits = None if scores is None else logits
@@ -390,7 +404,7 @@ def _decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadat
     shape |= {"CAPPED": form.softcap > 0, "WINDOWED": window > 0}
     _read[(pairs * (group // heads), splits)](
         q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
-        parts, stats, kv_heads, n, split, scale, form.softcap, positions, window, **shape,
+        parts, stats, chosen, kv_heads, n, split, scale, form.softcap, positions, window, **shape,
         HEADS=heads, SHARERS=group // heads,
         LONG=n >= 512, TALL=max(least, triton.next_power_of_2(heads)), WIDTH=max(least, half))
     block = max(16, min(triton.next_power_of_2(n), FINISH_ELEMENTS // tall))
@@ -399,8 +413,8 @@ def _decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadat
     _finish[(pairs,)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, slots,
         *strides, metadata, scores, positions, ranks, *stride, *tables, logits, parts, stats,
-        taken, kv_heads, n, split, splits, scale, form.softcap, window, form.sink_logits, decay,
-        sinks, **shape, HEADS=group, TALL=tall,
+        taken, places, kv_heads, n, split, splits, scale, form.softcap, window, form.sink_logits,
+        decay, sinks, **shape, HEADS=group, TALL=tall,
         WIDTH=half, MEAN=mean, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, BLOCK=block,
         num_warps=max(4, min(16, tall * block // 512)))
     return out, taken

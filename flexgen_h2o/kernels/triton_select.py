@@ -68,7 +68,7 @@ def _count(keys, bound, scores, stride, first, last, length, MEAN: tl.constexpr,
 
 
 @triton.jit
-def _threshold(scores, stride, first, last, length, heavy, MEAN: tl.constexpr,
+def threshold(scores, stride, first, last, length, heavy, MEAN: tl.constexpr,
                WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     """The lowest key that stays, how many keys are above it, and how many equal it.
 
@@ -91,6 +91,32 @@ def _threshold(scores, stride, first, last, length, heavy, MEAN: tl.constexpr,
 
 
 @triton.jit
+def store_staying(scores, stride, first, last, length, bound, equals, needed, positions,
+                  kept_scores, MEAN: tl.constexpr, CHUNK: tl.constexpr):
+    """Write the tokens that stay, ascending, and their scores unless `kept_scores` is None.
+
+    Those stay that are not first to last, those above `bound`, and of the `equals` that equal it
+    the `needed` newest.
+    """
+    taken, seen = 0, 0
+    for start in range(0, length, CHUNK):
+        token = start + tl.arange(0, CHUNK)
+        keys = _keys(scores, stride, start, first, last, length, MEAN, CHUNK)
+        equal = (keys == bound) & (token >= first) & (token < last)
+        # Of equal ones the newest stay: those that have all but `needed` of them before.
+        before = seen + tl.cumsum(equal.to(tl.int32), axis=0)
+        stays = (keys > bound) | (equal & (before > equals - needed))
+        stays = (stays | (token < first) | (token >= last)) & (token < length)
+        place = taken + tl.cumsum(stays.to(tl.int32), axis=0) - 1
+        tl.store(positions + place, token, mask=stays)
+        if kept_scores is not None:
+            tl.store(kept_scores + place,
+                     tl.load(scores + token.to(tl.int64) * stride, mask=stays), mask=stays)
+        seen += tl.sum(equal.to(tl.int32), axis=0)
+        taken += tl.sum(stays.to(tl.int32), axis=0)
+
+
+@triton.jit
 def _choose(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b_head, slots,
             sinks, MEAN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
             CHUNK: tl.constexpr):
@@ -106,27 +132,13 @@ def _choose(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b
     kept = tl.minimum(length, heavy + recent + sinks)
     bound, needed, equals = tl.full((), 2**31 - 1, tl.int32), 0, 0  # above all finite scores
     if (kept < length) & (heavy > 0):
-        bound, above, equals = _threshold(scores, m_row, first, last, length, heavy, MEAN, WHOLE,
+        bound, above, equals = threshold(scores, m_row, first, last, length, heavy, MEAN, WHOLE,
                                           BLOCK)
         needed = heavy - above
     elif kept == length:
         first, last = length, length  # nothing to choose: all count as sinks
-    taken, seen = 0, 0
-    for start in range(0, length, CHUNK):
-        token = start + tl.arange(0, CHUNK)
-        keys = _keys(scores, m_row, start, first, last, length, MEAN, CHUNK)
-        equal = (keys == bound) & (token >= first) & (token < last)
-        # Of equal ones the newest stay: those that have all but `needed` of them before.
-        before = seen + tl.cumsum(equal.to(tl.int32), axis=0)
-        stays = (keys > bound) | (equal & (before > equals - needed))
-        stays = (stays | (token < first) | (token >= last)) & (token < length)
-        place = taken + tl.cumsum(stays.to(tl.int32), axis=0) - 1
-        tl.store(positions + state + place, token, mask=stays)
-        if scores is not None:
-            tl.store(kept_scores + state + place,
-                     tl.load(scores + token.to(tl.int64) * m_row, mask=stays), mask=stays)
-        seen += tl.sum(equal.to(tl.int32), axis=0)
-        taken += tl.sum(stays.to(tl.int32), axis=0)
+    store_staying(scores, m_row, first, last, length, bound, equals, needed, positions + state,
+                  None if scores is None else kept_scores + state, MEAN, CHUNK)
     _fill(kept_scores, positions, ranks, state, kept, slots, scores is None, CHUNK)
 
 

@@ -86,6 +86,8 @@ class Device:
     """The compute device when there is no GPU: host memory, used in place."""
 
     separate = False
+    zero_copy = False
+    """True if kernels on it read and write page-locked host memory in place."""
 
     def __init__(self, name: str = "cpu"):
         self.torch = torch.device(name)
@@ -217,6 +219,7 @@ class CudaDevice(Device):
     """A GPU: memory of its own, copies on streams of their own, pinned host buffers."""
 
     separate = True
+    zero_copy = True
 
     def __init__(self, name: str = "cuda"):
         index = torch.device(name).index

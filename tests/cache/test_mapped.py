@@ -1,0 +1,89 @@
+"""A cache in host memory beside a GPU, whose kernels read in place what a step recalls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes import LazyDevice
+from h2o.test_h2o import prompts_of, tokens
+from inside import open_devices
+from llm.test_conversation import answers, open_llm, turns_of
+
+from flexgen_h2o import H2OConfig, Placement
+from flexgen_h2o.cache.fetched import FetchedPart
+from flexgen_h2o.cache.mapped import MappedPart
+from flexgen_h2o.storage.buffer_ring import BufferRing
+
+RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
+HOST = Placement(0, 100, 0)
+
+
+@pytest.fixture
+def loaded(monkeypatch) -> list:
+    """A device with memory of its own; which (layer, batch) come to staging buffers."""
+    found, load = [], BufferRing.load
+    open_devices(monkeypatch, LazyDevice)
+
+    def watched(self, key, fill, **options):
+        found.append(key)
+        load(self, key, fill, **options)
+
+    monkeypatch.setattr(BufferRing, "load", watched)
+    return found
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"gpu_batch_size": 1, "num_gpu_batches": 3}, {"prefill_chunk": 16}, {"overlap": False},
+    {"cache_bits": 4}, {"gpu_batch_size": 2, "num_gpu_batches": 1, "refill_share": 0.01}])
+def test_the_same_tokens_as_in_the_memory_of_the_device(tiny_model, loaded, options):
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    shared = {"cache_bits": options.pop("cache_bits", 16), "new": 24}
+    expected = tokens(tiny, prompts, RECALL, **shared)
+    assert tokens(tiny, prompts, RECALL, cache=HOST, **shared, **options) == expected
+    assert tokens(tiny, prompts, RECALL, cache=Placement(30, 40, 30), **shared) == expected
+
+
+def test_no_layer_comes_whole_in_decode_steps(tiny_model, loaded):
+    tiny = tiny_model("llama")
+    prompts, few = prompts_of(tiny)[:3], {"cache": HOST, "gpu_batch_size": 3}
+    counts = []
+    for new in (2, 30):
+        loaded.clear()
+        tokens(tiny, prompts, RECALL, new=new, **few)
+        counts.append(len(loaded))
+    assert counts[0] == counts[1] > 0
+
+
+def test_layers_that_attend_to_all_are_fetched_whole(tiny_model, loaded):
+    some = H2OConfig(heavy_ratio=(0.1, 1.0, 0.1), recent_ratio=(0.1, 1.0, 0.1), recall=True)
+    for key, h2o in (("llama", some), ("gemma3", RECALL)):
+        tiny = tiny_model(key)
+        prompts = prompts_of(tiny)
+        expected = tokens(tiny, prompts, h2o, new=24)
+        assert tokens(tiny, prompts, h2o, new=24, cache=HOST) == expected
+
+
+def test_a_conversation_goes_on_in_host_memory(tiny_model, loaded):
+    tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
+    turns = turns_of(tiny, [30, 3, 21, 1])
+    with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
+        expected = answers(llm, turns, max_tokens=140)
+    with open_llm(tiny, h2o, chunk=6, cache=HOST) as llm:
+        assert answers(llm, turns, max_tokens=140) == expected
+
+
+@pytest.mark.parametrize("zero_copy, kind", [(True, MappedPart), (False, FetchedPart)])
+def test_devices_that_read_no_host_memory_fetch_whole_layers(tiny_model, monkeypatch, zero_copy,
+                                                             kind):
+    from inside import cache_of
+
+    from flexgen_h2o import LLM, Policy
+
+    open_devices(monkeypatch, LazyDevice)
+    monkeypatch.setattr(LazyDevice, "zero_copy", zero_copy)
+    tiny = tiny_model("llama")
+    with LLM(str(tiny.folder), dtype="float32", h2o=RECALL, policy=Policy(cache=HOST)) as llm:
+        llm.generate(prompts_of(tiny)[:1], max_new_tokens=2)
+        assert [type(part) for part in cache_of(llm).parts] == [kind]

@@ -1,0 +1,114 @@
+"""Recall's kernels of the GPU against the reference, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import same
+from kernels.test_recall_kernels import CASES, case, weights_of
+from kernels.test_triton import _mended_interpreter  # noqa: F401 (a fixture)
+
+from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.h2o.recall import choose
+from flexgen_h2o.kernels import reference_recall, triton_recall
+from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
+
+
+def bits_of(some) -> int:
+    return 16 if some["records"] is None else some["records"].bits
+
+
+def choice(some, *, most, log_weights=None):
+    return triton_recall.choose_keys(
+        some["q"], some["k"], index=some["index"], metadata=some["metadata"],
+        layout=some["layout"], most=most, log_weights=log_weights,
+        form=FormArguments.of(**some["options"]))
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_an_index_is_the_references(options):
+    some = case(**options)
+    expected = some["index"].clone()
+    reference_recall.index_keys(some["slots"][0], expected, some["spans"], layout=some["layout"],
+                                records=some["records"])
+    first, rest = some["spans"].clone(), some["spans"].clone()  # as a generation has it
+    first[2] //= 2
+    rest[:2] = first[2]
+    rest[2] -= first[2]
+    for spans in (first, rest):
+        triton_recall.index_keys(some["slots"][0], some["index"], spans, layout=some["layout"],
+                                 bits=bits_of(some))
+    assert same(some["index"], expected)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_what_weighs_most_is_chosen_and_attended_to(options):
+    some = case(**options)
+    cached, counts = some["metadata"].long()
+    reference_recall.index_keys(some["slots"][0], some["index"], some["spans"],
+                                layout=some["layout"], records=some["records"])
+    chosen = choice(some, most=int(counts.max()) + 2)
+    weights = weights_of(some)
+    mask = choose(weights, counts, cached=cached)
+    for sequence, count in enumerate(counts.tolist()):
+        assert (chosen[sequence, :, count:] == -1).all()
+        mine = chosen[sequence, :, :count].long()
+        assert (mine.diff(dim=-1) > 0).all() and (mine >= 0).all()
+        least = weights[sequence].where(mask[sequence], torch.inf).amin(-1, keepdim=True)
+        # Sums of another order may swap weights that are nearly equal.
+        assert (weights[sequence].gather(-1, mine) >= least * (1 - 1e-4)).all()
+    ours, theirs = some["slots"].clone(), some["slots"].clone()
+    out, taken = triton_recall.attend_recalled(
+        some["q"], some["k"], some["v"], slots=ours, chosen=chosen, metadata=some["metadata"],
+        bits=bits_of(some), form=FormArguments.of(**some["options"]))
+    wanted, places = reference_recall.attend_recalled(
+        some["q"], some["k"], some["v"], slots=theirs, chosen=chosen, metadata=some["metadata"],
+        layout=some["records"], **some["options"])
+    bound = 2e-5 if out.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out, wanted, rtol=bound, atol=bound)
+    assert same(taken, places) and same(ours, theirs)
+
+
+def test_means_of_logarithms_follow_the_weights():
+    some = case()
+    reference_recall.index_keys(some["slots"][0], some["index"], some["spans"],
+                                layout=some["layout"])
+    before = torch.randint(2**30, (3, 2, 77), dtype=torch.int32)
+    ours, theirs = before.clone(), before.clone()
+    choice(some, most=30, log_weights=ours)
+    reference_recall.choose_keys(
+        some["q"], some["k"], index=some["index"], metadata=some["metadata"], most=30,
+        layout=some["layout"], log_weights=theirs)
+    assert (ours - theirs).abs().max() < 2**8 and not torch.equal(ours, before)
+
+
+def test_of_equal_weights_the_newer_are_chosen():
+    layout = IndexLayout(16, 4)
+    keys = torch.zeros(1, 1, 100, 16)
+    keys[0, 0, ::2] = 1  # half of them alike, and heavier than the others, which are alike too
+    index = torch.zeros(1, 1, layout.tiles(100), layout.tile_bytes, dtype=torch.uint8)
+    triton_recall.index_keys(keys, index, torch.tensor([[0], [0], [100]]).int(), layout=layout,
+                             bits=16)
+    q = torch.ones(1, 2, 16)
+    for count, wanted in ((3, [94, 96, 98]), (52, [*range(0, 96, 2), 96, 97, 98, 99]),
+                          (100, list(range(100)))):
+        chosen = triton_recall.choose_keys(
+            q, keys[:, :, 0], index=index, metadata=torch.tensor([[100], [count]]).int(),
+            layout=layout, most=count, log_weights=None, form=DEFAULT_ARGUMENTS)
+        assert chosen[0, 0].tolist() == wanted
+
+
+def test_new_tokens_take_the_slots_that_they_are_given():
+    """Those of a fast set, anywhere; sequences that choose nothing attend to themselves."""
+    slots = torch.randn(2, 2, 1, 9, 16)
+    q, k, v = torch.randn(2, 4, 16), *torch.randn(2, 2, 1, 16)
+    chosen = torch.tensor([[[7, 1, 3]], [[-1, -1, -1]]]).int()
+    metadata = torch.tensor([[5, 0], [3, 0]]).int()
+    ours, theirs = slots.clone(), slots.clone()
+    out, taken = triton_recall.attend_recalled(q, k, v, slots=ours, chosen=chosen,
+                                               metadata=metadata, bits=16, form=DEFAULT_ARGUMENTS)
+    wanted, _ = reference_recall.attend_recalled(q, k, v, slots=theirs, chosen=chosen,
+                                                 metadata=metadata)
+    torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out[1], v[1].expand(4, 16), rtol=2e-5, atol=2e-5)
+    assert taken.flatten().tolist() == [5, 0] and same(ours, theirs)
