@@ -17,8 +17,10 @@ import hypothesis
 import pytest
 import torch
 from fakes import LazyDevice, PoisonedDevice
-from mixture_cases import MIXTURES
+from mixture_cases import MIXTURES, limit_as_configured
 from refusals import command_refused
+
+from flexgen_h2o.storage.tiers import Device
 
 # The GPU kernels run under Triton's interpreter. Triton looks once, when it is first imported, and
 # torch.compile imports it.
@@ -150,6 +152,7 @@ def make_tiny(key: str, folder: Path) -> TinyModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     if hasattr(model, "set_experts_implementation"):  # grouped products want even shapes
         model.set_experts_implementation("eager")
+    limit_as_configured(model)
     generator = torch.Generator().manual_seed(sum(map(ord, key)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -194,6 +197,14 @@ def refuses_flags(tmp_path, monkeypatch, capsys) -> Callable[..., None]:
         assert list(tmp_path.iterdir()) == []
 
     return hold
+
+
+@pytest.fixture
+def on_cpu(monkeypatch) -> None:
+    """Each `LLM` computes on the CPU, beside a GPU too: for what is done there alone."""
+    import inside  # only now: it loads the engine
+
+    inside.open_devices(monkeypatch, Device)
 
 
 @pytest.fixture(params=["poisoned", "lazy"])

@@ -193,11 +193,12 @@ def before_carried(monkeypatch, look) -> None:
 
 
 def attend_with(monkeypatch, **weights) -> None:
-    """Let the attention of every decoder layer find these beside its own weights."""
+    """Let the attention of every decoder layer find these beside its own weights, on its device."""
     def with_more(method):
         def wrapped(self, step, *rest):
-            held = self._weights
-            self._weights = SimpleNamespace(get=lambda layer: {**held.get(layer), **weights})
+            held, here = self._weights, self._transfers.device.torch
+            more = {name: weight.to(here) for name, weight in weights.items()}
+            self._weights = SimpleNamespace(get=lambda layer: {**held.get(layer), **more})
             try:
                 return method(self, step, *rest)
             finally:

@@ -64,3 +64,11 @@ MIXTURES: dict[str, Callable[[], Any]] = {
                                       decoder_sparse_step=2),
     "gpt_oss": _gpt_oss,
 }
+
+
+def limit_as_configured(model) -> None:
+    """Let transformers' experts of gpt-oss go by the limit of their config: older releases have
+    one of 7, whatever it says."""
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.limit = model.config.swiglu_limit

@@ -19,6 +19,8 @@ from flexgen_h2o.h2o import budget
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.tiers import PAGE
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 DISK = Placement(0, 0, 100)
 SOME = Placement(40, 0, 60)
 FETCHED = {"cache": DISK, "fetch_chosen": True}

@@ -20,6 +20,8 @@ from flexgen_h2o.models.spec import from_transformers
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.storage import placement
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 LENGTHS = [30, 11, 7, 23, 1]
 NEW = 5
 

@@ -95,7 +95,8 @@ def test_the_same_tokens_as_transformers_for_every_policy(tiny_model, wanted, tm
         assert got == expected, (experts, slots, size, count, overlap)
         away = stats.expert_hits + stats.expert_loads
         assert stats.expert_touches >= away
-        assert (away > 0) == (experts in (DISK, MIXED)), "in memory they are used where they are"
+        in_place = (None, HOST) if stats.device == "cpu" else (None,)
+        assert (away > 0) == (experts not in in_place), "in its memory they are used where they are"
         assert overlap or stats.expert_guesses == 0
 
 
@@ -165,7 +166,7 @@ def test_quantized_experts_and_a_router_that_is_not(tiny_model, tmp_path, bits):
     with LLM(str(folder), weight_bits=bits, dtype="float32", weight_cache=None) as llm:
         first = weights_of(llm).units[1].resident
         saved = load_file(folder / "model.safetensors")
-        assert torch.equal(first["router"], saved["model.layers.0.mlp.gate.weight"])
+        assert torch.equal(first["router"].cpu(), saved["model.layers.0.mlp.gate.weight"])
         assert not isinstance(first["q"], torch.Tensor)
         assert not isinstance(weights_of(llm).experts[0, 0].resident["up"], torch.Tensor)
 
@@ -318,7 +319,7 @@ def test_options_of_experts_without_any_are_refused(tiny_model):
 def test_experts_on_disk_take_as_many_slots_as_they_are_given(tiny_model, tmp_path):
     def held(**policy):
         with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32", offload_dir=tmp_path,
-                 policy=Policy(**policy)) as llm:
+                 device="cpu", policy=Policy(**policy)) as llm:
             return len(slots_of_experts(llm))
 
     assert held(experts=HERE) == held(experts=HOST, expert_slots=5) == 0

@@ -74,7 +74,7 @@ def forked(work: str, cases: dict[str, list]) -> dict[str, dict]:
     """
     here = Path(__file__).parent
     code = f"import test_long_runs; test_long_runs.fork_each({work!r})"
-    paths = [str(Path(flexgen_h2o.__file__).parents[1]), str(here), str(here.parent)]
+    paths = [str(Path(flexgen_h2o.__file__).parents[1]), str(here), str(here.parent), *sys.path]
     done = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(cases), capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from inside import weight_sizes, weights_of
-from mixture_cases import MIXTURES
+from mixture_cases import MIXTURES, limit_as_configured
 from safetensors.torch import save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -52,6 +52,7 @@ def hub(tmp_path):
     config = MIXTURES["gpt_oss"](hidden_size=64, intermediate_size=32, eos_token_id=None)
     model = GptOssForCausalLM(config).eval()
     model.set_experts_implementation("eager")
+    limit_as_configured(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False).normal_(0.0, 0.2)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -81,6 +82,12 @@ def test_gpt_oss_in_mxfp4_as_on_the_hub(hub):
         assert run(hub, bits=16, experts=experts) == expected
 
 
+def unpacked(matrix):
+    """All of a quantized matrix in float32, on the host."""
+    rows = torch.arange(len(matrix), device=matrix.data.device)
+    return ops.unpack_rows(matrix, rows, torch.float32).cpu()
+
+
 @pytest.mark.parametrize(("bits", "options"), [(8, WeightOptions(8, 32)),
                                                (4, WeightOptions(4, 64, SHAPES))])
 def test_codes_of_experts_are_kept_exactly(hub, bits, options):
@@ -90,8 +97,7 @@ def test_codes_of_experts_are_kept_exactly(hub, bits, options):
         every = hub.kept["model.layers.1.mlp.experts.gate_up_proj"][3]
         down = hub.kept["model.layers.1.mlp.experts.down_proj"][3]
         for name, wanted in (("gate", every[::2]), ("up", every[1::2]), ("down", down)):
-            rows = torch.arange(len(wanted))
-            assert torch.equal(ops.unpack_rows(one[name], rows, torch.float32), wanted)
+            assert torch.equal(unpacked(one[name]), wanted)
             assert bits == 8 or one[name].data.nbytes * 8 == wanted.numel() * 4.25
 
 
@@ -101,7 +107,7 @@ def round_others(model):
         if parameter.dim() == 2 and not name.endswith("bias") and ".router." not in name:
             layout = MatrixLayout(*parameter.shape, 4)
             matrix = QuantizedMatrix(ops.quantize_matrix(parameter, layout, search=True), layout)
-            parameter.copy_(ops.unpack_rows(matrix, torch.arange(len(parameter)), torch.float32))
+            parameter.copy_(unpacked(matrix))
 
 
 def test_tokens_with_4_bits_for_every_policy(hub, tmp_path):
@@ -138,7 +144,7 @@ def test_random_weights_have_the_form_of_the_checkpoint(hub):
     with LLM(str(hub.folder), path="_DUMMY_", weight_bits=4, weight_cache=None) as llm:
         assert llm.weight_options == WeightOptions(4, 64, SHAPES)
         one = weights_of(llm).experts[0, 0].resident
-        assert 0.015 < ops.unpack_rows(one["gate"], torch.arange(32), torch.float32).std() < 0.03
+        assert 0.015 < unpacked(one["gate"]).std() < 0.03
         sizes = weight_sizes(llm)
         expert = sum(sizes[spec.name] for spec in weights_of(llm).experts[0, 0].specs.values())
         assert part_bytes(llm.weight_options, llm.model_config.expert_shapes(), 2) == expert

@@ -12,7 +12,7 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.engine import token_layers
 from flexgen_h2o.kernels.program import Program
 
-pytestmark = BUILT
+pytestmark = [BUILT, pytest.mark.usefixtures("on_cpu")]
 
 LENGTHS = [9, 17, 2, 23, 5]
 OPTIONS = {

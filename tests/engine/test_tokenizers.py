@@ -38,7 +38,7 @@ def test_generating_loads_nothing_that_inference_has_no_use_for(tiny_model, tmp_
     code = f"""
 import sys
 from flexgen_h2o import LLM, H2OConfig
-with LLM({folder!r}, h2o=H2OConfig(heavy_ratio=0.2), progress=False) as llm:
+with LLM({folder!r}, h2o=H2OConfig(heavy_ratio=0.2), device="cpu", progress=False) as llm:
     llm.generate([{TEXT!r}], max_new_tokens=2, do_sample=True, temperature=0.5, top_k=9)
 print(*[name for name in {INFERENCE_HAS_NO_USE_FOR} if name in sys.modules])
 """
