@@ -61,9 +61,9 @@ def variants() -> Iterator[Variant]:
                                   partial(_decode, dtype, size, bits, group, rotary))
                 yield Variant("select", dtype, size, bits,
                               partial(_select, dtype, size, bits, 4096, RECENT))
-                group = GROUP if dtype == BRAIN else 1
-                yield Variant("recall", dtype, size, bits,
-                              partial(_recall, dtype, size, bits, group, 4096))
+                if dtype == BRAIN or bits == 16:
+                    yield Variant("recall", dtype, size, bits, partial(
+                        _recall, dtype, size, bits, GROUP if dtype == BRAIN else 1, 4096))
                 if bits < 16:
                     yield Variant("groups", dtype, size, bits, partial(_groups, dtype, size, bits))
         for bits in (8, 4):

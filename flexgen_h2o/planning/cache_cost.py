@@ -69,7 +69,7 @@ class CacheCosts:
         for tier in TIERS:
             host = tier == "cpu" and run.attends_on_host
             by = hardware.host_attention if host else hardware.compute
-            # A GPU recalls in plain PyTorch, of which nothing is known: as if it read everything.
+            # Of a GPU's kernels that recall no rate is known: as if they read everything.
             each = self._tokens.attention_seconds(by, recalls=host or not run.has_gpu)
             tally.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
         mean = self._prompt + (run.workload.gen_len + GROWTH) / 2
@@ -79,8 +79,11 @@ class CacheCosts:
             tally.link("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
             tally.link("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
         elif run.has_gpu:
-            # All keys, and of the values those that are chosen.
-            tally.bring("cache", whole * (1 + run.cache.attn_sparsity) / 2, ("cpu",))
+            # All keys, and of the values those that are chosen; by recall what it chooses.
+            brought = whole * (1 + run.cache.attn_sparsity) / 2
+            if run.recalls_in_place:
+                brought = self._sequences * self._tokens.read_in_place()[0]
+            tally.bring("cache", brought, ("cpu",))
             tally.send("cache", new, ("cpu",))
         written = whole / WRITE_BACK_TOKENS
         fetching = (run.group_batches * hardware.fetch_seconds
@@ -97,10 +100,13 @@ class CacheCosts:
 
     def awaited(self) -> np.ndarray | None:
         """Seconds [TERMS] for which attention waits for what it has chosen."""
-        if not self._run.recalls_from_disk:
+        run, tally = self._run, Tally(self._hardware)
+        if run.recalls_from_disk:
+            tally.bring("cache", self._sequences * self._tokens.disk_reads()[1], ("disk",))
+        elif run.recalls_in_place:
+            tally.bring("cache", self._sequences * self._tokens.read_in_place()[1], ("cpu",))
+        else:
             return None
-        tally = Tally(self._hardware)
-        tally.bring("cache", self._sequences * self._tokens.disk_reads()[1], ("disk",))
         return tally.seconds.sum(axis=0)
 
     def _slots(self, grown: float) -> float:

@@ -55,6 +55,19 @@ class CachedTokens:
             total, awaited = total + read, awaited + read
         return total / layers, awaited / layers
 
+    def read_in_place(self) -> tuple[float, float]:
+        """Bytes of a cache in host memory that come to a GPU in a step that reads what it chooses
+        where it lies, and those of them for which attention waits: a mean over layers."""
+        total, awaited, layers = 0.0, 0.0, self._run.model.num_layers
+        for layer in range(layers):
+            tokens = self._recalled(layer)
+            if tokens is None:
+                total += self._attended(layer) * self._record
+                continue
+            read = tokens.chosen * self._record
+            total, awaited = total + read, awaited + read
+        return total / layers, awaited / layers
+
     def _recalled(self, layer: int) -> RecalledTokens | None:
         """The tokens of a layer in the middle of the text; None where a new one attends to all."""
         run = self._run

@@ -184,6 +184,12 @@ class PlannedRun:
         return self.policy.fetch_chosen and not self.cache.simulated and not self.has_gpu
 
     @property
+    def recalls_in_place(self) -> bool:
+        """True if a GPU reads of a cache in host memory what decode steps choose, where it lies."""
+        recalls = self.cache.recalls and not self.cache.simulated
+        return self.has_gpu and recalls and not self.attends_on_host
+
+    @property
     def attends_on_host(self) -> bool:
         """True if the cache in host memory is used there, beside a GPU."""
         return self.has_gpu and self.policy.cpu_cache_compute

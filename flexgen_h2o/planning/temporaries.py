@@ -92,8 +92,8 @@ def _own_attention(run: PlannedRun) -> int:
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
     most = held + SLOT_TILE
     decode = 4 * tasks * (most + 2 * model.head_dim)
-    if cache.recalls and run.has_gpu:  # plain PyTorch: codes as they are unpacked, and the order
-        numbers = 5 * 4 * model.kv_size + 3 * 4 * model.num_heads + 5 * 8 * model.num_kv_heads
+    if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, what is chosen
+        numbers = 4 * (model.num_heads + 2 * model.num_kv_heads)
         decode += load.gpu_batch_size * held * numbers
     return max(prefill, decode, _sparse_attention(run) if cache.attn_sparsity < 1 else 0)
 

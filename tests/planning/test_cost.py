@@ -284,6 +284,17 @@ def test_recall_scans_the_index_and_attends_to_what_is_chosen_on_a_cpu_alone():
         assert step.seconds == pytest.approx(seconds)
 
 
+def test_a_gpu_waits_for_what_it_chooses_of_host_memory_and_for_no_more():
+    hardware = machine(replace(FREE, layer_seconds=1e3), up=1.0, down=1e30)
+    whole, some = (estimate(hardware, planned(cache=ON_HOST, batch=(4, 2), h2o=h2o)).step
+                   for h2o in (None, RECALL))
+    chosen = 12 * 8 * 16 * SLOT
+    assert some.resources["cpu->gpu"] == pytest.approx(chosen)
+    assert some.seconds == pytest.approx(chosen + 12 * 2 * 1e3)
+    assert whole.seconds == pytest.approx(whole.resources["cpu->gpu"])
+    assert whole.resources["cpu->gpu"] > 4 * chosen
+
+
 def test_layers_that_do_not_recall_cost_what_they_read():
     ratios = [0.125] * 6 + [1.0] * 6
     recall = H2OConfig(heavy_ratio=ratios, recent_ratio=ratios, recall=True)
