@@ -30,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,7 @@ from kernel_timing.gpu_matrices import (
     check_rows,
     time_matrices,
 )
-from kernel_timing.gpu_recall import RECALLS, check_recall, time_recall
+from kernel_timing.gpu_recall import RECALLS, check_claims, check_recall, time_recall
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.errors import UserError
@@ -366,6 +366,7 @@ def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[Check
     found += [CheckStep("check", "recall",
                         partial(check_recall, rows, case, error, BOUND[case[0]]))
               for case in RECALLS if brain or case[0] != BRAIN]
+    found.append(CheckStep("check", "fast set", lambda: check_claims(rows)))
     timings: list[tuple[str, Callable[[], None]]] = [("rates", measure_rates)]
     for one in ((64, 1024, 16, 0.7), (1, 32768, 16, 0.5), (64, 1024, 8, 0.7), (64, 1024, 4, 0.7)):
         timings.append(("decode", lambda one=one: time_decode(rows, rates["copy"], *one)))
@@ -426,6 +427,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=500.0,
                         help="after which nothing more is begun")
     parser.add_argument("--kernels-only", action="store_true", help="compare no systems")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the kernels only these steps")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu-check needs a GPU, and PyTorch finds none here")
@@ -438,7 +440,7 @@ def main() -> None:
             checkpoint = WrittenModel(args.models, "opt-6.7b", "float16")
             opened.callback(checkpoint.stop)
         kernels = opened.enter_context(fresh_kernels())
-        run_all(rows, deadline, kernels, 0.0 if checkpoint is None else COMPARISON)
+        run_all(rows, deadline, kernels, 0.0 if checkpoint is None else COMPARISON, args.only)
         rows.write(str(folder / "gpu_kernels.csv"))
         if checkpoint is not None:
             torch.cuda.empty_cache()
@@ -450,13 +452,17 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def run_all(rows: GpuRows, deadline: Deadline, kernels: Path, reserve: float) -> None:
-    """Check and time all kernels, compiled into a folder; timings leave `reserve` seconds."""
-    found = steps(rows, has_brain(), reserve)
-    checks = [step for step in found if step.kind == "check"]
+def run_all(rows: GpuRows, deadline: Deadline, kernels: Path, reserve: float,
+            only: Collection[str] | None) -> None:
+    """Check and time all kernels, or `only` some steps, compiled into a folder; timings leave
+    `reserve` seconds."""
+    found = dict(enumerate(steps(rows, has_brain(), reserve)))
+    found = {number: step for number, step in found.items()
+             if only is None or step.name in {"rates", *only}}
+    checks = {number: step for number, step in found.items() if step.kind == "check"}
     with multiprocessing.get_context("spawn").Pool(processes(), maxtasksperchild=1) as pool:
-        done = run_side_by_side(pool, checked, len(checks), deadline)
-    for number, step in enumerate(checks):
+        done = run_side_by_side(pool, checked, checks, deadline)
+    for number, step in checks.items():
         if number in done:
             rows.rows += done[number]  # which that process has printed
         else:
@@ -464,7 +470,7 @@ def run_all(rows: GpuRows, deadline: Deadline, kernels: Path, reserve: float) ->
     for tuned in kernels.glob("*/*.autotune.json"):
         tuned.unlink()  # it was measured beside other work
     with torch.inference_mode():
-        run_steps(found[len(checks):], deadline, rows.skip)
+        run_steps([step for step in found.values() if step.kind == "time"], deadline, rows.skip)
 
 
 @contextmanager

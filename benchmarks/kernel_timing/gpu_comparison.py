@@ -57,11 +57,11 @@ def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[Ch
             skip(step)
 
 
-def run_side_by_side(pool: Pool, call: Callable[[int], Any], count: int, deadline: Deadline
-                     ) -> dict[int, Any]:
-    """What `call` returns for each number below `count`, from a pool's processes; without those for
-    which there was no time, or whose process died."""
-    waiting = dict(enumerate(pool.apply_async(call, (number,)) for number in range(count)))
+def run_side_by_side(pool: Pool, call: Callable[[int], Any], numbers: Iterable[int],
+                     deadline: Deadline) -> dict[int, Any]:
+    """What `call` returns for each number, from a pool's processes; without those for which there
+    was no time, or whose process died."""
+    waiting = {number: pool.apply_async(call, (number,)) for number in numbers}
     found = {}
     while waiting and deadline.left() > 0:
         done = [number for number, result in waiting.items() if result.ready()]

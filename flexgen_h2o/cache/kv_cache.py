@@ -12,6 +12,7 @@ evicted as they come (`appending`). A sequence may go on in a later run. With sp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,13 @@ from flexgen_h2o.cache.appending import LayerAttention
 from flexgen_h2o.cache.attending import HostAttentionQueue, PendingAttention
 from flexgen_h2o.cache.carrying import Moved, put, take
 from flexgen_h2o.cache.eviction_states import EvictionStates, Rope
+from flexgen_h2o.cache.fast_set import RecallCounts
+from flexgen_h2o.cache.mapped import MappedPart
 from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records
 from flexgen_h2o.cache.placed import make_parts
 from flexgen_h2o.cache.prompt_attention import PromptAttention
 from flexgen_h2o.cache.recall import Recall, RecallStep
-from flexgen_h2o.cache.recalled import RecallCounts, RecalledPart
+from flexgen_h2o.cache.recalled import RecalledPart
 from flexgen_h2o.cache.shape import CacheShape, CacheSize
 from flexgen_h2o.cache.sparse import SparseAttention
 from flexgen_h2o.cache.step_metadata import StepMetadata
@@ -63,6 +66,7 @@ class KVCache:
                  transfers: Transfers, run_folder: Callable[[], RunFolder]):
         self.shape = shape
         self._h2o = None if h2o is None or h2o.is_full else h2o
+        self._fetches_chosen = policy.fetch_chosen
         self._transfers = transfers
         self._device = transfers.device.torch
         self._batch_layouts: list[BatchLayout] = []
@@ -284,8 +288,15 @@ class KVCache:
 
     @property
     def recall_counts(self) -> RecallCounts | None:
-        """Counts of what has been recalled from disk so far; None where nothing can be."""
-        return next((part.counts for part in self.parts if isinstance(part, RecalledPart)), None)
+        """Counts of what has been recalled so far where there is a fast set, else None; where that
+        is a GPU's, this waits for it."""
+        return next((replace(part.counts) for part in self.parts if self._fetches_chosen
+                     and isinstance(part, RecalledPart | MappedPart)), None)
+
+    @property
+    def guesses(self) -> bool:
+        """True if tokens can come ahead, by a guess at what will be chosen: `expect_token`."""
+        return any(isinstance(part, RecalledPart) for part in self.parts)
 
     def expect_token(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
                      sinks: torch.Tensor | None = None) -> None:

@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
+import torch
+from torch import Tensor
+
+from flexgen_h2o.cache.fast_set import FastSet, RecallCounts
 from flexgen_h2o.cache.fetched import FetchedPart
-from flexgen_h2o.cache.parts import Grid, Records
-from flexgen_h2o.storage.tiers import typed
+from flexgen_h2o.cache.parts import Chosen, Grid, Records
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import Transfers
+
+
+@dataclass
+class _Fast:
+    """Tokens of one (layer, batch) in the GPU's memory.
+
+    Attributes
+    ----------
+    records : Tensor [2, sequences, kv_heads, slots + 1, width]
+        The slots of the fast set, and behind them that of the newest token.
+    found : FastSet
+    newest : int32 Tensor [sequences] or None
+        Which tokens the newest ones are; None once they are in host memory.
+    """
+
+    records: Tensor
+    found: FastSet
+    newest: Tensor | None = None
 
 
 class MappedPart(FetchedPart):
@@ -15,36 +40,109 @@ class MappedPart(FetchedPart):
     (zero-copy).
 
     Prompts come and go by whole layers, as in any part that is fetched. In a decode step attention
-    reads over the link the tokens that it has chosen, and no others; the new token is written the
-    same way.
+    reads over the link the tokens that it has chosen, and no others. With a *fast set*, the GPU's
+    memory holds tokens that had most weight lately, and those alone cross the link that it has not.
 
     Parameters
     ----------
     recalled : sequence of bool
         Layers in which steps choose. The others are fetched whole.
+    fast : sequence of int
+        Slots of the fast set in each layer: none, or at least as many as a step chooses.
     """
 
     def __init__(self, records: Records, first: int, last: int, *, grid: Grid,
-                 transfers: Transfers, recalled: Sequence[bool]):
+                 transfers: Transfers, recalled: Sequence[bool], fast: Sequence[int]):
         super().__init__(records, first, last, grid=grid, transfers=transfers, path=None)
         self._recalled = recalled
+        self._slots = fast
+        self._sizes_of_fast = [
+            round_up(records.nbytes(last - first, slots + 1), PAGE) if slots else 0
+            for slots in fast]
+        self._starts = [0, *accumulate(size * grid.batches for size in self._sizes_of_fast)]
+        self._buffer = self._device.empty(self._starts[-1])
+        self._fast: dict[tuple[int, int], _Fast] = {}
+        self._counted = torch.zeros(2, dtype=torch.int64, device=self._device.torch)
+
+    @property
+    def counts(self) -> RecallCounts:
+        """What has been chosen so far, and loaded for it; it waits for the device."""
+        chosen, loads = self._counted.tolist()
+        return RecallCounts(hits=chosen - loads, loads=loads)
 
     def recalls(self, layer):
         return self._recalled[layer]
+
+    def begin(self, layer, sizes):
+        super().begin(layer, sizes)
+        slots, records = self._slots[layer], self.records
+        for batch in range(len(sizes) if slots else 0):
+            sequences, tokens = self._sizes[layer, batch]
+            start = self._starts[layer] + batch * self._sizes_of_fast[layer]
+            self._fast[layer, batch] = _Fast(
+                typed(self._buffer, start, records.shape(sequences, slots + 1), records.dtype),
+                FastSet(sequences * records.kv_heads, tokens, slots, 1,
+                        device=self._device.torch))
 
     def load(self, layer, batch, *, fetch, keys_only=False, cached=None):
         if self._recalled[layer]:
             # Decode steps write where nothing grows, and what they wrote is to be there.
             cached = None
+            self._keep_newest(layer, batch)
             self._stores[layer, batch].busy.append(self._device.mark())
         super().load(layer, batch, fetch=fetch, keys_only=keys_only, cached=cached)
+
+    def filled(self, layer, batch, tokens):
+        if self._slots[layer]:
+            rest = self._sizes[layer, batch][1]
+            firsts = torch.full((self._sizes[layer, batch][0], self.records.kv_heads), rest)
+            for sequence, first, _ in tokens:
+                firsts[sequence - self.first] = first
+            self._fast[layer, batch].found.forget(firsts.view(-1).to(self._device.torch))
+
+    def log_weights(self, layer, batch, rows):
+        if not self._slots[layer]:
+            return super().log_weights(layer, batch, rows)
+        return self._fast[layer, batch].found.log_weights.unflatten(
+            0, (-1, self.records.kv_heads))[rows]
+
+    def ask(self, layer, batch, rows, chosen):
+        if not self._slots[layer]:
+            return super().ask(layer, batch, rows, chosen)
+        fast = self._fast[layer, batch]
+        self._keep_newest(layer, batch)
+        slots, moves, counts = fast.found.claim(chosen.slots)
+        ops.copy_tokens(self._in_place(layer, batch), fast.records, moves, counts)
+        before, asked = chosen.metadata
+        self._counted += torch.stack((asked.sum() * self.records.kv_heads, counts.sum()))
+        fast.newest = before
+        last = self._slots[layer]
+        spans = chosen.spans.clone()
+        spans[0] = last
+        return Chosen(slots, torch.stack((torch.full_like(before, last), asked)), spans)
 
     def recalled(self, layer, batch, rows):
         if not self._recalled[layer]:
             return super().recalled(layer, batch, rows)
+        held = self._fast[layer, batch].records if self._slots[layer] else (
+            self._in_place(layer, batch))
+        return held[:, rows]
+
+    def _in_place(self, layer: int, batch: int) -> Tensor:
+        """All records where they rest, once what was on its way there has come."""
         store = self._stores[layer, batch]
         for handle in store.busy:
             self._transfers.ready(handle)
         store.busy = []
-        return typed(store.host, 0, self._shape(layer, batch, store.slots),
-                     self.records.dtype)[:, rows]
+        return typed(store.host, 0, self._shape(layer, batch, store.slots), self.records.dtype)
+
+    def _keep_newest(self, layer: int, batch: int) -> None:
+        """Put the newest tokens from behind the fast set to where they rest."""
+        fast = self._fast.get((layer, batch))
+        if fast is not None and fast.newest is not None:
+            heads = self.records.kv_heads
+            places = fast.newest[:, None, None].expand(-1, heads, 1)
+            moves = torch.stack((torch.full_like(places, self._slots[layer]), places))
+            ops.copy_tokens(fast.records, self._in_place(layer, batch), moves,
+                            torch.ones_like(moves[0, ..., 0]))
+            fast.newest = None

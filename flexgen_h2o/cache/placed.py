@@ -29,8 +29,8 @@ def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers
         Of a cache that is recalled: the layers of which steps choose tokens. A GPU reads those of
         host memory in place.
     fast : sequence of int
-        Of a cache on disk that is recalled: slots of the fast set in each layer. Beside a GPU whole
-        layers are fetched.
+        Slots of the fast set in each layer, of a cache that is recalled: from disk without a GPU,
+        and with one from host memory. Beside a GPU whole layers are fetched from disk.
     """
     device = transfers.device
     gpu, cpu, disk = counts
@@ -43,7 +43,7 @@ def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers
         parts.append(ResidentPart(records, gpu, gpu + cpu, grid=grid, device=device, on_host=True))
     elif cpu and any(recalled) and device.zero_copy and not ops.plain_torch(device.torch.type):
         parts.append(MappedPart(records, gpu, gpu + cpu, grid=grid, transfers=transfers,
-                                recalled=recalled))
+                                recalled=recalled, fast=fast))
     elif cpu:
         parts.append(FetchedPart(records, gpu, gpu + cpu, grid=grid, transfers=transfers,
                                  path=None))

@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from flexgen_h2o.cache.fast_set import FastSet
+from flexgen_h2o.cache.fast_set import FastSet, RecallCounts
 from flexgen_h2o.cache.fetched import FetchedPart
 from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout
 from flexgen_h2o.cache.parts import Chosen, Grid, Records
@@ -29,26 +29,6 @@ from flexgen_h2o.storage.disk import CHUNK, AlignedRead
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import RECALLS, Handle, Lane, Transfers
-
-
-@dataclass
-class RecallCounts:
-    """Counts of tokens that decode steps have chosen, one for each KV head.
-
-    Of those that rest on disk `hits` were in memory when they were asked for, and `loads` had to be
-    read then, with all that filled the fast set; `guesses` were read ahead, needed or not.
-    `wait_seconds` is the time for which compute waited for reads.
-    """
-
-    hits: int = 0
-    loads: int = 0
-    guesses: int = 0
-    wait_seconds: float = 0.0
-
-    def since(self, before: RecallCounts) -> RecallCounts:
-        """Counts of what came after another count."""
-        return RecallCounts(*(getattr(self, each.name) - getattr(before, each.name)
-                              for each in fields(self)))
 
 
 @dataclass

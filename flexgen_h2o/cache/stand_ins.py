@@ -20,6 +20,7 @@ class SimulatedBlockCache:
     attends_on_host = False
     binds = False
     stays = True
+    guesses = False
     recall_counts = None
 
     def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
@@ -64,6 +65,7 @@ class ProbedCache:
     attends_on_host = False
     binds = False
     stays = True
+    guesses = False
     recall_counts = None
 
     def __init__(self, attend: Callable[..., Tensor], numbers: Sequence[int]):

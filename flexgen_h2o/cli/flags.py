@@ -138,8 +138,8 @@ class RunFlags:
     )
     fetch_chosen: bool = _flag(
         "policy", "bool", False,
-        help="of a cache on disk read only the tokens that a step chooses (--recall, without a "
-        "GPU): for disks that do many small reads",
+        help="with --recall, of a cache on disk (with a GPU: in host memory) read only the tokens "
+        "that a step chooses and memory (the GPU's) has not: for disks that do many small reads",
     )
     fast_set: float | None = _flag(
         "policy", "float", None, above=0, high=1, metavar="SHARE",

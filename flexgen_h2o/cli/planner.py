@@ -122,9 +122,9 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
     recall = _faster_recall(config, subject, load, prompts, full=best)
     if recall is not None:
         lines.append(line("recall", recall.text(best)))
-    if config.fetch_chosen and best.run.policy.cache.disk == 0:
+    if config.fetch_chosen and not best.run.policy.fetch_chosen:
         lines.append(line("note", "--fetch-chosen has no effect: this policy leaves nothing of the "
-                                  "cache on disk"))
+                                  "cache on a slower tier from which tokens are fetched"))
     if config.percent == AUTO:
         config = _chosen(config, best.run)
     return Plan(config, best, subject.hardware.compute.implementations, "\n".join(lines), bounds,
@@ -208,7 +208,8 @@ def _options(model: ModelConfig, stored: Quantization | None) -> Callable[[int],
 def _check(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> None:
     """Refuse what the model or the device can't do. How long a text is in tokens is not known
     yet."""
-    config.policy().check_device(has_gpu=has_gpu)
+    if config.percent != AUTO:
+        config.policy().check_device(has_gpu=has_gpu)
     check_cache(model, config.h2o())
     check_experts(model, config.policy())
     if config.synthetic:

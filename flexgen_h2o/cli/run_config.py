@@ -143,7 +143,7 @@ class RunConfig(RunFlags):
                self.verify and fixed and self.policy().weights.disk == 0,
                f"on weights in memory: let {self.called('percent')} leave some on disk")
         yield (self.called("fetch_chosen"),
-               self.fetch_chosen and self.recall and fixed and self.policy().cache.disk == 0,
+               self.fetch_chosen and self.recall and fixed and self.policy().cache.gpu == 100,
                f"on a cache in memory: let {self.called('percent')} leave some on disk")
         yield ("--count-experts", self.count_experts is not None and self.pipeline_parallel > 1,
                "over ranks, each of which has experts of its own: leave --pipeline-parallel out")

@@ -35,7 +35,8 @@ class Policy:
     them each layer has as many there.
     `fetch_chosen`, of a cache on disk that is recalled, reads in a decode step the tokens alone
     that it chooses and that memory has not, in place of whole layers; memory holds `fast_set` of
-    all tokens then (a share; None: twice what a step attends to). When `refill_share` of a
+    all tokens then (a share; None: twice what a step attends to). With a GPU it is the cache in
+    host memory of which its own memory holds so many tokens. When `refill_share` of a
     block's sequences have ended, the others go on in a block with the next ones (1: a block goes on
     until all have ended). Raises `UserError` for a value of a wrong type or range.
     """
@@ -81,9 +82,17 @@ class Policy:
             check_number("fast_set", self.fast_set, above=0, high=1)
 
     def check_device(self, *, has_gpu: bool) -> None:
-        """Raise `UserError` for what a run can't do with a GPU."""
-        if self.fetch_chosen and has_gpu:
-            raise UserError("fetch_chosen works without a GPU alone: leave it out")
+        """Raise `UserError` for what a run can't do with a GPU, or without one."""
+        if not self.fetch_chosen:
+            return
+        if has_gpu and self.cpu_cache_compute:
+            raise UserError("fetch_chosen has no effect beside cpu_cache_compute, by which the CPU "
+                            "attends where the cache is: leave one of them out")
+        if has_gpu and self.cache.cpu == 0:
+            raise UserError("fetch_chosen has no effect with a GPU on a cache of which none is in "
+                            "host memory: leave it out")
+        if not has_gpu and self.cache.disk == 0:
+            raise UserError("fetch_chosen has no effect on a cache in memory: leave it out")
 
     def fetches(self, has_gpu: bool) -> bool:
         """True if any weights have to be brought to compute memory."""
@@ -108,7 +117,7 @@ def check_fetch_chosen(policy: Policy, cache: CacheOptions) -> None:
         return
     idle = {"without recall": not cache.recalls,
             "in a simulation, whose cache is in memory": cache.simulated,
-            "on a cache in memory": policy.cache.disk == 0}
+            "on a cache in memory": policy.cache.gpu == 100}
     for reason, given in idle.items():
         if given:
             raise UserError(f"fetch_chosen has no effect {reason}: leave it out")

@@ -199,8 +199,7 @@ class DecoderLayers:
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
         attended = attending.result(self._transfers)
-        if (self._overlap and self._cache.recall_counts is not None
-                and self.guess_trial.guessing):
+        if self._overlap and self._cache.guesses and self.guess_trial.guessing:
             self._expect(step, batch, x)
         self._finish(step, weights, x, attended)
 

@@ -269,7 +269,6 @@ class Runner:
                             experts=self._experts)
         experts_before = None if self._experts is None else replace(self._experts.counts)
         recalls = workspace.cache.recall_counts
-        recalls_before = None if recalls is None else replace(recalls)
         with (torch.inference_mode(), self.sampled_memory(),
               self._spinning.watched(asleep=recalls is not None),
               dispatch.measured(self.settings.load.implementations),
@@ -303,8 +302,8 @@ class Runner:
             for name, count in asdict(self._experts.counts.since(experts_before)).items():
                 setattr(stats, f"expert_{name}", count)
             stats.expert_choices = self._experts.choices.made(self.own.num_layers)
-        if recalls is not None and recalls_before is not None:
-            for name, count in asdict(recalls.since(recalls_before)).items():
+        if recalls is not None:
+            for name, count in asdict(workspace.cache.recall_counts.since(recalls)).items():
                 setattr(stats, f"recall_{name}", count)
         if self._exchange is not None:
             stats.sent_bytes = self._exchange.sent_bytes - sent_before

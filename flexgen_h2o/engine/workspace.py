@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from flexgen_h2o.cache.attending import PendingAttention
+from flexgen_h2o.cache.fast_set import RecallCounts
 from flexgen_h2o.cache.kv_cache import KVCache
-from flexgen_h2o.cache.recalled import RecallCounts
 from flexgen_h2o.cache.shape import CacheShape, CacheSize, slots_of
 from flexgen_h2o.cache.stand_ins import SimulatedBlockCache
 from flexgen_h2o.config.h2o import H2OConfig
@@ -54,6 +54,7 @@ class BlockCache(Protocol):
     attends_on_host: bool
     binds: bool
     stays: bool
+    guesses: bool
     recall_counts: RecallCounts | None
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
@@ -80,7 +81,7 @@ class BlockCache(Protocol):
         """Attend from a new token of each sequence, and cache it."""
 
     def expect_token(self, layer: int, batch: int, q, k, *, token: int, rope, sinks) -> None:
-        """Start bringing what a new token may recall; only where there are `recall_counts`."""
+        """Start bringing what a new token may recall; only where it `guesses`."""
 
     def bind_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, steps) -> None:
         """Note the attention of a token step for a program; only where `binds`."""

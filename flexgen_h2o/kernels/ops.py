@@ -39,8 +39,9 @@ from flexgen_h2o.kernels import (
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
-__all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "decode_attention",
-           "dequantize_groups", "fetch_tokens", "flat", "index_keys", "linear_choice",
+__all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "claim_slots",
+           "copy_tokens", "decode_attention", "dequantize_groups", "fetch_tokens", "flat",
+           "index_keys", "linear_choice",
            "linear_float32", "linear_skinny", "linear_quantized", "plain_torch",
            "prefill_attention", "quantize_groups", "quantize_matrix", "select_heavy_hitters",
            "take_slots", "unpack_rows"]
@@ -211,6 +212,22 @@ def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Ten
     take = native_recall if _natively(chosen) else reference_recall
     return take.take_slots(chosen, firsts, slot_of=slot_of, token_of=token_of,
                            log_weights=log_weights, newest=newest)
+
+
+def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
+                ) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference_recall.claim_slots`; for a GPU."""
+    claim = (library.triton_function("recall", "claim_slots") if chosen.is_cuda
+             else reference_recall.claim_slots)
+    return claim(chosen, slot_of=slot_of, token_of=token_of, log_weights=log_weights)
+
+
+def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -> None:
+    """See `reference_recall.copy_tokens`; for a GPU, and either side may be in page-locked host
+    memory."""
+    copy = (library.triton_function("recall", "copy_tokens") if moves.is_cuda
+            else reference_recall.copy_tokens)
+    copy(source, target, moves, counts)
 
 
 def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, offset: int,

@@ -238,6 +238,54 @@ def take_slots(chosen, firsts, *, slot_of, token_of, log_weights, newest):
     return slots.view(chosen.shape), missing, int(old.sum()) - missing.shape[1]
 
 
+def claim_slots(chosen, *, slot_of, token_of, log_weights):
+    """Give chosen tokens slots of fast memory, as `take_slots` does, where no host waits for it.
+
+    Parameters
+    ----------
+    chosen : int32 Tensor [sequences, kv_heads, n]
+        Different tokens of each head; -1 for none. No more than there are slots.
+    slot_of, token_of, log_weights : int32 Tensors [heads, tokens], [heads, slots], [heads, tokens]
+        As of `take_slots`, contiguous; the first two are written in place.
+
+    Returns
+    -------
+    slots : int32 Tensor like chosen
+        -1 for none.
+    moves : int32 Tensor [2, sequences, kv_heads, n]
+        Of each head the tokens that had no slot, and the slots that they have now: the first
+        `counts`, behind which anything may be.
+    counts : int32 Tensor [sequences, kv_heads]
+    """
+    slots, missing, _ = take_slots(
+        chosen, torch.full((len(chosen),), slot_of.shape[1]), slot_of=slot_of, token_of=token_of,
+        log_weights=log_weights, newest=1)
+    heads, tokens, places = missing
+    counts = torch.bincount(heads, minlength=len(token_of))
+    moves = chosen.new_zeros(2, len(token_of), chosen.shape[2])
+    number = torch.arange(len(heads)) - (counts.cumsum(0) - counts)[heads]
+    moves[:, heads, number] = torch.stack((tokens, places)).int()
+    return (slots, moves.unflatten(1, chosen.shape[:2]),
+            counts.int().unflatten(0, chosen.shape[:2]))
+
+
+def copy_tokens(source, target, moves, counts):
+    """Copy keys and values of some slots into others.
+
+    Parameters
+    ----------
+    source, target : Tensors [2, sequences, kv_heads, slots, width]
+        Of one dtype, their last two dimensions contiguous; `target` is written in place.
+    moves : int32 Tensor [2, sequences, kv_heads, n], contiguous
+        Of each head, slots of the source and where they go: the first `counts`.
+    counts : int32 Tensor [sequences, kv_heads]
+    """
+    for sequence in range(counts.shape[0]):
+        for head, count in enumerate(counts[sequence].tolist()):
+            origins, places = moves[:, sequence, head, :count].long()
+            target[:, sequence, head, places] = source[:, sequence, head, origins]
+
+
 def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
     """Read tokens that lie in records of a file, and put them into their slots.
 

@@ -9,7 +9,12 @@ from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.budget import cached, fast_slots, recalled
 from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
 from flexgen_h2o.planning.planned_run import PlannedRun, record_bytes
-from flexgen_h2o.planning.recall_cost import RecalledTokens, recall_seconds, recalled_reads
+from flexgen_h2o.planning.recall_cost import (
+    RecalledTokens,
+    missing_tokens,
+    recall_seconds,
+    recalled_reads,
+)
 
 
 class CachedTokens:
@@ -65,6 +70,8 @@ class CachedTokens:
                 total += self._attended(layer) * self._record
                 continue
             read = tokens.chosen * self._record
+            if self._run.has_fast_set:
+                read = min(read, missing_tokens(self._recall, tokens) * self._record)
             total, awaited = total + read, awaited + read
         return total / layers, awaited / layers
 

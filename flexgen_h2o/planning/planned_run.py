@@ -190,6 +190,11 @@ class PlannedRun:
         return self.has_gpu and recalls and not self.attends_on_host
 
     @property
+    def has_fast_set(self) -> bool:
+        """True if a GPU's memory holds tokens of a cache in host memory that is recalled."""
+        return self.policy.fetch_chosen and self.recalls_in_place
+
+    @property
     def attends_on_host(self) -> bool:
         """True if the cache in host memory is used there, beside a GPU."""
         return self.has_gpu and self.policy.cpu_cache_compute

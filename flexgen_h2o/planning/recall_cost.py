@@ -66,15 +66,20 @@ def recalled_reads(recall: RecallRates, tokens: RecalledTokens) -> float:
     return sum(read_shares(*missing_groups(recall, tokens)))
 
 
-def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, float]:
-    """Records with chosen tokens that memory has not, in `NEAR` bytes of the cache on average;
-    and the length of a record, over `NEAR`.
+def missing_tokens(recall: RecallRates, tokens: RecalledTokens) -> float:
+    """Chosen tokens of a KV head that fast memory has not.
 
-    What is missing is in proportion to what is chosen; the larger the share that memory holds, the
-    less of it, and none where that is all.
+    They are in proportion to what is chosen; the larger the share that fast memory holds, the
+    fewer, and none where that is all.
     """
     share = min(max(tokens.held, 1) / tokens.cached, 1)
-    missing = recall.missed * tokens.chosen * (1 - share) ** 1.5 / math.sqrt(share)  # of a KV head
+    return recall.missed * tokens.chosen * (1 - share) ** 1.5 / math.sqrt(share)
+
+
+def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, float]:
+    """Records with chosen tokens that memory has not, in `NEAR` bytes of the cache on average;
+    and the length of a record, over `NEAR`."""
+    missing = missing_tokens(recall, tokens)
     layout = PageLayout(tokens.kv_heads, int(tokens.record / tokens.kv_heads), slots=0)
     near = NEAR / layout.token_bytes  # tokens of a head that take so many bytes
     return missing * near / tokens.cached, layout.record_bytes / NEAR

@@ -137,6 +137,8 @@ def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
     yield PlanRow("cache", gpu, cpu, disk)
     if run.recalls_from_disk:
         yield PlanRow("fast set", 0, in_memory)
+    if run.has_fast_set:
+        yield PlanRow("fast set", placed[1] * _fast_bytes(run, held, record))
     here, host = _staging(run, cached, record=record, most=max(held),
                           staged_host=not run.attends_on_host)
     if run.attends_on_host:
@@ -168,6 +170,17 @@ def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> PlanRo
         host += record * (fast + layout.newest) + heads * 4 * (most + 2 * fast)
     batches = run.workload.num_gpu_batches
     return PlanRow("fast set", 0, batches * host, batches * disk)
+
+
+def _fast_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
+    """A GPU's bytes of a sequence that is recalled from host memory: the fast set, the newest
+    token, and which slot has which."""
+    nbytes, heads = 0, run.model.num_kv_heads
+    for layer, most in enumerate(held):
+        fast = fast_slots(run.cache.h2o, layer, most, run.policy.fast_set)
+        if fast:
+            nbytes += record * (fast + 1) + heads * 4 * (2 * most + 2 * fast)
+    return run.workload.num_gpu_batches * nbytes
 
 
 def _staging(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most: int,

@@ -257,12 +257,13 @@ def _shaped(request: PlanRequest, run: PlannedRun, size: int, count: int) -> Pla
 
 def _stripped(run: PlannedRun | None, request: PlanRequest) -> PlannedRun | None:
     """The run without attention on the CPU if nothing of the cache is there, and without reads of
-    what is chosen if nothing of it is on disk."""
+    what is chosen if nothing of it is where that is done."""
     if run is None:
         return None
     policy, asked = run.policy, request.policy
     on_host = policy.cpu_cache_compute and (policy.cache.cpu > 0 or asked.cpu_cache_compute)
-    fetches = policy.fetch_chosen and policy.cache.disk > 0
+    fetches = policy.fetch_chosen and (
+        not on_host and policy.cache.cpu > 0 if run.has_gpu else policy.cache.disk > 0)
     return replace(run, policy=replace(
         policy, cpu_cache_compute=on_host, fetch_chosen=fetches,
         fast_set=policy.fast_set if fetches else None))

@@ -95,13 +95,13 @@ def test_every_kernel_is_checked_before_any_is_timed(bench, rows, brain):
     assert kinds == sorted(kinds)  # checks, then times
     checked = {step.name for step in steps if step.kind == "check"}
     assert checked == {"groups", "select", "decode", "prefill", "product", "unpack",
-                       "recall"}
+                       "recall", "fast set"}
     assert all(step.reserve == 0 for step in steps if step.kind == "check")
     assert all(step.reserve == bench.gpu_check.COMPARISON for step in steps if step.kind == "time")
     every = [*bench.gpu_check.DECODES, *bench.gpu_check.PREFILLS, *bench.gpu_check.SELECTIONS,
              *bench.gpu_check.MATRICES, *bench.gpu_check.RECALLS]
     kept = [case for case in every if brain or case[0] != torch.bfloat16]
-    assert kinds.count("check") == len(kept) + 2
+    assert kinds.count("check") == len(kept) + 3
 
 
 def test_a_card_has_its_folder(bench):

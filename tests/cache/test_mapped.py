@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 from fakes import LazyDevice
-from h2o.test_h2o import prompts_of, tokens
-from inside import open_devices
+from h2o.test_h2o import prompts_of, run, tokens
+from inside import cache_of, open_devices
 from llm.test_conversation import answers, open_llm, turns_of
 
-from flexgen_h2o import H2OConfig, Placement
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache.fetched import FetchedPart
 from flexgen_h2o.cache.mapped import MappedPart
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.buffer_ring import BufferRing
 
 RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
@@ -33,21 +34,25 @@ def loaded(monkeypatch) -> list:
     return found
 
 
+@pytest.mark.parametrize("fast", [{}, {"fetch_chosen": True}, {"fetch_chosen": True,
+                                                              "fast_set": 0.7}])
 @pytest.mark.parametrize("options", [
     {}, {"gpu_batch_size": 1, "num_gpu_batches": 3}, {"prefill_chunk": 16}, {"overlap": False},
     {"cache_bits": 4}, {"gpu_batch_size": 2, "num_gpu_batches": 1, "refill_share": 0.01}])
-def test_the_same_tokens_as_in_the_memory_of_the_device(tiny_model, loaded, options):
+def test_the_same_tokens_as_in_the_memory_of_the_device(tiny_model, loaded, options, fast):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
-    shared = {"cache_bits": options.pop("cache_bits", 16), "new": 24}
+    shared = {"cache_bits": options.get("cache_bits", 16), "new": 24}
     expected = tokens(tiny, prompts, RECALL, **shared)
-    assert tokens(tiny, prompts, RECALL, cache=HOST, **shared, **options) == expected
-    assert tokens(tiny, prompts, RECALL, cache=Placement(30, 40, 30), **shared) == expected
+    for place in (HOST, Placement(30, 40, 30)):
+        assert tokens(tiny, prompts, RECALL, cache=place, **shared | options | fast) == expected
 
 
-def test_no_layer_comes_whole_in_decode_steps(tiny_model, loaded):
+@pytest.mark.parametrize("fetch", [False, True])
+def test_no_layer_comes_whole_in_decode_steps(tiny_model, loaded, fetch):
     tiny = tiny_model("llama")
-    prompts, few = prompts_of(tiny)[:3], {"cache": HOST, "gpu_batch_size": 3}
+    prompts = prompts_of(tiny)[:3]
+    few = {"cache": HOST, "gpu_batch_size": 3, "fetch_chosen": fetch}
     counts = []
     for new in (2, 30):
         loaded.clear()
@@ -56,31 +61,49 @@ def test_no_layer_comes_whole_in_decode_steps(tiny_model, loaded):
     assert counts[0] == counts[1] > 0
 
 
-def test_layers_that_attend_to_all_are_fetched_whole(tiny_model, loaded):
+def test_a_fast_set_misses_less_the_larger_it_is(tiny_model, loaded):
+    tiny = tiny_model("llama")
+    prompts, loads = prompts_of(tiny), []
+    for share in (0.3, 0.6, 1.0):
+        stats = run(tiny, prompts, RECALL, new=40, cache=HOST, fetch_chosen=True,
+                    fast_set=share)[1]
+        asked = stats.recall_hits + stats.recall_loads
+        loads.append(stats.recall_loads)
+    assert asked > loads[0] > loads[1] > loads[2] > 0
+    assert stats.recall_guesses == 0
+
+
+@pytest.mark.parametrize("fetch", [False, True])
+def test_layers_that_attend_to_all_are_fetched_whole(tiny_model, loaded, fetch):
     some = H2OConfig(heavy_ratio=(0.1, 1.0, 0.1), recent_ratio=(0.1, 1.0, 0.1), recall=True)
     for key, h2o in (("llama", some), ("gemma3", RECALL)):
         tiny = tiny_model(key)
         prompts = prompts_of(tiny)
         expected = tokens(tiny, prompts, h2o, new=24)
-        assert tokens(tiny, prompts, h2o, new=24, cache=HOST) == expected
+        assert tokens(tiny, prompts, h2o, new=24, cache=HOST, fetch_chosen=fetch) == expected
 
 
-def test_a_conversation_goes_on_in_host_memory(tiny_model, loaded):
+@pytest.mark.parametrize("fetch", [False, True])
+def test_a_conversation_goes_on_in_host_memory(tiny_model, loaded, fetch):
     tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
         expected = answers(llm, turns, max_tokens=140)
-    with open_llm(tiny, h2o, chunk=6, cache=HOST) as llm:
+    with open_llm(tiny, h2o, chunk=6, cache=HOST, fetch_chosen=fetch) as llm:
         assert answers(llm, turns, max_tokens=140) == expected
+
+
+def test_a_fast_set_without_host_memory_to_fill_it_from_is_refused(tiny_model, loaded):
+    folder = str(tiny_model("llama").folder)
+    for placed, words in (({"cache": Placement(50, 0, 50)}, "of which none is in host memory"),
+                          ({"cache": HOST, "cpu_cache_compute": True}, "leave one of them out")):
+        with pytest.raises(UserError, match=f"fetch_chosen has no effect .*{words}"):
+            LLM(folder, h2o=RECALL, policy=Policy(fetch_chosen=True, **placed))
 
 
 @pytest.mark.parametrize("zero_copy, kind", [(True, MappedPart), (False, FetchedPart)])
 def test_devices_that_read_no_host_memory_fetch_whole_layers(tiny_model, monkeypatch, zero_copy,
                                                              kind):
-    from inside import cache_of
-
-    from flexgen_h2o import LLM, Policy
-
     open_devices(monkeypatch, LazyDevice)
     monkeypatch.setattr(LazyDevice, "zero_copy", zero_copy)
     tiny = tiny_model("llama")

@@ -432,8 +432,15 @@ def test_reads_of_what_is_chosen_have_to_have_an_effect(tmp_path):
     plan = plan_of(tmp_path, CPU, **recall)
     assert "--fetch-chosen has no effect: this policy leaves nothing" in plan.text
     assert not plan.config.fetch_chosen and "--fetch-chosen" not in plan.text.splitlines()[1]
-    with pytest.raises(UserError, match="works without a GPU alone"):
-        plan_of(tmp_path, GPU, **recall)
+    plan = plan_of(tmp_path, GPU, **recall)
+    assert "--fetch-chosen has no effect: this policy leaves nothing" in plan.text
+    plan = plan_of(tmp_path, GPU, **recall | {"percent": (100, 0, 0, 100, 100, 0)})
+    whole = plan_of(tmp_path, GPU, **recall | {"percent": (100, 0, 0, 100, 100, 0),
+                                               "fetch_chosen": False})
+    links = [each.best.estimate.step.resources["cpu->gpu"] for each in (plan, whole)]
+    assert plan.config.fetch_chosen and 0 < links[0] < links[1]
+    with pytest.raises(UserError, match="on a cache of which none is in host memory"):
+        plan_of(tmp_path, GPU, **recall | {"percent": (100, 0, 50, 0, 100, 0)})
 
 
 # Flags

@@ -112,3 +112,40 @@ def test_new_tokens_take_the_slots_that_they_are_given():
     torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(out[1], v[1].expand(4, 16), rtol=2e-5, atol=2e-5)
     assert taken.flatten().tolist() == [5, 0] and same(ours, theirs)
+
+
+@pytest.mark.parametrize("tokens, slots, most", [(50, 12, 7), (90, 40, 40), (33, 33, 20),
+                                                 (200, 70, 1)])
+def test_slots_are_claimed_as_the_reference_gives_them(tokens, slots, most):
+    """Step after step: some tokens go on being chosen, others take the slots of the lightest."""
+    sequences, kv_heads = 2, 3
+    ours, theirs = ([torch.full((6, tokens), -1).int(), torch.full((6, slots), -1).int(),
+                     torch.zeros(6, tokens).int()] for _ in range(2))
+    for step in range(5):
+        weights = torch.randint(9 if step % 2 else 2**30, (6, tokens)).int()  # with ties
+        chosen = torch.rand(6, tokens).argsort(-1)[:, :most].sort(-1).values.int()
+        chosen[0, most - most // 3 :] = -1
+        chosen = chosen.view(sequences, kv_heads, most)
+        found = []
+        for module, state in ((triton_recall, ours), (reference_recall, theirs)):
+            state[2].copy_(weights)
+            taken, moves, counts = module.claim_slots(
+                chosen, **dict(zip(("slot_of", "token_of", "log_weights"), state, strict=True)))
+            live = torch.arange(most) < counts[..., None]
+            found.append((taken, moves.where(live, -1), counts))
+        assert all(map(torch.equal, *found)) and all(map(torch.equal, ours, theirs))
+        assert step or (counts.flatten()[1:] == most).all()
+    assert (counts < most).any() or most == 1
+
+
+@pytest.mark.parametrize("dtype, width", [(torch.float16, 64), (torch.float32, 5),
+                                          (torch.uint8, 72), (torch.bfloat16, 3),
+                                          (torch.uint8, 35)])
+def test_tokens_are_copied_to_their_slots(dtype, width):
+    source, target = (torch.randint(200, (2, 2, 3, slots, width)).to(dtype) for slots in (40, 21))
+    moves = torch.stack([torch.rand(2, 3, n).argsort(-1)[..., :9] for n in (40, 20)]).int()
+    counts = torch.tensor([[9, 0, 4], [1, 8, 9]]).int()
+    expected = target.clone()
+    reference_recall.copy_tokens(source, expected, moves, counts)
+    triton_recall.copy_tokens(source, target, moves, counts)
+    assert same(target, expected)
