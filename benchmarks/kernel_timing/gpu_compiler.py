@@ -199,7 +199,7 @@ def bytes_per_flop(launch: KernelLaunch) -> float | None:
     if launch.kernel == "_forward":
         return item / (2 * held["BLOCK_M"])
     if launch.kernel == "_sum_columns":
-        return (size * item + 8) / (2 * held["BLOCK_M"] * size)
+        return (size * item + 8) / (2 * held["BLOCK_N"] * size)
     group = held.get("WORDS", 0) * 32 // bits
     if launch.kernel == "_skinny":
         return (bits / 8 + 4 / group) / (2 * held["ROWS"])

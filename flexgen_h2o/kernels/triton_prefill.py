@@ -1,10 +1,10 @@
 """Causal attention of packed prompts on a GPU, with the attention score that each key receives.
 
-A flash forward saves the maximum and the sum of each row's softmax (apart: the logarithm of the sum
-would drown in a large maximum); a second pass goes by blocks of keys, recomputes the probabilities
-of all queries that see them and sums the columns in registers. That is half of the forward's work
-again, with no atomics (so the sums are the same every time), and no memory but two floats per row
-and head. All logits are to base 2 (`tl.exp2` is the device's own instruction).
+A flash forward saves the maximum of each row's softmax and 1 / its sum (apart: the logarithm of the
+sum would drown in a large maximum); a second pass goes by blocks of keys, recomputes the
+probabilities of all queries that see them and sums the columns in registers. That is half of the
+forward's work again, with no atomics (so the sums are the same every time), and no memory but two
+floats per row and head. All logits are to base 2 (`tl.exp2` is the device's own instruction).
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ def _fitting(tuned, named_args, **constants):
 
 
 def _fitting_columns(tuned, named_args, **constants):
-    """The configs whose logits fit into registers, and as many sums; keys as wide as results do."""
-    fitting = _fitting(tuned, named_args, **constants)
-    return [one for one in fitting if 2 * one.kwargs["BLOCK_M"] * one.kwargs["BLOCK_N"]
-            <= MOST_SUMS[one.num_warps]]
+    """The configs that do not spill. Heads that fill their tiles have no masks in registers: of
+    these, small ones may have wider blocks or a deeper pipeline."""
+    most = 2 * 32 if constants["WIDTH"] > 128 else {64: 2 * 128, 128: 3 * 64}.get(
+        constants["DIM"], 2 * 64)
+    return [one for one in tuned if one.num_stages * one.kwargs["BLOCK_N"] <= most]
 
 
 _TUNED = configs(
@@ -60,6 +61,10 @@ _TUNED = configs(
     ({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 2), ({"BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
     ({"BLOCK_M": 64, "BLOCK_N": 64}, 4, 3), ({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 3),
     ({"BLOCK_M": 128, "BLOCK_N": 128}, 8, 2))
+_COLUMNS = configs(
+    {"BLOCK_M": 16, "BLOCK_N": 16},
+    ({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 2), ({"BLOCK_M": 64, "BLOCK_N": 64}, 4, 2),
+    ({"BLOCK_M": 64, "BLOCK_N": 64}, 4, 3), ({"BLOCK_M": 64, "BLOCK_N": 128}, 4, 2))
 
 
 @triton.jit
@@ -110,7 +115,8 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
              scale, inner, cap, window, sinks, GROUP: tl.constexpr, DIM: tl.constexpr,
              WIDTH: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
              LONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Output, and stats [2, heads, rows] unless they are None, of BLOCK_M rows of one head.
+    """Output, and stats [2, heads, rows] unless they are None, of BLOCK_M rows of one head: their
+    maximum, and 1 / their sum.
 
     Row r of n stands at position tokens - n + r. The last rows see the most keys: they go first.
     """
@@ -148,7 +154,7 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
     live = row < q_start + n
     if stats is not None:
         tl.store(stats + head * rows + row, most, mask=live)
-        tl.store(stats + (tl.num_programs(1) + head) * rows + row, total, mask=live)
+        tl.store(stats + (tl.num_programs(1) + head) * rows + row, 1.0 / total, mask=live)
     lane = tl.arange(0, WIDTH)[None, :]
     place = out + (row[:, None] * tl.num_programs(1) + head) * DIM + lane
     tl.store(place, (result / total[:, None]).to(out.dtype.element_ty),
@@ -156,37 +162,39 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
 
 
 @triton.jit
-def _columns(keys, q, q_stride, most, total, weights, position, before, n, first, last, scale,
+def _columns(keys, q, q_stride, most, inverse, weights, position, before, n, first, last, scale,
              inner, cap, window, received, DIM: tl.constexpr, WIDTH: tl.constexpr,
              MASKED: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
              BLOCK_M: tl.constexpr):
-    """Add what the rows first to last give to the keys at `position`: [keys, rows].
+    """Add what the rows first to last give to the keys at `position`: [rows, keys].
 
-    Keys are the rows of the tile, and rows of queries are added into one tile, so that nothing is
-    summed across threads before the end.
+    Rows of queries are added into one tile, so that nothing is summed across threads before the
+    end. All that a block needs is loaded before its product, and without masks: the loads are then
+    under way together.
     """
     for start in range(first, last, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
-        tile = _tile(q, row, q_stride, n, DIM, WIDTH, False)
-        logits = tl.dot(keys, tl.trans(tile))
+        held = tl.minimum(row, n - 1)  # past the last row its copy, with a factor of 0
+        tile = _tile(q, held, q_stride, n, DIM, WIDTH, True)
+        highest = tl.load(most + held)
+        # A row's sum and its weight are one factor.
+        factor = tl.load(inverse + held)
+        logits = tl.dot(tile, tl.trans(keys))
+        if weights is not None:
+            factor *= tl.load(weights + (n - 1 - held))
+        factor = tl.where(row < n, factor, 0.0)
         if CAPPED:
             logits = soft_capped(logits * inner, cap)
         if MASKED:
-            logits = tl.where(position[:, None] <= (before + row)[None, :], logits, float("-inf"))
+            logits = tl.where(position[None, :] <= (before + row)[:, None], logits, float("-inf"))
         if WINDOWED:
-            logits = tl.where(position[:, None] > (before + row - window)[None, :], logits,
+            logits = tl.where(position[None, :] > (before + row - window)[:, None], logits,
                               float("-inf"))
-        p = tl.exp2(logits * scale - tl.load(most + row, mask=row < n, other=0.0)[None, :])
-        # A row's sum and its weight are one factor, 0 for rows that do not exist.
-        factor = 1.0
-        if weights is not None:
-            factor = tl.load(weights + (n - 1 - row), mask=row < n, other=0.0)
-        factor /= tl.load(total + row, mask=row < n, other=float("inf"))
-        received += p * factor[None, :]
+        received += tl.exp2(logits * scale - highest[:, None]) * factor[:, None]
     return received
 
 
-@triton.autotune(_TUNED, key=["DIM", "LONG"], restore_value=["scores"],
+@triton.autotune(_COLUMNS, key=["DIM", "LONG"], restore_value=["scores"],
                  prune_configs_by={"early_config_prune": _fitting_columns}, cache_results=True)
 @triton.jit
 def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_row, weights,
@@ -194,45 +202,44 @@ def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_ro
                  rows, scale, inner, cap, window, GROUP: tl.constexpr, DIM: tl.constexpr,
                  WIDTH: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
                  LONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The attention score of BLOCK_M keys of one KV head, from all heads of its group.
+    """The attention score of BLOCK_N keys of one KV head, from all heads of its group.
 
-    The first keys are seen by the most rows, and go first. Keys are the M of the product here,
-    rows of queries its N.
+    The first keys are seen by the most rows, and go first.
     """
     sequence, head = tl.program_id(2), tl.program_id(1).to(tl.int64)
     q_start, n = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
     k_start, tokens = tl.load(sequences + 4 * sequence + 2), tl.load(sequences + 4 * sequence + 3)
-    first_key = tl.program_id(0) * BLOCK_M
+    first_key = tl.program_id(0) * BLOCK_N
     if first_key >= tokens:
         return
-    position = first_key + tl.arange(0, BLOCK_M)
+    position = first_key + tl.arange(0, BLOCK_N)
     keys = _tile(k + k_start.to(tl.int64) * k_row + head * k_head, position, k_row, tokens, DIM,
                  WIDTH, False)
     before = tokens - n
     # The first row that sees any of the keys, and the first that sees them all.
     first = tl.maximum(first_key - before, 0)
-    every = tl.maximum(first_key + BLOCK_M - 1 - before, 0)
-    every = tl.minimum(first + tl.cdiv(every - first, BLOCK_N) * BLOCK_N, n)
+    every = tl.maximum(first_key + BLOCK_N - 1 - before, 0)
+    every = tl.minimum(first + tl.cdiv(every - first, BLOCK_M) * BLOCK_M, n)
     if WINDOWED:  # up to the last row whose window has the last key
-        every = tl.minimum(tl.maximum(first_key + BLOCK_M - 1 + window - before, 0), n)
+        every = tl.minimum(tl.maximum(first_key + BLOCK_N - 1 + window - before, 0), n)
     received = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for g in range(GROUP):
         query = head * GROUP + g
         mine = q + q_start.to(tl.int64) * q_row + query * q_head
         most = stats + query * rows + q_start
-        total = most + tl.num_programs(1).to(tl.int64) * GROUP * rows
-        received = _columns(keys, mine, q_row, most, total, weights, position, before, n, first,
+        inverse = most + tl.num_programs(1).to(tl.int64) * GROUP * rows
+        received = _columns(keys, mine, q_row, most, inverse, weights, position, before, n, first,
                             every, scale, inner, cap, window, received, DIM, WIDTH, True, CAPPED,
-                            WINDOWED, BLOCK_N)
+                            WINDOWED, BLOCK_M)
         if not WINDOWED:
-            received = _columns(keys, mine, q_row, most, total, weights, position, before, n,
+            received = _columns(keys, mine, q_row, most, inverse, weights, position, before, n,
                                 every, n, scale, inner, cap, window, received, DIM, WIDTH, False,
-                                CAPPED, False, BLOCK_N)
+                                CAPPED, False, BLOCK_M)
     place = scores + head * m_head + (k_start + position.to(tl.int64)) * m_row
     old = tl.load(place, mask=position < tokens, other=0.0)
     if weights is not None:
         old *= tl.load(weights + n)
-    tl.store(place, old + tl.sum(received, axis=1), mask=position < tokens)
+    tl.store(place, old + tl.sum(received, axis=0), mask=position < tokens)
 
 
 @functools.lru_cache(maxsize=4)
@@ -269,7 +276,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, stats, sequences, rows,
         *options, form.sink_logits, **shape)
     if scores is not None:
-        _sum_columns[lambda size: (triton.cdiv(max(key_lengths), size["BLOCK_M"]), kv_heads,
+        _sum_columns[lambda size: (triton.cdiv(max(key_lengths), size["BLOCK_N"]), kv_heads,
                                    len(lengths))](
             q, *q.stride()[:2], k, *k.stride()[:2], stats, scores, *scores.stride(),
             _powers(decay, longest, q.device), sequences, rows, *options, **shape)
