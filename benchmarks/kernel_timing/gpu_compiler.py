@@ -193,9 +193,9 @@ def bytes_per_flop(launch: KernelLaunch) -> float | None:
     """
     held, item, bits = launch.constants, launch.variant.dtype.itemsize, launch.variant.bits
     size = launch.variant.size
-    if launch.kernel == "_read":
+    if launch.kernel in ("_read", "read_codes"):
         vector = size * item if bits == 16 else GroupLayout(size, bits).nbytes
-        return 2 * vector / (4 * size * held["HEADS"])
+        return 2 * vector / (4 * size * held.get("HEADS", 1))
     if launch.kernel == "_forward":
         return item / (2 * held["BLOCK_M"])
     if launch.kernel == "_sum_columns":

@@ -81,6 +81,8 @@ def variants() -> Iterator[Variant]:
         for dtype, group in ((HALF, 1), (BRAIN, GROUP)):
             yield Variant("decode", dtype, 128, bits,
                           partial(_decode, dtype, 128, bits, group, 0, scored=False))
+        if bits < 16:
+            yield Variant("recall", HALF, 128, bits, partial(_recall, HALF, 128, bits, 1, 4096))
 
 
 def _decodes(dtype: torch.dtype, size: int) -> list[tuple[int, int]]:

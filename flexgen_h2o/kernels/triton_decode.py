@@ -2,8 +2,9 @@
 
 The first is split over the slots, so that a batch of one fills the device too; each program reads
 its slots' keys and values once for all query heads of a KV head, and leaves logits and a partial
-softmax. The second puts the parts together, adds the new token, scores, evicts and writes: not
-before every read of the first is done, since launches on one stream follow each other.
+softmax. (Compressed caches whose heads are not multiplied together go by `triton_codes`.) The
+second puts the parts together, adds the new token, scores, evicts and writes: not before every read
+of the first is done, since launches on one stream follow each other.
 
 All logits are to base 2 (`tl.exp2` is the device's own instruction).
 """
@@ -25,6 +26,13 @@ from flexgen_h2o.kernels.arguments import (
     FormArguments,
 )
 from flexgen_h2o.kernels.gpus import gpu_of
+from flexgen_h2o.kernels.triton_codes import (
+    EXACT,
+    LOG2_E,
+    LOWEST,
+    read_codes,
+    reads_codes,
+)
 from flexgen_h2o.kernels.triton_common import (
     EMPTY,
     FEWEST,
@@ -39,10 +47,6 @@ from flexgen_h2o.kernels.triton_common import (
     store_records,
     unit_stride,
 )
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.0e38)
-"""Below every logit, and finite: the difference of two is never NaN."""
 
 MOST_SPLITS = 128
 NO_EVICTION = EvictionArguments()
@@ -390,9 +394,9 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
     rotary = 0 if ranks is None else 2 * cos.shape[-1]
     tables = (None, None) if ranks is None else (cos.contiguous(), sin.contiguous())
     unit, strides = in_units(slots)
-    shape = {
-        "UNIT": unit, "LENGTH": length, "BITS": bits, "ROTARY": rotary,
-        "GROUP": length if bits == 16 else GroupLayout(length, bits).group}
+    layout = length if bits == 16 else GroupLayout(length, bits).group
+    shape = {"UNIT": unit, "LENGTH": length, "BITS": bits, "GROUP": layout,
+             "CAPPED": form.softcap > 0, "WINDOWED": window > 0}
     half, tall = triton.next_power_of_2(length // 2), triton.next_power_of_2(group)
     # A group goes to `tl.dot` together, or head by head: then the cache is read once for each, but
     # at the same time, and so mostly from the second-level cache.
@@ -401,25 +405,32 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
     heads, least = (group, FEWEST) if together else (1, 1)
     stride = (0, 0) if scores is None else scores.stride()[:2]
     scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
-    shape |= {"CAPPED": form.softcap > 0, "WINDOWED": window > 0}
-    _read[(pairs * (group // heads), splits)](
-        q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
-        parts, stats, chosen, kv_heads, n, split, scale, form.softcap, positions, window, **shape,
-        HEADS=heads, SHARERS=group // heads,
-        LONG=n >= 512, TALL=max(least, triton.next_power_of_2(heads)), WIDTH=max(least, half))
-    # Few warps where they do: 2048 programs of 1024 slots each take 0.015 ms on an H200 with 2
-    # warps, 0.058 ms with 4 and 0.102 ms with 8. Long caches of few heads have up to 16. With more
-    # than 8 logits a thread at a time some heads spill.
+    apart = {"SHARERS": group // heads, "LONG": n >= 512}
+    grid = (pairs * (group // heads), splits)
+    if heads == 1 and reads_codes(slots, unit, length, layout, bits, rotary):
+        read_codes[grid](
+            q, *q.stride()[:2], slots, *strides, metadata, *stride, logits, parts, stats, chosen,
+            kv_heads, n, split, scale, form.softcap, positions, window, EXACT, **shape, **apart,
+            WORDS=triton.next_power_of_2(length // 8))
+    else:
+        _read[grid](
+            q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
+            parts, stats, chosen, kv_heads, n, split, scale, form.softcap, positions, window,
+            **shape, **apart, ROTARY=rotary, HEADS=heads,
+            TALL=max(least, triton.next_power_of_2(heads)), WIDTH=max(least, half))
+    # As few warps as will do, and few logits a thread: 2048 programs of 1024 slots each take 0.011
+    # ms on an H200 with 1 warp and 256 slots at a time; with all at once 0.015 ms with 2 warps, and
+    # 0.058 and 0.102 ms with 4 and 8. Long caches of few heads, whose programs are few, have up to
+    # 16; groups have more than single heads, since some spill otherwise.
     most = triton.next_power_of_2(n)
-    warps = max(2, min(16, tall * most // 512))
-    block = max(16, min(most, min(FINISH_ELEMENTS, 256 * warps) // tall))
+    warps = max(1, min(16, tall * most // (1024 if group == 1 else 512)))
+    block = max(16, min(most, max(256, tall * most // 4) // tall, FINISH_ELEMENTS // tall))
     wide = triton.next_power_of_2(length)
     chunk = max(1, min(triton.next_power_of_2(splits), FINISH_ELEMENTS // (tall * wide)))
     _finish[(pairs,)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, slots,
         *strides, metadata, scores, positions, ranks, *stride, *tables, logits, parts, stats,
         taken, places, kv_heads, n, split, splits, scale, form.softcap, window, form.sink_logits,
-        decay, sinks, **shape, HEADS=group, TALL=tall,
-        WIDTH=half, MEAN=mean, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, BLOCK=block,
-        num_warps=warps)
+        decay, sinks, **shape, ROTARY=rotary, HEADS=group, TALL=tall, WIDTH=half, MEAN=mean,
+        SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, BLOCK=block, num_warps=warps)
     return out, taken

@@ -64,11 +64,11 @@ def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
         assert {row["card"] for row in mine} == {card.name}
         units = {"_forward", "_sum_columns", "_several"}  # they need matrix units
         assert {row["kernel"] for row in mine} == {
-            "_read", "_finish", "_choose", "_gather", "_quantize", "_dequantize", "_skinny",
-            "_add_parts", "_unpack", *(units if architecture >= 80 else ())}
+            "_read", "read_codes", "_finish", "_choose", "_gather", "_quantize", "_dequantize",
+            "_skinny", "_add_parts", "_unpack", *(units if architecture >= 80 else ())}
         assert not [row for row in mine if row["kernel"] in units and row["dtype"] == "float32"]
         decodes = {(row["dtype"], row["size"], row["bits"])
-                   for row in mine if row["kernel"] == "_read"}
+                   for row in mine if row["kernel"] in ("_read", "read_codes")}
         assert decodes == {(dtype, size, bits) for dtype in ("float16", "bfloat16", "float32")
                            for size in ("64", "80", "96", "128", "256")
                            for bits in ("16", "8", "4")}

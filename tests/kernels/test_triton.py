@@ -16,6 +16,7 @@ if (sys.platform, platform.machine()) != ("linux", "x86_64"):
     pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 import triton.language as tl  # noqa: E402
+from fakes import T4  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm  # noqa: E402
@@ -29,6 +30,7 @@ from flexgen_h2o.kernels import (  # noqa: E402
     triton_select,
 )
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments  # noqa: E402
+from flexgen_h2o.kernels.gpus import pretending  # noqa: E402
 
 ATTENTION = [AttentionForm(scale=0.4), AttentionForm(softcap=2.5), AttentionForm(window=7),
              AttentionForm(sinks=True), AttentionForm(0.4, 2.5, 20, True)]
@@ -243,6 +245,37 @@ def test_decode_of_every_form_of_attention(attention, form, group):
     check_decode(cached=[0, 33, 1, 50], form=form, group=group, attention=attention)
     check_decode(cached=[33, 70], full=(0,), form=form, group=group, attention=attention,
                  eviction=Eviction(window=attention.window or 0))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("dim", "attention"), [
+    *((dim, DEFAULT_FORM) for dim in (8, 64, 80, 96, 128)),
+    (64, ATTENTION[1]), (128, ATTENTION[2]), (80, ATTENTION[-1])], ids=str)
+def test_decode_of_codes_as_they_lie(monkeypatch, bits, dim, attention):
+    """Of one head, and of several one by one, as they are without matrix units."""
+    monkeypatch.setattr(triton_decode, "_read", None)
+    options = {"form": bits, "dim": dim, "attention": attention}
+    check_decode(cached=[0, 33, 1], kv_heads=2, **options)
+    with pretending(T4):
+        check_decode(cached=[70], full=(0,), kv_heads=2, group=3, **options,
+                     eviction=Eviction(window=attention.window or 0))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_decode_of_codes_that_are_no_whole_words(monkeypatch, bits):
+    monkeypatch.setattr(triton_decode, "read_codes", None)
+    for begin, end in ((1, 2), (2, 2)):  # strides, or where the first record lies
+        case = decode_case([33], form=bits, dim=64)
+        wide = torch.full((*case["slots"].shape[:-1], begin + case["layout"].nbytes + end), 77,
+                          dtype=torch.uint8)
+        slots = wide[..., begin : begin + case["layout"].nbytes]
+        slots.copy_(case["slots"])
+        out, _ = triton_decode_step(**case | {"slots": slots})
+        expected, _ = reference.decode_attention(**case)
+        assert (out.float() - expected.float()).abs().max() < BOUND[out.dtype]
+        assert torch.equal(slots, case["slots"])
+        wide[..., begin : begin + case["layout"].nbytes] = 77
+        assert (wide == 77).all()
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fakes import T4
 from kernel_cases import same
-from kernels.test_recall_kernels import CASES, case, weights_of
+from kernels.test_recall_kernels import CAPPED, CASES, case, weights_of
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (a fixture)
 
+from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.recall import choose
-from flexgen_h2o.kernels import reference_recall, triton_recall
+from flexgen_h2o.kernels import reference_recall, triton_decode, triton_recall
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
+from flexgen_h2o.kernels.gpus import pretending
 
 
 def bits_of(some) -> int:
@@ -112,6 +115,30 @@ def test_new_tokens_take_the_slots_that_they_are_given():
     torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(out[1], v[1].expand(4, 16), rtol=2e-5, atol=2e-5)
     assert taken.flatten().tolist() == [5, 0] and same(ours, theirs)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("dim", "form"), [(64, DEFAULT_FORM), (80, CAPPED), (128, CAPPED)])
+def test_codes_of_chosen_slots_are_read_as_they_lie(monkeypatch, bits, dim, form):
+    """Of one head, and of several one by one, as they are without matrix units."""
+    monkeypatch.setattr(triton_decode, "_read", None)
+    for gpu, group in ((None, 1), (T4, 3)):
+        some = case(group=group, dim=dim, form=bits, attention=form, sequences=2)
+        most = int(some["metadata"][1].max())
+        chosen = torch.stack([torch.stack([torch.randperm(cached)[:most] for _ in range(2)])
+                              if cached >= most else torch.full((2, most), -1)
+                              for cached in some["metadata"][0].tolist()]).int()
+        some["metadata"][1] *= chosen[:, 0, 0] >= 0
+        ours, theirs = some["slots"].clone(), some["slots"].clone()
+        with pretending(gpu):
+            out, _ = triton_recall.attend_recalled(
+                some["q"], some["k"], some["v"], slots=ours, chosen=chosen,
+                metadata=some["metadata"], bits=bits, form=FormArguments.of(**some["options"]))
+        wanted, _ = reference_recall.attend_recalled(
+            some["q"], some["k"], some["v"], slots=theirs, chosen=chosen,
+            metadata=some["metadata"], layout=some["records"], **some["options"])
+        torch.testing.assert_close(out, wanted, rtol=3e-2, atol=3e-2)
+        assert same(ours, theirs)
 
 
 @pytest.mark.parametrize("tokens, slots, most", [(50, 12, 7), (90, 40, 40), (33, 33, 20),
