@@ -32,7 +32,7 @@ from flexgen_h2o.kernels.gpus import pretending
 
 REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-_OPTIONS = ("num_warps", "num_stages")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 class _AbsentGPU:
@@ -100,7 +100,8 @@ def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
                      if param.is_constexpr or named[param.name] is None}
         constants |= {name: options[name] for name in _OPTIONS if name in options}
         key = (function.fn.__name__, constants_text(constants), *(
-            _kind(named[param.name]) for param in function.params if not param.is_constexpr))
+            _kind(named[param.name]) for param in function.params
+            if not (param.is_constexpr or param.do_not_specialize)))
         if key not in found:
             found[key] = KernelLaunch(function.fn.__name__, variant, constants,
                                 functools.partial(_fresh, run, function, args, options),
@@ -203,7 +204,7 @@ def bytes_per_flop(launch: KernelLaunch) -> float | None:
     group = held.get("WORDS", 0) * 32 // bits
     if launch.kernel == "_skinny":
         return (bits / 8 + 4 / group) / (2 * held["ROWS"])
-    if launch.kernel == "_several":
-        rows = held["TALL"]
-        return (bits / 8 + 4 / group + rows * item / held["BLOCK"]) / (2 * rows)
+    if launch.kernel in ("_narrow", "_wide"):
+        rows, outputs = (8, 32) if launch.kernel == "_narrow" else (held["ROWS"], 128)
+        return (bits / 8 + 4 / group + rows * item / outputs) / (2 * rows)
     return None

@@ -32,7 +32,7 @@ BITS = (16, 8, 4)
 GROUP = 4
 """Query heads of a KV head, where there is more than one."""
 ROWS = (1, 2, 16, 32, 64, 65)
-"""Rows of products: without matrix units, with few to many, and unpacked."""
+"""Rows of products: few (one by one, without matrix units), more, and unpacked."""
 RECENT = 416
 LENGTHS = (300, 1000, 2000, 4096, 8192, 16384, 32768)
 """Tokens that stay, and prompts that are cut: up to the longest whose scores stay in registers, and
@@ -68,7 +68,10 @@ def variants() -> Iterator[Variant]:
                     yield Variant("groups", dtype, size, bits, partial(_groups, dtype, size, bits))
         for bits in (8, 4):
             for rows in ROWS:
-                yield Variant("product", dtype, rows, bits, partial(_product, dtype, rows, bits))
+                yield Variant("product", dtype, rows, bits,
+                              partial(_product, dtype, rows, bits, 512))
+                yield Variant("cut_product", dtype, rows, bits,
+                              partial(_product, dtype, rows, bits, 576))
             yield Variant("unpack", dtype, 3, bits, partial(_unpack, dtype, bits))
     for length in LENGTHS:
         for mean in (False, True):
@@ -156,16 +159,17 @@ def _groups(dtype: torch.dtype, size: int, bits: int) -> None:
     triton_groups.dequantize_groups(records, bits, size)
 
 
-def _matrix(bits: int) -> tuple[torch.Tensor, MatrixLayout]:
-    layout = MatrixLayout(256, 512, bits)
+def _matrix(bits: int, inputs: int = 512) -> tuple[torch.Tensor, MatrixLayout]:
+    layout = MatrixLayout(256, inputs, bits)
     return torch.empty(layout.nbytes, dtype=torch.uint8), layout
 
 
-def _product(dtype: torch.dtype, rows: int, bits: int) -> None:
-    data, layout = _matrix(bits)
-    x, out = torch.empty(rows, 512, dtype=dtype), torch.empty(rows, 256, dtype=dtype)
-    triton_matrix.linear_quantized(x, data, 256, 512, bits, layout.group, out[0].clone(), out,
-                                   True)
+def _product(dtype: torch.dtype, rows: int, bits: int, inputs: int) -> None:
+    """Of 512 inputs, in one part if rows are few; of 576 in parts, not all of them whole."""
+    data, layout = _matrix(bits, inputs)
+    x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, 256, dtype=dtype)
+    triton_matrix.linear_quantized(x, data, 256, inputs, bits, layout.group, out[0].clone(), out,
+                                   inputs > 512)
 
 
 def _unpack(dtype: torch.dtype, bits: int) -> None:

@@ -2,16 +2,16 @@
 
 Few rows: each byte of the matrix is read once, and weights exist in registers alone. The inputs
 are split among programs, so that a small matrix fills the device too; parts are summed in a fixed
-order by a second launch. Scales and zero points come after the sums over codes, which are exact
-integers: ``x @ weight.T`` of a group is ``scale * (x @ codes.T) + zero * sum(x)``, in float32.
+order by a second launch. Matrix units multiply them where Triton has any (`triton_matrix_units`),
+else fused multiply-adds, a few rows only. Scales and zero points come after the sums over codes,
+which are exact integers: ``x @ weight.T`` of a group is ``scale * (x @ codes.T) + zero * sum(x)``,
+in float32.
 
 Many rows: weights are unpacked, a slice of outputs at a time, and multiplied by cuBLAS. How few and
 how many is `dispatch.GPU_TABLE`'s to say.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
@@ -20,20 +20,12 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
-from flexgen_h2o.kernels import dispatch
+from flexgen_h2o.kernels import dispatch, triton_matrix_units
 from flexgen_h2o.kernels.gpus import gpu_of
-from flexgen_h2o.kernels.triton_common import (
-    FEWEST,
-    configs,
-    interpreted,
-    multiprocessors,
-    unit_stride,
-)
+from flexgen_h2o.kernels.triton_common import configs, interpreted, multiprocessors, unit_stride
 
 LANES = tl.constexpr(MATRIX_TILE)
 
-CHUNK = 64
-"""The most inputs of a group that go to the matrix units at once."""
 MAGIC = 0x4B000000
 """The float32 2 ** 23: its lowest bits count ones."""
 
@@ -129,58 +121,6 @@ def _skinny(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
         parts += outputs
 
 
-def _shallow(tuned, named_args, **constants):
-    """The configs with registers left: of tall blocks not those that load four steps ahead."""
-    return [one for one in tuned if one.num_stages < 4 or constants["TALL"] <= FEWEST]
-
-
-@triton.autotune(
-    configs({"BLOCK": 32}, ({"BLOCK": 32}, 2, 4), ({"BLOCK": 64}, 4, 2), ({"BLOCK": 64}, 4, 4),
-            ({"BLOCK": 128}, 8, 2), ({"BLOCK": 128}, 8, 3)),
-    key=["WORDS", "BITS", "TALL"], prune_configs_by={"early_config_prune": _shallow},
-    cache_results=True)
-@triton.jit
-def _several(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
-             WORDS: tl.constexpr, BITS: tl.constexpr, TALL: tl.constexpr, SOME: tl.constexpr,
-             MANY: tl.constexpr, BLOCK: tl.constexpr):
-    """parts [splits, rows, outputs] of a product; one program BLOCK outputs and a split of words.
-
-    SOME words of a group go to the matrix units at once, filled up to MANY.
-    """
-    PER: tl.constexpr = 32 // BITS
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = n < outputs
-    base = (n // LANES).to(tl.int64) * (groups * (LANES + LANES * WORDS))
-    codes = data.to(tl.pointer_type(tl.int32)) + base + n % LANES
-    halves = data.to(tl.pointer_type(tl.float16)) + 2 * base + n % LANES
-    row = tl.arange(0, TALL)
-    x += row[:, None].to(tl.int64) * x_row
-    inner, element = tl.arange(0, MANY), tl.arange(0, MANY * PER)
-    shift = BITS * tl.arange(0, PER // 2)[None, :, None]
-    first = tl.program_id(1) * split
-    last = tl.minimum(first + split, groups * WORDS)
-    total = tl.zeros((TALL, BLOCK), tl.float32)
-    for start in range(first, last, SOME):
-        words = tl.load(codes[None, :] + _place(start + inner, WORDS)[:, None],
-                        mask=(inner < SOME)[:, None] & there[None, :], other=0)
-        k = start * PER + element
-        wanted = (element < SOME * PER) & (k < inputs)
-        value = tl.load(x + k[None, :], mask=(row < rows)[:, None] & wanted[None, :], other=0)
-        header = halves + _header(start, WORDS)
-        scale = tl.load(header, mask=there, other=0).to(tl.float32)
-        zero = tl.load(header + LANES, mask=there, other=0).to(tl.float32)
-        # Pairs of neighbours, joined last: so the compiler makes them where the matrix units want
-        # them (seen in its output), and does not send codes through shared memory.
-        low = _exact(words[:, None, :] >> shift, 2**BITS - 1, magic).to(value.dtype)
-        high = _exact(words[:, None, :] >> (16 + shift), 2**BITS - 1, magic).to(value.dtype)
-        code = tl.reshape(tl.permute(tl.join(low, high), (0, 1, 3, 2)), (MANY * PER, BLOCK))
-        dots = tl.dot(value, code)
-        sums = tl.sum(value.to(tl.float32), axis=1)
-        total += dots * scale[None, :] + sums[:, None] * zero[None, :]
-    place = (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * outputs + n[None, :]
-    tl.store(parts + place, total, mask=(row < rows)[:, None] & there[None, :])
-
-
 @triton.jit
 def _add_parts(parts, bias, out, out_row, outputs, splits, ADD: tl.constexpr,
                BLOCK: tl.constexpr):
@@ -258,45 +198,37 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
                      bias: Tensor | None, out: Tensor, add: bool) -> None:
     """See `reference_matrix.linear_quantized`; the same result for the same arguments.
 
-    Where `dispatch.gpu_choice` gives "unpacked", weights are rounded to x's dtype first, and a
-    result with both summands twice.
+    Where `dispatch.gpu_choice` gives "unpacked", and on matrix units with groups that these do not
+    take, weights are rounded to x's dtype first, and a result with both summands twice.
     """
     layout = MatrixLayout(outputs, inputs, bits, group)
     x = unit_stride(x)
     chosen = dispatch.gpu_choice("linear_quantized", max(1, len(x)), x.dtype, gpu_of(x.device))
-    if chosen == "unpacked":
+    if chosen == "unpacked" or chosen == "matrix units" and not triton_matrix_units.takes(layout):
         _multiply_unpacked(x, data, layout, bias, out, add=add)
     elif len(x):
-        parts = _parts(x, data, layout, vectors=chosen == "vectors")
-        block = 64 if interpreted() else 512
-        _add_parts[(len(x), triton.cdiv(outputs, block))](
-            parts, bias, out, out.stride(0), outputs, len(parts), add, block)
+        parts = (_parts(x, data, layout) if chosen == "vectors" else
+                 triton_matrix_units.product(x, data, layout, bias, None if add else out))
+        if parts is not None:
+            block = 64 if interpreted() else 512
+            _add_parts[(len(x), triton.cdiv(outputs, block))](
+                parts, bias, out, out.stride(0), outputs, len(parts), add, block)
 
 
-def _parts(x: Tensor, data: Tensor, layout: MatrixLayout, *, vectors: bool) -> Tensor:
-    """float32 [splits, rows, outputs] that add up to the product of few rows."""
+def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
+    """float32 [splits, rows, outputs] that add up to the product of few rows, by `_skinny`."""
     rows, outputs, total = len(x), layout.outputs, layout.groups * layout.words
-    split = _split(total, triton.cdiv(outputs, MATRIX_TILE if vectors else 4 * MATRIX_TILE),
-                   (32 if vectors else 8) * multiprocessors(x.device))
-    splits = triton.cdiv(total, split)
-    parts = x.new_empty((splits, rows, outputs), dtype=torch.float32)
-    if vectors:
-        _skinny[(layout.tiles, splits)](
-            x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split,
-            MAGIC, WORDS=layout.words, BITS=layout.bits, ROWS=triton.next_power_of_2(rows))
-        return parts
-    per_word = 32 // layout.bits
-    some = math.gcd(layout.words, CHUNK // per_word)  # a power of two
-    _several[lambda config: (triton.cdiv(outputs, config["BLOCK"]), splits)](
+    split = _split(total, layout.tiles, 32 * multiprocessors(x.device))
+    parts = x.new_empty((triton.cdiv(total, split), rows, outputs), dtype=torch.float32)
+    _skinny[(layout.tiles, len(parts))](
         x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split, MAGIC,
-        WORDS=layout.words, BITS=layout.bits, TALL=max(FEWEST, triton.next_power_of_2(rows)),
-        SOME=some, MANY=max(some, FEWEST // per_word))
+        WORDS=layout.words, BITS=layout.bits, ROWS=triton.next_power_of_2(rows))
     return parts
 
 
 def _split(words: int, programs: int, wanted: int) -> int:
     """Words of one split: so many splits that there are about as many programs as wanted."""
-    least = 16 if interpreted() else 64  # a multiple of the words of each `CHUNK`
+    least = 16 if interpreted() else 64
     splits = max(1, wanted // programs)
     return triton.cdiv(triton.cdiv(words, splits), least) * least
 

@@ -62,7 +62,7 @@ def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
     for architecture, card in bench.gpu_cards.CARDS.items():
         mine = [row for row in rows if row["architecture"] == f"sm_{architecture}"]
         assert {row["card"] for row in mine} == {card.name}
-        units = {"_forward", "_sum_columns", "_several"}  # they need matrix units
+        units = {"_forward", "_sum_columns", "_narrow", "_wide"}  # they need matrix units
         assert {row["kernel"] for row in mine} == {
             "_read", "read_codes", "_finish", "_choose", "_gather", "_quantize", "_dequantize",
             "_skinny", "_add_parts", "_unpack", *(units if architecture >= 80 else ())}

@@ -38,7 +38,7 @@ def test_every_gpu_has_a_choice_for_any_rows(gpu, dtype):
     for operation, with_units, without in (
             ("scored_prefill", ["blocks"] * 6, ["matmul"] * 6),
             ("decode_attention", ["matrix units"] * 6, ["vectors"] * 6),
-            ("linear_quantized", ["vectors"] * 2 + ["matrix units"] * 3 + ["unpacked"],
+            ("linear_quantized", ["matrix units"] * 5 + ["unpacked"],
              ["vectors"] * 3 + ["unpacked"] * 3)):
         chosen = [dispatch.gpu_choice(operation, rows, dtype, gpu)
                   for rows in (1, 2, 8, 9, 64, 65)]

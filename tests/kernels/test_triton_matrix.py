@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fakes import T4
+from fakes import A100, T4
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (it is a fixture)
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
-from flexgen_h2o.kernels import reference_matrix, triton_matrix
+from flexgen_h2o.kernels import reference_matrix, triton_matrix, triton_matrix_units
 from flexgen_h2o.kernels.gpus import pretending
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
@@ -53,6 +53,14 @@ def strided(*shape, dtype=torch.float32):
     return whole, inside
 
 
+@pytest.fixture(params=[True, False], ids=["ahead", "in turn"])
+def ahead(request, monkeypatch):
+    """Both ways in which the kernels of matrix units load codes."""
+    for kernel in (triton_matrix_units._narrow, triton_matrix_units._wide):
+        for config in kernel.configs:
+            monkeypatch.setitem(config.kwargs, "AHEAD", request.param)
+
+
 def check_linear(rows, shape, form, *, bias=False, add=False, dtype=torch.float32):
     data, layout, values = matrix(*shape, *form)
     x = strided(rows, layout.inputs, dtype=dtype)[1]
@@ -76,6 +84,55 @@ def check_linear(rows, shape, form, *, bias=False, add=False, dtype=torch.float3
 def test_linear_of_skinny_matrices(rows, form, dtype):
     for i, shape in enumerate(MATRICES):
         check_linear(rows, shape, form, bias=i % 2 == 0, add=i < 2, dtype=dtype)
+
+
+@pytest.mark.parametrize("rows", range(1, 66))
+def test_linear_of_any_rows(rows):
+    """Of 1 to 65 rows, with what is left over of tiles and groups, and without."""
+    for i, shape in enumerate([(70, 129), (64, 128), (5, 600)]):
+        form = FORMS[(rows + i) % len(FORMS)]
+        check_linear(rows, shape, form, bias=rows % 2 == 0, add=rows % 3 == 0, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (8, 16), (8, 32), (8, 64)])
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.usefixtures("ahead")
+def test_orders_of_matrix_units(monkeypatch, rows, bits, group, dtype):
+    """Blocks of several tiles and their splits, in each order in which compilers take inputs."""
+    for gpu in (None, A100):
+        for adjacent in (2, 4):
+            monkeypatch.setattr(triton_matrix_units, "ADJACENT", adjacent)
+            with pretending(gpu):
+                check_linear(rows, (150, 3 * group), (bits, group), bias=True, dtype=dtype)
+                check_linear(rows, (20, 5 * group - 9), (bits, group), add=True, dtype=dtype)
+
+
+@pytest.mark.parametrize("processors", [40, 108, 132])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
+def test_splits_have_all_groups_and_fill_a_device(monkeypatch, rows, processors):
+    monkeypatch.setattr(triton_matrix_units, "interpreted", lambda: False)
+    side = 8 if rows <= 8 else 1
+    for outputs in (512, 4096, 5120, 11008, 14336, 16384, 65536):
+        for inputs in (512, 4096, 11008, 16384):
+            groups, tiles = inputs // 64, -(-outputs // (32 if rows <= 8 else 128))
+            split = triton_matrix_units._split(groups, tiles, rows, processors)
+            assert split % side == 0 and split > 0
+            programs = tiles * -(-groups // split)
+            at_once = (8 if rows <= 8 else 4 if rows <= 32 else 2) * processors
+            assert programs <= max(at_once, tiles)
+            assert programs >= min(tiles * (groups // side), at_once / (3.3 if rows <= 8 else 2.1))
+
+
+def test_inputs_are_copied_only_if_odd():
+    layout = MatrixLayout(16, 128, 4)
+    x = torch.randn(4, 144).half()
+    assert triton_matrix_units._whole(x[:, :128], layout).data_ptr() == x.data_ptr()
+    for odd in (x[:, 1:129], torch.randn(3, 130).half()[:, :128]):
+        assert torch.equal(triton_matrix_units._whole(odd, layout), odd)
+        assert triton_matrix_units._whole(odd, layout).stride() == (128, 1)
+    filled = triton_matrix_units._whole(x[:, :100], MatrixLayout(16, 100, 4))
+    assert torch.equal(filled, torch.cat([x[:, :100], x.new_zeros(4, 28)], 1))
 
 
 @pytest.mark.parametrize("rows", [2, 9])
@@ -102,7 +159,8 @@ def test_linear_of_many_rows(dtype):
     (4, 8), (8, 8), (4, 24), (8, 40), (4, 96), (8, 256)])
 def test_groups_of_any_size(bits, group):
     for rows in (1, 6):
-        check_linear(rows, (20, 300), (bits, group))
+        for dtype in (torch.float32, torch.float16):
+            check_linear(rows, (20, 300), (bits, group), dtype=dtype)
 
 
 def test_linear_copies_what_is_not_contiguous_and_does_nothing_of_nothing():
@@ -117,17 +175,21 @@ def test_linear_copies_what_is_not_contiguous_and_does_nothing_of_nothing():
 def test_linear_at_an_offset_of_4_bytes():
     data, layout, values = matrix(20, 70, 8, 64)
     moved = torch.cat([torch.zeros(4, dtype=torch.uint8), data])[4:]
-    for rows in (1, 7):
+    for rows in (1, 7, 12):
         x, out = torch.randn(rows, 70), torch.full((rows, 20), NAN)
         triton_matrix.linear_quantized(x, moved, 20, 70, 8, 64, None, out, False)
         torch.testing.assert_close(out, x @ values.T)
+        half = out.half()
+        triton_matrix.linear_quantized(x.half(), moved, 20, 70, 8, 64, None, half, False)
+        torch.testing.assert_close(half.float(), out, rtol=1e-2, atol=1e-2)
 
 
 def test_linear_gives_the_same_bits_again():
     data = matrix(20, 500, 4, 64)[0]
-    for rows in (1, 6, 70):
-        x = torch.randn(rows, 500)
-        first, second = torch.full((2, rows, 20), NAN)
+    for rows, dtype in ((1, torch.float32), (6, torch.float32), (70, torch.float32),
+                        (6, torch.float16), (40, torch.float16)):
+        x = torch.randn(rows, 500).to(dtype)
+        first, second = torch.full((2, rows, 20), NAN, dtype=dtype)
         for out in (first, second):
             triton_matrix.linear_quantized(x, data, 20, 500, 4, 64, None, out, False)
         assert torch.equal(first, second)
