@@ -158,7 +158,7 @@ def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
 
 def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> PlanRow:
     """A sequence's cache on disk, in records of whole pages, and its tokens in host memory: the
-    fast set, the newest, and which slot has which."""
+    fast set, the newest, which slot has which, and what each has weighed."""
     host, disk, heads = 0, 0, run.model.num_kv_heads
     for layer, most in enumerate(held):
         fast = fast_slots(run.cache.h2o, layer, most, run.policy.fast_set)
@@ -167,14 +167,14 @@ def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> PlanRo
             continue
         layout = PageLayout(heads, record // heads, most)
         disk += layout.sequence_bytes
-        host += record * (fast + layout.newest) + heads * 4 * (most + 2 * fast)
+        host += record * (fast + layout.newest) + heads * 4 * (2 * most + fast)
     batches = run.workload.num_gpu_batches
     return PlanRow("fast set", 0, batches * host, batches * disk)
 
 
 def _fast_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
     """A GPU's bytes of a sequence that is recalled from host memory: the fast set, the newest
-    token, and which slot has which."""
+    token, which slot has which, what each has weighed, and what orders them."""
     nbytes, heads = 0, run.model.num_kv_heads
     for layer, most in enumerate(held):
         fast = fast_slots(run.cache.h2o, layer, most, run.policy.fast_set)
