@@ -398,7 +398,7 @@ def has_brain() -> bool:
 
 
 def processes() -> int:
-    """How many checks run side by side: each has a context on the GPU, and its data."""
+    """Checks that run side by side: each has a context on the GPU, and its data."""
     return max(1, min(len(os.sched_getaffinity(0)), torch.cuda.mem_get_info()[0] // CHECK_BYTES))
 
 

@@ -59,8 +59,8 @@ def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[Ch
 
 def run_side_by_side(pool: Pool, call: Callable[[int], Any], numbers: Iterable[int],
                      deadline: Deadline) -> dict[int, Any]:
-    """What `call` returns for each number, from a pool's processes; without those for which there
-    was no time, or whose process died."""
+    """Results of `call` by number, from a pool's processes; without those for which there was no
+    time, or whose process died."""
     waiting = {number: pool.apply_async(call, (number,)) for number in numbers}
     found = {}
     while waiting and deadline.left() > 0:
