@@ -84,7 +84,7 @@ def told(tokens: int, count: int, sequences: int) -> Tensor:
 
 
 def step(cache: Recalled, metadata: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """What is chosen, and what comes of attention to it."""
+    """The chosen tokens, and the result of attention to them."""
     chosen = ops.choose_keys(cache.q, cache.k, index=cache.index, metadata=metadata,
                              layout=cache.layout, most=most)
     return chosen, ops.attend_recalled(cache.q, cache.k, cache.v, slots=cache.slots, chosen=chosen,

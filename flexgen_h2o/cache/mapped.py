@@ -66,7 +66,7 @@ class MappedPart(FetchedPart):
 
     @property
     def counts(self) -> RecallCounts:
-        """What has been chosen so far, and loaded for it; it waits for the device."""
+        """The tokens chosen so far, and those loaded for it; it waits for the device."""
         chosen, loads = self._counted.tolist()
         return RecallCounts(hits=chosen - loads, loads=loads)
 
