@@ -165,7 +165,8 @@ def _matrix(bits: int, inputs: int = 512) -> tuple[torch.Tensor, MatrixLayout]:
 
 
 def _product(dtype: torch.dtype, rows: int, bits: int, inputs: int) -> None:
-    """Of 512 inputs, in one part if rows are few; of 576 in parts, not all of them whole."""
+    """A product of 512 inputs, in one part if rows are few; or of 576, in parts that are not all
+    whole."""
     data, layout = _matrix(bits, inputs)
     x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, 256, dtype=dtype)
     triton_matrix.linear_quantized(x, data, 256, inputs, bits, layout.group, out[0].clone(), out,
