@@ -18,7 +18,7 @@ from flexgen_h2o.storage.transfer import Transfers
 
 
 @dataclass
-class _Fast:
+class _FastTokens:
     """Tokens of one (layer, batch) in the GPU's memory.
 
     Attributes
@@ -61,7 +61,7 @@ class MappedPart(FetchedPart):
             for slots in fast]
         self._starts = [0, *accumulate(size * grid.batches for size in self._sizes_of_fast)]
         self._buffer = self._device.empty(self._starts[-1])
-        self._fast: dict[tuple[int, int], _Fast] = {}
+        self._fast: dict[tuple[int, int], _FastTokens] = {}
         self._counted = torch.zeros(2, dtype=torch.int64, device=self._device.torch)
 
     @property
@@ -79,7 +79,7 @@ class MappedPart(FetchedPart):
         for batch in range(len(sizes) if slots else 0):
             sequences, tokens = self._sizes[layer, batch]
             start = self._starts[layer] + batch * self._sizes_of_fast[layer]
-            self._fast[layer, batch] = _Fast(
+            self._fast[layer, batch] = _FastTokens(
                 typed(self._buffer, start, records.shape(sequences, slots + 1), records.dtype),
                 FastSet(sequences * records.kv_heads, tokens, slots, 1,
                         device=self._device.torch))
