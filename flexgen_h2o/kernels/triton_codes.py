@@ -120,7 +120,7 @@ def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata,
                exact, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARERS: tl.constexpr,
                LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
                UNIT: tl.constexpr, LONG: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr):
-    """What `triton_decode._read` writes, of one query head a program and without rotation.
+    """The same as `triton_decode._read`, for one query head a program and without rotation.
 
     A program handles BLOCK times TURNS slots at once, so that many loads are under way, and has a
     softmax for each of the BLOCK. WORDS: those of half a vector's elements, four each.
