@@ -97,7 +97,7 @@ SELECTIONS = [
 ]
 CHECK_BYTES = 3 << 30
 """Of the GPU's memory for each check that runs beside others."""
-COMPARISON = 150.0
+COMPARISON = 240.0
 """Seconds that are kept for the comparison; timings that would come later are left out."""
 
 

@@ -24,6 +24,7 @@ from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
 from flexgen_h2o.kernels import triton_decode
 from flexgen_h2o.kernels.arguments import FormArguments
+from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
 from flexgen_h2o.kernels.triton_common import (
     FEWEST,
     device_ints,
@@ -129,7 +130,7 @@ def _logits(q, q_row, q_head, index, i_row, i_head, metadata, logits, stats, kv_
     byte = tl.arange(0, DEEP)
     there = byte < GROUP // PER
     total = tl.zeros((TALL, BLOCK), tl.float32)
-    for group in tl.static_range(GROUPS):
+    for group in range(GROUPS):
         place = q + g.to(tl.int64)[:, None] * q_head + (group * GROUP + byte * PER)[None, :]
         wanted = (g < HEADS)[:, None] & there[None, :]
         largest = tl.zeros((TALL,), tl.float32)
@@ -381,6 +382,8 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
         return chosen
     q, k, metadata = unit_stride(q), unit_stride(k), metadata.contiguous()
     block, chunk = (32, 32) if interpreted() else (256, 2048)
+    if not has_matrix_units(gpu_of(q.device), torch.float16):
+        block = 32  # products keep more in registers
     blocks = triton.cdiv(n, block)
     logits, stats, weights = (q.new_empty(size, dtype=torch.float32) for size in (
         pairs * group * n, 2 * pairs * group * blocks, pairs * n))
