@@ -77,7 +77,8 @@ GPU_TABLE = (
                   "them (65 TFLOP/s); the logits between two products cost some 24 bytes each."),
     TableLine("scored_prefill", _UNITS, "blocks",
               why="Logits stay in registers, and no block spills (benchmarks/results/"
-                  "gpu_static.csv)."),
+                  "gpu_static.csv). H200, 32 heads of 128, 4,096 tokens: 0.36 ms, and 0.21 for "
+                  "the scores; PyTorch without scores 0.27 by cuDNN and 0.50 by FlashAttention."),
     TableLine("decode_attention", _NO_UNITS, "vectors",
               why="A block of 16 rows would be multiplied for each group of heads, by fused "
                   "multiply-adds; one by one only what there is. The cache comes from the "
