@@ -109,9 +109,9 @@ def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr):
 
 
 def _fitting(tuned, named_args, **constants):
-    """The configs that do not spill: what is rotated has sines and partners in registers, too
-    (benchmarks/results/gpu_static.csv holds the rest to it)."""
-    if not constants["ROTARY"]:
+    """The configs that do not spill: what is rotated has sines and partners in registers, too, and
+    what is chosen its places (benchmarks/results/gpu_static.csv holds the rest to it)."""
+    if not constants["ROTARY"] and named_args["chosen"] is None:
         return tuned
     of_a_warp = 4 if constants["WIDTH"] > 64 or named_args["q"].dtype == torch.float32 else 8
     return [one for one in tuned
