@@ -152,6 +152,11 @@ def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *
                                   bits=bits, form=DEFAULT_ARGUMENTS)
     triton_recall.index_keys(slots[0], index, torch.tensor([[length - 1], [length - 1], [1]]),
                              layout=layout, bits=bits)
+    slot_of, token_of, weights = (torch.empty(4, count, dtype=torch.int32)
+                                  for count in (length, length // 40 * 16, length))
+    _, moves, counts = triton_recall.claim_slots(chosen, slot_of=slot_of, token_of=token_of,
+                                                 log_weights=weights)
+    triton_recall.copy_tokens(slots, slots, moves, counts)
 
 
 def _groups(dtype: torch.dtype, size: int, bits: int) -> None:
