@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from kernel_timing.gpu_matrices import BRAIN, FULL, GPU, HALF
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
@@ -17,9 +18,6 @@ from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.recall import choose, index_weights
 from flexgen_h2o.kernels import ops, reference, reference_recall
-
-HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
-GPU = "cuda"
 
 
 class RecallCase(NamedTuple):
@@ -135,7 +133,7 @@ def check_claims(rows) -> None:
     """Slots, step after step, and what is copied to them from host memory."""
     for tokens, slots, most in ((8192, 3276, 1638), (20000, 2000, 2000), (300, 64, 15)):
         ours = claims(6, tokens, slots)
-        theirs = {name: x.cpu() for name, x in ours.items()}
+        theirs = {name: x.cpu().clone() for name, x in ours.items()}
         held = torch.randn(2, 2, 3, tokens, 128).half().pin_memory()
         fast = torch.full((2, 2, 3, slots, 128), float("nan"), device=GPU).half()
         wrong = 0

@@ -16,6 +16,7 @@ from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.kernels import (
     triton_decode,
+    triton_fast_set,
     triton_groups,
     triton_matrix,
     triton_prefill,
@@ -154,9 +155,9 @@ def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *
                              layout=layout, bits=bits)
     slot_of, token_of, weights = (torch.empty(4, count, dtype=torch.int32)
                                   for count in (length, length // 40 * 16, length))
-    _, moves, counts = triton_recall.claim_slots(chosen, slot_of=slot_of, token_of=token_of,
+    _, moves, counts = triton_fast_set.claim_slots(chosen, slot_of=slot_of, token_of=token_of,
                                                  log_weights=weights)
-    triton_recall.copy_tokens(slots, slots, moves, counts)
+    triton_fast_set.copy_tokens(slots, slots, moves, counts)
 
 
 def _groups(dtype: torch.dtype, size: int, bits: int) -> None:

@@ -217,7 +217,7 @@ def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Ten
 def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference_recall.claim_slots`; for a GPU."""
-    claim = (library.triton_function("recall", "claim_slots") if chosen.is_cuda
+    claim = (library.triton_function("fast_set", "claim_slots") if chosen.is_cuda
              else reference_recall.claim_slots)
     return claim(chosen, slot_of=slot_of, token_of=token_of, log_weights=log_weights)
 
@@ -225,7 +225,7 @@ def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weight
 def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -> None:
     """See `reference_recall.copy_tokens`; for a GPU, and either side may be in page-locked host
     memory."""
-    copy = (library.triton_function("recall", "copy_tokens") if moves.is_cuda
+    copy = (library.triton_function("fast_set", "copy_tokens") if moves.is_cuda
             else reference_recall.copy_tokens)
     copy(source, target, moves, counts)
 

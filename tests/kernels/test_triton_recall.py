@@ -6,13 +6,12 @@ import pytest
 import torch
 from fakes import T4
 from kernel_cases import same
-from kernels.test_recall_kernels import CAPPED, CASES, case, weights_of
+from kernels.test_recall_kernels import CAPPED, CASES, case, check_choice
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (a fixture)
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.index_layout import IndexLayout
-from flexgen_h2o.h2o.recall import choose
-from flexgen_h2o.kernels import reference_recall, triton_decode, triton_recall
+from flexgen_h2o.kernels import reference_recall, triton_decode, triton_fast_set, triton_recall
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
 from flexgen_h2o.kernels.gpus import pretending
 
@@ -47,19 +46,11 @@ def test_an_index_is_the_references(options):
 @pytest.mark.parametrize("options", CASES)
 def test_what_weighs_most_is_chosen_and_attended_to(options):
     some = case(**options)
-    cached, counts = some["metadata"].long()
+    counts = some["metadata"][1]
     reference_recall.index_keys(some["slots"][0], some["index"], some["spans"],
                                 layout=some["layout"], records=some["records"])
     chosen = choice(some, most=int(counts.max()) + 2)
-    weights = weights_of(some)
-    mask = choose(weights, counts, cached=cached)
-    for sequence, count in enumerate(counts.tolist()):
-        assert (chosen[sequence, :, count:] == -1).all()
-        mine = chosen[sequence, :, :count].long()
-        assert (mine.diff(dim=-1) > 0).all() and (mine >= 0).all()
-        least = weights[sequence].where(mask[sequence], torch.inf).amin(-1, keepdim=True)
-        # Sums of another order may swap weights that are nearly equal.
-        assert (weights[sequence].gather(-1, mine) >= least * (1 - 1e-4)).all()
+    check_choice(some, chosen)
     ours, theirs = some["slots"].clone(), some["slots"].clone()
     out, taken = triton_recall.attend_recalled(
         some["q"], some["k"], some["v"], slots=ours, chosen=chosen, metadata=some["metadata"],
@@ -154,7 +145,7 @@ def test_slots_are_claimed_as_the_reference_gives_them(tokens, slots, most):
         chosen[0, most - most // 3 :] = -1
         chosen = chosen.view(sequences, kv_heads, most)
         found = []
-        for module, state in ((triton_recall, ours), (reference_recall, theirs)):
+        for module, state in ((triton_fast_set, ours), (reference_recall, theirs)):
             state[2].copy_(weights)
             taken, moves, counts = module.claim_slots(
                 chosen, **dict(zip(("slot_of", "token_of", "log_weights"), state, strict=True)))
@@ -174,5 +165,5 @@ def test_tokens_are_copied_to_their_slots(dtype, width):
     counts = torch.tensor([[9, 0, 4], [1, 8, 9]]).int()
     expected = target.clone()
     reference_recall.copy_tokens(source, expected, moves, counts)
-    triton_recall.copy_tokens(source, target, moves, counts)
+    triton_fast_set.copy_tokens(source, target, moves, counts)
     assert same(target, expected)
