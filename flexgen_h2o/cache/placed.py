@@ -9,7 +9,13 @@ from flexgen_h2o.cache.mapped import MappedPart
 from flexgen_h2o.cache.parts import CachePart, Grid, Records, ResidentPart
 from flexgen_h2o.cache.recalled import RecalledPart
 from flexgen_h2o.kernels import ops
+from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import Transfers
+
+
+def recalls_in_place(device: Device) -> bool:
+    """True if kernels of a GPU read in host memory what a step recalls."""
+    return device.zero_copy and not ops.plain_torch(device.torch.type)
 
 
 def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers: Transfers,
@@ -41,7 +47,7 @@ def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers
         parts.append(ResidentPart(records, 0, gpu, grid=grid, device=device))
     if cpu and on_host:
         parts.append(ResidentPart(records, gpu, gpu + cpu, grid=grid, device=device, on_host=True))
-    elif cpu and any(recalled) and device.zero_copy and not ops.plain_torch(device.torch.type):
+    elif cpu and any(recalled) and recalls_in_place(device):
         parts.append(MappedPart(records, gpu, gpu + cpu, grid=grid, transfers=transfers,
                                 recalled=recalled, fast=fast))
     elif cpu:

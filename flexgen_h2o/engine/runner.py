@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from flexgen_h2o.cache.placed import recalls_in_place
 from flexgen_h2o.cache.shape import CacheShape, evicting_layers
 from flexgen_h2o.cache.stand_ins import ProbedCache
 from flexgen_h2o.config.formats import CacheOptions
@@ -102,6 +103,9 @@ class Runner:
     def __init__(self, source: Source, device: Device, settings: RunnerSettings,
                  seat: Seat | None = None):
         settings.policy.check_device(has_gpu=device.separate)
+        if settings.policy.fetch_chosen and device.separate and not recalls_in_place(device):
+            raise UserError("fetch_chosen needs the kernels of a GPU, which are missing or "
+                            "switched off: install triton, or leave it out")
         self.source = source
         self.config = source.config
         if self.config.experts is not None:  # all batches choose before any expert is needed

@@ -110,3 +110,6 @@ def test_devices_that_read_no_host_memory_fetch_whole_layers(tiny_model, monkeyp
     with LLM(str(tiny.folder), dtype="float32", h2o=RECALL, policy=Policy(cache=HOST)) as llm:
         llm.generate(prompts_of(tiny)[:1], max_new_tokens=2)
         assert [type(part) for part in cache_of(llm).parts] == [kind]
+    if not zero_copy:
+        with pytest.raises(UserError, match="fetch_chosen needs the kernels of a GPU"):
+            LLM(str(tiny.folder), h2o=RECALL, policy=Policy(cache=HOST, fetch_chosen=True))
