@@ -128,10 +128,12 @@ FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=
          "-Wno-psabi"]  # vectors as arguments have no stable ABI, and all such calls are inlined
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]  # no CPU has the first alone
+AVX512_VNNI = [*AVX512, "-mavx512vnni"]
+AVX512_BF16 = [*AVX512_VNNI, "-mavx512bf16"]  # no CPU has it without the one before
 INSTRUCTION_SETS = {"portable": []}
 if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for, if not here
-    INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512_BF16,
+    INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512_VNNI,
+                         "avx512bf16": AVX512_BF16,
                          "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
                          "amx_emulated": [*AVX2, "-DH2O_EMULATE_TILES"]}
 TILED = ("experts", "linear", "prefill", "product")

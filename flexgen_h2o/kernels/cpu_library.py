@@ -20,7 +20,7 @@ from torch import Tensor
 from flexgen_h2o.kernels import abi
 
 EMULATED = "amx_emulated"
-SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx", EMULATED)
+SETS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", EMULATED)
 """Instruction sets, each with what the one before it has, and last the kernels of AMX with tiles in
 plain C++ (cpu/amx.h), which any CPU with AVX2 runs, slowly: to test them. A CPU with AMX whose
 system does not let the process use it counts as avx512bf16."""

@@ -6,6 +6,7 @@ that is past the context in which all texts rotate alike. Loads torch with the f
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -263,6 +264,16 @@ def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype,
 def frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None = None) -> Tensor:
     """Radians per position of each pair of dimensions, float32 [rotary_dim / 2]; of texts of these
     lengths [rows], where rotations hang on them, [rows, rotary_dim / 2]."""
+    return _plain_frequencies(rope, device) if lengths is None else _frequencies(
+        rope, device, lengths)
+
+
+@functools.cache  # each step asks for them
+def _plain_frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
+    return _frequencies(rope, device, None)
+
+
+def _frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None) -> Tensor:
     import torch  # only now: sizes are read without it
 
     steps = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device=device)

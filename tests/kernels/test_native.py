@@ -141,8 +141,9 @@ def test_an_unknown_instruction_set_is_named(monkeypatch):
 @BUILT
 @pytest.mark.parametrize(("best", "chosen", "available"), [
     (0, "portable", ()), (1, "avx2", ("avx2",)), (2, "avx512", ("avx2", "avx512")),
-    (3, "avx512bf16", ("avx2", "avx512", "avx512bf16")),
-    (4, "amx", ("avx2", "avx512", "avx512bf16", "amx"))])
+    (3, "avx512vnni", ("avx2", "avx512", "avx512vnni")),
+    (4, "avx512bf16", ("avx2", "avx512", "avx512vnni", "avx512bf16")),
+    (5, "amx", ("avx2", "avx512", "avx512vnni", "avx512bf16", "amx"))])
 def test_what_a_cpu_chooses_and_can_run(monkeypatch, best, chosen, available):
     class Library:
         h2o_isa_best = staticmethod(lambda: best)

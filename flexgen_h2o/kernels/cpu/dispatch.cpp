@@ -12,7 +12,7 @@
 namespace {
 
 #if defined(__x86_64__)
-constexpr int SETS = 6;
+constexpr int SETS = 7;
 
 // Whether this process may use tiles: Linux keeps room for their registers where it is asked to,
 // once for all threads. Older kernels, and filters of system calls, refuse.
@@ -43,23 +43,25 @@ int best() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return 1;
-    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return 2;
-    return amx() ? 4 : 3;
+    if (!__builtin_cpu_supports("avx512vnni")) return 2;
+    if (!__builtin_cpu_supports("avx512bf16")) return 3;
+    return amx() ? 5 : 4;
 }
 
 #define CALL(function, arguments)                                    \
     switch (isa) {                                                   \
-        case 5: return avx2::function(*arguments);                   \
-        case 4:                                                      \
-        case 3: return avx512bf16::function(*arguments);             \
+        case 6: return avx2::function(*arguments);                   \
+        case 5:                                                      \
+        case 4: return avx512bf16::function(*arguments);             \
+        case 3: return avx512vnni::function(*arguments);             \
         case 2: return avx512::function(*arguments);                 \
         case 1: return avx2::function(*arguments);                   \
         default: return portable::function(*arguments);              \
     }
 // The same of what has kernels of tiles.
 #define CALL_TILED(function, arguments)                              \
-    if (isa == 5) return amx_emulated::function(*arguments);         \
-    if (isa == 4) return amx::function(*arguments);                  \
+    if (isa == 6) return amx_emulated::function(*arguments);         \
+    if (isa == 5) return amx::function(*arguments);                  \
     CALL(function, arguments)
 #else
 constexpr int SETS = 1;
