@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-import os
 import subprocess
 import sys
 import types
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import planning_cases
 import pytest
+from children import environment
 
 import flexgen_h2o
 
@@ -280,5 +280,5 @@ for name in {names!r}:
 print(*failed, sep="\\n", end="")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT.parent)})
+                          env=environment())
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

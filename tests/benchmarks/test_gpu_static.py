@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import os
 import subprocess
 import sys
 
 import pytest
+from children import environment
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import ROOT, benchmark_modules
@@ -30,10 +30,9 @@ def rows():
 
 def check(path, *options) -> subprocess.CompletedProcess:
     """In a process of its own: this one's kernels are the interpreter's."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     return subprocess.run(
         [sys.executable, "benchmarks/studies/gpu_static.py", "--check", "--csv", str(path),
-         *options], cwd=ROOT, env=environment, capture_output=True, text=True)
+         *options], cwd=ROOT, env=environment(), capture_output=True, text=True)
 
 
 def test_the_file_has_every_variant_and_some_compile_to_what_it_says():

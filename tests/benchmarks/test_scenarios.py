@@ -1,11 +1,11 @@
 """benchmarks/scenarios.py: rooflines from few layers, what a trace says, limits of memory."""
 
-import os
 import signal
 import subprocess
 import sys
 
 import pytest
+from children import environment
 from programs import ROOT, benchmark_modules
 
 from flexgen_h2o.errors import UserError
@@ -65,8 +65,7 @@ def test_a_group_limits_a_child_and_goes(memory_group):
             done = subprocess.run(
                 [sys.executable, "-c", "from flexgen_h2o.storage.free_memory import cgroup_free;"
                  "print(cgroup_free())"], preexec_fn=group.enter, capture_output=True, text=True,
-                cwd=ROOT, check=True, env=os.environ | {
-                    "PYTHONPATH": str(ROOT)})
+                cwd=ROOT, check=True, env=environment())
             peak, folder, kills = group.peak(), group._folder, group.kills()
     except UserError as error:
         assert "no memory cgroup can be made" in str(error)

@@ -22,13 +22,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from children import environment
 from inside import before_logits
 from read_back import read_csv
 from refusals import command_refused, error_line
 from safetensors.torch import load_file, save_file
 from word_models import with_words
 
-from flexgen_h2o import LLM, flex_opt
+from flexgen_h2o import LLM
 from flexgen_h2o.cli import input_files, parser
 from flexgen_h2o.cli.result_rows import CSV_COLUMNS
 from flexgen_h2o.config.formats import CacheOptions
@@ -557,10 +558,8 @@ def test_the_plan_counts_the_cgroup_limit(model, here, capfd, monkeypatch):
 
 
 def command(*argv: str | bytes, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess:
-    root = str(Path(flex_opt.__file__).parents[1])
     return subprocess.run([sys.executable, "-m", "flexgen_h2o.flex_opt", *argv], text=True,
-                          stdout=stdout, stderr=subprocess.PIPE,
-                          env={**os.environ, "PYTHONPATH": root})
+                          stdout=stdout, stderr=subprocess.PIPE, env=environment())
 
 
 @pytest.mark.parametrize(("argv", "words"), [
@@ -584,11 +583,10 @@ def test_a_process_ends_the_same_way(model, here, monkeypatch, argv, words):
 
 def test_any_number_of_signals_leaves_nothing(model, here):
     sent = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-    root = str(Path(flex_opt.__file__).parents[1])
     work = subprocess.Popen(
         [sys.executable, "-m", "flexgen_h2o.flex_opt", *SHORT, *RESULTS, *DISK, "--model", "model",
          "--gen-len", "240", "--offload-dir", "offload"], stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": root})
+        env=environment())
     while work.poll() is None and not list(here.glob("offload/*")):
         time.sleep(0.001)
     while work.poll() is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import os
 import re
 import shlex
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from children import environment
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from models.test_sources import write_gguf
@@ -655,11 +655,10 @@ sys.exit(flex_opt.main(sys.argv[1:]))
 
 def elsewhere(*argv: str, machine: Hardware = GPU) -> subprocess.CompletedProcess:
     """A command in a process without torch, where `machine` is in the file x.yaml."""
-    root = Path(flexgen_h2o.__file__).parent.parent
     with tempfile.TemporaryDirectory() as folder:
         save_hardware(machine, Path(folder) / "x.yaml")
         return subprocess.run([sys.executable, "-c", ELSEWHERE, *argv], text=True, cwd=folder,
-                              capture_output=True, env={**os.environ, "PYTHONPATH": str(root)})
+                              capture_output=True, env=environment())
 
 
 def test_another_machine_is_planned_for_without_torch(tmp_path):

@@ -29,6 +29,7 @@ from unittest import mock
 
 import pytest
 import torch
+from children import environment
 from fakes import LazyDevice
 from inside import READ, WRITE, open_devices
 from planning.test_memory import LINUX, TINY, write_model
@@ -74,10 +75,10 @@ def forked(work: str, cases: dict[str, list]) -> dict[str, dict]:
     """
     here = Path(__file__).parent
     code = f"import test_long_runs; test_long_runs.fork_each({work!r})"
-    paths = [str(Path(flexgen_h2o.__file__).parents[1]), str(here), str(here.parent), *sys.path]
+    folders = [Path(flexgen_h2o.__file__).parents[1], here, here.parent]
     done = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(cases), capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env=environment(*folders, OMP_NUM_THREADS="1"),
         timeout=HANG * (len(cases) + 1))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

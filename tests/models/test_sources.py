@@ -15,11 +15,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from children import environment
 from inside import LLAMA3_ROPE, before_conversions
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
-from flexgen_h2o.models import convert, sources
+from flexgen_h2o.models import convert
 from flexgen_h2o.models.checkpoint import SafetensorsCheckpoint
 from flexgen_h2o.models.sources import (
     cache_dir,
@@ -111,10 +112,8 @@ def test_importing_sources_is_cheap():
     heavy = "('transformers', 'gguf', 'huggingface_hub')"
     code = "import sys, flexgen_h2o.models.sources as s; "
     code += f"print([m for m in {heavy} if m in sys.modules])"
-    root = str(Path(sources.__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root}
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment()
     )
     assert ran.stdout.strip() == "[]"
 
@@ -323,9 +322,7 @@ import os
 from flexgen_h2o.models.sources import converted_folder
 converted_folder({str(tmp_path / "mine")!r}, "float16", lambda done, total: os.kill(os.getpid(), 9))
 """
-    root = str(Path(convert.__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == -9
+    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == -9
     (left,) = folders(cache)
     assert left.endswith(".tmp")
     # Another build's temporary folder stays as long as its lock is held.

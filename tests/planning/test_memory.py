@@ -7,7 +7,6 @@ comes on top of a run of a tiny model, or is a part of what the fault that it lo
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import environment
 
-import flexgen_h2o
 from flexgen_h2o.models import family
 from flexgen_h2o.models.convert import natural_key
 from flexgen_h2o.models.dummy import DummyCheckpoint
@@ -97,9 +96,8 @@ def held():
 
 def measure(code: str, *argv: object) -> dict:
     """What `code` prints as JSON, in a process of its own."""
-    root = str(Path(flexgen_h2o.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", COMMON + code, *map(str, argv)],
-                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+                          capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

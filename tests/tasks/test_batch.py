@@ -16,7 +16,7 @@ from pathlib import Path
 
 import planning_cases
 import pytest
-from programs import ROOT
+from children import environment
 from read_back import read_csv, read_jsonl
 from refusals import command_refused, refused
 from word_models import with_words
@@ -520,8 +520,7 @@ print("ended", *codes)
 def test_a_job_killed_at_20_moments_answers_as_an_undisturbed_one(runs):
     runs.input(["{broken\n", *some(90)])
     done = subprocess.run([sys.executable, "-c", KILLER, *runs.argv("--window", "7")],
-                          capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+                          capture_output=True, text=True, env=environment())
     assert done.stdout.endswith(f"ended {' '.join(['-9'] * 20)}\n"), done.stdout + done.stderr
     assert "going on: " in runs()
     disturbed = runs.texts(), runs.answered()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from programs import ROOT
+from children import environment
 from read_back import read_jsonl
 from refusals import error_line, refused
 from word_models import with_words
@@ -102,8 +101,7 @@ def run(jobs):
     """Exit codes and seconds of each job."""
     done = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(jobs)], text=True,
                           capture_output=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-                               "TORCH_CPP_LOG_LEVEL": "ERROR"})
+                          env=environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR"))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 

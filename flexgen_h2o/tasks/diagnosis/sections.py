@@ -121,7 +121,8 @@ def kernels(found: KernelFacts) -> Section:
     slow = []
     if found.chosen in NO_BFLOAT16:
         slow.append(f"{found.chosen} has no products of bfloat16, the default on a CPU (AVX512_BF16"
-                    " and AMX have): PyTorch emulates them; compare with --dtype float32")
+                    " and AMX have): PyTorch emulates them; compare with --dtype float32, or with "
+                    "--weight-bits 4 --activation-bits 8, which multiplies whole numbers")
     if found.chosen == "portable":
         slow.append("the kernels use plain vectors: AVX2 or AVX-512 would be several times as fast")
     return Section("kernels", tuple(rows), tuple(slow))
