@@ -132,12 +132,15 @@ AVX512_VNNI = [*AVX512, "-mavx512vnni"]
 AVX512_BF16 = [*AVX512_VNNI, "-mavx512bf16"]  # no CPU has it without the one before
 INSTRUCTION_SETS = {"portable": []}
 if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for, if not here
-    INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512_VNNI,
+    INSTRUCTION_SETS |= {"avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"],
+                         "avx512": AVX512, "avx512vnni": AVX512_VNNI,
                          "avx512bf16": AVX512_BF16,
                          "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
-                         "amx_emulated": [*AVX2, "-DH2O_EMULATE_TILES"]}
+                         "amx_emulated": [*AVX2, "-DH2O_EMULATE"]}
 TILED = ("experts", "linear", "prefill", "product")
-"""Sources with kernels of AMX tiles. The others run as of avx512bf16 and avx2: see dispatch.cpp."""
+SOURCES = {"avxvnni": ("experts", "linear", "product"), "amx": TILED, "amx_emulated": TILED}
+"""Those of instruction sets that have kernels of their own in some alone; dispatch.cpp says which
+set the others are of."""
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-g", "-O1",
             "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 """With FLEXGEN_H2O_SANITIZE in the environment (`make test-asan`). GCC 12 then warns of what its
@@ -159,7 +162,7 @@ class BuildKernels(build_ext):
         flags = FLAGS + (SANITIZE if os.environ.get("FLEXGEN_H2O_SANITIZE") else [])
         jobs = [(source, name, [*flags, *more, f"-DISA={name}"])
                 for source in ext.sources for name, more in INSTRUCTION_SETS.items()
-                if Path(source).stem in TILED or not name.startswith("amx")
+                if Path(source).stem in SOURCES.get(name, (Path(source).stem,))
                 and Path(source).stem != "dispatch"]
         build = fingerprint(ext, jobs, described(compiler_command(self.compiler)))
         jobs.append((str(KERNELS / "dispatch.cpp"), "", [*flags, f'-DH2O_BUILD="{build}"']))

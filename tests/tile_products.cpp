@@ -4,7 +4,7 @@
 #include <initializer_list>
 
 #include "amx.h"
-#if !defined(H2O_EMULATE_TILES)
+#if !defined(H2O_EMULATE)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -12,7 +12,7 @@
 int main() {
     unsigned char size[3];
     uint32_t a[16][16] = {}, b[16][16] = {}, c[16][16] = {};
-#if !defined(H2O_EMULATE_TILES)
+#if !defined(H2O_EMULATE)
     if (syscall(SYS_arch_prctl, 0x1023, 18)) return 1;
 #endif
     while (fread(size, 1, 3, stdin) == 3) {

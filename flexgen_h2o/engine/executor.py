@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -185,28 +184,20 @@ class Executor:
 
     def _attend(self, step: LayerStep) -> None:
         """Begin a decoder layer, whose attention may go on while other batches compute."""
-        with self._span(step, "attention of "):
+        with self._transfers.compute_span(f"attention of layer {step.layer} batch {step.batch}"):
             self._layers.attend(step)
 
     def _compute(self, step: LayerStep) -> None:
         batch = self._batches[step.batch]
         if step.layer == self._first:
             self._enter(step, batch)
-        with self._span(step):
+        with self._transfers.compute_span(f"layer {step.layer} batch {step.batch}"):
             if step.layer == 0:
                 self._layers.embed(step)
             elif step.layer == self._last:
                 self._head(step, batch)
             else:
                 self._layers.compute(step)
-
-    @contextmanager
-    def _span(self, step: LayerStep, what: str = "") -> Iterator[None]:
-        device = self._transfers.device
-        began = device.stamp()
-        yield
-        self._transfers.compute_span(f"{what}layer {step.layer} batch {step.batch}", began,
-                                     device.stamp())
 
     def _enter(self, step: LayerStep, batch: Batch) -> None:
         """Begin a forward pass of a batch, with the hidden states of the rank before if there is

@@ -20,10 +20,12 @@ from torch import Tensor
 from flexgen_h2o.kernels import abi
 
 EMULATED = "amx_emulated"
-SETS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", EMULATED)
-"""Instruction sets, each with what the one before it has, and last the kernels of AMX with tiles in
-plain C++ (cpu/amx.h), which any CPU with AVX2 runs, slowly: to test them. A CPU with AMX whose
-system does not let the process use it counts as avx512bf16."""
+SETS = ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", EMULATED)
+"""Instruction sets, each with what the one before it has (but for avxvnni, which many CPUs with
+AVX-512 lack), and last the kernels of AMX and AVX-VNNI with both in plain C++ (cpu/amx.h,
+cpu/simd.h), which any CPU with AVX2 runs, slowly: to test them. A CPU with AMX whose system does
+not let the process use it counts as avx512bf16."""
+_EMULATED_BIT = 1 << SETS.index(EMULATED)
 
 STRUCTS = abi.structs()
 """Ctypes' mirrors of abi.STRUCTS, by name."""
@@ -70,8 +72,8 @@ def build() -> str:
 
 def available_sets() -> tuple[str, ...]:
     """The instruction sets of `SETS` that this machine can run."""
-    best = _library().h2o_isa_best()
-    return SETS[: best + 1] + ((EMULATED,) if best else ())
+    found = _library().h2o_isa_available()
+    return tuple(name for number, name in enumerate(SETS) if found >> number & 1)
 
 
 def instruction_set() -> str:
@@ -84,7 +86,7 @@ def instruction_set() -> str:
     """
     chosen = os.environ.get("FLEXGEN_H2O_ISA")
     if chosen is None:
-        return SETS[_library().h2o_isa_best()]
+        return SETS[(_library().h2o_isa_available() & ~_EMULATED_BIT).bit_length() - 1]
     if chosen not in (available := available_sets()):
         raise ValueError(f"FLEXGEN_H2O_ISA={chosen}: this machine has {', '.join(available)}")
     return chosen

@@ -37,7 +37,7 @@ class TableLine:
 
 
 TABLE = (
-    TableLine("linear", ("avx2",), "skinny", most_rows=20,
+    TableLine("linear", ("avx2", "avxvnni"), "skinny", most_rows=20,
               why="EPYC without AVX-512, 4096 x 16384: PyTorch takes 1.7, 3.1, 3.8 and 3.7 times "
                   "as long at 1, 2, 4 and 8 rows, float32 1.5, 1.1, 0.93 and 0.71 times at 8, 20, "
                   "24 and 48 (benchmarks/results/epyc-avx2)."),
@@ -45,13 +45,13 @@ TABLE = (
               why="Xeon, 4096 x 16384: PyTorch takes 1.8, 4.7, 4.5 and 4.1 times as long at 1, 4, "
                   "16 and 32 rows (benchmarks/results/xeon-avx512). Beside other load float32 "
                   "takes 1.1 times as long at 32 rows, and as long at 64."),
-    TableLine("linear", ("avx2", "avx512", "avx512vnni"), "float32", least_rows=21,
+    TableLine("linear", ("avx2", "avxvnni", "avx512", "avx512vnni"), "float32", least_rows=21,
               why="PyTorch's products in bfloat16 run at 0.06 TFLOP/s where the CPU has no "
                   "instruction for them: on the same Xeon they take 3.0, 4.0 and 4.7 times as long "
                   "at 64, 256 and 1,024 rows, where this is at 0.5, 0.7 and 0.86 of PyTorch's "
                   "rate in float32."),
-    TableLine("linear", ("avx2", "avx512", "avx512vnni", "avx512bf16"), "float32", least_rows=4,
-              dtype=torch.float16,
+    TableLine("linear", ("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16"), "float32",
+              least_rows=4, dtype=torch.float16,
               why="PyTorch's products in float16 run at 0.03 TFLOP/s without AVX512_FP16. On "
                   "a Xeon beside other load, 4096 x 16384, they take 0.4, 1.1 and 3.6 times as "
                   "long at 1, 4 and 16 rows."),

@@ -148,21 +148,22 @@ class Transfers:
 
     def ready(self, handle: Handle) -> None:
         """Order compute after `handle`; the host waits only for its own share (disk reads)."""
-        if not self._trace.enabled:
+        with self.compute_span("wait", lane=WAITING):
             self.device.wait(handle.event())
-            return
-        began = self.device.stamp()
-        self.device.wait(handle.event())
-        self.compute_span("wait", began, self.device.stamp(), lane=WAITING)
 
     def moved(self, link: str, nbytes: int, began, ended) -> None:
         """Record a copy between two stamps, whose times may not be known yet."""
         self._unsettled.append((link, link, nbytes, began, ended))
 
-    def compute_span(self, name: str, began, ended, *, lane: str = COMPUTE) -> None:
-        """Record a span in compute's own queue, between two stamps."""
-        if self._trace.enabled:
-            self._unsettled.append((name, lane, None, began, ended))
+    def compute_span(self, name: str, *, lane: str = COMPUTE) -> AbstractContextManager[None]:
+        """Record the body of a ``with`` statement as a span in compute's own queue."""
+        return self._stamped(name, lane) if self._trace.enabled else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _stamped(self, name: str, lane: str) -> Iterator[None]:
+        began = self.device.stamp()
+        yield
+        self._unsettled.append((name, lane, None, began, self.device.stamp()))
 
     def host_span(self, name: str, lane: str) -> AbstractContextManager[None]:
         """Record the body of a ``with`` statement as a span of the host's own work."""

@@ -30,6 +30,7 @@ def test_every_line_names_what_exists_and_why():
 @pytest.mark.parametrize(("name", "operation", "rows", "chosen"), [
     ("portable", "linear", 1, "pytorch"), ("avx2", "linear", 1, "skinny"),
     ("avx2", "linear", 20, "skinny"), ("avx2", "linear", 21, "float32"),
+    ("avxvnni", "linear", 20, "skinny"), ("avxvnni", "linear", 21, "float32"),
     ("avx512", "linear", 48, "skinny"), ("avx512", "linear", 49, "float32"),
     ("avx512", "linear", 2048, "float32"), ("avx512vnni", "linear", 48, "skinny"),
     ("avx512vnni", "linear", 49, "float32"), ("avx512bf16", "linear", 32, "skinny"),

@@ -109,9 +109,9 @@ def test_no_function_is_shared_between_instruction_sets(packaging, tmp_path):
                 if f"{len(isa)}{isa}" not in name and not name.startswith("DW.ref.")}
 
     # The least and the most: what lies between them compiles the same functions.
-    jobs = [("portable", source) for source in sources]
-    jobs += [(isa, source) for isa in ("avx512bf16", "amx", "amx_emulated") if isa in sets
-             for source in sources if isa == "avx512bf16" or source.stem in packaging["TILED"]]
+    jobs = [(isa, source) for isa in ("portable", "avx512bf16", "amx", "amx_emulated")
+            if isa in sets for source in sources
+            if source.stem in packaging["SOURCES"].get(isa, (source.stem,))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         assert set().union(*pool.map(shared, jobs)) == set()
 

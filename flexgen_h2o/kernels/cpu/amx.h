@@ -1,16 +1,16 @@
 // AMX tiles of bfloat16, or the same in plain C++.
 //
 // Tiles are registers of up to 16 rows of 64 bytes. A source that includes this is compiled once
-// for the instructions, and once (H2O_EMULATE_TILES) for their twin, which gives the same bits on
+// for the instructions, and once (H2O_EMULATE) for their twin, which gives the same bits on
 // any CPU: the products of a kernel can be tested where no AMX is. Both have TILES defined.
 #pragma once
 
 #include "simd.h"
 
-#if defined(__AMX_BF16__) || defined(H2O_EMULATE_TILES)
+#if defined(__AMX_BF16__) || defined(H2O_EMULATE)
 #define TILES 1
 
-#if !defined(H2O_EMULATE_TILES)
+#if !defined(H2O_EMULATE)
 #include <immintrin.h>
 #endif
 
@@ -32,7 +32,7 @@ struct alignas(64) TileShapes {
     }
 };
 
-#if !defined(H2O_EMULATE_TILES)
+#if !defined(H2O_EMULATE)
 
 // The tiles of the calling thread, configured for as long as this lives. One at a time.
 //

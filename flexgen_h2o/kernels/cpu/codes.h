@@ -16,13 +16,18 @@ INLINE Words load_words(const void* from) {
 
 INLINE void store_words(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof x); }
 
-// The words of WIDTH outputs of a block, with each of which memory is asked for a line of a later one.
+constexpr int64_t BOUND_ROWS = 4;  // of x, whose products take less time than memory does
+
+// The words of WIDTH outputs of a block, with each of which memory is asked for a line of a later one,
+// and where memory binds AGAIN for one that is nearer.
 struct CodedWords {
-    const uint8_t *words, *later;
+    const uint8_t *words, *later, *sooner;
     CacheLevel to;
 
-    INLINE Words operator[](int64_t n) const {
+    template <bool AGAIN>
+    INLINE Words read(int64_t n) const {
         prefetch(later + 4 * MATRIX_TILE * n, to);
+        if (AGAIN) prefetch(sooner + 4 * MATRIX_TILE * n, to);
         return load_words(words + 4 * MATRIX_TILE * n);
     }
 };
@@ -32,18 +37,20 @@ struct CodedWords {
 // computing waits.
 template <class C>
 struct CodedBlock {
-    const uint8_t *block, *later;
+    const uint8_t *block, *later, *sooner;
     CacheLevel to;
 
     static INLINE CodedBlock of(const Blocks& m, int64_t tile, int64_t g, int64_t tiles,
                                 CacheLevel to) {
-        const CodedBlock mine{m.at(tile, g), m.later(tile, g, tiles), to};
+        const CodedBlock mine{m.at(tile, g), m.later(tile, g, tiles, BLOCKS_AHEAD),
+                              m.later(tile, g, tiles, BLOCKS_AHEAD / 2), to};
         prefetch(mine.later, to);
         return mine;
     }
 
     INLINE CodedWords words(int64_t lane, bool first) const {
-        return {C::words(block) + 4 * lane, later + 4 * MATRIX_TILE, first && lane == 0 ? to : NOWHERE};
+        return {C::words(block) + 4 * lane, later + 4 * MATRIX_TILE, sooner + 4 * MATRIX_TILE,
+                first && lane == 0 ? to : NOWHERE};
     }
 };
 

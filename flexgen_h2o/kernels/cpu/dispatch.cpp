@@ -11,9 +11,10 @@
 
 namespace {
 
-#if defined(__x86_64__)
-constexpr int SETS = 7;
+// Instruction sets in the order of SETS of kernels/cpu_library.py.
+enum Set : int { PORTABLE, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX, AMX_EMULATED };
 
+#if defined(__x86_64__)
 // Whether this process may use tiles: Linux keeps room for their registers where it is asked to,
 // once for all threads. Older kernels, and filters of system calls, refuse.
 bool permitted() {
@@ -35,43 +36,53 @@ bool amx() {
            (d & (BF16 | AMX_TILE)) == (BF16 | AMX_TILE) && permitted();
 }
 
-int best() {
+constexpr int bit(Set set) { return 1 << set; }
+
+int available() {
     __builtin_cpu_init();
+    int sets = bit(PORTABLE);
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
         !__builtin_cpu_supports("f16c"))
-        return 0;
+        return sets;
+    sets |= bit(AVX2) | bit(AMX_EMULATED);
+    if (__builtin_cpu_supports("avxvnni")) sets |= bit(AVX_VNNI);
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
-        return 1;
-    if (!__builtin_cpu_supports("avx512vnni")) return 2;
-    if (!__builtin_cpu_supports("avx512bf16")) return 3;
-    return amx() ? 5 : 4;
+        return sets;
+    sets |= bit(AVX512);
+    if (!__builtin_cpu_supports("avx512vnni")) return sets;
+    sets |= bit(AVX512_VNNI);
+    if (!__builtin_cpu_supports("avx512bf16")) return sets;
+    return sets | bit(AVX512_BF16) | (amx() ? bit(AMX) : 0);
 }
 
 #define CALL(function, arguments)                                    \
     switch (isa) {                                                   \
-        case 6: return avx2::function(*arguments);                   \
-        case 5:                                                      \
-        case 4: return avx512bf16::function(*arguments);             \
-        case 3: return avx512vnni::function(*arguments);             \
-        case 2: return avx512::function(*arguments);                 \
-        case 1: return avx2::function(*arguments);                   \
+        case AMX:                                                    \
+        case AVX512_BF16: return avx512bf16::function(*arguments);   \
+        case AVX512_VNNI: return avx512vnni::function(*arguments);   \
+        case AVX512: return avx512::function(*arguments);            \
+        case AMX_EMULATED:                                           \
+        case AVX_VNNI:                                               \
+        case AVX2: return avx2::function(*arguments);                \
         default: return portable::function(*arguments);              \
     }
-// The same of what has kernels of tiles.
-#define CALL_TILED(function, arguments)                              \
-    if (isa == 6) return amx_emulated::function(*arguments);         \
-    if (isa == 5) return amx::function(*arguments);                  \
+// The same of what has kernels of tiles, and of what has products of whole numbers.
+#define CALL_TILED(function, arguments)                                   \
+    if (isa == AMX) return amx::function(*arguments);                     \
+    if (isa == AMX_EMULATED) return amx_emulated::function(*arguments);   \
     CALL(function, arguments)
+#define CALL_PRODUCT(function, arguments)                            \
+    if (isa == AVX_VNNI) return avxvnni::function(*arguments);       \
+    CALL_TILED(function, arguments)
 #else
-constexpr int SETS = 1;
-
-int best() { return 0; }
+int available() { return 1 << PORTABLE; }
 
 #define CALL(function, arguments) \
     (void)isa;                    \
     return portable::function(*arguments);
 #define CALL_TILED CALL
+#define CALL_PRODUCT CALL
 #endif
 
 }  // namespace
@@ -80,11 +91,9 @@ int best() { return 0; }
 
 extern "C" {
 
-// Instruction sets there are kernels for, the last one emulated, and the best that this machine
-// has, counted from 0.
-EXPORT int h2o_isa_count() { return SETS; }
-EXPORT int h2o_isa_best() {
-    static const int found = best();  // asking takes microseconds on a virtual machine
+// Which instruction sets there are kernels for that this machine can run: a bit for each.
+EXPORT int h2o_isa_available() {
+    static const int found = available();  // asking takes microseconds on a virtual machine
     return found;
 }
 
@@ -104,8 +113,8 @@ EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups,
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
 EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_TILED(linear_skinny, a) }
 EXPORT int h2o_linear_float32(int isa, const Linear* a) { CALL(linear_float32, a) }
-EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL_TILED(linear_quantized, a) }
-EXPORT int h2o_experts(int isa, const Experts* a) { CALL_TILED(experts, a) }
+EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL_PRODUCT(linear_quantized, a) }
+EXPORT int h2o_experts(int isa, const Experts* a) { CALL_PRODUCT(experts, a) }
 EXPORT int h2o_route(int isa, const Route* a) { CALL_TILED(route, a) }
 EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, a) }
 EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, a) }

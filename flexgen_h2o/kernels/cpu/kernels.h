@@ -20,7 +20,7 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
         default: return function<float>(a);      \
     }
 
-// Sources with kernels of AMX tiles, and the others.
+// Sources with kernels of AMX tiles, some of which are compiled for avxvnni, and the others.
 #define DECLARE_TILED(isa)                       \
     namespace isa {                              \
     int prefill_attention(const Prefill&);       \
@@ -57,6 +57,7 @@ DECLARE(avx512vnni)
 DECLARE(avx512bf16)
 DECLARE_TILED(amx)
 DECLARE_TILED(amx_emulated)
+DECLARE_TILED(avxvnni)
 #endif
 #undef DECLARE
 #undef DECLARE_TILED

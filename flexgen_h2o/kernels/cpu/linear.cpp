@@ -13,7 +13,7 @@
 namespace ISA {
 namespace {
 
-constexpr int QUADS = 4;         // rows of x that are computed together
+constexpr int QUADS = 4;         // rows of x that are computed together, at most
 constexpr int64_t AHEAD = 8192;  // elements of weights that memory sends meanwhile, at least
 #if defined(__AVX512F__)
 constexpr int OUTPUTS = 4;
@@ -25,11 +25,12 @@ constexpr int64_t PART = 1 << 30;  // all inputs: arithmetic binds before the ca
 constexpr int64_t FEW_PASSES = 2;  // which memory binds: they go through all inputs at once
 
 #if defined(__AVX512BF16__)
-// Sums of pairs of bfloat16, which AVX512_BF16 multiplies as they are.
+// Sums of pairs of bfloat16, which AVX512_BF16 multiplies as they are. PAIRED rows of x are computed
+// two by two; up to BOUND_ROWS memory binds.
 struct Operands {
     using Element = bf16;
     using Vector = __m512bh;
-    static constexpr int64_t SIZE = 2 * WIDTH;
+    static constexpr int64_t SIZE = 2 * WIDTH, PAIRED = QUADS, BOUND_ROWS = 2 * QUADS;
     static INLINE Vector weights(const bf16* from) { return load_raw<Vector>(from); }
     static INLINE Vector inputs(const bf16* from) { return load_raw<Vector>(from); }
     static INLINE Floats add(Floats sum, Vector a, Vector b) {
@@ -44,7 +45,7 @@ INLINE void copy_row(const bf16* from, int64_t count, bf16* to) {
 struct Operands {
     using Element = float;
     using Vector = Floats;
-    static constexpr int64_t SIZE = WIDTH;
+    static constexpr int64_t SIZE = WIDTH, PAIRED = 0, BOUND_ROWS = QUADS;
     static INLINE Vector weights(const bf16* from) { return load(from); }
     static INLINE Vector inputs(const float* from) { return load(from); }
     static INLINE Floats add(Floats sum, Vector a, Vector b) { return fma(a, b, sum); }
@@ -56,8 +57,9 @@ INLINE void copy_row(const bf16* from, int64_t count, float* to) {
 using Element = Operands::Element;
 constexpr int64_t SIZE = Operands::SIZE;
 
-// sums [R][M] += M rows of weights by R rows of x; meanwhile M rows at `later` are asked for.
-template <int M, int R>
+// sums [R][M] += M rows of weights by R rows of x; meanwhile M rows at `later` are asked for, each
+// line once or TWICE (prefetch.h).
+template <int M, int R, bool TWICE>
 INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, int64_t x_row,
                      int64_t inputs, const bf16* const* later, Floats* sums) {
     Floats all[R][M];
@@ -76,7 +78,10 @@ INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, 
     int64_t k = 0;
     for (; k + SIZE <= inputs; k += SIZE) {
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++) __builtin_prefetch(later[m] + k, 0, 2);
+        for (int m = 0; m < M; m++) {
+            __builtin_prefetch(later[m] + k, 0, 2);
+            if (TWICE) __builtin_prefetch(later[m] + k + SIZE / 2, 0, 2);
+        }
         step(weights + k, weight_row, k);
     }
     if (k < inputs) {
@@ -95,23 +100,27 @@ template <int M>
 void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
     const bf16* weights = static_cast<const bf16*>(a.weight) + first * a.weight_row;
     const bf16* bias = a.bias ? static_cast<const bf16*>(a.bias) + first : nullptr;
-    const int64_t passes = (a.rows + QUADS - 1) / QUADS, part = passes > FEW_PASSES ? PART : a.inputs;
+    const int64_t together = a.rows == Operands::PAIRED ? QUADS / 2 : QUADS;
+    const int64_t passes = (a.rows + together - 1) / together;
+    const int64_t part = passes > FEW_PASSES ? PART : a.inputs;
     const int64_t ahead = (1 + AHEAD / (M * a.weight_row)) * M;  // rows
     Floats all[SKINNY_ROWS * M];
     std::memset(all, 0, static_cast<size_t>(a.rows * M) * sizeof *all);
     for (int64_t begin = 0; begin < a.inputs; begin += part) {
         const int64_t inputs = a.inputs - begin < part ? a.inputs - begin : part;
         for (int64_t pass = 0; pass < passes; pass++) {
-            const int64_t row = pass * QUADS;
+            const int64_t row = pass * together, rows = a.rows - row;
             const bf16* later[M];  // each pass has its part of a block
             for (int m = 0; m < M; m++)
                 later[m] = weights + (ahead + (pass + m * passes) % M) * a.weight_row + begin;
             const auto multiply = [&](auto count) {
-                products<M, decltype(count)::value>(weights + begin, a.weight_row,
-                                                    x + row * x_row + begin, x_row, inputs, later,
-                                                    all + row * M);
+                constexpr int R = decltype(count)::value;
+                const auto function = a.rows > Operands::BOUND_ROWS ? products<M, R, false>
+                                                                    : products<M, R, true>;
+                function(weights + begin, a.weight_row, x + row * x_row + begin, x_row, inputs,
+                         later, all + row * M);
             };
-            switch (a.rows - row) {
+            switch (rows < together ? rows : together) {
                 case 1: multiply(Count<1>{}); break;
                 case 2: multiply(Count<2>{}); break;
                 case 3: multiply(Count<3>{}); break;

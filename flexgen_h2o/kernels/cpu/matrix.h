@@ -24,10 +24,10 @@ struct Blocks {
         return data + (tile * groups + g) * block_bytes;
     }
 
-    // The block that is asked for while `tiles` tiles are computed with, of which this is one:
-    // BLOCKS_AHEAD further, and behind the tile's end of the one after them.
-    const uint8_t* later(int64_t tile, int64_t g, int64_t tiles) const {
-        const int64_t ahead = g + BLOCKS_AHEAD;
+    // The block `by` further than one of `tiles` tiles that are computed with; behind the tile's end
+    // of the one after them.
+    const uint8_t* later(int64_t tile, int64_t g, int64_t tiles, int64_t by) const {
+        const int64_t ahead = g + by;
         return ahead < groups ? at(tile, ahead) : at(tile + tiles, ahead - groups);
     }
 };

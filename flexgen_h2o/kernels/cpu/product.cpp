@@ -52,7 +52,7 @@ INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
     for (int64_t column = 0; column < COLUMNS; column += WIDTH) {
         const CodedWords mine = pair.words(column, true);
         for (int64_t n = 0; n < words; n++) {
-            const Words word = mine[n];
+            const Words word = mine.read<false>(n);
 #pragma GCC unroll 8
             for (int s = 0; s < STEPS; s++)
                 store_words(w.codes + (n * STEPS + s) * COLUMNS + column,
@@ -104,7 +104,7 @@ INLINE void add_words(const Panel& p, const Pair<C>& pair, int64_t words, int64_
         Floats mine[CHAINS][R][VECTORS] = {};
         for (int64_t n = 0; n < words; n++, x += STEPS * R) {
             Words word[VECTORS];
-            for (int v = 0; v < VECTORS; v++) word[v] = from[v][n];
+            for (int v = 0; v < VECTORS; v++) word[v] = from[v].template read<R <= BOUND_ROWS>(n);
 #pragma GCC unroll 8  // what the steps of a word share is then computed once
             for (int s = 0; s < STEPS; s++) {
                 Words codes[VECTORS];

@@ -102,7 +102,7 @@ INLINE void unpack_codes(const CodedBlock<C>& from, int64_t words, int64_t colum
         store(to.zeros + column + i, fma(scale, broadcast(-Pairs::shift<C>()), zero));
         const CodedWords mine = from.words(i, true);
         for (int64_t n = 0; n < words; n++) {
-            const Words word = mine[n];
+            const Words word = mine.read<false>(n);
 #pragma GCC unroll 4
             for (int s = 0; s < STEPS; s++)
                 store_words(to.codes + (n * STEPS + s) * COLUMNS + column + i,

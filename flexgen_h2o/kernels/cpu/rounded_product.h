@@ -2,7 +2,7 @@
 //
 // Outputs are the lanes of vectors. A shift and a mask make bytes of four codes of an output; they
 // meet four codes of x in the same order, and products are added up in 16 bits as long as they fit;
-// with AVX512_VNNI in 32 bits, by one instruction.
+// with AVX-VNNI and AVX512_VNNI in 32 bits, by one instruction.
 // What the rounding is, says kernels/reference_matrix.py (`rounded_activations`).
 #pragma once
 
@@ -145,9 +145,9 @@ constexpr int parts() {
     return C::bits == 4 ? 2 : 1;
 }
 
-#if defined(__AVX512VNNI__)
-constexpr int ABREAST = 2;  // tiles of which a vector each shares what is loaded of x
-static_assert(WIDTH == MATRIX_TILE, "a tile is a vector");
+#if defined(FOURS)
+// Tiles of which a vector each shares what is loaded of x: 16 registers are too few for two.
+constexpr int ABREAST = WIDTH == MATRIX_TILE ? 2 : 1;
 
 using Abreast = CodedWords[ABREAST];
 
@@ -161,7 +161,7 @@ INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
     for (int64_t n = 0; n < count; n++) {
         Words bytes[PARTS][ABREAST];
         for (int v = 0; v < ABREAST; v++) {
-            const Words word = words[v][n];
+            const Words word = words[v].template read<R <= BOUND_ROWS>(n);
             bytes[0][v] = PARTS == 1 ? word : ByteCodes<C>::of(word & 0x0f0f0f0f);
             bytes[PARTS - 1][v] = PARTS == 1 ? word : ByteCodes<C>::of(word >> 4 & 0x0f0f0f0f);
         }
@@ -219,7 +219,7 @@ INLINE void add_few(const CodedWords& words, int64_t from, const uint32_t* x, In
     Shorts low[R] = {}, high[R] = {};
 #pragma GCC unroll 8
     for (int n = 0; n < COUNT; n++) {
-        const Words word = words[from + n];
+        const Words word = words.template read<R <= BOUND_ROWS>(from + n);
         const Words first = ByteCodes<C>::of(word & 0x0f0f0f0f);
         const Words second = ByteCodes<C>::of(word >> 4 & 0x0f0f0f0f);
 #pragma GCC unroll 8

@@ -84,10 +84,19 @@ INLINE Words masked_or(Words x, uint32_t mask, uint32_t more) {
 #endif
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(H2O_EMULATE)
+#define FOURS
 // sums += the products of the four bytes of each lane, of which those of x have signs.
 INLINE Ints add_fours(Ints sums, Words bytes, Words x) {
+#if defined(__AVX512VNNI__)
     return Ints(_mm512_dpbusd_epi32(__m512i(sums), __m512i(bytes), __m512i(x)));
+#elif defined(__AVXVNNI__)
+    return Ints(_mm256_dpbusd_avx_epi32(__m256i(sums), __m256i(bytes), __m256i(x)));
+#else
+    for (int shift = 0; shift < 32; shift += 8)
+        sums += Ints(bytes >> shift & 0xff) * (Ints(x << (24 - shift)) >> 24);
+    return sums;
+#endif
 }
 #endif
 

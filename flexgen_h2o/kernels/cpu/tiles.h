@@ -24,13 +24,16 @@ struct PlainTile {
     static constexpr int rows_at_once(int queries) { return at_once(queries); }
     INLINE Floats at(int64_t row, int64_t i) const { return load(base + row * stride + i); }
     // What lies ahead of element i of R rows, if a line may begin there: a line is asked for as one
-    // is computed with. Those of several rows at once would fill a core's buffers for misses, and
-    // computing would wait.
+    // is computed with, and again halfway. Those of several rows at once would fill a core's
+    // buffers for misses, and computing would wait.
     template <int R>
     INLINE void prefetch(int64_t row, int64_t i) const {
         if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
-        for (int64_t r = row; r < row + R; r++)
-            __builtin_prefetch(reinterpret_cast<const char*>(base + r * stride + i) + AHEAD, 0, 2);
+        for (int64_t r = row; r < row + R; r++) {
+            const char* here = reinterpret_cast<const char*>(base + r * stride + i);
+            __builtin_prefetch(here + 2 * AHEAD, 0, 2);
+            __builtin_prefetch(here + AHEAD, 0, 2);
+        }
     }
 };
 
@@ -47,13 +50,17 @@ struct ListedTile {
     template <int R>
     INLINE void prefetch(int64_t row, int64_t i) const {
         if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
-        for (int64_t r = row + ROWS_AHEAD; r < row + ROWS_AHEAD + R && r < left; r++)
-            ISA::prefetch(base + slots[r] * stride + i, near_cache());
+        ask(row + 2 * ROWS_AHEAD, R, i);
+        ask(row + ROWS_AHEAD, R, i);
     }
     // The first rows.
     INLINE void prefetch_first() const {
         for (int64_t i = 0; i < dim; i += LINE / static_cast<int64_t>(sizeof(T)))
-            prefetch<ROWS_AHEAD>(-ROWS_AHEAD, i);
+            ask(0, ROWS_AHEAD, i);
+    }
+    INLINE void ask(int64_t first, int64_t count, int64_t i) const {
+        for (int64_t r = first; r < first + count && r < left; r++)
+            ISA::prefetch(base + slots[r] * stride + i, near_cache());
     }
 };
 

@@ -32,7 +32,7 @@ SLOW_DISK = 1.0
 LITTLE_MEMORY = 4.0
 """GB of free host memory below which it is called little."""
 
-NO_BFLOAT16 = ("portable", "avx2", "avx512", "avx512vnni")
+NO_BFLOAT16 = ("portable", "avx2", "avxvnni", "avx512", "avx512vnni")
 """Instruction sets without products of bfloat16."""
 
 
