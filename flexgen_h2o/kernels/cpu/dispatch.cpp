@@ -11,7 +11,7 @@
 
 namespace {
 
-// Instruction sets in the order of SETS of kernels/cpu_library.py.
+// Instruction sets, in the order of SETS in kernels/cpu_library.py.
 enum Set : int { PORTABLE, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX, AMX_EMULATED };
 
 #if defined(__x86_64__)
@@ -36,6 +36,13 @@ bool amx() {
            (d & (BF16 | AMX_TILE)) == (BF16 | AMX_TILE) && permitted();
 }
 
+// Whether the CPU has AVX-VNNI, whose name not all compilers know here.
+bool avx_vnni() {
+    constexpr unsigned FEATURE = 1u << 4;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & FEATURE);
+}
+
 constexpr int bit(Set set) { return 1 << set; }
 
 int available() {
@@ -45,7 +52,7 @@ int available() {
         !__builtin_cpu_supports("f16c"))
         return sets;
     sets |= bit(AVX2) | bit(AMX_EMULATED);
-    if (__builtin_cpu_supports("avxvnni")) sets |= bit(AVX_VNNI);
+    if (avx_vnni()) sets |= bit(AVX_VNNI);
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return sets;

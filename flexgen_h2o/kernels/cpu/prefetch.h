@@ -1,8 +1,8 @@
 // Asking memory for lines ahead of their use: into which cache, by the kind of CPU.
 //
-// Where memory binds, lines are asked for twice, the second time when half of the way to them is
-// gone: a Zen 4 reads 1.1 to 1.4 times as fast then. It may leave a line out that is asked for while
-// it waits for as many as it can.
+// Where memory binds, lines are asked for twice, in most places the second time when half of the way
+// to them is gone: a Zen 4 reads 1.1 to 1.4 times as fast then. It may leave a line out that is asked
+// for while it waits for as many as it can.
 #pragma once
 
 #include "simd.h"
