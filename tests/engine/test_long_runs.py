@@ -75,7 +75,7 @@ def forked(work: str, cases: dict[str, list]) -> dict[str, dict]:
     """
     here = Path(__file__).parent
     code = f"import test_long_runs; test_long_runs.fork_each({work!r})"
-    folders = [Path(flexgen_h2o.__file__).parents[1], here, here.parent]
+    folders = Path(flexgen_h2o.__file__).parents[1], here, here.parent
     done = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(cases), capture_output=True, text=True,
         env=environment(*folders, OMP_NUM_THREADS="1"),

@@ -142,8 +142,7 @@ def test_what_is_admitted(monkeypatch):
     own = cpu_library.instruction_set() != "portable"
     assert ops.linear_choice(x, weight) == ("skinny" if own else "pytorch")
     many = case(65, 31, 8)[0]
-    widens = cpu_library.instruction_set() in (
-        "avx2", "avxvnni", "avx512", "avx512vnni")
+    widens = cpu_library.instruction_set() in ("avx2", "avxvnni", "avx512", "avx512vnni")
     assert ops.linear_choice(many, weight) == ("float32" if widens else "pytorch")
     for bad in ((x.float(), weight.float()), (x.half(), weight), (x.T, weight), (x, weight.T),
                 (x.to("meta"), weight.to("meta"))):
