@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import torch
 from kernel_timing.rows import DTYPE, TimedRows, check, copies, engine_memory, error
 
 from flexgen_h2o.config.index_layout import IndexLayout
-from flexgen_h2o.kernels import ops, reference_recall
+from flexgen_h2o.kernels import native, native_recall, ops, reference_recall
+from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.program import Program
 
 HEADS, DIM = 32, 128
 CASES = [(4, 8, 8192), (4, 8, 2048)]
@@ -19,22 +20,53 @@ CONTESTANTS = {f"recall {share:.0%}, {bits} bits": (share, bits)
                for share, bits in ((0.2, 4), (0.2, 2), (0.1, 4), (0.05, 4))}
 
 
-def full_step(q, k, v, slots, metadata, **others) -> torch.Tensor:
+def told(step: dict, share: float) -> dict[str, torch.Tensor]:
+    """The metadata of a step in which a token attends to a share of what is cached, and the span of
+    the key before it."""
+    before, sequences = int(step["metadata"][0, 0]), len(step["q"])
+    return {"metadata": torch.tensor([[before], [int(share * before)]], dtype=torch.int32
+                                     ).repeat(1, sequences),
+            "spans": torch.tensor([[before - 1], [before - 1], [1]], dtype=torch.int32
+                                  ).repeat(1, sequences)}
+
+
+def wanted(step: dict, *, share: float, bits: int) -> torch.Tensor:
+    """All that a step does, by the reference: it indexes the last step's key, chooses, attends,
+    caches."""
+    q, k, v, slots, index = (*(step[name] for name in ("q", "k", "v", "slots")),
+                             step["indexes"][bits])
+    layout, tokens = IndexLayout(DIM, bits), told(step, share)
+    metadata = tokens["metadata"]
+    reference_recall.index_keys(slots[0], index, tokens["spans"], layout=layout)
+    chosen = reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+                                          most=int(metadata[1].max()))
+    return reference_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen,
+                                            metadata=metadata)[0]
+
+
+def bound_recall(step: dict, *, share: float, bits: int) -> tuple[Program, torch.Tensor]:
+    """The same as a run has it, with checked arguments and structs made once for a layer; and the
+    output that the program writes."""
+    program = Program()
+    q, k, v, slots, index = (*(step[name] for name in ("q", "k", "v", "slots")),
+                             step["indexes"][bits])
+    layout, tokens = IndexLayout(DIM, bits), told(step, share)
+    metadata = tokens["metadata"]
+    native_recall.index_keys(slots[0], index, tokens["spans"], layout=layout, bits=16,
+                             steps=program)
+    chosen = native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+                                       most=int(metadata[1].max()), steps=program)
+    return program, native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, bits=16,
+                                                  metadata=metadata, steps=program)[0]
+
+
+def bound_full(step: dict) -> Program:
     """Attention over everything, which is not scored."""
-    return ops.decode_attention(q, k, v, slots=slots, metadata=metadata)[0]
-
-
-def recall_step(q, k, v, slots, metadata, indexes, *, share: float, bits: int, choosing=ops
-                ) -> torch.Tensor:
-    """All that a step does: it indexes the last step's key, chooses, attends, caches."""
-    cached = int(metadata[0, 0])
-    count, layout = int(share * cached), IndexLayout(DIM, bits)
-    told = torch.tensor([[cached] * len(q), [count] * len(q)], dtype=torch.int32)
-    spans = torch.tensor([[cached - 1] * len(q)] * 2 + [[1] * len(q)], dtype=torch.int32)
-    choosing.index_keys(slots[0], indexes[bits], spans, layout=layout)
-    chosen = choosing.choose_keys(q, k, index=indexes[bits], metadata=told, layout=layout,
-                                  most=count)
-    return choosing.attend_recalled(q, k, v, slots=slots, chosen=chosen, metadata=told)[0]
+    program = Program()
+    native.decode_attention(
+        *(step[name] for name in ("q", "k", "v")), slots=step["slots"], bits=16,
+        metadata=step["metadata"], eviction=EvictionArguments(), steps=program)
+    return program
 
 
 def step_of(slots: torch.Tensor) -> dict:
@@ -55,24 +87,31 @@ def step_of(slots: torch.Tensor) -> dict:
 
 def recall(rows: TimedRows, quick: bool) -> None:
     """Rows of each case: the full cache and each of `CONTESTANTS`."""
-    functions = {FULL: full_step} | {
-        name: functools.partial(recall_step, share=share, bits=bits)
-        for name, (share, bits) in CONTESTANTS.items()}
     small = step_of(torch.randn(2, 2, 8, 300, DIM, dtype=DTYPE))
     for name, (share, bits) in CONTESTANTS.items():
-        found, wanted = (recall_step(**small, share=share, bits=bits, choosing=choosing)
-                         for choosing in (ops, reference_recall))
-        check(f"recall: {name}", error(found, wanted))
+        right = wanted(small, share=share, bits=bits)
+        program, found = bound_recall(small, share=share, bits=bits)
+        found.fill_(torch.nan)
+        program.run()
+        check(f"recall: {name}", error(found, right))
     for sequences, kv_heads, n in CASES:
         n = n // 16 if quick else n
         block = torch.randn(2, sequences, kv_heads, n, DIM, dtype=DTYPE)
-        steps = itertools.cycle([step_of(slots) for slots in copies(block, quick)])
+        steps = [step_of(slots) for slots in copies(block, quick)]
+        programs = itertools.cycle([
+            {FULL: bound_full(step)} | {name: bound_recall(step, share=share, bits=bits)[0]
+                                        for name, (share, bits) in CONTESTANTS.items()}
+            for step in steps])
+        # They share one round through the steps: none finds them in a cache.
+        inputs = {name: map(lambda each, name=name: {"self": each[name]}, programs)
+                  for name in (FULL, *CONTESTANTS)}
         token = sequences * kv_heads * 2 * DIM * block.itemsize
         nbytes = {name: n * sequences * kv_heads * IndexLayout(DIM, bits).tile_bytes // 16
                   + int(share * n) * token for name, (share, bits) in CONTESTANTS.items()}
-        rows.measure("recall", f"batch {sequences}, {kv_heads} KV heads, {n} slots", functions,
-                     dict.fromkeys(functions, steps), nbytes={FULL: block.nbytes} | nbytes)
-        full, *others = rows.rows[-len(functions) :]
+        rows.measure("recall", f"batch {sequences}, {kv_heads} KV heads, {n} slots",
+                     dict.fromkeys(inputs, Program.run), inputs,
+                     nbytes={FULL: block.nbytes} | nbytes)
+        full, *others = rows.rows[-len(inputs) :]
         for row in others:
             row["speedup_over_plain"] = full["ms"] / row["ms"]
             print(f"recall      {row['shape']:33}  {row['contestant']:22} "

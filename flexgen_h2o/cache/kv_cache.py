@@ -179,7 +179,7 @@ class KVCache:
         self._batch_layouts = list(batches)
         self._changed.clear()
         if self._recall is not None:
-            self._recall.begin(batches)
+            self._recall.begin(batches, stays=self.binds)
         self._prompt_attention.begin(self._batch_layouts)
         self._step_metadata = StepMetadata(self._batch_layouts, self._evictions.plans, self._h2o,
                                            stays=self.binds)
@@ -335,7 +335,7 @@ class KVCache:
     def binds(self) -> bool:
         """True if attention over new tokens can be noted once for a block: `bind_token`."""
         whole = len(self.parts) == 1 and self.shape.attn_sparsity == 1
-        known = self._evictions.eviction.policy is None and self._recall is None
+        known = self._evictions.eviction.policy is None
         return self._device.type == "cpu" and whole and known and self.stays
 
     def bind_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
@@ -347,12 +347,16 @@ class KVCache:
         if rope is not None and not self._evictions.rolls(layer, batch):
             for x in (q, k):
                 native.rotate(x, *rope, steps=steps)
+        form = FormArguments.of(self.shape.form(layer), sinks)
+        if self._recall is not None and self._recall.index(layer, batch, part) is not None:
+            self._recall.bind(q, k, v, part=part, where=(layer, batch), form=form, out=out,
+                              steps=steps)
+            return
         assert self._evictions.eviction.policy is None, "see `binds`: the kernels don't know it"
         state = EvictionArguments.of(self._evictions.state(layer, batch, part))
         native.decode_attention(q, k, v, slots=part.get(layer, batch), bits=self.shape.bits,
                                 metadata=self._step_metadata.newest(layer, batch, part),
-                                eviction=state, out=out, steps=steps,
-                                form=FormArguments.of(self.shape.form(layer), sinks))
+                                eviction=state, out=out, steps=steps, form=form)
 
     def begin_token(self, batch: int, token: int) -> None:
         """Bring the metadata of what is bound of a batch to new token `token` (from 1)."""
@@ -360,6 +364,8 @@ class KVCache:
         plans = enumerate(self._evictions.plans[batch])
         for layer in {plan.like: layer for layer, plan in plans}.values():
             self._metadata(layer, batch, part, token)
+        for layer in () if self._recall is None else self._recall.distinct:
+            self._recall_step(layer, batch, part, token)
 
     def _metadata(self, layer: int, batch: int, part: CachePart, token: int) -> torch.Tensor:
         return self._step_metadata.new(layer, batch, part, token=token,

@@ -20,7 +20,8 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o import budget
 from flexgen_h2o.h2o.batch_layout import BatchLayout
-from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels import cpu_library, native_recall, ops
+from flexgen_h2o.kernels.arguments import FormArguments
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up
 
 
@@ -90,13 +91,24 @@ class Recall:
             self._starts[part.first] = [
                 [start + batch * nbytes for batch in range(size.batches)]
                 for start, nbytes in zip(starts, sizes, strict=False)]
+        self.distinct = tuple({h2o.ratios(layer): layer for layer, slots in enumerate(self._slots)
+                               if slots}.values())
+        """A layer of each budget of those that choose."""
+        self._stays = False
         self._batch_layouts: list[BatchLayout] = []
         self._steps: dict[tuple, RecallStep] = {}
+        self._chosen: dict[tuple[int, int], Tensor] = {}
 
-    def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a block, or go on with its sequences."""
+    def begin(self, batches: Sequence[BatchLayout], *, stays: bool) -> None:
+        """Start a block, or go on with its sequences.
+
+        If a step's metadata `stays`, it is written over the last one's, where what is bound reads
+        it.
+        """
         self._batch_layouts = list(batches)
+        self._stays = stays
         self._steps.clear()
+        self._chosen.clear()
 
     def index(self, layer: int, batch: int, part: CachePart) -> Tensor | None:
         """The index of a part's sequences, uint8 [sequences, kv_heads, tiles, tile_bytes]; None in
@@ -134,17 +146,27 @@ class Recall:
         """
         if not self._slots[layer]:
             return None
-        key = batch, part.first, self._h2o.ratios(layer)
+        key = self._key(layer, batch, part)
         found = self._steps.get(key)
         if found is None or found.tokens != list(tokens):
             lengths = self._batch_layouts[batch].lengths[part.sequences(batch)]
-            counts = [min(count - 1, budget.recalled(self._h2o, layer, length, count - length))
+            counts = [self._count(layer, length, count)
                       for length, count in zip(lengths, tokens, strict=True)]
             before = [count - 1 for count in tokens]
-            found = self._steps[key] = RecallStep(
-                list(tokens), torch.tensor([before, counts], dtype=torch.int32).to(place),
-                max(counts), torch.tensor([before, before, [1] * len(before)], dtype=torch.int32))
+            metadata = torch.tensor([before, counts], dtype=torch.int32)
+            spans = torch.tensor([before, before, [1] * len(before)], dtype=torch.int32)
+            if found is not None and self._stays:
+                metadata, spans = found.metadata.copy_(metadata), found.spans.copy_(spans)
+            found = self._steps[key] = RecallStep(list(tokens), metadata.to(place), max(counts),
+                                                  spans)
         return found
+
+    def _key(self, layer: int, batch: int, part: CachePart) -> tuple:
+        return batch, part.first, self._h2o.ratios(layer)
+
+    def _count(self, layer: int, length: int, tokens: int) -> int:
+        """How many a new token attends to, the last of a sequence's tokens."""
+        return min(tokens - 1, budget.recalled(self._h2o, layer, length, tokens - length))
 
     def choose(self, q: Tensor, k: Tensor, *, index: Tensor, step: RecallStep, **options: Any
                ) -> Chosen:
@@ -191,3 +213,25 @@ class Recall:
             return attended[0]
         out, taken = zip(*attended, strict=True)
         return torch.cat(out), torch.cat(taken)
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, part: CachePart, where: tuple[int, int],
+             form: FormArguments, out: Tensor, steps: cpu_library.Steps) -> None:
+        """Note `attend` among the steps of a program: attention to what the newest `step` says.
+
+        Parameters and shapes are those of `attend`, `out` is like q, and the part in the memory
+        that computes.
+        """
+        layer, batch = where
+        index, step = self.index(*where, part), self._steps[self._key(layer, batch, part)]
+        slots, bits = part.get(*where), self._shape.bits
+        most = max(self._count(layer, length, length + new)
+                   for length, new in self._batch_layouts[batch].sizes)
+        # One buffer for all layers: nothing of it is needed after attention.
+        chosen = self._chosen.setdefault(
+            (len(q), most), step.metadata.new_empty((len(q), self._shape.kv_heads, most)))
+        native_recall.choose_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
+                                  most=most, form=form, out=chosen, steps=steps)
+        native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, metadata=step.metadata,
+                                      bits=bits, form=form, out=out, steps=steps)
+        native_recall.index_keys(slots[0], index, step.spans, layout=self._layout, bits=bits,
+                                 steps=steps)

@@ -37,8 +37,8 @@ def unbound_reason(workspace: Workspace, policy: Policy, *, device: torch.device
         (ops.plain_torch("cpu"), "the C++ kernels are missing or not wanted"),
         (policy.sep_layer and not mixture, "attention and MLP are steps of their own"),
         (not workspace.hidden.stays, "hidden states move between tiers"),
-        (not workspace.cache.binds, "the cache moves between tiers, is read in part or by recall, "
-         "is a stand-in, or evicts by a policy that the kernels don't know"),
+        (not workspace.cache.binds, "the cache moves between tiers, is read in part, is a "
+         "stand-in, or evicts by a policy that the kernels don't know"),
     )
     return next((why for holds, why in reasons if holds), None)
 

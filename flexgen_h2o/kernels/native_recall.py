@@ -19,7 +19,7 @@ from flexgen_h2o.kernels.arguments import (
     lines,
     need,
 )
-from flexgen_h2o.kernels.cpu_library import call
+from flexgen_h2o.kernels.cpu_library import Steps, call
 from flexgen_h2o.kernels.fields import (
     address,
     form_struct,
@@ -43,8 +43,8 @@ def _index_fields(name: str, index: Tensor, layout: IndexLayout, heads: tuple[in
             "index_head": index.stride(1)}
 
 
-def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout, bits: int
-               ) -> None:
+def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout, bits: int,
+               steps: Steps | None = None) -> None:
     """See `reference_recall.index_keys`; `bits` are those of records, 16 of plain vectors."""
     name = "index_keys"
     need(keys.dim() == 4 and keys.is_cpu and (
@@ -57,7 +57,7 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     contiguous(name, spans=spans)
     lines(name, keys=keys)
     sequence, head, slot, _ = keys.stride()
-    call(name, "IndexKeys",
+    call(name, "IndexKeys", steps=steps, tensors=(keys, index, spans),
          keys=keys.data_ptr(), index=index.data_ptr(), spans=spans.data_ptr(),
          layout=record_layout(layout.length, bits, keys.shape[-1]),
          dtype=DTYPES.get(keys.dtype, 0), sequences=sequences, kv_heads=keys.shape[1],
@@ -67,8 +67,9 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 most: int, log_weights: Tensor | None = None,
-                form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
-    """See `reference_recall.choose_keys`."""
+                form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
+                steps: Steps | None = None) -> Tensor:
+    """See `reference_recall.choose_keys`; out is int32 [sequences, kv_heads, most], contiguous."""
     name = "choose_keys"
     dtype, sequences = head_shapes(name, q, k, k), len(q)
     need(len(k) == sequences and q.shape[2] == layout.length, name,
@@ -81,9 +82,15 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
         tokens = log_weights.shape[-1]
         expect(name, torch.int32, log_weights=(log_weights, (sequences, k.shape[1], tokens)))
         contiguous(name, log_weights=log_weights)
+    shape = (sequences, k.shape[1], most)
+    chosen = metadata.new_empty(shape) if out is None else out
+    expect(name, torch.int32, out=(chosen, shape))
+    contiguous(name, out=chosen)
+    if steps is not None:
+        lines(name, q=q, k=k)
     q, k = map(unit_stride, (q, k))
-    chosen = metadata.new_empty((sequences, k.shape[1], most))
-    call(name, "Choose",
+    call(name, "Choose", steps=steps,
+         tensors=(q, k, index, metadata, chosen, log_weights, form.sink_logits),
          q=q.data_ptr(), k=k.data_ptr(), index=index.data_ptr(), metadata=metadata.data_ptr(),
          chosen=chosen.data_ptr(), log_weights=address(log_weights), dtype=DTYPES[dtype],
          sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], most=most, tokens=tokens,
@@ -94,21 +101,26 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
-                    metadata: Tensor, bits: int, form: FormArguments = DEFAULT_ARGUMENTS
+                    metadata: Tensor, bits: int, form: FormArguments = DEFAULT_ARGUMENTS,
+                    out: Tensor | None = None, steps: Steps | None = None
                     ) -> tuple[Tensor, Tensor]:
-    """See `reference_recall.attend_recalled`."""
+    """See `reference_recall.attend_recalled`; out is [sequences, heads, head_dim], contiguous."""
     name = "attend_recalled"
     dtype, sequences = head_shapes(name, q, k, v), len(q)
     need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
     check_slots(name, slots, sequences, k, bits)
     expect(name, torch.int32, metadata=(metadata, (2, sequences)),
            chosen=(chosen, (sequences, k.shape[1], chosen.shape[-1])))
-    contiguous(name, metadata=metadata, chosen=chosen)
     check_form(name, form, q.shape[1])
+    out = q.new_empty(q.shape) if out is None else out
+    expect(name, dtype, out=(out, q.shape))
+    contiguous(name, metadata=metadata, chosen=chosen, out=out)
+    if steps is not None:
+        lines(name, q=q, k=k, v=v)
     q, k, v = map(unit_stride, (q, k, v))
-    out = q.new_empty(q.shape)
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
-    call(name, "Recalled",
+    call(name, "Recalled", steps=steps,
+         tensors=(q, k, v, out, slots, chosen, metadata, taken, form.sink_logits),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          slots=slots.data_ptr(), chosen=chosen.data_ptr(), metadata=metadata.data_ptr(),
          taken=address(taken), layout=record_layout(q.shape[2], bits, slots.shape[-1]),

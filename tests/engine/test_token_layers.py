@@ -21,6 +21,11 @@ OPTIONS = {
     "rolling, sinks": {"h2o": H2OConfig(heavy_tokens=4, recent_tokens=5, sink_tokens=1,
                                         positions="rolling")},
     "decay, some evict": {"h2o": H2OConfig(heavy_tokens=6, recent_tokens=5, score="decay")},
+    "recall": {"h2o": H2OConfig(heavy_ratio=0.15, recall=True)},
+    "recall of the text, 8 bits": {"cache_bits": 8, "h2o": H2OConfig(
+        heavy_ratio=0.1, budget_of="text", recall=True)},
+    "recall, budgets by layer": {"h2o": H2OConfig(
+        heavy_ratio=(0.1, 1.0, 0.2), recent_ratio=(0.1, 1.0, 0.2), recall=True, index_bits=2)},
     "4 bits": {"weight_bits": 4, "cache_bits": 4, "h2o": H2OConfig(heavy_ratio=0.2)},
     "blocks": {"policy": Policy(gpu_batch_size=2, num_gpu_batches=2)},
     "fetched layers": {"policy": Policy(gpu_batch_size=5, weights=Placement(93, 0, 7))},
@@ -73,10 +78,11 @@ def test_programs_change_nothing(tiny_model, tmp_path, monkeypatch, programs, na
     torch.testing.assert_close(log_probs, expected[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("recall", [False, True])
 @pytest.mark.parametrize("model", sorted(set(TINY) - {"llama"}))
-def test_every_family_and_branch(tiny_model, tmp_path, monkeypatch, programs, model):
+def test_every_family_and_branch(tiny_model, tmp_path, monkeypatch, programs, model, recall):
     arguments = tiny_model(model).folder, tmp_path
-    options = {"dtype": "float32", "h2o": H2OConfig(heavy_ratio=0.15)}
+    options = {"dtype": "float32", "h2o": H2OConfig(heavy_ratio=0.15, recall=recall)}
     tokens, log_probs = beside(monkeypatch, programs, None, *arguments, **options)
     expected = beside(monkeypatch, programs, "not now", *arguments, **options)
     assert tokens == expected[0]
@@ -117,6 +123,8 @@ def test_the_attention_of_mixtures(tiny_model, tmp_path, monkeypatch, programs, 
     ("steps of their own", {"policy": Policy(sep_layer=True)}),
     ("hidden states", {"policy": Policy(activations=Placement(0, 0, 100))}),
     ("the cache", {"policy": Policy(cache=Placement(0, 0, 100))}),
+    ("the cache", {"policy": Policy(cache=Placement(0, 0, 100), fetch_chosen=True),
+                   "h2o": H2OConfig(heavy_ratio=0.2, recall=True)}),
     ("the cache", {"attn_sparsity": 0.5}),
     ("the cache", {"h2o": H2OConfig(heavy_ratio=0.2, simulate=True)}),
 ])
