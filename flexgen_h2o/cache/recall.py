@@ -165,7 +165,7 @@ class Recall:
         return batch, part.first, self._h2o.ratios(layer)
 
     def _count(self, layer: int, length: int, tokens: int) -> int:
-        """How many a new token attends to, the last of a sequence's tokens."""
+        """The number of tokens that the last of a sequence's `tokens` attends to beside itself."""
         return min(tokens - 1, budget.recalled(self._h2o, layer, length, tokens - length))
 
     def choose(self, q: Tensor, k: Tensor, *, index: Tensor, step: RecallStep, **options: Any

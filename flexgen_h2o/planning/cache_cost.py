@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexgen_h2o.config.limits import GROWTH, WRITE_BACK_TOKENS
+from flexgen_h2o.config.limits import GROWTH, TURNS, WRITE_BACK_TOKENS
 from flexgen_h2o.config.placement import TIERS
 from flexgen_h2o.h2o.budget import budget
 from flexgen_h2o.planning.cached_tokens import CachedTokens
@@ -99,10 +99,16 @@ class CacheCosts:
         tally.link("cpu->disk", written, ("cache", "disk"))
 
     def awaited(self) -> np.ndarray | None:
-        """Seconds [TERMS] for which attention waits for what it has chosen."""
+        """Seconds [TERMS] for which attention waits for what it has chosen.
+
+        From disk that comes in turns: while those of some sequences come, others choose or attend.
+        """
         run, tally = self._run, Tally(self._hardware)
         if run.recalls_from_disk:
             tally.bring("cache", self._sequences * self._tokens.disk_reads()[1], ("disk",))
+            each = self._tokens.attention_seconds(self._hardware.compute, recalls=True)
+            beside = 1 - 1 / min(TURNS, run.workload.gpu_batch_size)
+            tally.add(COMPUTE, -beside * self._sequences * each, ("cache", "disk"))
         elif run.recalls_in_place:
             tally.bring("cache", self._sequences * self._tokens.read_in_place()[1], ("cpu",))
         else:

@@ -30,11 +30,13 @@ from flexgen_h2o.planning.fetch_rate import fetch_rates
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.hardware_file import (
     BITS,
+    RECALL_FIGURES,
     ROUNDED_BITS,
     load_hardware,
     save_hardware,
 )
 from flexgen_h2o.planning.rates import Rates, Sizes
+from flexgen_h2o.planning.recall_rates import recall_rates
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.free_memory import nearest_folder, whole_memory
 from flexgen_h2o.storage.links import copy_rates, disk_read_rate, disk_write_rate
@@ -42,7 +44,7 @@ from flexgen_h2o.storage.tiers import Device
 
 Note = Callable[[str], object]
 
-_FORMAT = 3  # raise it when figures change their meaning: what was kept is then measured anew
+_FORMAT = 4  # raise it when figures change their meaning: what was kept is then measured anew
 _DIGITS = 4  # a measurement has no more
 
 _log = logging.getLogger(__name__)
@@ -119,7 +121,10 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
     if device.separate:
         progress("attention on the host")
         host_attention = HostAttentionRates(*_decode_attention(Rates(Device(), dtype, sizes)))
-    return Hardware(name=_name(device), links=links, compute=compute,
+    progress("recall")
+    recall = recall_rates(host_attention or compute, dtype, sizes)
+    recall = replace(recall, **{name: _figure(getattr(recall, name)) for name in RECALL_FIGURES})
+    return Hardware(name=_name(device), links=links, compute=compute, recall=recall,
                     host_attention=host_attention, **beside, **_memory(device, offload_dir))
 
 

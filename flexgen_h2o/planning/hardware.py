@@ -76,9 +76,9 @@ class HostAttentionRates:
 class RecallRates:
     """The rates of recall on a CPU and from a disk, over those of a cache that is read in order.
 
-    They are fitted to measurements on one CPU in memory (an EPYC with AVX2) and of one model from
-    one disk (smollm2), and hold where nothing else is known: tests hold them to the rows in
-    benchmarks/results.
+    `calibrate` measures the first three. The defaults hold where nothing else is known: they are
+    fitted to measurements on one CPU in memory (an EPYC with AVX2) and of one model from one disk
+    (smollm2), and tests hold them to the rows in benchmarks/results.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ class Hardware:
         to order the transfers, to lay the changes that wait in memory over what was read, and to
         note new ones. Compute, which has all processors, waits for it.
     recall : RecallRates
-        Not measured by `calibrate`, and in no file.
+        Of this machine's CPU, also beside a GPU.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """A machine as a YAML file for people: configs/hardware/ has examples. No torch.
 
-Keys are the fields of `Hardware` but for `recall`, in units that suit them: GB, GB/s, TFLOP/s,
-microseconds, and seconds for a billion. Where `linear` was not measured, a file may give the rates
-from which the roofline makes it, under `linear_roofline`.
+Keys are the fields of `Hardware`, of `recall` those that are measured, in units that suit them: GB,
+GB/s, TFLOP/s, microseconds, and seconds for a billion. Where `linear` was not measured, a file may
+give the rates from which the roofline makes it, under `linear_roofline`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 from flexgen_h2o.metrics.links import GB, LINKS
-from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
+from flexgen_h2o.planning.hardware import (
+    Compute,
+    Hardware,
+    HostAttentionRates,
+    RecallRates,
+)
 
 BITS = (16, 8, 4)
 ROUNDED_BITS = (8, 4)
@@ -40,6 +45,9 @@ _FIGURES = {
     "logit_seconds_per_billion": ("logit_seconds", 1),
 }
 """Keys of single figures of `Compute`: the field, and the unit in that of the field."""
+
+RECALL_FIGURES = ("index_work", "apart", "calls")
+"""Fields of `RecallRates` that are measured."""
 
 _Size = Annotated[float, Meta(ge=0.001, le=1e18)]
 _Key = TypeVar("_Key")
@@ -95,6 +103,7 @@ class _Machine(Entries):
     compute: _ComputeRates
     gpu_gb: _Size | None = None
     host_attention: _HostRates | None = None
+    recall: each_of(RECALL_FIGURES, Positive) | None = None
     interference: Share = 0.0
     read_interference: Share = 0.0
     fetch_microseconds: Positive | None = None
@@ -131,6 +140,7 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
         compute=_compute(file.compute),
         host_attention=host and HostAttentionRates(_times(GB, host.decode_attention_gb_per_s),
                                                    _rounded(host.head_microseconds * MICRO)),
+        recall=RecallRates(**file.recall or {}),
         interference=file.interference,
         read_interference=file.read_interference,
         fetch_seconds=_rounded((file.fetch_microseconds or 0.0) * MICRO),
@@ -179,6 +189,7 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
             "decode_attention_gb_per_s": _in_units(host.decode_attention, GB),
             "head_microseconds": _rounded(host.head_seconds / MICRO),
         },
+        "recall": {name: getattr(hardware.recall, name) for name in RECALL_FIGURES},
         "interference": hardware.interference,
         "read_interference": hardware.read_interference,
         "fetch_microseconds": _rounded(hardware.fetch_seconds / MICRO) or None,

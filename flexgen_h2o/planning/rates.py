@@ -64,6 +64,8 @@ class Sizes:
         Of a decode step.
     slots : (few, many)
         Of each sequence in two decode steps, whose difference tells bytes from heads.
+    recalled : (few, many)
+        Tokens of each sequence in decode steps that recall a quarter, or as many as of few.
     hidden, layer_rows : int
         Of a decoder layer; on a CPU a narrow one, whose products do not drown the rest.
     logits : (sequences, vocabulary)
@@ -81,6 +83,7 @@ class Sizes:
     prompts: tuple[int, int] = (4, 512)
     sequences: int = 16
     slots: tuple[int, int] = (128, 1024)
+    recalled: tuple[int, int] = (1024, 4096)
     hidden: int = 256
     layer_rows: int = 2048
     logits: tuple[int, int] = (64, 50272)

@@ -7,12 +7,16 @@ order: `RecallRates` says by how much.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.limits import INDEX_TILE, NEAR
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
+
+LEAST_RATIO = 0.1
+"""The least that noise leaves of a ratio that is fitted."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,39 @@ def recall_seconds(rates: Compute | HostAttentionRates, recall: RecallRates,
     return (recall.calls * heads * rates.head_seconds
             + (scanned + (recall.apart - 1) * chosen) / in_order
             + chosen / rates.decode_attention[bits])
+
+
+def fitted(rates: Compute | HostAttentionRates,
+           times: Sequence[tuple[RecalledTokens, float]], *, index: IndexLayout) -> RecallRates:
+    """The rates of attention by which `recall_seconds` takes as long as was measured.
+
+    Parameters
+    ----------
+    rates : Compute or HostAttentionRates
+        Of the same machine.
+    times : three of (RecalledTokens, float)
+        Tokens of a cache of 16 bits, and seconds: few of few cached ones; few of many; more of
+        these.
+    index : IndexLayout
+
+    Returns
+    -------
+    RecallRates
+        Those of a disk are the default.
+    """
+    (short, first), (long, second), (most, third) = times
+    in_order = rates.decode_attention[16]
+    apart = _sensible((third - second) * in_order / ((most.chosen - long.chosen) * most.record))
+    scanned = (long.cached - short.cached) * long.kv_heads * index.tile_bytes / INDEX_TILE
+    scan = (second - first) * in_order - apart * (long.chosen - short.chosen) * long.record
+    found = RecallRates(index_work=_sensible(scan / scanned), apart=apart, calls=0)
+    rest = first - recall_seconds(rates, found, short, index=index, bits=16)
+    return replace(found, calls=_sensible(rest / (short.kv_heads * rates.head_seconds)))
+
+
+def _sensible(ratio: float) -> float:
+    """A ratio that was measured, and noise has not made nothing of."""
+    return max(ratio, LEAST_RATIO)
 
 
 def recalled_reads(recall: RecallRates, tokens: RecalledTokens) -> float:

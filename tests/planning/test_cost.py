@@ -265,6 +265,23 @@ def test_recall_reads_what_is_missing_and_writes_each_token_once():
             max(waits, step.seconds), rel=1e-6)
 
 
+@pytest.mark.parametrize(("sequences", "share"), [(1, 1.0), (4, 0.5)])
+def test_one_half_of_a_batch_attends_while_what_the_other_has_chosen_comes(sequences, share):
+    """As long as that takes longer than attention; one sequence waits for all of it."""
+    compute = replace(FREE, head_seconds=1e5)
+    hardware = replace(machine(compute, gpu=False, read=1.0, write=1e30),
+                       recall=RecallRates(calls=2, fetching=0))
+    run = planned(cache=ON_DISK, gpu=False, batch=(sequences, 1), h2o=RECALL, fetch_chosen=True)
+    attention = 12 * sequences * 12 * 2 * 1e5
+    for rate, longer in ((1e-3, True), (1e30, False)):
+        links = {**hardware.links, "disk->cpu": rate}
+        step = estimate(replace(hardware, links=links), run).step
+        reading = step.resources["disk->cpu"]
+        assert (reading > attention) == longer
+        assert step.seconds == pytest.approx(
+            attention + max(0.0, reading - (1 - share) * attention), rel=1e-6)
+
+
 def test_recall_scans_the_index_and_attends_to_what_is_chosen_on_a_cpu_alone():
     """64 numbers of 4 bits, a scale and a zero point of each of 12 heads; chosen records take 4
     times as long."""

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.links import LINKS
-from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
+from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates, RecallRates
 from flexgen_h2o.planning.hardware_file import (
     BITS,
     HOST_LINKS,
+    RECALL_FIGURES,
     ROWS,
     load_hardware,
     roofline,
@@ -48,6 +49,7 @@ def machines(draw) -> Hardware:
                 "head_seconds", "elementwise", "layer_seconds", "logit_seconds")}),
         host_attention=HostAttentionRates(draw(tables(BITS)), draw(figures))
         if has_gpu and draw(st.booleans()) else None,
+        recall=RecallRates(*(draw(figures) for _ in RECALL_FIGURES)),
         interference=draw(st.floats(0, 1)), read_interference=draw(st.floats(0, 1)),
         **({} if has_gpu else {name: draw(figures) for name in (
             "fetch_seconds", "fetch_head_seconds")}))

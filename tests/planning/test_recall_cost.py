@@ -18,6 +18,7 @@ from flexgen_h2o.kernels.reference_recall import runs_of
 from flexgen_h2o.planning.hardware import HostAttentionRates, RecallRates
 from flexgen_h2o.planning.recall_cost import (
     RecalledTokens,
+    fitted,
     missing_groups,
     read_shares,
     recall_seconds,
@@ -35,13 +36,8 @@ def rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize(("name", "bound"), [
-    ("epyc-avx2/kernels_attention.csv", 1.1),
-    ("xeon-avx512/kernels_recall.csv", 1.3),  # of earlier kernels, and in no fit
-    ("epyc-zen4/kernels_recall.csv", 1.35),  # in no fit
-])
-def test_attention_takes_as_long_as_was_measured(name, bound):
-    """The rates are those of the full cache in the same file."""
+def attention(name: str) -> tuple[HostAttentionRates, dict[tuple[RecalledTokens, int], float]]:
+    """Rates of the full cache in a file of rows, and seconds by tokens and bits of the index."""
     times = {}
     for row in rows(name):
         if row["operation"] == "recall":
@@ -52,16 +48,61 @@ def test_attention_takes_as_long_as_was_measured(name, bound):
     fast = HEADS * (many - few) * token / (times[many, "full cache"] - times[few, "full cache"])
     rates = HostAttentionRates(
         {16: fast}, times[few, "full cache"] / HEADS - few * token / fast)
-    found = 0
+    found = {}
     for (slots, contestant), seconds in times.items():
-        if contestant == "full cache":
-            continue
-        share, bits = map(int, re.findall(r"\d+", contestant))
-        tokens = RecalledTokens(share / 100 * slots, slots, HEADS, HEADS * token)
-        predicted = recall_seconds(rates, RECALL, tokens, index=IndexLayout(DIM, bits), bits=16)
-        assert 1 / bound < predicted / seconds < bound, (slots, contestant)
-        found += 1
-    assert found >= 8
+        if contestant != "full cache":
+            share, bits = map(int, re.findall(r"\d+", contestant))
+            tokens = RecalledTokens(share / 100 * slots, slots, HEADS, HEADS * token)
+            found[tokens, bits] = seconds
+    assert len(found) == 8
+    return rates, found
+
+
+def check(rates: HostAttentionRates, recall: RecallRates,
+          times: dict[tuple[RecalledTokens, int], float], bound: float) -> None:
+    for (tokens, bits), seconds in times.items():
+        predicted = recall_seconds(rates, recall, tokens, index=IndexLayout(DIM, bits), bits=16)
+        assert 1 / bound < predicted / seconds < bound, (tokens, bits)
+
+
+@pytest.mark.parametrize(("name", "bound"), [
+    ("epyc-avx2/kernels_attention.csv", 1.1),
+    ("xeon-avx512/kernels_recall.csv", 1.3),  # of earlier kernels, and in no fit
+    ("epyc-zen4/kernels_recall.csv", 1.35),  # in no fit
+])
+def test_attention_takes_as_long_as_was_measured(name, bound):
+    """By the default rates."""
+    rates, times = attention(name)
+    check(rates, RECALL, times, bound)
+
+
+@pytest.mark.parametrize("name", [
+    "epyc-avx2/kernels_attention.csv", "xeon-avx512/kernels_recall.csv",
+    "epyc-avx512bf16/kernels_recall.csv", "epyc-zen4/kernels_recall.csv",
+    "epyc-zen4/kernels_attention.csv"])
+def test_rates_that_are_fitted_to_three_cases_hold_for_the_others(name):
+    rates, times = attention(name)
+    by_size = {(tokens.cached, round(tokens.chosen / tokens.cached, 2)): tokens
+               for tokens, bits in times if bits == 4}
+    cases = [by_size[each] for each in ((2048, 0.2), (8192, 0.05), (8192, 0.2))]
+    fit = fitted(rates, [(tokens, times[tokens, 4]) for tokens in cases],
+                 index=IndexLayout(DIM, 4))
+    check(rates, fit, {(tokens, 4): times[tokens, 4] for tokens in cases}, 1 + 1e-9)
+    check(rates, fit, times, 1.23)
+
+
+@given(st.floats(0.2, 9), st.floats(0.2, 9), st.floats(0.2, 9))
+def test_a_fit_finds_the_rates(index_work, apart, calls):
+    rates = HostAttentionRates({16: 3e10}, 2e-6)
+    right = RecallRates(index_work=index_work, apart=apart, calls=calls)
+    cases = [RecalledTokens(chosen, cached, 32, 32 * 512)
+             for cached, chosen in ((1024, 256), (4096, 200), (4096, 1024))]
+    index = IndexLayout(DIM, 4)
+    found = fitted(rates, [(tokens, recall_seconds(rates, right, tokens, index=index, bits=16))
+                           for tokens in cases], index=index)
+    for name in ("index_work", "apart", "calls"):
+        assert getattr(found, name) == pytest.approx(getattr(right, name), rel=1e-3)
+    assert (found.missed, found.fetching) == (RECALL.missed, RECALL.fetching)
 
 
 @pytest.mark.parametrize("name", ["recall_disk.csv", "recall_disk_2048.csv"])
