@@ -75,7 +75,7 @@ class DecoderLayers:
         self._experts = experts
         self._token_layers = TokenLayers(
             config, weights, workspace, policy=policy, device=transfers.device.torch,
-            dtype=workspace.dtype, first=stage.first)
+            dtype=workspace.dtype, attend=self._attend_new, first=stage.first)
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._batches: Sequence[Batch] = ()
         self._started: dict[int, PendingAttention] = {}
@@ -151,8 +151,7 @@ class DecoderLayers:
         elif batch.batch_layout.in_prefill(step.forward_pass):
             self._prompt_layer(step, batch)
         elif step.layer in self._token_layers.bound:
-            self._token_layers.run(step.layer, step.batch, cached=self.cached(step),
-                                   rows=len(batch))
+            self._token_layers.run(step, cached=self.cached(step), rows=len(batch))
             if self._has_experts(step):
                 self._route(step, self._weights.get(step.layer),
                             self._hidden.get(step.batch, len(batch)))
@@ -198,10 +197,19 @@ class DecoderLayers:
         attending = self._started.pop(step.batch, None) or self._start(step)
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        self._finish(step, weights, x, self._attended(step, x, attending))
+
+    def _attend_new(self, step: LayerStep, x: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
+        """Attend over new tokens; see `TokenLayers`."""
+        return self._attended(step, x, self._start_with(step, *qkv))
+
+    def _attended(self, step: LayerStep, x: torch.Tensor, attending: PendingAttention
+                  ) -> torch.Tensor:
+        """Attention that is under way, once it is done; x [rows, hidden] is the layer's input."""
         attended = attending.result(self._transfers)
         if self._overlap and self._cache.guesses and self.guess_trial.guessing:
-            self._expect(step, batch, x)
-        self._finish(step, weights, x, attended)
+            self._expect(step, self._batches[step.batch], x)
+        return attended
 
     def _expect(self, step: LayerStep, batch: Batch, x: torch.Tensor) -> None:
         """Let the next layer's cache bring what its queries may choose, as this layer's input x
@@ -224,10 +232,15 @@ class DecoderLayers:
         batch = self._batches[step.batch]
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        qkv = self._family.attention_inputs(self._config, weights, x, self._do)
+        return self._start_with(
+            step, *self._family.attention_inputs(self._config, weights, x, self._do))
+
+    def _start_with(self, step: LayerStep, *qkv: torch.Tensor) -> PendingAttention:
+        """The same with queries, keys and values, which may be overwritten."""
         return self._cache.attend_token(
             self.cached(step), step.batch, *qkv, rope=self._tables(step),
-            token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
+            token=self._batches[step.batch].batch_layout.token(step.forward_pass),
+            sinks=self._weights.get(step.layer).get("sinks"))
 
     def _finish(self, step: LayerStep, weights: Mapping[str, Weight | ChunkedMatrix],
                 x: torch.Tensor, attended: torch.Tensor, row: int = 0,

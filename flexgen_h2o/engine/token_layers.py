@@ -1,18 +1,21 @@
 """Decode steps of decoder layers that are in memory, each bound once for a block and then one call.
 
-A layer's norms, products, rotation, attention with eviction, activation and residual (of a
-mixture what comes before the router) stand in a `Program`, which the family's own functions have
-noted; of a step only the rotations and the decode metadata are new. Layers that cannot be bound go
-on operation by operation: `unbound_reason`.
+A layer's norms, products, rotation, attention with eviction or recall, activation and residual (of
+a mixture what comes before the router) stand in a `Program`, which the family's own functions have
+noted; of a step only the rotations and the decode metadata are new. Where the cache does not bind
+(`KVCache.binds`), as it moves between tiers, its attention is a call of its own between two parts.
+Layers that cannot be bound go on operation by operation: `unbound_reason`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
 from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.engine.schedule import LayerStep
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.kernels import ops
@@ -37,8 +40,6 @@ def unbound_reason(workspace: Workspace, policy: Policy, *, device: torch.device
         (ops.plain_torch("cpu"), "the C++ kernels are missing or not wanted"),
         (policy.sep_layer and not mixture, "attention and MLP are steps of their own"),
         (not workspace.hidden.stays, "hidden states move between tiers"),
-        (not workspace.cache.binds, "the cache moves between tiers, is read in part, is a "
-         "stand-in, or evicts by a policy that the kernels don't know"),
     )
     return next((why for holds, why in reasons if holds), None)
 
@@ -57,13 +58,19 @@ class TokenLayers:
     device : torch.device
     dtype : torch.dtype
         Of weights and activations.
+    attend : callable (step, x, q, k, v) -> Tensor
+        The attention of a layer step over new tokens where the cache does not bind: x [rows,
+        hidden] is the layer's input, q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]
+        before rotation, the result like q.
     first : int
         The model's layer that is the cache's first.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
-                 policy: Policy, device: torch.device, dtype: torch.dtype, first: int = 0):
+                 policy: Policy, device: torch.device, dtype: torch.dtype,
+                 attend: Callable[..., torch.Tensor], first: int = 0):
         self._config = config
+        self._attend = attend
         self._first = first
         self._family = family(config)
         self._weights = weights
@@ -78,14 +85,15 @@ class TokenLayers:
             _log.debug("decode steps go operation by operation: %s", why)
         self.bound = frozenset(filter(weights.stays, layers) if why is None else ())
         """The layer steps (numbered as in the schedule) of new tokens that `run` does."""
-        self.complete = len(self.bound) == len(layers)
-        """True if these are every decoder layer, or every first half of one."""
+        self._binds = workspace.cache.binds
+        self.complete = self._binds and len(self.bound) == len(layers)
+        """True if these are every decoder layer, or every first half of one, with attention."""
 
     def begin_token(self, batch: int, positions: torch.Tensor, lengths: torch.Tensor | None,
                     token: int) -> None:
         """Begin a forward pass of the block's new token `token` (from 1) of a batch: positions and
         lengths as of `rope_tables`."""
-        if not self.bound:
+        if not (self.bound and self._binds):
             return
         self._workspace.cache.begin_token(batch, token)
         tables = all_tables(self._config.ropes, positions, torch.float32, lengths)
@@ -96,12 +104,14 @@ class TokenLayers:
             for old, table in zip(bound, new, strict=True):
                 old.copy_(table)
 
-    def run(self, layer: int, batch: int, *, cached: int, rows: int) -> None:
+    def run(self, step: LayerStep, *, cached: int, rows: int) -> None:
         """Take the hidden states [rows, hidden] of a batch through a layer step, whose decoder
         layer is number `cached` of the cache."""
-        program = self._programs.get((layer, batch))
+        self._step = step
+        program = self._programs.get((step.layer, step.batch))
         if program is None:
-            program = self._programs[layer, batch] = self._bound(layer, batch, cached, rows)
+            program = self._bound(step.layer, step.batch, cached, rows)
+            self._programs[step.layer, step.batch] = program
         program.run()
 
     def _bound(self, layer: int, batch: int, cached: int, rows: int) -> Program:
@@ -113,11 +123,14 @@ class TokenLayers:
         if batch not in self._attended:
             self._attended[batch] = torch.empty(q.shape, dtype=q.dtype)
         attended = self._attended[batch]
-        ropes = self._rope[batch]
-        rope = ropes[config.rope_number(self._first + cached)] if ropes else None
-        self._workspace.cache.bind_token(cached, batch, q, k, v, rope=rope,
-                                         sinks=weights.get("sinks"), out=attended,
-                                         steps=program)
+        if self._binds:
+            ropes = self._rope[batch]
+            rope = ropes[config.rope_number(self._first + cached)] if ropes else None
+            self._workspace.cache.bind_token(cached, batch, q, k, v, rope=rope,
+                                             sinks=weights.get("sinks"), out=attended,
+                                             steps=program)
+        else:
+            program.then(lambda: attended.copy_(self._attend(self._step, x, q, k, v)))
         self._family.attention_output(config, weights, x, attended, do)
         if not config.parallel_residual and config.experts is None:
             self._family.mlp(config, weights, x, do)

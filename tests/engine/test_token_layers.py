@@ -27,6 +27,16 @@ OPTIONS = {
     "recall, budgets by layer": {"h2o": H2OConfig(
         heavy_ratio=(0.1, 1.0, 0.2), recent_ratio=(0.1, 1.0, 0.2), recall=True, index_bits=2)},
     "4 bits": {"weight_bits": 4, "cache_bits": 4, "h2o": H2OConfig(heavy_ratio=0.2)},
+    "cache on disk": {"policy": Policy(gpu_batch_size=5, cache=Placement(50, 0, 50))},
+    "h2o on disk": {"policy": Policy(gpu_batch_size=2, num_gpu_batches=3,
+                                     cache=Placement(0, 0, 100)),
+                    "h2o": H2OConfig(heavy_ratio=0.15)},
+    "recall from disk": {"policy": Policy(gpu_batch_size=5, cache=Placement(0, 0, 100),
+                                          fetch_chosen=True),
+                         "h2o": H2OConfig(heavy_ratio=0.1, recall=True)},
+    "sparse": {"attn_sparsity": 0.5},
+    "simulated": {"h2o": H2OConfig(heavy_ratio=0.2, simulate=True)},
+    "a policy of PyTorch's": {"h2o": H2OConfig(heavy_ratio=0.2, score="caote")},
     "blocks": {"policy": Policy(gpu_batch_size=2, num_gpu_batches=2)},
     "fetched layers": {"policy": Policy(gpu_batch_size=5, weights=Placement(93, 0, 7))},
 }
@@ -122,11 +132,6 @@ def test_the_attention_of_mixtures(tiny_model, tmp_path, monkeypatch, programs, 
     ("PyTorch's, bit by bit", {"dtype": "float32"}),
     ("steps of their own", {"policy": Policy(sep_layer=True)}),
     ("hidden states", {"policy": Policy(activations=Placement(0, 0, 100))}),
-    ("the cache", {"policy": Policy(cache=Placement(0, 0, 100))}),
-    ("the cache", {"policy": Policy(cache=Placement(0, 0, 100), fetch_chosen=True),
-                   "h2o": H2OConfig(heavy_ratio=0.2, recall=True)}),
-    ("the cache", {"attn_sparsity": 0.5}),
-    ("the cache", {"h2o": H2OConfig(heavy_ratio=0.2, simulate=True)}),
 ])
 def test_what_is_not_bound_and_why(tiny_model, tmp_path, programs, caplog, why, options):
     with caplog.at_level("DEBUG", logger=token_layers.__name__):
