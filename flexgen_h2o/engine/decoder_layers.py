@@ -75,7 +75,7 @@ class DecoderLayers:
         self._experts = experts
         self._token_layers = TokenLayers(
             config, weights, workspace, policy=policy, device=transfers.device.torch,
-            dtype=workspace.dtype, attend=self._attend_new, first=stage.first)
+            dtype=workspace.dtype, first=stage.first)
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._batches: Sequence[Batch] = ()
         self._started: dict[int, PendingAttention] = {}
@@ -151,7 +151,8 @@ class DecoderLayers:
         elif batch.batch_layout.in_prefill(step.forward_pass):
             self._prompt_layer(step, batch)
         elif step.layer in self._token_layers.bound:
-            self._token_layers.run(step, cached=self.cached(step), rows=len(batch))
+            self._token_layers.run(step, cached=self.cached(step), rows=len(batch),
+                                   attend=self._attend_new)
             if self._has_experts(step):
                 self._route(step, self._weights.get(step.layer),
                             self._hidden.get(step.batch, len(batch)))
@@ -200,7 +201,7 @@ class DecoderLayers:
         self._finish(step, weights, x, self._attended(step, x, attending))
 
     def _attend_new(self, step: LayerStep, x: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
-        """Attend over new tokens; see `TokenLayers`."""
+        """Attend over new tokens; see `TokenLayers.run`."""
         return self._attended(step, x, self._start_with(step, *qkv))
 
     def _attended(self, step: LayerStep, x: torch.Tensor, attending: PendingAttention

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -44,6 +45,27 @@ def unbound_reason(workspace: Workspace, policy: Policy, *, device: torch.device
     return next((why for holds, why in reasons if holds), None)
 
 
+@dataclass(frozen=True)
+class _BoundLayer:
+    """A bound layer step of a batch.
+
+    Attributes
+    ----------
+    before : Program
+        All of it; where the cache does not bind, what comes before attention.
+    x, qkv, attended : Tensors
+        The layer's input, and what attention is given and gives.
+    after : Program
+        What comes after attention, where the cache does not bind.
+    """
+
+    before: Program
+    x: torch.Tensor
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    attended: torch.Tensor
+    after: Program
+
+
 class TokenLayers:
     """The bound decoder layers of one block.
 
@@ -58,24 +80,18 @@ class TokenLayers:
     device : torch.device
     dtype : torch.dtype
         Of weights and activations.
-    attend : callable (step, x, q, k, v) -> Tensor
-        The attention of a layer step over new tokens where the cache does not bind: x [rows,
-        hidden] is the layer's input, q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]
-        before rotation, the result like q.
     first : int
         The model's layer that is the cache's first.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
-                 policy: Policy, device: torch.device, dtype: torch.dtype,
-                 attend: Callable[..., torch.Tensor], first: int = 0):
+                 policy: Policy, device: torch.device, dtype: torch.dtype, first: int = 0):
         self._config = config
-        self._attend = attend
         self._first = first
         self._family = family(config)
         self._weights = weights
         self._workspace = workspace
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._layers: dict[tuple[int, int], _BoundLayer] = {}
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._attended: dict[int, torch.Tensor] = {}
         mixture = config.experts is not None
@@ -104,19 +120,34 @@ class TokenLayers:
             for old, table in zip(bound, new, strict=True):
                 old.copy_(table)
 
-    def run(self, step: LayerStep, *, cached: int, rows: int) -> None:
-        """Take the hidden states [rows, hidden] of a batch through a layer step, whose decoder
-        layer is number `cached` of the cache."""
-        self._step = step
-        program = self._programs.get((step.layer, step.batch))
-        if program is None:
-            program = self._bound(step.layer, step.batch, cached, rows)
-            self._programs[step.layer, step.batch] = program
-        program.run()
+    def run(self, step: LayerStep, *, cached: int, rows: int,
+            attend: Callable[..., torch.Tensor]) -> None:
+        """Take the hidden states of a batch through a layer step.
 
-    def _bound(self, layer: int, batch: int, cached: int, rows: int) -> Program:
+        Parameters
+        ----------
+        step : LayerStep
+        cached : int
+            Number of its decoder layer in the cache.
+        rows : int
+            Of the hidden states.
+        attend : callable (step, x, q, k, v) -> Tensor
+            Attention over new tokens where the cache does not bind: x [rows, hidden] is the layer's
+            input, q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] before rotation,
+            the result like q.
+        """
+        layer = self._layers.get((step.layer, step.batch))
+        if layer is None:
+            layer = self._bound(step.layer, step.batch, cached, rows)
+            self._layers[step.layer, step.batch] = layer
+        layer.before.run()
+        if not self._binds:
+            layer.attended.copy_(attend(step, layer.x, *layer.qkv))
+            layer.after.run()
+
+    def _bound(self, layer: int, batch: int, cached: int, rows: int) -> _BoundLayer:
         config, weights = self._config, self._weights.get(layer)
-        program = Program()
+        program = before = Program()
         do = Recording(self._workspace.operations, program)
         x = self._workspace.hidden.get(batch, rows)
         q, k, v = self._family.attention_inputs(config, weights, x, do)
@@ -130,8 +161,9 @@ class TokenLayers:
                                              sinks=weights.get("sinks"), out=attended,
                                              steps=program)
         else:
-            program.then(lambda: attended.copy_(self._attend(self._step, x, q, k, v)))
+            program = Program()
+            do = Recording(self._workspace.operations, program)
         self._family.attention_output(config, weights, x, attended, do)
         if not config.parallel_residual and config.experts is None:
             self._family.mlp(config, weights, x, do)
-        return program
+        return _BoundLayer(before, x, (q, k, v), attended, after=program)

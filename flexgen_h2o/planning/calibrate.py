@@ -165,9 +165,11 @@ def _compute(rates: Rates, progress: Note) -> Compute:
                "scored": rates.prefill_attention(scored=True)}
     decode, head_seconds = _decode_attention(rates)
     progress("a decoder layer, and the choice of tokens")
+    bound = rates.bound_layer_seconds()
     return Compute(linear=linear, prefill_attention=_figures(prefill), decode_attention=decode,
                    head_seconds=head_seconds, elementwise=_figure(rates.elementwise()),
                    layer_seconds=_figure(rates.layer_seconds()),
+                   bound_layer_seconds=bound and _figure(bound),
                    logit_seconds=_figure(rates.logit_seconds()),
                    implementations=rates.implementations, rounded_linear=rounded)
 

@@ -218,11 +218,23 @@ class _Costs:
         batch = self._run.workload.gpu_batch_size
         tally = self._rows(batch)
         tally.add(COMPUTE, self._batches * self._row_seconds(batch))
+        self._bind_layers(tally)
         self._bring_experts(tally, 1.0)
         self._experts(tally, 1.0)
         products = tally.seconds[0].copy()
         self._cache.add_token(tally)
         return self._layer_step(count, tally, tally.seconds[0] - products, self._cache.awaited())
+
+    def _bind_layers(self, tally: Tally) -> None:
+        """Less for layers that are bound: those whose weights are in memory, but for experts."""
+        bound = self._compute.bound_layer_seconds
+        if bound is None or not self._run.binds_layers:
+            return
+        spared = self._batches * (self._compute.layer_seconds - bound)
+        if self._model.experts is None:
+            tally.add(COMPUTE, -spared, ("weights", "gpu"))
+        elif self._run.spread[0].gpu == 100:
+            tally.add(COMPUTE, -spared)
 
     def _rows(self, rows: float, trips: float = 1.0) -> Tally:
         """A decoder layer's weights, so many times, and the hidden states of `rows` in each batch

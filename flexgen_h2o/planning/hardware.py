@@ -35,6 +35,9 @@ class Compute:
         billion elements of its hidden states (rows x hidden size), at hundreds of rows and up.
     layer_seconds : float
         What a decoder layer takes for each GPU batch however few rows there are.
+    bound_layer_seconds : float or None
+        The same of a decode step's layers whose weights are in this device's memory, where these
+        are bound (`engine.token_layers`); None where nothing is.
     logit_seconds : float
         Seconds that choosing the next token takes for a billion logits (sequences x vocabulary).
     implementations : mapping of operation to mapping of bits to mapping of rows to str
@@ -53,6 +56,7 @@ class Compute:
     logit_seconds: float
     implementations: Winners = field(default_factory=dict)
     rounded_linear: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    bound_layer_seconds: float | None = None
 
     def products(self, weights: WeightOptions) -> Mapping[int, float]:
         """Seconds of products with a billion weights by rows; rounding costs nothing where it was

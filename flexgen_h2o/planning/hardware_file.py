@@ -78,6 +78,7 @@ class _ComputeRates(Entries):
     rounded_linear_seconds_per_billion_weights: dict[
         Literal[ROUNDED_BITS], dict[_Rows, Positive]] = field(default_factory=dict)
     linear_roofline: _Roofline | None = None
+    bound_layer_microseconds: Positive | None = None
     implementations: _Winners = _Winners()
 
     def __post_init__(self) -> None:
@@ -156,6 +157,8 @@ def _compute(file: _ComputeRates) -> Compute:
         prefill_attention=_times(TERA, file.prefill_attention_tflop_per_s),
         decode_attention=_times(GB, file.decode_attention_gb_per_s),
         **{each: _rounded(getattr(file, key) * unit) for key, (each, unit) in _FIGURES.items()},
+        bound_layer_seconds=file.bound_layer_microseconds and _rounded(
+            file.bound_layer_microseconds * MICRO),
         implementations={name: by_bits for name, by_bits in asdict(file.implementations).items()
                          if by_bits},
         rounded_linear={bits: _times(1, column) for bits, column in
@@ -183,6 +186,8 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
             "decode_attention_gb_per_s": _in_units(compute.decode_attention, GB),
             **{key: _rounded(getattr(compute, field) / unit)
                for key, (field, unit) in _FIGURES.items()},
+            **({"bound_layer_microseconds": _rounded(compute.bound_layer_seconds / MICRO)}
+               if compute.bound_layer_seconds else {}),
             **({"implementations": compute.implementations} if compute.implementations else {}),
         },
         "host_attention": host and {

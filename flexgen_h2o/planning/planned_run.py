@@ -179,6 +179,14 @@ class PlannedRun:
         return chunks and self.cache.evicts_chunks
 
     @property
+    def binds_layers(self) -> bool:
+        """True if decode steps are bound in layers whose weights are in compute memory
+        (`engine.token_layers`); of 16 bits, as if they were bfloat16."""
+        whole = not self.policy.sep_layer or self.model.experts is not None
+        return (whole and not self.has_gpu and self.itemsize == 2
+                and self.policy.activations.gpu == 100)
+
+    @property
     def recalls_from_disk(self) -> bool:
         """True if decode steps fetch of a cache on disk what they choose."""
         return self.policy.fetch_chosen and not self.cache.simulated and not self.has_gpu

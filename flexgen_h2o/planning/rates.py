@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,11 +21,14 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout, WeightOptions
 from flexgen_h2o.h2o.eviction import Eviction, EvictionState
-from flexgen_h2o.kernels import dispatch, ops
+from flexgen_h2o.kernels import dispatch, native, ops
+from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.choice import likeliest
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models.families import opt
 from flexgen_h2o.models.layers import Operations, add_linear_, linear
+from flexgen_h2o.models.recording import Recording
 from flexgen_h2o.models.spec import ModelConfig, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.planning.hardware_file import BILLION, BITS, ROWS
@@ -285,13 +289,27 @@ class Rates:
 
     def layer_seconds(self) -> float:
         """`Compute.layer_seconds`: a layer so small that its products and attention are nothing."""
+        config, weights, step, x = self._small_layer()
+        do = Operations(self._device.torch)
+        return self._clock.seconds(lambda: run_layer(config, weights, x, do, attend=step))
+
+    def bound_layer_seconds(self) -> float | None:
+        """`Compute.bound_layer_seconds`, of the same layer."""
+        if self._device.separate or self._dtype != torch.bfloat16 or ops.plain_torch("cpu"):
+            return None
+        config, weights, step, x = self._small_layer()
+        program = Program()
+        run_layer(config, weights, x, Recording(Operations(self._device.torch), program),
+                  attend=partial(step.bind, steps=program))
+        return self._clock.seconds(program.run)
+
+    def _small_layer(self) -> tuple[ModelConfig, dict[str, Tensor], DecodeStep, Tensor]:
+        """A layer, its weights, its attention and its input [1, hidden]."""
         heads, head_dim, slots = 2, 32, 16
         config, weights = self._layer(heads * head_dim, heads)
         step = DecodeStep(self._records(heads, slots, head_dim, bits=16), bits=16,
                           head_dim=head_dim)
-        x = self._random(1, config.hidden_size)
-        do = Operations(self._device.torch)
-        return self._clock.seconds(lambda: run_layer(config, weights, x, do, attend=step))
+        return config, weights, step, self._random(1, config.hidden_size)
 
     def elementwise(self) -> float:
         """`Compute.elementwise`: what a layer with no attention takes beyond its products."""
@@ -350,6 +368,13 @@ class DecodeStep:
         self._metadata[1] += 1
         return ops.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
                                     layout=self._layout, state=self._state)[0]
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, steps: Program) -> Tensor:
+        """Note a call among the steps of a program; the result is what these write."""
+        bits = 16 if self._layout is None else self._layout.bits
+        return native.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
+                                       bits=bits, eviction=EvictionArguments.of(self._state),
+                                       steps=steps)[0]
 
 
 def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, do: Operations, *,

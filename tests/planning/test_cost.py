@@ -194,6 +194,19 @@ def test_overlap_takes_the_largest_and_without_it_all_add_up():
     assert step == pytest.approx(12 * 2 * LAYER + HEAD + 4 * ROW)
 
 
+@pytest.mark.parametrize(("options", "itemsize", "layer"), [
+    ({}, 2, 0.5), ({"weights": (50, 0)}, 2, 1.75), ({}, 4, 3.0), ({"sep_layer": True}, 2, 3.0),
+    ({"activations": (0, 0)}, 2, 3.0)])
+def test_decode_steps_spare_what_is_bound(options, itemsize, layer):
+    """Of layers in memory; prompts take what an unbound layer does."""
+    hardware = machine(replace(FREE, layer_seconds=3.0, bound_layer_seconds=0.5), gpu=False,
+                       read=1e30, write=1e30)
+    run = replace(planned(batch=(4, 2), gpu=False, **options), itemsize=itemsize)
+    prefill, step = seconds(hardware, run)
+    assert step == pytest.approx(12 * 2 * layer)
+    assert prefill == pytest.approx(12 * 2 * 3.0)
+
+
 def test_the_host_attends_beside_the_gpu_if_there_are_two_batches():
     compute = replace(FREE, layer_seconds=3.0)
     host = HostAttentionRates({16: SLOT * 68.5 / 2}, head_seconds=1 / 24)  # 2.5 s a sequence

@@ -46,7 +46,8 @@ def machines(draw) -> Hardware:
             prefill_attention=draw(tables(("plain", "scored"))),
             decode_attention=draw(tables(BITS)),
             **{name: draw(figures) for name in (
-                "head_seconds", "elementwise", "layer_seconds", "logit_seconds")}),
+                "head_seconds", "elementwise", "layer_seconds", "logit_seconds")},
+            bound_layer_seconds=draw(st.none() | figures)),
         host_attention=HostAttentionRates(draw(tables(BITS)), draw(figures))
         if has_gpu and draw(st.booleans()) else None,
         recall=RecallRates(*(draw(figures) for _ in RECALL_FIGURES)),
