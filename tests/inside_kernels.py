@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from flexgen_h2o.kernels import cpu_library, native, ops
+from flexgen_h2o.kernels import cpu_library, native, native_recall, ops
 
 UNPACKED_PRODUCT = ops._unpacked_product.__name__
 
@@ -50,7 +50,9 @@ def refuse_calls(monkeypatch) -> None:
 
 def before_calls(monkeypatch, look) -> None:
     """Let ``look(call, name, kind, **fields)`` make each call of the library, by ``call``."""
-    monkeypatch.setattr(native, "call", partial(look, native.call))
+    call = partial(look, cpu_library.call)
+    for module in (native, native_recall, cpu_library):
+        monkeypatch.setattr(module, "call", call)
 
 
 def before_arrays(monkeypatch, look) -> None:

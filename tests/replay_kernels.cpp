@@ -3,8 +3,8 @@
 //
 // Numbers are int64. CALLS: how many; of each the length of its name and the name, the length of its
 // struct and the struct; how many buffers, of each its length and bytes; how many pointers, of each
-// its place in the struct, its buffer and its place there. RESULTS: the status of each call, then
-// its buffers.
+// the buffer that it stands in (-1: the struct) and its place there, the buffer that it points to
+// and the place there. RESULTS: the status of each call, then its buffers.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -61,9 +61,10 @@ int main(int count, char** arguments) {
             std::memcpy(copies.back(), buffers.back().data(), buffers.back().size());
         }
         for (int64_t n = calls.number(); n > 0; n--) {
-            const int64_t place = calls.number(), buffer = calls.number();
+            const int64_t holder = calls.number(), place = calls.number(), buffer = calls.number();
             const char* at = copies.at(static_cast<size_t>(buffer)) + calls.number();
-            std::memcpy(record.data() + place, &at, sizeof at);
+            char* from = holder < 0 ? record.data() : copies.at(static_cast<size_t>(holder));
+            std::memcpy(from + place, &at, sizeof at);
         }
         auto function = reinterpret_cast<int (*)(int, const void*)>(dlsym(library, name.c_str()));
         if (!function) fail(dlerror());

@@ -15,15 +15,31 @@ from types import SimpleNamespace
 import inside_kernels
 import pytest
 import torch
-from kernel_cases import BUILT, FORMS, decode_case, prefill_case, select_case, using
+from kernel_cases import (
+    BUILT,
+    FORMS,
+    decode_case,
+    of_form,
+    prefill_case,
+    select_case,
+    using,
+)
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
-from flexgen_h2o.kernels import cpu_library, library, native, ops
+from flexgen_h2o.kernels import abi, cpu_library, experts, library, native, ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 ROOT = Path(__file__).parents[2]
 ARM = "aarch64-linux-gnu"
+OPERATIONS = {
+    "prefill_attention", "select_heavy_hitters", "decode_attention", "quantize_groups",
+    "dequantize_groups", "quantize_matrix", "unpack_rows", "linear_quantized", "linear_skinny",
+    "linear_float32", "norm", "rotate", "activate", "route", "experts", "index_keys", "choose_keys",
+    "attend_recalled", "take_slots"}
+"""Those that read and write memory alone: all but fetch_tokens, which reads a file."""
+MXFP4 = 4.25  # bits of a number
 
 
 def needs(*programs: str):
@@ -133,21 +149,23 @@ def arm_library(tmp_path_factory) -> Path:
 @needs(f"{ARM}-g++", f"{ARM}-nm")
 def test_the_kernels_build_for_aarch64(arm_library):
     functions = {line.split()[-1] for line in run(f"{ARM}-nm", "-D", arm_library).splitlines()}
-    assert {f"h2o_{name}" for name in (
-        "prefill_attention", "select_heavy_hitters", "decode_attention", "quantize_groups",
-        "dequantize_groups", "linear_quantized", "unpack_rows", "quantize_matrix")} <= functions
+    assert {f"h2o_{name}" for name in OPERATIONS | {"fetch_tokens", "program"}} <= functions
 
 
 @dataclass
 class Call:
-    """A call of the library: its struct, and the memory that it points into, before and after."""
+    """A call of the library: its struct, and the memory that it points into, before and after.
+
+    A pointer: where it stands (buffer, -1 for the struct, and place there), and to what (buffer and
+    place). Buffers of pointers have no dtype.
+    """
 
     name: str
     record: bytes
-    dtypes: list[torch.dtype]
+    dtypes: list[torch.dtype | None]
     before: list[bytes]
     after: list[bytes]
-    pointers: list[tuple[int, int, int]]
+    pointers: list[tuple[int, int, int, int]]
 
     def packed(self) -> bytes:
         """As replay_kernels.cpp reads it."""
@@ -177,9 +195,11 @@ def places(kind: type[ctypes.Structure], start: int = 0):
 @pytest.fixture
 def calls(monkeypatch) -> list[Call]:
     """Every call of the library from here on, with the portable kernels."""
-    regions: dict[int, tuple[int, torch.dtype]] = {}  # by address: bytes, and of what
+    # By address: bytes, and of what.
+    regions: dict[int, tuple[int, torch.dtype | None]] = {}
     found: list[Call] = []
     address = torch.Tensor.data_ptr
+    expert = cpu_library.STRUCTS["Expert"]
 
     def data_ptr(x):
         storage = x.untyped_storage()
@@ -193,15 +213,25 @@ def calls(monkeypatch) -> list[Call]:
         record = bytes(cpu_library.STRUCTS[kind](**fields, threads=2))
         starts: list[int] = []
         pointers = []
-        for place in places(cpu_library.STRUCTS[kind]):
-            pointer, = struct.unpack_from("<Q", record, place)
-            start = next((start for start, (size, _) in reversed(regions.items())
-                          if start <= pointer < start + size), None)
-            assert (start is None) == (pointer == 0), "memory that no tensor told of"
-            if start is not None:
-                if start not in starts:
-                    starts.append(start)
-                pointers.append((place, starts.index(start), pointer - start))
+
+        def follow(buffer, content, spots):
+            for place in spots:
+                pointer, = struct.unpack_from("<Q", content, place)
+                start = next((start for start, (size, _) in reversed(regions.items())
+                              if start <= pointer < start + size), None)
+                assert (start is None) == (pointer == 0), "memory that no tensor told of"
+                if start is not None:
+                    if start not in starts:
+                        starts.append(start)
+                    pointers.append((buffer, place, starts.index(start), pointer - start))
+
+        if table := fields.get("experts"):
+            regions[table] = ctypes.sizeof(expert) * fields["count"], None
+        follow(-1, record, places(cpu_library.STRUCTS[kind]))
+        if table:
+            follow(starts.index(table), ctypes.string_at(table, regions[table][0]),
+                   [place for number in range(fields["count"])
+                    for place in places(expert, ctypes.sizeof(expert) * number)])
         memory = [(start, regions[start][0]) for start in starts]
         before = [ctypes.string_at(*each) for each in memory]
         call(name, kind, **fields)
@@ -248,13 +278,75 @@ def make_calls() -> None:
                 eviction=Eviction(mean=rotary > 0, sinks=1)))
 
 
+def make_layer_calls() -> None:
+    """Likewise what stands between attentions, and experts, of which one is missing."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for centred in (True, False):
+            x = torch.randn(3, 37).to(dtype)
+            native.norm(x, torch.randn(37).to(dtype), torch.randn(37).to(dtype),
+                        torch.zeros_like(x), eps=1e-5, centred=centred)
+        native.rotate(torch.randn(3, 2, 21).to(dtype), torch.randn(3, 9), torch.randn(3, 9))
+        for function in abi.ACTIVATIONS:
+            native.activate(torch.randn(3, 37).to(dtype), function, torch.randn(3, 37).to(dtype))
+    for dtype, product in ((torch.bfloat16, native.linear_skinny),
+                           (torch.bfloat16, native.linear_float32),
+                           (torch.float16, native.linear_float32)):
+        for count in (1, 5, 20):
+            product(torch.randn(count, 131).to(dtype), torch.randn(35, 131).to(dtype),
+                    torch.randn(35).to(dtype), torch.zeros(count, 35).to(dtype), False)
+    for bits, activation_bits in ((8, 8), (4, 8), (MXFP4, 8), (MXFP4, 16)):
+        held, x = random_matrix(40, 70, bits), torch.randn(5, 70).bfloat16()
+        native.linear_quantized(x, *ops.flat(held), None, x.new_zeros(5, 40), False,
+                                activation_bits)
+    for bits in (16, 8, 4, MXFP4):
+        made = [[random_matrix(*shape, bits) for shape in ((40, 70), (40, 70), (70, 40))]
+                for _ in range(3)]
+        x = torch.randn(7, 70).bfloat16()
+        ids, shares = experts.route(x, torch.randn(4, 70).bfloat16(), each=2, normalise=True)
+        table = experts.ExpertTable(4)
+        for number, matrices in enumerate(made):
+            table.put(number, *matrices)
+        experts.experts(x, ids, shares, table, torch.zeros(7, 70), function="silu", most=7)
+
+
+def random_matrix(outputs: int, inputs: int, bits: float) -> torch.Tensor | QuantizedMatrix:
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).bfloat16()
+    if bits == 16:
+        return weight
+    layout = MatrixLayout(outputs, inputs, int(bits), 32, mxfp4=bits == MXFP4)
+    return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
+
+
+def make_recall_calls() -> None:
+    """Likewise recall's, for two sequences, of which one has fewer tokens."""
+    tokens, dim = 40, 24
+    metadata = torch.tensor([[tokens, 33], [9, 5]], dtype=torch.int32)
+    spans = torch.stack([metadata[0] * 0, metadata[0] * 0, metadata[0]])
+    for bits, form in ((4, torch.float32), (2, torch.bfloat16), (4, torch.float16), (2, 8), (4, 4)):
+        dtype, records = of_form(form, dim)
+        q, k, v = (torch.randn(2, heads, dim).to(dtype) for heads in (6, 2, 2))
+        slots = torch.randn(2, 2, 2, tokens + 1, dim).to(dtype)
+        if records is not None:
+            slots = ops.quantize_groups(slots, records)
+        layout = IndexLayout(dim, bits)
+        index = torch.zeros(2, 2, layout.tiles(tokens), layout.tile_bytes, dtype=torch.uint8)
+        ops.index_keys(slots[0], index, spans, layout=layout, records=records)
+        log_weights = torch.zeros(2, 2, tokens, dtype=torch.int32)
+        chosen = ops.choose_keys(q, k, index=index, metadata=metadata, layout=layout, most=10,
+                                 log_weights=log_weights)
+        ops.attend_recalled(q, k, v, slots=slots, chosen=chosen, metadata=metadata, layout=records)
+        ops.take_slots(chosen, metadata[0] - 3, slot_of=torch.full((4, tokens), -1).int(),
+                       token_of=torch.full((4, 20), -1).int(),
+                       log_weights=log_weights.flatten(0, 1), newest=8)
+
+
 @BUILT
 @needs(f"{ARM}-g++", "qemu-aarch64")
 def test_aarch64_computes_what_the_portable_kernels_do_here(calls, arm_library, tmp_path):
     make_calls()
-    assert {call.name for call in calls} == {
-        "prefill_attention", "select_heavy_hitters", "decode_attention", "quantize_groups",
-        "dequantize_groups", "linear_quantized", "unpack_rows", "quantize_matrix"}
+    make_layer_calls()
+    make_recall_calls()
+    assert {call.name for call in calls} == OPERATIONS
     assert all(call.before != call.after for call in calls)
     run(f"{ARM}-g++", "-std=c++17", "-O1", ROOT / "tests" / "replay_kernels.cpp", "-o",
         tmp_path / "replay", "-ldl")
@@ -269,6 +361,8 @@ def test_aarch64_computes_what_the_portable_kernels_do_here(calls, arm_library, 
         for dtype, expected in zip(call.dtypes, call.after, strict=True):
             mine = results[place:place + len(expected)]
             place += len(expected)
+            if dtype is None:
+                continue
             # Operation by operation the same arithmetic; e^x and powers are the C library's.
             torch.testing.assert_close(
                 torch.frombuffer(bytearray(mine), dtype=dtype),
