@@ -12,13 +12,19 @@ from pathlib import Path
 from flexgen_h2o.config.version import VERSION
 
 
-def cpu_model() -> str:
-    """The processor's name."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name; of an ARM, for which Linux has none, the numbers of its maker and of
+    its part."""
+    numbers: dict[str, str] = {}
+    with contextlib.suppress(OSError), open(info, encoding="utf-8") as file:
         for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+            name, _, value = map(str.strip, line.partition(":"))
+            if name == "model name":
+                return value
+            if name in ("CPU implementer", "CPU part"):
+                numbers.setdefault(name, value)
+    name = platform.processor() or platform.machine()
+    return ", ".join((name, *(f"{key} {value}" for key, value in numbers.items())))
 
 
 def installed(package: str) -> str:

@@ -302,6 +302,23 @@ def test_csv_header_goes_into_an_empty_file_once(tmp_path):
     assert len(rows) == 8 and all(row["model"] == "tiny" for row in rows)
 
 
+@pytest.mark.parametrize(("info", "expected"), [
+    ("processor\t: 0\nmodel name\t: AMD EPYC 9R14\n\nprocessor\t: 1\nmodel name\t: other\n",
+     "AMD EPYC 9R14"),
+    ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n\n"
+     "processor\t: 1\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n",
+     "aarch64, CPU implementer 0x41, CPU part 0xd40"),
+    ("", "aarch64"),
+])
+def test_processors_are_told_apart(tmp_path, monkeypatch, info, expected):
+    """Rates that were measured on one are not taken for another's."""
+    monkeypatch.setattr(provenance.platform, "processor", lambda: "")
+    monkeypatch.setattr(provenance.platform, "machine", lambda: "aarch64")
+    path = tmp_path / "cpuinfo"
+    path.write_text(info)
+    assert provenance.cpu_model(path) == expected
+
+
 def test_commit_is_empty_outside_of_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "p" / "metrics" / "provenance.py"))
     assert provenance.source_commit() == ""
