@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent
 KERNELS = Path("flexgen_h2o", "kernels", "cpu")
 
 INSTALL = [
-    "torch>=2.6",  # tensors and kernels; torch.load(weights_only=True) is safe from 2.6 on
+    # tensors and kernels; torch.load(weights_only=True) is safe from 2.6 on, and 2.7 knows custom
+    # ops' arguments of collections.abc's types
+    "torch>=2.7",
     "numpy>=1.26",  # the arrays that gguf and memory-mapped files come as; first for Python 3.12
     "transformers>=5.0",  # configs, tokenizers and logits processors, in the spelling of version 5
     "huggingface_hub>=1.0",  # downloads checkpoints by repo id; what transformers 5 builds on
