@@ -99,14 +99,14 @@ class RecallRates:
         (1 - s) ** 1.5 / s ** 0.5, where memory holds the share s of all tokens.
     fetching : float
         Times `layer_seconds`, for each GPU batch: what it takes besides to order, place and copy
-        what a layer reads from disk.
+        what a layer reads from disk. Of a layer that is bound around attention.
     """
 
     index_work: float = 1.5
     apart: float = 3
     calls: float = 2.5
     missed: float = 0.035
-    fetching: float = 8
+    fetching: float = 5
 
 
 @dataclass(frozen=True)
