@@ -108,7 +108,8 @@ def test_a_fit_finds_the_rates(index_work, apart, calls):
 @pytest.mark.parametrize(("name", "bound"), [("recall_disk.csv", 1.15),
                                              ("recall_disk_2048.csv", 1.31)])
 def test_a_disk_reads_as_much_as_was_measured(name, bound):
-    """Of another text than that of the fit; in the steps after the first, which reads all; smollm2's tokens have 256 bytes in a head."""
+    """In the steps after the first, which reads all; smollm2's tokens have 256 bytes in a head, and
+    the text is another than that of the fit."""
     found = 0
     for row in rows(f"epyc-zen4/{name}"):
         if row["cache"] == "full" or row["overlap"] == "True":  # then some steps have guesses
