@@ -10,6 +10,8 @@ from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.recall import choose, index_weights
 from flexgen_h2o.kernels import native_recall, ops, reference, reference_recall
+from flexgen_h2o.kernels.arguments import FormArguments
+from flexgen_h2o.kernels.program import Program
 
 CAPPED = AttentionForm(scale=0.3, softcap=5.0, sinks=True)
 
@@ -108,6 +110,38 @@ def test_kernels_do_what_the_reference_does(isa):
         bound = 2e-5 if out.dtype == torch.float32 else 2e-2
         torch.testing.assert_close(out, wanted, rtol=bound, atol=bound)
         assert all(map(same, others, more))
+
+
+def recall(some, *, steps=None):
+    """The three operations, called one by one or noted in a program: what they choose and give."""
+    noted = {} if steps is None else {"steps": steps}
+    bits = 16 if some["records"] is None else some["records"].bits
+    form = FormArguments.of(some["options"]["form"], some["options"]["sinks"])
+    told = {"metadata": some["metadata"], "form": form}
+    native_recall.index_keys(some["slots"][0], some["index"], some["spans"],
+                             layout=some["layout"], bits=bits, **noted)
+    chosen = native_recall.choose_keys(some["q"], some["k"], index=some["index"],
+                                       layout=some["layout"], most=99, **told, **noted)
+    return chosen, *native_recall.attend_recalled(
+        some["q"], some["k"], some["v"], slots=some["slots"], chosen=chosen, bits=bits,
+        **told, **noted)
+
+
+@BUILT
+def test_a_program_recalls_as_its_calls_do_and_goes_by_new_metadata(isa):
+    for options in CASES:
+        some, other = case(**options), case(**options)
+        with using(isa):
+            program = Program()
+            found = recall(some, steps=program)
+            for attended in (some["metadata"][1].clone(), some["metadata"][1] * 0 + 1):
+                for mine in (some, other):
+                    mine["metadata"][1] = attended
+                for poisoned in found:
+                    poisoned.fill_(-9)
+                program.run()
+                assert all(map(same, found, recall(other)))
+                assert same(some["slots"], other["slots"]) and same(some["index"], other["index"])
 
 
 @BUILT

@@ -105,11 +105,11 @@ def test_a_fit_finds_the_rates(index_work, apart, calls):
     assert (found.missed, found.fetching) == (RECALL.missed, RECALL.fetching)
 
 
-@pytest.mark.parametrize(("name", "bound"), [("recall_disk.csv", 1.15),
-                                             ("recall_disk_2048.csv", 1.31)])
+@pytest.mark.parametrize(("name", "bound"), [
+    ("recall_disk.csv", 1.15), ("recall_disk_2048.csv", 1.15), ("recall_disk_bound.csv", 1.15),
+    ("recall_disk_bound_2048.csv", 1.31)])  # of another text, and in no fit
 def test_a_disk_reads_as_much_as_was_measured(name, bound):
-    """In the steps after the first, which reads all; smollm2's tokens have 256 bytes in a head, and
-    the text is another than that of the fit."""
+    """In the steps after the first, which reads all; smollm2's tokens have 256 bytes in a head."""
     found = 0
     for row in rows(f"epyc-zen4/{name}"):
         if row["cache"] == "full" or row["overlap"] == "True":  # then some steps have guesses
