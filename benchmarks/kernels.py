@@ -39,6 +39,7 @@ from kernel_timing.rows import (
     OURS_4_8,
     OURS_8,
     OURS_8_8,
+    OURS_12,
     OURS_MXFP4,
     PLAIN,
     RANGE,
@@ -266,11 +267,12 @@ def quantized(weight: torch.Tensor, **options) -> QuantizedMatrix:
 
 
 def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
-    """Products with one matrix in 16, 8 and 4 bits, and in MXFP4; of activations as they are, and
-    rounded to 8 bits."""
+    """Products with one matrix in 16, 12, 8 and 4 bits, and in MXFP4; of activations as they are,
+    and rounded to 8 bits."""
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
-    matrices = {OURS_8: quantized(weight, bits=8), OURS_4: quantized(weight, bits=4),
+    matrices = {OURS_12: quantized(weight, bits=12), OURS_8: quantized(weight, bits=8),
+                OURS_4: quantized(weight, bits=4),
                 OURS_MXFP4: quantized(weight, bits=4, group=32, mxfp4=True)}
     matrices |= {name: replace(matrices[plain], activation_bits=8)
                  for name, plain in ((OURS_8_8, OURS_8), (OURS_4_8, OURS_4))}

@@ -78,7 +78,7 @@ def run_engine(args) -> list[dict]:
 
 def weight_bits(system: str) -> int:
     """Name of an engine of `SYSTEMS` in the table."""
-    return next((bits for bits in (8, 4) if f"{bits}-bit" in system), 16)
+    return next((bits for bits in (12, 8, 4) if f"{bits}-bit" in system), 16)
 
 
 def run_transformers(args) -> list[dict]:

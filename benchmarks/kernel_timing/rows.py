@@ -42,11 +42,12 @@ COLUMNS = (
 )
 RATIOS = ("over_sdpa", "speedup_over_plain", "speedup_over_16_bits")
 OURS, OURS_8, OURS_4, SCORELESS = "ours", "ours, 8 bits", "ours, 4 bits", "ours, no scores"
-OURS_MXFP4 = "ours, MXFP4"
+OURS_12, OURS_MXFP4 = "ours, 12 bits", "ours, MXFP4"
 OURS_8_8, OURS_4_8 = (f"{name}, activations 8" for name in (OURS_8, OURS_4))
 SDPA, PLAIN, INDEXED = "torch SDPA", "plain PyTorch", "plain, indexed"
 RANGE = "ours, no search"
-LOOKS = {OURS: ("#0072B2", ""), OURS_8: ("#56B4E9", "//"), OURS_4: ("#CC79A7", ".."),
+LOOKS = {OURS: ("#0072B2", ""), OURS_12: ("#0072B2", "//"), OURS_8: ("#56B4E9", "//"),
+         OURS_4: ("#CC79A7", ".."),
          OURS_MXFP4: ("#CC79A7", "xx"), OURS_8_8: ("#56B4E9", "\\\\"),
          OURS_4_8: ("#CC79A7", "\\\\"),
          SCORELESS: ("#009E73", "--"), SDPA: ("#E69F00", "\\\\"), PLAIN: ("#999999", "xx"),
@@ -99,7 +100,7 @@ class TimedRows:
                 "over_sdpa": took / middle[SDPA] if SDPA in middle else "",
                 "speedup_over_plain": middle[PLAIN] / took if PLAIN in middle else "",
                 "speedup_over_16_bits": sixteen / took if name in (
-                    OURS_8, OURS_4, OURS_MXFP4, OURS_8_8, OURS_4_8) else "",
+                    OURS_12, OURS_8, OURS_4, OURS_MXFP4, OURS_8_8, OURS_4_8) else "",
                 "extra_mb": "", "error": "", "expected_error": ""})
             row = self.rows[-1]
             print(f"{operation:10}  {shape:33}  {name:15} {row['ms']:9.2f} ms, roofline "

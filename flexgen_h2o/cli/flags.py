@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexgen_h2o.cli.values import flag, flag_name
-from flexgen_h2o.config.formats import DTYPES
+from flexgen_h2o.config.formats import DTYPES, WEIGHT_BITS
 from flexgen_h2o.config.h2o import (
     BUDGETS_OF,
     EVICTIONS,
@@ -55,8 +55,9 @@ class RunFlags:
         "model", "bool", False, help="keep weights in 4-bit groups",
     )
     weight_bits: int | None = _flag(
-        "model", "int", None, choices=(16, 8, 4), shown="16; 4 with --compress-weight",
-        help="bits of a number in matrices of weights; 16 is --dtype as it is",
+        "model", "int", None, choices=WEIGHT_BITS, shown="16; 4 with --compress-weight",
+        help="bits of a number in matrices of weights; 16 is --dtype as it is, 12 bfloat16 with a "
+        "shorter exponent",
     )
     activation_bits: int = _flag(
         "model", "int", 16, choices=(16, 8),

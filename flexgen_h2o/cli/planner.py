@@ -18,7 +18,7 @@ from flexgen_h2o.cli.flags import AUTO, GOALS
 from flexgen_h2o.cli.plan_text import line, plan_text
 from flexgen_h2o.cli.recall_proposal import RecallProposal, with_recall
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import WEIGHT_BITS, CacheOptions, WeightOptions
 from flexgen_h2o.config.launch import launched
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.workload import Workload
@@ -224,8 +224,8 @@ def _within(limits: MemoryLimits, config: RunConfig) -> MemoryLimits:
 def _written_bits(config: RunConfig) -> frozenset[int]:
     """Bits of weights that no file keeps: on the disk tier they take space of their own."""
     if config.path == DUMMY:
-        return frozenset(BITS)
-    return frozenset(BITS[1:] if config.no_weight_cache else ())
+        return frozenset(WEIGHT_BITS)
+    return frozenset(WEIGHT_BITS[1:] if config.no_weight_cache else ())
 
 
 def _request(config: RunConfig, subject: PlanSubject, load: Workload,
@@ -234,7 +234,7 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
     def bits(kind: str) -> tuple[int, ...]:
         given = getattr(config, f"{kind}_bits") or getattr(config, f"compress_{kind}")
         if config.allow_compression and not given:
-            return BITS
+            return WEIGHT_BITS if kind == "weight" else BITS
         return (getattr(config, f"resolved_{kind}_bits"),)
 
     return PlanRequest(

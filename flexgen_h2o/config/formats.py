@@ -15,6 +15,9 @@ DTYPES = ("float16", "bfloat16", "float32")
 GROUP = 64
 """The most elements that share a scale and a zero point."""
 
+WEIGHT_BITS = (16, 12, 8, 4)
+"""Of a number in matrices of weights: as a run's dtype is, `MatrixLayout`'s floats, its codes."""
+
 
 @dataclass(frozen=True)
 class GroupLayout:
@@ -108,11 +111,19 @@ class MatrixLayout:
     2 ** exponent``, where the codes from 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and those
     from 8 on for their negatives; blocks start at multiples of 16 bytes.
 
+    With 12 bits an element is a bfloat16 whose exponent has four bits: how far it is below that of
+    the largest of its group, which stands at the block's beginning as in MXFP4. A code has the
+    bfloat16's sign in bit 15 and its mantissa in bits 0 to 6; bits 7 to 10 are its exponent less
+    that of the largest, plus 15. A code of nothing but a sign is 0. Eight inputs lie in three
+    words, input 2 * t + side in the half `side`: the first three t in these places of word t, and
+    of the last t bits 7 to 10 in bits 11 to 14 of word 0, the sign and bits 4 to 6 in bits 14 and
+    11 to 13 of word 1, bits 0 to 3 in bits 11 to 14 of word 2.
+
     Parameters
     ----------
     outputs, inputs : int
     bits : int
-        4 or 8.
+        4, 8 or 12.
     group : int
         Inputs that share a scale and a zero point; a multiple of 8.
     mxfp4 : bool
@@ -134,8 +145,8 @@ class MatrixLayout:
         if self.mxfp4 and (self.bits, self.group) != (4, MXFP4_GROUP):
             raise UserError(f"cannot quantize to MXFP4 with {self.bits} bits in groups of "
                             f"{self.group}: use 4 and {MXFP4_GROUP}")
-        if self.bits not in (4, 8):
-            raise UserError(f"cannot quantize to {self.bits} bits: use 4 or 8")
+        if self.bits not in WEIGHT_BITS[1:]:
+            raise UserError(f"cannot quantize to {self.bits} bits: use 4, 8 or 12")
         if self.group < 8 or self.group % 8:
             raise UserError(f"cannot quantize groups of {self.group}: use a multiple of 8")
         if self.outputs < 1 or self.inputs < 1:
@@ -145,6 +156,11 @@ class MatrixLayout:
     def levels(self) -> int:
         """The highest code."""
         return 2**self.bits - 1
+
+    @property
+    def has_zeros(self) -> bool:
+        """True if a group has a scale and a zero point, False if it has an exponent."""
+        return not self.mxfp4 and self.bits != 12
 
     @property
     def tiles(self) -> int:
@@ -164,7 +180,7 @@ class MatrixLayout:
     @property
     def head_bytes(self) -> int:
         """Bytes of a block before its codes."""
-        return MATRIX_TILE if self.mxfp4 else 4 * MATRIX_TILE
+        return 4 * MATRIX_TILE if self.has_zeros else MATRIX_TILE
 
     @property
     def block_bytes(self) -> int:
@@ -184,7 +200,7 @@ class MatrixLayout:
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """Storage options of weights: in 16 (the run's dtype), 8 or 4 bits, the latter two in groups.
+    """Storage options of weights: in 16 (the run's dtype), 12, 8 or 4 bits, all but 16 in groups.
 
     Vectors (norms and biases) stay in the run's dtype. Matrices of the shapes in `mxfp4` are in
     MXFP4, with 4 bits. `activation_bits` is not how they lie, but how products take what meets

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.config.formats import DTYPES, WeightOptions
+from flexgen_h2o.config.formats import DTYPES, WEIGHT_BITS, WeightOptions
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.engine.spill import KeptWeights
@@ -102,7 +102,8 @@ class Source:
     @property
     def _keeps_groups(self) -> bool:
         quantized = self.gguf is not None and self.bits != 16
-        return quantized and not KEPT[self.bits].isdisjoint(gguf_types(self.folder))
+        kept = KEPT.get(self.bits, frozenset())
+        return quantized and not kept.isdisjoint(gguf_types(self.folder))
 
     def open(self, placement: Placement, *, seed: int, weight_cache: str | os.PathLike | None,
              progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
@@ -193,7 +194,7 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, d
         auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU, and on a GPU the
         checkpoint's own if it has 16 bits and the GPU multiplies it, else float16.
     bits, activation_bits : int
-        Of the weights: 16 (as `dtype` says), 8 or 4. Of what meets quantized ones: 16 or 8.
+        Of the weights: 16 (as `dtype` says), 12, 8 or 4. Of what meets quantized ones: 16 or 8.
 
     Raises
     ------
@@ -221,12 +222,13 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, d
 
 
 def _check_bits(bits: int, activation_bits: int, device: Device) -> None:
-    if bits not in (4, 8, 16):
-        raise UserError(f"weight_bits must be 16, 8 or 4, got {bits!r}")
+    if bits not in WEIGHT_BITS:
+        raise UserError(f"weight_bits must be 16, 12, 8 or 4, got {bits!r}")
     if activation_bits not in (8, 16):
         raise UserError(f"activation_bits must be 16 or 8, got {activation_bits!r}")
-    if activation_bits == 8 and bits == 16:
-        raise UserError("activation_bits 8 has no effect on weights of 16 bits: add weight_bits 4")
+    if activation_bits == 8 and bits in (16, 12):
+        raise UserError(f"activation_bits 8 has no effect on weights of {bits} bits: "
+                        f"{'add' if bits == 16 else 'use'} weight_bits 4")
     if activation_bits == 8 and device.torch.type != "cpu":
         raise UserError("activation_bits 8 is for products on a CPU: leave it out, or compute on "
                         "the device cpu")

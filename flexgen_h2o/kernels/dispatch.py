@@ -148,7 +148,7 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
     dtype : torch.dtype
         Of the inputs.
     bits : int
-        Of the weights: 16, 8 or 4.
+        Of the weights: 16, 12, 8 or 4.
     """
     possible = available(operation, rows, dtype)
     if len(possible) == 1:

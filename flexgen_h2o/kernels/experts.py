@@ -25,7 +25,7 @@ def most_rows(bits: int, activation_bits: int = 16) -> int:
     Parameters
     ----------
     bits : int
-        Of the weights: 16, 8 or 4.
+        Of the weights: 16, 12, 8 or 4.
     activation_bits : int
         Of what meets weights of 8 or 4 bits.
     """

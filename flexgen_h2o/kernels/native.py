@@ -214,7 +214,8 @@ def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group:
     layout = MatrixLayout(outputs, inputs, bits, group or MXFP4_GROUP, mxfp4=not group)
     expect(name, torch.uint8, data=(data, (layout.nbytes,)))
     contiguous(name, data=data)
-    need(activation_bits in (8, 16), name, f"cannot round activations to {activation_bits} bits")
+    need(activation_bits == 16 or activation_bits == 8 and bits != 12, name,
+         f"cannot round activations to {activation_bits} bits for weights of {bits}")
     return STRUCTS["Matrix"](data.data_ptr(), outputs, inputs, bits, group, activation_bits)
 
 

@@ -290,8 +290,8 @@ def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = Fals
 
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `reference_matrix.unpack_rows`, which MXFP4 on a GPU goes by."""
-    if plain_torch(matrix.data.device.type) or matrix.layout.mxfp4 and not matrix.data.is_cpu:
+    """See `reference_matrix.unpack_rows`, which MXFP4 and 12 bits go by on a GPU."""
+    if plain_torch(matrix.data.device.type) or not (matrix.data.is_cpu or matrix.layout.has_zeros):
         return reference_matrix.unpack_rows(matrix.data, matrix.layout, rows, dtype)
     return _backend(matrix.data).unpack_rows(*flat(matrix), rows, dtype)
 
@@ -305,7 +305,7 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     number of threads; with AMX more than 64 rows of bfloat16 meet weights that were rounded to it,
     each by 2^-9 at most. Where it gives "unpacked" (bfloat16, if it was measured to be faster), all
     weights are rounded so and the product is PyTorch's, which promises neither. So it is with MXFP4
-    on a GPU. A matrix that rounds activations goes by codes, too.
+    and 12 bits on a GPU. A matrix that rounds activations goes by codes, too.
     """
     if plain_torch(x.device.type):
         reference_matrix.linear_quantized(x, matrix, bias, out, add=add)
@@ -320,7 +320,7 @@ def quantized_choice(x: Tensor, matrix: QuantizedMatrix) -> str:
     """Name of the implementation of `linear_quantized` that is used: "codes" or "unpacked"."""
     layout = matrix.layout
     if not x.is_cpu:
-        return "unpacked" if layout.mxfp4 else "codes"
+        return "codes" if layout.has_zeros else "unpacked"
     if matrix.activation_bits != 16:
         return "codes"
     return dispatch.choice("linear_quantized", len(x), x.dtype, layout.bits)

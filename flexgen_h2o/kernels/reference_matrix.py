@@ -55,9 +55,15 @@ def quantize_matrix(weight, layout, *, search=False):
     MXFP4: as its specification converts (section 6.3), of two numbers equally near to the smaller
     one. The largest element of a group gets the exponent of 4 or more, and what is beyond 6 becomes
     6. There is no search.
+
+    12 bits: the weight in bfloat16 (NaN becomes 0, infinity the largest number). With P the power
+    of two in the largest magnitude of a group, all elements larger than P / 2^15 come back as they
+    are. Others become 0 or 129 / 128 * P / 2^15, whichever is nearer. There is no search.
     """
     if layout.mxfp4:
         return _quantized_mxfp4(weight.float(), layout)
+    if layout.bits == 12:
+        return _shortened(weight.float(), layout)
     outputs, inputs = layout.tiles * MATRIX_TILE, layout.groups * layout.group
     values = weight.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
     ends = range(0, layout.inputs, layout.group)
@@ -112,6 +118,42 @@ def _quantized_mxfp4(x, layout):
     codes = torch.bucketize(sizes, (numbers[1:] + numbers[:-1]) / 2) + 8 * (groups < 0)
     blocks = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
     return assembled_mxfp4(blocks, exponents.to(torch.uint8), layout)
+
+
+def _shortened(x, layout):
+    bits = x.nan_to_num(nan=0.0).to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
+    sign, size = bits & 0x8000, (bits & 0x7FFF).clamp(max=0x7F7F)
+    size = F.pad(size, (0, layout.groups * layout.group - layout.inputs))
+    sign = F.pad(sign, (0, layout.groups * layout.group - layout.inputs))
+    groups = size.view(layout.outputs, layout.groups, layout.group)
+    exponents = groups.amax(-1) >> 7
+    code = groups - (exponents[..., None] - 15 << 7)
+    # What is nearer to 0 than to the smallest number is 0, and so is what has no exponent.
+    code = torch.where((code > -127) & (groups > 127), code.clamp(min=1), 0).flatten(1) | sign
+    filled = torch.zeros(layout.tiles * MATRIX_TILE, code.shape[1], dtype=torch.int32)
+    filled[: layout.outputs] = code
+    units = filled.view(layout.tiles, MATRIX_TILE, layout.groups, layout.group // 8, 4, 2)
+    p0, p1, p2, p3 = (units[..., 0] | units[..., 1] << 16).unbind(-1)
+    p3_signs = p3 >> 1 & 0x40004000
+    words = torch.stack((p0 | (p3 & 0x07800780) << 4, p1 | (p3 & 0x00700070) << 7 | p3_signs,
+                         p2 | (p3 & 0x000F000F) << 11), dim=-1).flatten(-2)
+    heads = torch.zeros(layout.tiles, MATRIX_TILE, layout.groups, dtype=torch.uint8)
+    heads.flatten(0, 1)[: layout.outputs] = exponents
+    return _joined(heads.transpose(1, 2), words)
+
+
+def _lengthened(words, exponents):
+    """Values of the words [..., 3 words of each eight inputs] of 12 bits, by groups' exponents."""
+    w0, w1, w2 = words.unflatten(-1, (-1, 3)).unbind(-1)
+    p3 = (w0 >> 4 & 0x07800780) | (w1 >> 7 & 0x00700070) | (w2 >> 11 & 0x000F000F)
+    pairs = torch.stack((w0, w1, w2, p3 | (w1 & 0x40004000) << 1), dim=-1)
+    codes = torch.stack((pairs & 0xFFFF, pairs >> 16 & 0xFFFF), dim=-1).flatten(-3)
+    sizes = torch.ldexp(1 + (codes & 0x7F) / 128.0, (codes >> 7 & 15) - 15)
+    sizes = torch.where(codes & 0x7FF != 0, sizes, 0.0)
+    # In two steps: no float32 is as small as the scale of the smallest group.
+    values = torch.ldexp(torch.ldexp(sizes, exponents - exponents // 2 - _BIAS), exponents // 2)
+    values = torch.where(exponents > 0, values, 0.0)
+    return torch.where(codes & 0x8000 != 0, -values, values)
 
 
 def _codes(x, scale, zero, levels):
@@ -207,11 +249,14 @@ def unpack_rows(data, layout, rows, dtype):
         return part.gather(-1, lane[..., None].expand(*part.shape[:3], 1))[..., 0]
 
     words = of_lane(blocks[..., layout.head_bytes :], torch.int32)
+    heads = blocks[..., : layout.head_bytes]
+    if layout.bits == 12:
+        values = _lengthened(words, of_lane(heads, torch.uint8).int())
+        return values.flatten(1)[:, : layout.inputs].to(dtype)
     pairs = 16 // layout.bits
     shifts = (layout.bits * torch.arange(pairs, device=data.device)[:, None]
               + 16 * torch.arange(2, device=data.device))
     codes = (words[..., None, None] >> shifts & layout.levels).flatten(-3)
-    heads = blocks[..., : layout.head_bytes]
     if layout.mxfp4:
         numbers = torch.tensor((*NUMBERS, *(-each for each in NUMBERS)), device=data.device)
         exponents = of_lane(heads, torch.uint8).int() - _BIAS

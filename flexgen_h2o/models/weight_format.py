@@ -34,7 +34,7 @@ class WeightFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of an element of a matrix: 16 (dtype as it is), 8 or 4."""
+        """Bits of an element of a matrix: 16 (dtype as it is), 12, 8 or 4."""
         return self.options.bits
 
     def layout(self, shape: tuple[int, ...]) -> MatrixLayout | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flexgen_h2o.config.formats import WEIGHT_BITS
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import cpu_library
@@ -29,7 +30,6 @@ from flexgen_h2o.models.convert import cache_dir
 from flexgen_h2o.planning.fetch_rate import fetch_rates
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.hardware_file import (
-    BITS,
     RECALL_FIGURES,
     ROUNDED_BITS,
     load_hardware,
@@ -44,7 +44,7 @@ from flexgen_h2o.storage.tiers import Device
 
 Note = Callable[[str], object]
 
-_FORMAT = 4  # raise it when figures change their meaning: what was kept is then measured anew
+_FORMAT = 5  # raise it when figures change their meaning: what was kept is then measured anew
 _DIGITS = 4  # a measurement has no more
 
 _log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
 
 def _compute(rates: Rates, progress: Note) -> Compute:
     linear = {}
-    for bits in BITS:
+    for bits in WEIGHT_BITS:
         progress(f"products with weights of {bits} bits")
         linear[bits] = _figures(rates.linear(bits))
     rounded = {}

@@ -19,9 +19,10 @@ class Compute:
     Attributes
     ----------
     linear : mapping of bits to mapping of rows to float
-        Seconds that products with a billion weights take, by bits of a weight (16, 8, 4) and rows
-        that are multiplied together; products far larger than the caches. Between two counts of
-        rows it is interpolated, above the largest it grows with the rows.
+        Seconds that products with a billion weights take, by bits of a weight (16, 8, 4, and 12
+        where it was measured) and rows that are multiplied together; products far larger than the
+        caches. Between two counts of rows it is interpolated, above the largest it grows with the
+        rows.
     prefill_attention : mapping of "plain" and "scored" to float
         FLOP/s of causal attention over a prompt (4 x head_dim for each query and key that it
         sees), without and with heavy hitters' scores.
@@ -60,9 +61,10 @@ class Compute:
 
     def products(self, weights: WeightOptions) -> Mapping[int, float]:
         """Seconds of products with a billion weights by rows; rounding costs nothing where it was
-        not measured."""
+        not measured, and 12 bits then cost as much as 16."""
+        plain = self.linear.get(weights.bits, self.linear[16])
         rounded = self.rounded_linear if weights.activation_bits == 8 else {}
-        return rounded.get(weights.bits, self.linear[weights.bits])
+        return rounded.get(weights.bits, plain)
 
 
 @dataclass(frozen=True)

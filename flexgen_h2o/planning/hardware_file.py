@@ -15,7 +15,7 @@ import yaml
 from msgspec import Meta, defstruct, field
 from msgspec.structs import asdict
 
-from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.formats import WEIGHT_BITS, MatrixLayout
 from flexgen_h2o.config.schema import Entries, Positive, Share, Text, checked, each_of
 from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.readers import read_yaml
@@ -29,6 +29,7 @@ from flexgen_h2o.planning.hardware import (
 )
 
 BITS = (16, 8, 4)
+"""Of caches, and of weights that every file has rates of."""
 ROUNDED_BITS = (8, 4)
 """Of weights whose products may round activations."""
 ROWS = (1, 4, 16, 64, 256, 2048)
@@ -53,7 +54,8 @@ _Size = Annotated[float, Meta(ge=0.001, le=1e18)]
 _Key = TypeVar("_Key")
 _Rows = Annotated[int, Meta(ge=1, title="a count of rows")]
 _Winners = defstruct("_Winners", [
-    (operation, dict[Literal[BITS], dict[_Rows, Literal[names]]], field(default_factory=dict))
+    (operation, dict[Literal[WEIGHT_BITS], dict[_Rows, Literal[names]]],
+     field(default_factory=dict))
     for operation, names in IMPLEMENTATIONS.items()], bases=(Entries,))
 
 
@@ -74,7 +76,8 @@ class _ComputeRates(Entries):
     elementwise_seconds_per_billion: Positive
     layer_microseconds: Positive
     logit_seconds_per_billion: Positive
-    linear_seconds_per_billion_weights: each_of(BITS, dict[_Rows, Positive]) | None = None
+    linear_seconds_per_billion_weights: Annotated[
+        dict[Literal[WEIGHT_BITS], dict[_Rows, Positive]], Meta(min_length=1)] | None = None
     rounded_linear_seconds_per_billion_weights: dict[
         Literal[ROUNDED_BITS], dict[_Rows, Positive]] = field(default_factory=dict)
     linear_roofline: _Roofline | None = None
@@ -85,6 +88,10 @@ class _ComputeRates(Entries):
         table = self.linear_seconds_per_billion_weights
         if (self.linear_roofline is None) == (table is None):
             raise ValueError("give either linear_seconds_per_billion_weights or linear_roofline")
+        missing = set() if table is None else set(BITS) - set(table)
+        if missing:
+            raise ValueError("linear_seconds_per_billion_weights: key "
+                             f"{max(missing)} is missing")
         tables = {"linear_seconds_per_billion_weights": table or {},
                   "rounded_linear_seconds_per_billion_weights":
                       self.rounded_linear_seconds_per_billion_weights,
@@ -212,7 +219,7 @@ def roofline(flops: float, bandwidth: float) -> dict[int, dict[int, float]]:
     """
     side = 1 << 15
     sizes = {16: 2.0} | {bits: MatrixLayout(side, side, bits).nbytes / side**2
-                         for bits in BITS if bits != 16}
+                         for bits in WEIGHT_BITS[1:]}
     return {bits: {rows: _rounded(BILLION * max(2 * rows / flops, size / bandwidth))
                    for rows in ROWS} for bits, size in sizes.items()}
 

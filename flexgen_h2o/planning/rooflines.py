@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flexgen_h2o.config.formats import WeightOptions
+from flexgen_h2o.config.formats import WEIGHT_BITS, WeightOptions
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
-from flexgen_h2o.planning.hardware_file import BILLION, BITS
+from flexgen_h2o.planning.hardware_file import BILLION
 from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import Choice, judge
 
@@ -37,8 +37,8 @@ def ideal(hardware: Hardware, mxfp4: bool = False) -> Hardware:
                     *compute.decode_attention.values())
     flops = max(*(2 * rows / seconds for _, rows, seconds in timed),
                 *compute.prefill_attention.values())
-    read = {bits: bytes_of_a_weight(bits, mxfp4) / bandwidth for bits in BITS}
-    linear = {bits: _least(read[bits], flops) for bits in BITS}
+    read = {bits: bytes_of_a_weight(bits, mxfp4) / bandwidth for bits in WEIGHT_BITS}
+    linear = {bits: _least(read[bits], flops) for bits in WEIGHT_BITS}
     whole = max((2 * rows / seconds for _, rows, seconds in rounded), default=flops)
     rounded_linear = {bits: _least(read[bits], whole) for bits in compute.rounded_linear}
     return replace(

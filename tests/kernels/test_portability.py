@@ -294,7 +294,7 @@ def make_layer_calls() -> None:
         for count in (1, 5, 20):
             product(torch.randn(count, 131).to(dtype), torch.randn(35, 131).to(dtype),
                     torch.randn(35).to(dtype), torch.zeros(count, 35).to(dtype), False)
-    for bits, activation_bits in ((8, 8), (4, 8), (MXFP4, 8), (MXFP4, 16)):
+    for bits, activation_bits in ((8, 8), (4, 8), (MXFP4, 8), (MXFP4, 16), (12, 16)):
         held, x = random_matrix(40, 70, bits), torch.randn(5, 70).bfloat16()
         native.linear_quantized(x, *ops.flat(held), None, x.new_zeros(5, 40), False,
                                 activation_bits)

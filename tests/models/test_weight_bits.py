@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits, end to end on tiny random models, and the cache that keeps them."""
+"""Weights in 12, 8 and 4 bits, end to end on tiny random models, and the cache that keeps them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tokens(folder, prompts, *, bits=4, new=NEW, h2o=None, cache_bits=16, weight_
 
 
 @pytest.mark.parametrize("key", sorted(TINY))
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, 12])
 def test_tokens_are_those_of_the_rounded_model(tiny_model, key, bits):
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
@@ -110,6 +110,21 @@ def test_dummy_codes_have_the_mean_and_deviation_of_dummy_weights(bits):
         assert abs(found[-1].mean()) < 1e-3 and 0.018 < found[-1].std() < 0.023
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     assert not checkpoint.keep("w", layout, data, range(48))
+
+
+def test_dummy_weights_in_12_bits_are_those_in_16():
+    """But for what is nearly 0 beside the largest of its group."""
+    runs = []
+    for bits in (16, 12):
+        with LLM("facebook/opt-125m", path="_DUMMY_", weight_bits=bits, dtype="bfloat16") as llm:
+            runs.append(torch.tensor(llm.loglikelihood([([5, 6, 7], [8, 9, 10, 11])])))
+            assert llm.stats.weight_bits == bits
+    torch.testing.assert_close(*runs, rtol=0, atol=0.05)
+
+
+def test_activations_stay_as_they_are_beside_12_bits(tiny_model):
+    with pytest.raises(UserError, match="no effect on weights of 12 bits: use weight_bits 4"):
+        LLM(str(tiny_model("llama").folder), weight_bits=12, activation_bits=8)
 
 
 def test_of_dummy_weights_those_on_disk_are_kept(cache, tmp_path, monkeypatch):
@@ -308,6 +323,6 @@ def test_a_model_of_many_shards_and_dtypes(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("bits", [3, 32, "4", None])
 def test_other_bits_are_refused(tiny_model, bits):
-    with pytest.raises(UserError, match="weight_bits must be (16, 8 or 4|a whole number)"):
+    with pytest.raises(UserError, match="weight_bits must be (16, 12, 8 or 4|a whole number)"):
         LLM(str(tiny_model("llama").folder), weight_bits=bits)
 

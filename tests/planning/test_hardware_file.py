@@ -7,6 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexgen_h2o.config.formats import WEIGHT_BITS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates, RecallRates
@@ -42,7 +43,8 @@ def machines(draw) -> Hardware:
         disk_bytes=draw(nbytes),
         links=draw(tables(LINKS if has_gpu else HOST_LINKS)),
         compute=Compute(
-            linear={bits: draw(tables(rows)) for bits in BITS},
+            linear={bits: draw(tables(rows))
+                    for bits in draw(st.sampled_from([BITS, WEIGHT_BITS]))},
             prefill_attention=draw(tables(("plain", "scored"))),
             decode_attention=draw(tables(BITS)),
             **{name: draw(figures) for name in (
@@ -93,10 +95,12 @@ def test_units_are_those_of_the_keys():
 
 def test_the_roofline_is_bytes_at_few_rows_and_flops_at_many():
     table = roofline(20e12, 200e9)
-    assert set(table) == set(BITS) and all(tuple(column) == ROWS for column in table.values())
+    assert set(table) == set(WEIGHT_BITS)
+    assert all(tuple(column) == ROWS for column in table.values())
     assert table[16][1] == 2e9 / 200e9
     assert table[4][1] == 4.5 / 8 * 1e9 / 200e9  # scales and zeros of groups of 64 included
     assert table[8][1] == 8.5 / 8 * 1e9 / 200e9
+    assert table[12][1] == 12.125 / 8 * 1e9 / 200e9  # with the exponents of groups
     assert table[16][2048] == table[4][2048] == 2 * 2048e9 / 20e12
     rows = table[8]
     assert list(rows.values()) == sorted(rows.values())
@@ -130,6 +134,8 @@ MISTAKES = {
     "missing": (("cpu_gb",), DROP, "cpu_gb is missing"),
     "missing below": (("compute", "layer_microseconds"), DROP, "layer_microseconds is missing"),
     "missing bits": ((*TABLE, 8), DROP, "key 8 is missing"),
+    "rounded with 12": (("compute", "rounded_linear_seconds_per_billion_weights"), {12: {1: 0.1}},
+                        "12"),
     "rounded with 16": (("compute", "rounded_linear_seconds_per_billion_weights"), {16: {1: 0.1}},
                         "16"),
     "other bits": ((*TABLE, 3), {1: 0.1}, "unknown key 3"),

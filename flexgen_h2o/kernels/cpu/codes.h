@@ -16,6 +16,21 @@ INLINE Words load_words(const void* from) {
 
 INLINE void store_words(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof x); }
 
+// Words of WIDTH outputs that hold whole codes.
+template <class C>
+struct Coded {
+    Words words[C::unit_words];
+};
+// The n-th of a block, for the outputs from `lane` on.
+template <class C>
+INLINE Coded<C> load_coded(const uint8_t* block, int64_t n, int64_t lane) {
+    Coded<C> to;
+    for (int i = 0; i < C::unit_words; i++)
+        to.words[i] = load_words(C::words(block) +
+                                 4 * ((n * C::unit_words + i) * MATRIX_TILE + lane));
+    return to;
+}
+
 constexpr int64_t BOUND_ROWS = 4;  // of x, whose products take less time than memory does
 
 // The words of WIDTH outputs of a block, with each of which memory is asked for a line of a later one,
@@ -29,6 +44,14 @@ struct CodedWords {
         prefetch(later + 4 * MATRIX_TILE * n, to);
         if (AGAIN) prefetch(sooner + 4 * MATRIX_TILE * n, to);
         return load_words(words + 4 * MATRIX_TILE * n);
+    }
+
+    // Those of a unit, the n-th.
+    template <class C, bool AGAIN>
+    INLINE Coded<C> unit(int64_t n) const {
+        Coded<C> to;
+        for (int i = 0; i < C::unit_words; i++) to.words[i] = read<AGAIN>(n * C::unit_words + i);
+        return to;
     }
 };
 
@@ -58,11 +81,17 @@ struct CodedBlock {
 struct Single {
     static constexpr int64_t inputs = 1;  // of a step
 
-    // Of a word of WIDTH outputs, the codes of a step.
+    // Of words of WIDTH outputs, the codes of a step.
     template <class C>
-    static INLINE Words codes(Words word, int step) {
+    static INLINE Words codes(const Coded<C>& from, int step) {
         constexpr int bits = C::bits;
+        const Words word = from.words[0];
         if constexpr (std::is_same_v<C, Mxfp4>) return bits_of<Words>(numbers(word, step));
+        if constexpr (std::is_same_v<C, Float12>) {
+            const Words pair = Float12::pair(from.words, step / 2);
+            const Words code = step % 2 ? pair & 0xffff0000 : pair << 16;
+            return code | (Words((code & Float12::SIZE) != 0) & (Float12::LOWEST & 0xffff0000));
+        }
         const Ints field = Ints(word >> (16 * (step % 2) + bits * (step / 2)));
 #if defined(__AVX512F__)
         if (bits == 4) return bits_of<Words>(code<LOW>(field));  // looks at four bits alone
@@ -119,8 +148,9 @@ struct Pairs {
     static constexpr int64_t inputs = 2;
 
     template <class C>
-    static INLINE Words codes(Words word, int step) {
-        const Words field = word >> (C::bits * step);
+    static INLINE Words codes(const Coded<C>& from, int step) {
+        if constexpr (std::is_same_v<C, Float12>) return floats(Float12::pair(from.words, step));
+        const Words field = from.words[0] >> (C::bits * step);
         if constexpr (std::is_same_v<C, Mxfp4>) return numbers(field);
         // 128 + code is the bfloat16 whose low bits are the code.
         if (C::bits == 4) return masked_or(field, 0x000f000f, 0x43004300);
@@ -143,6 +173,18 @@ struct Pairs {
 #else
         return bits_of<Words>(Single::numbers(field, 0)) >> 16 |
                bits_of<Words>(Single::numbers(field, 1));
+#endif
+    }
+
+    // The bfloat16 that pairs of codes of `Float12` are taken for.
+    static INLINE Words floats(Words codes) {
+#if defined(__AVX512F__)
+        const __mmask32 some = _mm512_test_epi16_mask(__m512i(codes), __m512i(Words{} + Float12::SIZE));
+        return Words(_mm512_maskz_mov_epi16(some, __m512i(codes | Float12::LOWEST)));
+#else
+        // 0x800 where there are any bits; 7 times that is the lowest exponent.
+        const Words some = ((codes & Float12::SIZE) + Float12::SIZE) & 0x08000800;
+        return codes | ((some << 3) - some);
 #endif
     }
 

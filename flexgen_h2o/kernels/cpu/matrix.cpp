@@ -8,7 +8,6 @@ namespace {
 // Row `row` of the matrix to floats.
 template <class C>
 INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float* to) {
-    constexpr int64_t levels = (1 << C::bits) - 1, half = 16 / C::bits;
     const int64_t lane = row % MATRIX_TILE;
     for (int64_t g = 0; g < m.groups; g++) {
         const uint8_t* block = m.at(row / MATRIX_TILE, g);
@@ -16,10 +15,11 @@ INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float
         const int64_t left = matrix.inputs - g * m.group;
         const int64_t size = left < m.group ? left : m.group;
         for (int64_t i = 0; i < size; i++) {
-            const int64_t n = i / (2 * half), t = i % (2 * half);
-            uint32_t word;
-            std::memcpy(&word, C::words(block) + 4 * (n * MATRIX_TILE + lane), 4);
-            const uint32_t code = word >> (16 * (t % 2) + C::bits * (t / 2)) & levels;
+            uint32_t unit[C::unit_words];
+            for (int n = 0; n < C::unit_words; n++)
+                std::memcpy(unit + n, C::words(block) + 4 * ((i / C::unit_inputs * C::unit_words + n) *
+                                                             MATRIX_TILE + lane), 4);
+            const uint32_t code = C::code(unit, i % C::unit_inputs);
             to[g * m.group + i] = zero + scale * C::number(code);
         }
     }
@@ -28,13 +28,13 @@ INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float
 // A block to floats [group, TILE].
 template <class C>
 INLINE void unpack_block(const Blocks& m, const uint8_t* block, float* to) {
-    constexpr int STEPS = 32 / C::bits;
+    constexpr int STEPS = C::unit_inputs;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
         const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
-        for (int64_t n = 0; n < m.words; n++) {
-            const Words word = load_words(C::words(block) + 4 * (n * MATRIX_TILE + i));
+        for (int64_t n = 0; n < m.words / C::unit_words; n++) {
+            const Coded<C> unit = load_coded<C>(block, n, i);
             for (int t = 0; t < STEPS; t++) {
-                const Floats x = bits_of<Floats>(Single::codes<C>(word, t));
+                const Floats x = bits_of<Floats>(Single::codes<C>(unit, t));
                 store(to + (n * STEPS + t) * MATRIX_TILE + i, zero + scale * x);
             }
         }

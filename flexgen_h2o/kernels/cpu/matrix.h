@@ -18,7 +18,7 @@ struct Blocks {
         : data(static_cast<const uint8_t*>(m.data)), bits(m.bits),
           group(m.group ? m.group : MXFP4_GROUP), groups((m.inputs + group - 1) / group),
           words(group * m.bits / 32),
-          block_bytes(MATRIX_TILE * ((m.group ? 4 : 1) + 4 * words)) {}
+          block_bytes(MATRIX_TILE * ((m.group && m.bits != 12 ? 4 : 1) + 4 * words)) {}
 
     const uint8_t* at(int64_t tile, int64_t g) const {
         return data + (tile * groups + g) * block_bytes;
@@ -34,10 +34,27 @@ struct Blocks {
 
 inline int64_t tiles_of(const Matrix& m) { return (m.outputs + MATRIX_TILE - 1) / MATRIX_TILE; }
 
+// How many words of an output hold whole codes, and of how many inputs.
+template <int WORDS, int INPUTS>
+struct Unit {
+    static constexpr int unit_words = WORDS, unit_inputs = INPUTS;
+};
+
+// Codes of so many bits, none of which is in two words. Input 2 * t + side of a word's is in the bits
+// from 16 * side + bits * t on.
+template <int BITS>
+struct Codes : Unit<1, 32 / BITS> {
+    static constexpr int bits = BITS;
+
+    // Of input i, out of the word of it.
+    static uint32_t code(const uint32_t* word, int64_t i) {
+        return word[0] >> (16 * (i % 2) + BITS * (i / 2)) & ((1u << BITS) - 1);
+    }
+};
+
 // Elements that are evenly spaced: a scale times a code of so many bits, and a zero point.
 template <int BITS>
-struct Spaced {
-    static constexpr int bits = BITS;
+struct Spaced : Codes<BITS> {
 
     static INLINE const uint8_t* words(const uint8_t* block) { return block + 4 * MATRIX_TILE; }
 
@@ -58,8 +75,7 @@ struct Spaced {
 
 // Elements of MXFP4: a power of two times what a code stands for. Here that is twice the number,
 // which is whole, and so the scale is half of it.
-struct Mxfp4 {
-    static constexpr int bits = 4;
+struct Mxfp4 : Codes<4> {
     static constexpr int8_t DOUBLED[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                            0, -1, -2, -3, -4, -6, -8, -12};
 
@@ -80,10 +96,58 @@ struct Mxfp4 {
     static float number(uint32_t code) { return DOUBLED[code]; }
 };
 
+// bfloat16 with four bits of exponent, by the exponent of a group's largest element. A code has the
+// sign of a bfloat16 in the same bit and its mantissa; above this, in bits 7 to 10, there is 15 where
+// the exponent is the largest's. A code without any of these bits is 0. Eight inputs lie in three
+// words: codes of the first three pairs in their places, and of the fourth pair four bits in each of
+// the gaps.
+struct Float12 : Unit<3, 8> {
+    static constexpr int bits = 12;
+    static constexpr uint32_t SIGN = 0x80008000, SIZE = 0x07ff07ff, PLACES = SIGN | SIZE;
+    // 2^-15 for an exponent of 0, in each half of a word: what codes are taken for.
+    static constexpr uint32_t LOWEST = 0x38003800;
+
+    static INLINE const uint8_t* words(const uint8_t* block) { return block + MATRIX_TILE; }
+
+    // 2^(exponent - 127) of the largest; 0 for what has no elements but 0.
+    static INLINE Floats scales(const uint8_t* block, int64_t lane) {
+        return bits_of<Floats>(widen(block + lane) << 23);
+    }
+    static INLINE Floats zeros(const uint8_t*, int64_t) { return Floats{}; }
+
+    static float scale(const uint8_t* block, int64_t lane) {
+        return bits_of<float>(static_cast<uint32_t>(block[lane]) << 23);
+    }
+    static float zero(const uint8_t*, int64_t) { return 0.0f; }
+
+    // Codes of a pair of inputs, in the halves of words.
+    template <class W>
+    static INLINE W pair(const W* words, int pair) {
+        if (pair < 3) return words[pair] & PLACES;
+        return (words[0] >> 4 & 0x07800780) | (words[1] >> 7 & 0x00700070) |
+               (words[2] >> 11 & 0x000f000f) | (words[1] << 1 & SIGN);
+    }
+    // The words of four pairs' codes.
+    template <class W>
+    static INLINE void join(const W* pairs, W* words) {
+        words[0] = pairs[0] | (pairs[3] & 0x07800780) << 4;
+        words[1] = pairs[1] | (pairs[3] & 0x00700070) << 7 | (pairs[3] & SIGN) >> 1;
+        words[2] = pairs[2] | (pairs[3] & 0x000f000f) << 11;
+    }
+
+    static uint32_t code(const uint32_t* words, int64_t i) {
+        return pair(words, static_cast<int>(i / 2)) >> 16 * (i % 2) & 0xffff;
+    }
+    static float number(uint32_t code) {
+        return code & SIZE ? bits_of<float>((code | (LOWEST & 0xffff)) << 16) : 0.0f;
+    }
+};
+
 // f(codes), where these are what the elements of a matrix are.
 template <class F>
 INLINE int by_codes(const Matrix& m, const F& f) {
     if (m.group == 0) return f(Mxfp4{});
+    if (m.bits == 12) return f(Float12{});
     return m.bits == 4 ? f(Spaced<4>{}) : f(Spaced<8>{});
 }
 

@@ -48,15 +48,15 @@ INLINE Pair<C> group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g,
 // The codes of a group to the buffer.
 template <class A, class C>
 INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
-    constexpr int STEPS = 32 / C::bits / A::inputs;  // of a word
+    constexpr int STEPS = C::unit_inputs / A::inputs;
     for (int64_t column = 0; column < COLUMNS; column += WIDTH) {
         const CodedWords mine = pair.words(column, true);
-        for (int64_t n = 0; n < words; n++) {
-            const Words word = mine.read<false>(n);
+        for (int64_t n = 0; n < words / C::unit_words; n++) {
+            const Coded<C> unit = mine.unit<C, false>(n);
 #pragma GCC unroll 8
             for (int s = 0; s < STEPS; s++)
                 store_words(w.codes + (n * STEPS + s) * COLUMNS + column,
-                            A::template codes<C>(word, s));
+                            A::template codes<C>(unit, s));
         }
     }
 }
@@ -64,7 +64,8 @@ INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
 // The most rows for which a group's codes are taken apart on the way: more have them from the buffer.
 template <class A, class C>
 constexpr int64_t few_rows() {
-    return A::inputs == 1 ? ROWS : std::is_same_v<C, Spaced<4>> ? 8 * ROWS : 2 * ROWS;
+    if (A::inputs == 1 || std::is_same_v<C, Float12>) return ROWS;
+    return std::is_same_v<C, Spaced<4>> ? 8 * ROWS : 2 * ROWS;
 }
 
 // How many chains of sums R rows need: a sum has to wait for the last one.
@@ -96,19 +97,20 @@ INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* su
 template <class A, class C, int R>
 INLINE void add_words(const Panel& p, const Pair<C>& pair, int64_t words, int64_t g, int64_t row,
                       const Workspace& w) {
-    constexpr int STEPS = 32 / C::bits / A::inputs, CHAINS = chains(R, STEPS);
+    constexpr int STEPS = C::unit_inputs / A::inputs, CHAINS = chains(R, STEPS);
     for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
         const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
         CodedWords from[VECTORS];
         for (int v = 0; v < VECTORS; v++) from[v] = pair.words(column + v * WIDTH, row == 0);
         Floats mine[CHAINS][R][VECTORS] = {};
-        for (int64_t n = 0; n < words; n++, x += STEPS * R) {
-            Words word[VECTORS];
-            for (int v = 0; v < VECTORS; v++) word[v] = from[v].template read<R <= BOUND_ROWS>(n);
-#pragma GCC unroll 8  // what the steps of a word share is then computed once
+        for (int64_t n = 0; n < words / C::unit_words; n++, x += STEPS * R) {
+            Coded<C> unit[VECTORS];
+            for (int v = 0; v < VECTORS; v++)
+                unit[v] = from[v].template unit<C, R <= BOUND_ROWS>(n);
+#pragma GCC unroll 8  // what the steps of a unit share is then computed once
             for (int s = 0; s < STEPS; s++) {
                 Words codes[VECTORS];
-                for (int v = 0; v < VECTORS; v++) codes[v] = A::template codes<C>(word[v], s);
+                for (int v = 0; v < VECTORS; v++) codes[v] = A::template codes<C>(unit[v], s);
                 for (int r = 0; r < R; r++) {
                     const auto element = A::broadcast_x(x[s * R + r]);
                     for (int v = 0; v < VECTORS; v++) {
@@ -207,14 +209,14 @@ struct CodedWeights {
 
 private:
     INLINE void unpack_vector(const uint8_t* block, int64_t i, float* to) const {
-        constexpr int STEPS = 32 / C::bits;
+        constexpr int STEPS = C::unit_inputs;
         const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
-        for (int64_t n = 0; n < blocks.words; n++) {
-            const Words word = load_words(C::words(block) + 4 * (n * MATRIX_TILE + i));
+        for (int64_t n = 0; n < blocks.words / C::unit_words; n++) {
+            const Coded<C> unit = load_coded<C>(block, n, i);
 #pragma GCC unroll 8
             for (int s = 0; s < STEPS; s++)
                 store(to + (n * STEPS + s) * SLIVER,
-                      fma(scale, bits_of<Floats>(Single::codes<C>(word, s)), zero));
+                      fma(scale, bits_of<Floats>(Single::codes<C>(unit, s)), zero));
         }
     }
 };

@@ -95,18 +95,18 @@ struct GroupOfCodes {
 template <class C>
 INLINE void unpack_codes(const CodedBlock<C>& from, int64_t words, int64_t column,
                          const GroupOfCodes& to) {
-    constexpr int STEPS = 16 / C::bits;
+    constexpr int STEPS = C::unit_inputs / 2;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
         const Floats scale = C::scales(from.block, i), zero = C::zeros(from.block, i);
         store(to.scales + column + i, scale);
         store(to.zeros + column + i, fma(scale, broadcast(-Pairs::shift<C>()), zero));
         const CodedWords mine = from.words(i, true);
-        for (int64_t n = 0; n < words; n++) {
-            const Words word = mine.read<false>(n);
+        for (int64_t n = 0; n < words / C::unit_words; n++) {
+            const Coded<C> unit = mine.unit<C, false>(n);
 #pragma GCC unroll 4
             for (int s = 0; s < STEPS; s++)
                 store_words(to.codes + (n * STEPS + s) * COLUMNS + column + i,
-                            Pairs::codes<C>(word, s));
+                            Pairs::codes<C>(unit, s));
         }
     }
 }
@@ -164,15 +164,15 @@ void exact_chunk(Tiles& tiles, const Product& a, const Blocks& m, int64_t tile, 
 // A block's weights, rounded, to steps COLUMNS apart.
 template <class C>
 INLINE void unpack_rounded(const Blocks& m, const uint8_t* block, uint32_t* to) {
-    constexpr int STEPS = 16 / C::bits;
+    constexpr int STEPS = C::unit_inputs / 2;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
         const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
-        for (int64_t n = 0; n < m.words; n++) {
-            const Words word = load_words(C::words(block) + 4 * (n * MATRIX_TILE + i));
+        for (int64_t n = 0; n < m.words / C::unit_words; n++) {
+            const Coded<C> unit = load_coded<C>(block, n, i);
 #pragma GCC unroll 4
             for (int s = 0; s < STEPS; s++) {
-                const Floats first = bits_of<Floats>(Single::codes<C>(word, 2 * s));
-                const Floats second = bits_of<Floats>(Single::codes<C>(word, 2 * s + 1));
+                const Floats first = bits_of<Floats>(Single::codes<C>(unit, 2 * s));
+                const Floats second = bits_of<Floats>(Single::codes<C>(unit, 2 * s + 1));
                 store_words(to + (n * STEPS + s) * COLUMNS + i,
                             rounded_pairs(fma(scale, first, zero), fma(scale, second, zero)));
             }

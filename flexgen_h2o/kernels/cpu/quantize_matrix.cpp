@@ -127,24 +127,70 @@ INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t
     }
 }
 
+// To the nearest bfloat16 there is, in the lower halves of words; NaN becomes 0.
+INLINE Words as_bfloat16(Floats x) {
+    constexpr uint32_t LARGEST = 0x7f7f;
+    Words bits = bits_of<Words>(x == x ? x : Floats{});
+    const Words sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    const Words size = (bits + (bits >> 16 & 1) + 0x7fff) >> 16;
+    return sign | (size > LARGEST ? Words{} + LARGEST : size);
+}
+
+// The codes of bfloat16 in the lower halves of words, by the exponent of the largest.
+INLINE Words code_by(Words x, Words exponent) {
+    const Ints size = Ints(x & 0x7fff), code = size - ((Ints(exponent) - 15) << 7);
+    // What is nearer to 0 than to the smallest number is 0, and so is what has no exponent.
+    const Ints there = (code > -127) & (size > 127);
+    return (x & 0x8000) | (Words(code < 1 ? Ints{} + 1 : code) & Words(there));
+}
+
+// WIDTH outputs of a block of `Float12`.
+INLINE void shorten_lanes(const Group& g, const Blocks& m, uint8_t* block, int64_t lane) {
+    Words largest{};
+    for (int64_t i = 0; i < g.size; i++) {
+        const Words size = as_bfloat16(g.at(i)) & 0x7fff;
+        largest = size > largest ? size : largest;
+    }
+    const Words exponent = largest >> 7;
+    for (int i = 0; i < WIDTH; i++) block[lane + i] = static_cast<uint8_t>(exponent[i]);
+    for (int64_t unit = 0; unit < m.group / Float12::unit_inputs; unit++) {
+        Words pairs[Float12::unit_inputs / 2]{}, words[Float12::unit_words];
+        for (int64_t i = 0; i < Float12::unit_inputs; i++) {
+            const int64_t input = unit * Float12::unit_inputs + i;
+            if (input < g.size)
+                pairs[i / 2] |= code_by(as_bfloat16(g.at(input)), exponent) << (i % 2 ? 16 : 0);
+        }
+        Float12::join(pairs, words);
+        for (int n = 0; n < Float12::unit_words; n++)
+            std::memcpy(block + MATRIX_TILE +
+                            4 * ((unit * Float12::unit_words + n) * MATRIX_TILE + lane),
+                        words + n, sizeof *words);
+    }
+}
+
 // Values of WIDTH outputs from `output` on, to [size, WIDTH]; zeros, of which all comes out as
-// zeros, for outputs that are not there.
-template <class T>
+// zeros, for outputs that are not there. WHOLE: those beyond float16's range, too.
+template <bool WHOLE, class T>
 INLINE void gather(const Quantize& a, int64_t output, int64_t input, int64_t size, float* to) {
     const T* x = static_cast<const T*>(a.weight) + output * a.weight_row + input;
     int64_t k = 0;
 #if defined(__AVX512F__)
     for (; k + WIDTH <= size && output + WIDTH <= a.matrix.outputs; k += WIDTH) {
         Floats some[WIDTH];
-        for (int64_t i = 0; i < WIDTH; i++) some[i] = clamped(load(x + i * a.weight_row + k));
+        for (int64_t i = 0; i < WIDTH; i++) {
+            some[i] = load(x + i * a.weight_row + k);
+            if (!WHOLE) some[i] = clamped(some[i]);
+        }
         transpose(some);
         for (int64_t i = 0; i < WIDTH; i++) store(to + (k + i) * WIDTH, some[i]);
     }
 #endif
     for (; k < size; k++)
         for (int64_t i = 0; i < WIDTH; i++)
-            to[k * WIDTH + i] =
-                output + i < a.matrix.outputs ? clamped_one(x + i * a.weight_row + k) : 0.0f;
+            to[k * WIDTH + i] = output + i >= a.matrix.outputs ? 0.0f
+                                : WHOLE ? one(x + i * a.weight_row + k)
+                                        : clamped_one(x + i * a.weight_row + k);
 }
 
 template <class T>
@@ -152,7 +198,13 @@ void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g,
     uint8_t* block = static_cast<uint8_t*>(a.matrix.data) + (tile * m.groups + g) * m.block_bytes;
     const int64_t left = a.matrix.inputs - g * m.group, size = left < m.group ? left : m.group;
     for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH) {
-        gather<T>(a, tile * MATRIX_TILE + lane, g * m.group, size, values);
+        const int64_t output = tile * MATRIX_TILE + lane;
+        if (m.bits == Float12::bits) {
+            gather<true, T>(a, output, g * m.group, size, values);
+            shorten_lanes({values, size, 0.0f}, m, block, lane);
+            continue;
+        }
+        gather<false, T>(a, output, g * m.group, size, values);
         quantize_lanes({values, size, m.bits == 8 ? 255.0f : 15.0f}, m, a.search, block, lane);
     }
 }

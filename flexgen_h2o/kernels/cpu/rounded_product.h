@@ -292,36 +292,44 @@ void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRo
 }
 
 // Every product of the chain, which share x.
+template <class T, class C>
+int rounded_product_of(const Product& a) {
+    const Blocks m(a.matrix);
+    const int64_t most = a.rows < ROUNDED_ROWS ? a.rows : ROUNDED_ROWS;
+    RoundedRows p{nullptr, nullptr, nullptr, most, m.group / 4};
+    const Memory<uint32_t> codes = memory<uint32_t>(m.groups * most * p.words);
+    const Memory<float> floats = memory<float>(2 * most * m.groups);
+    if (!codes || !floats) return NO_MEMORY;
+    p.codes = codes.get(), p.steps = floats.get(), p.sums = p.steps + m.groups * most;
+    for (int64_t first = 0; first < a.rows; first += ROUNDED_ROWS) {
+        const int64_t left = a.rows - first;
+        p.rows = left < most ? left : most;
+#pragma omp parallel num_threads(a.threads)
+        {
+            round_rows<T, C::bits>(a, m, first, p);
+            alignas(64) float totals[ROUNDED_ROWS * TOGETHER];
+            for (const Product* each = &a; each; each = each->next) {
+                const Blocks blocks(each->matrix);
+                const int64_t tiles = tiles_of(each->matrix);
+#pragma omp for schedule(static) nowait
+                for (int64_t tile = 0; tile < tiles; tile += ABREAST) {
+                    rounded_tiles<C>(blocks, tile, tiles, p, totals);
+                    put_columns<T>(*each, tile * MATRIX_TILE, TOGETHER, first, p.rows, totals);
+                }
+            }
+        }
+    }
+    return DONE;
+}
+
 template <class T>
 int rounded_product(const Product& a) {
     return by_codes(a.matrix, [&](auto kind) -> int {
         using C = decltype(kind);
-        const Blocks m(a.matrix);
-        const int64_t most = a.rows < ROUNDED_ROWS ? a.rows : ROUNDED_ROWS;
-        RoundedRows p{nullptr, nullptr, nullptr, most, m.group / 4};
-        const Memory<uint32_t> codes = memory<uint32_t>(m.groups * most * p.words);
-        const Memory<float> floats = memory<float>(2 * most * m.groups);
-        if (!codes || !floats) return NO_MEMORY;
-        p.codes = codes.get(), p.steps = floats.get(), p.sums = p.steps + m.groups * most;
-        for (int64_t first = 0; first < a.rows; first += ROUNDED_ROWS) {
-            const int64_t left = a.rows - first;
-            p.rows = left < most ? left : most;
-#pragma omp parallel num_threads(a.threads)
-            {
-                round_rows<T, C::bits>(a, m, first, p);
-                alignas(64) float totals[ROUNDED_ROWS * TOGETHER];
-                for (const Product* each = &a; each; each = each->next) {
-                    const Blocks blocks(each->matrix);
-                    const int64_t tiles = tiles_of(each->matrix);
-#pragma omp for schedule(static) nowait
-                    for (int64_t tile = 0; tile < tiles; tile += ABREAST) {
-                        rounded_tiles<C>(blocks, tile, tiles, p, totals);
-                        put_columns<T>(*each, tile * MATRIX_TILE, TOGETHER, first, p.rows, totals);
-                    }
-                }
-            }
-        }
-        return DONE;
+        if constexpr (std::is_same_v<C, Float12>)
+            return INVALID;  // its codes are no whole numbers
+        else
+            return rounded_product_of<T, C>(a);
     });
 }
 

@@ -89,7 +89,7 @@ class DequantizingCheckpoint(Checkpoint):
     def keep(self, name: str, layout: MatrixLayout, out: Tensor,
              rows: range | None = None) -> bool:
         packed = self._packed.get(name)
-        if packed is None or not packed.fits(layout):
+        if packed is None or layout.bits == 12 or not packed.fits(layout):
             return False
         rows = range(count(packed.shape)) if rows is None else rows
         if (len(rows), packed.shape[-1]) != (layout.outputs, layout.inputs):

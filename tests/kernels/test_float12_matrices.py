@@ -1,0 +1,172 @@
+"""Matrices in 12 bits: their bytes, and products with them on every instruction set."""
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import BUILT, SETS, poisoned_memory, using
+
+from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
+from flexgen_h2o.config.limits import TILED_OUTPUTS, TILED_ROWS
+from flexgen_h2o.kernels import dispatch, native, ops, reference_matrix
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+
+EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+WAYS = st.sampled_from(["reference", *SETS])
+
+
+def by_hand(data, layout):
+    """Values in float64 from the bytes, as the layout's text says."""
+    raw, values = bytes(data.tolist()), torch.zeros(layout.outputs, layout.inputs).double()
+    block_bytes = 16 + 4 * 16 * layout.group * 12 // 32
+    for output in range(layout.outputs):
+        for i in range(layout.inputs):
+            block = (output // 16 * layout.groups + i // layout.group) * block_bytes
+            lane, within = output % 16, i % layout.group
+            unit, t, side = within // 8, within % 8 // 2, within % 2
+            halves = [struct.unpack_from("<H", raw, block + 16 + 64 * (3 * unit + word)
+                                         + 4 * lane + 2 * side)[0] for word in range(3)]
+            if t < 3:
+                sign, code = halves[t] >> 15, halves[t] & 0x7FF
+            else:
+                sign = halves[1] >> 14 & 1
+                code = ((halves[0] >> 11 & 15) << 7 | (halves[1] >> 11 & 7) << 4
+                        | halves[2] >> 11 & 15)
+            largest = raw[block + lane]
+            size = 2.0 ** ((code >> 7) - 15 + largest - 127) * (1 + (code & 127) / 128)
+            values[output, i] = (-1) ** sign * size * (code > 0 and largest > 0)
+    return values
+
+
+def shortened(weight, layout, way):
+    """Its bytes, and the values of these."""
+    if way == "reference":
+        data = reference_matrix.quantize_matrix(weight, layout)
+        every = torch.arange(layout.outputs)
+        return data, reference_matrix.unpack_rows(data, layout, every, torch.float32)
+    with using(way), poisoned_memory():
+        data = ops.quantize_matrix(weight, layout)
+        matrix = QuantizedMatrix(data, layout)
+        return data, ops.unpack_rows(matrix, torch.arange(layout.outputs), torch.float32)
+
+
+def test_sizes():
+    layout = MatrixLayout(64, 128, 12)
+    assert layout.nbytes * 8 == 64 * 128 * (12 + 8 / 64) and layout.block_bytes == 16 + 1536
+    assert MatrixLayout(17, 33, 12, 32).nbytes == 2 * 2 * (16 + 768)
+    assert WeightOptions(12).matrix_bytes((64, 128), 2) == layout.nbytes
+    assert not layout.has_zeros and MatrixLayout(64, 128, 8).has_zeros
+
+
+@given(WAYS, st.integers(1, 40), st.integers(1, 90), st.sampled_from([8, 32, 64]),
+       st.sampled_from([0.0, 1.0, 5.0]), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=80)
+def test_what_is_not_far_below_the_largest_comes_back_exactly(way, outputs, inputs, group, spread,
+                                                              seed):
+    generator = torch.Generator().manual_seed(seed)
+    shape = outputs, inputs
+    weight = torch.randn(shape, generator=generator) * torch.exp(
+        spread * torch.randn(shape, generator=generator))
+    weight = torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, weight).bfloat16()
+    data, found = shortened(weight, MatrixLayout(*shape, 12, group), way)
+    for start in range(0, inputs, group):
+        part, mine = weight[:, start : start + group].double(), found[:, start : start + group]
+        _, exponent = part.abs().amax(1, keepdim=True).frexp()
+        least = torch.ldexp(torch.ones(outputs, 1).double(), exponent - 1 - 15)
+        exact = (part.abs() > least) | (part == 0)
+        assert torch.equal(mine.double()[exact], part[exact])
+        nearest = torch.minimum(part.abs(), (part.abs() - least * 129 / 128).abs())
+        assert torch.equal((mine - part).abs()[~exact], nearest[~exact])
+
+
+@given(WAYS, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+       st.integers(0, 2**31))
+@settings(deadline=None, max_examples=60)
+def test_every_way_gives_the_bytes_of_the_layout(way, dtype, seed):
+    """Of numbers that are rounded, too large, too small, or none."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(19, 75, generator=generator) * torch.exp2(
+        torch.randint(-130, 128, (19, 1), generator=generator))
+    odd = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0, 3e38, 1e-40])
+    weight.view(-1)[torch.randint(19 * 75, (6,), generator=generator)] = odd
+    weight, layout = weight.to(dtype), MatrixLayout(19, 75, 12, 32)
+    data, values = shortened(weight, layout, way)
+    assert torch.equal(data, reference_matrix.quantize_matrix(weight, layout))
+    assert torch.equal(values.double(), by_hand(data, layout))
+    whole = weight.float().nan_to_num(nan=0.0).bfloat16().float()
+    whole = whole.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max)
+    largest = torch.nn.functional.pad(whole.abs(), (0, 21)).view(19, 3, 32).amax(-1)
+    bound = (largest * 2.0**-16 * 129 / 128 + 2.0**-126).repeat_interleave(32, 1)[:, :75]
+    assert ((values - whole).abs().double() <= bound.double()).all()
+
+
+def check_product(layout, rows, *, dtype, add, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(layout.outputs, layout.inputs, generator=generator) * 0.3
+    matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
+    values = reference_matrix.unpack_rows(matrix.data, layout, torch.arange(layout.outputs),
+                                          torch.float32).double()
+    x = torch.randn(rows, layout.inputs, generator=generator).to(dtype)
+    bias = torch.randn(layout.outputs, generator=generator).to(dtype)
+    out = torch.full((rows, layout.outputs), float("nan")).to(dtype)
+    if add:
+        out = torch.randn(rows, layout.outputs, generator=generator).to(dtype)
+    expected = x.double() @ values.T + bias.double() + (out.double() if add else 0)
+    ops.linear_quantized(x, matrix, bias, out, add=add)
+    # No weight is rounded, in tiles neither: what is summed in float32, and the result.
+    terms = x.double().abs() @ values.abs().T
+    bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * terms + 1e-6
+    assert ((out.double() - expected).abs() <= bound).all()
+
+
+@given(st.sampled_from(SETS or [None]), st.integers(1, 140), st.integers(1, 70),
+       st.integers(1, 200), st.sampled_from([8, 32, 64]), st.sampled_from([*EPSILON]),
+       st.booleans(), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=100)
+def test_products_of_any_size(name, rows, outputs, inputs, group, dtype, add, seed):
+    with using(name), poisoned_memory():
+        if dispatch.choice("linear_quantized", rows, dtype, 12) == "codes":
+            check_product(MatrixLayout(outputs, inputs, 12, group), rows, dtype=dtype, add=add,
+                          seed=seed)
+
+
+@BUILT
+@pytest.mark.parametrize("name", SETS)
+def test_products_of_few_and_many_rows(name):
+    layout = MatrixLayout(161, 1100, 12)
+    with using(name), dispatch.measured({"linear_quantized": {12: {1: "codes"}}}):
+        for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 300):
+            check_product(layout, rows, dtype=torch.bfloat16, add=rows % 2 == 1)
+        for dtype in (torch.float32, torch.float16):
+            check_product(layout, 70, dtype=dtype, add=False)
+
+
+@BUILT
+@pytest.mark.parametrize("rows", [5, 33, 64, 65, TILED_ROWS + 21])
+def test_products_in_tiles(rows):
+    for name in {"amx", "amx_emulated"} & set(SETS):
+        with using(name):
+            check_product(MatrixLayout(2 * TILED_OUTPUTS + 40, 40, 12, 32), rows,
+                          dtype=torch.bfloat16, add=rows % 2 == 0)
+
+
+@BUILT
+def test_products_of_unpacked_slices():
+    layout = MatrixLayout(300, 70, 12)
+    weight = torch.randn(300, 70).bfloat16()
+    matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
+    x, out = torch.randn(40, 70).bfloat16(), torch.zeros(40, 300).bfloat16()
+    with dispatch.measured({"linear_quantized": {12: {1: "unpacked"}}}):
+        ops.linear_quantized(x, matrix, None, out)
+    torch.testing.assert_close(out.float(), x.float() @ weight.float().T, rtol=0.02, atol=0.05)
+
+
+@BUILT
+def test_activations_are_not_rounded_for_them():
+    layout = MatrixLayout(24, 64, 12)
+    matrix = QuantizedMatrix(ops.quantize_matrix(torch.randn(24, 64), layout), layout, 8)
+    with pytest.raises(ValueError, match="8 bits for weights of 12"):
+        native.linear_quantized(torch.randn(3, 64), *ops.flat(matrix), None, torch.zeros(3, 24),
+                                False, 8)
