@@ -30,8 +30,8 @@ from flexgen_h2o.models.checkpoint import open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.models.sources import checkpoint_folder
 
-ROUNDINGS = [(8, 64, False), (8, 64, True), (4, 64, False), (4, 64, True), (4, 32, False),
-             (4, 32, True)]
+ROUNDINGS = [(12, 64, False), (8, 64, False), (8, 64, True), (4, 64, False), (4, 64, True),
+             (4, 32, False), (4, 32, True)]
 """Bits, groups of so many inputs, and whether scales are searched."""
 COLUMNS = ("date", "commit", "host", "model", "articles", "tokens", "bits", "group", "search",
            "dtype", "perplexity", "over_float32")

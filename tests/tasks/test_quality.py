@@ -160,10 +160,10 @@ def test_only_some_are_measured_and_the_full_cache_always():
     assert [one.cache_bits for one in configurations([20, 50], ["bits"])] == [16, 8, 4]
     assert configurations([50], ["bits", "score"]) == [FULL]
     assert [(one.weight_bits, one.cache_bits) for one in configurations([20], ["weights"])] == [
-        (16, 16), (8, 16), (8, 16), (4, 16), (4, 16), (4, 16), (4, 4)]
+        (16, 16), (12, 16), (8, 16), (8, 16), (4, 16), (4, 16), (4, 16), (4, 4)]
     assert [one.variant for one in configurations([50], ["weights"])] == [
-        "", "8-bit weights", "8-bit weights and 8-bit activations", "4-bit weights",
-        "4-bit weights and 8-bit activations"]
+        "", "12-bit weights", "8-bit weights", "8-bit weights and 8-bit activations",
+        "4-bit weights", "4-bit weights and 8-bit activations"]
 
 
 @pytest.mark.parametrize(("one", "h2o", "sizes"), [
@@ -456,7 +456,7 @@ def test_the_plot_leaves_quantized_weights_out(fake, articles, tmp_path):
     rows = measures.read_rows(str(out))
     others = [row | {"perplexity": 1.5, "greedy_equal_share": 0.5} for row in rows
               if row["weight_bits"] != 16]
-    assert len(others) == 6
+    assert len(others) == 7
     quality_plot.draw([row for row in rows if row["weight_bits"] == 16], str(plain))
     quality_plot.draw([*others, *(row for row in rows if row["weight_bits"] == 16)], str(more))
     assert more.read_bytes() == plain.read_bytes()

@@ -163,7 +163,7 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
         found += [Configuration(RECALL, USUAL, index_bits=2)]
         found += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]
     found += [replace(found[0], weight_bits=bits, activation_bits=activations)
-              for bits in (8, 4) for activations in (16, 8)]
+              for bits, activations in ((12, 16), (8, 16), (8, 8), (4, 16), (4, 8))]
     if USUAL in budgets:
         found += [Configuration("h2o", USUAL, cache_bits=bits, weight_bits=4) for bits in (16, 4)]
     wanted = set(GROUPS if only is None else only) | {"full"}
