@@ -22,6 +22,7 @@ from torch import Tensor
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.config.limits import UNPACKED_BYTES
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import (
@@ -48,6 +49,9 @@ __all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "
 
 UNPACKED_OUTPUTS = 256
 """Rows of a quantized matrix that are unpacked together where PyTorch then multiplies them."""
+
+_REFERENCE_BYTES = 20
+"""Of an element, at most, while `reference_matrix.unpack_rows` makes it."""
 
 _log = logging.getLogger(__name__)
 
@@ -332,8 +336,10 @@ def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, o
     # With AMX oneDNN takes what stands behind a row into its sums, times 0: NaN if it is NaN.
     x = x.contiguous()
     every = torch.arange(len(matrix), device=x.device)
-    for rows, part in zip(every.split(UNPACKED_OUTPUTS), out.split(UNPACKED_OUTPUTS, dim=1),
-                          strict=True):
+    most = UNPACKED_OUTPUTS
+    if not x.is_cpu:
+        most = max(1, min(most, UNPACKED_BYTES // (_REFERENCE_BYTES * matrix.layout.inputs)))
+    for rows, part in zip(every.split(most), out.split(most, dim=1), strict=True):
         weight = unpack_rows(matrix, rows, x.dtype)
         product = F.linear(x, weight, None if bias is None else bias[rows])
         if add:

@@ -147,13 +147,11 @@ def _lengthened(words, exponents):
     w0, w1, w2 = words.unflatten(-1, (-1, 3)).unbind(-1)
     p3 = (w0 >> 4 & 0x07800780) | (w1 >> 7 & 0x00700070) | (w2 >> 11 & 0x000F000F)
     pairs = torch.stack((w0, w1, w2, p3 | (w1 & 0x40004000) << 1), dim=-1)
-    codes = torch.stack((pairs & 0xFFFF, pairs >> 16 & 0xFFFF), dim=-1).flatten(-3)
-    sizes = torch.ldexp(1 + (codes & 0x7F) / 128.0, (codes >> 7 & 15) - 15)
-    sizes = torch.where(codes & 0x7FF != 0, sizes, 0.0)
-    # In two steps: no float32 is as small as the scale of the smallest group.
-    values = torch.ldexp(torch.ldexp(sizes, exponents - exponents // 2 - _BIAS), exponents // 2)
-    values = torch.where(exponents > 0, values, 0.0)
-    return torch.where(codes & 0x8000 != 0, -values, values)
+    codes = torch.stack((pairs << 16, pairs), dim=-1).flatten(-3)  # in the upper halves
+    some = codes & 0x07FF0000 != 0
+    codes &= -0x78010000  # the sign and the eleven bits
+    codes |= 0x38000000  # 2 ** -15 for an exponent of 0
+    return codes.view(torch.float32).mul_(some).mul_((exponents << 23).view(torch.float32))
 
 
 def _codes(x, scale, zero, levels):
@@ -240,18 +238,18 @@ def unpack_rows(data, layout, rows, dtype):
     Tensor [count, inputs] of dtype
         Computed in float32 and rounded once.
     """
-    blocks = data.view(layout.tiles, layout.groups, layout.block_bytes)[rows // MATRIX_TILE]
-    lane = (rows % MATRIX_TILE)[:, None, None]
+    tile, lane = rows // MATRIX_TILE, rows % MATRIX_TILE
 
-    def of_lane(part, width):
-        height = part.shape[-1] // (MATRIX_TILE * width.itemsize)
-        part = part.contiguous().view(width).view(*part.shape[:2], height, MATRIX_TILE)
-        return part.gather(-1, lane[..., None].expand(*part.shape[:3], 1))[..., 0]
+    def of_rows(width, first, end):
+        """Elements [rows, groups, n] of a width, from the bytes `first` to `end` of blocks."""
+        blocks = data.view(width).view(layout.tiles, layout.groups, -1)
+        part = blocks[..., first // width.itemsize : end // width.itemsize]
+        return part.unflatten(-1, (-1, MATRIX_TILE))[tile, :, :, lane]
 
-    words = of_lane(blocks[..., layout.head_bytes :], torch.int32)
-    heads = blocks[..., : layout.head_bytes]
+    head = layout.head_bytes
+    words = of_rows(torch.int32, head, layout.block_bytes)
     if layout.bits == 12:
-        values = _lengthened(words, of_lane(heads, torch.uint8).int())
+        values = _lengthened(words, of_rows(torch.uint8, 0, head).int())
         return values.flatten(1)[:, : layout.inputs].to(dtype)
     pairs = 16 // layout.bits
     shifts = (layout.bits * torch.arange(pairs, device=data.device)[:, None]
@@ -259,10 +257,10 @@ def unpack_rows(data, layout, rows, dtype):
     codes = (words[..., None, None] >> shifts & layout.levels).flatten(-3)
     if layout.mxfp4:
         numbers = torch.tensor((*NUMBERS, *(-each for each in NUMBERS)), device=data.device)
-        exponents = of_lane(heads, torch.uint8).int() - _BIAS
+        exponents = of_rows(torch.uint8, 0, head).int() - _BIAS
         values = torch.ldexp(numbers[codes], exponents)
     else:
-        scale, zero = of_lane(heads, torch.float16).float().split(1, dim=-1)
+        scale, zero = of_rows(torch.float16, 0, head).float().split(1, dim=-1)
         values = zero + scale * codes
     return values.flatten(1)[:, : layout.inputs].to(dtype)
 

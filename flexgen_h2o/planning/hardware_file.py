@@ -76,8 +76,8 @@ class _ComputeRates(Entries):
     elementwise_seconds_per_billion: Positive
     layer_microseconds: Positive
     logit_seconds_per_billion: Positive
-    linear_seconds_per_billion_weights: Annotated[
-        dict[Literal[WEIGHT_BITS], dict[_Rows, Positive]], Meta(min_length=1)] | None = None
+    linear_seconds_per_billion_weights: dict[
+        Literal[WEIGHT_BITS], dict[_Rows, Positive]] | None = None
     rounded_linear_seconds_per_billion_weights: dict[
         Literal[ROUNDED_BITS], dict[_Rows, Positive]] = field(default_factory=dict)
     linear_roofline: _Roofline | None = None
@@ -90,8 +90,8 @@ class _ComputeRates(Entries):
             raise ValueError("give either linear_seconds_per_billion_weights or linear_roofline")
         missing = set() if table is None else set(BITS) - set(table)
         if missing:
-            raise ValueError("linear_seconds_per_billion_weights: key "
-                             f"{max(missing)} is missing")
+            raise ValueError("linear_seconds_per_billion_weights: the key "
+                             f"{max(missing)} is missing; add it")
         tables = {"linear_seconds_per_billion_weights": table or {},
                   "rounded_linear_seconds_per_billion_weights":
                       self.rounded_linear_seconds_per_billion_weights,

@@ -155,7 +155,7 @@ def test_flags(argv, expected):
     (["--percent", "-5", "0", "0", "0"], "at least 0"),
     (["--percent", "all", "0", "0", "0"], "'all'"),
     (["--percent"], "expected at least one argument"),
-    (["--weight-bits", "2"], "--weight-bits must be one of 16, 8, 4"),
+    (["--weight-bits", "2"], "--weight-bits must be one of 16, 12, 8, 4"),
     (["--weight-bits", "four"], "invalid int value"),
     (["--compress-weight", "--weight-bits", "16"], "contradict"),
     (["--weight-cache"], "expected one argument"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fakes import LazyDevice
 
+from flexgen_h2o.config.formats import WEIGHT_BITS
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 from flexgen_h2o.metrics.links import LINKS
@@ -47,14 +48,14 @@ def check(hardware: Hardware, *, count: int) -> None:
     assert 0 <= hardware.interference <= 1 and 0 <= hardware.read_interference <= 1
     assert all(math.isfinite(figure) and figure > 0 for figure in found)
     assert {bits: set(table) for bits, table in hardware.compute.linear.items()} == {
-        bits: {1, 3} for bits in BITS}
+        bits: {1, 3} for bits in WEIGHT_BITS}
     assert set(hardware.compute.prefill_attention) == {"plain", "scored"}
     assert set(hardware.compute.decode_attention) == set(BITS)
 
 
-# Of memory 2, links 2, products 6 and of rounded activations 4, attention 2 + 3, recall 5, 7 single
+# Of memory 2, links 2, products 8 and of rounded activations 4, attention 2 + 3, recall 5, 7 single
 # ones.
-CPU_FIGURES = 31
+CPU_FIGURES = 33
 
 
 def test_every_figure_of_a_cpu(tmp_path):
@@ -90,12 +91,12 @@ def test_the_fastest_implementation_is_kept(monkeypatch, isa):
         return 9.0 - places if last else 1.0 + places
 
     cases = [("linear", 16, 1), ("linear", 16, 3), *(
-        ("linear_quantized", bits, rows) for bits in (8, 4) for rows in (1, 3)),
+        ("linear_quantized", bits, rows) for bits in (12, 8, 4) for rows in (1, 3)),
         ("prefill_attention", 16, 16)]
     monkeypatch.setattr(Clock, "seconds", seconds)
     for last in (False, True):
         rates = Rates(Device(), torch.bfloat16, TINY)
-        for bits in BITS:
+        for bits in WEIGHT_BITS:
             rates.linear(bits)
         rates.prefill_attention(scored=True)
         rates.prefill_attention(scored=False)

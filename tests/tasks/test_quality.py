@@ -147,6 +147,7 @@ def test_every_policy_is_measured_at_every_budget_and_variants_at_two():
         "h2o 20 % rolling", "h2o 20 % chunks of 16", "h2o 20 % chunks of 64",
         "recall 20 %", "recall 20 % of the text", "sparse-values 20 %", "recall 20 % 2-bit index",
         "h2o 20 % 8-bit", "h2o 20 % 4-bit",
+        "full, 12-bit weights",
         "full, 8-bit weights", "full, 8-bit weights and 8-bit activations",
         "full, 4-bit weights", "full, 4-bit weights and 8-bit activations",
         "h2o 20 %, 4-bit weights", "h2o 20 % 4-bit, 4-bit weights"]
@@ -287,9 +288,9 @@ def test_what_the_engine_is_opened_with(fake, articles):
          "policy": Policy(gpu_batch_size=7), "h2o": h2o, "cache_bits": bits, "weight_bits": weights,
          "activation_bits": activations}
         for h2o, bits, weights, activations in (
-            (None, 16, 16, 16), (H2O.h2o(), 8, 16, 16), (H2O.h2o(), 4, 16, 16), (None, 16, 8, 16),
-            (None, 16, 8, 8), (None, 16, 4, 16), (None, 16, 4, 8), (H2O.h2o(), 16, 4, 16),
-            (H2O.h2o(), 4, 4, 16))]
+            (None, 16, 16, 16), (H2O.h2o(), 8, 16, 16), (H2O.h2o(), 4, 16, 16),
+            (None, 16, 12, 16), (None, 16, 8, 16), (None, 16, 8, 8), (None, 16, 4, 16),
+            (None, 16, 4, 8), (H2O.h2o(), 16, 4, 16), (H2O.h2o(), 4, 4, 16))]
 
 
 def without(path, *columns) -> None:
