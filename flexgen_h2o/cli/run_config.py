@@ -98,10 +98,10 @@ class RunConfig(RunFlags):
                             f"{self.called('no_weight_cache')}, not both")
         for name in ("weight_cache", "no_weight_cache", "activation_bits"):
             given = getattr(self, name) != getattr(RunConfig, name)
-            of = self.resolved_weight_bits
-            if given and (of == 16 or of == 12 and name == "activation_bits"):
-                raise UserError(f"{self.called(name)} has no effect on weights of {of} bits: "
-                                f"{'add' if of == 16 else 'use'} "
+            stored = self.resolved_weight_bits
+            if given and (stored == 16 or stored == 12 and name == "activation_bits"):
+                raise UserError(f"{self.called(name)} has no effect on weights of {stored} bits: "
+                                f"{'add' if stored == 16 else 'use'} "
                                 f"{self.called('weight_bits')} 4")
 
     def _check_planning(self) -> None:

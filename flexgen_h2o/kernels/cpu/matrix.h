@@ -55,7 +55,6 @@ struct Codes : Unit<1, 32 / BITS> {
 // Elements that are evenly spaced: a scale times a code of so many bits, and a zero point.
 template <int BITS>
 struct Spaced : Codes<BITS> {
-
     static INLINE const uint8_t* words(const uint8_t* block) { return block + 4 * MATRIX_TILE; }
 
     // Of WIDTH outputs from `lane` on.
@@ -98,7 +97,7 @@ struct Mxfp4 : Codes<4> {
 
 // bfloat16 with four bits of exponent, by the exponent of a group's largest element. A code has the
 // sign of a bfloat16 in the same bit and its mantissa; above this, in bits 7 to 10, there is 15 where
-// the exponent is the largest's. A code without any of these bits is 0. Eight inputs lie in three
+// the exponent is the largest's. A code of nothing but a sign is 0. Eight inputs lie in three
 // words: codes of the first three pairs in their places, and of the fourth pair four bits in each of
 // the gaps.
 struct Float12 : Unit<3, 8> {

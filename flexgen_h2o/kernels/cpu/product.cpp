@@ -64,8 +64,7 @@ INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
 // The most rows for which a group's codes are taken apart on the way: more have them from the buffer.
 template <class A, class C>
 constexpr int64_t few_rows() {
-    if (A::inputs == 1 || std::is_same_v<C, Float12>) return ROWS;
-    return std::is_same_v<C, Spaced<4>> ? 8 * ROWS : 2 * ROWS;
+    return A::inputs == 1 ? ROWS : std::is_same_v<C, Spaced<4>> ? 8 * ROWS : 2 * ROWS;
 }
 
 // How many chains of sums R rows need: a sum has to wait for the last one.
