@@ -149,7 +149,7 @@ def _lengthened(words, exponents):
     pairs = torch.stack((w0, w1, w2, p3 | (w1 & 0x40004000) << 1), dim=-1)
     codes = torch.stack((pairs << 16, pairs), dim=-1).flatten(-3)  # in the upper halves
     some = codes & 0x07FF0000 != 0
-    codes &= -0x78010000  # the sign and the eleven bits
+    codes &= ~0x7800FFFF  # the sign and the eleven bits
     codes |= 0x38000000  # 2 ** -15 for an exponent of 0
     return codes.view(torch.float32).mul_(some).mul_((exponents << 23).view(torch.float32))
 

@@ -155,7 +155,7 @@ def test_values_are_those_that_were_packed(made, key, chunk, monkeypatch):
 
 
 @pytest.mark.parametrize("key", FORMATS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, 12])
 def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
     """What our layout can hold of a format is not rounded a second time."""
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
@@ -191,7 +191,7 @@ def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("size, bits, expected", [
     (128, 4, 64), (64, 4, 64), (32, 4, 32), (16, 4, 16), (96, 8, 48), (40, 4, 40), (12, 4, GROUP),
-    (-1, 4, GROUP), (32, 16, GROUP)])
+    (-1, 4, GROUP), (32, 16, GROUP), (32, 12, GROUP)])
 def test_groups_of_ours_are_parts_of_the_checkpoints(size, bits, expected):
     settings = {"quant_method": "gptq", "bits": 4, "group_size": size}
     assert quantization({"quantization_config": settings}, "m").group(bits) == expected

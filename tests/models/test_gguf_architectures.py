@@ -97,7 +97,7 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
             assert torch.equal(found, values)
             assert made[f"{called}_bias"].dtype == torch.bfloat16
     header = read_header(source)
-    for bits, group in ((8, 32), (4, 64)):
+    for bits, group in ((12, 64), (8, 32), (4, 64)):
         with LLM(str(source), dtype="bfloat16", weight_bits=bits, weight_cache=None) as llm:
             options = kept_weights(header, llm.model_config, bits)
             assert llm.weight_options == options and options.group == group
