@@ -20,6 +20,7 @@ from flexgen_h2o.cli.expert_counts import read_expert_counts
 from flexgen_h2o.cli.flags import AUTO, GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
 from flexgen_h2o.config.expert_choices import ExpertChoices
+from flexgen_h2o.config.formats import CODED_BITS
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
@@ -99,7 +100,7 @@ class RunConfig(RunFlags):
         for name in ("weight_cache", "no_weight_cache", "activation_bits"):
             given = getattr(self, name) != getattr(RunConfig, name)
             stored = self.resolved_weight_bits
-            if given and (stored == 16 or stored == 12 and name == "activation_bits"):
+            if given and (stored == 16 or name == "activation_bits" and stored not in CODED_BITS):
                 raise UserError(f"{self.called(name)} has no effect on weights of {stored} bits: "
                                 f"{'add' if stored == 16 else 'use'} "
                                 f"{self.called('weight_bits')} 4")

@@ -18,6 +18,9 @@ GROUP = 64
 WEIGHT_BITS = (16, 12, 8, 4)
 """Of a number in matrices of weights: as a run's dtype is, `MatrixLayout`'s floats, its codes."""
 
+CODED_BITS = (8, 4)
+"""Those of codes: products with these may round activations, and a checkpoint's own may be kept."""
+
 
 @dataclass(frozen=True)
 class GroupLayout:

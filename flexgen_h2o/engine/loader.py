@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexgen_h2o.config.formats import DTYPES, WEIGHT_BITS, WeightOptions
+from flexgen_h2o.config.formats import CODED_BITS, DTYPES, WEIGHT_BITS, WeightOptions
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.engine.spill import KeptWeights
@@ -226,7 +226,7 @@ def _check_bits(bits: int, activation_bits: int, device: Device) -> None:
         raise UserError(f"weight_bits must be 16, 12, 8 or 4, got {bits!r}")
     if activation_bits not in (8, 16):
         raise UserError(f"activation_bits must be 16 or 8, got {activation_bits!r}")
-    if activation_bits == 8 and bits in (16, 12):
+    if activation_bits == 8 and bits not in CODED_BITS:
         raise UserError(f"activation_bits 8 has no effect on weights of {bits} bits: "
                         f"{'add' if bits == 16 else 'use'} weight_bits 4")
     if activation_bits == 8 and device.torch.type != "cpu":

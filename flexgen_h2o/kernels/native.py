@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.formats import CODED_BITS, GroupLayout, MatrixLayout
 from flexgen_h2o.config.limits import MXFP4_GROUP, SKINNY_ROWS
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (
@@ -214,7 +214,7 @@ def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group:
     layout = MatrixLayout(outputs, inputs, bits, group or MXFP4_GROUP, mxfp4=not group)
     expect(name, torch.uint8, data=(data, (layout.nbytes,)))
     contiguous(name, data=data)
-    need(activation_bits == 16 or activation_bits == 8 and bits != 12, name,
+    need(activation_bits == 16 or activation_bits == 8 and bits in CODED_BITS, name,
          f"cannot round activations to {activation_bits} bits for weights of {bits}")
     return STRUCTS["Matrix"](data.data_ptr(), outputs, inputs, bits, group, activation_bits)
 

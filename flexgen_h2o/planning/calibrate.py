@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.config.formats import WEIGHT_BITS
+from flexgen_h2o.config.formats import CODED_BITS, WEIGHT_BITS
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import cpu_library
@@ -31,7 +31,6 @@ from flexgen_h2o.planning.fetch_rate import fetch_rates
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.hardware_file import (
     RECALL_FIGURES,
-    ROUNDED_BITS,
     load_hardware,
     save_hardware,
 )
@@ -157,7 +156,7 @@ def _compute(rates: Rates, progress: Note) -> Compute:
         progress(f"products with weights of {bits} bits")
         linear[bits] = _figures(rates.linear(bits))
     rounded = {}
-    for bits in ROUNDED_BITS if rates.rounds_activations else ():
+    for bits in CODED_BITS if rates.rounds_activations else ():
         progress(f"products of rounded activations with weights of {bits} bits")
         rounded[bits] = _figures(rates.linear(bits, activation_bits=8))
     progress("attention")

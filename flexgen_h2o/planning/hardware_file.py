@@ -15,7 +15,7 @@ import yaml
 from msgspec import Meta, defstruct, field
 from msgspec.structs import asdict
 
-from flexgen_h2o.config.formats import WEIGHT_BITS, MatrixLayout
+from flexgen_h2o.config.formats import CODED_BITS, WEIGHT_BITS, MatrixLayout
 from flexgen_h2o.config.schema import Entries, Positive, Share, Text, checked, each_of
 from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.readers import read_yaml
@@ -30,8 +30,6 @@ from flexgen_h2o.planning.hardware import (
 
 BITS = (16, 8, 4)
 """Of caches, and of weights that every file has rates of."""
-ROUNDED_BITS = (8, 4)
-"""Of weights whose products may round activations."""
 ROWS = (1, 4, 16, 64, 256, 2048)
 """Rows at which products are measured, or put under the roofline."""
 
@@ -79,7 +77,7 @@ class _ComputeRates(Entries):
     linear_seconds_per_billion_weights: dict[
         Literal[WEIGHT_BITS], dict[_Rows, Positive]] | None = None
     rounded_linear_seconds_per_billion_weights: dict[
-        Literal[ROUNDED_BITS], dict[_Rows, Positive]] = field(default_factory=dict)
+        Literal[CODED_BITS], dict[_Rows, Positive]] = field(default_factory=dict)
     linear_roofline: _Roofline | None = None
     bound_layer_microseconds: Positive | None = None
     implementations: _Winners = _Winners()

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.formats import CODED_BITS, MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
@@ -89,7 +89,7 @@ class DequantizingCheckpoint(Checkpoint):
     def keep(self, name: str, layout: MatrixLayout, out: Tensor,
              rows: range | None = None) -> bool:
         packed = self._packed.get(name)
-        if packed is None or layout.bits == 12 or not packed.fits(layout):
+        if packed is None or layout.bits not in CODED_BITS or not packed.fits(layout):
             return False
         rows = range(count(packed.shape)) if rows is None else rows
         if (len(rows), packed.shape[-1]) != (layout.outputs, layout.inputs):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from flexgen_h2o.config.formats import GROUP, WeightOptions
+from flexgen_h2o.config.formats import CODED_BITS, GROUP, WeightOptions
 from flexgen_h2o.config.schema import checked
 from flexgen_h2o.errors import UserError, shown
 
@@ -52,7 +52,8 @@ class Quantization:
     def group(self, bits: int) -> int:
         """Inputs of a group for weights of so many bits: such that the checkpoint's codes can be
         kept, where these have no more bits."""
-        if bits in (16, 12) or not self.bits or min(self.bits) > bits or self.group_size is None:
+        if (bits not in CODED_BITS or not self.bits or min(self.bits) > bits
+                or self.group_size is None):
             return GROUP
         fitting = (size for size in range(GROUP, 0, -8) if self.group_size % size == 0)
         return next(fitting, GROUP)
