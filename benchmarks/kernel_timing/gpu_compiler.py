@@ -202,8 +202,9 @@ def bytes_per_flop(launch: KernelLaunch) -> float | None:
     if launch.kernel == "_sum_columns":
         return (size * item + 8) / (2 * held["BLOCK_N"] * size)
     group = held.get("WORDS", 0) * 32 // bits
-    if launch.kernel == "_skinny":
-        return (bits / 8 + 4 / group) / (2 * held["ROWS"])
+    if launch.kernel in ("_skinny", "_multiply_floats"):
+        head = 4 if launch.kernel == "_skinny" else 1
+        return (bits / 8 + head / group) / (2 * held["ROWS"])
     if launch.kernel in ("_narrow", "_wide"):
         rows, outputs = (8, 32) if launch.kernel == "_narrow" else (held["ROWS"], 128)
         return (bits / 8 + 4 / group + rows * item / outputs) / (2 * rows)

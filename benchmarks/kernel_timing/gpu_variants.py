@@ -24,6 +24,8 @@ from flexgen_h2o.kernels import (
     triton_select,
 )
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, EvictionArguments
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.ops import flat
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 HEAD_SIZES = (64, 80, 96, 128, 256)
@@ -34,6 +36,8 @@ GROUP = 4
 """Query heads of a KV head, where there is more than one."""
 ROWS = (1, 2, 16, 32, 64, 65)
 """Rows of products: few (one by one, without matrix units), more, and unpacked."""
+FEW_ROWS = (1, 2, 4, 8)
+"""The same of short floats, which matrix units do not take."""
 RECENT = 416
 LENGTHS = (300, 1000, 2000, 4096, 8192, 16384, 32768)
 """Tokens that stay, and prompts that are cut: up to the longest whose scores stay in registers, and
@@ -70,10 +74,18 @@ def variants() -> Iterator[Variant]:
         for bits in (8, 4):
             for rows in ROWS:
                 yield Variant("product", dtype, rows, bits,
-                              partial(_product, dtype, rows, bits, 512))
+                              partial(_product, dtype, rows, MatrixLayout(256, 512, bits)))
                 yield Variant("cut_product", dtype, rows, bits,
-                              partial(_product, dtype, rows, bits, 576))
-            yield Variant("unpack", dtype, 3, bits, partial(_unpack, dtype, bits))
+                              partial(_product, dtype, rows, MatrixLayout(256, 576, bits)))
+            yield Variant("unpack", dtype, 3, bits,
+                          partial(_unpack, dtype, MatrixLayout(256, 512, bits)))
+        for operation, layout in (("", MatrixLayout(256, 512, 12)),
+                                  ("mxfp4_", MatrixLayout(256, 512, 4, 32, mxfp4=True))):
+            for rows in FEW_ROWS:
+                yield Variant(f"{operation}product", dtype, rows, layout.bits,
+                              partial(_product, dtype, rows, layout))
+            yield Variant(f"{operation}unpack", dtype, 3, layout.bits,
+                          partial(_unpack, dtype, layout))
     for length in LENGTHS:
         for mean in (False, True):
             yield Variant("select", HALF, 128, 16,
@@ -165,21 +177,16 @@ def _groups(dtype: torch.dtype, size: int, bits: int) -> None:
     triton_groups.dequantize_groups(records, bits, size)
 
 
-def _matrix(bits: int, inputs: int = 512) -> tuple[torch.Tensor, MatrixLayout]:
-    layout = MatrixLayout(256, inputs, bits)
-    return torch.empty(layout.nbytes, dtype=torch.uint8), layout
-
-
-def _product(dtype: torch.dtype, rows: int, bits: int, inputs: int) -> None:
+def _product(dtype: torch.dtype, rows: int, layout: MatrixLayout) -> None:
     """A product of 512 inputs, in one part if rows are few; or of 576, in parts that are not all
     whole."""
-    data, layout = _matrix(bits, inputs)
-    x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, 256, dtype=dtype)
-    triton_matrix.linear_quantized(x, data, 256, inputs, bits, layout.group, out[0].clone(), out,
-                                   inputs > 512)
+    x, out = (torch.empty(rows, size, dtype=dtype) for size in (layout.inputs, layout.outputs))
+    triton_matrix.linear_quantized(x, *_flat(layout), out[0].clone(), out, layout.inputs > 512)
 
 
-def _unpack(dtype: torch.dtype, bits: int) -> None:
-    data, layout = _matrix(bits)
-    triton_matrix.unpack_rows(data, 256, 512, bits, layout.group,
-                              torch.zeros(3, dtype=torch.int64), dtype)
+def _unpack(dtype: torch.dtype, layout: MatrixLayout) -> None:
+    triton_matrix.unpack_rows(*_flat(layout), torch.zeros(3, dtype=torch.int64), dtype)
+
+
+def _flat(layout: MatrixLayout) -> tuple[torch.Tensor, int, int, int, int]:
+    return flat(QuantizedMatrix(torch.empty(layout.nbytes, dtype=torch.uint8), layout))

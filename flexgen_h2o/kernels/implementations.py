@@ -23,6 +23,8 @@ GPU_IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "decode_attention": ("matrix units", "vectors"),
     # A product with quantized weights: ours on the codes, or cuBLAS's on slices that are unpacked.
     "linear_quantized": ("matrix units", "vectors", "unpacked"),
+    # The same where weights are MXFP4 or of 12 bits.
+    "linear_short_floats": ("vectors", "unpacked"),
 }
 """The same on a GPU, where nothing is measured: `dispatch.GPU_TABLE` decides."""
 

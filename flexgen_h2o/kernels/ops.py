@@ -22,7 +22,6 @@ from torch import Tensor
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
-from flexgen_h2o.config.limits import UNPACKED_BYTES
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import (
@@ -49,9 +48,6 @@ __all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "
 
 UNPACKED_OUTPUTS = 256
 """Rows of a quantized matrix that are unpacked together where PyTorch then multiplies them."""
-
-_REFERENCE_BYTES = 20
-"""Of an element, at most, while `reference_matrix.unpack_rows` makes it."""
 
 _log = logging.getLogger(__name__)
 
@@ -294,8 +290,8 @@ def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = Fals
 
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `reference_matrix.unpack_rows`, which MXFP4 and 12 bits go by on a GPU."""
-    if plain_torch(matrix.data.device.type) or not (matrix.data.is_cpu or matrix.layout.has_zeros):
+    """See `reference_matrix.unpack_rows`."""
+    if plain_torch(matrix.data.device.type):
         return reference_matrix.unpack_rows(matrix.data, matrix.layout, rows, dtype)
     return _backend(matrix.data).unpack_rows(*flat(matrix), rows, dtype)
 
@@ -308,8 +304,8 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     does not depend on the rows beside it but for the order of its sums, and no bit depends on the
     number of threads; with AMX more than 64 rows of bfloat16 meet weights that were rounded to it,
     each by 2^-9 at most. Where it gives "unpacked" (bfloat16, if it was measured to be faster), all
-    weights are rounded so and the product is PyTorch's, which promises neither. So it is with MXFP4
-    and 12 bits on a GPU. A matrix that rounds activations goes by codes, too.
+    weights are rounded so and the product is PyTorch's, which promises neither. A matrix that
+    rounds activations goes by codes, too.
     """
     if plain_torch(x.device.type):
         reference_matrix.linear_quantized(x, matrix, bias, out, add=add)
@@ -322,12 +318,9 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
 
 def quantized_choice(x: Tensor, matrix: QuantizedMatrix) -> str:
     """Name of the implementation of `linear_quantized` that is used: "codes" or "unpacked"."""
-    layout = matrix.layout
-    if not x.is_cpu:
-        return "codes" if layout.has_zeros else "unpacked"
-    if matrix.activation_bits != 16:
+    if not x.is_cpu or matrix.activation_bits != 16:
         return "codes"
-    return dispatch.choice("linear_quantized", len(x), x.dtype, layout.bits)
+    return dispatch.choice("linear_quantized", len(x), x.dtype, matrix.layout.bits)
 
 
 def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
@@ -335,11 +328,9 @@ def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, o
     """`linear_quantized` by PyTorch's own products, in slices of outputs that stay in cache."""
     # With AMX oneDNN takes what stands behind a row into its sums, times 0: NaN if it is NaN.
     x = x.contiguous()
-    every = torch.arange(len(matrix), device=x.device)
-    most = UNPACKED_OUTPUTS
-    if not x.is_cpu:
-        most = max(1, min(most, UNPACKED_BYTES // (_REFERENCE_BYTES * matrix.layout.inputs)))
-    for rows, part in zip(every.split(most), out.split(most, dim=1), strict=True):
+    every = torch.arange(len(matrix))
+    for rows, part in zip(every.split(UNPACKED_OUTPUTS), out.split(UNPACKED_OUTPUTS, dim=1),
+                          strict=True):
         weight = unpack_rows(matrix, rows, x.dtype)
         product = F.linear(x, weight, None if bias is None else bias[rows])
         if add:

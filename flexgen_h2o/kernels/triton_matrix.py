@@ -8,7 +8,8 @@ which are exact integers: ``x @ weight.T`` of a group is ``scale * (x @ codes.T)
 in float32.
 
 Many rows: weights are unpacked, a slice of outputs at a time, and multiplied by cuBLAS. How few and
-how many is `dispatch.GPU_TABLE`'s to say.
+how many is `dispatch.GPU_TABLE`'s to say. MXFP4 and 12 bits have kernels of their own for both
+(`triton_floats`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.config.formats import MatrixLayout
-from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
-from flexgen_h2o.kernels import dispatch, triton_matrix_units
+from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP, UNPACKED_BYTES
+from flexgen_h2o.kernels import dispatch, triton_floats, triton_matrix_units
 from flexgen_h2o.kernels.gpus import gpu_of
 from flexgen_h2o.kernels.triton_common import configs, interpreted, multiprocessors, unit_stride
 
@@ -181,13 +182,20 @@ def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, 
                 dtype: torch.dtype) -> Tensor:
     """See `reference_matrix.unpack_rows`; the same bits in float32."""
     out = data.new_empty((len(rows), inputs), dtype=dtype)
-    _unpack_to(out, data, MatrixLayout(outputs, inputs, bits, group), chosen=rows.contiguous())
+    _unpack_to(out, data, _layout(outputs, inputs, bits, group), chosen=rows.contiguous())
     return out
+
+
+def _layout(outputs: int, inputs: int, bits: int, group: int) -> MatrixLayout:
+    """That of the arguments which `ops.flat` makes of it: a group of 0 is MXFP4."""
+    return MatrixLayout(outputs, inputs, bits, group or MXFP4_GROUP, mxfp4=not group)
 
 
 def _unpack_to(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int = 0,
                chosen: Tensor | None = None) -> None:
-    if len(out):
+    if len(out) and not layout.has_zeros:
+        triton_floats.unpack(out, data, layout, first=first, chosen=chosen)
+    elif len(out):
         block = 8 if interpreted() else 64
         grid = triton.cdiv(len(out), MATRIX_TILE), triton.cdiv(layout.groups * layout.words, block)
         _unpack[grid](data, chosen, first, out, out.stride(0), len(out), layout.inputs,
@@ -201,9 +209,10 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
     Where `dispatch.gpu_choice` gives "unpacked", and on matrix units with groups that these do not
     take, weights are rounded to x's dtype first, and a result with both summands twice.
     """
-    layout = MatrixLayout(outputs, inputs, bits, group)
+    layout = _layout(outputs, inputs, bits, group)
     x = unit_stride(x)
-    chosen = dispatch.gpu_choice("linear_quantized", max(1, len(x)), x.dtype, gpu_of(x.device))
+    operation = "linear_quantized" if layout.has_zeros else "linear_short_floats"
+    chosen = dispatch.gpu_choice(operation, max(1, len(x)), x.dtype, gpu_of(x.device))
     if chosen == "unpacked" or chosen == "matrix units" and not triton_matrix_units.takes(layout):
         _multiply_unpacked(x, data, layout, bias, out, add=add)
     elif len(x):
@@ -216,21 +225,26 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
 
 
 def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
-    """float32 [splits, rows, outputs] that add up to the product of few rows, by `_skinny`."""
-    rows, outputs, total = len(x), layout.outputs, layout.groups * layout.words
+    """float32 [splits, rows, outputs] that add up to the product of few rows."""
+    rows, outputs = len(x), layout.outputs
+    total = layout.groups * layout.words if layout.has_zeros else triton_floats.units_of(layout)
     split = _split(total, layout.tiles, 32 * multiprocessors(x.device))
     parts = x.new_empty((triton.cdiv(total, split), rows, outputs), dtype=torch.float32)
+    if not layout.has_zeros:
+        triton_floats.multiply(x, data, layout, parts, split)
+        return parts
     _skinny[(layout.tiles, len(parts))](
         x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split, MAGIC,
         WORDS=layout.words, BITS=layout.bits, ROWS=triton.next_power_of_2(rows))
     return parts
 
 
-def _split(words: int, programs: int, wanted: int) -> int:
-    """Words of one split: so many splits that there are about as many programs as wanted."""
+def _split(units: int, programs: int, wanted: int) -> int:
+    """Words, or units of several, of one split: so many splits that there are about as many
+    programs as wanted."""
     least = 16 if interpreted() else 64
     splits = max(1, wanted // programs)
-    return triton.cdiv(triton.cdiv(words, splits), least) * least
+    return triton.cdiv(triton.cdiv(units, splits), least) * least
 
 
 def _multiply_unpacked(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,

@@ -170,13 +170,3 @@ def test_activations_are_not_rounded_for_them():
     with pytest.raises(ValueError, match="8 bits for weights of 12"):
         native.linear_quantized(torch.randn(3, 64), *ops.flat(matrix), None, torch.zeros(3, 24),
                                 False, 8)
-
-
-@BUILT
-def test_a_gpu_multiplies_slices_that_are_unpacked():
-    """By the reference's operations, which run on any device; no Triton kernel reads them."""
-    x = torch.empty(3, 64, device="meta")
-    for bits, chosen in ((12, "unpacked"), (8, "codes"), (4, "codes")):
-        layout = MatrixLayout(24, 64, bits)
-        matrix = QuantizedMatrix(torch.empty(layout.nbytes, dtype=torch.uint8), layout)
-        assert ops.quantized_choice(x, matrix) == chosen

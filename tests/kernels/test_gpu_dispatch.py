@@ -39,7 +39,8 @@ def test_every_gpu_has_a_choice_for_any_rows(gpu, dtype):
             ("scored_prefill", ["blocks"] * 6, ["matmul"] * 6),
             ("decode_attention", ["matrix units"] * 6, ["vectors"] * 6),
             ("linear_quantized", ["matrix units"] * 5 + ["unpacked"],
-             ["vectors"] * 3 + ["unpacked"] * 3)):
+             ["vectors"] * 3 + ["unpacked"] * 3),
+            ("linear_short_floats", *[["vectors"] * 3 + ["unpacked"] * 3] * 2)):
         chosen = [dispatch.gpu_choice(operation, rows, dtype, gpu)
                   for rows in (1, 2, 8, 9, 64, 65)]
         assert chosen == (with_units if units else without)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from fakes import A100, T4
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (it is a fixture)
 
 from flexgen_h2o.config.formats import MatrixLayout
@@ -27,21 +29,26 @@ def _seeded():
 
 def matrix(outputs, inputs, bits, group):
     """The bytes, what fills up tiles and groups poisoned; the layout and the values."""
-    layout = MatrixLayout(outputs, inputs, bits, group)
+    layout = triton_matrix._layout(outputs, inputs, bits, group)
     weight = torch.randn(outputs, inputs) * 10 ** torch.empty(outputs, 1).uniform_(-1.7, 0)
     data = reference_matrix.quantize_matrix(weight, layout)
     values = reference_matrix.unpack_rows(data, layout, torch.arange(outputs), torch.float32)
     blocks = data.view(layout.tiles, layout.groups, layout.block_bytes)
     filled = MATRIX_TILE * layout.tiles - outputs
     if filled:
-        halves = blocks[-1, :, : 4 * MATRIX_TILE].unflatten(-1, (2, MATRIX_TILE, 2))
-        halves[:, :, -filled:] = torch.tensor([0, 0x7E], dtype=torch.uint8)  # NaN
-        words = blocks[-1, :, 4 * MATRIX_TILE :].unflatten(-1, (layout.words, MATRIX_TILE, 4))
+        heads = blocks[-1, :, : layout.head_bytes]
+        if layout.has_zeros:
+            heads.unflatten(-1, (2, MATRIX_TILE, 2))[:, :, -filled:] = torch.tensor(
+                [0, 0x7E], dtype=torch.uint8)  # NaN
+        else:
+            heads[:, -filled:] = 200  # huge
+        words = blocks[-1, :, layout.head_bytes :].unflatten(-1, (layout.words, MATRIX_TILE, 4))
         words[:, :, -filled:] = torch.randint(256, (4,)).to(torch.uint8)
-    rest = inputs % group
+    rest = inputs % layout.group
     if rest:  # whole bytes of codes past the inputs: of whole words, any bits
-        words = blocks[:, -1, 4 * MATRIX_TILE :].unflatten(-1, (layout.words, 4 * MATRIX_TILE))
-        words[:, -(-rest * bits // 32) :] = 0xA7
+        words = blocks[:, -1, layout.head_bytes :].unflatten(-1, (layout.words, 4 * MATRIX_TILE))
+        unit = 3 if bits == 12 else 1
+        words[:, -(-rest * bits // (32 * unit)) * unit :] = 0xA7
     return data, layout, values
 
 
@@ -211,3 +218,46 @@ def test_unpack_rows(form, shape):
                        values[rows[::2]])
     none = triton_matrix.unpack_rows(data, *shape, *form, rows[:0], torch.float32)
     assert none.shape == (0, shape[1])
+
+
+SHORT_FLOATS = [(12, 64), (12, 32), (12, 8), (12, 24), (4, 0)]
+"""Bits and groups of matrices of short floats: 12 bits, and MXFP4."""
+
+
+@pytest.mark.parametrize("form", SHORT_FLOATS)
+@pytest.mark.parametrize("rows", [1, 8, 9])
+@pytest.mark.parametrize("dtype", BOUND)
+def test_linear_of_short_floats(rows, form, dtype):
+    check_linear(rows, (20, 200), form, bias=rows == 8, add=rows > 1, dtype=dtype)
+
+
+@given(st.sampled_from(SHORT_FLOATS), st.integers(1, 10), st.integers(1, 40), st.integers(1, 300),
+       st.integers(0, 3))
+@settings(max_examples=20)
+def test_linear_of_any_short_floats(form, rows, outputs, inputs, options):
+    check_linear(rows, (outputs, inputs), form, bias=options % 2 == 0, add=options < 2)
+
+
+@pytest.mark.parametrize("form", SHORT_FLOATS)
+@pytest.mark.parametrize("shape", MATRICES)
+def test_unpack_rows_of_short_floats(form, shape):
+    data, layout, values = matrix(*shape, *form)
+    rows = torch.randint(shape[0], (2 * shape[0] + 3,))
+    for dtype in BOUND:  # bfloat16 has bits for all of these numbers: nothing is rounded
+        wanted = reference_matrix.unpack_rows(data, layout, rows, dtype)
+        assert torch.equal(triton_matrix.unpack_rows(data, *shape, *form, rows, dtype), wanted)
+    none = triton_matrix.unpack_rows(data, *shape, *form, rows[:0], torch.float32)
+    assert none.shape == (0, shape[1])
+
+
+@pytest.mark.parametrize(("bits", "group"), [(12, 64), (4, 0)])
+def test_short_floats_of_every_exponent(bits, group):
+    """Random codes by all exponents of finite numbers: the reference's bits, down to denormals."""
+    layout = triton_matrix._layout(256, 128, bits, group)
+    blocks = torch.randint(256, (layout.tiles, layout.groups, layout.block_bytes)).to(torch.uint8)
+    exponents = torch.arange(256).clamp(max=252).to(torch.uint8)
+    blocks[..., :MATRIX_TILE] = exponents.view(layout.tiles, 1, MATRIX_TILE)
+    data, rows = blocks.view(-1), torch.arange(256)
+    wanted = reference_matrix.unpack_rows(data, layout, rows, torch.float32)
+    got = triton_matrix.unpack_rows(data, 256, 128, bits, group, rows, torch.float32)
+    assert torch.equal(got, wanted)
