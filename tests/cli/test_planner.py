@@ -145,7 +145,7 @@ def test_what_is_proposed_fits_and_keeps_what_was_given(hardware, request, given
     assert len({(flags(choice.run), batches(choice)) for choice in choices}) == len(choices)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(machines, requests, st.sampled_from(["gpu", "cpu", "disk", *GPU.links]),
        st.sampled_from([1.05, 1.5, 4]))
 def test_more_of_anything_never_makes_it_slower(hardware, request, more, factor):

@@ -218,9 +218,10 @@ def test_with_one_batch_or_no_gpu_attention_does_not_start_early(tiny_model, mon
 # Attention and MLP as two layers
 
 
-@pytest.mark.parametrize("device", [PoisonedDevice, LazyDevice])
-@pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "neox_sequential"])
-def test_two_layers_give_the_same_tokens(tiny_model, monkeypatch, device, key):
+@pytest.mark.parametrize(("key", "device"), [
+    ("opt", PoisonedDevice), ("opt_350m_style", LazyDevice), ("llama", PoisonedDevice),
+    ("llama", LazyDevice), ("neox_sequential", PoisonedDevice)])
+def test_two_layers_give_the_same_tokens(tiny_model, monkeypatch, key, device):
     use(monkeypatch, device)
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)

@@ -101,8 +101,9 @@ def test_linear_of_any_rows(rows):
         check_linear(rows, shape, form, bias=rows % 2 == 0, add=rows % 3 == 0, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (8, 16), (8, 32), (8, 64)])
+@pytest.mark.parametrize(("bits", "group", "dtype"), [
+    (4, 32, torch.float16), (4, 64, torch.bfloat16), (4, 128, torch.float16),
+    (8, 16, torch.bfloat16), (8, 32, torch.float16), (8, 64, torch.bfloat16)])
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.usefixtures("ahead")
 def test_orders_of_matrix_units(monkeypatch, rows, bits, group, dtype):
