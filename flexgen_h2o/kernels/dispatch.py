@@ -99,7 +99,7 @@ GPU_TABLE = (
     TableLine("linear_quantized", _UNITS, "unpacked",
               why="Codes would be unpacked again for each block of rows; cuBLAS reads them once."),
     TableLine("linear_short_floats", ARCHITECTURES, "vectors", most_rows=8,
-              why="12 bits of 4096 x 16384 cost about 6 instructions a weight and one a row: 0.03 "
+              why="12 bits of 4096 x 16384 cost about 8 instructions a weight and one a row: 0.04 "
                   "ms of an H200's arithmetic at 8 rows and 0.02 ms of its bandwidth, unpacked "
                   "0.08 ms and the product after that (data sheet)."),
     TableLine("linear_short_floats", ARCHITECTURES, "unpacked",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.limits import MXFP4_GROUP
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class QuantizedMatrix:
 
     def __len__(self) -> int:
         return self.layout.outputs
+
+
+def layout_of(outputs: int, inputs: int, bits: int, group: int) -> MatrixLayout:
+    """The layout that operators get as numbers (see `ops.flat`): a group of 0 is MXFP4."""
+    return MatrixLayout(outputs, inputs, bits, group or MXFP4_GROUP, mxfp4=not group)
 
 
 @dataclass(frozen=True)

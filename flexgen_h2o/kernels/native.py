@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import CODED_BITS, GroupLayout, MatrixLayout
-from flexgen_h2o.config.limits import MXFP4_GROUP, SKINNY_ROWS
+from flexgen_h2o.config.formats import CODED_BITS, GroupLayout
+from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
@@ -42,6 +42,7 @@ from flexgen_h2o.kernels.fields import (
     strides,
     unit_stride,
 )
+from flexgen_h2o.kernels.matrix import layout_of
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
@@ -211,7 +212,7 @@ def plain_matrix(weight: Tensor) -> ctypes.Structure:
 def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
            activation_bits: int = 16):
     """The struct of a quantized matrix, whose bytes are there; a group of 0: in MXFP4."""
-    layout = MatrixLayout(outputs, inputs, bits, group or MXFP4_GROUP, mxfp4=not group)
+    layout = layout_of(outputs, inputs, bits, group)
     expect(name, torch.uint8, data=(data, (layout.nbytes,)))
     contiguous(name, data=data)
     need(activation_bits == 16 or activation_bits == 8 and bits in CODED_BITS, name,

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.config.formats import MatrixLayout
-from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP, UNPACKED_BYTES
+from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
 from flexgen_h2o.kernels import dispatch, triton_floats, triton_matrix_units
 from flexgen_h2o.kernels.gpus import gpu_of
+from flexgen_h2o.kernels.matrix import layout_of
 from flexgen_h2o.kernels.triton_common import configs, interpreted, multiprocessors, unit_stride
 
 LANES = tl.constexpr(MATRIX_TILE)
@@ -182,13 +183,8 @@ def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, 
                 dtype: torch.dtype) -> Tensor:
     """See `reference_matrix.unpack_rows`; the same bits in float32."""
     out = data.new_empty((len(rows), inputs), dtype=dtype)
-    _unpack_to(out, data, _layout(outputs, inputs, bits, group), chosen=rows.contiguous())
+    _unpack_to(out, data, layout_of(outputs, inputs, bits, group), chosen=rows.contiguous())
     return out
-
-
-def _layout(outputs: int, inputs: int, bits: int, group: int) -> MatrixLayout:
-    """That of the arguments which `ops.flat` makes of it: a group of 0 is MXFP4."""
-    return MatrixLayout(outputs, inputs, bits, group or MXFP4_GROUP, mxfp4=not group)
 
 
 def _unpack_to(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int = 0,
@@ -209,7 +205,7 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
     Where `dispatch.gpu_choice` gives "unpacked", and on matrix units with groups that these do not
     take, weights are rounded to x's dtype first, and a result with both summands twice.
     """
-    layout = _layout(outputs, inputs, bits, group)
+    layout = layout_of(outputs, inputs, bits, group)
     x = unit_stride(x)
     operation = "linear_quantized" if layout.has_zeros else "linear_short_floats"
     chosen = dispatch.gpu_choice(operation, max(1, len(x)), x.dtype, gpu_of(x.device))

@@ -13,7 +13,7 @@ from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.kernels import reference_matrix, triton_matrix, triton_matrix_units
 from flexgen_h2o.kernels.gpus import pretending
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.matrix import QuantizedMatrix, layout_of
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative to the largest sum of absolute products: a few roundings of each dtype."""
@@ -29,7 +29,7 @@ def _seeded():
 
 def matrix(outputs, inputs, bits, group):
     """The bytes, what fills up tiles and groups poisoned; the layout and the values."""
-    layout = triton_matrix._layout(outputs, inputs, bits, group)
+    layout = layout_of(outputs, inputs, bits, group)
     weight = torch.randn(outputs, inputs) * 10 ** torch.empty(outputs, 1).uniform_(-1.7, 0)
     data = reference_matrix.quantize_matrix(weight, layout)
     values = reference_matrix.unpack_rows(data, layout, torch.arange(outputs), torch.float32)
@@ -254,7 +254,7 @@ def test_unpack_rows_of_short_floats(form, shape):
 @pytest.mark.parametrize(("bits", "group"), [(12, 64), (4, 0)])
 def test_short_floats_of_every_exponent(bits, group):
     """Random codes by all exponents of finite numbers: the reference's bits, down to denormals."""
-    layout = triton_matrix._layout(256, 128, bits, group)
+    layout = layout_of(256, 128, bits, group)
     blocks = torch.randint(256, (layout.tiles, layout.groups, layout.block_bytes)).to(torch.uint8)
     exponents = torch.arange(256).clamp(max=254 if bits == 12 else 252).to(torch.uint8)
     blocks[..., :MATRIX_TILE] = exponents.view(layout.tiles, 1, MATRIX_TILE)
