@@ -72,11 +72,12 @@ class Batch:
         shares_prefix = shares_prefix and not batch_layout.grows
         for lead in self.alike:
             length, prompt = self.requests[lead].shared
-            beginning = (length, prompt[:SHARED_PREFIX]) if shares_prefix else ()
-            alike.setdefault(beginning, []).append(lead)
+            # Others stand in their order, each by itself: one that is all beginning leaves nothing.
+            begins = shares_prefix and len(prompt) > SHARED_PREFIX
+            alike.setdefault((length, prompt[:SHARED_PREFIX]) if begins else lead, []).append(lead)
         # Sequences whose prompts stand together, and how many tokens these begin with alike.
-        self._groups = [(leads, common_prefix([self.requests[lead].prompt for lead in leads])
-                         if shares_prefix else 0) for leads in alike.values()]
+        self._groups = [(leads, common_prefix([self.requests[lead].prompt for lead in leads]))
+                        for leads in alike.values()]
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -132,6 +132,20 @@ def test_what_prompts_begin_with_is_computed_once(tiny_model, tmp_path, device, 
         assert fed == [alike + 16 + len(rests[0] + rests[1]), len(rests[3]) + 3]
 
 
+@pytest.mark.parametrize("name", ["h2o", "8 bits"])
+def test_a_prompt_with_which_another_begins_shares_nothing_if_it_is_too_short(tiny_model, name):
+    """Between the two stands a third in the batch, whose cache is its own."""
+    tiny = tiny_model("llama")
+    begin, *rests = make_prompts(96, [SHARED_PREFIX, 9, SHARED_PREFIX + 4, 3])
+    prompts = [begin + rests[0], rests[1], begin, rests[2]]
+    found = []
+    for size in (1, 4):
+        with LLM(str(tiny.folder), dtype="float32", policy=Policy(gpu_batch_size=size),
+                 **CACHES[name]) as llm:
+            found.append(llm.generate(prompts, max_new_tokens=5, eos_token_id=-1))
+    assert found[0] == found[1]
+
+
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1), min_size=1))
 def test_a_common_prefix_leaves_something_of_each(prompts):
     begin = list(range(SHARED_PREFIX))
