@@ -191,15 +191,23 @@ class Disk:
             future.result()
 
     def _next(self) -> None:
-        """Do the chunk whose turn it is. There are as many as calls."""
-        with self._lock:
-            future, work = (self._soon or self._ahead).popleft()
-        try:
-            work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
+        """Do the chunks whose turn it is, until none is left.
+
+        Not one a call: an interrupt may have come between a chunk and its call, and later ones
+        would wait for ever.
+        """
+        while True:
+            with self._lock:
+                chunks = self._soon or self._ahead
+                if not chunks:
+                    return
+                future, work = chunks.popleft()
+            try:
+                work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
     def _read_chunk(self, end: int, path: Path, offset: int, chunk: memoryview) -> None:
         began = time.perf_counter()

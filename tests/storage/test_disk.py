@@ -9,6 +9,7 @@ import random
 import stat
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,24 @@ def test_what_is_read_far_ahead_comes_after_what_is_asked_for_later(tmp_path_fac
     turns = [nbytes // PAGE - 1 for _, nbytes, *_ in moved]
     assert turns == sorted(range(len(order)), key=lambda place: order[place])
     assert not any(buffer.any() for buffer in buffers)
+
+
+def test_an_interrupt_between_a_chunk_and_its_call_lets_no_later_read_wait(tmp_path, disk,
+                                                                           monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "a"
+    path.write_bytes(bytes(PAGE))
+    reads, buffer = [AlignedRead(path, 0, PAGE, 0)], Device().host_empty(PAGE).fill_(255)
+    with monkeypatch.context() as patched:
+        patched.setattr(disk._pool, "submit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            disk.read(reads, Device().host_empty(PAGE))
+    later = threading.Thread(target=disk.read, args=(reads, buffer), daemon=True)
+    later.start()
+    later.join(10)
+    assert not later.is_alive() and not buffer.any()
 
 
 def test_a_file_system_without_direct_io_is_said_once(tmp_path, disk, monkeypatch, caplog):
