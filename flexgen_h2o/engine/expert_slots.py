@@ -96,8 +96,8 @@ class ExpertSlots:
             StagingBuffer(device.empty(size),
                           device.host_empty(read) if read and device.separate else None)
             for _ in range(experts.slots(tokens, len(away), given))]
-        layers = 1 + max((layer for layer, _ in weights.experts), default=-1)
-        self._policy = SlotPolicy(len(self._buffers), layers)
+        self._layers = 1 + max((layer for layer, _ in weights.experts), default=-1)
+        self._policy = SlotPolicy(len(self._buffers), self._layers)
         self._waiting: deque[Key] = deque()
         self._wanted: dict[Key, None] = {}
         self._guessed: deque[Key] = deque()
@@ -177,6 +177,17 @@ class ExpertSlots:
                 self._policy.forget(key)
             buffer.busy = []
         self._coming.clear()
+
+    def clear(self) -> None:
+        """Give up what has come: a run was broken off, and maybe between a slot and its expert."""
+        for buffer in self._buffers:
+            for handle in buffer.busy:
+                with suppress(Exception):
+                    handle.synchronize()
+            buffer.busy = []
+        self._policy = SlotPolicy(len(self._buffers), self._layers)
+        for held in (self._ready, self._holders, self._tables):
+            held.clear()
 
     def begin(self, layer: int) -> None:
         """Begin a pass of a layer: what was guessed of it so far may be given up."""

@@ -288,7 +288,12 @@ class Runner:
                 if self.seat is not None:
                     self.seat.pipeline.watch.advance()
 
-            timing = executor.run(block, sink, keeps=keeps, on_compute=computed)
+            try:
+                timing = executor.run(block, sink, keeps=keeps, on_compute=computed)
+            except BaseException:
+                if self._experts is not None:
+                    self._experts.clear()
+                raise
             self._trace_phases(timing)
             self._transfers.drain()
         self._transfers.settle()

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from inside import (
+    before,
     before_reads,
     hold_first_expert,
     slots_of_experts,
@@ -287,6 +288,26 @@ def test_a_read_that_fails_ends_the_run_and_the_next_one_is_right(tiny_model, wa
 
             before_reads(patched, fail)
             with pytest.raises(UserError, match="check the disk"):
+                llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+        assert [out.token_ids for out in outputs] == expected
+
+
+def test_an_interrupt_before_an_expert_has_its_slot_and_the_next_run_is_right(
+        tiny_model, wanted, tmp_path, monkeypatch):
+    """Ctrl-C comes anywhere: here the slot is the new expert's, and holds the one before."""
+    prompts, expected = wanted("mixtral")
+    with LLM(str(tiny_model("mixtral").folder), dtype="float32", offload_dir=tmp_path,
+             policy=Policy(experts=DISK, expert_slots=3, gpu_batch_size=5)) as llm:
+        with monkeypatch.context() as patched:
+            loads = itertools.count()
+
+            def interrupt(self, key, slot) -> None:
+                if next(loads) > 20:
+                    raise KeyboardInterrupt
+
+            before(patched, expert_slots.ExpertSlots, "_load", interrupt)
+            with pytest.raises(KeyboardInterrupt):
                 llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         assert [out.token_ids for out in outputs] == expected
