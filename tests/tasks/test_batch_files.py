@@ -131,9 +131,19 @@ def test_results_cut_at_any_byte_are_gone_on_with(tmp_path, monkeypatch):
 
 
 def test_a_long_torn_line_is_cut_off(tmp_path):
-    write(tmp_path / "out", b"a\n" + b"b" * (3 << 20))
+    write(tmp_path / "out", b"a\n" + b'{"id":"batch_req_' + b"b" * (3 << 20))
     with ResultsFile("--output", str(tmp_path / "out")):
         assert os.path.getsize(tmp_path / "out") == 2
+
+
+def test_a_file_that_is_no_results_stays_as_it_is(tmp_path):
+    """What stands in a file that was named by mistake is not taken for a torn line."""
+    for text in (b"notes without an end", b"a line\nand one without an end", b'{"id": 7}'):
+        path = write(tmp_path / "out", text)
+        with JobInput(requests(tmp_path)) as found, ResultsFile("--output", path) as file:
+            refused(lambda file=file: file.answered(found), "line 1 is not a line of results")
+        with open(path, "rb") as file:
+            assert file.read() == text
 
 
 def test_results_of_other_requests_are_refused_and_mended_failures_are_not(tmp_path):

@@ -20,6 +20,7 @@ from flexgen_h2o.tasks.jobs.job_input import JobInput
 
 PREFIX = "batch_req_"
 """The beginning of a line's `id`, before 16 hexadecimal digits of the request's key."""
+_BEGINNING = b'{"id":"' + PREFIX.encode()  # of each line, as `responses` writes it
 
 
 class _Status(msgspec.Struct):
@@ -38,7 +39,8 @@ class ResultsFile:
     """A file of result lines that this job alone writes.
 
     What was added is on disk when `add` returns. A last line without its end, as a killed job
-    leaves it, is cut off when the file is opened.
+    leaves it, is cut off when the file is opened; one that is no line of results stays, for
+    `answered` to refuse.
 
     Parameters
     ----------
@@ -59,7 +61,7 @@ class ResultsFile:
         try:
             self._lock()
             with writing(flag, path):
-                os.ftruncate(self._file, self._whole())
+                self._cut()
         except BaseException:
             os.close(self._file)
             raise
@@ -95,6 +97,12 @@ class ResultsFile:
     def empty(self) -> bool:
         """True if there are no lines in it."""
         return os.fstat(self._file).st_size == 0
+
+    def _cut(self) -> None:
+        """Cut off the beginning of a line of results at the end of the file."""
+        whole = self._whole()
+        if _BEGINNING.startswith(os.pread(self._file, len(_BEGINNING), whole)):
+            os.ftruncate(self._file, whole)
 
     def _whole(self) -> int:
         """Bytes up to the end of the last whole line."""
