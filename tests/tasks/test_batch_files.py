@@ -211,6 +211,15 @@ def test_results_that_are_removed_under_the_job_are_told(tmp_path):
         refused(lambda: file.add([b"{}"]), "removed while the job runs")
 
 
+def test_a_job_whose_results_were_removed_leaves_those_of_another(tmp_path):
+    path = str(tmp_path / "out")
+    with ResultsFile("--output", path):
+        os.unlink(path)
+        with ResultsFile("--output", path) as other:
+            other.add([b"{}"])
+    assert os.path.exists(path)
+
+
 def test_results_where_nothing_can_be_written_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     refused(lambda: ResultsFile("--output", str(tmp_path / "folder")), "not a regular file")

@@ -84,7 +84,10 @@ class ResultsFile:
 
     def close(self) -> None:
         """Let go of the file, which goes if nothing is in it."""
-        if not os.fstat(self._file).st_size and os.path.exists(self.path):
+        found = os.fstat(self._file)
+        # Where it has been removed, its name may be that of another job's file by now.
+        if not found.st_size and os.path.exists(self.path) and os.path.samestat(
+                found, os.stat(self.path)):
             os.unlink(self.path)
         os.close(self._file)
 
