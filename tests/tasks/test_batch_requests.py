@@ -43,6 +43,7 @@ def test_what_a_line_does_not_say_is_the_api_s_default():
     assert (params.max_new_tokens, params.do_sample, params.temperature, params.top_p, params.top_k,
             params.logprobs, params.stop_strings) == (16, True, 1.0, 1.0, 0, None, None)
     assert read(completion(temperature=0)).params.do_sample is False
+    assert read(completion(temperature=5e-324)).params == read(completion(temperature=0)).params
     assert read(completion(**dict.fromkeys(fields.COMPLETIONS.keys() - {"prompt"}))) == one
 
 

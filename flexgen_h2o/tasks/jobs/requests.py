@@ -29,6 +29,8 @@ URLS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _ROLES = ("system", "developer", "user", "assistant")
 _IN_MESSAGES = ("role", "content", "name")
+_COLDEST = 1e-30
+"""A lower temperature counts as 0: logits over it are more than float32 holds."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, cha
         raise BadRequest("max_tokens and max_completion_tokens contradict: leave one out",
                          param="max_tokens")
     temperature = given.get("temperature", defaults.temperature)
+    sampled = temperature >= _COLDEST
     logprobs, stops = given.get("logprobs"), _stops(given.get("stop", []))
     if chat:
         if "top_logprobs" in given and not logprobs:
@@ -167,7 +170,7 @@ def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, cha
     try:
         return SamplingParams(
             max_new_tokens=lengths.pop() if lengths else defaults.max_tokens,
-            do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0,
+            do_sample=sampled, temperature=temperature if sampled else 1.0, top_k=0,
             top_p=given.get("top_p", 1.0), stop_strings=stops,
             presence_penalty=given.get("presence_penalty", 0.0),
             frequency_penalty=given.get("frequency_penalty", 0.0), logprobs=logprobs,
