@@ -160,12 +160,10 @@ class Fields:
         }
 
     def window(self) -> int | None:
-        """sliding_window, or None where it is null (a missing key has the default) or as long as
-        the context."""
+        """sliding_window, or None where it is null (a missing key has the default)."""
         if self.values.get("sliding_window", 0) is None or self.raw("sliding_window") is None:
             return None
-        window = self.count("sliding_window")
-        return window if window < self.count("max_position_embeddings") else None
+        return self.count("sliding_window")
 
     def local_layers(self, is_local: Callable[[int], bool]) -> tuple[bool, ...]:
         """True for each layer of sliding_attention: as layer_types says, or `is_local` (number)

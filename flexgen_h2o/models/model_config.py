@@ -227,6 +227,10 @@ class ModelConfig:
         if self.attention and len(self.attention) != self.num_layers:
             raise UserError(f"{self.name}: {len(self.attention)} forms of attention for "
                             f"{self.num_layers} layers; the config is wrong")
+        # A window as long as the context, to which the rope may reach, hides nothing.
+        forms = tuple(replace(form, window=None) if (form.window or 0) >= self.max_positions
+                      else form for form in self.attention)
+        object.__setattr__(self, "attention", () if set(forms) == {DEFAULT_FORM} else forms)
         for rope in self.ropes:
             rotary = rope.rotary_dim
             if rotary % 2 or not 2 <= rotary <= self.head_dim:

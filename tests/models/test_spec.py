@@ -231,6 +231,8 @@ def test_sliding_window():
     assert window() == 4096
     assert window(sliding_window=None) is None
     assert window(sliding_window=4096, max_position_embeddings=4096) is None
+    assert window(max_position_embeddings=4096, rope_scaling=LINEAR_ROPE | {
+        "rope_type": "dynamic"}) == 4096, "the context is longer then"
     assert from_transformers(LLAMA | {"sliding_window": 8}, "x").form(0).window is None
 
 
