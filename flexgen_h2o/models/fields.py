@@ -65,8 +65,10 @@ class Fields:
         return self.value(Positive, key)
 
     def number_or(self, key: str, default: float) -> float:
-        """The value of a key, a number above 0, or a default where there is none."""
-        return default if self.raw(key) is None else self.number(key)
+        """The value of a key, a number above 0, or a default where there is none; null, unlike a
+        missing key, means none."""
+        value = self.values.get(key, self.defaults.get(key))
+        return default if value is None else self.fit(Positive, value, key)
 
     def flag(self, key: str) -> bool:
         """The value of a key, true or false."""

@@ -236,6 +236,15 @@ def test_sliding_window():
     assert from_transformers(LLAMA | {"sliding_window": 8}, "x").form(0).window is None
 
 
+def test_soft_caps_that_are_null():
+    def caps(**options):
+        config = from_transformers({"model_type": "gemma2", **options}, "x")
+        return config.form(0).softcap, config.logit_softcap
+
+    assert caps() == (50.0, 30.0)
+    assert caps(attn_logit_softcapping=None, final_logit_softcapping=None) == (0.0, 0.0)
+
+
 def test_forms_of_attention_go_with_their_layers():
     config = replace(from_transformers(LLAMA | {"num_hidden_layers": 3}, "x"), attention=tuple(
         AttentionForm(window=window) for window in (3, 4, 5)))
