@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import abi
 
 EMULATED = "amx_emulated"
@@ -81,14 +82,14 @@ def instruction_set() -> str:
 
     Raises
     ------
-    ValueError
+    UserError
         `FLEXGEN_H2O_ISA` names one that the kernels or the CPU do not have.
     """
     chosen = os.environ.get("FLEXGEN_H2O_ISA")
-    if chosen is None:
+    if not chosen:
         return SETS[(_library().h2o_isa_available() & ~_EMULATED_BIT).bit_length() - 1]
     if chosen not in (available := available_sets()):
-        raise ValueError(f"FLEXGEN_H2O_ISA={chosen}: this machine has {', '.join(available)}")
+        raise UserError(f"FLEXGEN_H2O_ISA={chosen}: this machine has {', '.join(available)}")
     return chosen
 
 

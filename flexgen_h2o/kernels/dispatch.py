@@ -126,7 +126,7 @@ def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
 
     Raises
     ------
-    ValueError
+    UserError
         See `cpu_library.instruction_set`.
     """
     names = IMPLEMENTATIONS[operation]

@@ -167,6 +167,7 @@ def test_the_time_that_a_cgroup_allows(tmp_path):
     (sections.processor(ProcessorFacts("EPYC", 8, 8, None, 1, 5.0)),
      ("only 1 of 8 CPUs are used", "other processes use the CPUs (load 5)")),
     (sections.environment({}), ()),
+    (sections.environment({"FLEXGEN_H2O_ISA": ""}), ()),
     (sections.environment({"OMP_WAIT_POLICY": "active", "FLEXGEN_H2O_KERNELS": "reference"}),
      ("FLEXGEN_H2O_KERNELS=reference: plain PyTorch", "OMP_WAIT_POLICY is set")),
     (sections.kernels(AVX512), ("avx512 has no products of bfloat16",)),

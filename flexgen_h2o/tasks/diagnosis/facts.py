@@ -119,7 +119,7 @@ def kernels(offload_dir: str) -> KernelFacts:
     try:
         return KernelFacts(None, available, cpu_library.instruction_set(), None, build, _choices(),
                            measured_choices(offload_dir))
-    except ValueError as error:
+    except UserError as error:
         return KernelFacts(None, available, refused=str(error), build=build)
 
 

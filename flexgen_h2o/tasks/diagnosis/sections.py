@@ -68,7 +68,7 @@ def versions(found: Mapping[str, str]) -> Section:
 def environment(found: Mapping[str, str]) -> Section:
     """Variables that are set."""
     slow = []
-    if "FLEXGEN_H2O_ISA" in found:
+    if found.get("FLEXGEN_H2O_ISA"):
         slow.append(f"FLEXGEN_H2O_ISA={found['FLEXGEN_H2O_ISA']} sets the instruction set, "
                     "whatever more the CPU has")
     if found.get("FLEXGEN_H2O_KERNELS") == "reference":
