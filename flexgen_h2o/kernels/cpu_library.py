@@ -45,7 +45,7 @@ def _library() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     path = _file()
     if path is None:
-        return "the C++ kernels were not built (pip install found no working compiler)"
+        return "the C++ kernels were not built (pip install found no g++ 11 or newer that works)"
     try:
         # PyTorch's OpenMP is loaded by now and is the one that this library finds: one pool of
         # threads, of the size that torch.set_num_threads says.

@@ -438,8 +438,8 @@ def hold_to_one_line(caplog, reason: str):
 def test_no_library(reloaded, caplog, monkeypatch):
     inside_kernels.hide_library(monkeypatch)
     reloaded()
-    hold_to_one_line(caplog, "the C++ kernels were not built (pip install found no working "
-                             "compiler)")
+    hold_to_one_line(caplog, "the C++ kernels were not built (pip install found no g++ 11 or newer "
+                             "that works)")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a shared object\n" * 99, b"\x7fELF" + bytes(60)])
