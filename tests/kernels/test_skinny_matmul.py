@@ -52,6 +52,15 @@ def test_products(rows, inputs, outputs):
 
 
 @BUILT
+def test_a_matrix_whose_rows_are_one():
+    x, weight, _, out = case(3, 31, 1)
+    many = out.new_empty(3, 5)
+    ops.linear_skinny(x, weight, None, out[:, :1])
+    ops.linear_skinny(x, weight.expand(5, 31), None, many)
+    assert torch.equal(many, out[:, :1].expand(3, 5))
+
+
+@BUILT
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows, inputs, outputs", [
     (1, 1, 1), (3, 31, 8), (12, 130, 77), (17, 128, 128), (65, 300, 33), (256, 65, 49),

@@ -103,7 +103,8 @@ void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
     const int64_t together = a.rows == Operands::PAIRED ? QUADS / 2 : QUADS;
     const int64_t passes = (a.rows + together - 1) / together;
     const int64_t part = passes > FEW_PASSES ? PART : a.inputs;
-    const int64_t ahead = (1 + AHEAD / (M * a.weight_row)) * M;  // rows
+    // Rows; all may be the same one.
+    const int64_t ahead = (1 + AHEAD / (a.weight_row ? M * a.weight_row : AHEAD)) * M;
     Floats all[SKINNY_ROWS * M];
     std::memset(all, 0, static_cast<size_t>(a.rows * M) * sizeof *all);
     for (int64_t begin = 0; begin < a.inputs; begin += part) {
