@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.kernels.arguments import (
@@ -47,10 +48,10 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
                steps: Steps | None = None) -> None:
     """See `reference_recall.index_keys`; `bits` are those of records, 16 of plain vectors."""
     name = "index_keys"
-    need(keys.dim() == 4 and keys.is_cpu and (
-        keys.dtype == torch.uint8 if bits != 16 else
-        keys.dtype in DTYPES and keys.shape[3] == layout.length), name,
-        f"keys must be [sequences, kv_heads, n, width] on the CPU, got {keys.dtype} "
+    width = layout.length if bits == 16 else GroupLayout(layout.length, bits).nbytes
+    need(keys.dim() == 4 and keys.is_cpu and keys.shape[3] == width and (
+        keys.dtype == torch.uint8 if bits != 16 else keys.dtype in DTYPES), name,
+        f"keys must be [sequences, kv_heads, n, {width}] on the CPU, got {keys.dtype} "
         f"{list(keys.shape)}")
     sequences = len(keys)
     expect(name, torch.int32, spans=(spans, (3, sequences)))

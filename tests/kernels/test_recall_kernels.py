@@ -7,6 +7,7 @@ import torch
 from kernel_cases import BUILT, FORMS, of_form, same, threads, using
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.recall import choose, index_weights
 from flexgen_h2o.kernels import native_recall, ops, reference, reference_recall
@@ -229,6 +230,10 @@ def test_bad_arguments_are_refused_and_nothing_is_written():
     late[1] += 40
     with pytest.raises(ValueError, match="index_keys: a tensor of indices points outside"):
         ops.index_keys(some["slots"][0], some["index"], late, layout=layout)
+    assert same(some["index"], index)
+    records = reference.quantize_groups(some["slots"][0], GroupLayout(64, 4))
+    with pytest.raises(ValueError, match="index_keys: keys must be"):
+        native_recall.index_keys(records[..., 1:], index, some["spans"], layout=layout, bits=4)
     assert same(some["index"], index)
     many = some["metadata"].clone()
     many[1] = many[0] + 1
