@@ -164,7 +164,8 @@ def test_windows_are_the_models_own(tiny_model, key):
     prompts = prompts_of(tiny, [30, 7, 19])
     assert tokens(tiny.model, prompts, H2OConfig(), new=20) == plain(tiny.model, prompts, new=20)
     for options in ({"heavy_ratio": 0.1, "sink_tokens": 1}, {"heavy_tokens": 2, "prompt_chunk": 7},
-                    {"heavy_ratio": 0.1, "evict_generated": False}):
+                    {"heavy_ratio": 0.1, "evict_generated": False},
+                    {"heavy_tokens": 2, "score": "caote"}):
         expected = tokens(tiny.model, prompts, H2OConfig(**options, simulate=True), new=20)
         assert tokens(tiny.model, prompts, H2OConfig(**options), new=20) == expected
 

@@ -65,8 +65,9 @@ class SlotLayer(H2OLayer):
         if evicts:
             cuts = [Cut(new, size.heavy, size.recent)
                     for new, size in zip(step.new, sizes, strict=True)]
-            if self._state.eviction.window:
-                forget_hidden(scores, cuts, self._state.eviction.window)
+            eviction = self._state.eviction
+            if eviction.window and eviction.policy is None:
+                forget_hidden(scores, cuts, eviction.window)
             ops.select_heavy_hitters(bare[1], v, scores, cuts=cuts, slots=self._slots,
                                      state=self._state, layout=self._layout)
             self._settle()
