@@ -96,9 +96,9 @@ def test_linear_of_skinny_matrices(rows, form, dtype):
 @pytest.mark.parametrize("rows", range(1, 66))
 def test_linear_of_any_rows(rows):
     """Of 1 to 65 rows, with what is left over of tiles and groups, and without."""
-    for i, shape in enumerate([(70, 129), (64, 128), (5, 600)]):
-        form = FORMS[(rows + i) % len(FORMS)]
-        check_linear(rows, shape, form, bias=rows % 2 == 0, add=rows % 3 == 0, dtype=torch.float16)
+    shape = [(70, 129), (64, 128), (5, 600)][rows % 3]
+    check_linear(rows, shape, FORMS[rows % len(FORMS)], bias=rows % 2 == 0, add=rows % 5 == 0,
+                 dtype=torch.float16)
 
 
 @pytest.mark.parametrize(("bits", "group", "dtype"), [
@@ -108,12 +108,12 @@ def test_linear_of_any_rows(rows):
 @pytest.mark.usefixtures("ahead")
 def test_orders_of_matrix_units(monkeypatch, rows, bits, group, dtype):
     """Blocks of several tiles and their splits, in each order in which compilers take inputs."""
-    for gpu in (None, A100):
-        for adjacent in (2, 4):
-            monkeypatch.setattr(triton_matrix_units, "ADJACENT", adjacent)
-            with pretending(gpu):
-                check_linear(rows, (150, 3 * group), (bits, group), bias=True, dtype=dtype)
-                check_linear(rows, (20, 5 * group - 9), (bits, group), add=True, dtype=dtype)
+    for gpu, adjacent, wide in ((None, 2, True), (None, 4, False), (A100, 2, False),
+                                (A100, 4, True)):
+        monkeypatch.setattr(triton_matrix_units, "ADJACENT", adjacent)
+        shape = (150, 3 * group) if wide else (20, 5 * group - 9)
+        with pretending(gpu):
+            check_linear(rows, shape, (bits, group), bias=wide, add=not wide, dtype=dtype)
 
 
 @pytest.mark.parametrize("processors", [40, 108, 132])
