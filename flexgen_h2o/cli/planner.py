@@ -23,6 +23,7 @@ from flexgen_h2o.config.launch import launched
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import is_there
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
 from flexgen_h2o.models.gguf_config import config_of, kept_weights
@@ -185,7 +186,7 @@ def _elsewhere(config: RunConfig, path: str) -> PlanSubject:
 def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOptions]]:
     """The shape of a model by what is small in its files, and the form of its weights by bits."""
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
+    if is_there(path) and path.is_dir():
         values = read_config(path)
         shape = from_transformers(values, model)
         return shape, _options(shape, quantization(values, model))

@@ -25,6 +25,15 @@ _MOST_BITS = 4096  # of a number of a YAML file
 _MOST_VALUES = 1 << 17  # of a YAML file, where an alias counts as what it stands for
 
 
+def is_there(path: Path) -> bool:
+    """True if there is a file or folder. Raises `UserError` where that cannot be told, as within a
+    folder that may not be entered."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
 def regular_file(path: Path) -> Path:
     """The path of a checkpoint's file, if it is one (or a link to one) or is missing.
 
@@ -142,7 +151,7 @@ def read_yaml(flag: str, path: str | os.PathLike) -> object:
     of aliases can stand for billions of values, or for one within itself.
     """
     try:
-        with open(Path(path).expanduser(), encoding="utf-8") as file:
+        with open(os.path.expanduser(path), encoding="utf-8") as file:
             text = file.read(_MOST_YAML + 1)
         if len(text) > _MOST_YAML:
             raise _TooMuch

@@ -146,7 +146,7 @@ def build_once(
     root = keep.root
     name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', title)[:60]}-{form}-{_key(sources, form)}"
     target = root / name
-    if target.is_dir():
+    if os.path.isdir(target):  # which, other than Path.is_dir, does not raise an error
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import regular_file
+from flexgen_h2o.files.readers import is_there, regular_file
 from flexgen_h2o.models.convert import ByteProgress, cache_dir, converted_folder
 from flexgen_h2o.models.from_gguf import convert_gguf
 from flexgen_h2o.models.spec import read_config
@@ -79,7 +79,7 @@ def checkpoint_folder(
     UserError
         If there is no such model, or it cannot be fetched or converted.
     """
-    path = Path(os.path.expanduser(name))
+    path = _local(name)
     if name and path.is_dir():
         return path
     source = gguf_of(name)
@@ -97,12 +97,19 @@ def checkpoint_folder(
     return _from_hub(repo_id)
 
 
+def _local(name: str) -> Path:
+    """The path that a model's name may be. Raises `UserError` for one that may not be looked at."""
+    path = Path(os.path.expanduser(name))
+    is_there(path)
+    return path
+
+
 def gguf_of(name: str) -> Path | None:
     """The `.gguf` file that `checkpoint_folder` converts for this name; None for other models.
 
     Converts nothing. Raises `UserError` for "smollm2-135m" where its package is missing.
     """
-    path = Path(os.path.expanduser(name))
+    path = _local(name)
     if name and path.is_file():
         return path if path.suffix.lower() == ".gguf" else None
     return _packaged_gguf() if name == SMOLLM2 and not path.is_dir() else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import checkpoint_json
+from flexgen_h2o.files.readers import checkpoint_json, is_there
 from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
 from flexgen_h2o.models.fields import MOST_TOKENS, Fields
 from flexgen_h2o.models.model_config import (
@@ -67,7 +67,7 @@ def read_config(folder: Path) -> dict:
         If it is missing, not a file or not a JSON object.
     """
     path = Path(folder) / "config.json"
-    if not path.exists():
+    if not is_there(path):
         raise UserError(f"there is no {path}: give a folder with a Hugging Face model")
     config = checkpoint_json(path)
     if not isinstance(config, dict):

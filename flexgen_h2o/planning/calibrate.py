@@ -93,7 +93,7 @@ def kept(device: Device, offload_dir: str | os.PathLike) -> Hardware | None:
     """
     path = _file(device, offload_dir)
     # A container may have another limit on its memory by now.
-    return (replace(load_hardware(path), **_memory(device, offload_dir)) if path.exists()
+    return (replace(load_hardware(path), **_memory(device, offload_dir)) if os.path.exists(path)
             else None)
 
 

@@ -307,7 +307,7 @@ class RunFolder:
     """
 
     def __init__(self, offload_dir: str | os.PathLike):
-        self._parent = Path(offload_dir).expanduser()
+        self._parent = Path(os.path.expanduser(offload_dir))
         for place in (self._parent, *self._parent.parents):
             if os.path.lexists(place) and not os.path.isdir(place):
                 kind = "a file" if os.path.isfile(place) else "no folder"

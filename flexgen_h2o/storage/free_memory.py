@@ -63,9 +63,12 @@ def whole_memory(offload_dir: str | os.PathLike, device_bytes: int | None) -> Me
 
 
 def nearest_folder(path: str | os.PathLike) -> Path:
-    """`path` itself if it exists, else the nearest folder above that does."""
-    folder = Path(path).expanduser().absolute()
-    while not folder.exists():
+    """`path` itself if it exists, else the nearest folder above that does.
+
+    What may not be looked at, as in another user's folder, does not exist for this process.
+    """
+    folder = Path(os.path.expanduser(path)).absolute()
+    while not os.path.exists(folder):
         folder = folder.parent
     return folder
 

@@ -51,6 +51,7 @@ SHORT = ("--prompt-len", "6", "--gen-len", "4", "--gpu-batch-size", "2", "--dtyp
          "--device", "cpu")
 DISK = ("--percent", "0", "0", "0", "0", "0", "0")
 MEMORY = ("--percent", "100", "0", "100", "0")
+LONG = "a" * 300  # more than a file system takes
 PLACES = pytest.mark.parametrize("percent", [MEMORY, DISK], ids=["memory", "disk"])
 
 
@@ -314,6 +315,23 @@ def test_unknown_model_without_network(here, capfd, monkeypatch, local):
     else:
         message = refused(capfd, here, "--model", "nobody/nothing")
         assert "nobody/nothing" in message and "check the network" in message
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (("--model", LONG), f"cannot read {LONG}: File name too long"),
+    (("--path", f"{LONG}/model.gguf"), "File name too long"),
+    (("--path", LONG, "--device", "auto", "--plan-only", "--hardware", "t4.yaml"),
+     "File name too long"),
+    (("--weight-bits", "4", "--weight-cache", LONG), "cannot write a converted copy"),
+    (("--offload-dir", LONG, *DISK), f"offload folder {LONG} can't be used: File name too long"),
+    (("--config", "~no-user/a.yaml"), "cannot read --config ~no-user/a.yaml: No such file"),
+])
+def test_paths_that_cannot_be_looked_at(model, here, capfd, argv, words):
+    """A name that is too long stands for what lies in a folder that may not be entered: root may
+    enter all. A user may have no home folder."""
+    shutil.copy(Path(__file__).parents[2] / "configs" / "hardware" / "t4.yaml", here)
+    given = [*SHORT, "--no-log", "--model", "model", *argv]
+    assert words in command_refused(generate.main, capfd, given)
 
 
 # What stays cached
