@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.models.fields import MOST_POSITIONS, Fields, Positive, first
 
 if TYPE_CHECKING:
@@ -139,8 +139,17 @@ def read_rope(f: Fields, *, theta: Any = None, given: Any = None,
                         f"in a {f.values['model_type']} model")
     base = first(given.get("rope_theta"), theta, f.raw("rope_theta"))
     rotary_dim = int(f.head_dim() * share)
-    return RopeConfig(theta=f.fit(Positive, base, "rope_theta"), rotary_dim=rotary_dim, kind=kind,
-                      **_SCALINGS[kind](f, given, rotary_dim))
+    try:
+        rope = RopeConfig(theta=f.fit(Positive, base, "rope_theta"), rotary_dim=rotary_dim,
+                          kind=kind, **_SCALINGS[kind](f, given, rotary_dim))
+        rope.reach(0)
+        if kind == "yarn":
+            _yarn_band(rope)
+    except (ArithmeticError, ValueError):  # such as a logarithm of 0, and a division by that of 1
+        raise UserError(f"{f.name}: rope of type {kind} can't be computed with rope_theta "
+                        f"{shown(base)} and the rope parameters {shown(dict(given))}; is "
+                        "config.json damaged?") from None
+    return rope
 
 
 def _default(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
@@ -306,6 +315,12 @@ def _frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None)
 
 def _yarn_ramp(rope: RopeConfig, pairs: Tensor) -> Tensor:
     """0 for pairs that turn fast, 1 for slow ones, and a line in between."""
+    low, high = _yarn_band(rope)
+    return ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
+
+
+def _yarn_band(rope: RopeConfig) -> tuple[float, float]:
+    """The pairs between which the line is."""
     def pair(turns: float) -> float:
         """The pair that turns so often in the original context."""
         wave = rope.original_max_positions / (turns * 2 * math.pi)
@@ -314,5 +329,4 @@ def _yarn_ramp(rope: RopeConfig, pairs: Tensor) -> Tensor:
     low, high = pair(rope.beta_fast), pair(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
-    return ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
+    return max(low, 0), min(high, rope.rotary_dim - 1)
