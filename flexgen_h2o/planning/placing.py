@@ -57,8 +57,9 @@ class Placing:
         self._layer_steps = [*prefill, *(replace(layer_step, count=layer_step.count * steps)
                                          for layer_step in step
                                          if steps)]
+        # As floats: a file may give a disk more bytes than an integer of NumPy's holds.
         self._free = np.array([math.inf if limits.free(tier) is None else limits.free(tier)
-                               for tier in TIERS])
+                               for tier in TIERS], dtype=float)
 
     def _others_placed(self, run: PlannedRun) -> PlannedRun:
         """A run of a mixture with all but the experts on the fastest tier that has room for it.

@@ -241,7 +241,8 @@ def test_batch_sizes_are_as_good_as_trying_them_all():
 
 
 def test_a_model_that_fits_stays_where_it_computes():
-    for hardware in (replace(GPU, host_attention=None), CPU):
+    """However large the disk: its bytes need more than 64 bits."""
+    for hardware in (replace(GPU, host_attention=None, disk_bytes=10**24), CPU):
         policy = find(hardware)[0].run.policy
         assert all(getattr(policy, kind) == Placement(100, 0, 0) for kind in PLACED)
 
