@@ -173,7 +173,9 @@ class HostExperts:
     def _landing(self, *tensors: Tensor) -> list[Tensor]:
         """A view like each tensor of a buffer on the host, which grows when it has to."""
         host_empty = self._transfers.device.host_empty
-        if not self._buffers or self._buffers[0].nbytes < tensors[0].nbytes:
+        # Each by itself: one of whole pages may have room for more rows than the other.
+        if not self._buffers or any(buffer.nbytes < x.nbytes for buffer, x in zip(
+                self._buffers, tensors, strict=True)):
             self._buffers = [host_empty(x.nbytes) for x in tensors]
         return [typed(buffer, 0, x.shape, x.dtype)
                 for buffer, x in zip(self._buffers, tensors, strict=True)]

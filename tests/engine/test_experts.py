@@ -117,12 +117,12 @@ def test_on_a_device_with_memory_of_its_own(tiny_model, wanted, tmp_path, device
 @pytest.mark.parametrize("key", ["qwen2_moe", "mixtral"])
 def test_experts_in_host_memory_compute_there(tiny_model, wanted, tmp_path, device, key):
     """Beside a GPU: none of them travels, and those on disk go on coming; without one it is the
-    same."""
+    same. In chunks, more rows come with each pass."""
     prompts, expected = wanted(key)
-    for experts, overlap in ((HOST, True), (MIXED, False), (MIXED, True)):
+    for experts, overlap, chunk in ((HOST, True, 4), (MIXED, False, None), (MIXED, True, None)):
         got, stats = run(tiny_model(key).folder, prompts, experts=experts, gpu_batch_size=2,
                          num_gpu_batches=2, cpu_expert_compute=True, overlap=overlap,
-                         offload_dir=tmp_path)
+                         prefill_chunk=chunk, offload_dir=tmp_path)
         assert got == expected
         assert (stats.expert_loads > 0) == (experts is MIXED)
         assert stats.expert_touches > stats.expert_hits + stats.expert_loads
