@@ -20,11 +20,12 @@ INSTALL = [
     # tensors and kernels; torch.load(weights_only=True) is safe from 2.6 on, and 2.7 knows custom
     # ops' arguments of collections.abc's types
     "torch>=2.7",
-    "numpy>=1.26",  # the arrays that gguf and memory-mapped files come as; first for Python 3.12
+    "numpy>=1.26",  # arrays of what is read and counted; first for Python 3.12
     "transformers>=5.0",  # configs, tokenizers and logits processors, in the spelling of version 5
     "huggingface_hub>=1.0",  # downloads checkpoints by repo id; what transformers 5 builds on
-    "safetensors>=0.4.3",  # the checkpoint format, as transformers 5 reads and writes it
-    "gguf>=0.10",  # reads .gguf files; `gguf.quants.dequantize` came with 0.10
+    # splits digits in the tokenizer of a .gguf file; what transformers 5 builds on, and bounds
+    "tokenizers>=0.22",
+    "gguf>=0.10",  # transformers reads that tokenizer with it, and asks for 0.10
     "filelock>=3.12",  # one process makes a converted model, others wait; PyTorch brings it, too
     "jinja2>=3.1.6",  # chat templates; escapes from the sandbox of older ones are known
     "tqdm>=4.66",  # progress bars of loading, prefill and decode
@@ -46,6 +47,7 @@ EXTRAS = {
         "pytest>=8",  # runs the tests
         "pytest-xdist>=3.6",  # runs them on several cores: each file's in one process
         "hypothesis>=6.100",  # property tests of placement, schedule and parsing
+        "safetensors>=0.4.3",  # the checkpoints' own library, beside this package's reader
         "accelerate>=1.0",  # transformers' own GGUF loading and its offloading need it
         "matplotlib>=3.8",  # the plots of tasks and benchmarks are drawn once
         "rouge-score>=0.1.2",  # the scores of tasks.summarize, beside values worked out by hand
