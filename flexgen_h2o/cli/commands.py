@@ -18,6 +18,7 @@ from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.parser import PACKAGE, SCRIPT, Parser, program
 from flexgen_h2o.config.checks import check_choice
 from flexgen_h2o.errors import UserError, did_you_mean
+from flexgen_h2o.files.terminal import show
 
 COMMANDS = {
     "generate": "generate text: the command where none is named",
@@ -81,7 +82,7 @@ def run(words: Sequence[str]) -> None:
         return
     shell = parser().parse_args(flags).print_completion
     check_choice("--print-completion", shell, SHELLS)
-    print(completion(shell))
+    show(completion(shell))
 
 
 def completion(shell: str) -> str:

@@ -10,6 +10,7 @@ from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.files import terminal
 from flexgen_h2o.planning.memory_plan import MemoryPlan, memory_plan
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory, kept_heap
 
@@ -71,7 +72,7 @@ class MemoryCheck:
         """
         plan, limits = self._planned(policy, cache, workload, loaded_bytes)
         if show:
-            print(plan.table(limits), flush=True)
+            terminal.show(plan.table(limits))
         plan.check(limits)
 
     def largest_batch(self, policy: Policy, cache: CacheOptions, workload: Workload, *,

@@ -25,6 +25,7 @@ from flexgen_h2o.files.articles import Pair, choose, halves, read_articles
 from flexgen_h2o.files.checks import check_folder, writing
 from flexgen_h2o.files.readers import read_text
 from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.terminal import show
 from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.metrics.statistics import against
@@ -143,7 +144,7 @@ def run(options: AnalyzeOptions) -> None:
     """Look at the texts, write the files, print the summary."""
     check_folder("--output-dir", options.output_dir, options.outputs())
     texts = options.texts()
-    print(summary(analyze(options, texts)), flush=True)
+    show(summary(analyze(options, texts)))
 
 
 def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dict[str, object]]]:

@@ -20,6 +20,7 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files import terminal
 from flexgen_h2o.files.articles import choose, halves, read_articles
 from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.tasks import measured
@@ -85,7 +86,7 @@ def run(options: QualityOptions) -> None:
     measured.report(
         options, read=measures.read_rows,
         measure=lambda: measure_all(options, read_articles(options.input_path)),
-        show=lambda rows: print(measures.table(rows), flush=True), draw=quality_plot.draw)
+        show=lambda rows: terminal.show(measures.table(rows)), draw=quality_plot.draw)
 
 
 def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str, object]]:

@@ -21,6 +21,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article, read_article_prompts
 from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.line_file import LineFile
+from flexgen_h2o.files.terminal import show
 from flexgen_h2o.tasks import measured
 from flexgen_h2o.tasks.summaries import plot as summary_plot
 from flexgen_h2o.tasks.summaries import rows as summary_rows
@@ -40,7 +41,7 @@ def run(options: SummarizeOptions) -> None:
     measured.report(
         options, read=summary_rows.read_rows,
         measure=lambda: measured.collected(options.csv, summary_rows.COLUMNS, measure(options)),
-        show=lambda rows: print(summary_rows.table(rows), flush=True), draw=summary_plot.draw)
+        show=lambda rows: show(summary_rows.table(rows)), draw=summary_plot.draw)
 
 
 def measure(options: SummarizeOptions) -> list[dict[str, object]]:

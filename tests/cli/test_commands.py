@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
 import subprocess
@@ -106,6 +107,23 @@ def test_plan_prints_what_plan_only_prints(capsys, tmp_path):
     assert outputs[0] == outputs[1] == outputs[2] and "predicted" in outputs[0].out
     for flag in ("--plan-only", "--output", "--do-sample", "--warm-up"):
         command_refused(plan.main, capsys, [*flags, flag], f"unknown flag {flag}")
+
+
+@pytest.mark.parametrize("argv", [
+    ["quality", "--from-csv", str(ROOT / "benchmarks/results/quality_smollm2.csv")],
+    ["summarize", "--from-csv", str(ROOT / "benchmarks/results/summarize_smollm2.csv")],
+    ["--print-completion", "bash"]], ids=["quality", "summarize", "completion"])
+@pytest.mark.parametrize(("stdout", "status"), [("head", 0), ("full", 2)])
+def test_what_cannot_be_printed_is_told_in_a_line(argv, stdout, status, capsys, monkeypatch):
+    reader, writer = os.pipe() if stdout == "head" else (None, os.open("/dev/full", os.O_WRONLY))
+    if reader is not None:
+        os.close(reader)
+    with open(writer, "w") as target:
+        monkeypatch.setattr(sys, "stdout", target)
+        assert commands.main(argv) == status
+        monkeypatch.undo()
+    words = "error: cannot print to stdout: No space left on device\n" if status else ""
+    assert capsys.readouterr().err == words
 
 
 # --- completion
