@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import pytest
 
@@ -130,3 +132,30 @@ def test_a_rank_that_has_left_is_not_missed(ranks):
 def test_a_closed_connection_names_its_rank_where_nobody_knows_more():
     watch = Watch(Board(), 0, NAMES, patience=0.1, limit=60)
     assert str(watch.lost(2)) == "rank 2 (c) has gone: its connection has closed"
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up():
+    """As where the host of rank 0 is gone without a word: what asks it waits without end."""
+    silent, asked = threading.Event(), threading.Event()
+
+    class SilentBoard(Board):
+        def get(self, key):
+            asked.set()
+            silent.wait(20)
+            raise RuntimeError("Connection reset by peer")
+
+        def add(self, key, amount):
+            return self.get(key)
+
+    now = [0.0]
+    watch = Watch(SilentBoard(), 1, NAMES, patience=0.1, limit=60, clock=lambda: now[0])
+    watch.start()
+    assert asked.wait(20)
+    watch.check()
+    now[0] = 1.0
+    with pytest.raises(PipelineFailure, match="which keeps the ranks' store, has not answered"):
+        watch.check()
+    assert watch.tells()
+    watch.fail("it ends")
+    watch.close()
+    silent.set()
