@@ -235,12 +235,12 @@ def _resumed(options: BatchOptions, config: RunConfig, source: JobInput, *, resu
     else:
         settings.check()
     data_parallel.absorb(source, results=results, errors=errors)
-    waiting, failed = np.ones(len(source), bool), 0
+    waiting, bad = np.ones(len(source), bool), np.ones(len(source), bool)
     for file in files:
         places, failures = file.answered(source)
         waiting[places] = False
-        failed += failures
-    left = np.flatnonzero(waiting)
+        bad[np.setdiff1d(places, failures)] = False
+    left, failed = np.flatnonzero(waiting), int((bad & ~waiting).sum())
     if 0 < len(left) < len(source):
         show(f"going on: {len(source) - len(left)} of {len(source)} requests are answered")
     return left, JobProgress(len(source), len(source) - len(left), failed, options.progress_file)

@@ -156,6 +156,9 @@ def test_requests_that_cannot_run_are_lines_and_the_job_goes_on(runs):
     before = runs.output.read_bytes(), errors.read_bytes()
     assert "9 of 9" in runs("--errors", str(errors))
     assert (runs.output.read_bytes(), errors.read_bytes()) == before
+    # A failure that stands in both files, tried again without --errors, is one.
+    runs()
+    assert "9 of 9 requests answered, 7 of them failed" in runs("--errors", str(errors))
     runs("--overwrite")
     assert len(read_jsonl(runs.output)) == 9
 

@@ -136,8 +136,8 @@ class ResultsFile:
                 raise
             os.fsync(self._file)
 
-    def answered(self, source: JobInput) -> tuple[np.ndarray, int]:
-        """Places of the lines of the input that it answers, and how many of these failed.
+    def answered(self, source: JobInput) -> tuple[np.ndarray, np.ndarray]:
+        """Places of the lines of the input that it answers, and those of them that only failed.
 
         A failure whose line has been changed since counts no more.
 
@@ -158,8 +158,8 @@ class ResultsFile:
             raise UserError(f"{self.flag} {self.path} line {strange[0] + 1} answers a request that "
                             f"--input {source.path} does not have: choose another file, or "
                             "--overwrite this one")
-        known = places >= 0
-        return np.unique(places[known]), len(np.unique(places[known & (fine == 0)]))
+        known = places[places >= 0]
+        return np.unique(known), np.setdiff1d(known, places[fine == 1])
 
     def _read(self, line: bytes, number: int) -> tuple[int, bool]:
         try:
