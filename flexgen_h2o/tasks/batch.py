@@ -232,6 +232,9 @@ def _resumed(options: BatchOptions, config: RunConfig, source: JobInput, *, resu
     if all(file.empty for file in files) and not more:
         with writing("--output", settings.path):
             settings.write()
+    elif results.empty and not more and not os.path.exists(settings.path):
+        raise UserError(f"--errors {errors.path} has lines of another job, as {settings.path} is "
+                        "not there: choose another file, or delete this one")
     else:
         settings.check()
     data_parallel.absorb(source, results=results, errors=errors)

@@ -161,6 +161,10 @@ def test_requests_that_cannot_run_are_lines_and_the_job_goes_on(runs):
     assert "9 of 9 requests answered, 7 of them failed" in runs("--errors", str(errors))
     runs("--overwrite")
     assert len(read_jsonl(runs.output)) == 9
+    # Without results and their settings it is the file of failures that is another job's.
+    for path in (runs.output, f"{runs.output}.config.yaml"):
+        os.unlink(path)
+    assert f"--errors {errors} has lines of another" in runs("--errors", str(errors), status=2)
 
 
 def test_a_strict_job_runs_all_or_nothing(runs):
