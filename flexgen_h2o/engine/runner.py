@@ -130,7 +130,7 @@ class Runner:
     def in_chunks(self, chunk: int) -> Runner:
         """The same model and weights, for runs that read prompts in chunks and evict after each."""
         settings, cache = self.settings, self.settings.cache
-        if cache.evicts:
+        if cache.evicts and not cache.recalls:  # windows alone drop anything of what is recalled
             cache = replace(cache, h2o=replace(cache.h2o, prompt_chunk=chunk))
         policy = replace(settings.policy, prefill_chunk=chunk)
         return self._with(replace(settings, cache=cache, policy=policy))

@@ -40,8 +40,9 @@ def test_every_placement_and_split_recalls_the_same(tiny_model):
     assert tokens(tiny, prompts, RECALL, new=32, cache=PLACES[-1], prefill_chunk=16) == expected
 
 
-def test_a_conversation_recalls_what_was_said(tiny_model):
-    tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
+@pytest.mark.parametrize("key", ["llama", "gemma2"])  # the latter has windows
+def test_a_conversation_recalls_what_was_said(tiny_model, key):
+    tiny, h2o = tiny_model(key), H2OConfig(heavy_tokens=5, recall=True)
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
         expected = answers(llm, turns, max_tokens=140)
