@@ -247,10 +247,10 @@ def test_decode_of_every_form_of_attention(attention, form, group):
                  eviction=Eviction(window=attention.window or 0))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("dim", "attention"), [
-    *((dim, DEFAULT_FORM) for dim in (8, 64, 80, 96, 128)),
-    (64, ATTENTION[1]), (128, ATTENTION[2]), (80, ATTENTION[-1])], ids=str)
+@pytest.mark.parametrize(("bits", "dim", "attention"), [
+    *((bits, dim, DEFAULT_FORM) for bits in (8, 4) for dim in (8, 64, 80, 128)),
+    (4, 96, DEFAULT_FORM), (8, 64, ATTENTION[1]), (4, 128, ATTENTION[2]), (4, 80, ATTENTION[-1])],
+    ids=str)
 def test_decode_of_codes_as_they_lie(monkeypatch, bits, dim, attention):
     """Of one head, and of several one by one, as they are without matrix units."""
     monkeypatch.setattr(triton_decode, "_read", None)

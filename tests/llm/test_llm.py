@@ -61,11 +61,14 @@ def in_turn(options: list[dict]) -> list[tuple[Placement, dict]]:
 
 @pytest.mark.parametrize(("key", "overlap"), [("opt", True), ("llama", False), ("neox", True)])
 def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, overlap):
-    """Every placement of each kind with every one of the other kinds; pads; a partial block."""
+    """Every placement of each kind with every one of the other kinds, in one family all and in two
+    halves; pads; a partial block."""
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, [9, 4, 1, 7, 12])
     expected = transformers_tokens(tiny, prompts)
     for i, j in itertools.product(range(4), repeat=2):
+        if key != "llama" and (i + j) % 2 == (key == "neox"):
+            continue
         weights, cache, activations = PLACES[i], PLACES[j], PLACES[(i + j) % 4]
         got = tokens_of(tiny.folder, prompts, weights=weights, cache=cache,
                         activations=activations, gpu_batch_size=2, num_gpu_batches=2,
