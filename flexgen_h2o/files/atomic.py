@@ -10,6 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def temporary_name(path: str | os.PathLike) -> Path:
+    """The name of a new file until it takes the place of `path`."""
+    target = Path(path)
+    # Drawn, and not the number of the process, which two containers with one folder may share.
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+
+
 @contextmanager
 def open_atomic(path: str | os.PathLike) -> Iterator[io.TextIOBase]:
     """Open a text file that appears under `path` whole, or not at all. OSError if it cannot."""
@@ -25,9 +32,7 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
 
     If that ends with an error the new file goes and `path` stays. OSError if it cannot be made.
     """
-    target = Path(path)
-    # Drawn, and not the number of the process, which two containers with one folder may share.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    target, temporary = Path(path), temporary_name(path)
     temporary.touch(exist_ok=False)  # what is there already is another's, and not removed
     try:
         yield temporary

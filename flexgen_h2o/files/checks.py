@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.atomic import temporary_name
 
 
 def check_writable(flag: str, path: str, *, beside: Iterable[str] = (), hint: str = "") -> None:
@@ -15,7 +16,8 @@ def check_writable(flag: str, path: str, *, beside: Iterable[str] = (), hint: st
 
     Files `beside` it are looked at, too; `hint` ends the message.
     """
-    for target in (path, *beside):
+    targets = (path, *beside)
+    for target in targets:
         if os.path.lexists(target) and not os.path.isfile(target):
             raise UserError(f"{flag} {target} is not a regular file{hint}")
         if os.path.exists(target) and not os.access(target, os.W_OK):
@@ -24,6 +26,8 @@ def check_writable(flag: str, path: str, *, beside: Iterable[str] = (), hint: st
     try:
         # Only trying tells: root passes os.access on a read-only file system.
         tempfile.TemporaryFile(dir=folder).close()
+        with suppress(FileNotFoundError):  # but not a name that is too long
+            os.lstat(temporary_name(max(targets, key=len)))
     except OSError as error:
         raise UserError(f"cannot write {flag} into the folder {folder}: {error.strerror}{hint}"
                         ) from None

@@ -450,6 +450,8 @@ def test_results_that_cannot_be_written_show_before_loading(capsys, tmp_path, fl
     assert "not a regular file" in refused(capsys, flag, "folder")
     assert "not a regular file" in refused(capsys, flag, "/dev/null")
     assert flag in refused(capsys, flag, "file/x")
+    # A file grows under a longer name, until it is whole.
+    assert "File name too long" in refused(capsys, flag, "x" * 240)
     assert {p.name for p in tmp_path.iterdir()} == {"folder", "file"}
 
 
