@@ -290,6 +290,7 @@ class LLM(Session):
             There is no tokenizer or no template, the template refuses messages, or as `generate`.
         """
         self._orders.check("chat")
+        conversations = several("conversation", conversations)
         if conversations and isinstance(conversations[0], Mapping):
             conversations = [conversations]
         texts = render_chats(self.tokenizer, conversations, chat_template, chat_template_kwargs)

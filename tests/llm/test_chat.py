@@ -65,6 +65,8 @@ def test_every_end_token_of_the_generation_config_ends_a_text(folder):
 
 
 @pytest.mark.parametrize("conversations, options, words", [
+    (None, {}, "conversations must be a list, got None"),
+    (HELLO[0], {}, "conversations must be a list, got {"),
     ([[]], {}, "conversation 0 must be a list of messages"),
     (["hello"], {}, "conversation 0 must be a list of messages"),
     ([HELLO], {"chat_template": "{{ messages[0].a.b }}"},
