@@ -146,11 +146,11 @@ def count_from(trace, origin: float) -> None:
 # What is done in another way
 
 
-def render_with(renderer, template: str, messages) -> str:
+def render_with(renderer, template: str, messages, arguments=None) -> str:
     """A chat by another template than the renderer's, in the process that it has."""
     kept, renderer._always["template"] = renderer._always["template"], template
     try:
-        return renderer.render(messages)
+        return renderer.render(messages, arguments)
     finally:
         renderer._always["template"] = kept
 

@@ -59,8 +59,8 @@ def _answer(render, request: dict) -> dict[str, str]:
         # As `apply_chat_template` does: a key whose value is null is a key that is not there.
         messages = [{key: value for key, value in each.items() if value is not None}
                     for each in request["messages"]]
-        (text,), _ = render([messages], chat_template=request["template"],
-                            add_generation_prompt=True, **request["variables"])
+        variables = {"add_generation_prompt": True, **request["variables"]}
+        (text,), _ = render([messages], chat_template=request["template"], **variables)
         if len(text) > _CHARACTERS:
             return {"error": f"the prompt has {len(text)} characters"}
         return {"text": text}

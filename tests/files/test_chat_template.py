@@ -72,6 +72,12 @@ def test_a_chat_is_what_transformers_makes_of_it(renderer, tokenizer, name):
         MESSAGES, chat_template=GOOD[name], tokenize=False, add_generation_prompt=True)
 
 
+def test_a_chat_without_the_beginning_of_an_answer(renderer, tokenizer):
+    arguments = {"add_generation_prompt": False}
+    assert render_with(renderer, GOOD["prompt"], MESSAGES, arguments) == (
+        tokenizer.apply_chat_template(MESSAGES, chat_template=GOOD["prompt"], tokenize=False))
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_hostile_template_is_one_line_within_its_time(renderer, name):
     template, words = BAD[name]
