@@ -104,8 +104,9 @@ class ScorePolicy:
                                       if what in self.needs})
         found = self.score(state)
         if not self.in_kernels and (not isinstance(found, torch.Tensor)
+                                  or found.dtype != torch.float32
                                   or found.shape != state.attention.shape):
-            raise UserError(f"the policy {self.name!r} must give scores of the shape "
+            raise UserError(f"the policy {self.name!r} must give float32 scores of the shape "
                             f"{list(state.attention.shape)}, like its state's attention")
         return found
 

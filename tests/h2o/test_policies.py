@@ -129,10 +129,12 @@ def test_registration(tiny_model):
     with pytest.raises(UserError, match="sum, mean, decay, caote, .*got 'other'.*register_policy"):
         H2OConfig(heavy_ratio=0.1, score="other")
     register_policy("wrong shape", lambda state: state.attention[..., :1])
-    with (LLM(str(tiny_model("llama").folder), dtype="float32", progress=False,
-              h2o=H2OConfig(heavy_ratio=0.1, score="wrong shape")) as llm,
-          pytest.raises(UserError, match="'wrong shape' must give scores of the shape")):
-        llm.generate(prompts_of(tiny_model("llama")), max_new_tokens=4)
+    register_policy("whole numbers", lambda state: state.attention.int())
+    for name in ("wrong shape", "whole numbers"):
+        with (LLM(str(tiny_model("llama").folder), dtype="float32", progress=False,
+                  h2o=H2OConfig(heavy_ratio=0.1, score=name)) as llm,
+              pytest.raises(UserError, match=f"'{name}' must give float32 scores of the shape")):
+            llm.generate(prompts_of(tiny_model("llama")), max_new_tokens=4)
 
 
 def test_a_process_that_does_not_know_a_policy(monkeypatch):
