@@ -303,7 +303,7 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     Where `dispatch` gives "codes", the quantized bytes alone are read, what is computed for a row
     does not depend on the rows beside it but for the order of its sums, and no bit depends on the
     number of threads; with AMX more than 64 rows of bfloat16 meet weights that were rounded to it,
-    each by 2^-9 at most. Where it gives "unpacked" (bfloat16, if it was measured to be faster), all
+    each by 2^-8 at most. Where it gives "unpacked" (bfloat16, if it was measured to be faster), all
     weights are rounded so and the product is PyTorch's, which promises neither. A matrix that
     rounds activations goes by codes, too.
     """

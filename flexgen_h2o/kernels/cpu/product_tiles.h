@@ -3,7 +3,7 @@
 // With quantized matrices x is the left operand, and codes the right one, as their words lie: pairs
 // of inputs by outputs. Up to EXACT_ROWS rows meet the codes themselves, and each group's products are
 // scaled in float32. For more rows that would cost more than the products: weights are rounded to
-// bfloat16 (by 2^-9 of each at most), once for a panel of rows, and sums stay in tiles.
+// bfloat16 (by 2^-8 of each at most), once for a panel of rows, and sums stay in tiles.
 #pragma once
 
 #include "panel.h"
