@@ -311,8 +311,9 @@ def test_conversion_refusals(tmp_path, monkeypatch):
     hf_folder(tmp_path / "mine")
     refused(lambda: converted_folder(tmp_path / "mine", "int8"), "int8", "bfloat16")
     (tmp_path / "blocked").touch()
-    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "blocked"))
-    refused(lambda: converted_folder(tmp_path / "mine", "float16"), "FLEXGEN_H2O_CACHE")
+    for name in ("blocked", 300 * "a"):  # of the second one, it can't even be told if it is there
+        monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / name))
+        refused(lambda: converted_folder(tmp_path / "mine", "float16"), "FLEXGEN_H2O_CACHE")
 
 
 def test_killed_conversion_is_neither_trusted_nor_kept(tmp_path, cache):

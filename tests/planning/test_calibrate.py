@@ -297,9 +297,11 @@ def test_memory_is_looked_up_and_not_kept(tmp_path, kept, monkeypatch):
     assert (hardware.name, hardware.cpu_bytes) == ("call 1", 54321)
 
 
-def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, kept, monkeypatch, caplog):
+@pytest.mark.parametrize("name", ["file", 300 * "a"])
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, kept, monkeypatch, caplog, name):
+    """Nor one of which it can't be told if it is there."""
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / name))
     with caplog.at_level(logging.WARNING):
         assert this_machine(tmp_path).name == "call 1"
     assert "cannot write" in caplog.text

@@ -622,9 +622,10 @@ def test_no_cgroups_no_limit(tmp_path):
 
 def test_free_memory_heeds_the_cgroup_and_needs_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_free", lambda: 12345)
-    limits = free_memory(tmp_path / "not" / "there", 77)
-    assert (limits.gpu_bytes, limits.cpu_bytes) == (77, 12345)
-    assert limits.disk_bytes > 0
+    for name in ("not", 300 * "a"):  # of the second one, it can't even be told if it is there
+        limits = free_memory(tmp_path / name / "there", 77)
+        assert (limits.gpu_bytes, limits.cpu_bytes) == (77, 12345)
+        assert limits.disk_bytes > 0
     monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_free", lambda: None)
     assert 0 < free_memory(tmp_path, None).cpu_bytes <= psutil.virtual_memory().total
 
