@@ -170,8 +170,11 @@ class Stream(Session):
         if not tail:
             self._pending = [head]
             return []
-        request, sink = Request(0, [head]), Forcing({0: tail})
-        self._run(request, len(tail) - 1, sink)
+        if not self._past:
+            request, sink, new = Request(0, [head]), Forcing({0: tail}), len(tail) - 1
+        else:  # the newest token, too, as if it had been generated
+            request, sink, new = Request(0, [], [head]), Forcing({0: [head, *tail]}), len(tail)
+        self._run(request, new, sink)
         return sink.log_probs[0]
 
     def _check_open(self) -> None:

@@ -52,6 +52,15 @@ def test_a_conversation_recalls_what_was_said(tiny_model, key):
         llm.stream(max_tokens=100)
 
 
+def test_a_text_that_is_scored_recalls_however_it_comes(tiny_model):
+    tiny = tiny_model("llama")
+    (text,) = turns_of(tiny, [40])
+    with (open_llm(tiny, H2OConfig(heavy_tokens=2, recall=True)) as llm,
+          llm.stream(max_tokens=40) as whole, llm.stream(max_tokens=40) as parts):
+        found = [each for token in text for each in parts.loglikelihood([token])]
+        assert found == pytest.approx(whole.loglikelihood(text), abs=1e-4)
+
+
 def test_a_budget_of_everything_is_the_full_cache(tiny_model):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
