@@ -1,4 +1,4 @@
-"""The one exception that a user's input causes, and its kind for what does not fit in memory."""
+"""The one exception that a user's input causes, and its kinds that a caller may go on after."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ class UserError(Exception):
 
 class TooLittleMemory(UserError):
     """A run for which there is too little memory; one of fewer or shorter sequences may fit."""
+
+
+class NotFinite(UserError):
+    """Logits that hold NaN or infinity, of the prompt at place `key` of a call."""
+
+    def __init__(self, message: str, key: int = 0):
+        super().__init__(message)
+        self.key = key
 
 
 def check_text(name: str, value: object) -> None:

@@ -12,6 +12,7 @@ from flexgen_h2o.cli.expert_counts import write_expert_counts
 from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import atomic
 from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.shared_csv import check_header
@@ -88,24 +89,33 @@ def check_results(files: dict[str, str]) -> None:
 
 def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,
                   stats: run_stats.RunStats, summary: str, trace: Trace) -> None:
-    """Write every file that was asked for, and the resolved config beside the results."""
+    """Write every file that was asked for, and the resolved config beside the results.
+
+    One that cannot be written keeps no other from it: `UserError` for those comes at the end.
+    """
+    failures = []
     for name, path in files.items():
-        with writing(flag_name(name), path):
-            if name == "output":
-                write_outputs(path, outputs)
-            elif name == "csv":
-                result_rows.append_csv(path, stats, config)
-            elif name == "trace":
-                trace.about = result_rows.about_run(stats, config)
-                trace.write_chrome(path)
-            elif name == "count_experts":
-                write_expert_counts(path, stats)
-            else:
-                now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-                with open(path, "a", encoding="utf-8") as log:
-                    log.write(f"{now}\n{summary}\n\n")
-            if name not in ("trace", "count_experts"):
-                config.save(f"{path}.config.yaml")
+        try:
+            with writing(flag_name(name), path):
+                if name == "output":
+                    write_outputs(path, outputs)
+                elif name == "csv":
+                    result_rows.append_csv(path, stats, config)
+                elif name == "trace":
+                    trace.about = result_rows.about_run(stats, config)
+                    trace.write_chrome(path)
+                elif name == "count_experts":
+                    write_expert_counts(path, stats)
+                else:
+                    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+                    with open(path, "a", encoding="utf-8") as log:
+                        log.write(f"{now}\n{summary}\n\n")
+                if name not in ("trace", "count_experts"):
+                    config.save(f"{path}.config.yaml")
+        except UserError as error:
+            failures.append(str(error))
+    if failures:
+        raise UserError("; ".join(failures))
 
 
 def write_outputs(path: str, outputs: Sequence[Output]) -> None:

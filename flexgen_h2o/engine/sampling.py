@@ -9,7 +9,7 @@ import torch
 
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import NotFinite, UserError
 from flexgen_h2o.kernels.choice import likeliest, on_host
 
 
@@ -152,7 +152,7 @@ def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
     return tokens
 
 
-def not_finite(key: int, value: float) -> UserError:
+def not_finite(key: int, value: float) -> NotFinite:
     """The error for logits of prompt `key` that hold `value`, or nothing above it."""
-    return UserError(f"the model's logits of prompt {key} are not finite ({value}): its weights "
-                     "are damaged, or too large for this dtype (try another --dtype)")
+    return NotFinite(f"the model's logits of prompt {key} are not finite ({value}): its weights "
+                     "are damaged, or too large for this dtype (try another --dtype)", key)

@@ -1,6 +1,6 @@
 """Readers of users' files: lines with their numbers, text under a key of JSON lines, YAML.
 
-These may come through a pipe (`--prompts <(zcat prompts.gz)`); a checkpoint's files, which may come
+These may come through a pipe (`--input-path <(zcat text.gz)`); a checkpoint's files, which may come
 from anywhere, have to be files, in the checkpoint's folder and of a sane size. All errors are
 `UserError`, in one line that names the flag, the file and the line. No torch.
 """

@@ -483,6 +483,14 @@ def test_a_result_that_fails_late_is_one_line(capsys, monkeypatch, tmp_path):
     captured = capsys.readouterr()
     assert captured.err == "error: cannot write --csv r.csv: No space left on device\n"
     assert "total throughput" in captured.out, "what was measured is not lost"
+    # Nor is what other files take; each that fails is told.
+    monkeypatch.setattr(result_files, "write_outputs", full)
+    files = [word for name in ("output", "csv", "trace") for word in (f"--{name}", name)]
+    assert generate.main(["--prompt", "a", *files, "--log-file", "log"]) == 2
+    assert capsys.readouterr().err == (
+        "error: cannot write --output output: No space left on device; "
+        "cannot write --csv csv: No space left on device\n")
+    assert {p.name for p in tmp_path.iterdir()} == {"trace", "log", "log.config.yaml"}
 
 
 # The files that ship

@@ -17,7 +17,7 @@ from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.block_queue import BlockQueue, BlockSize
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.sinks import Forcing, Generation, Rules, Scoring, newest_rows
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import NotFinite, UserError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -3.0])
 NONE = float("-inf")
@@ -217,8 +217,9 @@ def test_logits_that_are_not_finite_choose_nothing(options, place, value, shown,
     logits[1, place] = value
     requests = [request(4), request(7), request(2)]
     choose = sampler(eos=[4], **options)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(NotFinite) as caught:
         choose(logits.to(dtype), requests)
+    assert caught.value.key == 7
     assert str(caught.value).startswith(f"the model's logits of prompt 7 are not finite ({shown})")
     assert "\n" not in str(caught.value)
     requests[1].finish_reason = "stop"  # what it would go on with is nobody's business

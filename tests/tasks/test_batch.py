@@ -24,7 +24,7 @@ from word_models import with_words
 from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands
 from flexgen_h2o.cli.signals import Ending
-from flexgen_h2o.errors import TooLittleMemory, UserError
+from flexgen_h2o.errors import NotFinite, TooLittleMemory, UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.tasks import batch
@@ -277,6 +277,46 @@ def test_requests_that_do_not_fit_together_run_apart(tmp_path, caplog, room):
                        progress=JobProgress(10, 0, 0, None), should_end=lambda: False)
         refused(lambda: work.run(range(10)), "does not fit")
         assert file.empty
+
+
+class DamagedLLM(InstantLLM):
+    """An engine whose logits are NaN for prompts with the token 9."""
+
+    def generate_in_blocks(self, prompts, params):
+        for key, prompt in enumerate(prompts):
+            if 9 in prompt:
+                raise NotFinite(f"the model's logits of prompt {key} are not finite (nan)", key)
+            yield {key: Output(None, prompt, [1], None, "length")}
+
+
+@pytest.mark.parametrize("damaged", [{0}, {4}, {1, 3, 4}])
+def test_requests_whose_logits_are_not_finite_fail_alone(tmp_path, damaged):
+    path = write(tmp_path / "in.jsonl", [
+        {"prompt": [9 if number in damaged else 7], "id": number, "n": 1 + number % 2}
+        for number in range(5)])
+    options = batch.parse_args(["-i", path, "-o", str(tmp_path / "out")])
+    progress = JobProgress(5, 0, 0, None)
+
+    def work(file):
+        return job.Job(DamagedLLM(), found, options, results=file, errors=file, progress=progress,
+                       should_end=lambda: False)
+
+    with JobInput(path) as found, ResultsFile("--output", options.output) as file:
+        work(file).run(range(5))
+    lines = {int(line["custom_id"]): line["response"] for line in read_jsonl(options.output)}
+    assert {number for number, line in lines.items() if line["status_code"] != 200} == damaged
+    assert {lines[number]["body"]["error"]["code"] for number in damaged} == {"logits_not_finite"}
+    assert (len(lines), progress.answered, progress.failed) == (5, 5, len(damaged))
+
+
+def test_a_model_whose_logits_are_not_finite_ends_the_job(tmp_path):
+    path = write(tmp_path / "in.jsonl", [{"prompt": [9], "id": number} for number in range(9)])
+    options = batch.parse_args(["-i", path, "-o", str(tmp_path / "out")])
+    with JobInput(path) as found, ResultsFile("--output", options.output) as file:
+        work = job.Job(DamagedLLM(), found, options, results=file, errors=file,
+                       progress=JobProgress(9, 0, 0, None), should_end=lambda: False)
+        refused(lambda: work.run(range(9)), "logits of prompt 0 are not finite")
+    assert len(read_jsonl(options.output)) == 1
 
 
 def test_what_a_job_tells(runs, tmp_path):

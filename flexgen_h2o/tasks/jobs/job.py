@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from flexgen_h2o.errors import TooLittleMemory
+from flexgen_h2o.errors import NotFinite, TooLittleMemory
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.tasks.jobs.fields import BadRequest
@@ -68,6 +68,7 @@ class Job:
         self._should_end = should_end
         self._decode = _decoder(llm)
         self._warned = False
+        self._answered = self._not_finite = 0
         self.stats: RunStats | None = None
 
     def run(self, places: Iterable[int]) -> None:
@@ -95,33 +96,55 @@ class Job:
             self._progress.add(answered=len(failed), failed=len(failed))
 
     def _answer(self, ready: Sequence[Prepared]) -> bool:
-        """Run requests, the larger ones apart if they do not fit in memory together. False if the
-        job is to end there.
+        """Run requests, without those that turn out not to run. False if the job is to end there.
+        """
+        while ready:
+            try:
+                return self._run(ready)
+            except NotFinite as error:
+                ready = self._without(_sequences(ready)[error.key][0], ready, error)
+                if self._should_end():
+                    return False
+            except TooLittleMemory as error:
+                return self._in_halves(ready, error)
+        return True
+
+    def _without(self, bad: Prepared, ready: Sequence[Prepared], error: NotFinite
+                 ) -> list[Prepared]:
+        """Fail a request whose logits are not finite; returns those that are still to be answered.
+
+        If it is the second one before any answer, then it is the model: the error is raised.
+        """
+        self._not_finite += 1
+        if self._not_finite > 1 and not self._answered:
+            raise error
+        self._fail([Failed(bad.place, bad.request.custom_id, BadRequest(
+            "the model's logits are not finite for this request: try another --dtype",
+            code="logits_not_finite"))])
+        return _anew(one for one in ready if not one.answered and one is not bad)
+
+    def _in_halves(self, ready: Sequence[Prepared], error: TooLittleMemory) -> bool:
+        """Run requests that do not fit in memory together, the larger ones apart.
 
         One that does not fit alone fails, unless the job has run nothing yet: then none may fit.
         """
-        try:
-            return self._run(ready)
-        except TooLittleMemory as error:
-            waiting = sorted((one for one in ready if not one.answered), key=Prepared.most_tokens)
-            if len(waiting) == 1:
-                if self.stats is None:
-                    raise
-                bad = BadRequest(str(error), code="insufficient_memory")
-                self._fail([Failed(waiting[0].place, waiting[0].request.custom_id, bad)])
-                return not self._should_end()
-            if not self._warned:
-                _log.warning("%d requests do not fit in memory together, and run in smaller groups "
-                             "(%s)", len(waiting), error)
-                self._warned = True
-        for one in waiting:
-            one.outputs.clear()
-        half = len(waiting) // 2
+        waiting = sorted((one for one in ready if not one.answered), key=Prepared.most_tokens)
+        if len(waiting) == 1:
+            if self.stats is None:
+                raise error
+            bad = BadRequest(str(error), code="insufficient_memory")
+            self._fail([Failed(waiting[0].place, waiting[0].request.custom_id, bad)])
+            return not self._should_end()
+        if not self._warned:
+            _log.warning("%d requests do not fit in memory together, and run in smaller groups "
+                         "(%s)", len(waiting), error)
+            self._warned = True
+        waiting, half = _anew(waiting), len(waiting) // 2
         return self._answer(waiting[:half]) and self._answer(waiting[half:])
 
     def _run(self, ready: Sequence[Prepared]) -> bool:
         """Run requests, and write lines after each block. False if the job is to end there."""
-        owners = [(one, choice) for one in ready for choice in range(one.choices)]
+        owners = _sequences(ready)
         prompts, params = zip(*(sequence for one in ready for sequence in one.sequences()),
                               strict=True)
         before = self._llm.stats
@@ -151,11 +174,25 @@ class Job:
                                     model=self._options.run.model, created=int(time.time()),
                                     decode=self._decode))
         self._results.add(lines)
+        self._answered += len(lines)
         stats = self._llm.stats
         self._progress.add(
             answered=len(lines), prompt_tokens=tokens,
             generated_tokens=sum(len(output.token_ids) for output in outputs.values()),
             device_bytes=0 if stats is None else stats.peak_device_bytes)
+
+
+def _sequences(ready: Sequence[Prepared]) -> list[tuple[Prepared, int]]:
+    """The request and the choice of each sequence, in the order in which they run."""
+    return [(one, choice) for one in ready for choice in range(one.choices)]
+
+
+def _anew(waiting: Iterable[Prepared]) -> list[Prepared]:
+    """Requests without what had ended of them."""
+    found = list(waiting)
+    for one in found:
+        one.outputs.clear()
+    return found
 
 
 def _thinned(stats: RunStats) -> RunStats:
