@@ -85,9 +85,10 @@ def scoring_work(prompts: Prompts, pairs: Sequence[tuple], *, whole: bool) -> Sc
     """
     requests, continuations = prompts.encode_pairs(pairs)
     sink: Forcing | Scoring = Forcing(continuations)
-    new = max(map(len, continuations.values()), default=1)
+    new = {key: len(tail) for key, tail in continuations.items()}
     if whole:
-        sink, new = Scoring(continuations), 1
+        sink, new = Scoring(continuations), dict.fromkeys(new, 1)
         requests = sink.joined(requests)
     prompts.check_lengths(requests, new)
-    return ScoringWork(requests, new - 1, sink, planned=new)
+    return ScoringWork(requests, {key: count - 1 for key, count in new.items()}, sink,
+                       planned=max(new.values(), default=1))

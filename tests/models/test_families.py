@@ -127,6 +127,16 @@ def test_texts_past_the_context_in_which_all_rotate_alike(tiny_model, tmp_path, 
             ).generate([prompts[0]])
 
 
+def test_pairs_that_are_scored_token_by_token_have_their_own_lengths(tiny_model):
+    """Beside one with a longer continuation; the last would go past the context with that."""
+    sizes = ((80, 3), (9, 60), (250, 3))
+    pairs = [tuple(prompts_of(lengths, seed)) for seed, lengths in enumerate(sizes)]
+    with LLM(str(tiny_model("phi3_longrope").folder), h2o=H2OConfig(**H2O), dtype="float32") as llm:
+        together = llm.loglikelihood(pairs)
+        for pair, found in zip(pairs, together, strict=True):
+            assert found == pytest.approx(llm.loglikelihood([pair])[0], abs=1e-4)
+
+
 def test_the_context_that_a_scaling_gives():
     def context(**options):
         return from_transformers({"model_type": "qwen3", **options}, "x").max_positions
