@@ -49,9 +49,11 @@ class SettingsBeside:
                                 f"{advice}")
 
     def write(self) -> None:
-        """Write them, whole or not at all. OSError if it cannot."""
+        """Write them to disk, whole or not at all. OSError if it cannot."""
         with open_atomic(self.path) as file:
             yaml.safe_dump(self._settings, file, sort_keys=False, allow_unicode=True)
+            file.flush()
+            os.fsync(file.fileno())  # a power cut would leave results without them
 
 
 class LineFile(GrowingFile):
