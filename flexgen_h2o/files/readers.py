@@ -16,13 +16,14 @@ from pathlib import Path
 
 import yaml
 
-from flexgen_h2o.errors import UserError, check_text
+from flexgen_h2o.errors import UserError, check_text, shown
 
 _MOST_TEXT = 256 << 20  # bytes; the largest tokenizers have 40 MB
 _MOST_JSON = 64 << 20  # and the largest indexes 20
 _MOST_YAML = 1 << 20
 _MOST_BITS = 4096  # of a number of a YAML file
 _MOST_VALUES = 1 << 17  # of a YAML file, where an alias counts as what it stands for
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 def is_there(path: Path) -> bool:
@@ -165,6 +166,8 @@ def read_yaml(flag: str, path: str | os.PathLike) -> object:
         raise UserError(f"{flag} {path} is not UTF-8 text: save it as UTF-8") from None
     except _TooMuch:
         raise UserError(f"{flag} {path} holds more than any configuration: mend it") from None
+    except _Twice as error:
+        raise UserError(f"{flag} {path} {error}: leave one out") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # the latter of a date or depth
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
@@ -175,13 +178,28 @@ class _TooMuch(Exception):
     """A YAML file that stands for more values than `_MOST_VALUES`."""
 
 
+class _Twice(Exception):
+    """A key that a mapping of a YAML file has twice: which, and where."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Copies no more than `_MOST_VALUES` where mappings are merged into one (``<<: [*a, *b]``)."""
+    """Copies no more than `_MOST_VALUES` where mappings are merged into one (``<<: [*a, *b]``), and
+    takes no key twice, of which PyYAML's would keep the last."""
+
+    def compose_mapping_node(self, anchor: object) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        known = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if (key.tag, key.value) in known:
+                    raise _Twice(f"line {key.start_mark.line + 1} gives {shown(key.value)} again")
+                known.add((key.tag, key.value))
+        return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         size = len(node.value)
         for key, value in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
+            if key.tag == _MERGE:
                 for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                     if isinstance(each, yaml.MappingNode):
                         self.flatten_mapping(each)

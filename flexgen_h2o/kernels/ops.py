@@ -23,6 +23,7 @@ from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.page_layout import PageLayout
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import (
     cpu_library,
@@ -53,7 +54,10 @@ _log = logging.getLogger(__name__)
 
 
 def _forced() -> bool:
-    return os.environ.get("FLEXGEN_H2O_KERNELS") == "reference"
+    chosen = os.environ.get("FLEXGEN_H2O_KERNELS")
+    if chosen and chosen != "reference":
+        raise UserError(f"FLEXGEN_H2O_KERNELS={chosen}: it is reference, or not set")
+    return chosen == "reference"
 
 
 def plain_torch(device: str) -> bool:

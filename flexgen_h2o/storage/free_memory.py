@@ -126,10 +126,12 @@ def _limits(mount: Path, membership: Path) -> Iterator[tuple[int, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, prefix, files = mount, "", ("memory.max", "memory.current", "file_mapped")
+            # Above memory.high nothing is refused, but the process is slowed until it crawls.
+            root, prefix, limits = mount, "", ("memory.max", "memory.high")
+            files = ("memory.current", "file_mapped")
         elif "memory" in controllers.split(","):
-            root, prefix = mount / "memory", "total_"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_mapped_file")
+            root, prefix, limits = mount / "memory", "total_", ("memory.limit_in_bytes",)
+            files = ("memory.usage_in_bytes", "total_mapped_file")
         else:
             continue
         folder = root / path.strip("/")
@@ -137,7 +139,8 @@ def _limits(mount: Path, membership: Path) -> Iterator[tuple[int, int]]:
         # root of the mount is there, and it is the container's own group.
         for group in (folder, *folder.parents):
             if group.is_relative_to(root):
-                yield from _group_limit(group, *files, prefix=prefix)
+                for limit in limits:
+                    yield from _group_limit(group, limit, *files, prefix=prefix)
 
 
 def _group_limit(group: Path, limit: str, usage: str, mapped: str, *, prefix: str

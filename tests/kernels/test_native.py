@@ -131,13 +131,16 @@ def test_records_are_the_references_to_the_byte(dim, bits, size, offset, dtype, 
 
 
 @BUILT
-def test_an_unknown_instruction_set_is_named(monkeypatch):
+def test_unknown_kernels_are_named(monkeypatch):
     for name in ("avx1024", *(name for name in cpu_library.SETS if name not in SETS)):
         monkeypatch.setenv("FLEXGEN_H2O_ISA", name)
         with pytest.raises(UserError, match=f"FLEXGEN_H2O_ISA={name}: this machine has portable"):
             ops.prefill_attention(**prefill_case([3]))
     monkeypatch.setenv("FLEXGEN_H2O_ISA", "")
     assert cpu_library.instruction_set() in SETS
+    monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "native")
+    with pytest.raises(UserError, match="FLEXGEN_H2O_KERNELS=native: it is reference, or not set"):
+        ops.prefill_attention(**prefill_case([3]))
 
 
 @BUILT

@@ -334,8 +334,13 @@ def test_yaml_bombs(tmp_path, harmless, capfd, name, flag):
 
 
 def test_aliases_are_welcome(tmp_path):
-    (tmp_path / "a.yaml").write_text("a: &a {x: 1, y: [2, 3]}\nb: {<<: *a, x: 4}\nc: *a\n")
+    (tmp_path / "a.yaml").write_text("a: &a {x: 1, y: [2, 3]}\nb: {<<: *a, <<: *a, x: 4}\nc: *a\n")
     assert load_yaml(tmp_path / "a.yaml")["b"] == {"x": 4, "y": [2, 3]}
+
+
+def test_a_key_is_given_once(tmp_path):
+    (tmp_path / "a.yaml").write_text("a: {x: 1}\nb:\n  1: x\n  '1': x\n  y: 1\n  'y': 2\n")
+    refused(lambda: load_yaml(tmp_path / "a.yaml"), "line 6 gives 'y' again", "leave one out")
 
 
 # GGUF

@@ -578,6 +578,9 @@ def test_cgroup_v2_takes_the_tightest_limit_above(tmp_path):
     group(mount / "a" / "b", V2, limit="max", used=600, inactive=0)
     assert cgroup_free(mount, membership(tmp_path, "0::/a/b\n")) == 400
     assert cgroup_limit(mount, membership(tmp_path, "0::/a/b\n")) == 1000
+    for high, free in (("max", 400), ("650", 50)):  # above which the kernel slows what it runs
+        (mount / "a" / "b" / "memory.high").write_text(high)
+        assert cgroup_free(mount, membership(tmp_path, "0::/a/b\n")) == free
 
 
 def test_cgroup_v1_and_its_no_limit(tmp_path):
