@@ -22,6 +22,9 @@ from flexgen_h2o.metrics.text import sizes
 
 HUGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14; not in the mmap module
+_LACKING = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
+"""Words of errors that have no class of their own: of PyTorch's allocator for a CPU, of CUDA and
+Triton, and of cuBLAS and cuDNN, for which a GPU has nothing left beside PyTorch's share."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -41,9 +44,8 @@ def lacks_memory(error: BaseException) -> bool:
     """True if it says that memory could not be had: of the system, of PyTorch, on any device."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # PyTorch's allocator for a CPU has no class of its own for it.
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _LACKING))
 
 
 class Pages(mmap.mmap):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.storage.arena import ARENA_BYTES, Arena
-from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, Device
+from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, Device, lacks_memory
 
 ODD = HUGE_PAGE + 7 * PAGE
 """One huge page and a little: two huge pages would be nearly twice as much."""
@@ -44,3 +44,14 @@ def test_an_arenas_buffers_lie_apart(sizes):
         assert size <= len(buffer) < size + PAGE or (size, len(buffer)) == (0, PAGE)
     ends = sorted((each.data_ptr(), each.data_ptr() + len(each)) for each in taken)
     assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+
+
+@pytest.mark.parametrize("words", [
+    "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"])
+def test_a_gpu_that_is_full_lacks_memory(words):
+    """What lies beside PyTorch's own share of it has no class of error of its own."""
+    assert lacks_memory(RuntimeError(words))
+    assert not lacks_memory(ValueError(words))
+    assert not lacks_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
