@@ -237,7 +237,9 @@ class CudaDevice(Device):
         # nearly doubles a layer of OPT-30B, and never gives anything back.
         if pinned:
             runtime, address = torch.cuda.cudart(), tensor.data_ptr()
-            status = runtime.cudaHostRegister(address, tensor.nbytes, 0)
+            # In a new thread the first GPU is the current one, and would open a context for this.
+            with torch.cuda.device(self.torch):
+                status = runtime.cudaHostRegister(address, tensor.nbytes, 0)
             if int(status) != 0:
                 raise UserError(f"{sizes(tensor.nbytes)[0]} of host memory can't be page-locked "
                                 f"(CUDA error {int(status)}): use less, or --pin-weight false")

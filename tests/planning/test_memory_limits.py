@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 
 import pytest
@@ -17,7 +18,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.storage.free_memory import MemoryLimits
-from flexgen_h2o.storage.tiers import CudaDevice
+from flexgen_h2o.storage.tiers import CudaDevice, Device
 
 LOAD = Workload(prompt_len=6, gen_len=3, gpu_batch_size=4, num_gpu_batches=1)
 PROMPTS = [[1, 2, 3, 4, 5, 6]] * 4
@@ -119,6 +120,24 @@ def test_pytorch_is_held_to_the_limit(monkeypatch, nbytes, share):
                         lambda *arguments: seen.append(arguments))
     CudaDevice.limit(types.SimpleNamespace(torch="cuda:1"), nbytes)
     assert seen == [(share, "cuda:1")]
+
+
+def test_the_gpu_that_computes_page_locks(monkeypatch):
+    """In the thread of a lane the first one is current, where another job may have the memory."""
+    seen, buffer = [], Device().host_empty(1)
+    runtime = types.SimpleNamespace(cudaHostUnregister=seen.append, cudaHostRegister=(
+        lambda address, nbytes, flags: seen.append(address) or 0))
+
+    @contextlib.contextmanager
+    def current(device):
+        seen.append(device)
+        yield
+        seen.append("the first again")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    CudaDevice._pin(types.SimpleNamespace(torch="cuda:1"), buffer, types.SimpleNamespace(), True)
+    assert seen == ["cuda:1", buffer.data_ptr(), "the first again"]
 
 
 @pytest.mark.parametrize("pin", [True, False])
