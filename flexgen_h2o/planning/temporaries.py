@@ -24,6 +24,9 @@ from flexgen_h2o.planning.planned_run import PlannedRun, layer_slots, record_byt
 RESERVE = 128 << 20
 """Bytes for thread stacks, the libraries' own workspaces and the allocators' slack."""
 
+TUNING = 256 << 20
+"""Bytes of a GPU that Triton's tuner writes before each launch that it times, to empty caches."""
+
 
 def workspace_bytes(run: PlannedRun) -> int:
     """Temporaries of the widest step: a chunk of prefill in a layer, or the logits."""
@@ -38,7 +41,7 @@ def workspace_bytes(run: PlannedRun) -> int:
     logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
     logits *= run.heads
     own = max(_own_attention(run), _carried(run)) + _own_products(run) + mixture_bytes(run)
-    return layer + logits + own + RESERVE
+    return layer + logits + own + RESERVE + TUNING * run.has_gpu
 
 
 def mixture_bytes(run: PlannedRun) -> int:

@@ -28,7 +28,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import kept
 from flexgen_h2o.models import family
 from flexgen_h2o.models.spec import from_transformers, published
-from flexgen_h2o.planning import planned_run
+from flexgen_h2o.planning import planned_run, temporaries
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.storage.free_memory import (
     MemoryLimits,
@@ -455,6 +455,17 @@ def test_workspace_of_attention(monkeypatch, has_gpu, cache):
     slots = 20_000 if cache.evicts else 100_031
     decode = 4 * (64 + 4 * 32) * (slots + 64 + 2 * 128)
     assert own_attention(run) == max(prefill, decode)
+
+
+@pytest.mark.parametrize(("has_gpu", "more"), [(True, 256 << 20), (False, 0)])
+def test_workspace_of_a_gpu_has_room_for_the_tuner(monkeypatch, has_gpu, more):
+    """Triton writes 256 MB to empty the caches, in the middle of a prefill and of a step."""
+    found = []
+    for nbytes in (temporaries.TUNING, 0):
+        monkeypatch.setattr(temporaries, "TUNING", nbytes)
+        plan = memory_plan(LLAMA_8B, make_policy(*ALL_GPU), LOAD, itemsize=2, has_gpu=has_gpu)
+        found.append(sum(rows(plan)["workspace"]))
+    assert found[0] - found[1] == more
 
 
 def test_workspace_holds_what_goes_on_in_the_next_block():
