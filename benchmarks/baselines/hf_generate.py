@@ -28,6 +28,10 @@ class StepClock:
         self.times = [time.perf_counter()]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_) -> torch.Tensor:
+        if input_ids.is_cuda:  # the token is only queued there; `generate` waits for it right after
+            import torch
+
+            torch.cuda.current_stream().synchronize()
         self.times.append(time.perf_counter())
         return input_ids.new_zeros(len(input_ids)).bool()
 

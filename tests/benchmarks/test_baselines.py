@@ -130,6 +130,19 @@ def test_prompts_of_any_lengths_are_continued_as_each_alone(tiny_model, bench):
     assert list(found.tokens) == alone
 
 
+def test_a_token_on_a_gpu_is_there_before_its_time_is_noted(bench, monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    clock, noted = bench.hf_generate.StepClock(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(
+        synchronize=lambda: noted.append(len(clock.times))))
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    for each in (ids, ids.as_subclass(OnGpu), ids.as_subclass(OnGpu)):
+        assert not clock(each, None).any()
+    assert noted == [2, 3] and len(clock.times) == 4
+
+
 def test_the_engine_plans_its_own_policy(tiny_model, bench, tmp_path, monkeypatch):
     from flexgen_h2o.planning import calibrate
 
