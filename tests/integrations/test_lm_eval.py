@@ -388,10 +388,17 @@ def test_what_a_task_asks_of_sampling():
         "top_p": 0.5}
 
 
-def test_chat_templates_and_special_tokens(folder, opened, tiny_model):
+def test_chat_templates_and_special_tokens(folder, opened, tiny_model, monkeypatch):
     lm = opened(folder)
     history = [{"role": "user", "content": "w5"}]
     assert lm.apply_chat_template(history) == "w5 w1"
+    assert lm.apply_chat_template(history, add_generation_prompt=False) == "w5"
+    refusal = "{{ raise_exception('no system role') }}"
+    monkeypatch.setattr(lm, "_renderer", None)
+    monkeypatch.setattr(lm.tokenizer, "chat_template", refusal)
+    with pytest.raises(UserError, match="does not take these messages: .*no system role"):
+        lm.apply_chat_template(history)
+    monkeypatch.undo()
     assert "messages" in lm.chat_template(True) and "/" not in lm.tokenizer_name
     assert lm.prefix_token_id == tiny_model("llama").config.bos_token_id
     with pytest.raises(UserError, match="no EOS token"):

@@ -23,6 +23,7 @@ from lm_eval.utils import (
 from tqdm import tqdm
 
 from flexgen_h2o.errors import UserError, check_text
+from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.integrations.lm_eval.arguments import parse
 
 NAME = "flexgen_h2o"
@@ -57,6 +58,7 @@ class FlexGenLM(TemplateLM):
         self.close = weakref.finalize(self, self.llm.close)
         self.batch_sizes: dict[str, int] = {}
         self.kv_cache_bytes = 0
+        self._renderer: ChatRenderer | None = None
         try:
             if self.llm.tokenizer is None:
                 raise UserError(f"{self.arguments.pretrained} has no tokenizer here, and tasks "
@@ -136,13 +138,16 @@ class FlexGenLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]],
                             add_generation_prompt: bool = True) -> str:
-        """A conversation as text, in the model's own template."""
+        """A conversation as text, in the model's own template. Raises `UserError`."""
         if not self.tokenizer.chat_template:
             raise UserError(f"{self.arguments.pretrained} has no chat template: leave "
                             "--apply_chat_template out")
-        return self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt)
+        if self._renderer is None:
+            self._renderer = ChatRenderer(self.tokenizer)
+            weakref.finalize(self, self._renderer.close)
+        return self._renderer.render(chat_history, {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt})
 
     def get_model_info(self) -> dict[str, object]:
         """Facts about the model, which the harness writes beside its results."""
