@@ -235,6 +235,12 @@ def test_a_generator_takes_columns_of_all_kinds(words):
 @pytest.mark.parametrize(("given", "words"), [
     ({}, "say what a replica takes"),
     ({"memory": 1, "concurrency": (2, 1)}, "concurrency must be from 1 up"),
+    ({"memory": 1, "concurrency": (1, 2, 3)}, "concurrency must be a number, or two"),
+    ({"memory": 1, "concurrency": 2.0}, "concurrency must be a whole number, got 2.0"),
+    ({"memory": 1, "concurrency": None}, "concurrency must be a whole number, got None"),
+    ({"memory": 1, "engine_kwargs": None}, "engine_kwargs must be a mapping, got None"),
+    ({"memory": 1, "runtime_env": "env.yaml"}, "runtime_env must be a mapping, got 'env.yaml'"),
+    ({"engine_kwargs": {"memory_limit": "2GB"}}, "memory_limit of engine_kwargs must be a whole"),
     ({"memory": 1, "batch_size": 0}, "batch_size must be at least 1"),
     ({"memory": 1, "num_gpus": 2}, "num_gpus must be 0 or 1"),
     ({"memory": 1, "engine_kwargs": {"model": "m"}}, "it is model_source")])

@@ -67,12 +67,18 @@ class ProcessorConfig:
 
     def __post_init__(self) -> None:
         checked(Text, self.model_source, "model_source")
+        for name in ("engine_kwargs", "runtime_env"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping) and (given, name) != (None, "runtime_env"):
+                raise UserError(f"{name} must be a mapping, got {shown(given)}")
         check_bool("should_continue_on_error", self.should_continue_on_error)
         for name in ("batch_size", "num_cpus"):
             check_int(name, getattr(self, name), low=1)
         check_int("seed", self.seed, low=0)
-        if self.memory is not None:
-            check_int("memory", self.memory, low=1)
+        for name, size in (("memory", self.memory), ("memory_limit of engine_kwargs",
+                                                     self.engine_kwargs.get("memory_limit"))):
+            if size is not None:
+                check_int(name, size, low=1)
         if self.num_gpus not in (None, 0, 1):
             raise UserError(f"num_gpus must be 0 or 1, got {shown(self.num_gpus)}")
         if self.accelerator_type is not None:
@@ -93,7 +99,7 @@ class ProcessorConfig:
     @property
     def _range(self) -> tuple[int, int]:
         given = self.concurrency
-        ends = (given, given) if isinstance(given, int) else tuple(given)
+        ends = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
         if len(ends) != 2:
             raise UserError(f"concurrency must be a number, or two, got {shown(given)}")
         for end in ends:
