@@ -36,8 +36,8 @@ from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.values import parse_size
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.checks import writing
-from flexgen_h2o.files.shared_csv import append_row
+from flexgen_h2o.files.checks import check_writable, writing
+from flexgen_h2o.files.shared_csv import append_row, check_header
 from flexgen_h2o.metrics import breakdown
 from flexgen_h2o.metrics.links import GB
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
@@ -94,7 +94,17 @@ def raw_rate(path: Path) -> float:
 def extended(few: Sequence[int], seconds: Sequence[float], layers: int) -> float:
     """The seconds of so many layers, from those of two smaller counts."""
     (less, more), (short, long) = few, seconds
+    if less == more:  # there are no more
+        return short
     return short + (layers - less) * (long - short) / (more - less)
+
+
+def with_layers(sizes: dict, count: int) -> dict:
+    """The config.json of a model's first layers alone."""
+    if "text_config" in sizes:
+        return sizes | {"text_config": with_layers(sizes["text_config"], count)}
+    kinds = sizes.get("layer_types")
+    return sizes | {"num_hidden_layers": count, "layer_types": kinds and kinds[:count]}
 
 
 class MemoryScenario:
@@ -171,13 +181,13 @@ class MemoryScenario:
     def _compute_alone(self, values: dict) -> dict[str, float]:
         """Seconds of the prefill and of a decode step with all weights and the cache in memory."""
         sizes = json.loads((self._weights / "config.json").read_text(encoding="utf-8"))
-        layers = sizes["num_hidden_layers"]
+        layers = sizes.get("text_config", sizes)["num_hidden_layers"]
         few = tuple(min(count, layers) for count in FEW_LAYERS)
         found = []
         for count in few * REPEATS:
             folder = self._scratch / f"{count}-layers"
             folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": count}))
+            (folder / "config.json").write_text(json.dumps(with_layers(sizes, count)))
             config, result = folder / "run.yaml", folder / "run.csv"
             config.write_text(yaml.safe_dump(values | {
                 "model": str(folder), "path": "_DUMMY_", "percent": [100, 0, 100, 0, 100, 0],
@@ -208,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                         help="of the cgroup, such as 6GB; without it there is no limit")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scenarios.csv"))
     args = parser.parse_args(argv)
+    check_writable("--out", str(args.out))
+    check_header(args.out, COLUMNS, flag="--out")
     with tempfile.TemporaryDirectory() as scratch:
         scenario = MemoryScenario(args.config, args.path, scratch=Path(scratch), memory=args.memory)
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

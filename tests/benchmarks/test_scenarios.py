@@ -9,6 +9,7 @@ from children import environment
 from programs import ROOT, benchmark_modules
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.models.spec import from_transformers
 
 
 @pytest.fixture
@@ -26,6 +27,27 @@ def memory_group():
 def test_the_time_of_all_layers_follows_from_few(scenarios):
     assert scenarios.extended((2, 6), (5.0, 13.0), 48) == 5 + 46 * 2
     assert scenarios.extended((1, 4), (3.0, 3.0), 32) == 3, "no time a layer, only the rest"
+    assert scenarios.extended((2, 2), (3.0, 3.1), 2) == 3
+
+
+def test_the_first_layers_of_a_model_are_a_model(scenarios):
+    config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 6,
+              "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+              "intermediate_size": 8, "layer_types": ["full_attention"] * 6}
+    assert from_transformers(scenarios.with_layers(config, 2), "few").num_layers == 2
+    del config["layer_types"]
+    assert from_transformers(scenarios.with_layers(config, 2), "few").num_layers == 2
+    assert scenarios.with_layers({"text_config": config}, 2)["text_config"][
+        "num_hidden_layers"] == 2
+
+
+def test_a_file_that_cannot_take_the_row_is_told_before_the_run(scenarios, tmp_path, monkeypatch):
+    monkeypatch.setattr(scenarios, "MemoryScenario", None)  # nothing is run
+    out = tmp_path / "other.csv"
+    out.write_text("a,b\n")
+    for path, words in ((out, "has other columns"), (tmp_path / "no" / "o.csv", "cannot write")):
+        with pytest.raises(UserError, match=words):
+            scenarios.main(["--config", "c.yaml", "--path", "m", "--out", str(path)])
 
 
 def test_raw_reads_are_of_parts_that_were_not_read(scenarios, tmp_path, monkeypatch):
