@@ -9,9 +9,9 @@ first layers of a shape whose weights are more than the disk holds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.checks import writing
 from flexgen_h2o.models import family
 from flexgen_h2o.models.convert import natural_key, torch_dtype
 from flexgen_h2o.models.dummy import DummyCheckpoint
@@ -102,7 +105,19 @@ def stacks_of(cfg: ModelConfig, names: Sequence[str]) -> Mapping[str, list[str]]
 
 def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0,
          layers: int | None = None) -> None:
-    """Write config.json and model.safetensors; the folder appears whole or not at all."""
+    """Write config.json and model.safetensors; the folder appears whole or not at all.
+
+    Raises
+    ------
+    UserError
+        There is no such shape or dtype, or the folder, or what an earlier run has left, is there.
+    """
+    exists = "exists: remove it or choose another --out"
+    if out.exists():
+        raise UserError(f"{out} {exists}")
+    building = out.with_name(f"{out.name}.building")
+    if building.exists():
+        raise UserError(f"{building} {exists}")
     cfg = shape_of(model, layers)
     config = hf_config(cfg, dtype)
     number = torch_dtype(dtype)
@@ -119,17 +134,20 @@ def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0,
             checkpoint.read(part, tensor)
             yield tensor
 
-    building = out.with_name(f"{out.name}.building")
-    building.mkdir(parents=True)
-    (building / "config.json").write_text(json.dumps(config, indent=2))
-    with tqdm(desc=model, unit="B", unit_scale=True) as bar:
+    with writing("--out", str(out)), tqdm(desc=model, unit="B", unit_scale=True) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        write_safetensors(building / "model.safetensors", layout, chunks, progress=show)
-    building.rename(out)
+        building.mkdir(parents=True)
+        try:
+            (building / "config.json").write_text(json.dumps(config, indent=2))
+            write_safetensors(building / "model.safetensors", layout, chunks, progress=show)
+            building.rename(out)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
 
 
 def _stacked(shapes: Sequence[tuple[int, ...]], cfg: ModelConfig) -> tuple[int, ...]:
@@ -140,25 +158,17 @@ def _stacked(shapes: Sequence[tuple[int, ...]], cfg: ModelConfig) -> tuple[int, 
     return count, sum(map(math.prod, shapes)) // (count * inputs), inputs
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="facebook/opt-1.3b",
                         help="published OPT, LLaMA or Qwen3-MoE shape")
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     parser.add_argument("--layers", type=int, help="only the first so many layers (default: all)")
-    args = parser.parse_args()
-    if args.out.exists():
-        print(f"error: {args.out} exists: remove it or choose another --out", file=sys.stderr)
-        return 2
-    try:
-        make(args.model, args.out, dtype=args.dtype, seed=args.seed, layers=args.layers)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    args = parser.parse_args(argv)
+    make(args.model, args.out, dtype=args.dtype, seed=args.seed, layers=args.layers)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -252,6 +252,26 @@ def test_a_checkpoint_of_some_layers_of_a_mixture(bench, tiny_model, tmp_path, m
         bench.make_checkpoint.shape_of("tiny", 4)
 
 
+@pytest.mark.parametrize("ends", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_of_a_checkpoint_that_ends_early_nothing_stays(bench, tmp_path, monkeypatch, ends):
+    def write(path, *_, **__):
+        path.write_bytes(bytes(9))
+        raise ends
+
+    out, building = tmp_path / "made" / "m", tmp_path / "made" / "m.building"
+    made, flags = bench.make_checkpoint, ["--model", "facebook/opt-125m", "--out", str(out)]
+    monkeypatch.setattr(made, "write_safetensors", write)
+    with pytest.raises((UserError, KeyboardInterrupt)) as caught:
+        made.main(flags)
+    assert isinstance(ends, KeyboardInterrupt) or str(caught.value) == (
+        f"cannot write --out {out}: No space left on device")
+    assert not any((tmp_path / "made").iterdir())
+    for left in (building, out):  # as of a run that was killed
+        left.mkdir()
+        with pytest.raises(UserError, match=f"{left.name} exists: remove it"):
+            made.main(flags)
+
+
 def test_no_checkpoint_is_made_of_other_families(bench):
     with pytest.raises(UserError, match="OPT, LLaMA and Qwen3-MoE shapes only"):
         bench.make_checkpoint.hf_config(published("EleutherAI/pythia-6.9b"), "bfloat16")
