@@ -21,6 +21,7 @@ from shared.engine_run import OK, TOO_LARGE, run_engine
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser, parse_args
+from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.provenance import source_commit
@@ -71,6 +72,8 @@ def sweep(args: argparse.Namespace) -> list[dict[str, object]]:
                 continue
             found[policy].append(row)
             print(f"{repeat} {seconds(row):8.2f} s  {' '.join(policy)}", flush=True)
+    if not found.keys() - {AUTO}:
+        raise UserError(f"no policy of the grid fits --memory-limit {args.memory_limit}: raise it")
     took = {policy: statistics.median(map(seconds, rows)) for policy, rows in found.items()}
     best = min(time for policy, time in took.items() if policy != AUTO)
     table = []
@@ -107,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_sweep.csv"))
     args = parser.parse_args(argv)
+    check_int("--repeats", args.repeats, low=1)
     table = sweep(args)
     write_csv(args.out, COLUMNS, table)
     for row in table:

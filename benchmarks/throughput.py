@@ -28,6 +28,9 @@ from comparison.processes import TUNED
 from comparison.prompts import random_prompts
 from comparison.rooflines import ITEMSIZES, Load, WorkAmount, measure_rates, work
 
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.rows import RowsFile, keeping
 
@@ -228,7 +231,7 @@ def show(table: list[dict]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="folder with config.json and safetensors")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
@@ -252,9 +255,11 @@ def main() -> int:
         torch.set_num_threads(args.threads)
         run = run_engine if args.worker.startswith("engine") else run_transformers
         print(json.dumps(run(args)))
-        return 0
+        return
     if "engine" not in args.systems:
         parser.error("--systems needs 'engine'")
+    for name, low in (("repeats", 1), ("inner", 1), ("gen_len", 2)):
+        check_int(flag_name(name), getattr(args, name), low=low)
     table, file = [], RowsFile(args.csv, COLUMNS, end="\r\n")
     with keeping(file):
         for row in compare(args):
@@ -265,8 +270,7 @@ def main() -> int:
     with open_atomic(Path(args.csv).with_suffix(".md")) as beside:
         beside.write(text + "\n")
     print(text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -70,6 +70,11 @@ def main() -> None:
                    batch=32, csv="benchmarks/results/cache.csv")
     flags.add_argument("--repeats", type=int, default=3)
     args = flags.parse_args()
+    needed = {"full", *("full, on disk" for name in args.caches if "disk" in name)}
+    if missing := sorted(needed - {*args.caches}):
+        flags.error(f"--caches needs {missing[0]!r}, which others are compared with")
+    if args.repeats < 1 or args.gen_len < 2:
+        flags.error("--repeats must be at least 1, and --gen-len 2")
     found: dict[str, list[dict]] = {name: [] for name in args.caches}
     for _ in range(args.repeats):
         for name in args.caches:
