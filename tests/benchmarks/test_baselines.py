@@ -44,6 +44,8 @@ def test_a_roofline_counts_bytes_and_products(bench):
     assert full.all_bytes == 2 * MODEL.num_parameters()
     dense = 2 * (MODEL.num_layers * MODEL.layer_parameters() + 64_000)
     assert full.step_flops == 2 * (dense + 4 * 4 * 64 * 12)
+    assert full.prefill_flops == 2 * (10 * (dense - 2 * 64_000 + 4 * 4 * 64 * 5) + 2 * 64_000), (
+        "attention to half of a prompt, and the head for its last token alone")
     small = bench.rooflines.work(MODEL, load(weight_bits=4, cache_bits=4))
     assert small.weight_bytes < full.weight_bytes / 3 and small.cache_bytes < full.cache_bytes / 2
     assert small.step_flops == full.step_flops
@@ -336,13 +338,14 @@ def test_who_loads_beyond_a_limit_enters_later(bench, tmp_path, monkeypatch, bey
     worker = tmp_path / "worker.py"
     worker.write_text("import json, sys\njob = json.load(sys.stdin)\n"
                       "if 'door' in job: open(job['door'], 'w').write('after')\n"
-                      "open(job['answer'], 'w').write(json.dumps({'status': 'ok'}))")
+                      "held = {'held': 3} if 'door' in job else {}\n"
+                      "open(job['answer'], 'w').write(json.dumps({'status': 'ok', **held}))")
     monkeypatch.setattr(bench.processes, "WORKER", (str(worker),))
     monkeypatch.setattr(bench.processes, "drop_page_cache", lambda: False)
     monkeypatch.setattr(bench.processes, "MemoryGroup", lambda limit: Group(tmp_path))
     found = bench.processes.run_job({"kind": "run", "loads_beyond": beyond}, threads=1, timeout=60,
                                     memory=1 << 30, scratch=tmp_path / "scratch")
-    assert (found["status"], found["peak_memory"]) == ("ok", 7)
+    assert (found["status"], found["peak_memory"]) == ("ok", 7 + 3 * beyond)
     assert (tmp_path / "door").read_text() == when
     loads = {options: bench.deepspeed_zero.DeepSpeedZero.loads_beyond({"offload": options})
              for options in bench.deepspeed_zero.PLACES}
@@ -363,6 +366,12 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
     assert found["settings"].startswith("so, limited once loaded (it held ")
     assert done == ["loaded", "loaded", "dropped"] and int(door.read_text()) == os.getpid()
     assert (tmp_path / "loaded").exists()
+    baseline.warms, whole = True, [[5] * 9, [6] * 2]
+    baseline.generate = lambda *given: calls.append(given) or bench.base.Timings(
+        len(calls), (1.0,), None)
+    calls: list[tuple] = []
+    assert bench.worker.measure(baseline, job | {"prompts": whole, "generate": 7})["prefill"] == 2
+    assert calls == [([[5] * 2, [6]], 2), (whole, 7)], "a quarter of the prompts warms up"
     assert 0 < found["held"] == (1 << 40) - int(limit.read_text()), "it counts all the same"
     limit.write_text("4096")
     with pytest.raises(MemoryError, match="GB when it has loaded"):

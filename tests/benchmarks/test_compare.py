@@ -288,7 +288,7 @@ class Fake:
                 "load": 1.0, "prefill": float(times),
                 "steps": [len(prompts[0]) / 16] * (job["generate"] - 1),
                 "tokens": [[answer.get("token", 7)] * job["generate"]] * batch,
-                "peak_rss": 1 << 20, "read": None}
+                "peak_rss": 1 << 20, "read": times * 10**9 if name == "plain" else None}
 
 
 def cells(bench, tiny_model, tmp_path, answers: dict, spec: dict, **others) -> tuple[list, Fake]:
@@ -304,8 +304,10 @@ def cells(bench, tiny_model, tmp_path, answers: dict, spec: dict, **others) -> t
     return table.rows(), do
 
 
-def test_systems_take_turns_and_medians_count(bench, tiny_model, tmp_path):
-    answers = {"plain": {}, "h2o": {"token": 8}}
+def test_systems_take_turns_and_medians_count(bench, tiny_model, tmp_path, monkeypatch):
+    answers, loads, work = {"plain": {}, "h2o": {"token": 8}}, [], bench.cells.work
+    monkeypatch.setattr(bench.cells, "work",
+                        lambda model, load: loads.append(load) or work(model, load))
     rows, do = cells(bench, tiny_model, tmp_path, answers,
                      {"batch": 2, "best": False, "cut_gen_len": {"h2o": 3}, "memory": "1MB"})
     assert do.jobs == [("plain", 2, 5, 10 ** 6), ("h2o", 2, 3, 10 ** 6)] * 3
@@ -318,6 +320,8 @@ def test_systems_take_turns_and_medians_count(bench, tiny_model, tmp_path):
     assert (plain["equal_tokens"], h2o["equal_tokens"]) == ("1", "0")
     assert plain["equal_tokens_with"] == h2o["equal_tokens_with"] == "plain"
     assert plain["documented"].startswith("https://") and plain["cpu"] == "a CPU"
+    assert (plain["gb_read"], h2o["gb_read"]) == ("2", "")
+    assert [load.cached for load in loads] == [8 + 5 / 2, (8 + 5) / 2], "on average; half"
     roofline = float(plain["prefill_roofline_s"]) + 4 * float(plain["decode_step_roofline_s"])
     assert float(plain["total_over_roofline"]) == pytest.approx(4 / roofline, rel=1e-4)
     again, nothing = cells(bench, tiny_model, tmp_path, answers,
