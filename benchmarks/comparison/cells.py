@@ -98,7 +98,8 @@ class Cells:
             for system in left:
                 if all(found["status"] == OK for found in outcomes[system]):
                     outcomes[system].append(self._measured(group, system, repeat))
-        rates.append(self._rates(group))
+        with suppress(UserError):  # what took hours stands by the rates before it
+            rates.append(self._rates(group))
         reference = next((system for system in left if self._config.systems[system].exact
                           and outcomes[system][-1].get("tokens")), None)
         for system in left:

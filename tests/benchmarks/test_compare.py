@@ -271,7 +271,8 @@ class Fake:
             assert memory is None
             self.ready.append(job["settings"]["options"].get("cache_share"))
         if job["kind"] != "run":
-            return dict(RATES)
+            found = self.answers.get("rates") if job["kind"] == "rates" else None
+            return dict(RATES if found is None else next(found))
         batch, options = job["settings"]["batch"], job["settings"]["options"]
         name = "h2o" if options.get("cache_share") else "plain"
         self.jobs.append((name, batch, job["generate"], memory))
@@ -329,6 +330,13 @@ def test_systems_take_turns_and_medians_count(bench, tiny_model, tmp_path, monke
     assert nothing.jobs == [] and again == rows
     _, more = cells(bench, tiny_model, tmp_path, answers, {"batch": 4, "best": False})
     assert more.jobs == [("plain", 4, 5, None), ("h2o", 4, 5, None)] * 3, "another scenario"
+
+
+def test_figures_stay_where_rates_cannot_be_measured_again(bench, tiny_model, tmp_path):
+    rates = iter([RATES, {"status": "timed out", "reason": "killed after 9 s"}])
+    rows, _ = cells(bench, tiny_model, tmp_path, {"plain": {}, "h2o": {}, "rates": rates},
+                    {"batch": 2, "best": False}, repeats=1)
+    assert [row["status"] for row in rows] == ["ok", "ok"] and rows[0]["total_over_roofline"]
 
 
 def test_each_has_its_own_best_batch_and_memory_ends_in_a_row(bench, tiny_model, tmp_path):
