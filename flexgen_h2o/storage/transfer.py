@@ -190,6 +190,8 @@ class Transfers:
         for lane in self._lanes.values():  # copies before a job that failed
             with contextlib.suppress(Exception):
                 lane.flush()
+        with contextlib.suppress(Exception):  # a GPU may read and write host memory in place
+            self.device.mark().synchronize()
         self._unsettled.clear()
 
     def close(self) -> None:

@@ -172,3 +172,13 @@ def test_errors_come_out_where_a_job_is_waited_for():
 
     for wait in (lambda ring: ring.get(1), lambda ring: ring.take(2), BufferRing.settle):
         failing(wait)
+
+
+def test_compute_is_over_when_buffers_go():
+    """Kernels of a GPU read and write host memory in place, which is unmapped then."""
+    device, done = LazyComputeDevice(), []
+    transfers = Transfers(device, links=LinkStats(), trace=Trace(enabled=False))
+    device.compute(lambda: done.append("compute"))
+    transfers.abandon()
+    transfers.close()
+    assert done == ["compute"]
