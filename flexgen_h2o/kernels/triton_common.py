@@ -82,10 +82,13 @@ def in_units(x: torch.Tensor) -> tuple[int, list[int]]:
 
     The compiler itself sees only whether an argument is a multiple of 16. A record of 72 bytes is
     none, and would be read byte by byte.
+
+    Where one does not fit into 32 bits they come in ones, whatever is read by bytes then: in units
+    it might fit, and the kernel's product with the unit would not.
     """
     strides = x.stride()[:-1]
     unit = functools.reduce(int.__or__, strides, 16)
-    unit &= -unit
+    unit = unit & -unit if max(strides) < 2**31 else 1
     return unit, [stride // unit for stride in strides]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import sys
@@ -87,6 +88,13 @@ def rotated(x):
     return x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
 
+def far_apart(slots):
+    """A copy of records whose values lie 2 ** 31 bytes behind its keys, with nothing between."""
+    pages = mmap.mmap(-1, 2**31 + slots.numel(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    apart = torch.frombuffer(pages, dtype=torch.uint8)
+    return apart.as_strided(slots.shape, (2**31, *slots[0].contiguous().stride())).copy_(slots)
+
+
 def decode_case(cached, *, form=torch.float32, group=1, kv_heads=2, dim=16, n=None, full=(),
                 recent=2, eviction=None, rotary=0):
     """Arguments of a decode step of sequences with `cached` slots each; empty ones hold poison."""
@@ -128,11 +136,11 @@ def triton_decode_step(q, k, v, *, slots, metadata, layout, state, form=DEFAULT_
         eviction=EvictionArguments.of(state), form=FormArguments.of(form, sinks))
 
 
-def check_decode(copy=torch.clone, attention=DEFAULT_FORM, **options):
+def check_decode(copy=torch.clone, attention=DEFAULT_FORM, put=torch.clone, **options):
     case = decode_case(**options)
     case |= {"form": attention,
              "sinks": random(case["q"].shape[1]) * 3 if attention.sinks else None}
-    other = case | {"slots": case["slots"].clone(), "state": clone(case["state"], copy)}
+    other = case | {"slots": put(case["slots"]), "state": clone(case["state"], copy)}
     expected, place = reference.decode_attention(**case)
     out, taken = triton_decode_step(**other)
     assert torch.equal(taken, place) and taken.dtype == torch.int64
@@ -178,6 +186,12 @@ def test_decode_dims(form, dim):
 def test_decode_with_states_of_any_strides():
     for rotary in (0, 16):
         check_decode(rotated, cached=[31, 20], full=(0, 1), eviction=Eviction(), rotary=rotary)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_decode_of_a_cache_whose_keys_have_2_gb(group):
+    check_decode(put=far_apart, cached=[3], full=(0,), form=8, kv_heads=1, group=group,
+                 eviction=Eviction())
 
 
 def attention64(q, k, v, allowed):
@@ -317,7 +331,7 @@ def test_large_logits_do_not_overflow():
 
 
 def check_select(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, rolls=False,
-                 draw=torch.rand, copy=torch.clone):
+                 draw=torch.rand, copy=torch.clone, put=torch.clone):
     dtype, layout = (form, None) if isinstance(form, torch.dtype) else (torch.bfloat16,
                                                                        GroupLayout(dim, form))
     eviction = eviction or Eviction()
@@ -334,7 +348,7 @@ def check_select(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None,
                                     torch.full(shape, -7).int(),
                                     torch.full(shape, -7).int() if rolls else None), copy)
         slots = torch.full((2, sequences, kv_heads, n + 1, width), 77.0).to(kind)[:, :, :, :n]
-        cases.append((slots, state))
+        cases.append((put(slots), state))
     (slots, state), (wanted_slots, wanted) = cases
     reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=wanted_slots, state=wanted,
                                    layout=layout)
@@ -371,6 +385,10 @@ def test_select(draw, eviction):
 def test_select_forms(form, dim):
     check_select([Cut(9, 3, 2), Cut(40, 15, 5)], form=form, dim=dim,
                  copy=rotated if dim == 80 else torch.clone)
+
+
+def test_select_to_a_cache_whose_keys_have_2_gb():
+    check_select([Cut(9, 3, 2)], form=8, put=far_apart)
 
 
 def test_select_with_scores_of_every_size():
