@@ -6,11 +6,11 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics import provenance
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
                  "cannot allocate memory", "the run does not fit")
@@ -153,8 +153,8 @@ def no_cuda() -> str | None:
 
 
 def installed(*packages: str) -> str:
-    """Names and versions of packages, for a row."""
-    return " ".join(f"{package} {metadata.version(package)}" for package in packages)
+    """Names and versions of packages, for a row; of one that is not installed only its name."""
+    return " ".join(f"{package} {provenance.installed(package)}".strip() for package in packages)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

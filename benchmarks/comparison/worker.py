@@ -20,7 +20,8 @@ from comparison.rooflines import measure_rates
 from comparison.rows import FAILED, MEMORY, OK, REFUSED
 
 WARM_SHARE, WARM_TOKENS = 4, 2
-"""A warm-up takes this part of each prompt, and generates so many tokens."""
+"""A warm-up takes this part of each prompt, and generates so many tokens. On a GPU it takes all:
+there kernels are compiled and tuned for the lengths that they get, which takes seconds."""
 
 
 def bytes_read() -> int | None:
@@ -37,6 +38,13 @@ def peak_device_bytes() -> int | None:
     import torch
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+
+
+def has_gpu() -> bool:
+    """True if systems compute on a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def run(job: dict) -> dict:
@@ -78,8 +86,8 @@ def measure(baseline: Baseline, job: dict) -> dict:
         held = enter_loaded(Path(job["door"]))
         words += f", limited once loaded (it held {held / GB:.2f} GB of the limit)"
     if baseline.warms:
-        baseline.generate([prompt[: max(1, len(prompt) // WARM_SHARE)] for prompt in prompts],
-                          WARM_TOKENS)
+        share, tokens = (1, job["generate"]) if has_gpu() else (WARM_SHARE, WARM_TOKENS)
+        baseline.generate([prompt[: max(1, len(prompt) // share)] for prompt in prompts], tokens)
     before = bytes_read()
     timings = baseline.generate(prompts, job["generate"])
     after = bytes_read()

@@ -39,7 +39,7 @@ ROWS = (1, 2, 16, 32, 64, 65)
 FEW_ROWS = (1, 2, 4, 8)
 """The same of short floats, which matrix units do not take."""
 RECENT = 416
-LENGTHS = (300, 1000, 2000, 4096, 8192, 16384, 32768)
+LENGTHS = (300, 1000, 2000, 4096, 8192, 16384, 32768, 65536)
 """Tokens that stay, and prompts that are cut: up to the longest whose scores stay in registers, and
 one beyond. Strides are multiples of 16, for which kernels are compiled apart."""
 

@@ -1,7 +1,8 @@
 """Recall on a GPU: the index, the choice by it, and attention over what was chosen.
 
-A choice is three launches: logits of all tokens by the index, the weights that a group of query
-heads gives to each, and a selection by bisection as of prompts (`triton_select`), without a sort.
+A choice is four launches: queries in codes, logits of all tokens by the index, the weights that a
+group of query heads gives to each, and a selection by bisection as of prompts (`triton_select`),
+without a sort.
 Attention is that of `triton_decode` over the chosen slots alone. These may lie in page-locked host
 memory: then only what is chosen crosses to the device, as it is read.
 
@@ -23,9 +24,7 @@ from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
 from flexgen_h2o.kernels import triton_decode
 from flexgen_h2o.kernels.arguments import FormArguments
-from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
 from flexgen_h2o.kernels.triton_common import (
-    FEWEST,
     device_ints,
     in_units,
     interpreted,
@@ -33,7 +32,7 @@ from flexgen_h2o.kernels.triton_common import (
     soft_capped,
     unit_stride,
 )
-from flexgen_h2o.kernels.triton_select import MOST_IN_REGISTERS, store_staying, threshold
+from flexgen_h2o.kernels.triton_select import launch_shape, store_staying, threshold
 
 INDEX_TILE = tl.constexpr(limits.INDEX_TILE)
 MEAN_SHIFT = tl.constexpr(limits.MEAN_SHIFT)
@@ -41,6 +40,8 @@ LEVELS = tl.constexpr(float(QUERY_LEVELS))
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2 ** 23: adding it to a small float32 leaves no bits for a fraction."""
+MOST_HEADS = 4
+"""Query heads of a program of `_logits`: the sums of more do not stay in registers."""
 
 
 @triton.jit
@@ -100,73 +101,142 @@ def _index(keys, k_row, k_head, k_slot, index, i_row, i_head, spans, LENGTH: tl.
 
 
 @triton.jit
-def _logits(q, q_row, q_head, index, i_row, i_head, metadata, logits, stats, kv_heads, n, scale,
-            cap, HEADS: tl.constexpr, TALL: tl.constexpr, CAPPED: tl.constexpr,
-            LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits [pair, head, token] of BLOCK tokens by the index, and the maximum and the sum of their
-    softmax in stats [2, pair, head, block].
+def _round_queries(q, q_row, q_head, codes, steps, LENGTH: tl.constexpr, GROUP: tl.constexpr):
+    """Codes [head, element] of one head's query, and steps [2, head, group]: what a code stands
+    for, and the sum of the codes (`h2o.recall.rounded_queries`)."""
+    GROUPS: tl.constexpr = LENGTH // GROUP
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    mine = sequence * tl.num_programs(1) + head
+    group = tl.arange(0, triton.next_power_of_2(GROUPS))
+    lane = tl.arange(0, triton.next_power_of_2(GROUP))
+    element = group[:, None] * GROUP + lane[None, :]
+    there = (group < GROUPS)[:, None] & (lane < GROUP)[None, :]
+    x = tl.load(q + sequence * q_row + head * q_head + element, mask=there, other=0.0)
+    x = x.to(tl.float32)
+    largest = tl.max(tl.abs(x), axis=1)
+    step = tl.div_rn(largest, tl.full(largest.shape, LEVELS, tl.float32))
+    divisor = tl.broadcast_to(tl.where(step > 0, step, 1.0)[:, None], x.shape)
+    code = (tl.div_rn(x, divisor) + ROUND) - ROUND
+    code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS).to(tl.int32)
+    tl.store(codes + mine * LENGTH + element, code, mask=there)
+    steps += mine * GROUPS + group
+    tl.store(steps, step, mask=group < GROUPS)
+    everyone = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * GROUPS
+    tl.store(steps + everyone, tl.sum(code, axis=1).to(tl.float32), mask=group < GROUPS)
 
-    Codes of keys meet those of rounded queries on matrix units, whose sums are exact.
+
+@triton.jit
+def _two_halves(word):
+    """Two float16 that lie in an integer, as float32: the one in the lower bits first."""
+    low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _logits(codes, steps, index, i_row, i_head, metadata, logits, stats, kv_heads, n, scale, cap,
+            HEADS: tl.constexpr, PART: tl.constexpr, CAPPED: tl.constexpr, LENGTH: tl.constexpr,
+            GROUP: tl.constexpr, BITS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits [pair, head, token] of BLOCK tokens by the index for PART heads of a pair's, and the
+    maximum and the sum of their softmax in stats [2, pair, head, block].
+
+    A word has a byte of four neighbouring tokens: masked, two codes with 12 empty bits above each,
+    which one multiplication by a code of the query meets. DEPTH such products add up within 16 bits
+    to either side of 0; what the lower sum borrows from the upper one is given back.
     """
     PER: tl.constexpr = 8 // BITS
     GROUPS: tl.constexpr = LENGTH // GROUP
-    WIDE: tl.constexpr = triton.next_power_of_2(GROUP // PER)
-    DEEP: tl.constexpr = WIDE if WIDE > 16 else 16
+    ROWS: tl.constexpr = GROUP // PER
+    TILE: tl.constexpr = INDEX_TILE * (LENGTH // PER + 4 * GROUPS) // 4
+    MASK: tl.constexpr = (2**BITS - 1) * 0x10001
     pair, block = tl.program_id(0), tl.program_id(1)
+    first = tl.program_id(2) * PART
     sequence, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     cached = tl.load(metadata + sequence)
     if block * BLOCK >= cached:
         return
-    g = tl.arange(0, TALL)
+    mine = pair.to(tl.int64) * HEADS + first
+    codes += mine * LENGTH
+    steps += mine * GROUPS
+    sums = steps + tl.num_programs(0).to(tl.int64) * HEADS * GROUPS
+    token = block * BLOCK + 4 * tl.arange(0, BLOCK // 4)
+    live = token < cached
+    tile = (index + sequence * i_row + head * i_head).to(tl.pointer_type(tl.int32))
+    tile += (token // INDEX_TILE).to(tl.int64) * TILE + token % INDEX_TILE // 4
+    halves = tile - token % INDEX_TILE // 4 + token % INDEX_TILE // 2
+    halves += INDEX_TILE * (LENGTH // PER) // 4
+    totals = ()
+    for _ in tl.static_range(4 * PART):
+        totals += (tl.zeros((BLOCK // 4,), tl.float32),)
+    for group in range(GROUPS):
+        dots = ()
+        for _ in tl.static_range(4 * PART):
+            dots += (tl.zeros((BLOCK // 4,), tl.int32),)
+        for row in range(0, ROWS, DEPTH):
+            words = ()
+            for i in tl.static_range(DEPTH):
+                place = (group * ROWS + row + i) * (INDEX_TILE // 4)
+                words += (tl.load(tile + place, mask=live, other=0),)
+            for j in tl.static_range(PER):
+                query = codes + group * GROUP + row * PER + j
+                dots = _add_products(dots, words, query, first, HEADS, PART, LENGTH, PER,
+                                     BITS * j, MASK, DEPTH)
+        scales, zeros = (), ()
+        for i in tl.static_range(2):
+            place = halves + group * (INDEX_TILE // 2) + i
+            scales += _two_halves(tl.load(place, mask=live, other=0))
+            zeros += _two_halves(tl.load(place + GROUPS * (INDEX_TILE // 2), mask=live, other=0))
+        added = ()
+        for h in tl.static_range(PART):
+            held = h * GROUPS + group
+            step = tl.load(steps + held, mask=first + h < HEADS, other=0.0)
+            total = tl.load(sums + held, mask=first + h < HEADS, other=0.0)
+            for i in tl.static_range(4):
+                found = dots[4 * h + i].to(tl.float32) * scales[i] + total * zeros[i]
+                added += (totals[4 * h + i] + step * found,)
+        totals = added
     token = block * BLOCK + tl.arange(0, BLOCK)
     live = token < cached
-    q += sequence * q_row + head * HEADS * q_head
-    tile = index + sequence * i_row + head * i_head + (token % INDEX_TILE)
-    tile += (token // INDEX_TILE).to(tl.int64) * (INDEX_TILE * (LENGTH // PER + 4 * GROUPS))
-    halves = (index + sequence * i_row + head * i_head).to(tl.pointer_type(tl.float16))
-    halves += (token // INDEX_TILE).to(tl.int64) * (INDEX_TILE * (LENGTH // PER + 4 * GROUPS) // 2)
-    halves += INDEX_TILE * (LENGTH // PER) // 2 + token % INDEX_TILE
-    byte = tl.arange(0, DEEP)
-    there = byte < GROUP // PER
-    total = tl.zeros((TALL, BLOCK), tl.float32)
-    for group in range(GROUPS):
-        place = q + g.to(tl.int64)[:, None] * q_head + (group * GROUP + byte * PER)[None, :]
-        wanted = (g < HEADS)[:, None] & there[None, :]
-        largest = tl.zeros((TALL,), tl.float32)
-        for j in tl.static_range(PER):
-            x = tl.load(place + j, mask=wanted, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
-        step = tl.div_rn(largest, tl.full((TALL,), LEVELS, tl.float32))
-        divisor = tl.broadcast_to(tl.where(step > 0, step, 1.0)[:, None], (TALL, DEEP))
-        row = group * (GROUP // PER) + byte
-        codes = tl.load(tile[None, :] + row[:, None] * INDEX_TILE,
-                        mask=there[:, None] & live[None, :], other=0)
-        dots = tl.zeros((TALL, BLOCK), tl.float32)
-        sums = tl.zeros((TALL,), tl.float32)
-        for j in tl.static_range(PER):
-            x = tl.load(place + j, mask=wanted, other=0.0).to(tl.float32)
-            x = (tl.div_rn(x, divisor) + ROUND) - ROUND
-            x = tl.minimum(tl.maximum(x, -LEVELS), LEVELS)
-            code = (codes >> (BITS * j)) & (2**BITS - 1)
-            dots = tl.dot(x.to(tl.float16), code.to(tl.float16), dots)
-            sums += tl.sum(x, axis=1)
-        scales = tl.load(halves + group * INDEX_TILE, mask=live, other=0.0).to(tl.float32)
-        zeros = tl.load(halves + (GROUPS + group) * INDEX_TILE, mask=live,
-                        other=0.0).to(tl.float32)
-        total += step[:, None] * (dots * scales[None, :] + sums[:, None] * zeros[None, :])
-    logit = total * scale
-    if CAPPED:
-        logit = soft_capped(logit, cap) * LOG2_E
-    logit = tl.where(live[None, :], logit, float("-inf"))
-    mine = pair.to(tl.int64) * HEADS + g
-    tl.store(logits + mine[:, None] * n + token[None, :], logit,
-             mask=(g < HEADS)[:, None] & live[None, :])
-    most = tl.max(logit, axis=1)
-    sums = tl.sum(tl.exp2(logit - most[:, None]), axis=1)
-    stats += mine * tl.num_programs(1) + block
-    tl.store(stats, most, mask=g < HEADS)
     everyone = tl.num_programs(0).to(tl.int64) * HEADS * tl.num_programs(1)
-    tl.store(stats + everyone, sums, mask=g < HEADS)
+    for h in tl.static_range(PART):
+        if first + h < HEADS:
+            logit = tl.interleave(tl.interleave(totals[4 * h], totals[4 * h + 2]),
+                                  tl.interleave(totals[4 * h + 1], totals[4 * h + 3])) * scale
+            if CAPPED:
+                logit = soft_capped(logit, cap) * LOG2_E
+            logit = tl.where(live, logit, float("-inf"))
+            tl.store(logits + (mine + h) * n + token, logit, mask=live)
+            most = tl.max(logit, axis=0)
+            place = stats + (mine + h) * tl.num_programs(1) + block
+            tl.store(place, most)
+            tl.store(place + everyone, tl.sum(tl.exp2(logit - most), axis=0))
+
+
+@triton.jit
+def _add_products(dots, words, query, first, HEADS: tl.constexpr, PART: tl.constexpr,
+                  LENGTH: tl.constexpr, PER: tl.constexpr, SHIFT: tl.constexpr,
+                  MASK: tl.constexpr, DEPTH: tl.constexpr):
+    """Sums of four tokens by head, with what the codes at SHIFT of all words add to them; of
+    `query` every PER-th element belongs to them."""
+    even, odd = (), ()
+    for _ in tl.static_range(PART):
+        even += (tl.zeros(words[0].shape, tl.int32),)
+        odd += (tl.zeros(words[0].shape, tl.int32),)
+    for i in tl.static_range(DEPTH):
+        low, high = (words[i] >> SHIFT) & MASK, (words[i] >> (SHIFT + 8)) & MASK
+        more, others = (), ()
+        for h in tl.static_range(PART):
+            x = tl.load(query + h * LENGTH + i * PER, mask=first + h < HEADS, other=0)
+            more += (even[h] + low * x,)
+            others += (odd[h] + high * x,)
+        even, odd = more, others
+    found = ()
+    for h in tl.static_range(PART):
+        below, above = (even[h] << 16) >> 16, (odd[h] << 16) >> 16
+        found += (dots[4 * h] + below, dots[4 * h + 1] + above,
+                  dots[4 * h + 2] + ((even[h] - below) >> 16),
+                  dots[4 * h + 3] + ((odd[h] - above) >> 16))
+    return found
 
 
 @triton.jit
@@ -259,6 +329,13 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
         GROUP=layout.group, INDEX_BITS=layout.bits, ROWS=rows)
 
 
+def _depth(layout: IndexLayout) -> int:
+    """Rows of a group whose products add up within 16 bits, and do not spill: equal parts of it."""
+    rows = layout.group // layout.per_byte
+    most = min(2**15 // (QUERY_LEVELS * layout.levels), 32 // layout.per_byte)
+    return next(depth for depth in range(min(rows, most), 0, -1) if rows % depth == 0)
+
+
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 most: int, log_weights: Tensor | None, form: FormArguments) -> Tensor:
     """See `reference_recall.choose_keys`; it never waits for the device."""
@@ -268,29 +345,27 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
     if not chosen.numel():
         return chosen
     q, k, metadata = unit_stride(q), unit_stride(k), metadata.contiguous()
-    block, chunk = (32, 32) if interpreted() else (256, 2048)
-    if not has_matrix_units(gpu_of(q.device), torch.float16):
-        block = 32  # products keep more in registers
+    block = 32 if interpreted() else 512
     blocks = triton.cdiv(n, block)
     logits, stats, weights = (q.new_empty(size, dtype=torch.float32) for size in (
         pairs * group * n, 2 * pairs * group * blocks, pairs * n))
+    codes = q.new_empty(sequences * heads * length, dtype=torch.int32)
+    steps = q.new_empty(2 * sequences * heads * layout.groups, dtype=torch.float32)
+    _round_queries[(sequences, heads)](q, *q.stride()[:2], codes, steps, LENGTH=length,
+                                       GROUP=layout.group, num_warps=1)
     scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
     shape = {"HEADS": group, "CAPPED": form.softcap > 0, "LENGTH": length, "BLOCK": block}
-    tall = triton.next_power_of_2(group)
-    _logits[(pairs, blocks)](
-        q, *q.stride()[:2], index, *index.stride()[:2], metadata, logits, stats, kv_heads, n,
-        scale, form.softcap, **shape, TALL=max(FEWEST, tall), GROUP=layout.group, BITS=layout.bits)
+    parts = triton.cdiv(group, MOST_HEADS)
+    _logits[(pairs, blocks, parts)](
+        codes, steps, index, *index.stride()[:2], metadata, logits, stats, kv_heads, n, scale,
+        form.softcap, **shape, PART=triton.cdiv(group, parts), GROUP=layout.group,
+        BITS=layout.bits, DEPTH=_depth(layout))
     _weigh[(pairs, blocks)](
         q, *q.stride()[:2], k, *k.stride()[:2], metadata, logits, stats, weights, log_weights,
         *((0, 0) if log_weights is None else log_weights.stride()[:2]), form.sink_logits,
-        kv_heads, n, blocks, scale, form.softcap, **shape, TALL=tall,
+        kv_heads, n, blocks, scale, form.softcap, **shape, TALL=triton.next_power_of_2(group),
         BLOCKS=triton.next_power_of_2(blocks))
-    whole = n <= (64 if interpreted() else MOST_IN_REGISTERS)
-    chunk = max(32, min(chunk, triton.next_power_of_2(n)))
-    wide = max(32, triton.next_power_of_2(n)) if whole else chunk
-    _choose[(pairs,)](
-        weights, metadata, chosen, kv_heads, n, most, WHOLE=whole, BLOCK=wide, CHUNK=chunk,
-        num_warps=max(4, min(16, max(wide // 128 if whole else 0, chunk // 256))))
+    _choose[(pairs,)](weights, metadata, chosen, kv_heads, n, most, **launch_shape(n, n))
     return chosen
 
 

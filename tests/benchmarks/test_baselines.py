@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,11 @@ def bench():
 MODEL = ModelConfig(name="m", family="opt", vocab_size=1000, hidden_size=64, num_layers=4,
                     num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, max_positions=512,
                     activation="relu", tie_word_embeddings=True)
+
+
+def test_rows_name_packages_with_their_versions_where_they_are_installed(bench):
+    found = bench.base.installed("absent-package", "torch")
+    assert found == f"absent-package torch {version('torch')}"
 
 
 def test_a_roofline_counts_bytes_and_products(bench):
@@ -358,6 +364,7 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
     baseline = SimpleNamespace(
         warms=False, version=lambda: "v", prepare=lambda model: done.append("loaded") or "so",
         generate=lambda prompts, count: bench.base.Timings(1.0, (1.0,), ((5, 6),)))
+    monkeypatch.setattr(bench.worker, "has_gpu", lambda: False)
     monkeypatch.setattr(bench.worker, "drop_page_cache",
                         lambda: done.append("dropped" if not door.exists() else "late"))
     job = {"prompts": [[5]], "model": "m", "generate": 2, "loaded": str(tmp_path / "loaded")}
@@ -372,6 +379,10 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
     calls: list[tuple] = []
     assert bench.worker.measure(baseline, job | {"prompts": whole, "generate": 7})["prefill"] == 2
     assert calls == [([[5] * 2, [6]], 2), (whole, 7)], "a quarter of the prompts warms up"
+    calls.clear()
+    monkeypatch.setattr(bench.worker, "has_gpu", lambda: True)
+    bench.worker.measure(baseline, job | {"prompts": whole, "generate": 7})
+    assert calls == [(whole, 7)] * 2, "kernels are compiled for the lengths that they get"
     assert 0 < found["held"] == (1 << 40) - int(limit.read_text()), "it counts all the same"
     limit.write_text("4096")
     with pytest.raises(MemoryError, match="GB when it has loaded"):
