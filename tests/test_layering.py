@@ -70,7 +70,8 @@ LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storag
          "models.checkpoint_formats.settings", "models.gguf_architectures",
          "models.gguf_config", "models.gguf_header", "models.gguf_kinds", "models.gguf_metadata",
          "models.gguf_rope", "engine", "engine.schedule",
-         "engine.batch", "engine.calls", "engine.load_options", "engine.stop_strings",
+         "engine.batch", "engine.calls", "engine.load_options", "engine.patient_store",
+         "engine.stop_strings",
          "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",
          "integrations.lm_eval.__main__"}
 

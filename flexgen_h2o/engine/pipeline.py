@@ -20,6 +20,7 @@ import torch
 from torch import distributed
 
 from flexgen_h2o.config.launch import MESSAGES, Launch
+from flexgen_h2o.engine.patient_store import PatientStore
 from flexgen_h2o.engine.watch import PipelineFailure, Watch
 from flexgen_h2o.errors import UserError
 
@@ -136,7 +137,8 @@ class Pipeline:
             store.set(f"beat/{rank}", b'{"number":0,"progress":0,"state":"idle"}')
             store.wait([f"beat/{each}" for each in range(ranks)], timedelta(seconds=rank_timeout))
             self._host = self._group(distributed.ProcessGroupGloo, store, "host")
-            self.watch = Watch(connect(), rank, names, patience=patience, limit=rank_timeout)
+            self.watch = Watch(PatientStore(connect(), patience), rank, names, patience=patience,
+                               limit=rank_timeout)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"rank {rank} of {ranks} can't reach the others ({reason}): check that "

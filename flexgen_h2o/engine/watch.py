@@ -2,8 +2,7 @@
 
 Each rank's thread writes a heartbeat into the store that all share, with how far its work is, and
 reads those of the others. What it finds is raised in the main thread where that waits for a rank;
-where it does not come to that, the process is ended. A store that does not answer holds the thread
-up without end: the main thread finds that, and asks the store no more.
+where it does not come to that, the process is ended.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from flexgen_h2o.engine.patient_store import NoAnswer
 from flexgen_h2o.errors import UserError
 
 IDLE, WORKING, WAITING, FAILED, LEFT = "idle", "working", "waiting", "failed", "left"
@@ -58,7 +58,8 @@ class Watch:
     Parameters
     ----------
     board : Board
-        This watch's own connection to the store.
+        This watch's own connection to the store. Its calls must come to an end, as those of a
+        `PatientStore` do.
     rank : int
     names : sequence of str
         What to call each rank.
@@ -78,7 +79,7 @@ class Watch:
         self._board, self._clock = board, clock
         self._mine = Beat(0, 0, IDLE)
         self._seen: dict[int, tuple[Beat, float]] = {}
-        self._moved = self._answered = clock()
+        self._moved = clock()
         self._failure: str | None = None
         self._found = threading.Condition()
         self._over = threading.Event()
@@ -86,7 +87,6 @@ class Watch:
 
     def start(self) -> None:
         """Begin to beat, and to look; every rank has to, before any other looks."""
-        self._answered = self._clock()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -114,19 +114,8 @@ class Watch:
 
     def check(self) -> None:
         """Raise `PipelineFailure` if something has gone wrong elsewhere."""
-        if self._failure is None and self._unheard:
-            time.sleep(2 * self.interval)  # it may be this process that was stopped
-            if self._unheard:
-                self._note(f"{self.names[0]}, which keeps the ranks' store, has not answered for "
-                           f"{self.patience:g} s: it has died or stopped, or can't be reached")
         if self._failure is not None:
             raise PipelineFailure(self._failure)
-
-    @property
-    def _unheard(self) -> bool:
-        """True if the store has not answered the thread for too long. It would not answer the main
-        thread."""
-        return self._thread is not None and self._clock() - self._answered > self.patience
 
     def lost(self, rank: int) -> PipelineFailure:
         """The error for a connection that has closed: that of the watch, which may know why, or is
@@ -142,21 +131,18 @@ class Watch:
         if self._mine.state != FAILED:
             self._mine = Beat(self._mine.number + 1, self._mine.progress, FAILED, words)
             with suppress(RuntimeError):
-                if not self._unheard:
-                    self._write()
+                self._write()
 
     def tells(self) -> bool:
         """True for one of the ranks only: who is to tell the user what has gone wrong."""
         try:
-            return self._unheard or self._board.add("told", 1) == 1
+            return self._board.add("told", 1) == 1
         except RuntimeError:  # nobody can be asked any more
             return True
 
     def close(self) -> None:
         """Beat no more: it is over, for good reasons unless `fail` has been called."""
         self._over.set()
-        if self._unheard:
-            return
         if self._thread is not None:
             self._thread.join(self.patience)
         if self._mine.state != FAILED:
@@ -176,7 +162,9 @@ class Watch:
                 self._mine.number += 1
                 self._write()
                 self.look()
-                self._answered = self._clock()
+            except NoAnswer:
+                self._note(f"{self.names[0]}, which keeps the ranks' store, has not answered for "
+                           f"{self.patience:g} s: it has died or stopped, or can't be reached")
             except RuntimeError:  # the store is that of rank 0, or of torchrun there
                 self._note(f"{self.names[0]} has gone: it does not keep the ranks' store any more")
             if self._failure is not None:

@@ -16,8 +16,8 @@ from flexgen_h2o.errors import UserError
 _DONE, _LEFT = b"done", b"left"
 _BEATS = 8  # within the time after which a replica counts as gone
 _POLL = 0.1  # seconds between looks at what others hold
-_LOST = ("replica 0, which keeps the queue and the results, has stopped: what is answered stays, "
-         "and the same command goes on")
+_LOST = ("replica 0, which keeps the queue and the results, has stopped or can't be reached: what "
+         "is answered stays, and the same command goes on")
 
 
 class SharedStore(Protocol):
@@ -51,6 +51,7 @@ class WindowQueue:
     Parameters
     ----------
     store : SharedStore
+        Its calls must come to an end, as those of a `PatientStore` do.
     replica, replicas : int
         Its number, and how many there are.
     patience : float

@@ -216,13 +216,13 @@ def started(argv: list[str], ranks: int) -> list[subprocess.Popen]:
         env=os.environ | variables | {"RANK": str(rank)}) for rank in range(ranks)]
 
 
-def kill_once_there(process: subprocess.Popen, path: Path) -> None:
-    """Kill a process when a file has something in it."""
+def kill_once_there(process: subprocess.Popen, path: Path, by: int = signal.SIGKILL) -> None:
+    """Kill a process, or send it another signal, when a file has something in it."""
     until = time.monotonic() + 90
     while not (path.exists() and path.stat().st_size):
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.005)
-    process.kill()
+    process.send_signal(by)
 
 
 def test_processes_answer_as_one_and_go_on_where_one_is_killed(job, tmp_path, capsys):
@@ -250,6 +250,21 @@ def test_processes_answer_as_one_and_go_on_where_one_is_killed(job, tmp_path, ca
     assert batch.main([*job, "-o", str(out)]) == 0
     assert "finished; 41 of 41 requests answered, 1 of them failed" in capsys.readouterr().out
     assert answers(out) == answers(one) and not list(tmp_path.glob("out*rank*"))
+
+
+def test_a_replica_0_that_stands_still_ends_the_others_in_a_line(job, tmp_path):
+    """As one whose host does not answer: calls of its store would wait without end."""
+    out = tmp_path / "out.jsonl"
+    first, second = started([*job, "-o", str(out), "--window", "1"], 2)
+    try:
+        kill_once_there(first, out, signal.SIGSTOP)
+        told, err = second.communicate(timeout=60)
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate(timeout=30)
+    assert (second.returncode, told) == (2, "")
+    error_line(err, "replica 0, which keeps the queue and the results, has stopped or can't be")
 
 
 def test_files_that_replicas_have_left_are_gone_on_with(job, tmp_path, capsys):

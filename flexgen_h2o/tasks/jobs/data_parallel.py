@@ -24,6 +24,7 @@ import numpy as np
 from flexgen_h2o.cli.ranks import open_on_ranks
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.launch import Launch, launched
+from flexgen_h2o.engine.patient_store import PatientStore, answered
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.checks import writing
 from flexgen_h2o.replicas.window_queue import WindowQueue
@@ -117,14 +118,16 @@ def joined(place: ReplicaSeat) -> Iterator[WindowQueue]:
     import torch.distributed
 
     try:
-        store, _, _ = next(torch.distributed.rendezvous("env://", timeout=_START))
+        found = torch.distributed.rendezvous("env://", timeout=_START)
+        store, _, _ = answered(next, found, seconds=_START.total_seconds() + PATIENCE)
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError("the processes of --data-parallel do not find each other at MASTER_ADDR "
                         f"{os.environ.get('MASTER_ADDR')}: {str(error).splitlines()[0]}") from None
     # torchrun keeps its store, with what is in it, when it starts all processes again.
     store = torch.distributed.PrefixStore(
         "start " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    queue = WindowQueue(store, place.replica, place.replicas, patience=PATIENCE)
+    queue = WindowQueue(PatientStore(store, PATIENCE), place.replica, place.replicas,
+                        patience=PATIENCE)
     with queue.beating():
         yield queue
 
