@@ -13,7 +13,8 @@ caches. Ends with status 1 if a kernel is wrong or there is no GPU; a missed goa
 Most of the time goes to Triton's compiler and tuner: checks run side by side, each in a process of
 its own, so that what breaks in one (a GPU's context, too) leaves the others alone. Timings come
 after them, alone. All of it stays below 9 minutes: what no time is left for is left out, and a row
-says so. A check that is left out has failed, and so has one that raised an error.
+says so. A check that is left out has failed, and so has one that raised an error or whose process
+ended early.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import argparse
 import contextlib
 import datetime
 import math
-import multiprocessing
 import os
 import platform
 import re
@@ -83,6 +83,8 @@ CHECK_BYTES = 3 << 30
 COMPARISON = 240.0
 """Seconds that are kept for the comparison; timings that would come later are left out."""
 
+NO_TIME = "no time left"
+
 
 class GpuRows:
     """Collects rows of the CSV file, and prints each as it comes."""
@@ -112,7 +114,7 @@ class GpuRows:
         print(f"{time.perf_counter() - self.begun:6.1f} s  {verdict}  {operation:10} {shape:44} "
               f"{measured:10.4g} {unit} {bound} {roofline}", flush=True)
 
-    def skip(self, step: CheckStep, why: str = "no time left") -> None:
+    def skip(self, step: CheckStep, why: str = NO_TIME) -> None:
         """A row for what was left out, or broke: of a check one that has failed."""
         self.add(step.kind, step.name, "left out", "", math.nan, why,
                  limit=0 if step.kind == "check" else None)
@@ -272,13 +274,12 @@ def run_all(rows: GpuRows, deadline: Deadline, kernels: Path, reserve: float,
     found = {number: step for number, step in found.items()
              if only is None or step.name in {"rates", *only}}
     checks = {number: step for number, step in found.items() if step.kind == "check"}
-    with multiprocessing.get_context("spawn").Pool(processes(), maxtasksperchild=1) as pool:
-        done = run_side_by_side(pool, checked, checks, deadline)
+    done, ended = run_side_by_side(checked, checks, deadline, processes())
     for number, step in checks.items():
         if number in done:
             rows.rows += done[number]  # which that process has printed
         else:
-            rows.skip(step)
+            rows.skip(step, ended.get(number, NO_TIME))
     for tuned in kernels.glob("*/*.autotune.json"):
         tuned.unlink()  # it was measured beside other work
     with torch.inference_mode():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
-from multiprocessing.pool import Pool
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from signal import strsignal
 from typing import Any, NamedTuple
 
 from comparison.cells import Cells
@@ -57,18 +62,49 @@ def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[Ch
             skip(step)
 
 
-def run_side_by_side(pool: Pool, call: Callable[[int], Any], numbers: Iterable[int],
-                     deadline: Deadline) -> dict[int, Any]:
-    """Results of `call` by number, from a pool's processes; without those for which there was no
-    time, or whose process died."""
-    waiting = {number: pool.apply_async(call, (number,)) for number in numbers}
-    found = {}
-    while waiting and deadline.left() > 0:
-        done = [number for number, result in waiting.items() if result.ready()]
-        found |= {number: waiting.pop(number).get() for number in done}
-        for result in list(waiting.values())[:1]:
-            result.wait(min(1.0, max(0.0, deadline.left())))
-    return found
+def run_side_by_side(call: Callable[[int], Any], numbers: Iterable[int], deadline: Deadline,
+                     most: int) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results of `call` by number, each from a fresh process, of which `most` run at a time; and
+    words for those whose process has ended without one.
+
+    Numbers for which there was no time are in neither.
+    """
+    context = multiprocessing.get_context("spawn")
+    waiting, found, ended = deque(numbers), {}, {}
+    running: dict[Any, tuple[int, BaseProcess]] = {}  # by the pipe, then by what tells of the end
+    try:
+        while (waiting or running) and deadline.left() > 0:
+            while waiting and len(running) < most:
+                number = waiting.popleft()
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_send_result, args=(call, number, sender),
+                                          daemon=True)
+                process.start()
+                running[receiver] = number, process
+                sender.close()  # so that the pipe ends with the process
+            for ready in wait(list(running), max(0.0, deadline.left())):
+                number, process = running.pop(ready)
+                if isinstance(ready, Connection):
+                    with ready, suppress(EOFError, OSError):  # there is nothing, or half of it
+                        found[number] = ready.recv()
+                    running[process.sentinel] = number, process
+                else:
+                    process.join()
+                    if number not in found:
+                        ended[number] = f"its process ended with {_status(process.exitcode)}"
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+    return found, ended
+
+
+def _send_result(call: Callable[[int], Any], number: int, sender: Connection) -> None:
+    sender.send(call(number))
+
+
+def _status(code: int) -> str:
+    return f"exit status {code}" if code >= 0 else f"signal {-code} ({strsignal(-code)})"
 
 
 class WrittenModel:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import multiprocessing
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +89,44 @@ def test_a_check_that_is_left_out_has_failed_and_a_timing_has_not(bench, rows):
     check, timing = rows.rows
     assert check["passed"] is False and timing["passed"] == ""
     assert math.isnan(check["measured"]) and check["unit"] == timing["unit"] == "no time left"
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_check_whose_process_dies_fails_alone(bench, most):
+    """Each raises a signal; of 0 and SIGCHLD nothing comes."""
+    found, ended = bench.gpu_comparison.run_side_by_side(
+        signal.raise_signal, [0, signal.SIGKILL, signal.SIGTERM, signal.SIGCHLD],
+        bench.gpu_comparison.Deadline(120), most)
+    assert found == {0: None, signal.SIGCHLD: None}
+    assert ended == {signal.SIGKILL: "its process ended with signal 9 (Killed)",
+                     signal.SIGTERM: "its process ended with signal 15 (Terminated)"}
+
+
+def test_checks_give_their_results_or_the_status_of_their_process(bench):
+    run, within = bench.gpu_comparison.run_side_by_side, bench.gpu_comparison.Deadline
+    assert run(chr, [97, 98, -1], within(120), 3) == (
+        {97: "a", 98: "b"}, {-1: "its process ended with exit status 1"})
+    assert run(chr, [97], within(0), 1) == ({}, {})
+    assert run(time.sleep, [1000, 1001, 1002], within(0.1), 2) == ({}, {})
+    assert not multiprocessing.active_children()
+
+
+def test_a_check_whose_process_has_died_says_so(bench, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.gpu_check, "has_brain", lambda: True)
+    monkeypatch.setattr(bench.gpu_check, "processes", lambda: 5)
+
+    def run_side_by_side(call, numbers, deadline, most):
+        assert (call, most) == (bench.gpu_check.checked, 5)
+        done, died, _ = numbers
+        return {done: [{"kind": "check", "passed": True}]}, {died: "its process ended with x"}
+
+    monkeypatch.setattr(bench.gpu_check, "run_side_by_side", run_side_by_side)
+    steps = [step for step in bench.gpu_check.steps(rows, True) if step.name == "decode"][:3]
+    monkeypatch.setattr(bench.gpu_check, "steps", lambda *_: steps)
+    bench.gpu_check.run_all(rows, bench.gpu_comparison.Deadline(60), tmp_path, 0, None)
+    done, died, left_out = rows.rows
+    assert done["passed"] and not died["passed"] and not left_out["passed"]
+    assert (died["unit"], left_out["unit"]) == ("its process ended with x", "no time left")
 
 
 @pytest.mark.parametrize("brain", [True, False])
