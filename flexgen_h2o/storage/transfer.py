@@ -96,6 +96,10 @@ class Lane:
 
         return Handle(self._pool.submit(run))
 
+    def finish(self) -> None:
+        """Wait until all jobs that have been submitted so far have been carried out by the host."""
+        self._pool.submit(lambda: None).result()
+
     def close(self) -> None:
         """Drop what has not started and wait for what has."""
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -184,6 +188,9 @@ class Transfers:
 
     def abandon(self) -> None:
         """Let nothing be under way any more, whatever became of it: before buffers go."""
+        for lane in self._lanes.values():  # an interrupt may come before `submit` has the handle
+            with contextlib.suppress(Exception):
+                lane.finish()
         for handle in self._under_way():
             with contextlib.suppress(Exception):
                 handle.synchronize()

@@ -7,11 +7,12 @@ import torch
 from fakes import LazyComputeDevice, LazyPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import flush, lanes_with
+from inside import flush, keep_latest_in, lanes_with
 
 from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
+from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import D2H, H2D, LANES, Transfers
 
 KEYS = frozenset(range(4))
@@ -182,3 +183,20 @@ def test_compute_is_over_when_buffers_go():
     transfers.abandon()
     transfers.close()
     assert done == ["compute"]
+
+
+def test_a_job_whose_handle_an_interrupt_has_lost_is_over_when_buffers_go(monkeypatch):
+    class Interrupted(dict):
+        """The latest jobs, of which one is queued, and then Ctrl-C comes."""
+
+        def __setitem__(self, lane, handle):
+            raise KeyboardInterrupt
+
+    transfers, done = Transfers(Device(), links=LinkStats(), trace=Trace(enabled=False)), []
+    lanes_with(transfers, LazyPool)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        keep_latest_in(patch, transfers, Interrupted())
+        transfers.submit("stores", lambda lane: transfers.submit("loads", done.append))
+    transfers.abandon()
+    transfers.close()
+    assert len(done) == 1
