@@ -57,6 +57,16 @@ class HostAttentionQueue:
         self._transfers = transfers
         self._buffers: list[Tensor] = []
         self._latest: Handle | None = None
+        self._sinks: dict[int, Tensor] = {}
+
+    def sinks(self, layer: int, sinks: Tensor) -> Tensor:
+        """Learned logits [heads] of a layer, on the device, in host memory.
+
+        They are a model's, and copied once: the host waits for compute there.
+        """
+        if layer not in self._sinks:
+            self._sinks[layer] = sinks.to("cpu", copy=True)
+        return self._sinks[layer]
 
     def start(self, q: Tensor, k: Tensor, v: Tensor,
               attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -253,7 +253,9 @@ class KVCache:
         for part in sorted(self._here(batch), key=lambda part: not part.on_host):
             mine = part.sequences(batch)
             rows = [x[mine] for x in (q, k, v)]
-            own = sinks.cpu() if part.on_host and sinks is not None else sinks
+            own = sinks
+            if part.on_host and sinks is not None:
+                own = self._host.sinks(layer, sinks)
             attend = self._attention(layer, batch, part, token,
                                      LayerAttention(self.shape.form(layer), own).options)
             if any(part.room(layer, batch)):

@@ -76,6 +76,22 @@ def test_the_same_tokens_wherever_attention_runs(tiny_model, gpu, key, h2o):
         assert got == expected, options
 
 
+def test_learned_logits_come_to_the_host_once(tiny_model, gpu, monkeypatch):
+    """They are a model's; a copy at each step would have the host wait for the GPU."""
+    tiny, used = tiny_model("gpt_oss"), []
+    prompts, decode = prompts_of(tiny), kv_cache.ops.decode_attention
+    expected = tokens(tiny, prompts)
+
+    def noting(*args, **options):
+        used.append(options["sinks"])
+        return decode(*args, **options)
+
+    monkeypatch.setattr(kv_cache.ops, "decode_attention", noting)
+    assert tokens(tiny, prompts, cache=HOST, cpu_cache_compute=True, **AWAY) == expected
+    layers = tiny.model.config.num_hidden_layers
+    assert len(used) > 2 * layers and len({id(sinks) for sinks in used}) == layers
+
+
 @pytest.mark.parametrize("size, batches", [(1, 4), (2, 3), (3, 1), (2, 4), (7, 2)])
 def test_the_same_tokens_for_every_batch_split(tiny_model, gpu, size, batches):
     tiny = tiny_model("llama")
