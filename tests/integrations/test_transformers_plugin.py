@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import re
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from inside import slots_of
 from llm.test_llm import make_prompts, transformers_tokens
 from programs import program
-from transformers import AutoModelForCausalLM, DynamicCache, TextStreamer
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, TextStreamer
 
 from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o.errors import UserError
@@ -485,6 +486,25 @@ def test_disabling_leaves_the_model_as_it_was(tiny_model):
     model.generate = mine = lambda *args, **options: None
     enable_h2o(model, H2OConfig(heavy_ratio=0.1)).disable()
     assert vars(model).pop("generate") is mine
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_an_enabled_model_are_their_own(tiny_model, again):
+    prompts, h2o = prompts_of(tiny_model("llama")), H2OConfig(heavy_ratio=0.1)
+    model = copy.deepcopy(tiny_model("llama").model)
+    full, evicted = plain(model, prompts), tokens(model, prompts, h2o)
+    with enable_h2o(model, h2o) as enabled:
+        alone, both = again(model), again(enabled)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert plain(alone, prompts) == plain(both.model, prompts) == evicted != full
+    both.disable()
+    assert plain(both.model, prompts) == full
+    # In a process that has enabled none yet, a pickle makes the attention known by itself.
+    state = pickle.dumps(alone)
+    AttentionInterface._global_mapping.pop(NAME)
+    assert plain(pickle.loads(state), prompts) == evicted
 
 
 @pytest.mark.parametrize("key", ["opt", "llama", "neox"])

@@ -10,7 +10,6 @@ Only public interfaces are used: `AttentionInterface`, `AttentionMaskInterface`,
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from typing import Any
 
@@ -60,11 +59,14 @@ class EnabledH2O:
             raise UserError("H2O is enabled for this model already: disable that first")
         # Someone else may have wrapped it for this one model too.
         self._own = vars(model).get("generate")
-        self._generate = model.generate
         register()
         model.set_attn_implementation(NAME)
-        model.generate = functools.wraps(self._generate)(lambda *args, **options: self.generate(
-            *args, **options))
+        # A bound method, as one of a deep copy or a pickle is the copy's own.
+        model.generate = self.generate
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        register()  # it may have been pickled in another process
 
     def __enter__(self) -> EnabledH2O:
         return self
@@ -100,7 +102,9 @@ class EnabledH2O:
         self._check(options, args[1] if len(args) > 1 else None)
         if all(options.get(name) is None for name in CACHE_NAMES):
             options[CACHE_NAME] = self.new_cache()
-        return self._generate(*args, **options)
+        if self._own is not None:
+            return self._own(*args, **options)
+        return type(self.model).generate(self.model, *args, **options)
 
     def _check(self, options: dict[str, Any], config: Any) -> None:
         config = config or options.get("generation_config") or self.model.generation_config
@@ -147,6 +151,7 @@ def enable_h2o(model: Any, h2o: H2OConfig, *, cache_bits: int = 16) -> EnabledH2
     -------
     EnabledH2O
         A context manager, in effect at once; its end or `disable` leaves the model as it was.
+        Deep copies and pickles of it have a `model` of their own, for which they stand.
 
     Raises
     ------
