@@ -96,7 +96,9 @@ class ScorePolicy:
         """The scores of a state that is given `vectors` [2, ..., kv_heads, keys, head_dim], keys
         and values, as far as the policy asks for them.
 
-        Raises `UserError` where it gives no float32 scores of the right shape.
+        Raises `UserError` where it gives no float32 scores of the right shape, and on a CPU where a
+        token's is NaN although all that the policy was given is finite. (Looking at a GPU's would
+        mean to wait for it.)
         """
         if self.needs and vectors is not None:
             state = replace(state, **{what: vectors[index].float()
@@ -108,6 +110,11 @@ class ScorePolicy:
                                   or found.shape != state.attention.shape):
             raise UserError(f"the policy {self.name!r} must give float32 scores of the shape "
                             f"{list(state.attention.shape)}, like its state's attention")
+        if (not self.in_kernels and not found.is_cuda and (found.isnan() & state.filled).any()
+                and all(x is None or x.isfinite().all()
+                        for x in (state.attention, state.keys, state.values))):
+            raise UserError(f"the policy {self.name!r} must give each token a score that can be "
+                            "compared: it gave NaN")
         return found
 
 

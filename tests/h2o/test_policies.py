@@ -77,6 +77,16 @@ def total(state: PolicyState) -> torch.Tensor:
     return state.attention
 
 
+def negative_root(state: PolicyState) -> torch.Tensor:
+    """NaN everywhere."""
+    return (state.attention - 1e3).sqrt()
+
+
+def nan_in_empty_slots(state: PolicyState) -> torch.Tensor:
+    """The sum of what there is."""
+    return state.attention.masked_fill(~state.filled, torch.nan)
+
+
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 def test_a_policy_of_ones_own(tiny_model, positions):
     """It drops what its simulation masks, and the sum under another name is the sum."""
@@ -135,6 +145,29 @@ def test_registration(tiny_model):
                   h2o=H2OConfig(heavy_ratio=0.1, score=name)) as llm,
               pytest.raises(UserError, match=f"'{name}' must give float32 scores of the shape")):
             llm.generate(prompts_of(tiny_model("llama")), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_scores_that_are_nan_are_refused(tiny_model, simulate):
+    """Those of tokens: what a policy makes of empty slots does not count."""
+    register_policy("a root", negative_root)
+    register_policy("of tokens", nan_in_empty_slots)
+    tiny = tiny_model("llama")
+    prompts = prompts_of(tiny)
+    with (LLM(str(tiny.folder), device="cpu", dtype="float32", progress=False,
+              h2o=H2OConfig(heavy_ratio=0.1, score="a root", simulate=simulate)) as llm,
+          pytest.raises(UserError, match="'a root' must give each token a score .* gave NaN")):
+        llm.generate(prompts, max_new_tokens=4)
+    found, expected = (tokens(tiny, prompts, H2OConfig(heavy_ratio=0.1, score=score,
+                                                       simulate=simulate), new=4)
+                       for score in ("of tokens", "sum"))
+    assert found == expected
+
+
+def test_scores_that_are_nan_as_what_they_look_at_is_are_left_to_the_logits():
+    state = state_of(0, TOKENS, 0)
+    state.values[0, 3] = torch.inf
+    assert policy_named("caote").scores(state).isnan().any()
 
 
 def test_a_process_that_does_not_know_a_policy(monkeypatch):
