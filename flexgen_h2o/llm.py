@@ -277,7 +277,7 @@ class LLM(Session):
         chat_template : str, optional
             A jinja template in place of the tokenizer's.
         chat_template_kwargs : mapping, optional
-            Arguments of the template, such as ``{"enable_thinking": False}``.
+            Arguments of the template's own, such as ``{"enable_thinking": False}``.
 
         Returns
         -------

@@ -27,6 +27,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.errors import UserError, did_you_mean, shown
 from flexgen_h2o.files.atomic import open_atomic
+from flexgen_h2o.files.chat_template import check_arguments
 from flexgen_h2o.files.readers import json_value
 
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -85,6 +86,7 @@ class RunConfig(RunFlags):
         found = json_value("--chat-template-kwargs", text)
         if not isinstance(found, dict):
             raise UserError(f"--chat-template-kwargs must be a JSON object, got {shown(text)}")
+        check_arguments("--chat-template-kwargs", found)
         return found
 
     def _check_bits(self) -> None:

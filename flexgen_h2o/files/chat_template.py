@@ -19,6 +19,11 @@ from flexgen_h2o.errors import UserError, shown
 SECONDS = 10.0
 """What a template may take for one chat: thousands of times what published ones take."""
 
+_ENGINES = ("chat_template", "conversation", "conversations", "max_length", "messages", "padding",
+            "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
+            "tokenizer_kwargs", "truncation")
+"""What transformers' `apply_chat_template` takes beside arguments of the template."""
+
 _WORKER = ("import sys; sys.path[:] = sys.argv[1:]; "
            "from flexgen_h2o.files.chat_worker import serve; serve()")
 
@@ -124,6 +129,17 @@ class ChatRenderer:
             raise
 
 
+def check_arguments(name: str, arguments: object) -> None:
+    """Raise `UserError`, which begins with `name`, unless it is a mapping of what a template can
+    be given."""
+    if not isinstance(arguments, Mapping):
+        raise UserError(f"{name} must be a mapping of names to values, got {shown(arguments)}")
+    for engines in _ENGINES:
+        if engines in arguments:
+            raise UserError(f"{name} cannot have {engines!r}, which is no argument of a template's "
+                            "own: leave it out")
+
+
 def render_chats(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]],
                  template: str | None = None, arguments: Any = None) -> list[str]:
     """Conversations as prompts, each of which asks for the answer to its last message.
@@ -133,9 +149,8 @@ def render_chats(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, A
     """
     if tokenizer is None:
         raise UserError("a chat needs a tokenizer, and the model has none here: give prompts")
-    if arguments is not None and not isinstance(arguments, Mapping):
-        raise UserError("arguments of a chat template must be a mapping of names to values, got "
-                        f"{shown(arguments)}")
+    if arguments is not None:
+        check_arguments("arguments of a chat template", arguments)
     prompts = []
     with ChatRenderer(tokenizer, template) as renderer:
         for number, messages in enumerate(conversations):

@@ -73,6 +73,8 @@ def test_every_end_token_of_the_generation_config_ends_a_text(folder):
      "conversation 0: the chat template does not take"),
     ([HELLO], {"chat_template_kwargs": [1]}, "must be a mapping of names to values"),
     ([HELLO], {"chat_template_kwargs": {"x": {1}}}, "what JSON can hold"),
+    ([HELLO], {"chat_template_kwargs": {"messages": []}}, "template cannot have 'messages'"),
+    ([HELLO], {"chat_template_kwargs": {"tokenize": False}}, "template cannot have 'tokenize'"),
 ])
 def test_what_is_no_chat(folder, conversations, options, words):
     with LLM(folder, dtype="float32") as llm:
@@ -94,7 +96,9 @@ def test_chats_on_the_command_line(folder, tmp_path, capsys):
     assert json.loads(out.read_text())["prompt"] == "w1 w3 w4 w9 w7"
     for wrong, message in [
             (["--chat", "--chat-template-kwargs", "[1]"], "must be a JSON object"),
-            (["--chat", "--chat-template-kwargs", "{"], "is not JSON"), (arguments, "add --chat")]:
+            (["--chat", "--chat-template-kwargs", "{"], "is not JSON"), (arguments, "add --chat"),
+            (["--chat", "--chat-template-kwargs", '{"chat_template": ""}'],
+             "--chat-template-kwargs cannot have 'chat_template'")]:
         assert generate.main([*words, *wrong]) == 2
         assert message in capsys.readouterr().err
     assert generate.main(["--model", folder, "--chat", "--no-log"]) == 2
