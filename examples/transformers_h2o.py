@@ -44,7 +44,7 @@ def run(args: Namespace, h2o: H2OConfig) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 
-    from flexgen_h2o.integrations.transformers import enable_h2o
+    from flexgen_h2o.integrations.transformers import CACHE_NAME, enable_h2o
 
     folder = checkpoint_folder(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -56,11 +56,11 @@ def run(args: Namespace, h2o: H2OConfig) -> None:
 
     print("The full cache:")
     full = DynamicCache()
-    model.generate(**inputs, **options, past_key_values=full)
+    model.generate(**inputs, **options, **{CACHE_NAME: full})
     with enable_h2o(model, h2o) as enabled:
         print("H2O:")
         cache = enabled.new_cache()  # made here to ask its size; generate makes one by itself
-        model.generate(**inputs, **options, past_key_values=cache)
+        model.generate(**inputs, **options, **{CACHE_NAME: cache})
 
     nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in full.layers)
     print(f"{nbytes:,} bytes of keys and values with the full cache, {cache.nbytes():,} with H2O")

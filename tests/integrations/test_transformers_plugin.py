@@ -660,6 +660,7 @@ def example():
 
 @pytest.mark.skipif(transformers.__version__ < "5",
                     reason="transformers 4 cannot read the tokenizer that 5 has written")
+@pytest.mark.filterwarnings("error:.past_key_values:FutureWarning")
 def test_the_example_runs_on_a_real_model(example, capsys):
     assert example.main(["--gen-len", "8"]) == 0
     printed = capsys.readouterr().out

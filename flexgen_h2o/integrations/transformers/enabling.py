@@ -27,6 +27,7 @@ MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEA
 CACHE_NAMES = ("cache", "past_key_values")
 CACHE_NAME = next(name for name in CACHE_NAMES if name in inspect.signature(
     GenerationMixin.prepare_inputs_for_generation).parameters)
+"""``cache`` from transformers 5.24 on, ``past_key_values`` before."""
 
 # Options of `generate` that cannot be, and why.
 REFUSED = {
