@@ -23,6 +23,7 @@ FLEX_OPT = f"python -m {PACKAGE}.flex_opt"
 VERSION_HELP = "print the version and end"
 
 _KINDS = {"int": int, "float": float}
+_PROMPTS = ("prompt", "prompts", "num_prompts", "prompt_len")
 
 
 class Parser(argparse.ArgumentParser):
@@ -152,7 +153,7 @@ def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
     """Values of the flags that were given, over those of ``--config``. Raises `UserError`."""
     given = vars(parser.parse_args(argv))
     values = load_yaml(given["config"]) if "config" in given else {}
-    # Prompts of the command line replace the file's, whichever of the two ways each uses.
+    # Prompts of the command line replace the file's, in whichever way each gives them.
     if "prompt" in given or "prompts" in given:
-        values = {k: v for k, v in values.items() if k not in ("prompt", "prompts")}
+        values = {k: v for k, v in values.items() if k not in _PROMPTS}
     return values | given

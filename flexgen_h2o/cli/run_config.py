@@ -161,6 +161,8 @@ class RunConfig(RunFlags):
             raise UserError("give --prompt or --prompts, not both")
         if self.num_prompts is not None and not self.synthetic:
             raise UserError("--num-prompts counts synthetic prompts: leave it out, or the texts")
+        if self.prompt_len != RunConfig.prompt_len and not self.synthetic:
+            raise UserError("--prompt-len is of synthetic prompts: leave it out, or the texts")
         if self.prompts and not self.prompts.endswith((".txt", ".jsonl")):
             raise UserError(f"--prompts must name a .txt or .jsonl file, got {self.prompts!r}")
         named = ("prompts", "config", "hardware", "expert_counts", "output", "csv", "trace",

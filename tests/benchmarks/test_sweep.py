@@ -132,7 +132,8 @@ def test_the_flags_of_a_row_are_a_command_line(bench, tmp_path_factory, flags):
     ({"grid": {"hh_ratio": [1, 2]}}, "cell hh_ratio=2: --hh-ratio must be at most 1"),
     ({"grid": {"hh_ratio": [0.5], "eviction": ["h2o", "full"]}},
      "cell hh_ratio=0.5 eviction=full: --eviction full keeps all"),
-    ({"grid": {"prompts": ["absent.txt"]}}, "cannot read --prompts absent.txt"),
+    ({"base": {"model": "m"}, "grid": {"prompts": ["absent.txt"]}},
+     "cannot read --prompts absent.txt"),
 ])
 def test_what_is_wrong_is_said_before_any_run(bench, tmp_path, change, words):
     with pytest.raises(UserError, match=words):

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,8 @@ from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.tasks import generate
 
 RESULTS = ("--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json", "--log-file", "l.log")
-SHORT = ("--prompt-len", "6", "--gen-len", "4", "--gpu-batch-size", "2", "--dtype", "float32",
-         "--device", "cpu")
+OF_TEXTS = ("--gen-len", "4", "--gpu-batch-size", "2", "--dtype", "float32", "--device", "cpu")
+SHORT = ("--prompt-len", "6", *OF_TEXTS)
 DISK = ("--percent", "0", "0", "0", "0", "0", "0")
 MEMORY = ("--percent", "100", "0", "100", "0")
 LONG = "a" * 300  # more than a file system takes
@@ -83,11 +84,16 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {path: held for path, held in files.items() if held or not path.endswith(".lock")}
 
 
+def short(argv: Sequence[str]) -> tuple[str, ...]:
+    """Flags of a short run of what `argv` says: synthetic prompts alone have a length."""
+    return OF_TEXTS if {"--prompt", "--prompts"} & {*argv} else SHORT
+
+
 def refused(capfd, here, *argv: str) -> str:
     """The message of a command that ends with status 2, one line, and nothing left of it."""
     before, threads = tree(here.parent), set(threading.enumerate())
     message = command_refused(generate.main, capfd,
-                              [*SHORT, *RESULTS, "--offload-dir", "offload", *argv])
+                              [*short(argv), *RESULTS, "--offload-dir", "offload", *argv])
     assert tree(here.parent) == before
     offload = Path("offload")
     assert not offload.is_dir() or list(offload.iterdir()) == []
@@ -97,7 +103,7 @@ def refused(capfd, here, *argv: str) -> str:
 
 def plan_refused(capfd, here, *argv: str) -> str:
     """The message of a run that is only planned."""
-    return command_refused(generate.main, capfd, [*SHORT, "--plan-only", *argv])
+    return command_refused(generate.main, capfd, [*short(argv), "--plan-only", *argv])
 
 
 def shard(model: Path) -> list[Path]:

@@ -271,6 +271,8 @@ def test_every_flag_is_described():
     ({"percent": 100}, "4 or 6 numbers"),
     ({"prompt": ["a"], "prompts": "b.txt"}, "not both"),
     ({"prompts": "b.csv"}, ".txt or .jsonl"),
+    ({"prompts": "b.txt", "prompt_len": 64}, "--prompt-len is of synthetic prompts"),
+    ({"prompt": ["a"], "prompt_len": 64}, "--prompt-len is of synthetic prompts"),
     ({"output": "x", "csv": "./x"}, "--output and --csv name the same file"),
     ({"temperature": 0.5}, "--temperature has no effect: add --do-sample"),
     ({"top_k": 3}, "--top-k has no effect"),

@@ -194,6 +194,9 @@ def test_flags_override_the_config_file(tmp_path):
     config = parser.parse_args(["--config", str(path), "--gen-len", "9", "--prompt", "x"])
     assert (config.model, config.gen_len, config.prompts) == ("opt-125m", 9, None)
     assert config.percent == (0, 100, 100, 0, 100, 0)
+    path.write_text("prompt_len: 64\nnum_prompts: 3\n")
+    assert parser.parse_args(["--config", str(path), "--prompt", "x"]) == RunConfig(
+        config=str(path), prompt=("x",))
 
 
 def test_ratios_of_layers_from_files(tmp_path):

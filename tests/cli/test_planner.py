@@ -549,8 +549,8 @@ def here(monkeypatch, tmp_path):
     return asked
 
 
-RUN = ["--model", "opt-1.3b", "--path", "_DUMMY_", "--device", "cpu", *AUTO, "--prompt-len", "64",
-       "--gen-len", "16"]
+OF_TEXTS = ["--model", "opt-1.3b", "--path", "_DUMMY_", "--device", "cpu", *AUTO, "--gen-len", "16"]
+RUN = [*OF_TEXTS, "--prompt-len", "64"]
 
 
 def test_what_was_predicted_stands_in_the_results(here, capsys):
@@ -603,7 +603,7 @@ def test_slots_that_the_plan_gives_to_experts_are_those_of_the_run(here, capsys)
 
 def test_prompts_bound_the_block(here, capsys):
     (Path() / "p.txt").write_text("a prompt\n" * 5 + "the longest prompt of them\n")
-    assert generate.main([*RUN, "--prompts", "p.txt", "--no-log", "--verbose", "0"]) == 0
+    assert generate.main([*OF_TEXTS, "--prompts", "p.txt", "--no-log", "--verbose", "0"]) == 0
     (llm,) = FakeLLM.made
     load = llm.options["workload"]
     assert load.prompt_len == 26 // 3 + 1
@@ -626,7 +626,7 @@ def test_what_can_be_refused_is_refused_before_measuring(here, capsys):
     for argv in (["--output", "none/x"], ["--log-file", "none/x"], ["--prompts", "none.txt"],
                  ["--hh-ratio", "0.1", "0.2"], ["--path", "none"], ["--prompt-len", "3000"],
                  ["--device-memory-limit", "6GB"]):
-        assert generate.main([*RUN, *argv]) == 2
+        assert generate.main([*OF_TEXTS, *argv]) == 2
         captured = capsys.readouterr()
         assert (here, captured.out) == ([], "") and captured.err.count("\n") == 1, argv
     assert not FakeLLM.made
