@@ -152,8 +152,9 @@ class RunConfig(RunFlags):
                f"on a cache in memory: let {self.called('percent')} leave some on disk")
         yield ("--count-experts", self.count_experts is not None and self.pipeline_parallel > 1,
                "over ranks, each of which has experts of its own: leave --pipeline-parallel out")
-        for name in ("output", "csv", "trace", "debug_mode", "count_experts"):
-            yield (flag_name(name), self.plan_only and getattr(self, name) is not None,
+        for name in ("output", "csv", "trace", "debug_mode", "count_experts", "log_file"):
+            yield (flag_name(name),
+                   self.plan_only and getattr(self, name) != getattr(RunConfig, name),
                    "with --plan-only, which runs nothing")
 
     def _check_files(self, ratio_files: Mapping[str, str | None]) -> None:
@@ -165,6 +166,8 @@ class RunConfig(RunFlags):
             raise UserError("--prompt-len is of synthetic prompts: leave it out, or the texts")
         if self.prompts and not self.prompts.endswith((".txt", ".jsonl")):
             raise UserError(f"--prompts must name a .txt or .jsonl file, got {self.prompts!r}")
+        if self.no_log and self.log_file != RunConfig.log_file:
+            raise UserError("give --log-file or --no-log, not both")
         named = ("prompts", "config", "hardware", "expert_counts", "output", "csv", "trace",
                  "count_experts", "log_file")
         files = {**ratio_files, **{name: getattr(self, name) for name in named}}

@@ -274,6 +274,8 @@ def test_every_flag_is_described():
     ({"prompts": "b.txt", "prompt_len": 64}, "--prompt-len is of synthetic prompts"),
     ({"prompt": ["a"], "prompt_len": 64}, "--prompt-len is of synthetic prompts"),
     ({"output": "x", "csv": "./x"}, "--output and --csv name the same file"),
+    ({"plan_only": True, "log_file": "l.log"}, "--log-file has no effect with --plan-only"),
+    ({"no_log": True, "log_file": "l.log"}, "give --log-file or --no-log, not both"),
     ({"temperature": 0.5}, "--temperature has no effect: add --do-sample"),
     ({"top_k": 3}, "--top-k has no effect"),
     ({"min_p": 0.1}, "--min-p has no effect"),
