@@ -26,7 +26,7 @@ from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.tasks import measured
 from flexgen_h2o.tasks.budgets import measures
 from flexgen_h2o.tasks.budgets import plot as quality_plot
-from flexgen_h2o.tasks.budgets.configurations import GROUPS, Configuration, configurations
+from flexgen_h2o.tasks.budgets.configurations import GROUPS, USUAL, Configuration, configurations
 
 _SHARED = ("path", "device", "dtype", "gpu_batch_size", "gen_len")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "gpu_batch_size": 30, "gen_len": 64}
@@ -63,6 +63,10 @@ class QualityOptions:
     def __post_init__(self) -> None:
         task_flags.check_own(self)
         measured.check_source(self)
+        found = {one.group for one in configurations(self.budgets, self.only)}
+        for group in self.only if self.only != GROUPS else ():
+            if group not in found:
+                raise UserError(f"--only {group} measures nothing at these --budgets: add {USUAL}")
         measured.check_outputs(self)
 
 

@@ -375,6 +375,8 @@ def test_a_run_that_stops_keeps_its_rows(fake, articles, tmp_path, monkeypatch, 
     (["--input-path", "a", "--csv", "./a"], "name the same file"),
     (["--input-path", "a", "--csv", "no/such/folder.csv"], "cannot write --csv into the folder"),
     (["--input-path", "a", "--csv", "."], "--csv . is not a regular file"),
+    (["--input-path", "a", "--budgets", "5", "--only", "h2o", "bits"],
+     "--only bits measures nothing at these --budgets: add 20"),
     (["--from-csv", "a", "--articles", "3"], "--articles has no effect with --from-csv"),
     (["--from-csv", "nope.csv"], "cannot read --from-csv nope.csv"),
 ])
