@@ -19,7 +19,6 @@ from flexgen_h2o.errors import UserError, check_text, did_you_mean, shown
 
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Positive = Annotated[float, Meta(gt=0, le=1e18)]
 Text = Annotated[str, Meta(pattern=r"\S")]
 """Text that is not empty."""
 

@@ -1,8 +1,9 @@
 """A machine as a YAML file for people: configs/hardware/ has examples. No torch.
 
 Keys are the fields of `Hardware`, of `recall` those that are measured, in units that suit them: GB,
-GB/s, TFLOP/s, microseconds, and seconds for a billion. Where `linear` was not measured, a file may
-give the rates from which the roofline makes it, under `linear_roofline`.
+GB/s, TFLOP/s, microseconds, and seconds for a billion. Rates are from 1e-9 to 1e9 of their unit.
+Where `linear` was not measured, a file may give the rates from which the roofline makes it, under
+`linear_roofline`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from msgspec import Meta, defstruct, field
 from msgspec.structs import asdict
 
 from flexgen_h2o.config.formats import CODED_BITS, WEIGHT_BITS, MatrixLayout
-from flexgen_h2o.config.schema import Entries, Positive, Share, Text, checked, each_of
+from flexgen_h2o.config.schema import Entries, Share, Text, checked, each_of
 from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
@@ -49,6 +50,8 @@ RECALL_FIGURES = ("index_work", "apart", "calls")
 """Fields of `RecallRates` that are measured."""
 
 _Size = Annotated[float, Meta(ge=0.001, le=1e18)]
+_Rate = Annotated[float, Meta(ge=1e-9, le=1e9)]
+"""No machine is near either end in any of the units, and times by these rates stay finite."""
 _Key = TypeVar("_Key")
 _Rows = Annotated[int, Meta(ge=1, title="a count of rows")]
 _Winners = defstruct("_Winners", [
@@ -58,28 +61,28 @@ _Winners = defstruct("_Winners", [
 
 
 class _HostRates(Entries):
-    decode_attention_gb_per_s: each_of(BITS, Positive)
-    head_microseconds: Positive
+    decode_attention_gb_per_s: each_of(BITS, _Rate)
+    head_microseconds: _Rate
 
 
 class _Roofline(Entries):
-    tflop_per_s: Positive
-    memory_gb_per_s: Positive
+    tflop_per_s: _Rate
+    memory_gb_per_s: _Rate
 
 
 class _ComputeRates(Entries):
-    prefill_attention_tflop_per_s: each_of(("plain", "scored"), Positive)
-    decode_attention_gb_per_s: each_of(BITS, Positive)
-    head_microseconds: Positive
-    elementwise_seconds_per_billion: Positive
-    layer_microseconds: Positive
-    logit_seconds_per_billion: Positive
+    prefill_attention_tflop_per_s: each_of(("plain", "scored"), _Rate)
+    decode_attention_gb_per_s: each_of(BITS, _Rate)
+    head_microseconds: _Rate
+    elementwise_seconds_per_billion: _Rate
+    layer_microseconds: _Rate
+    logit_seconds_per_billion: _Rate
     linear_seconds_per_billion_weights: dict[
-        Literal[WEIGHT_BITS], dict[_Rows, Positive]] | None = None
+        Literal[WEIGHT_BITS], dict[_Rows, _Rate]] | None = None
     rounded_linear_seconds_per_billion_weights: dict[
-        Literal[CODED_BITS], dict[_Rows, Positive]] = field(default_factory=dict)
+        Literal[CODED_BITS], dict[_Rows, _Rate]] = field(default_factory=dict)
     linear_roofline: _Roofline | None = None
-    bound_layer_microseconds: Positive | None = None
+    bound_layer_microseconds: _Rate | None = None
     implementations: _Winners = _Winners()
 
     def __post_init__(self) -> None:
@@ -105,15 +108,15 @@ class _Machine(Entries):
     name: Text
     cpu_gb: _Size
     disk_gb: _Size
-    links_gb_per_s: dict[str, Positive]
+    links_gb_per_s: dict[str, _Rate]
     compute: _ComputeRates
     gpu_gb: _Size | None = None
     host_attention: _HostRates | None = None
-    recall: each_of(RECALL_FIGURES, Positive) | None = None
+    recall: each_of(RECALL_FIGURES, _Rate) | None = None
     interference: Share = 0.0
     read_interference: Share = 0.0
-    fetch_microseconds: Positive | None = None
-    fetch_head_microseconds: Positive | None = None
+    fetch_microseconds: _Rate | None = None
+    fetch_head_microseconds: _Rate | None = None
 
     def __post_init__(self) -> None:
         if self.host_attention and not self.gpu_gb:
@@ -130,11 +133,11 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
     Raises
     ------
     UserError
-        The file can't be read, or a key is unknown, missing or has a value that cannot be; the
-        message names the file and the key.
+        The file can't be read, or a key is unknown, missing or has a value that cannot be (a rate
+        below 1e-9 or above 1e9); the message names the file and the key.
     """
     file = checked(_Machine, read_yaml("hardware file", path), str(path))
-    checked(each_of(LINKS if file.gpu_gb else HOST_LINKS, Positive), file.links_gb_per_s,
+    checked(each_of(LINKS if file.gpu_gb else HOST_LINKS, _Rate), file.links_gb_per_s,
             f"{path}: links_gb_per_s")
     host = file.host_attention
     return Hardware(

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from flexgen_h2o.config.schema import Count, Entries, Positive, Share, Text, checked, each_of
+from flexgen_h2o.config.schema import Count, Entries, Share, Text, checked, each_of
 from flexgen_h2o.errors import UserError
+
+Positive = Annotated[float, Meta(gt=0, le=1e18)]
 
 
 class Inner(Entries):

@@ -23,13 +23,20 @@ from flexgen_h2o.planning.hardware_file import (
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "hardware"
 
-figures = st.tuples(st.integers(1, 10**15 - 1), st.integers(-20, -3)).map(
-    lambda parts: float(f"{parts[0]}e{parts[1]}"))
+GIGA, TERA, MICRO = 9, 12, -6
+"""Units of a file, as powers of ten."""
+
 nbytes = st.integers(10**6, 10**15 - 1)
 
 
-def tables(keys):
-    return st.fixed_dictionaries(dict.fromkeys(keys, figures))
+def figures(unit=0):
+    """Figures of 15 digits from 1e-9 of a unit, a power of ten, to 1e9 of it."""
+    return st.tuples(st.integers(10**14, 10**15 - 1), st.integers(-23, -6)).map(
+        lambda parts: float(f"{parts[0]}e{parts[1] + unit}"))
+
+
+def tables(keys, unit=0):
+    return st.fixed_dictionaries(dict.fromkeys(keys, figures(unit)))
 
 
 @st.composite
@@ -41,20 +48,20 @@ def machines(draw) -> Hardware:
         gpu_bytes=draw(nbytes) if has_gpu else None,
         cpu_bytes=draw(nbytes),
         disk_bytes=draw(nbytes),
-        links=draw(tables(LINKS if has_gpu else HOST_LINKS)),
+        links=draw(tables(LINKS if has_gpu else HOST_LINKS, GIGA)),
         compute=Compute(
             linear={bits: draw(tables(rows))
                     for bits in draw(st.sampled_from([BITS, WEIGHT_BITS]))},
-            prefill_attention=draw(tables(("plain", "scored"))),
-            decode_attention=draw(tables(BITS)),
-            **{name: draw(figures) for name in (
-                "head_seconds", "elementwise", "layer_seconds", "logit_seconds")},
-            bound_layer_seconds=draw(st.none() | figures)),
-        host_attention=HostAttentionRates(draw(tables(BITS)), draw(figures))
+            prefill_attention=draw(tables(("plain", "scored"), TERA)),
+            decode_attention=draw(tables(BITS, GIGA)),
+            head_seconds=draw(figures(MICRO)), elementwise=draw(figures()),
+            layer_seconds=draw(figures(MICRO)), logit_seconds=draw(figures()),
+            bound_layer_seconds=draw(st.none() | figures(MICRO))),
+        host_attention=HostAttentionRates(draw(tables(BITS, GIGA)), draw(figures(MICRO)))
         if has_gpu and draw(st.booleans()) else None,
-        recall=RecallRates(*(draw(figures) for _ in RECALL_FIGURES)),
+        recall=RecallRates(*(draw(figures()) for _ in RECALL_FIGURES)),
         interference=draw(st.floats(0, 1)), read_interference=draw(st.floats(0, 1)),
-        **({} if has_gpu else {name: draw(figures) for name in (
+        **({} if has_gpu else {name: draw(figures(MICRO)) for name in (
             "fetch_seconds", "fetch_head_seconds")}))
 
 
@@ -143,8 +150,14 @@ MISTAKES = {
     "no number": (("compute", "head_microseconds"), "fast", "head_microseconds must be a finite"),
     "a truth": (("disk_gb",), True, "disk_gb must be a finite number"),
     "nothing": (("cpu_gb",), None, "cpu_gb must be a finite number"),
-    "zero": (("links_gb_per_s", "disk->cpu"), 0, "disk->cpu must be greater than 0"),
-    "negative": ((*TABLE, 4, 1), -0.1, "4: 1 must be greater than 0"),
+    "zero": (("links_gb_per_s", "disk->cpu"), 0, "disk->cpu must be at least 1e-09, got 0"),
+    "negative": ((*TABLE, 4, 1), -0.1, "4: 1 must be at least 1e-09"),
+    "next to nothing": (("links_gb_per_s", "disk->cpu"), 1e-300,
+                        "links_gb_per_s: disk->cpu must be at least 1e-09, got 1e-300"),
+    "faster than any": (("compute", "decode_attention_gb_per_s", 16), 1e12,
+                        "16 must be at most 1e+09, got 1000000000000.0"),
+    "an infinite rate": (("compute", "layer_microseconds"), float("inf"),
+                         "layer_microseconds must be a finite number, got inf"),
     "infinite": (("disk_gb",), float("inf"), "disk_gb must be a finite number"),
     "enormous": (("disk_gb",), 1e300, "disk_gb must be at most"),
     "no memory": (("cpu_gb",), 1e-9, "cpu_gb must be at least"),
