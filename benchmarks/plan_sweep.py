@@ -6,23 +6,28 @@
 The same prompts under a memory limit: `--percent auto`, and each placement and batch shape of a
 grid that fits. They take turns, `--repeats` times, each run in a process of its own; medians of the
 time of prefill and decode together, beside what the planner had predicted. Best is the grid's.
+
+What has been measured is in the file with the ending .partial until all has. A policy of which a
+run fails is not run again and has the row of its earlier runs, if any; the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shared.engine_run import OK, TOO_LARGE, run_engine
+from shared.engine_run import OK, TOO_LARGE, Outcome, run_engine
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser, parse_args
 from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.checks import check_folder
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.provenance import source_commit
 
@@ -42,17 +47,12 @@ def grid() -> list[tuple[str, ...]]:
             for (size, count), weights, cache in itertools.product(BATCHES, WEIGHTS, CACHE)]
 
 
-def measured(args: argparse.Namespace, policy: Sequence[str]) -> Mapping[str, str] | None:
-    """The row of results of one run; None if it does not fit."""
-    found = run_engine(parse_args([
+def outcome(args: argparse.Namespace, policy: Sequence[str]) -> Outcome:
+    """The outcome of one run."""
+    return run_engine(parse_args([
         "--model", str(args.model), "--memory-limit", args.memory_limit, "--num-prompts",
         str(args.num_prompts), "--prompt-len", str(args.prompt_len), "--gen-len",
         str(args.gen_len), *policy]))
-    if found.status == TOO_LARGE:
-        return None
-    if found.status != OK:
-        raise UserError(f"{' '.join(policy)} failed: {found.reason}")
-    return found.row
 
 
 def seconds(row: Mapping[str, str], prefix: str = "") -> float:
@@ -60,22 +60,33 @@ def seconds(row: Mapping[str, str], prefix: str = "") -> float:
     return sum(float(row[f"{prefix}{phase}_seconds"]) for phase in ("prefill", "decode"))
 
 
-def sweep(args: argparse.Namespace) -> list[dict[str, object]]:
-    """A row for the plan, and for each policy of the grid that fits, the fastest first."""
+def sweep(args: argparse.Namespace, partial: Path) -> tuple[list[dict[str, object]], list[str]]:
+    """A row for the plan and for each policy of the grid that fits, also in `partial` after every
+    run; and a line for each run that failed."""
     found: dict[tuple[str, ...], list[Mapping[str, str]]] = {AUTO: []}
     found |= {policy: [] for policy in grid()}
+    todo, failures = list(found), []
     for repeat in range(args.repeats):
-        for policy in list(found):
-            row = measured(args, policy)
-            if row is None:
-                del found[policy]
+        for policy in list(todo):
+            ended, flags = outcome(args, policy), " ".join(policy)
+            if ended.status == OK:
+                found[policy].append(ended.row)
+                print(f"{repeat} {seconds(ended.row):8.2f} s  {flags}", flush=True)
+                write_csv(partial, COLUMNS, rows_of(args, found))
                 continue
-            found[policy].append(row)
-            print(f"{repeat} {seconds(row):8.2f} s  {' '.join(policy)}", flush=True)
-    if not found.keys() - {AUTO}:
-        raise UserError(f"no policy of the grid fits --memory-limit {args.memory_limit}: raise it")
-    took = {policy: statistics.median(map(seconds, rows)) for policy, rows in found.items()}
-    best = min(time for policy, time in took.items() if policy != AUTO)
+            todo.remove(policy)
+            if ended.status != TOO_LARGE:
+                failures.append(f"{flags} failed: {ended.reason}")
+                print(failures[-1], file=sys.stderr, flush=True)
+    return rows_of(args, found), failures
+
+
+def rows_of(args: argparse.Namespace,
+            found: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]]
+            ) -> list[dict[str, object]]:
+    """A row for each policy that has been run, the plan's and then the fastest first."""
+    took = {policy: statistics.median(map(seconds, runs)) for policy, runs in found.items() if runs}
+    best = min((time for policy, time in took.items() if policy != AUTO), default=None)
     table = []
     for policy in sorted(took, key=lambda policy: (policy != AUTO, took[policy])):
         last = found[policy][-1]
@@ -88,7 +99,7 @@ def sweep(args: argparse.Namespace) -> list[dict[str, object]]:
             "prompts": args.num_prompts, "prompt_len": args.prompt_len, "gen_len": args.gen_len,
             "policy": flags, "seconds": took[policy], "predicted_s": predicted,
             "predicted_over_measured": predicted and predicted / took[policy],
-            "best_over_this": best / took[policy], "repeats": args.repeats})
+            "best_over_this": best and best / took[policy], "repeats": len(found[policy])})
     return table
 
 
@@ -111,10 +122,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_sweep.csv"))
     args = parser.parse_args(argv)
     check_int("--repeats", args.repeats, low=1)
-    table = sweep(args)
-    write_csv(args.out, COLUMNS, table)
+    check_folder("--out", str(args.out.parent), [str(args.out)])
+    partial = Path(f"{args.out}.partial")
+    table, failures = sweep(args, partial)
+    if table:
+        os.replace(partial, args.out)
     for row in table:
-        print(f"{row['seconds']:8.2f} s  {row['best_over_this']:.3f}  {row['policy']}")
+        best = "" if row["best_over_this"] is None else f"{row['best_over_this']:.3f}"
+        print(f"{row['seconds']:8.2f} s  {best:>5}  {row['policy']}")
+    if failures:
+        rows = f" (rows of the others: {args.out})" if table else ""
+        raise UserError(f"{len(failures)} failed, the first by this: {failures[0]}{rows}")
+    if all(row["best_over_this"] is None for row in table):
+        raise UserError(f"no policy of the grid fits --memory-limit {args.memory_limit}: raise it")
 
 
 if __name__ == "__main__":

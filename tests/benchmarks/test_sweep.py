@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -387,17 +386,64 @@ except KeyboardInterrupt:
     assert (tmp_path / "clean").exists() == (status > 0)
 
 
-def test_the_sweep_of_plans_runs_the_engine_too(bench, monkeypatch):
-    args = SimpleNamespace(model=Path("m"), memory_limit="1GB", num_prompts=4, prompt_len=8,
-                           gen_len=2)
-    policy = bench.plan_sweep.grid()[0]
-    outcome, seen = bench.engine_run.Outcome, []
-    answers = [outcome("ok", row={"a": "1"}), outcome("does not fit", "so"),
-               outcome("failed", "odd")]
-    monkeypatch.setattr(bench.plan_sweep, "run_engine",
-                        lambda config: seen.append(config) or answers[len(seen) - 1])
-    assert bench.plan_sweep.measured(args, policy) == {"a": "1"}
-    assert bench.plan_sweep.measured(args, policy) is None
-    with pytest.raises(UserError, match="--gpu-batch-size 4 .* failed: odd"):
-        bench.plan_sweep.measured(args, policy)
-    assert (seen[0].memory_limit, seen[0].gpu_batch_size, seen[0].num_prompts) == (10 ** 9, 4, 4)
+def engine_row(seconds: float) -> dict[str, str]:
+    """What the sweep of plans reads of a row of results."""
+    return {"prefill_seconds": str(seconds), "decode_seconds": "0",
+            "predicted_prefill_seconds": "1", "predicted_decode_seconds": "0",
+            "gpu_batch_size": "4", "num_gpu_batches": "1"} | {
+                f"{kind}_{tier}": "100" for kind in ("weights", "cache", "activations")
+                for tier in ("gpu", "cpu")}
+
+
+def plan_sweep(bench, monkeypatch, tmp_path, ends) -> list[RunConfig]:
+    """Run it with three policies; `ends` are the runs' outcomes, or errors that they raise."""
+    seen: list[RunConfig] = []
+
+    def run(config):
+        seen.append(config)
+        end = ends[len(seen) - 1]
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    monkeypatch.setattr(bench.plan_sweep, "grid", lambda: [
+        ("--percent", "100", "0", "100", "0", "100", "0", "--gpu-batch-size", size)
+        for size in ("4", "8")])
+    monkeypatch.setattr(bench.plan_sweep, "run_engine", run)
+    bench.plan_sweep.main(["--model", "m", "--memory-limit", "1GB", "--num-prompts", "4",
+                           "--repeats", "2", "--out", str(tmp_path / "plans.csv")])
+    return seen
+
+
+def test_the_sweep_of_plans_keeps_the_rows_beside_a_run_that_failed(bench, monkeypatch, tmp_path,
+                                                                    capsys):
+    outcome = bench.engine_run.Outcome
+    ends = [outcome("ok", row=engine_row(3)), outcome("failed", "odd"),
+            outcome("ok", row=engine_row(2)), outcome("failed", "worse"),
+            outcome("ok", row=engine_row(4))]
+    with pytest.raises(UserError, match="2 failed, the first by this: .*size 4 failed: odd .*csv"):
+        plan_sweep(bench, monkeypatch, tmp_path, ends)
+    auto, other = read_csv(tmp_path / "plans.csv")
+    assert (auto["seconds"], auto["repeats"], auto["best_over_this"]) == ("3", "1", "1")
+    assert (other["seconds"], other["repeats"]) == ("3", "2")
+    assert other["policy"].endswith("--gpu-batch-size 8")
+    assert capsys.readouterr().err.count(" failed: ") == 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "plans.csv"]
+
+
+def test_the_sweep_of_plans_leaves_out_what_does_not_fit(bench, monkeypatch, tmp_path):
+    outcome = bench.engine_run.Outcome
+    ok = outcome("ok", row=engine_row(3))
+    seen = plan_sweep(bench, monkeypatch, tmp_path,
+                      [ok, outcome("does not fit", "so"), ok, ok, ok])
+    assert [config.gpu_batch_size for config in seen] == [None, 4, 8, None, 8]
+    assert (seen[0].memory_limit, seen[0].num_prompts) == (10 ** 9, 4)
+    assert len(read_csv(tmp_path / "plans.csv")) == 2
+
+
+def test_a_sweep_of_plans_that_is_stopped_keeps_its_rows(bench, monkeypatch, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        plan_sweep(bench, monkeypatch, tmp_path, [
+            bench.engine_run.Outcome("ok", row=engine_row(3)), KeyboardInterrupt()])
+    (auto,) = read_csv(tmp_path / "plans.csv.partial")
+    assert (auto["seconds"], auto["best_over_this"]) == ("3", "")
