@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.config.checks import check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article, read_article_prompts, unwrap
 from flexgen_h2o.files.checks import check_writable
@@ -64,10 +65,14 @@ def items(articles: Sequence[Article], *, words: int, rng: random.Random
           ) -> Iterator[dict[str, object]]:
     """An item of each article: its first `words` words, summaries in any order, and which is its.
 
-    The wrong ones belong to others of `articles`.
+    The wrong ones belong to others of `articles`. Raises `UserError` if these have too few.
     """
+    summaries = list(dict.fromkeys(article.reference for article in articles))
+    if len(summaries) < OPTIONS:
+        raise UserError(f"--input-path: {len(articles)} articles have {len(summaries)} summaries "
+                        f"that differ, and {OPTIONS} are needed: raise --items, or take others")
     for article in articles:
-        others = [other.reference for other in articles if other.reference != article.reference]
+        others = [summary for summary in summaries if summary != article.reference]
         choices = rng.sample(others, OPTIONS - 1)
         gold = rng.randrange(OPTIONS)
         choices.insert(gold, article.reference)
@@ -237,6 +242,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise `UserError` for numbers of which no task or no figures would come."""
+    check_int("--items", args.items, low=OPTIONS)  # the wrong summaries are other items'
+    if args.limit is not None:
+        check_int("--limit", args.limit, low=2)  # one has no standard error
+    for name in ("words", "shot_words"):
+        check_int(f"--{name.replace('_', '-')}", getattr(args, name), low=1)
+    for shots in args.shots:
+        check_int("--shots", shots, low=0)
+    for budget in args.budgets:
+        check_number("--budgets", budget, above=0)
+
+
 def run(args: argparse.Namespace) -> None:
     """Measure, or read what was measured, and draw."""
     check_plot("--plot", args.plot)
@@ -245,6 +263,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.input_path is None:
         raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
+    check_numbers(args)
     for name in ("csv", "plot"):
         check_writable(f"--{name}", getattr(args, name))
     with tempfile.TemporaryDirectory() as folder:

@@ -605,9 +605,19 @@ def test_the_items_of_the_task(benchmark):
 def test_what_the_benchmark_refuses(benchmark, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text('{"article": "w5", "summary_gt": "w6"}\n', encoding="utf-8")
+    alike = tmp_path / "alike.jsonl"
+    alike.write_text(9 * few.read_text(encoding="utf-8"), encoding="utf-8")
+    some = ["--input-path", str(alike)]
     out = ["--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")]
     for argv, said in (([], "give --input-path"),
-                       (["--input-path", str(few)], "1 articles and 204 are needed")):
+                       (["--input-path", str(few)], "1 articles and 204 are needed"),
+                       ([*some, "--items", "5"], "5 articles have 1 summaries that differ"),
+                       ([*some, "--items", "2"], "--items must be at least 4, got 2"),
+                       ([*some, "--items", "-1"], "--items must be at least 4, got -1"),
+                       ([*some, "--limit", "1"], "--limit must be at least 2, got 1"),
+                       ([*some, "--words", "0"], "--words must be at least 1, got 0"),
+                       ([*some, "--shots", "-1"], "--shots must be at least 0, got -1"),
+                       ([*some, "--budgets", "0"], "--budgets must be greater than 0, got 0")):
         with pytest.raises(UserError, match=said):
             benchmark.run(benchmark.parse_args([*argv, *out]))
 
