@@ -5,7 +5,7 @@
 
 The items are those of lm_eval_budgets.py, and so is what counts as right; here everybody reads an
 article whole, cuts its cache once and keeps all that follows, as kvpress does. `which` has the
-choice of each item. Rows that the file has already are not made again.
+choice of each item. Rows that the file has already, of the same items, are not made again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from growing_table import GrowingTable
+from growing_table import INPUT, GrowingTable, digest
 from lm_eval_budgets import OPTIONS, items
 from policy_study import beside, choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,10 +32,10 @@ from flexgen_h2o.models.sources import checkpoint_folder
 FULL, DTYPE = "full", "float32"
 CACHES = ("sum", "mean", "caote", "recall")
 PRESSES = {one.name: one for one in [*beside.PRESSES, *beside.ADAPTIVE]}
-KEY = ("model", "items", "words", "system", "cache", "budget_percent")
-COLUMNS = (*ORIGIN, "model", "dtype", "items", "words", "system", "cache", "budget_percent",
-           "prompt_tokens", "right", "right_by_length", "as_full", "kv_cache_bytes_per_sequence",
-           "seconds", "which")
+KEY = ("model", "items", "words", INPUT, "system", "cache", "budget_percent")
+COLUMNS = (*ORIGIN, "model", "dtype", "items", "words", INPUT, "system", "cache",
+           "budget_percent", "prompt_tokens", "right", "right_by_length", "as_full",
+           "kv_cache_bytes_per_sequence", "seconds", "which")
 
 
 def config_of(cache: str, percent: float) -> H2OConfig | None:
@@ -55,7 +55,8 @@ class ChoiceRows:
         self.args, self.items = args, made
         self.folder = str(checkpoint_folder(args.model))
         self.table = GrowingTable(args.csv, COLUMNS, KEY, {
-            "model": args.model, "dtype": DTYPE, "items": len(made), "words": args.words})
+            "model": args.model, "dtype": DTYPE, "items": len(made), "words": args.words,
+            INPUT: digest(made)})
 
     def add(self, system: str, cache: str, percent: float) -> None:
         """The row of a cache, unless the file has it; the full cache's comes first."""

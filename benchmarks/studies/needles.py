@@ -4,9 +4,9 @@
 
 A text is made of articles and hides six numbers, each of which is a task. The question comes after
 the prompt (`later`), when an evicting cache has forgotten most of it, or at the prompt's end. A
-task is solved if greedy decoding writes the number. Rows that the file has already are not made
-again. Presses of kvpress need kvpress 0.5.5, in an environment of its own: it wants transformers
-< 5.3.
+task is solved if greedy decoding writes the number. Rows that the file has already, of the same
+tasks, are not made again. Presses of kvpress need kvpress 0.5.5, in an environment of its own: it
+wants transformers < 5.3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import chain
 from statistics import fmean
 
 import torch
-from growing_table import GrowingTable
+from growing_table import INPUT, GrowingTable, digest
 from policy_study import beside, needles
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,9 +33,9 @@ from flexgen_h2o.models.sources import checkpoint_folder
 FULL, DTYPE = "full", "float32"
 CACHES = ("window", "sum", "mean", "caote", "recall")
 PRESSES = {one.name: one for one in [*beside.PRESSES, *beside.ADAPTIVE]}
-KEY = ("model", "prompt_tokens", "tasks", "asked", "system", "cache", "budget_percent")
-COLUMNS = (*ORIGIN, "model", "dtype", "prompt_tokens", "tasks", "asked", "system", "cache",
-           "budget_percent", "kept_tokens", "solved", "solved_by_full", "solved_of_these",
+KEY = ("model", "prompt_tokens", "tasks", INPUT, "asked", "system", "cache", "budget_percent")
+COLUMNS = (*ORIGIN, "model", "dtype", "prompt_tokens", "tasks", INPUT, "asked", "system",
+           "cache", "budget_percent", "kept_tokens", "solved", "solved_by_full", "solved_of_these",
            "answer_nats", "kv_cache_bytes_per_sequence", "seconds", "which")
 
 
@@ -59,7 +59,7 @@ class NeedleRows:
         self.folder = str(checkpoint_folder(args.model))
         self.table = GrowingTable(args.csv, COLUMNS, KEY, {
             "model": args.model, "dtype": DTYPE, "prompt_tokens": args.tokens,
-            "tasks": len(tasks)})
+            "tasks": len(tasks), INPUT: digest(tasks)})
 
     def add(self, system: str, cache: str, percent: float, asked: str) -> None:
         """The row of a cache, after that of the full one: unless the file has it."""

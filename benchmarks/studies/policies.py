@@ -7,7 +7,7 @@ Three parts. `masked`: candidates for a policy as masks over a full cache, 256 t
 article after 256, at 5 and 20 % of the prompt and of the text. `cut` and `decode`: this engine and
 kvpress on the same articles with as many tokens kept, where the prompt alone is cut and where
 generated tokens are evicted too; `seconds` are those of all articles, which are one batch. Rows
-that the file has already are not made again.
+that the file has already, of the same articles, are not made again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import argparse
 import datetime
 import math
 import platform
+import sys
 import time
 
 import torch
-from growing_table import GrowingTable
+from growing_table import INPUT, GrowingTable, digest
 from policy_study import beside
 from policy_study.candidates import CANDIDATES, ENGINE
 from policy_study.masked import MaskedModel, Setting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexgen_h2o import H2OConfig
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.files.articles import choose, read_articles
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.statistics import bootstrap
@@ -33,11 +35,11 @@ from flexgen_h2o.models.sources import checkpoint_folder
 
 SETTINGS = [Setting(20, "prompt"), Setting(5, "prompt"), Setting(20, "text"), Setting(5, "text")]
 PARTS = ("masked", "cut", "decode")
-COLUMNS = ("date", "commit", "host", "model", "articles", "part", "system", "policy",
+COLUMNS = ("date", "commit", "host", "model", "articles", INPUT, "part", "system", "policy",
            "budget_percent", "budget_of", "kept_tokens", "perplexity", "over_full", "delta_nats",
            "delta_nats_low", "delta_nats_high", "over_sum", "over_sum_low", "over_sum_high",
            "kv_cache_bytes", "seconds")
-KEY = ("model", "articles", "part", "system", "policy", "budget_percent", "budget_of")
+KEY = ("model", "articles", INPUT, "part", "system", "policy", "budget_percent", "budget_of")
 PROMPT = 256
 HALVES = 2 * PROMPT
 
@@ -53,7 +55,7 @@ class PolicyRows(GrowingTable):
         super().add(date=datetime.datetime.now(datetime.timezone.utc).isoformat(
             timespec="seconds"), **row)
         print(*(f"{row[key]:.4f}" if isinstance(row[key], float) else row[key]
-                for key in COLUMNS[5:] if row.get(key) is not None), flush=True)
+                for key in COLUMNS[6:] if row.get(key) is not None), flush=True)
 
 
 def compared(log_probs: torch.Tensor, full: torch.Tensor, plain: torch.Tensor | None) -> dict:
@@ -152,7 +154,8 @@ def main() -> None:
                    articles=args.articles, min_tokens=HALVES, max_tokens=HALVES)
     masked = MaskedModel(model, torch.tensor(texts), PROMPT)
     rows = PolicyRows(args.csv, {"commit": source_commit(), "host": platform.node(),
-                           "model": args.model, "articles": args.articles})
+                           "model": args.model, "articles": args.articles,
+                           INPUT: digest(texts)})
     settings = [one for one in SETTINGS
                 if args.settings is None or f"{one.percent}-{one.budget_of}" in args.settings]
     if "masked" in args.parts:
@@ -163,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -61,6 +61,32 @@ def test_rows_of_every_cache_are_made_once(tiny_model, study, articles, tmp_path
     assert "20 %: " in capsys.readouterr().out
 
 
+def test_items_of_another_input_have_rows_of_their_own(tiny_model, study, articles, tmp_path,
+                                                       monkeypatch):
+    path = tmp_path / "rows.csv"
+    monkeypatch.setattr(study.AutoTokenizer, "from_pretrained", lambda folder: CharacterTokenizer())
+    args = study.parse_args(["--model", str(tiny_model("llama").folder), "--input-path",
+                             str(articles), "--items", "5", "--caches", "--csv", str(path)])
+    study.run(args)
+    articles.write_text(articles.read_text(encoding="utf-8").replace("story", "tales"),
+                        encoding="utf-8")
+    study.run(args)
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["cache"] for row in rows] == ["full", "full"]
+    assert len({row["input_digest"] for row in rows}) == 2
+
+
+def test_a_file_of_other_columns_is_not_gone_on_with(study, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("items,right\n5,3\n", encoding="utf-8")
+    with pytest.raises(UserError, match="rows.csv has other columns .* choose a new --csv"):
+        study.GrowingTable(str(path), study.COLUMNS, study.KEY, {})
+    with pytest.raises(UserError, match="cannot write --csv into the folder"):
+        study.GrowingTable(str(tmp_path / "none" / "a.csv"), study.COLUMNS, study.KEY, {})
+    assert path.read_text(encoding="utf-8") == "items,right\n5,3\n"
+
+
 def test_a_choice_is_scored_as_in_a_text_of_its_own(tiny_model, study, articles):
     """By transformers, where nothing is cut."""
     import torch
