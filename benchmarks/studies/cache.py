@@ -5,7 +5,8 @@
 OPT-125M's shape with random weights. The caches go in turn, `--repeats` times, each after a short
 warm-up; medians. The roofline of a decode step is the bytes that it has to read: weights, and the
 cache at rest, over the memory rate measured in the same run; with the cache on disk, its bytes over
-the raw O_DIRECT rate of the same run (page cache bypassed).
+the raw O_DIRECT rate of the same run (page cache bypassed). What a step writes to disk is without
+what the prefill writes, which is measured by a run that ends with it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import fetched
 from flexgen_h2o.config.limits import GROWTH
 from flexgen_h2o.files.rows import write_csv
+from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.storage.links import memory_read_rate
 
 DISK = Placement(0, 0, 100)
@@ -52,17 +54,26 @@ def measure(args, name: str) -> dict[str, float]:
         prompts = [[draw.randrange(5, llm.vocab_size) for _ in range(args.prompt_len)]
                    for _ in range(args.batch)]
         llm.generate([prompt[:16] for prompt in prompts], max_new_tokens=2, eos_token_id=-1)
-        llm.generate(prompts, max_new_tokens=args.gen_len, eos_token_id=-1)
-        stats, steps = llm.stats, args.gen_len - 1
+        outputs = llm.generate(prompts, max_new_tokens=args.gen_len, eos_token_id=-1)
+        stats, steps, by_prefill = llm.stats, args.gen_len - 1, 0
+        if policy.cache.disk:  # the same once more, where the first tokens end it
+            ends = [output.token_ids[0] for output in outputs]
+            llm.generate(prompts, max_new_tokens=args.gen_len, eos_token_id=ends)
+            by_prefill = written_bytes(llm.stats)
         return {
             "kv_cache_mb": stats.kv_cache_bytes / 1e6,
             "prefill_s": stats.prefill_seconds,
             "decode_step_s": statistics.median(stats.step_seconds),
             "weights": stats.num_parameters * 2,
             "disk_read_mb_per_step": stats.links.get("disk->cpu", (0,))[0] / 1e6 / steps,
-            "disk_written_mb_per_step": stats.links.get("cpu->disk", (0,))[0] / 1e6 / steps,
+            "disk_written_mb_per_step": (written_bytes(stats) - by_prefill) / 1e6 / steps,
             "dtype": stats.dtype,
         }
+
+
+def written_bytes(stats: RunStats) -> int:
+    """Bytes that a run has written to disk."""
+    return stats.links.get("cpu->disk", (0,))[0]
 
 
 def main() -> None:
