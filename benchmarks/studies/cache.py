@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 
-from cache_study import RUN_COLUMNS, offload_read_rate, parser, run_columns
+from cache_study import RUN_COLUMNS, offload_read_rate, parsed, parser, run_columns
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import fetched
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.limits import GROWTH
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -80,12 +83,11 @@ def main() -> None:
     flags = parser(__doc__, CACHES, model="facebook/opt-125m", prompt_len=512, gen_len=33,
                    batch=32, csv="benchmarks/results/cache.csv")
     flags.add_argument("--repeats", type=int, default=3)
-    args = flags.parse_args()
+    args = parsed(flags)
     needed = {"full", *("full, on disk" for name in args.caches if "disk" in name)}
     if missing := sorted(needed - {*args.caches}):
         flags.error(f"--caches needs {missing[0]!r}, which others are compared with")
-    if args.repeats < 1 or args.gen_len < 2:
-        flags.error("--repeats must be at least 1, and --gen-len 2")
+    check_int("--repeats", args.repeats, low=1)
     found: dict[str, list[dict]] = {name: [] for name in args.caches}
     for _ in range(args.repeats):
         for name in args.caches:
@@ -122,4 +124,4 @@ def write(args, found, memory_rate: float, disk_rate: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

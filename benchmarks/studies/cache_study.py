@@ -12,7 +12,10 @@ from pathlib import Path
 
 import torch
 
+from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.policy import OFFLOAD_DIR
+from flexgen_h2o.files.checks import check_folder
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.storage.links import disk_read_rate
 
@@ -41,6 +44,19 @@ def parser(text: str, caches: Collection[str], *, model: str, prompt_len: int, g
     flags.add_argument("--offload-dir", default=None)
     flags.add_argument("--csv", default=csv)
     return flags
+
+
+def parsed(flags: argparse.ArgumentParser) -> argparse.Namespace:
+    """The values of a study's flags.
+
+    Raises `UserError` for numbers of which no figures would come, and for rows that could not be
+    written.
+    """
+    args = flags.parse_args()
+    for name, low in (("prompt_len", 1), ("gen_len", 2), ("batch", 1)):
+        check_int(flag_name(name), getattr(args, name), low=low)
+    check_folder("--csv", os.path.dirname(args.csv) or ".", [args.csv])
+    return args
 
 
 def offload_read_rate(offload_dir: str | None) -> float:

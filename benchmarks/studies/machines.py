@@ -22,6 +22,7 @@ from scaling import measured, simulated  # noqa: E402
 
 from flexgen_h2o.cli.command import exit_status  # noqa: E402
 from flexgen_h2o.cli.parser import Parser  # noqa: E402
+from flexgen_h2o.config.checks import check_int  # noqa: E402
 from flexgen_h2o.files.rows import write_csv  # noqa: E402
 from flexgen_h2o.metrics.provenance import ORIGIN, origin  # noqa: E402
 
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--conditions", default="", help="words for the rows that are measured")
     args = parser.parse_args(argv)
+    check_int("--repeats", args.repeats, low=1)
     kinds = (args.only,) if args.only else KINDS
     table = kept(args.out, kinds)
     if "measured" in kinds:

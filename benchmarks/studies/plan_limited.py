@@ -33,7 +33,8 @@ from flexgen_h2o.cli.input_files import synthetic_prompts, workload
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.cli.values import parse_size
+from flexgen_h2o.cli.values import flag_name, parse_size
+from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.policy import percent_text
 from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.files.rows import write_csv
@@ -167,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plan-only", action="store_true", help="run nothing")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_limited.csv"))
     args = parser.parse_args(argv)
+    for name, low in (("prompt_len", 1), ("gen_len", 2), ("tokens", 2)):
+        check_int(flag_name(name), getattr(args, name), low=low)
     table = []
     for found in rows(args):
         table.append(found)

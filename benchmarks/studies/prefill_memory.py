@@ -19,8 +19,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flexgen_h2o.files.rows import write_csv
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.rows import RowsFile, cell, keeping
 
+CACHES = (("full", None), ("full", 512), ("h2o 20 %", None), ("h2o 20 %", 512))
+"""Names, and tokens of a chunk."""
 COLUMNS = ("prompt_len", "cache", "prefill_chunk", "peak_above_weights_mb", "least_mb",
            "kv_cache_mb", "scores_matrix_mb", "prefill_seconds", "prefill_tokens_per_second")
 
@@ -74,17 +80,29 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(*json.loads(args.one))))
         return
-    rows = []
     for length in args.lengths:
-        for cache, chunk in (("full", None), ("full", 512), ("h2o 20 %", None), ("h2o 20 %", 512)):
-            done = subprocess.run(
-                [sys.executable, __file__, "--one", json.dumps([length, cache, chunk])],
-                check=True, capture_output=True, text=True)
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
-            print({key: round(value, 1) if isinstance(value, float) else value
-                   for key, value in rows[-1].items()}, flush=True)
-    write_csv(args.csv, COLUMNS, rows, digits=5, flag="--csv")
+        check_int("--lengths", length, low=1)
+    check_writable("--csv", args.csv)
+    file = RowsFile(args.csv, COLUMNS)
+    with keeping(file):
+        for length in args.lengths:
+            for cache, chunk in CACHES:
+                row = measured(length, cache, chunk)
+                file.write({name: cell(value, digits=5) for name, value in row.items()})
+                print({key: round(value, 1) if isinstance(value, float) else value
+                       for key, value in row.items()}, flush=True)
+    file.finish()
+
+
+def measured(length: int, cache: str, chunk: int | None) -> dict:
+    """One row, by a process of its own. Raises `UserError` if that fails."""
+    done = subprocess.run([sys.executable, __file__, "--one", json.dumps([length, cache, chunk])],
+                          capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{length} tokens, {cache}, chunk {chunk or 'none'} failed, status "
+                        f"{done.returncode}: {done.stderr[-400:].removeprefix('error: ')}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -10,10 +10,15 @@ tokens are left in (``evict_generated=False``).
 from __future__ import annotations
 
 import argparse
+import sys
 
 from flexgen_h2o import LLM, H2OConfig, Policy
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.files.articles import choose, halves, read_articles
-from flexgen_h2o.files.rows import write_csv
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.rows import RowsFile, keeping
 
 CACHES = {
     "full": None,
@@ -23,6 +28,7 @@ CACHES = {
     "recent 20 %, prompt only": H2OConfig(recent_ratio=0.2, evict_generated=False),
 }
 QUARTERS = 4
+COLUMNS = ("model", "articles", "cache", "quarter", "nats_per_token", "nats_over_full")
 
 
 def quarters(log_probs: list[list[float]]) -> list[float]:
@@ -43,23 +49,29 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--csv", default="benchmarks/results/quality_by_position.csv")
     args = parser.parse_args()
-    found = {}
-    texts = read_articles(args.input_path)
-    for name, h2o in CACHES.items():
-        with LLM(args.model, policy=Policy(gpu_batch_size=args.articles), h2o=h2o,
-                 dtype="float32", progress=False) as llm:
-            chosen = choose(texts, lambda text, llm=llm: llm.tokenizer(text)["input_ids"],
-                            articles=args.articles, min_tokens=args.min_tokens,
-                            max_tokens=args.max_tokens)
-            found[name] = quarters(llm.loglikelihood(halves(chosen)))
-        print(name, [f"{a - b:+.3f}" for a, b in zip(found[name], found["full"], strict=True)],
-              flush=True)
-    rows = [{"model": args.model, "articles": args.articles, "cache": name, "quarter": quarter,
-             "nats_per_token": f"{value:.4f}", "nats_over_full": f"{value - full:.4f}"}
-            for name, values in found.items()
-            for quarter, (value, full) in enumerate(zip(values, found["full"], strict=True), 1)]
-    write_csv(args.csv, tuple(rows[0]), rows, flag="--csv")
+    check_int("--articles", args.articles, low=1)
+    for name in ("min_tokens", "max_tokens"):  # of which each quarter of a half has one
+        check_int(flag_name(name), getattr(args, name), low=2 * QUARTERS)
+    check_writable("--csv", args.csv)
+    full: list[float] = []
+    texts, file = read_articles(args.input_path), RowsFile(args.csv, COLUMNS)
+    with keeping(file):
+        for name, h2o in CACHES.items():
+            with LLM(args.model, policy=Policy(gpu_batch_size=args.articles), h2o=h2o,
+                     dtype="float32", progress=False) as llm:
+                chosen = choose(texts, lambda text, llm=llm: llm.tokenizer(text)["input_ids"],
+                                articles=args.articles, min_tokens=args.min_tokens,
+                                max_tokens=args.max_tokens)
+                found = quarters(llm.loglikelihood(halves(chosen)))
+            full = full or found
+            over = [a - b for a, b in zip(found, full, strict=True)]
+            print(name, [f"{each:+.3f}" for each in over], flush=True)
+            for quarter, (nats, more) in enumerate(zip(found, over, strict=True), 1):
+                file.write({"model": args.model, "articles": args.articles, "cache": name,
+                            "quarter": quarter, "nats_per_token": f"{nats:.4f}",
+                            "nats_over_full": f"{more:.4f}"})
+    file.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

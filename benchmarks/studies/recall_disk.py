@@ -13,11 +13,14 @@ that compute did not wait for.
 from __future__ import annotations
 
 import statistics
+import sys
 from pathlib import Path
 
-from cache_study import RUN_COLUMNS, offload_read_rate, parser, run_columns
+from cache_study import RUN_COLUMNS, offload_read_rate, parsed, parser, run_columns
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import write_csv
 
 PAGES = Path(__file__).parents[2] / "docs"
@@ -44,6 +47,9 @@ def measure(args, name: str, overlap: bool) -> dict[str, object]:
     with LLM(args.model, policy=policy, h2o=h2o, progress=False,
              offload_dir=args.offload_dir) as llm:
         prompt = llm.tokenizer(text)["input_ids"][: args.prompt_len]
+        if len(prompt) < args.prompt_len:
+            raise UserError(f"the pages of docs/ have {len(prompt)} tokens: lower --prompt-len "
+                            f"{args.prompt_len}")
         llm.generate([prompt[:16]] * args.batch, max_new_tokens=2, eos_token_id=-1)
         llm.generate([prompt] * args.batch, [
             SamplingParams(max_new_tokens=args.gen_len, do_sample=True, seed=seed, eos_token_id=-1)
@@ -63,8 +69,8 @@ def measure(args, name: str, overlap: bool) -> dict[str, object]:
 
 
 def main() -> None:
-    args = parser(__doc__, CACHES, model="smollm2-135m", prompt_len=8160, gen_len=25, batch=4,
-                  csv="benchmarks/results/recall_disk.csv").parse_args()
+    args = parsed(parser(__doc__, CACHES, model="smollm2-135m", prompt_len=8160, gen_len=25,
+                         batch=4, csv="benchmarks/results/recall_disk.csv"))
     rows = []
     for name in args.caches:
         for overlap in (True, False) if CACHES[name][0] else (True,):
@@ -80,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from cache_study import RUN_COLUMNS, offload_read_rate, parser, run_columns
+from cache_study import RUN_COLUMNS, offload_read_rate, parsed, parser, run_columns
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama import modeling_llama
 
@@ -29,7 +30,9 @@ from flexgen_h2o import H2OConfig, Placement, Policy
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.cache.recalled import RecallCounts
 from flexgen_h2o.cache.shape import CacheShape, CacheSize
+from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.policy import OFFLOAD_DIR
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.kernels.spinning import Spinning
@@ -69,6 +72,9 @@ class AttentionRecording:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         ids = AutoTokenizer.from_pretrained(folder)("\n".join(
             page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))))["input_ids"]
+        if len(ids) < tokens:
+            raise UserError(f"the pages of docs/ have {len(ids)} tokens: lower --prompt-len "
+                            f"{prompt_len}")
         heads = model.config.num_hidden_layers * model.config.num_key_value_heads
         width = model.config.hidden_size // model.config.num_attention_heads
         self._wanted = [number * heads // (LAYERS * KV_HEADS)
@@ -174,8 +180,8 @@ def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]
 
 
 def main() -> None:
-    args = parser(__doc__, CACHES, model="smollm2-135m", prompt_len=8192, gen_len=33, batch=4,
-                  csv="benchmarks/results/recall_replay.csv").parse_args()
+    args = parsed(parser(__doc__, CACHES, model="smollm2-135m", prompt_len=8192, gen_len=33,
+                         batch=4, csv="benchmarks/results/recall_replay.csv"))
     torch.manual_seed(0)
     with torch.inference_mode():
         recording = AttentionRecording(args.model, sequences=args.batch, prompt_len=args.prompt_len,
@@ -193,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

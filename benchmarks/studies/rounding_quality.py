@@ -14,15 +14,21 @@ import datetime
 import math
 import platform
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from flexgen_h2o import LLM, Policy
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.files.articles import choose, read_articles
-from flexgen_h2o.files.rows import write_csv
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.metrics.provenance import source_commit
@@ -78,23 +84,39 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--csv", default="benchmarks/results/rounding_quality.csv")
     args = parser.parse_args()
+    check_int("--articles", args.articles, low=1)
+    for name in ("min_tokens", "max_tokens"):
+        check_int(flag_name(name), getattr(args, name), low=2)
+    check_writable("--csv", args.csv)
+    file = RowsFile(args.csv, COLUMNS)
+    with keeping(file):
+        for row in rows(args):
+            file.write(row)
+            print(*(row[name] for name in ("bits", "group", "search", "dtype")),
+                  f"perplexity {row['perplexity']}, {row['over_float32']} of float32", flush=True)
+    file.finish()
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """A row for each copy, after those of the model itself."""
     source, texts = checkpoint_folder(args.model), read_articles(args.input_path)
     plain, count = perplexity(source, texts, args)
-    rows = [(16, "", "", "float32", plain),
-            (16, "", "", "bfloat16", perplexity(source, texts, args, "bfloat16")[0])]
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+    def row(bits: int, group: object, search: object, dtype: str, value: float
+            ) -> dict[str, object]:
+        return dict(zip(COLUMNS, (
+            now, source_commit(), platform.node(), args.model, args.articles, count, bits, group,
+            search, dtype, f"{value:.4f}", f"{value / plain:.4f}"), strict=True))
+
+    yield row(16, "", "", "float32", plain)
+    yield row(16, "", "", "bfloat16", perplexity(source, texts, args, "bfloat16")[0])
     for bits, group, search in ROUNDINGS:
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / "rounded"
             write_rounded(source, made, bits, group, search)
-            rows.append((bits, group, search, "float32", perplexity(made, texts, args)[0]))
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    for *row, value in rows:
-        print(*row, f"perplexity {value:.3f}, {value / plain:.4f} of float32", flush=True)
-    write_csv(args.csv, COLUMNS, (dict(zip(COLUMNS, (
-        now, source_commit(), platform.node(), args.model, args.articles, count, *row,
-        f"{value:.4f}", f"{value / plain:.4f}"), strict=True)) for *row, value in rows),
-        flag="--csv")
+            yield row(bits, group, search, "float32", perplexity(made, texts, args)[0])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -23,6 +23,11 @@ from contextlib import ExitStack
 
 import psutil
 
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.checks import check_folder
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels.spinning import busy_seconds
 
@@ -65,7 +70,7 @@ def measure(args) -> dict[tuple[int, str], list[float]]:
                    for way, more in WAYS.items()}
         for worker in workers.values():
             if worker.stdout.readline() != "ready\n":
-                raise SystemExit("a process of the benchmark did not start; see above")
+                raise UserError("a process of the benchmark did not start; see above")
         load = [start("-c", "while True: pass") for _ in range(max(args.busy))]
         for process in load:
             process.send_signal(signal.SIGSTOP)
@@ -134,9 +139,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         serve(args.model, args.batch)
-    else:
-        write(args, measure(args))
+        return
+    for name, low in (("batch", 1), ("gen_len", 2), ("repeats", 1)):
+        check_int(flag_name(name), getattr(args, name), low=low)
+    for busy in args.busy:
+        check_int("--busy", busy, low=0)
+    check_folder("--csv", os.path.dirname(args.csv) or ".", [args.csv])
+    write(args, measure(args))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

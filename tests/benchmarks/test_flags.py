@@ -20,7 +20,20 @@ FULL = "--caches needs 'full"
     ("throughput.py", ["--model", "m", "--gen-len", "1"], "--gen-len must be at least 2, got 1"),
     ("studies/cache.py", ["--caches", "h2o 20 %"], f"{FULL}', which others are compared with"),
     ("studies/cache.py", ["--caches", "full", "h2o 20 %, on disk"], f"{FULL}, on disk', which"),
-    ("studies/cache.py", ["--gen-len", "1"], "and --gen-len 2")])
+    ("studies/cache.py", ["--gen-len", "1"], "--gen-len must be at least 2, got 1"),
+    ("studies/cache.py", ["--repeats", "0"], "--repeats must be at least 1, got 0"),
+    ("studies/cache.py", ["--csv", "/dev/null/a.csv"], "--csv /dev/null cannot be a folder"),
+    ("studies/recall_disk.py", ["--gen-len", "1"], "--gen-len must be at least 2, got 1"),
+    ("studies/recall_replay.py", ["--batch", "0"], "--batch must be at least 1, got 0"),
+    ("studies/spinning.py", ["--gen-len", "1"], "--gen-len must be at least 2, got 1"),
+    ("studies/spinning.py", ["--busy", "-1"], "--busy must be at least 0, got -1"),
+    ("studies/machines.py", ["--repeats", "0"], "--repeats must be at least 1, got 0"),
+    ("studies/prefill_memory.py", ["--lengths", "0"], "--lengths must be at least 1, got 0"),
+    ("studies/quality_by_position.py", ["--input-path", "a", "--max-tokens", "7"],
+     "--max-tokens must be at least 8, got 7"),
+    ("studies/rounding_quality.py", ["--input-path", "a", "--min-tokens", "1"],
+     "--min-tokens must be at least 2, got 1"),
+    ("studies/policies.py", ["--input-path", "no", "--model", "no"], "no such folder or model")])
 def test_flags_are_refused(monkeypatch, capsys, name, flags, words):
     monkeypatch.setattr(sys, "argv", [name, *flags])
     for folder in (BENCHMARKS / "studies", BENCHMARKS):
