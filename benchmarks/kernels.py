@@ -52,7 +52,10 @@ from kernel_timing.rows import (
     error,
 )
 
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.files.checks import check_folder
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import cpu_library, dispatch, native, ops, reference, reference_matrix
 from flexgen_h2o.kernels.arguments import EvictionArguments
@@ -382,19 +385,24 @@ def main() -> None:
         return
     if why := cpu_library.missing():
         parser.error(f"nothing to measure: {why}")
+    check_int("--repeats", args.repeats, low=1)
+    for rows in args.rows:
+        check_int("--rows", rows, low=1)
+    out, plot = Path(args.out), Path(args.out).with_suffix(".png")
+    check_folder("--out", str(out.parent), [str(out), str(plot)])
     torch.manual_seed(0)
     machine = (f"{platform.node()}, {cpu_model()}, {torch.get_num_threads()} threads, "
                f"torch {torch.__version__}, {cpu_library.instruction_set()}")
     print(machine, flush=True)
-    rows = TimedRows(args.repeats, Path(args.out))
+    rows = TimedRows(args.repeats, out)
     for name in args.only:
         more = {"counts": args.rows} if name == "linear" else {}
         OPERATIONS[name](rows, args.quick, **more)
-        rows.write(Path(args.out))
+        rows.write(out)
     for line in goal_lines(rows.rows, cpu_library.instruction_set()):
         print(line)
-    draw(rows.rows, Path(args.out).with_suffix(".png"), machine)
+    draw(rows.rows, plot, machine)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -31,7 +31,9 @@ from comparison.rooflines import ITEMSIZES, Load, WorkAmount, measure_rates, wor
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.atomic import open_atomic
+from flexgen_h2o.files.checks import check_writable
 from flexgen_h2o.files.rows import RowsFile, keeping
 
 SYSTEMS = ("engine", "engine h2o", "engine disk", "engine 8-bit", "engine 4-bit",
@@ -80,7 +82,7 @@ def run_engine(args) -> list[dict]:
 
 
 def weight_bits(system: str) -> int:
-    """Name of an engine of `SYSTEMS` in the table."""
+    """Bits of the weights of a system of `SYSTEMS`."""
     return next((bits for bits in (12, 8, 4) if f"{bits}-bit" in system), 16)
 
 
@@ -106,7 +108,7 @@ def run_transformers(args) -> list[dict]:
 
 
 def spawn(args, system: str, batch: int) -> list[dict]:
-    """Run one system in a process of its own and read its rows."""
+    """Run one system in a process of its own and read its rows. `UserError` if it fails."""
     command = [sys.executable, __file__, "--worker", system, "--batch", str(batch)]
     for name in ("model", "prompt_len", "warm_len", "gen_len", "dtype", "threads", "inner",
                  "hh_ratio"):
@@ -116,7 +118,8 @@ def spawn(args, system: str, batch: int) -> list[dict]:
         environment["GLIBC_TUNABLES"] = TUNED
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"error: {system} failed:\n{done.stderr[-2000:]}")
+        raise UserError(f"{system} at batch {batch} failed, status {done.returncode}: "
+                        f"{done.stderr[-2000:].removeprefix('error: ')}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -131,7 +134,11 @@ def amounts(config, batch: int, system: str, args) -> WorkAmount:
 
 def rates_of(args) -> dict[str, float]:
     """This machine's rates, measured now."""
-    largest = max(Path(args.model).glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    files = list(Path(args.model).glob("*.safetensors"))
+    if not files:
+        raise UserError(f"no safetensors file in --model {args.model}: make_checkpoint.py writes "
+                        "such a folder")
+    largest = max(files, key=lambda p: p.stat().st_size)
     return measure_rates(str(largest), args.dtype)
 
 
@@ -258,8 +265,13 @@ def main() -> None:
         return
     if "engine" not in args.systems:
         parser.error("--systems needs 'engine'")
-    for name, low in (("repeats", 1), ("inner", 1), ("gen_len", 2)):
+    for name, low in (("repeats", 1), ("inner", 1), ("gen_len", 2), ("prompt_len", 1),
+                      ("warm_len", 1), ("threads", 1)):
         check_int(flag_name(name), getattr(args, name), low=low)
+    for batch in args.batches:
+        check_int("--batches", batch, low=1)
+    beside_rows = Path(args.csv).with_suffix(".md")
+    check_writable("--csv", args.csv, beside=(str(beside_rows),))
     table, file = [], RowsFile(args.csv, COLUMNS, end="\r\n")
     with keeping(file):
         for row in compare(args):
@@ -267,7 +279,7 @@ def main() -> None:
             file.write(dict.fromkeys(COLUMNS) | row)
     file.finish()
     text = show(table)
-    with open_atomic(Path(args.csv).with_suffix(".md")) as beside:
+    with open_atomic(beside_rows) as beside:
         beside.write(text + "\n")
     print(text)
 

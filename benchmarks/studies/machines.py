@@ -23,7 +23,9 @@ from scaling import measured, simulated  # noqa: E402
 from flexgen_h2o.cli.command import exit_status  # noqa: E402
 from flexgen_h2o.cli.parser import Parser  # noqa: E402
 from flexgen_h2o.config.checks import check_int  # noqa: E402
+from flexgen_h2o.files.checks import check_folder  # noqa: E402
 from flexgen_h2o.files.rows import write_csv  # noqa: E402
+from flexgen_h2o.files.shared_csv import check_header  # noqa: E402
 from flexgen_h2o.metrics.provenance import ORIGIN, origin  # noqa: E402
 
 KINDS = ("measured", "simulated")
@@ -37,9 +39,10 @@ COLUMNS = (
 
 
 def kept(path: Path, kinds: Sequence[str]) -> list[dict[str, object]]:
-    """The rows of a file that are of none of these kinds."""
+    """The rows of a file that are of none of these kinds. `UserError` if it has other columns."""
     if not path.exists():
         return []
+    check_header(path, COLUMNS, flag="--out")
     with path.open(newline="", encoding="utf-8") as file:
         return [dict(row) for row in csv.DictReader(file) if row["kind"] not in kinds]
 
@@ -62,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--conditions", default="", help="words for the rows that are measured")
     args = parser.parse_args(argv)
     check_int("--repeats", args.repeats, low=1)
+    check_folder("--out", str(args.out.parent), [str(args.out)])
     kinds = (args.only,) if args.only else KINDS
     table = kept(args.out, kinds)
     if "measured" in kinds:
