@@ -7,7 +7,7 @@ import datetime
 import os
 import platform
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,8 @@ import torch
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.policy import OFFLOAD_DIR
-from flexgen_h2o.files.checks import check_folder
+from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.files.rows import RowsFile, cell, keeping
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.storage.links import disk_read_rate
 
@@ -55,7 +56,7 @@ def parsed(flags: argparse.ArgumentParser) -> argparse.Namespace:
     args = flags.parse_args()
     for name, low in (("prompt_len", 1), ("gen_len", 2), ("batch", 1)):
         check_int(flag_name(name), getattr(args, name), low=low)
-    check_folder("--csv", os.path.dirname(args.csv) or ".", [args.csv])
+    check_writable("--csv", args.csv)
     return args
 
 
@@ -68,6 +69,22 @@ def offload_read_rate(offload_dir: str | None) -> float:
         file.flush()
         os.fsync(file.fileno())
         return disk_read_rate(Path(file.name))
+
+
+def write_rows(args: argparse.Namespace, columns: Sequence[str],
+               rows: Iterable[Mapping[str, object]]) -> None:
+    """Write the rows as they come, and print them; those of a run that is stopped stay."""
+    file = RowsFile(args.csv, columns)
+    with keeping(file):
+        for row in rows:
+            file.write({name: cell(row[name], digits=4) for name in columns})
+            print(dict(row), flush=True)
+    file.finish()
+
+
+def full_first(caches: Collection[str]) -> list[str]:
+    """The names of caches, with that of the full one, which others are compared with, in front."""
+    return sorted(caches, key=lambda name: name != "full")
 
 
 def run_columns(args: argparse.Namespace) -> dict[str, object]:

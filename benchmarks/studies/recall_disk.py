@@ -12,16 +12,25 @@ that compute did not wait for.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from cache_study import RUN_COLUMNS, offload_read_rate, parsed, parser, run_columns
+from cache_study import (
+    RUN_COLUMNS,
+    full_first,
+    offload_read_rate,
+    parsed,
+    parser,
+    run_columns,
+    write_rows,
+)
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import write_csv
 
 PAGES = Path(__file__).parents[2] / "docs"
 CACHES = {
@@ -68,21 +77,23 @@ def measure(args, name: str, overlap: bool) -> dict[str, object]:
         }
 
 
+def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """A row for each cache, with and without guesses where it recalls."""
+    rate, full = offload_read_rate(args.offload_dir), None
+    about = run_columns(args) | {"read_gb_per_s": rate / 1e9}
+    for name in full_first(args.caches):
+        for overlap in (True, False) if CACHES[name][0] else (True,):
+            row = measure(args, name, overlap)
+            full = row["decode_step_s"] if name == "full" else full
+            yield row | about | {
+                "roofline_step_s": row["kv_cache_mb"] * 1e6 / rate,
+                "decode_speedup_over_full": full and full / row["decode_step_s"]}
+
+
 def main() -> None:
     args = parsed(parser(__doc__, CACHES, model="smollm2-135m", prompt_len=8160, gen_len=25,
                          batch=4, csv="benchmarks/results/recall_disk.csv"))
-    rows = []
-    for name in args.caches:
-        for overlap in (True, False) if CACHES[name][0] else (True,):
-            rows.append(measure(args, name, overlap))
-            print(rows[-1], flush=True)
-    rate = offload_read_rate(args.offload_dir)
-    full = {row["cache"]: row["decode_step_s"] for row in rows}.get("full")
-    about = run_columns(args) | {"read_gb_per_s": rate / 1e9}
-    write_csv(args.csv, COLUMNS, [row | about | {
-        "roofline_step_s": row["kv_cache_mb"] * 1e6 / rate,
-        "decode_speedup_over_full": full and full / row["decode_step_s"]} for row in rows],
-        flag="--csv")
+    write_rows(args, COLUMNS, rows(args))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,25 @@ which the disk's long reads bring a layer's whole cache.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from cache_study import RUN_COLUMNS, offload_read_rate, parsed, parser, run_columns
+from cache_study import (
+    RUN_COLUMNS,
+    full_first,
+    offload_read_rate,
+    parsed,
+    parser,
+    run_columns,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama import modeling_llama
 
@@ -33,7 +43,6 @@ from flexgen_h2o.cache.shape import CacheShape, CacheSize
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.kernels.spinning import Spinning
 from flexgen_h2o.metrics.links import LinkStats
@@ -179,23 +188,25 @@ def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]
             "recall_wait_s": recalled and recalled.wait_seconds / layers}
 
 
+def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """A row for each cache."""
+    recording = AttentionRecording(args.model, sequences=args.batch, prompt_len=args.prompt_len,
+                                   steps=args.gen_len)
+    rate, full = offload_read_rate(args.offload_dir), None
+    about = run_columns(args) | {"read_gb_per_s": rate / 1e9}
+    for name in full_first(args.caches):
+        row = measure(args, recording, name)
+        full = row["layer_s"] if name == "full" else full
+        yield row | about | {"roofline_s": row["cache_mb"] * 1e6 / rate,
+                             "speedup_over_full": full and full / row["layer_s"]}
+
+
 def main() -> None:
     args = parsed(parser(__doc__, CACHES, model="smollm2-135m", prompt_len=8192, gen_len=33,
                          batch=4, csv="benchmarks/results/recall_replay.csv"))
     torch.manual_seed(0)
     with torch.inference_mode():
-        recording = AttentionRecording(args.model, sequences=args.batch, prompt_len=args.prompt_len,
-                              steps=args.gen_len)
-        rows = []
-        for name in args.caches:
-            rows.append(measure(args, recording, name))
-            print(rows[-1], flush=True)
-    rate = offload_read_rate(args.offload_dir)
-    full = {row["cache"]: row["layer_s"] for row in rows}.get("full")
-    about = run_columns(args) | {"read_gb_per_s": rate / 1e9}
-    write_csv(args.csv, COLUMNS, [row | about | {
-        "roofline_s": row["cache_mb"] * 1e6 / rate,
-        "speedup_over_full": full and full / row["layer_s"]} for row in rows], flag="--csv")
+        write_rows(args, COLUMNS, rows(args))
 
 
 if __name__ == "__main__":

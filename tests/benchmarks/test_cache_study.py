@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 from programs import BENCHMARKS, program
+from read_back import read_csv
 
 from flexgen_h2o import LLM
+from flexgen_h2o.cli.command import exit_status
 
 
 @pytest.fixture
@@ -28,3 +31,35 @@ def test_a_step_has_no_part_of_what_the_prefill_writes(tiny_model, study, monkey
     read, written = row["disk_read_mb_per_step"], row["disk_written_mb_per_step"]
     assert read >= row["kv_cache_mb"] > 0
     assert written * (gen_len - 1) == pytest.approx(whole * read)
+
+
+@pytest.mark.parametrize(("name", "step", "size"), [
+    ("recall_disk", "decode_step_s", "kv_cache_mb"), ("recall_replay", "layer_s", "cache_mb")])
+def test_rows_of_recall_stay_when_a_run_is_stopped(monkeypatch, tmp_path, capsys, name, step,
+                                                   size):
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "studies"))
+    module = program(f"benchmarks/studies/{name}.py")
+    seen = []
+
+    def measure(args, *rest):
+        cache = next(each for each in rest if isinstance(each, str))
+        seen.append(cache)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return dict.fromkeys(module.COLUMNS, 0) | {"cache": cache, step: len(seen), size: 8}
+
+    monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(module, "offload_read_rate", lambda folder: 4e6)
+    if name == "recall_replay":
+        monkeypatch.setattr(module, "AttentionRecording", lambda *given, **options: None)
+    path = tmp_path / "rows.csv"
+    monkeypatch.setattr(sys, "argv", [name, "--csv", str(path), "--caches", "recall 5 %",
+                                      "recall 20 %", "full"])
+    assert exit_status(module.main) == 130
+    assert f"{path}.partial" in capsys.readouterr().err
+    full, recalled = read_csv(f"{path}.partial")
+    assert (full["cache"], recalled["cache"]) == ("full", "recall 5 %")
+    speedups, rooflines = [[row[column] for row in (full, recalled)] for column in (
+        next(each for each in module.COLUMNS if "speedup" in each),
+        next(each for each in module.COLUMNS if "roofline" in each))]
+    assert (speedups, rooflines) == (["1", "0.5"], ["2", "2"])

@@ -29,7 +29,7 @@ FULL = "--caches needs 'full"
     ("studies/cache.py", ["--caches", "full", "h2o 20 %, on disk"], f"{FULL}, on disk', which"),
     ("studies/cache.py", ["--gen-len", "1"], "--gen-len must be at least 2, got 1"),
     ("studies/cache.py", ["--repeats", "0"], "--repeats must be at least 1, got 0"),
-    ("studies/cache.py", ["--csv", "/dev/null/a.csv"], "--csv /dev/null cannot be a folder"),
+    ("studies/cache.py", ["--csv", "/dev/null/a.csv"], "cannot write --csv into the folder"),
     ("studies/recall_disk.py", ["--gen-len", "1"], "--gen-len must be at least 2, got 1"),
     ("studies/recall_replay.py", ["--batch", "0"], "--batch must be at least 1, got 0"),
     ("studies/spinning.py", ["--gen-len", "1"], "--gen-len must be at least 2, got 1"),
