@@ -23,12 +23,12 @@ def read_rows(path: str, needed: Iterable[str]) -> list[dict[str, str]]:
     try:
         with open(path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file, strict=True)
-            rows = list(reader)
+            names, rows = reader.fieldnames or (), list(reader)
     except OSError as error:
         raise UserError(f"cannot read --csv {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error):
         raise UserError(f"--csv {path} is not a CSV file in UTF-8") from None
-    lacks = [name for name in needed if name not in (reader.fieldnames or ())]
+    lacks = [name for name in needed if name not in names]
     if lacks:
         raise UserError(f"--csv {path} has no column {lacks[0]}: this figure is not of such rows")
     if not rows:

@@ -11,8 +11,11 @@ from flexgen_h2o.errors import UserError
 from plotting.looks import LINES
 from plotting.rows import Row, distinct
 
-NEEDED = CSV_COLUMNS
-"""Columns; a file that `flex_opt --csv` wrote has them too."""
+NEEDED = (*EVICTION, "gpu_batch_size", "num_gpu_batches", "num_prompts", "prefill_seconds",
+          "decode_seconds", "total_tokens_per_second", "kv_cache_bytes", "full_kv_cache_bytes",
+          "projected")
+"""Columns; a file that `flex_opt --csv` wrote has them too, also one from before there were all of
+`CSV_COLUMNS`."""
 OK, FULL = "ok", "full"
 SIZES = ("hh_ratio", "recent_ratio", "num_heavy_hitter_tokens", "num_window_length")
 """Settings that say how much of a cache is kept."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inside import count_from
-from programs import benchmark_modules
+from programs import ROOT, benchmark_modules
 from refusals import error_line
 
 from flexgen_h2o.cli.command import exit_status
@@ -391,6 +391,12 @@ def test_every_format_is_written(bench, tmp_path, ending, start):
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", out.name}
 
 
+@pytest.mark.parametrize("name", ["batch", "budget"])
+def test_files_that_lack_columns_of_today_are_drawn(bench, tmp_path, name):
+    rows = ROOT / "benchmarks" / "results" / f"sweep_{name}.csv"
+    assert main(bench, name, "--csv", rows, "--out", tmp_path / "a.svg") == 0
+
+
 def test_every_figure_is_drawn_by_its_name(bench, compared, tmp_path):
     systems = write_csv(tmp_path / "systems.csv", compared)
     sweep = write_csv(tmp_path / "sweep.csv", [full_row(), run_row(), run_row(gpu_batch_size=8)])
@@ -414,7 +420,8 @@ def test_every_figure_is_drawn_by_its_name(bench, compared, tmp_path):
     (["systems", "--csv", "no.csv", "--out", "a.png"], "cannot read --csv no.csv"),
     (["systems", "--csv", "bytes.csv", "--out", "a.png"], "is not a CSV file in UTF-8"),
     (["systems", "--csv", "runs.csv", "--out", "a.png"], "has no column scenario"),
-    (["batch", "--csv", "systems.csv", "--out", "a.png"], "has no column torch"),
+    (["batch", "--csv", "systems.csv", "--out", "a.png"], "has no column eviction"),
+    (["budget", "--csv", "nothing.csv", "--out", "a.png"], "nothing.csv has no column eviction"),
     (["batch", "--csv", "empty.csv", "--out", "a.png"], "has no rows"),
     (["batch", "--csv", "short.csv", "--out", "a.png"], "line 2 has more or fewer cells"),
     (["batch", "--csv", "zero.csv", "--out", "a.png"],
@@ -440,6 +447,7 @@ def test_bad_input_is_one_line_and_no_figure(bench, compared, tmp_path, monkeypa
     write_csv(tmp_path / "text.csv", [run_row(kv_cache_bytes="x")])
     write_csv(tmp_path / "failed.csv", [run_row(status="failed")])
     (tmp_path / "empty.csv").write_text(",".join(CSV_COLUMNS) + "\n")
+    (tmp_path / "nothing.csv").write_text("")
     (tmp_path / "short.csv").write_text(",".join(CSV_COLUMNS) + "\n1,2\n")
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\n\xff")
     (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
