@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexgen_h2o import H2OConfig
 from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.config.checks import check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
@@ -113,6 +114,9 @@ def run(args: argparse.Namespace) -> None:
     """All rows that the file lacks."""
     if args.presses and beside.kvpress is None:
         raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
+    check_int("--texts", args.texts, low=1)
+    for budget in args.budgets:
+        check_number("--budgets", budget, above=0, high=100)
     torch.set_grad_enabled(False)
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint_folder(args.model)))
     hay = list(chain.from_iterable(tokenizer(text)["input_ids"]
