@@ -27,7 +27,9 @@ from kernel_timing.gpu_cards import CARDS, Card  # noqa: E402
 from kernel_timing.gpu_compiler import KernelLaunch, compiled, identity, launches  # noqa: E402
 from kernel_timing.gpu_variants import variants  # noqa: E402
 
+from flexgen_h2o.cli.command import exit_status  # noqa: E402
 from flexgen_h2o.files.rows import cell, write_csv  # noqa: E402
+from flexgen_h2o.files.shared_csv import check_header  # noqa: E402
 
 COLUMNS = ("architecture", "card", "kernel", "operation", "dtype", "size", "bits", "constants",
            "triton", "source", "registers", "spill_stores", "spill_loads", "shared",
@@ -43,9 +45,10 @@ def key(row: dict) -> tuple[str, ...]:
 
 
 def read(path: Path) -> dict[tuple[str, ...], dict]:
-    """Rows of a file by their keys; none if there is no file."""
+    """Rows of a file by their keys; none if there is no file. `UserError` for other columns."""
     if not path.exists():
         return {}
+    check_header(path, COLUMNS, flag="--csv")
     with path.open(newline="", encoding="utf-8") as file:
         return {key(row): row for row in csv.DictReader(file)}
 
@@ -126,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -40,6 +40,13 @@ def test_the_file_has_every_variant_and_some_compile_to_what_it_says():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_file_of_other_columns_is_told_in_a_line(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,2\n", encoding="utf-8")
+    done = check(path, "--sample", "0")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {path} has other columns")
+
+
 def test_a_row_that_is_missing_or_wrong_is_found(rows, tmp_path):
     """Left out, spilling, and beyond the card's shared memory."""
     changed = [dict(row) for row in rows]
