@@ -187,7 +187,7 @@ def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, 
 
 
 def launch_shape(needed: int, longest: int, *, mean: bool = False) -> dict[str, int | bool]:
-    """Constants of a program that chooses among `needed` scores and writes `longest` tokens at most.
+    """Constants of a program that chooses among `needed` scores, and writes up to `longest` tokens.
 
     There are as few warps as hold the scores, since each halving waits for all of them: prompts of
     2,048 tokens take an H200 0.052 ms with 4, and 0.069 with 16. With `mean` half as many are held,
