@@ -23,7 +23,9 @@ FLEX_OPT = f"python -m {PACKAGE}.flex_opt"
 VERSION_HELP = "print the version and end"
 
 _KINDS = {"int": int, "float": float}
-_PROMPTS = ("prompt", "prompts", "num_prompts", "prompt_len")
+_ALTERNATIVES = {("prompt", "prompts"): ("prompt", "prompts", "num_prompts", "prompt_len"),
+                 ("log_file", "no_log"): ("log_file", "no_log")}
+"""Flags of which one says in another way what the others say, and what they replace."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -153,7 +155,8 @@ def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
     """Values of the flags that were given, over those of ``--config``. Raises `UserError`."""
     given = vars(parser.parse_args(argv))
     values = load_yaml(given["config"]) if "config" in given else {}
-    # Prompts of the command line replace the file's, in whichever way each gives them.
-    if "prompt" in given or "prompts" in given:
-        values = {k: v for k, v in values.items() if k not in _PROMPTS}
+    # The command line's replace the file's, in whichever way each gives them.
+    for flags, replaced in _ALTERNATIVES.items():
+        if not given.keys().isdisjoint(flags):
+            values = {k: v for k, v in values.items() if k not in replaced}
     return values | given

@@ -197,6 +197,12 @@ def test_flags_override_the_config_file(tmp_path):
     path.write_text("prompt_len: 64\nnum_prompts: 3\n")
     assert parser.parse_args(["--config", str(path), "--prompt", "x"]) == RunConfig(
         config=str(path), prompt=("x",))
+    path.write_text("log_file: l.log\n")
+    assert parser.parse_args(["--config", str(path), "--no-log"]) == RunConfig(
+        config=str(path), no_log=True)
+    path.write_text("no_log: true\n")
+    assert parser.parse_args(["--config", str(path), "--log-file", "l.log"]) == RunConfig(
+        config=str(path), log_file="l.log")
 
 
 def test_ratios_of_layers_from_files(tmp_path):
