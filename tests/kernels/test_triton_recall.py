@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from fakes import T4
@@ -9,8 +11,11 @@ from kernel_cases import same
 from kernels.test_recall_kernels import CAPPED, CASES, case, check_choice
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (a fixture)
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM
+from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.h2o import INDEX_BITS
 from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.recall import QUERY_LEVELS
 from flexgen_h2o.kernels import reference_recall, triton_decode, triton_fast_set, triton_recall
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
 from flexgen_h2o.kernels.gpus import pretending
@@ -94,6 +99,32 @@ def test_of_equal_weights_the_newer_are_chosen():
             q, keys[:, :, 0], index=index, metadata=torch.tensor([[100], [count]]).int(),
             layout=layout, most=count, log_weights=None, form=DEFAULT_ARGUMENTS)
         assert chosen[0, 0].tolist() == wanted
+
+
+def test_products_of_every_layout_add_up_within_16_bits():
+    for length in range(2, 1025, 2):
+        for bits in INDEX_BITS:
+            with suppress(UserError):  # groups that do not fill bytes
+                layout = IndexLayout(length, bits)
+                depth = triton_recall._depth(layout)
+                assert layout.group // layout.per_byte % depth == 0
+                assert depth * layout.levels * QUERY_LEVELS < 2**15
+
+
+def test_the_largest_sums_of_whole_numbers_fit():
+    """Keys of the lowest codes and then the highest, up to the highest in all but one element of a
+    group, meet queries of the highest codes, and of the lowest."""
+    layout, form = IndexLayout(64, 4), AttentionForm(scale=0.01)
+    keys = (torch.arange(64) > torch.randperm(36)[:, None]).float()[None, None]
+    index = torch.zeros(1, 1, layout.tiles(36), layout.tile_bytes, dtype=torch.uint8)
+    reference_recall.index_keys(keys, index, torch.tensor([[0], [0], [36]]).int(), layout=layout)
+    told = {"index": index, "metadata": torch.tensor([[36], [11]]).int(), "layout": layout,
+            "most": 11}
+    for sign in (1, -1):
+        q = torch.full((1, 2, 64), float(sign))
+        chosen = triton_recall.choose_keys(q, 0 * q[:, :1], log_weights=None,
+                                           form=FormArguments.of(form, None), **told)
+        assert same(chosen, reference_recall.choose_keys(q, 0 * q[:, :1], form=form, **told))
 
 
 def test_new_tokens_take_the_slots_that_they_are_given():
