@@ -20,8 +20,8 @@ SECONDS = 10.0
 """What a template may take for one chat: thousands of times what published ones take."""
 
 _ENGINES = ("chat_template", "conversation", "conversations", "max_length", "messages", "padding",
-            "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
-            "tokenizer_kwargs", "truncation")
+            "return_assistant_tokens_mask", "return_dict", "return_tensors",
+            "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation")
 """What transformers' `apply_chat_template` takes beside arguments of the template."""
 
 _WORKER = ("import sys; sys.path[:] = sys.argv[1:]; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import time
@@ -9,9 +10,10 @@ import time
 import pytest
 from inside import render_with
 from refusals import refused
+from transformers.utils.chat_template_utils import render_jinja_template
 from word_models import with_words
 
-from flexgen_h2o.files.chat_template import ChatRenderer, render_chats
+from flexgen_h2o.files.chat_template import ChatRenderer, check_arguments, render_chats
 
 MESSAGES = [{"role": "system", "content": "Be brief.\n\u2028"},
             {"role": "user", "content": "é <&> 'w1'", "name": None},
@@ -96,6 +98,15 @@ def test_the_tokenizers_own_template(tokenizer, monkeypatch):
 @pytest.mark.parametrize("messages", [[{"content": b""}], [{1, 2}], ["text"], [[]]])
 def test_messages_that_are_none(renderer, messages):
     refused(lambda: renderer.render(messages), "messages")
+
+
+def test_what_transformers_takes_and_a_template_does_not_see_is_refused(tokenizer):
+    """It would have no effect."""
+    taken, seen = (inspect.signature(call).parameters for call in (
+        tokenizer.apply_chat_template, render_jinja_template))
+    for name in taken.keys() - seen.keys() - {"kwargs"} | {"chat_template", "messages"}:
+        refused(lambda name=name: check_arguments("x", {name: 1}), f"x cannot have '{name}'")
+    check_arguments("x", {"tools": [], "documents": [], "enable_thinking": False})
 
 
 def test_what_the_process_may_not_do():
