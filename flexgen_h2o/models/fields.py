@@ -93,9 +93,11 @@ class Fields:
         return self.fit(tuple[_Token, ...], ids, key)
 
     def head_dim(self) -> int:
-        """head_dim if it is given, else hidden_size / num_attention_heads, which must be whole."""
-        if self.raw("head_dim") is not None:
-            return self.count("head_dim")
+        """head_dim if there is one (null, unlike a missing key, means none), else hidden_size /
+        num_attention_heads, which must be whole."""
+        given = self.values.get("head_dim", self.defaults.get("head_dim"))
+        if given is not None:
+            return self.size("head_dim", given)
         hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
         if hidden % heads:
             raise UserError(f"{self.name}: config value hidden_size must be a multiple of "
@@ -103,8 +105,11 @@ class Fields:
         return hidden // heads
 
     def kv_heads(self) -> int:
-        """num_key_value_heads, or as many as there are query heads."""
-        return self.count_or("num_key_value_heads", self.count("num_attention_heads"))
+        """num_key_value_heads if there is one (null, unlike a missing key, means none), else as
+        many as there are query heads."""
+        key = "num_key_value_heads"
+        given = self.values.get(key, self.defaults.get(key))
+        return self.count("num_attention_heads") if given is None else self.size(key, given)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         """The object that stands under a key; an empty one where there is none."""

@@ -245,6 +245,20 @@ def test_soft_caps_that_are_null():
     assert caps(attn_logit_softcapping=None, final_logit_softcapping=None) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("model_type, keys", [
+    ("qwen2", ["num_key_value_heads"]), ("seed_oss", ["num_key_value_heads", "head_dim"])])
+def test_sizes_of_heads_that_are_null(model_type, keys):
+    """They come from the other sizes, whatever a missing key stands for."""
+    from transformers import AutoConfig
+
+    given = {"model_type": model_type, "hidden_size": 96, "num_attention_heads": 6,
+             **dict.fromkeys(keys)}
+    config = from_transformers(given, "x")
+    assert (config.num_kv_heads, config.head_dim) == (6, 16)
+    theirs = from_transformers(AutoConfig.for_model(**copy.deepcopy(given)), "x")
+    assert config == replace(theirs, dtype=None)
+
+
 def test_forms_of_attention_go_with_their_layers():
     config = replace(from_transformers(LLAMA | {"num_hidden_layers": 3}, "x"), attention=tuple(
         AttentionForm(window=window) for window in (3, 4, 5)))
