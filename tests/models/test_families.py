@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -177,6 +179,16 @@ def test_the_text_of_a_model_with_a_vision_part():
 def test_what_is_refused_by_name(config, words):
     with pytest.raises(UserError, match=words):
         from_transformers(config, "x")
+
+
+@pytest.mark.parametrize("key", ["opt", "neox"])
+def test_heads_of_another_size_than_the_checkpoint(tiny_model, tmp_path, key):
+    """Of families whose config.json has no such key; transformers goes by it in part."""
+    folder = Path(shutil.copytree(tiny_model(key).folder, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
+    with pytest.raises(UserError, match="but config.json calls for"):
+        LLM(str(folder), dtype="float32")
 
 
 def test_the_family_of_the_how_to(monkeypatch, tmp_path):

@@ -72,12 +72,13 @@ def weights(cfg: ModelConfig) -> ModelWeights:
 
 def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
     hidden, ffn, bias = cfg.hidden_size, cfg.ffn_size, cfg.attention_bias
-    out = linear_specs("out", f"{prefix}attention.dense", (hidden, hidden), bias)
+    out = linear_specs("out", f"{prefix}attention.dense", (hidden, cfg.q_size), bias)
     before, after = ({}, out) if cfg.parallel_residual else (out, {})  # as `attention_output` does
     return {
         **norm_specs("ln1", f"{prefix}input_layernorm", hidden, True),
         **norm_specs("ln2", f"{prefix}post_attention_layernorm", hidden, True),
-        **linear_specs("qkv", f"{prefix}attention.query_key_value", (3 * hidden, hidden), bias),
+        **linear_specs("qkv", f"{prefix}attention.query_key_value", (3 * cfg.q_size, hidden),
+                       bias),
         **before,
         **linear_specs("fc1", f"{prefix}mlp.dense_h_to_4h", (ffn, hidden), cfg.mlp_bias),
         **linear_specs("fc2", f"{prefix}mlp.dense_4h_to_h", (hidden, ffn), cfg.mlp_bias),

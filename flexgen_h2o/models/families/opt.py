@@ -74,13 +74,13 @@ def weights(cfg: ModelConfig) -> ModelWeights:
 
 
 def _layer_specs(cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
-    hidden, ffn = cfg.hidden_size, cfg.ffn_size
+    hidden, heads, ffn = cfg.hidden_size, cfg.q_size, cfg.ffn_size
     specs = _norm_specs(cfg, "ln1", f"{prefix}self_attn_layer_norm")
     specs |= _norm_specs(cfg, "ln2", f"{prefix}final_layer_norm")
-    for short, name, shape in (("q", "self_attn.q_proj", (hidden, hidden)),
-                               ("k", "self_attn.k_proj", (hidden, hidden)),
-                               ("v", "self_attn.v_proj", (hidden, hidden)),
-                               ("out", "self_attn.out_proj", (hidden, hidden)),
+    for short, name, shape in (("q", "self_attn.q_proj", (heads, hidden)),
+                               ("k", "self_attn.k_proj", (heads, hidden)),
+                               ("v", "self_attn.v_proj", (heads, hidden)),
+                               ("out", "self_attn.out_proj", (hidden, heads)),
                                ("fc1", "fc1", (ffn, hidden)),
                                ("fc2", "fc2", (hidden, ffn))):
         specs |= linear_specs(short, f"{prefix}{name}", shape, cfg.attention_bias)
