@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ByteProgress = Callable[[int, int], None]
+_COMPARED = 1 << 20  # elements of two tensors at a time
 
 
 @dataclass
@@ -256,7 +258,37 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
         if extra is not None:
             raise UserError(f"{checkpoint.source} has a tensor {extra}, but config.json calls for "
                             f"{config.num_layers} layers; do the two belong together?")
+        if config.tie_word_embeddings:
+            _refuse_own_head(config, checkpoint)
     return weights
+
+
+def _refuse_own_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise `UserError` where a tied checkpoint has an output matrix, too, of other values.
+
+    Releases of transformers differ in which one they take: 4 the token table, 5 the other.
+    """
+    kind, names = family(config), checkpoint.names()
+    specs = (kind.weights(replace(config, tie_word_embeddings=tied)).head["lm_head"]
+             for tied in (True, False))
+    table, own = (next((name for name in kind.aliases(spec.name) if name in names), None)
+                  for spec in specs)
+    if own is not None and not _same(checkpoint, table, own):
+        raise UserError(f"{checkpoint.source}: tensor {own} differs from {table}, but config.json "
+                        "ties them: set tie_word_embeddings to false to use it, or take it out")
+
+
+def _same(checkpoint: Checkpoint, *names: str) -> bool:
+    """True if two tensors are of the same shape and values, of which a few MB are held at once."""
+    shapes = [checkpoint.info(name).shape for name in names]
+    size, parts = math.prod(shapes[0]), torch.empty(2, _COMPARED)
+    for start in range(0, size if shapes[0] == shapes[1] else 0, _COMPARED):
+        some = parts[:, : size - start]
+        for name, part in zip(names, some, strict=True):
+            checkpoint.read_part(name, start, part)
+        if not torch.equal(*some):
+            return False
+    return shapes[0] == shapes[1]
 
 
 def _views(config: ModelConfig) -> Mapping[str, Sequence[View]]:

@@ -36,7 +36,7 @@ from flexgen_h2o.cli.result_rows import CSV_COLUMNS
 from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.placement import parse_percent
 from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.engine import runner
+from flexgen_h2o.engine import loader, runner
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import articles, conversations
 from flexgen_h2o.models.checkpoint_base import Checkpoint
@@ -212,6 +212,25 @@ def test_config_of_other_sizes_than_the_checkpoint(model, here, capfd, monkeypat
     monkeypatch.setattr(memory_check.MemoryCheck, "refuse", lambda *_, **__: pytest.fail("planned"))
     change_config(model, **{key: value})
     assert words in refused(capfd, here, "--model", "model")
+
+
+def test_a_tied_model_with_an_output_matrix(model, here, capfd, monkeypatch):
+    """One of the same values is welcome, as `.bin` files have it: the last number counts."""
+    monkeypatch.setattr(loader, "_COMPARED", 1000)
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, model / "model.safetensors")
+    change_config(model, tie_word_embeddings=True)
+    assert generate.main([*SHORT, "--model", "model", "--no-log", "--offload-dir", "o"]) == 0
+    capfd.readouterr()
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, model / "model.safetensors")
+    message = refused(capfd, here, "--model", "model")
+    assert "tensor lm_head.weight differs from model.embed_tokens.weight" in message
+    assert "tie_word_embeddings" in message
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].contiguous()
+    save_file(tensors, model / "model.safetensors")
+    assert "tensor lm_head.weight differs from" in refused(capfd, here, "--model", "model")
 
 
 @pytest.mark.parametrize("name", [
