@@ -259,6 +259,17 @@ def test_sizes_of_heads_that_are_null(model_type, keys):
     assert config == replace(theirs, dtype=None)
 
 
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
+def test_biases_that_config_json_does_not_choose(model_type):
+    """transformers looks at no such key of these models, which a converter may leave behind."""
+    keys = {"attention_out_bias": True, "mlp_bias": True}
+    if model_type != "qwen3":
+        keys["attention_bias"] = model_type == "mistral"
+    plain, given = (from_transformers({"model_type": model_type, **more}, "x")
+                    for more in ({}, keys))
+    assert given == plain and given.attention_bias == (model_type == "qwen2")
+
+
 def test_forms_of_attention_go_with_their_layers():
     config = replace(from_transformers(LLAMA | {"num_hidden_layers": 3}, "x"), attention=tuple(
         AttentionForm(window=window) for window in (3, 4, 5)))

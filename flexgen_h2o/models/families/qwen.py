@@ -27,11 +27,10 @@ _QWEN = {
     "intermediate_size": 22016, "num_attention_heads": 32, "num_key_value_heads": 32,
     "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0, "tie_word_embeddings": False, "use_sliding_window": False,
-    "sliding_window": 4096, "max_window_layers": 28, "mlp_bias": False,
+    "sliding_window": 4096, "max_window_layers": 28,
 }
 DEFAULTS = {
-    # config.json of Qwen2 says nothing of its biases.
-    "qwen2": {**_QWEN, "attention_bias": True, "attention_out_bias": False},
+    "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": 128, "attention_bias": False},
     "seed_oss": {
         "vocab_size": 155136, "hidden_size": 4096, "num_hidden_layers": 64,
@@ -46,17 +45,18 @@ DEFAULTS = {
 
 def read(f: Fields) -> ModelConfig:
     """The model of a config.json."""
-    rope = read_rope(f)
+    rope, kind = read_rope(f), f.values["model_type"]
     windows = f.flag("use_sliding_window")
     local = f.local_layers(lambda layer: windows and layer >= f.value(int, "max_window_layers"))
-    bias = f.flag("attention_bias")
+    # Biases that config.json doesn't choose are not chosen by a key of that name either.
+    bias = kind == "qwen2" or f.flag("attention_bias")
     common = f.decoder("qwen", rope)
     return ModelConfig(
         **common,
         attention_bias=bias,
-        out_bias=bias if f.raw("attention_out_bias") is None else f.flag("attention_out_bias"),
-        mlp_bias=f.flag("mlp_bias"),
-        qk_norm=f.values["model_type"] == "qwen3",
+        out_bias=f.flag("attention_out_bias") if kind == "seed_oss" else bias and kind == "qwen3",
+        mlp_bias=kind == "seed_oss" and f.flag("mlp_bias"),
+        qk_norm=kind == "qwen3",
         attention=f.forms(local) if windows else (),
     )
 
