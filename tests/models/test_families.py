@@ -181,6 +181,20 @@ def test_what_is_refused_by_name(config, words):
         from_transformers(config, "x")
 
 
+def test_a_mistral_with_windows_in_some_layers(tiny_model, tmp_path):
+    """By layer_types; transformers makes a model of another class, Ministral, of it."""
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(shutil.copytree(tiny_model("mistral_window").folder, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    (folder / "config.json").write_text(json.dumps(config | {"layer_types": types}))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    wanted = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False,
+                             pad_token_id=115)[0, len(prompt):].tolist() for prompt in prompts_of()]
+    assert tokens_of(folder, gpu_batch_size=4) == wanted
+
+
 @pytest.mark.parametrize("key", ["opt", "neox"])
 def test_heads_of_another_size_than_the_checkpoint(tiny_model, tmp_path, key):
     """Of families whose config.json has no such key; transformers goes by it in part."""

@@ -49,7 +49,8 @@ def read(f: Fields) -> ModelConfig:
         attention_bias=bias,
         out_bias=bias,
         mlp_bias=not mistral and f.flag("mlp_bias"),
-        attention=f.forms((True,) * common["num_layers"]) if mistral else (),
+        # With layer_types transformers makes a Ministral of it.
+        attention=f.forms(f.local_layers(lambda layer: True)) if mistral else (),
     )
 
 
