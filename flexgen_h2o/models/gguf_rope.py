@@ -22,7 +22,16 @@ LLAMA3_ROPE: Mapping[str, float] = MappingProxyType(
 
 
 def rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """The parameters of most models, from the values, or from the divisors of the frequencies."""
+    """The parameters of most models, in which whole heads rotate."""
+    rotated = meta.count("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise UserError(f"{meta.source}: {rotated} of a head's {head_dim} dimensions rotate; that "
+                        f"is not supported of a {meta.architecture} model")
+    return _scaled(meta)
+
+
+def _scaled(meta: Metadata) -> dict[str, Any]:
+    """Base and scaling, from the values, or from the divisors of the frequencies."""
     theta = meta.number("rope.freq_base", _THETA)
     divisors = _vector(meta, "rope_freqs.weight")
     if divisors:
@@ -61,7 +70,7 @@ def _yarn(meta: Metadata) -> dict[str, Any]:
 
 def partial_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
     """The same with a share of each head's dimensions."""
-    return {**rope(meta, head_dim),
+    return {**_scaled(meta),
             "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
 
 

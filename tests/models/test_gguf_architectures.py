@@ -169,6 +169,18 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
             "rope_factors_lung.weight is no part of the phi3")
 
 
+@pytest.mark.parametrize("name", ["llama 3", "qwen3", "gemma3", "gpt-oss"])
+def test_a_part_of_each_head_that_rotates_is_refused(tmp_path, name):
+    """llama.cpp goes by this value in models of every architecture."""
+    header = read_header(make(name, tmp_path)[1])
+    key = f"{header.values['general.architecture']}.rope.dimension_count"
+    whole = config_of(header)
+    size = whole["head_dim"]
+    assert config_of(replace(header, values={**header.values, key: size})) == whole
+    refused(lambda: config_of(replace(header, values={**header.values, key: size // 2})),
+            f"{size // 2} of a head's {size} dimensions rotate")
+
+
 @pytest.mark.parametrize(("name", "layers", "scale"), [("gemma2", 46, 8), ("gemma3", 62, 8),
                                                        ("gemma2", 26, 12)])
 def test_the_largest_gemmas_scale_queries_by_their_width(tmp_path, name, layers, scale):
