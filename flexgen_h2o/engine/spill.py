@@ -98,13 +98,16 @@ class KeptWeights:
                             f"{self._keep.advice}") from error
 
     def _written(self, noted: Path) -> list[str]:
-        """The tensors that are there: none if the file or the note of them is gone or damaged."""
+        """The tensors that are there: none if the file or the note of them is gone or damaged, and
+        none that a file which was cut short lacks the end of."""
         try:
-            found = json.loads(noted.read_text("utf-8")) if self._file.exists() else []
+            size = self._file.stat().st_size
+            found = json.loads(noted.read_text("utf-8"))
         except (FileNotFoundError, ValueError):
             return []
-        names = found if isinstance(found, list) else []
-        return [name for name in names if isinstance(name, str)]
+        noted_names = set(map(str, found)) if isinstance(found, list) else set()
+        return [name for name, extent in self._extents.items()
+                if name in noted_names and extent.offset + extent.nbytes <= size]
 
     @contextlib.contextmanager
     def _reserved(self, names: Collection[str]) -> Iterator[None]:

@@ -19,11 +19,13 @@ from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.engine.spill import KeptWeights
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import quantized
 from flexgen_h2o.models.checkpoint import DummyCheckpoint, open_checkpoint
+from flexgen_h2o.models.convert import Keep
 from flexgen_h2o.storage.disk import Disk
 
 NEW = 20
@@ -153,6 +155,33 @@ def test_of_dummy_weights_those_on_disk_are_kept(cache, tmp_path, monkeypatch):
     assert len(written) > counts[-1], "without a cache they are the run's own"
 
 
+@pytest.fixture
+def three_tensors(tmp_path):
+    """A file that keeps tensors of 4 KB each, and the names of those that a run has to write."""
+    kept = KeptWeights(Keep(tmp_path, ""), "model", "seed 0", dict.fromkeys("abc", 4096))
+
+    def write(names):
+        with kept.writing(names) as spill:
+            for name in spill.left:
+                path, offset = spill.extents[name].path, spill.extents[name].offset
+                with open(path, "r+b") as file:
+                    file.seek(offset)
+                    file.write(name.encode() * 4096)
+            return list(spill.left)
+
+    return tmp_path, write
+
+
+def test_of_kept_weights_those_that_are_cut_off_are_written_again(three_tensors):
+    root, write = three_tensors
+    assert write("ab") == ["a", "b"] and write("abc") == ["c"]
+    (file,) = root.rglob("weights.bin")
+    whole = file.read_bytes()
+    os.truncate(file, 6000)
+    assert write("a") == [] and write("c") == ["c"] and write("abc") == ["b"]
+    assert file.read_bytes() == whole
+
+
 def test_percentages_are_of_quantized_bytes(tiny_model):
     with LLM(str(tiny_model("opt_untied").folder), weight_bits=4, dtype="float32",
              policy=Policy(weights=Placement(50, 50, 0))) as llm:
@@ -196,7 +225,7 @@ def test_weights_are_quantized_once(tiny_model, cache, tmp_path, monkeypatch):
 def test_the_whole_header_is_part_of_the_key(tmp_path):
     from safetensors.torch import save_file
 
-    from flexgen_h2o.models.convert import Keep, build_once
+    from flexgen_h2o.models.convert import build_once
 
     tensors = {f"some.rather.long.name.of.a.tensor.{n:04d}": torch.zeros(1) for n in range(900)}
     path, keep = tmp_path / "model.safetensors", Keep(tmp_path / "kept", "")
