@@ -111,13 +111,20 @@ class KeptWeights:
 
     @contextlib.contextmanager
     def _reserved(self, names: Collection[str]) -> Iterator[None]:
-        """Have room on disk for tensors, so that a full one shows now; then have them for good."""
+        """Have room on disk for tensors, so that a full one shows now; then have them for good.
+
+        After an error the file is no longer than before.
+        """
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o600)
+        before = os.fstat(descriptor).st_size
         try:
             for extent in (self._extents[name] for name in names):
                 os.posix_fallocate(descriptor, extent.offset, round_up(extent.nbytes, PAGE))
             yield
             if names:
                 os.fsync(descriptor)
+        except BaseException:
+            os.ftruncate(descriptor, before)
+            raise
         finally:
             os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import json
 import os
@@ -180,6 +181,25 @@ def test_of_kept_weights_those_that_are_cut_off_are_written_again(three_tensors)
     os.truncate(file, 6000)
     assert write("a") == [] and write("c") == ["c"] and write("abc") == ["b"]
     assert file.read_bytes() == whole
+
+
+def test_a_disk_without_room_for_kept_weights_is_not_left_full(three_tensors, monkeypatch):
+    root, write = three_tensors
+    write("a")
+    reserve = os.posix_fallocate
+
+    def full(descriptor, offset, nbytes):
+        if offset >= 8192:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, offset, nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(UserError, match="No space left on device"):
+            write("bc")
+    (file,) = root.rglob("weights.bin")
+    assert file.stat().st_size == 4096
+    assert write("abc") == ["b", "c"]
 
 
 def test_percentages_are_of_quantized_bytes(tiny_model):
