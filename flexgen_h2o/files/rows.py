@@ -53,6 +53,18 @@ def write_csv(path: str | os.PathLike, columns: Sequence[str], rows: Iterable[Ma
             file.writelines(csv_line(map(row.get, columns), digits=digits) for row in rows)
 
 
+def append_whole(file: io.FileIO, data: bytes) -> None:
+    """Write `data` at the end of an open file, in one go; all of it or nothing. OSError if it
+    cannot."""
+    start = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except BaseException:
+        file.truncate(start)
+        raise
+
+
 class GrowingFile:
     """A file that is under its name when it is whole, and until then `path`.partial.
 
@@ -78,13 +90,7 @@ class GrowingFile:
         data = text.encode("utf-8")
         # Unbuffered: what does not fit on the disk would be tried again when the file is closed.
         with open(self.partial, "ab" if self.count else "wb", buffering=0) as file:
-            start = file.seek(0, os.SEEK_END)
-            try:
-                if file.write(data) < len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except BaseException:
-                file.truncate(start)
-                raise
+            append_whole(file, data)
         self.count += count
         return len(data)
 

@@ -8,15 +8,15 @@ import os
 from collections.abc import Mapping, Sequence
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import csv_line
+from flexgen_h2o.files.rows import append_whole, csv_line
 
 
 def append_row(path: str | os.PathLike, columns: Sequence[str], row: Mapping[str, object], *,
                flag: str, digits: int = 6) -> None:
     """Append a row under the header `columns`, which a new or empty file gets first.
 
-    A row is one write, and writers take turns, so that parallel runs share a file. Raises
-    `UserError`, with nothing changed, when the file has another header; OSError if it cannot write.
+    A row is one write, and writers take turns, so that parallel runs share a file. With nothing
+    changed, raises `UserError` when the file has another header, OSError if it cannot write.
     """
     line = csv_line(map(row.get, columns), digits=digits)
     with open(path, "a+b", buffering=0) as file:
@@ -29,7 +29,7 @@ def append_row(path: str | os.PathLike, columns: Sequence[str], row: Mapping[str
         else:
             file.seek(size - 1)
             line = line if file.read(1) == b"\n" else "\n" + line
-        file.write(line.encode("utf-8"))
+        append_whole(file, line.encode("utf-8"))
 
 
 def check_header(path: str | os.PathLike, columns: Sequence[str], *, flag: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import resource
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -59,6 +61,37 @@ def test_a_file_that_cannot_be_written_is_told_and_stays(tmp_path):
     with pytest.raises(UserError, match="other columns .* choose a new --out"):
         append_row(path, COLUMNS[1:], {}, flag="--out")
     assert path.read_bytes() == before
+
+
+@contextmanager
+def most_bytes_of_a_file(count):
+    """Have writes end after so many bytes of a file, as on a disk that gets full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("kind", ["shared", "growing"])
+def test_a_row_is_written_whole_or_not_at_all(tmp_path, kind):
+    row, growing = dict.fromkeys(COLUMNS, "text"), RowsFile(str(tmp_path / "file"), COLUMNS)
+    path = tmp_path / "file" if kind == "shared" else growing.partial
+
+    def add():
+        if kind == "shared":
+            append_row(path, COLUMNS, row, flag="--csv")
+        else:
+            growing.write(row)
+
+    add()
+    before = path.read_bytes()
+    with most_bytes_of_a_file(len(before) + 5), pytest.raises(OSError, match="No space left"):
+        add()
+    assert path.read_bytes() == before
+    add()
+    assert path.read_bytes() == by_hand([row, row], 6, "\n")
 
 
 def test_what_stands_beside_a_result_is_looked_at_too(tmp_path):
