@@ -141,18 +141,25 @@ def build_once(
     Raises
     ------
     UserError
-        If it cannot be written there.
+        If it cannot be written there, or the sources have changed meanwhile.
     """
-    root = keep.root
-    name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', title)[:60]}-{form}-{_key(sources, form)}"
+    root, key = keep.root, _key(sources, form)
+    name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', title)[:60]}-{form}-{key}"
     target = root / name
     if os.path.isdir(target):  # which, other than Path.is_dir, does not raise an error
         return target
+
+    def build_unchanged(made: Path) -> None:
+        build(made)
+        if _key(sources, form) != key:  # a mixture of both would stand under the name of the first
+            raise UserError(f"{sources[0].parent} has changed while it was converted: run it again "
+                            "when its files are whole")
+
     try:
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / f".{name}.lock"):
             if not target.is_dir():
-                _build(root / f".{name}.tmp", target, build)
+                _build(root / f".{name}.tmp", target, build_unchanged)
     except OSError as error:
         raise UserError(
             f"cannot write a converted copy to {target} ({error.strerror or error}); "

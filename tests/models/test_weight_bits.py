@@ -258,6 +258,16 @@ def test_the_whole_header_is_part_of_the_key(tmp_path):
     assert path.stat().st_size > 1 << 16 and made[0] != made[1]
 
 
+def test_nothing_is_kept_of_files_that_change_while_they_are_converted(tmp_path):
+    from flexgen_h2o.models.convert import build_once
+
+    path, keep = tmp_path / "model.safetensors", Keep(tmp_path / "kept", "")
+    path.write_bytes(bytes(100))
+    with pytest.raises(UserError, match="has changed while it was converted: run it again"):
+        build_once([path], "form", "title", lambda made: path.write_bytes(bytes(60)), keep=keep)
+    assert names(keep.root) == [] and not list(keep.root.glob("*.tmp"))
+
+
 def test_the_file_is_aligned_and_ordered(tiny_model, cache):
     tiny = tiny_model("opt")
     tokens(tiny.folder, [[3]])
