@@ -26,6 +26,8 @@ _KINDS = {"int": int, "float": float}
 _ALTERNATIVES = {("prompt", "prompts"): ("prompt", "prompts", "num_prompts", "prompt_len"),
                  ("log_file", "no_log"): ("log_file", "no_log")}
 """Flags of which one says in another way what the others say, and what they replace."""
+_GEN_LEN_ELSEWHERE = ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max_tokens")
+"""What transformers, vLLM and OpenAI call `--gen-len`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,8 +49,9 @@ class Parser(argparse.ArgumentParser):
         for word in unknown:
             if word.startswith("-"):
                 name = word.partition("=")[0]
-                raise UserError(f"unknown flag {name}"
-                                f"{did_you_mean(name, self._option_string_actions)}")
+                known = self._option_string_actions
+                meant = "--gen-len" if "--gen-len" in known and name in _GEN_LEN_ELSEWHERE else name
+                raise UserError(f"unknown flag {name}{did_you_mean(meant, known)}")
         if unknown:
             raise UserError(f"{unknown[0]!r} belongs to no flag: see --help")
         return found

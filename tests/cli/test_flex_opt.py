@@ -143,6 +143,8 @@ def test_flags(argv, expected):
     (["--gen-lem", "3"], r"unknown flag --gen-lem: did you mean --gen-len\?"),
     (["--gen_len=3"], r"unknown flag --gen_len: did you mean --gen-len\?"),
     (["--gen", "3"], r"unknown flag --gen: did you mean --gen-len\?"),
+    (["--max-new-tokens", "3"], r"unknown flag --max-new-tokens: did you mean --gen-len\?"),
+    (["--max_tokens=3"], r"unknown flag --max_tokens: did you mean --gen-len\?"),
     (["--percnt", "0", "100"], r"unknown flag --percnt: did you mean --percent\?"),
     (["--xyzzy"], "unknown flag --xyzzy: see --help for the names"),
     (["stray"], "'stray' belongs to no flag"),
