@@ -139,10 +139,11 @@ class Pipeline:
             self._host = self._group(distributed.ProcessGroupGloo, store, "host")
             self.watch = Watch(PatientStore(connect(), patience), rank, names, patience=patience,
                                limit=rank_timeout)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # no launcher's variables are a ValueError
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"rank {rank} of {ranks} can't reach the others ({reason}): check that "
-                            "all have been started, and MASTER_ADDR and MASTER_PORT") from None
+                            "torchrun has started all of them, and MASTER_ADDR and MASTER_PORT"
+                            ) from None
         self._store = store
         self._device = torch.device("cpu")
         self._direct: Any = None

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.expert_choices import ExpertChoices
+from flexgen_h2o.config.launch import Launch
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.stage import balanced_bounds
 from flexgen_h2o.engine.pipeline import Pipeline
@@ -171,6 +172,13 @@ def test_a_rank_counts_what_it_sends(tiny_model):
     (first, again), hidden = in_ranks(2, work)
     # Of each call the float32 states of the prompts, and of all new tokens but the last.
     assert first == again == 4 * hidden * (5 + 2 * 3)
+
+
+def test_a_pipeline_without_a_launcher_is_refused(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="can't reach the others .*RANK.*check that torchrun has"):
+        Pipeline.join(Launch())
 
 
 def test_bounds_of_the_first_rank_count(tiny_model):
