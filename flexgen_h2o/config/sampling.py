@@ -14,13 +14,13 @@ from flexgen_h2o.errors import UserError, check_text, shown
 class SamplingParams:
     """Sampling parameters: names and meaning of transformers' ``generate``.
 
-    Lengths are tokens. `top_k` 0 is off. `eos_token_id` is None (the model's own), -1 (never stop
-    early), or one or more token ids. `stop_strings` is a text or several that end a generation once
-    it contains one. The same `seed` gives the same tokens for every batch split. Two penalties are
-    those of OpenAI's API, from -2 to 2: `frequency_penalty` is taken off a token's logit for each
-    time that it has been generated, `presence_penalty` once if it has. `logprobs` is how many of
-    the likeliest tokens come with each generated one in `Output.log_probs`, 0 to 20; None: there
-    are none.
+    Lengths are tokens. Without `do_sample` decoding is greedy, and a `temperature` is refused.
+    `top_k` 0 is off. `eos_token_id` is None (the model's own), -1 (never stop early), or one or
+    more token ids. `stop_strings` is a text or several that end a generation once it contains one.
+    The same `seed` gives the same tokens for every batch split. Two penalties are those of OpenAI's
+    API, from -2 to 2: `frequency_penalty` is taken off a token's logit for each time that it has
+    been generated, `presence_penalty` once if it has. `logprobs` is how many of the likeliest
+    tokens come with each generated one in `Output.log_probs`, 0 to 20; None: there are none.
     Raises `UserError` for a value of a wrong type or range.
     """
 
@@ -50,6 +50,9 @@ class SamplingParams:
             )
         check_bool("do_sample", self.do_sample)
         check_number("temperature", self.temperature, above=0)
+        if self.temperature != 1 and not self.do_sample:
+            raise UserError("temperature has no effect on greedy decoding: give do_sample=True, or "
+                            "leave it out")
         check_int("top_k", self.top_k, low=0)
         check_number("top_p", self.top_p, low=0, high=1)
         if self.min_p is not None:

@@ -215,6 +215,7 @@ def test_h2o_layers_of_the_model():
     ({"max_new_tokens": 0}, "at least 1"),
     ({"min_new_tokens": 33}, "at most the 32"),
     ({"temperature": 0}, "greater than 0"),
+    ({"temperature": 0.8}, "no effect on greedy decoding: give do_sample=True"),
     ({"top_k": -1}, "at least 0"),
     ({"top_p": 1.5}, "at most 1"),
     ({"min_p": -0.1}, "at least 0"),

@@ -166,9 +166,10 @@ def test_presence_and_frequency_penalties_count_what_has_been_generated():
 @given(st.data())
 def test_requests_of_all_kinds_share_a_batch(data):
     """Each goes on as it does alone, with log-probabilities of the model's own logits."""
+    chance = st.sampled_from([{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.5}])
     kinds = st.builds(
-        SamplingParams, do_sample=st.booleans(), top_k=st.sampled_from([0, 3]),
-        temperature=st.sampled_from([0.5, 1.0]), max_new_tokens=st.integers(1, 4),
+        lambda chance, **others: SamplingParams(**chance, **others), chance,
+        top_k=st.sampled_from([0, 3]), max_new_tokens=st.integers(1, 4),
         presence_penalty=st.sampled_from([0.0, 1.5]), logprobs=st.sampled_from([None, 0, 2]))
     kept = data.draw(st.lists(kinds, min_size=1, max_size=4))
     each = data.draw(st.lists(st.sampled_from(kept), min_size=1, max_size=6))
