@@ -14,6 +14,7 @@ from flexgen_h2o import H2OConfig
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import checkpoint_folder
 
 PROMPT = (
@@ -36,6 +37,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Namespace, H2OConfig]:
                         help="share of the prompt to keep as heavy hitters, and as recent (0.1)")
     args = parser.parse_args(argv)
     check_int("--gen-len", args.gen_len, low=1)
+    if not args.prompt:
+        raise UserError("--prompt must be text that is not empty")
     return args, H2OConfig(heavy_ratio=args.hh_ratio)
 
 

@@ -671,7 +671,8 @@ def test_the_example_runs_on_a_real_model(example, capsys):
 
 @pytest.mark.parametrize("flags, message", [
     (["--hh-ratio", "2"], "heavy_ratio must be"), (["--gen-len", "0"], "--gen-len must be"),
-    (["--model", "./nowhere"], "nowhere"), (["--nonsense"], "--nonsense")])
+    (["--prompt", ""], "--prompt must be text"), (["--model", "./nowhere"], "nowhere"),
+    (["--nonsense"], "--nonsense")])
 def test_the_example_refuses_in_one_line(example, capsys, flags, message):
     assert example.main(flags) == 2
     out, err = capsys.readouterr()
