@@ -14,6 +14,7 @@ from programs import ROOT, program
 
 import flexgen_h2o
 from flexgen_h2o.cli import commands, parser
+from flexgen_h2o.models import convert
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
@@ -133,6 +134,13 @@ def documented() -> dict[str, object]:
         module, _, attribute = path.rpartition(".")
         found[path] = getattr(importlib.import_module(module), attribute)
     return found
+
+
+def test_the_variable_that_an_error_names_is_explained(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path))
+    assert convert.converted().root == tmp_path / "converted"
+    assert "FLEXGEN_H2O_CACHE" in convert.converted().advice
+    assert "`FLEXGEN_H2O_CACHE`" in read(ROOT / "docs" / "quickstart.md")
 
 
 def test_the_page_of_names_has_all_that_the_package_exports():
