@@ -140,9 +140,9 @@ def _logits(codes, steps, index, i_row, i_head, metadata, logits, stats, kv_head
     """Logits [pair, head, token] of BLOCK tokens by the index for PART heads of a pair's, and the
     maximum and the sum of their softmax in stats [2, pair, head, block].
 
-    A word has a byte of four neighbouring tokens: masked, two codes with 12 empty bits above each,
-    which one multiplication by a code of the query meets. DEPTH such products add up within 16 bits
-    to either side of 0; what the lower sum borrows from the upper one is given back.
+    A word has a byte of four neighbouring tokens: masked, two codes that lie 16 bits apart, which
+    one multiplication by a code of the query meets. DEPTH such products add up within 16 bits to
+    either side of 0; what the lower sum borrows from the upper one is given back.
     """
     PER: tl.constexpr = 8 // BITS
     GROUPS: tl.constexpr = LENGTH // GROUP
