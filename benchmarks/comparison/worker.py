@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from baselines import baseline_class
-from baselines.base import Baseline, BaselineSettings, ran_out_of_memory
+from baselines.base import Baseline, BaselineSettings, no_cuda, ran_out_of_memory
 from shared.memory_group import drop_page_cache, enter_loaded
 
 from comparison.rooflines import measure_rates
@@ -38,13 +38,6 @@ def peak_device_bytes() -> int | None:
     import torch
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-
-
-def has_gpu() -> bool:
-    """True if systems compute on a GPU."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def run(job: dict) -> dict:
@@ -86,7 +79,7 @@ def measure(baseline: Baseline, job: dict) -> dict:
         held = enter_loaded(Path(job["door"]))
         words += f", limited once loaded (it held {held / GB:.2f} GB of the limit)"
     if baseline.warms:
-        share, tokens = (1, job["generate"]) if has_gpu() else (WARM_SHARE, WARM_TOKENS)
+        share, tokens = (1, job["generate"]) if no_cuda() is None else (WARM_SHARE, WARM_TOKENS)
         baseline.generate([prompt[: max(1, len(prompt) // share)] for prompt in prompts], tokens)
     before = bytes_read()
     timings = baseline.generate(prompts, job["generate"])

@@ -364,7 +364,7 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
     baseline = SimpleNamespace(
         warms=False, version=lambda: "v", prepare=lambda model: done.append("loaded") or "so",
         generate=lambda prompts, count: bench.base.Timings(1.0, (1.0,), ((5, 6),)))
-    monkeypatch.setattr(bench.worker, "has_gpu", lambda: False)
+    monkeypatch.setattr(bench.worker, "no_cuda", lambda: "no GPU")
     monkeypatch.setattr(bench.worker, "drop_page_cache",
                         lambda: done.append("dropped" if not door.exists() else "late"))
     job = {"prompts": [[5]], "model": "m", "generate": 2, "loaded": str(tmp_path / "loaded")}
@@ -380,7 +380,7 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
     assert bench.worker.measure(baseline, job | {"prompts": whole, "generate": 7})["prefill"] == 2
     assert calls == [([[5] * 2, [6]], 2), (whole, 7)], "a quarter of the prompts warms up"
     calls.clear()
-    monkeypatch.setattr(bench.worker, "has_gpu", lambda: True)
+    monkeypatch.setattr(bench.worker, "no_cuda", lambda: None)
     bench.worker.measure(baseline, job | {"prompts": whole, "generate": 7})
     assert calls == [(whole, 7)] * 2, "kernels are compiled for the lengths that they get"
     assert 0 < found["held"] == (1 << 40) - int(limit.read_text()), "it counts all the same"
