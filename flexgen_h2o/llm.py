@@ -142,6 +142,11 @@ class LLM(Session):
         return self.model_config.vocab_size
 
     @property
+    def device(self) -> torch.device:
+        """It computes there: the CPU, or one GPU."""
+        return self._runtime.device
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The transformers tokenizer, or None where the model has none."""
         return self._prompts.tokenizer

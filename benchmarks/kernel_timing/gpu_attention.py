@@ -24,7 +24,7 @@ DECODES = [
     (HALF, 80, 1, 16, 20, 600), (HALF, 128, 1, 4, 0, 1024), (BRAIN, 128, 4, 4, 0, 1024),
     (BRAIN, 64, 8, 8, 0, 640), (HALF, 96, 1, 8, 0, 900), (BRAIN, 256, 1, 4, 0, 300),
     (HALF, 80, 4, 4, 80, 511), (FULL, 128, 1, 16, 0, 700), (FULL, 64, 4, 16, 64, 700),
-    (BRAIN, 128, 1, 16, 0, 32768), (HALF, 128, 8, 16, 0, 32768),
+    (BRAIN, 128, 1, 16, 0, 32768), (HALF, 128, 8, 16, 0, 32768), (BRAIN, 128, 4, 16, 128, 6000),
 ]
 # dtype, head_dim, group, decay, rows of each sequence, keys of each.
 PREFILLS = [

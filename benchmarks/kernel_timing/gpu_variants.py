@@ -39,6 +39,8 @@ ROWS = (1, 2, 16, 32, 64, 65)
 FEW_ROWS = (1, 2, 4, 8)
 """The same of short floats, which matrix units do not take."""
 RECENT = 416
+MANY_SLOTS = 8192
+"""Of a decode step whose scores are added up in parts."""
 LENGTHS = (300, 1000, 2000, 4096, 8192, 16384, 32768, 65536)
 """Tokens that stay, and prompts that are cut: up to the longest whose scores stay in registers, and
 one beyond. Strides are multiples of 16, for which kernels are compiled apart."""
@@ -64,6 +66,9 @@ def variants() -> Iterator[Variant]:
                 for group, rotary in _decodes(dtype, size):
                     yield Variant("decode", dtype, size, bits,
                                   partial(_decode, dtype, size, bits, group, rotary))
+                    if bits == 16:
+                        yield Variant("decode", dtype, size, bits, partial(
+                            _decode, dtype, size, bits, group, rotary, slots=MANY_SLOTS))
                 yield Variant("select", dtype, size, bits,
                               partial(_select, dtype, size, bits, 4096, RECENT))
                 if dtype == BRAIN or bits == 16:
@@ -124,8 +129,8 @@ def _slots(dtype: torch.dtype, size: int, bits: int, *shape: int) -> torch.Tenso
 
 
 def _decode(dtype: torch.dtype, size: int, bits: int, group: int, rotary: int, *,
-            scored: bool = True) -> None:
-    shape = (1, 4, 1024)
+            slots: int = 1024, scored: bool = True) -> None:
+    shape = (1, 4, slots)
     q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
     triton_decode.decode_attention(
         q, k, k, slots=_slots(dtype, size, bits, *shape),

@@ -109,7 +109,8 @@ class RunFlags:
     )
     warm_up: bool = _flag(
         "batch and lengths", "bool", False,
-        help="generate two tokens of the first GPU batch before what is measured",
+        help="generate from the first GPU batch before what is measured: two tokens, or all on a "
+             "GPU, where kernels are compiled for the lengths that they meet",
     )
     gpu_batch_size: int | None = _flag(
         "batch and lengths", "int", None, low=1,

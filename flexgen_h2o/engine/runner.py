@@ -127,6 +127,11 @@ class Runner:
         self.loaded_bytes = 0  # resident, of the process, when the weights had come
         self.load_seconds = 0.0  # until everything was ready: set by its opener
 
+    @property
+    def device(self) -> torch.device:
+        """It computes there."""
+        return self._device.torch
+
     def in_chunks(self, chunk: int) -> Runner:
         """The same model and weights, for runs that read prompts in chunks and evict after each."""
         settings, cache = self.settings, self.settings.cache

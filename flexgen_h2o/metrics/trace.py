@@ -45,6 +45,15 @@ class Trace:
         self._spans: list[tuple[str, str, float, float, int]] = []
         self._samples: list[tuple[str, float, int]] = []
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it, nothing is recorded."""
+        enabled, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = enabled
+
     def span(self, name: str, lane: str) -> AbstractContextManager[None]:
         """Record the body of a ``with`` statement, also when it raises."""
         return self._timed(name, lane) if self.enabled else nullcontext()

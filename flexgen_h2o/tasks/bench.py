@@ -23,6 +23,7 @@ from flexgen_h2o.cli.result_rows import append_csv
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.task_flags import check_own, own_fields
 from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.cli.warm_up import warm_up
 from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.checks import writing
@@ -68,7 +69,8 @@ class BenchHelps:
 
     warm_up: bool = flag(
         "bool", True, group="batch and lengths",
-        help="generate two tokens of the first GPU batch before what is measured",
+        help="generate from the first GPU batch before what is measured: two tokens, or all on a "
+             "GPU, where kernels are compiled for the lengths that they meet",
     )
 
 
@@ -123,8 +125,7 @@ def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> lis
     """
     prompts = synthetic_prompts(config, llm.vocab_size)
     if config.warm_up:
-        llm.generate(prompts[: config.resolved_gpu_batch_size],
-                     max_new_tokens=min(2, config.gen_len), eos_token_id=-1)
+        warm_up(llm, prompts, config)
     found: list[RunStats] = []
     for _ in range(count):
         llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))

@@ -16,6 +16,7 @@ from flexgen_h2o.cli.input_files import read_prompts, synthetic_prompts, workloa
 from flexgen_h2o.cli.ranks import follow, joined, open_on_ranks
 from flexgen_h2o.cli.result_files import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.warm_up import warm_up
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.metrics import breakdown, run_table
 from flexgen_h2o.metrics.trace import Trace
@@ -23,7 +24,6 @@ from flexgen_h2o.outputs import Output
 
 if TYPE_CHECKING:
     from flexgen_h2o.engine.pipeline import Pipeline
-    from flexgen_h2o.llm import LLM
 
 
 def run(config: RunConfig) -> None:
@@ -66,7 +66,8 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
         check_counting(config.count_experts, llm)
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
         if config.warm_up:
-            _warm_up(llm, prompts, config, trace)
+            with trace.paused():
+                warm_up(llm, prompts, config)
         options = {"cut_gen_len": config.cut_gen_len, **asdict(config.sampling())}
         if config.chat:
             outputs = llm.chat([[{"role": "user", "content": text}] for text in texts],
@@ -88,15 +89,6 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
             show(summary)
     finally:  # a full disk behind stdout must not lose the files too
         write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
-
-
-def _warm_up(llm: LLM, prompts: Sequence[str | Sequence[int]], config: RunConfig,
-             trace: Trace) -> None:
-    """Two tokens of the first GPU batch, of which no trace is kept."""
-    traced, trace.enabled = trace.enabled, False
-    llm.generate(prompts[: config.policy().gpu_batch_size],
-                 max_new_tokens=min(2, config.gen_len), eos_token_id=-1)
-    trace.enabled = traced
 
 
 def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:

@@ -70,9 +70,9 @@ def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
         assert {row["card"] for row in mine} == {card.name}
         units = {"_forward", "_sum_columns", "_narrow", "_wide"}  # they need matrix units
         assert {row["kernel"] for row in mine} == {
-            "_read", "read_codes", "_finish", "_choose", "_gather", "_quantize", "_dequantize",
-            "_skinny", "_add_parts", "_unpack", "_multiply_floats", "_unpack_floats", "_index",
-            "_round_queries", "_logits", "_weigh", "_claim", "_copy",
+            "_read", "read_codes", "_score_part", "_finish", "_choose", "_gather", "_quantize",
+            "_dequantize", "_skinny", "_add_parts", "_unpack", "_multiply_floats",
+            "_unpack_floats", "_index", "_round_queries", "_logits", "_weigh", "_claim", "_copy",
             *(units if architecture >= 80 else ())}
         assert not [row for row in mine if row["kernel"] in units and row["dtype"] == "float32"]
         decodes = {(row["dtype"], row["size"], row["bits"])

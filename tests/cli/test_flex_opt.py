@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from refusals import command_refused
 
@@ -32,6 +33,7 @@ class FakeLLM:
     made: list[FakeLLM] = []
     fail: BaseException | None = None
     vocab_size = 50
+    device = torch.device("cpu")
 
     def __init__(self, model, **options):
         self.model, self.options, self.closed = model, options, False
@@ -348,8 +350,13 @@ def test_without_prompts_it_measures_random_ones(capsys, llm):
     assert made.sampling["eos_token_id"] == -1 and made.sampling["cut_gen_len"] == 2
 
 
-def test_a_warm_up_comes_first_and_leaves_nothing(llm, monkeypatch):
+@pytest.mark.parametrize(("device", "flags", "tokens"), [
+    ("cpu", (), 2), ("cpu", ("--gen-len", "1"), 1), ("cuda", (), 32),
+    ("cuda", ("--cut-gen-len", "9"), 9),  # room for more would be other kernels
+])
+def test_a_warm_up_comes_first_and_leaves_nothing(llm, monkeypatch, device, flags, tokens):
     asked, work = [], llm.generate
+    monkeypatch.setattr(llm, "device", torch.device(device))
 
     def told(self, prompts, **options):
         asked.append((len(prompts), options.get("max_new_tokens")))
@@ -357,8 +364,8 @@ def test_a_warm_up_comes_first_and_leaves_nothing(llm, monkeypatch):
 
     monkeypatch.setattr(llm, "generate", told)
     assert generate.main(["--warm-up", "--num-prompts", "5", "--gpu-batch-size", "2", "--no-log",
-                          "--trace", "t.json", "--verbose", "0"]) == 0
-    assert asked == [(2, 2), (5, 32)]
+                          "--trace", "t.json", "--verbose", "0", *flags]) == 0
+    assert asked == [(2, tokens), (5, 1 if "--gen-len" in flags else 32)]
     events = json.loads(Path("t.json").read_text())["traceEvents"]
     assert sum(event["name"] == "prefill" for event in events) == 1, "of the second call alone"
 

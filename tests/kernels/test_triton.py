@@ -26,6 +26,7 @@ from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState  # noqa
 from flexgen_h2o.kernels import (  # noqa: E402
     reference,
     triton_decode,
+    triton_finish,
     triton_groups,
     triton_prefill,
     triton_select,
@@ -164,8 +165,10 @@ def test_decode(form, group, rotary):
 @pytest.mark.parametrize("eviction", [Eviction(mean=True), Eviction(decay=0.9),
                                       Eviction(sinks=3), Eviction(True, 0.5, 1)])
 @pytest.mark.parametrize("recent", [1, 30])
-def test_decode_variants(monkeypatch, eviction, recent):
-    monkeypatch.setattr(triton_decode, "FINISH_ELEMENTS", 64)
+@pytest.mark.parametrize("part", [16, 32, 1000])
+def test_decode_variants(monkeypatch, eviction, recent, part):
+    monkeypatch.setattr(triton_finish, "FINISH_ELEMENTS", 64)
+    monkeypatch.setattr(triton_finish, "_score_slots", lambda n, programs, device: part)
     check_decode(cached=[31, 32, 65], full=(0, 1, 2), recent=recent, eviction=eviction, rotary=4)
 
 
@@ -181,6 +184,18 @@ def test_decode_dims(form, dim):
     for rotary in (0, dim // 4 * 2, dim):
         check_decode(cached=[19], full=(0,), form=form, dim=dim, kv_heads=1,
                      group=2 if rotary == dim else 1, eviction=Eviction(), rotary=rotary)
+
+
+@pytest.mark.parametrize(("form", "group"), [(torch.float16, 4), (4, 3), (8, 1)])
+def test_decode_with_scores_in_parts(monkeypatch, form, group):
+    parts, launch = [], triton_finish._score_slots
+    monkeypatch.setattr(triton_finish, "_score_slots",
+                        lambda *shape: parts.append(launch(*shape)) or parts[-1])
+    check_decode(cached=[300], full=(0,), form=form, group=group, kv_heads=1, eviction=Eviction(),
+                 attention=AttentionForm(sinks=True))
+    check_decode(cached=[0, 299], full=(1,), form=form, group=group, kv_heads=2,
+                 eviction=Eviction(), rotary=8)
+    assert parts[0] == 64 and parts[1] >= 299  # few programs, and enough of them
 
 
 def test_decode_with_states_of_any_strides():
@@ -217,7 +232,9 @@ def test_decode_beside_float64(dtype, group):
             assert (out[s, h] - wanted[0]).abs().max() < BOUND[dtype]
 
 
-def test_equal_scores_evict_the_oldest():
+@pytest.mark.parametrize("part", [16, 1000])
+def test_equal_scores_evict_the_oldest(monkeypatch, part):
+    monkeypatch.setattr(triton_finish, "_score_slots", lambda n, programs, device: part)
     for mean in (False, True):
         case = decode_case(cached=[40], full=(0,), eviction=Eviction(mean=mean))
         case["q"].zero_()
