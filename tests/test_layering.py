@@ -52,7 +52,7 @@ DYNAMIC = {
     "flexgen_h2o": "the public names are loaded on first use, so that flags answer without torch",
     "cli.commands": "a command is found by its name, above what commands share",
     "models.registry": "a family is found by its name in the config",
-    "kernels.library": "Triton's modules are loaded when a GPU first needs them",
+    "kernels.triton_ops": "Triton's modules are loaded when a GPU first needs them",
 }
 
 TORCH_ROOMS = {"kernels", "storage", "cache", "models", "engine", "integrations", "conversation",

@@ -205,7 +205,7 @@ def bytes_per_flop(launch: KernelLaunch) -> float | None:
     if launch.kernel in ("_skinny", "_multiply_floats"):
         head = 4 if launch.kernel == "_skinny" else 1
         return (bits / 8 + head / group) / (2 * held["ROWS"])
-    if launch.kernel in ("_narrow", "_wide"):
+    if launch.kernel in ("_narrow", "_wide", "_scaled"):
         rows, outputs = (8, 32) if launch.kernel == "_narrow" else (held["ROWS"], 128)
         return (bits / 8 + 4 / group + rows * item / outputs) / (2 * rows)
     return None

@@ -47,6 +47,9 @@ MATRICES = [
     Product(HALF, 50, 1001, 1003, "8 bits", False, False),
     Product(FULL, 13, 3072, 770, "8 bits", True, True),
     Product(HALF, 65, 16384, 4096, "4 bits", True, False),
+    Product(BRAIN, 200, 1001, 1003, "8 bits", True, True),
+    Product(BRAIN, 130, 4096, 11008, "4 bits", False, True),
+    Product(HALF, 300, 11008, 4096, "4 bits", True, False),
     Product(HALF, 999, 4096, 11008, "8 bits", True, False),
     Product(FULL, 300, 768, 3072, "4 bits", False, True),
     Product(BRAIN, 600, 1001, 1003, "8 bits", True, True),
@@ -126,7 +129,7 @@ def time_matrices(rows, timed: Callable[[list[Callable]], float], rate: float,
     quantized = {form: [matrix(outputs, inputs, form)
                         for _ in range(_copies(outputs * inputs * FORMS[form]["bits"] // 8))]
                  for form in ("4 bits", "8 bits", "12 bits")}
-    for count in (1, 4, 16, 64, 512, 2048):
+    for count in (1, 4, 16, 64, 96, 128, 256, 512, 2048):
         x = torch.randn(count, inputs, device=GPU).half()
         out = x.new_empty(count, outputs)
         work = 2 * count * inputs * outputs / gemms
@@ -137,7 +140,7 @@ def time_matrices(rows, timed: Callable[[list[Callable]], float], rate: float,
         for form, weights in quantized.items():
             taken = timed([lambda w=w, x=x, out=out: ops.linear_quantized(x, w, None, out)
                            for w in weights])
-            goal = 1.15 if count >= 512 else 0.5 if count <= 16 and form == "4 bits" else None
+            goal = 1.15 if count > 64 else 0.5 if count <= 16 and form == "4 bits" else None
             roofline = max((weights[0].data.nbytes + x.nbytes + out.nbytes) / rate, work) * 1e3
             rows.add("time", "product", f"{shape}, {form}", HALF, taken, "ms",
                      limit=goal and goal * base, roofline_ms=roofline)

@@ -26,10 +26,11 @@ def decode_metadata(prompts: Sequence[int], tokens: Sequence[int], h2o: H2OConfi
     int32 Tensor [4, sequences], on the host
         The `metadata` of `reference.decode_attention`.
     """
-    rows = []
-    for prompt, count in zip(prompts, tokens, strict=True):
+    pairs = list(zip(prompts, tokens, strict=True))
+    rows = {}
+    for prompt, count in set(pairs):  # sequences are often of one length, and then alike
         size = budget(h2o, layer, prompt, count - prompt)
         before = cached(h2o, layer, prompt, count - 1 - prompt)
         full = size is not None and h2o.evicts_generated_at(layer) and before >= size.total
-        rows.append((before, count, size.recent if size else 0, int(full)))
-    return torch.tensor(rows, dtype=torch.int32).T.contiguous()
+        rows[prompt, count] = before, count, size.recent if size else 0, int(full)
+    return torch.tensor([rows[pair] for pair in pairs], dtype=torch.int32).T.contiguous()

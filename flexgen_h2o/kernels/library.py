@@ -9,32 +9,19 @@ arguments are flat.
 # No `from __future__ import annotations` here: PyTorch reads the schemas off the annotations.
 
 from collections.abc import Sequence
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
-from flexgen_h2o.kernels import native
+from flexgen_h2o.kernels import native, triton_ops
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     EvictionArguments,
     FormArguments,
-    need,
 )
 
 NAMESPACE = "flexgen_h2o"
-
-
-def triton_function(module: str, name: str):
-    """A function of a Triton module, which is imported when it is first called."""
-    def call(*args, **named):
-        on_gpu = next(x for x in args if x.is_cuda)
-        with torch.cuda.device_of(on_gpu):  # Triton launches on the current device
-            found = import_module(f"flexgen_h2o.kernels.triton_{module}")
-            return getattr(found, name)(*args, **named)
-
-    return call
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
@@ -57,7 +44,7 @@ def flat_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[in
 
 @flat_prefill_attention.register_kernel("cuda")
 def _(q, k, v, lengths, key_lengths, scores, decay, *form):
-    return triton_function("prefill", "prefill_attention")(
+    return triton_ops.prefill_attention(
         q, k, v, lengths, key_lengths, scores, decay, FormArguments(*form))
 
 
@@ -86,7 +73,7 @@ def flat_select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts:
 
 @flat_select_heavy_hitters.register_kernel("cuda")
 def _(k, v, scores, cuts, slots, bits, kept, positions, ranks, mean, sinks):
-    triton_function("select", "select_heavy_hitters")(
+    triton_ops.select_heavy_hitters(
         k, v, scores, cuts=cuts, slots=slots, bits=bits,
         eviction=EvictionArguments(kept, positions, ranks, mean=mean, sinks=sinks))
 
@@ -122,7 +109,7 @@ def flat_decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metada
 @flat_decode_attention.register_kernel("cuda")
 def _(q, k, v, slots, metadata, bits, *others):
     *eviction, scale, softcap, sink_logits = others
-    return triton_function("decode", "decode_attention")(
+    return triton_ops.decode_attention(
         q, k, v, slots=slots, metadata=metadata, bits=bits,
         eviction=EvictionArguments(*eviction),
         form=FormArguments(scale, softcap, sink_logits=sink_logits))
@@ -139,7 +126,7 @@ def quantize_groups(x: Tensor, bits: int) -> Tensor:
     return native.quantize_groups(x, bits)
 
 
-quantize_groups.register_kernel("cuda")(triton_function("groups", "quantize_groups"))
+quantize_groups.register_kernel("cuda")(triton_ops.quantize_groups)
 
 
 @quantize_groups.register_fake
@@ -154,7 +141,7 @@ def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
     return native.dequantize_groups(records, bits, length)
 
 
-dequantize_groups.register_kernel("cuda")(triton_function("groups", "dequantize_groups"))
+dequantize_groups.register_kernel("cuda")(triton_ops.dequantize_groups)
 
 
 @dequantize_groups.register_fake
@@ -207,7 +194,7 @@ def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, 
     return native.unpack_rows(data, outputs, inputs, bits, group, rows, dtype)
 
 
-unpack_rows.register_kernel("cuda")(triton_function("matrix", "unpack_rows"))
+unpack_rows.register_kernel("cuda")(triton_ops.unpack_rows)
 
 
 @unpack_rows.register_fake
@@ -224,11 +211,7 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
     native.linear_quantized(x, data, outputs, inputs, bits, group, bias, out, add, activation_bits)
 
 
-@linear_quantized.register_kernel("cuda")
-def _(x, data, outputs, inputs, bits, group, bias, out, add, activation_bits=16):
-    need(activation_bits == 16, "linear_quantized", "a GPU rounds no activations")
-    triton_function("matrix", "linear_quantized")(
-        x, data, outputs, inputs, bits, group, bias, out, add)
+linear_quantized.register_kernel("cuda")(triton_ops.linear_quantized)
 
 
 @linear_quantized.register_fake

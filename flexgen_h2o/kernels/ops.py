@@ -36,6 +36,7 @@ from flexgen_h2o.kernels import (
     reference_recall,
     reference_sparse,
     sdpa,
+    triton_ops,
 )
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -96,8 +97,9 @@ def _tell_unknown(name: str) -> None:
 def _backend(x: Tensor):
     """The module to call: past PyTorch's dispatcher unless a call is traced, which saves 60 us a
     call."""
-    eager = x.is_cpu and type(x) is Tensor and not torch.compiler.is_compiling()
-    return native if eager else library
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return library
+    return native if x.is_cpu else triton_ops if x.is_cuda else library
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *,
@@ -169,7 +171,7 @@ def _recall(x: Tensor, name: str):
     if _natively(x):
         return getattr(native_recall, name)
     if x.is_cuda and not plain_torch("cuda"):
-        return library.triton_function("recall", name)
+        return triton_ops.triton_function("recall", name)
     return None
 
 
@@ -221,7 +223,7 @@ def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Ten
 def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference_recall.claim_slots`; for a GPU."""
-    claim = (library.triton_function("fast_set", "claim_slots") if chosen.is_cuda
+    claim = (triton_ops.triton_function("fast_set", "claim_slots") if chosen.is_cuda
              else reference_recall.claim_slots)
     return claim(chosen, slot_of=slot_of, token_of=token_of, log_weights=log_weights)
 
@@ -229,7 +231,7 @@ def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weight
 def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -> None:
     """See `reference_recall.copy_tokens`; for a GPU, and either side may be in page-locked host
     memory."""
-    copy = (library.triton_function("fast_set", "copy_tokens") if moves.is_cuda
+    copy = (triton_ops.triton_function("fast_set", "copy_tokens") if moves.is_cuda
             else reference_recall.copy_tokens)
     copy(source, target, moves, counts)
 

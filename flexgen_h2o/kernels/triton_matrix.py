@@ -7,8 +7,9 @@ else fused multiply-adds, a few rows only. Scales and zero points come after the
 which are exact integers: ``x @ weight.T`` of a group is ``scale * (x @ codes.T) + zero * sum(x)``,
 in float32.
 
-Many rows: weights are unpacked, a slice of outputs at a time, and multiplied by cuBLAS. How few and
-how many is `dispatch.GPU_TABLE`'s to say. MXFP4 and 12 bits have kernels of their own for both
+Some more: weights are scaled and rounded in registers (`triton_matrix_scaled`). Many: they are
+unpacked, a slice of outputs at a time, and multiplied by cuBLAS. How few and how many is
+`dispatch.GPU_TABLE`'s to say. MXFP4 and 12 bits have kernels of their own for few rows
 (`triton_floats`).
 """
 
@@ -21,7 +22,12 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
-from flexgen_h2o.kernels import dispatch, triton_floats, triton_matrix_units
+from flexgen_h2o.kernels import (
+    dispatch,
+    triton_floats,
+    triton_matrix_scaled,
+    triton_matrix_units,
+)
 from flexgen_h2o.kernels.gpus import gpu_of
 from flexgen_h2o.kernels.matrix import layout_of
 from flexgen_h2o.kernels.triton_common import configs, interpreted, multiprocessors, unit_stride
@@ -202,22 +208,29 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
                      bias: Tensor | None, out: Tensor, add: bool) -> None:
     """See `reference_matrix.linear_quantized`; the same result for the same arguments.
 
-    Where `dispatch.gpu_choice` gives "unpacked", and on matrix units with groups that these do not
-    take, weights are rounded to x's dtype first, and a result with both summands twice.
+    Where `dispatch.gpu_choice` gives "scaled" or "unpacked", or the kernels do not take the matrix,
+    weights are rounded to x's dtype first; unpacked, a result with both summands is rounded twice.
     """
     layout = layout_of(outputs, inputs, bits, group)
+    if not len(x):
+        return
     x = unit_stride(x)
+    target = None if add else out
     operation = "linear_quantized" if layout.has_zeros else "linear_short_floats"
-    chosen = dispatch.gpu_choice(operation, max(1, len(x)), x.dtype, gpu_of(x.device))
-    if chosen == "unpacked" or chosen == "matrix units" and not triton_matrix_units.takes(layout):
+    chosen = dispatch.gpu_choice(operation, len(x), x.dtype, gpu_of(x.device))
+    if chosen == "vectors":
+        parts = _parts(x, data, layout)
+    elif chosen == "matrix units" and triton_matrix_units.takes(layout):
+        parts = triton_matrix_units.product(x, data, layout, bias, target)
+    elif chosen == "scaled" and triton_matrix_scaled.takes(layout, x.device):
+        parts = triton_matrix_scaled.product(x, data, layout, bias, target)
+    else:
         _multiply_unpacked(x, data, layout, bias, out, add=add)
-    elif len(x):
-        parts = (_parts(x, data, layout) if chosen == "vectors" else
-                 triton_matrix_units.product(x, data, layout, bias, None if add else out))
-        if parts is not None:
-            block = 64 if interpreted() else 512
-            _add_parts[(len(x), triton.cdiv(outputs, block))](
-                parts, bias, out, out.stride(0), outputs, len(parts), add, block)
+        return
+    if parts is not None:
+        block = 64 if interpreted() else 512
+        _add_parts[(len(x), triton.cdiv(outputs, block))](
+            parts, bias, out, out.stride(0), outputs, len(parts), add, block)
 
 
 def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:

@@ -73,7 +73,7 @@ def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
             "_read", "read_codes", "_score_part", "_finish", "_choose", "_gather", "_quantize",
             "_dequantize", "_skinny", "_add_parts", "_unpack", "_multiply_floats",
             "_unpack_floats", "_index", "_round_queries", "_logits", "_weigh", "_claim", "_copy",
-            *(units if architecture >= 80 else ())}
+            *(units if architecture >= 80 else ()), *(("_scaled",) if architecture == 90 else ())}
         assert not [row for row in mine if row["kernel"] in units and row["dtype"] == "float32"]
         decodes = {(row["dtype"], row["size"], row["bits"])
                    for row in mine if row["kernel"] in ("_read", "read_codes")}
