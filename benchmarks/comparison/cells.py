@@ -126,8 +126,9 @@ class Cells:
                                                  group.scenario.memory))
         said = f"{found['status']}: {found.get('reason')}"
         if found["status"] == OK:
-            step = fmean(found.get("middle", found["steps"]))
-            said = f"prefill {found['prefill']:.3g} s, step {step:.3g} s"
+            steps = found.get("middle", found["steps"])
+            said = (f"prefill {found['prefill']:.3g} s, step {fmean(steps):.3g} s "
+                    f"({min(steps):.3g} to {max(steps):.3g})")
         print(f"{group.scenario.name}, {group.at} batch {group.batches[system]}, {system}, "
               f"repeat {repeat}: {said}", file=sys.stderr, flush=True)
         return found
