@@ -12,7 +12,6 @@ from flexgen_h2o.kernels.gpus import GPU
 from flexgen_h2o.storage.tiers import CopyStream, Device, Event
 
 T4, A100 = GPU(architecture=75, multiprocessors=40), GPU(architecture=80, multiprocessors=108)
-H100 = GPU(architecture=90, multiprocessors=132)
 """What `pretending` takes: their choices run in Triton's interpreter, on the host."""
 
 _lock = threading.RLock()

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_timing.gpu_cards import Card
+from kernel_timing.gpu_hazards import left_under_way
 from kernel_timing.gpu_variants import Variant
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -173,7 +174,8 @@ def compiled(card: Card, launch: KernelLaunch) -> dict[str, object]:
     return identity(card, launch) | {
         "registers": registers, "spill_stores": stores, "spill_loads": loads, "shared": shared,
         "shared_limit": card.shared, "programs": together,
-        "occupancy": together * warps / card.warps, "bytes_per_flop": bytes_per_flop(launch)}
+        "occupancy": together * warps / card.warps, "bytes_per_flop": bytes_per_flop(launch),
+        "left_under_way": left_under_way(kernel.asm["ttgir"])}
 
 
 def identity(card: Card, launch: KernelLaunch) -> dict[str, object]:
@@ -205,7 +207,7 @@ def bytes_per_flop(launch: KernelLaunch) -> float | None:
     if launch.kernel in ("_skinny", "_multiply_floats"):
         head = 4 if launch.kernel == "_skinny" else 1
         return (bits / 8 + head / group) / (2 * held["ROWS"])
-    if launch.kernel in ("_narrow", "_wide", "_scaled"):
+    if launch.kernel in ("_narrow", "_wide"):
         rows, outputs = (8, 32) if launch.kernel == "_narrow" else (held["ROWS"], 128)
         return (bits / 8 + 4 / group + rows * item / outputs) / (2 * rows)
     return None

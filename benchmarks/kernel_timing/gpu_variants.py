@@ -39,7 +39,7 @@ ROWS = (1, 2, 16, 32, 64, 65)
 FEW_ROWS = (1, 2, 4, 8)
 """The same of short floats, which matrix units do not take."""
 RECENT = 416
-MANY_SLOTS = 8192
+MANY_SLOTS = 16384
 """Of a decode step whose scores are added up in parts."""
 LENGTHS = (300, 1000, 2000, 4096, 8192, 16384, 32768, 65536)
 """Tokens that stay, and prompts that are cut: up to the longest whose scores stay in registers, and

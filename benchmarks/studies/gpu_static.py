@@ -6,8 +6,8 @@ All variants (dtypes, head sizes, bits, and the configurations that the tuner tr
 of `kernel_timing.gpu_cards`. A row has registers, spills and shared memory as ptxas reports them,
 the occupancy that follows, and bytes per FLOP of the main loop. The file is gone on with: only what
 is new, or whose kernel has changed, is compiled. Ends with status 1 if a kernel does not compile,
-spills, or does not fit. `--check` compiles nothing but `--sample` of the variants, and fails if the
-file is not what all others would write.
+spills, does not fit, or has the fault of `kernel_timing.gpu_hazards`. `--check` compiles nothing
+but `--sample` of the variants, and fails if the file is not what all others would write.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flexgen_h2o.files.shared_csv import check_header  # noqa: E402
 
 COLUMNS = ("architecture", "card", "kernel", "operation", "dtype", "size", "bits", "constants",
            "triton", "source", "registers", "spill_stores", "spill_loads", "shared",
-           "shared_limit", "programs", "occupancy", "bytes_per_flop")
+           "shared_limit", "programs", "occupancy", "bytes_per_flop", "left_under_way")
 KEY = COLUMNS[:8]
 """Columns that tell a row from the others."""
 SAVED_EVERY = 60.0
@@ -65,6 +65,8 @@ def faults(row: dict) -> str:
         found.append(f"spills {row['spill_stores']} + {row['spill_loads']} bytes")
     if int(row["shared"]) > int(row["shared_limit"]):
         found.append(f"takes {row['shared']} of {row['shared_limit']} bytes of shared memory")
+    if int(row["left_under_way"]):
+        found.append("may write registers that a product has not read yet")
     return ", ".join(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from flexgen_h2o.storage.disk import AlignedRead
 from flexgen_h2o.storage.tiers import PAGE, round_up
 
 ALIGN = 64
-"""Bytes to a multiple of which a tensor that is not read as it lies is put."""
+"""Bytes to a multiple of which a tensor is put, unless it stays as it was read from a file."""
 
 Weight = torch.Tensor | QuantizedMatrix
 """A weight in memory."""
@@ -31,10 +32,27 @@ class Pack:
     places: dict[str, int] = field(default_factory=dict)
     reads: list[AlignedRead] | None = None
 
-    def views(self, buffer: torch.Tensor, specs: Mapping[str, TensorSpec], form: WeightFormat
-              ) -> dict[str, Weight]:
-        """Local name to tensor, as views of `buffer`."""
-        return {name: form.view(buffer, place, specs[name].shape)
+    @property
+    def lead(self) -> int:
+        """Bytes in front without which most tensors lie at multiples of `ALIGN`.
+
+        In a file they may lie at any multiple of 8 bytes (safetensors pads its header to no more),
+        and reads keep that. A GPU's copy does without the lead: cuBLAS multiplies matrices that
+        are not at a multiple of 16 bytes by kernels of half the speed.
+        """
+        places = self.places.values()
+        lead = Counter(place % ALIGN for place in places).most_common(1)[0][0] if places else 0
+        return lead if lead <= min(places, default=0) else 0
+
+    def to_gpu(self, host: torch.Tensor) -> torch.Tensor:
+        """The bytes of a filled host buffer that go to a GPU."""
+        return host[self.lead : self.nbytes]
+
+    def views(self, buffer: torch.Tensor, specs: Mapping[str, TensorSpec], form: WeightFormat, *,
+              on_gpu: bool = False) -> dict[str, Weight]:
+        """Local name to tensor, as views of `buffer`; `on_gpu`: which begins with `to_gpu`."""
+        lead = self.lead if on_gpu else 0
+        return {name: form.view(buffer, place - lead, specs[name].shape)
                 for name, place in self.places.items()}
 
 

@@ -201,12 +201,13 @@ class WeightStore:
         else:
             host = arena.take(pack.nbytes)
         self.files.fill(pack, wanted, host)
-        if tier == "gpu" and self._device.separate:
-            buffer = self._device.empty(pack.nbytes)
-            buffer.copy_(host)
-            host = buffer
-        if tier == "gpu" or not self._device.separate:
-            unit.resident.update(pack.views(host, wanted, self._form))
+        separate = self._device.separate
+        if tier == "gpu" and separate:
+            source = pack.to_gpu(host)
+            host = self._device.empty(pack.nbytes)
+            host[: len(source)].copy_(source)
+        if tier == "gpu" or not separate:
+            unit.resident.update(pack.views(host, wanted, self._form, on_gpu=separate))
         else:
             unit.host.append((pack, host))
 
@@ -273,16 +274,16 @@ class WeightStore:
         """
         start = 0
         for pack, host in unit.host:
-            lane.copy(buffer.device[start : start + pack.nbytes], host[: pack.nbytes], H2D)
+            _send(lane, pack, host, buffer.device[start:])
             start += round_up(pack.nbytes, PAGE)
         pack = unit.packs.get("disk")
         if pack is None:
             return
-        end = start + round_up(pack.nbytes, PAGE)
         if self._device.separate:
             self.files.read_pack(lane.disk, pack, unit.specs, buffer.host, ahead=ahead)
-            lane.copy(buffer.device[start:end], buffer.host[: end - start], H2D)
+            _send(lane, pack, buffer.host, buffer.device[start:])
         else:
+            end = start + round_up(pack.nbytes, PAGE)
             self.files.read_pack(lane.disk, pack, unit.specs, buffer.device[start:end],
                                  ahead=ahead)
 
@@ -312,7 +313,8 @@ class WeightStore:
         weights = dict(unit.resident)
         start = 0
         for pack in [p for p, _ in unit.host] + [p for t, p in unit.packs.items() if t == "disk"]:
-            weights.update(pack.views(buffer.device[start:], unit.specs, self._form))
+            weights.update(pack.views(buffer.device[start:], unit.specs, self._form,
+                                      on_gpu=self._device.separate))
             start += round_up(pack.nbytes, PAGE)
         return weights
 
@@ -354,3 +356,9 @@ class WeightStore:
         else:
             found = held[index.to(held.device)]
         return found.to(self._device.torch)
+
+
+def _send(lane: Lane, pack: Pack, host: torch.Tensor, target: torch.Tensor) -> None:
+    """Queue the copy of a filled host buffer to the front of a GPU's."""
+    source = pack.to_gpu(host)
+    lane.copy(target[: len(source)], source, H2D)

@@ -97,10 +97,6 @@ GPU_TABLE = (
               why="H200, 4096 x 16384: in 4 bits 18, 19, 22, 28 and 47 us at 1, 8, 16, 32 and 64 "
                   "rows, in 8 bits 26, 27, 26, 32 and 51; cuBLAS in float16 36, 36, 37, 37 and 41, "
                   "and the vectors of 4 bits 25 and 34 at 1 and 2."),
-    TableLine("linear_quantized", ("sm_90",), "scaled", most_rows=256,
-              why="H100, 16384 x 4096 in 4 bits: 52 and 79 us at 128 and 256 rows, unpacked 124 "
-                  "and 131, cuBLAS in float16 55 and 60; 154 and 159 at 512, 294 and 242 at "
-                  "1,024. 4096 x 16384: 63 and 104 for 127 and 143."),
     TableLine("linear_quantized", _UNITS, "unpacked",
               why="Codes would be unpacked again for each block of rows; cuBLAS reads them once."),
     TableLine("linear_short_floats", ARCHITECTURES, "vectors", most_rows=8,

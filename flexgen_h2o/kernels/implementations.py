@@ -21,9 +21,8 @@ GPU_IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "scored_prefill": ("blocks", "matmul"),
     # The query heads of a KV head in a decode step: together on matrix units, or one by one.
     "decode_attention": ("matrix units", "vectors"),
-    # A product with quantized weights: ours on the codes, or on weights that are scaled in
-    # registers, or cuBLAS's on slices that are unpacked.
-    "linear_quantized": ("matrix units", "vectors", "scaled", "unpacked"),
+    # A product with quantized weights: ours on the codes, or cuBLAS's on slices that are unpacked.
+    "linear_quantized": ("matrix units", "vectors", "unpacked"),
     # The same where weights are MXFP4 or of 12 bits.
     "linear_short_floats": ("vectors", "unpacked"),
 }

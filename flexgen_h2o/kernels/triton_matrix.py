@@ -7,9 +7,8 @@ else fused multiply-adds, a few rows only. Scales and zero points come after the
 which are exact integers: ``x @ weight.T`` of a group is ``scale * (x @ codes.T) + zero * sum(x)``,
 in float32.
 
-Some more: weights are scaled and rounded in registers (`triton_matrix_scaled`). Many: they are
-unpacked, a slice of outputs at a time, and multiplied by cuBLAS. How few and how many is
-`dispatch.GPU_TABLE`'s to say. MXFP4 and 12 bits have kernels of their own for few rows
+Many rows: weights are unpacked, a slice of outputs at a time, and multiplied by cuBLAS. How few and
+how many is `dispatch.GPU_TABLE`'s to say. MXFP4 and 12 bits have kernels of their own for both
 (`triton_floats`).
 """
 
@@ -22,12 +21,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
-from flexgen_h2o.kernels import (
-    dispatch,
-    triton_floats,
-    triton_matrix_scaled,
-    triton_matrix_units,
-)
+from flexgen_h2o.kernels import dispatch, triton_floats, triton_matrix_units
 from flexgen_h2o.kernels.gpus import gpu_of
 from flexgen_h2o.kernels.matrix import layout_of
 from flexgen_h2o.kernels.triton_common import configs, interpreted, multiprocessors, unit_stride
@@ -208,8 +202,8 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
                      bias: Tensor | None, out: Tensor, add: bool) -> None:
     """See `reference_matrix.linear_quantized`; the same result for the same arguments.
 
-    Where `dispatch.gpu_choice` gives "scaled" or "unpacked", or the kernels do not take the matrix,
-    weights are rounded to x's dtype first; unpacked, a result with both summands is rounded twice.
+    Where `dispatch.gpu_choice` gives "unpacked", and on matrix units with groups that these do not
+    take, weights are rounded to x's dtype first, and a result with both summands twice.
     """
     layout = layout_of(outputs, inputs, bits, group)
     if not len(x):
@@ -222,8 +216,6 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
         parts = _parts(x, data, layout)
     elif chosen == "matrix units" and triton_matrix_units.takes(layout):
         parts = triton_matrix_units.product(x, data, layout, bias, target)
-    elif chosen == "scaled" and triton_matrix_scaled.takes(layout, x.device):
-        parts = triton_matrix_scaled.product(x, data, layout, bias, target)
     else:
         _multiply_unpacked(x, data, layout, bias, out, add=add)
         return

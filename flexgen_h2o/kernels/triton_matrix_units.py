@@ -324,7 +324,7 @@ def product(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
         without an `out`.
     """
     rows, outputs, narrow = len(x), layout.outputs, len(x) <= NARROW.value
-    x = whole(x, layout)
+    x = _whole(x, layout)
     tile = 8 * RUN.value * (1 if narrow else WARPS.value)
     split = _split(layout.groups, triton.cdiv(outputs, tile), rows, multiprocessors(x.device))
     splits = triton.cdiv(layout.groups, split)
@@ -347,7 +347,7 @@ def product(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
     return parts
 
 
-def whole(x: Tensor, layout: MatrixLayout) -> Tensor:
+def _whole(x: Tensor, layout: MatrixLayout) -> Tensor:
     """x with zeros up to whole groups, and in rows that are read 16 bytes at a time.
 
     Nearly always that is x. Else a copy of few rows costs less than masks, for which there are no

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture(scope="module")
 def bench():
-    with benchmark_modules("kernel_timing.gpu_cards") as found:
+    with benchmark_modules("kernel_timing.gpu_cards", "kernel_timing.gpu_hazards") as found:
         yield found
 
 
@@ -48,9 +48,10 @@ def test_a_file_of_other_columns_is_told_in_a_line(tmp_path):
 
 
 def test_a_row_that_is_missing_or_wrong_is_found(rows, tmp_path):
-    """Left out, spilling, and beyond the card's shared memory."""
+    """Left out, spilling, beyond the card's shared memory, and with products under way."""
     changed = [dict(row) for row in rows]
     changed[1]["spill_stores"], changed[2]["shared"] = "8", "300000"
+    changed[3]["left_under_way"] = "3"
     path = tmp_path / "gpu_static.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -61,7 +62,31 @@ def test_a_row_that_is_missing_or_wrong_is_found(rows, tmp_path):
     lines = sorted(done.stdout.splitlines())
     assert [line.startswith("missing:") for line in lines].count(True) == 1
     assert sum("spills 8 + 0 bytes" in line for line in lines) == 1
-    assert sum("takes 300000 of " in line for line in lines) == 1 and len(lines) == 3
+    assert sum("takes 300000 of " in line for line in lines) == 1
+    assert sum("may write registers" in line for line in lines) == 1 and len(lines) == 4
+
+
+REGISTERS = "tensor<128x16xf16, #ttg.dot_op<{opIdx = 0, parent = #mma, kWidth = 2}>>"
+SHARED = "!ttg.memdesc<128x64xf16, #shared, #smem>"
+
+
+def loop(operand: str, *pending: int, inner: str = "") -> str:
+    """Intermediate code of a loop with a product, and a wait for all but so many after each."""
+    parts = "".join(
+        f"      %d{n} = ttng.warp_group_dot %a, %b, %c {{isAsync = true}} : {operand} * x\n"
+        f"      %w{n}:2 = ttng.warp_group_dot_wait %d{n}, %b {{pendings = {pending} : i32}} : x\n"
+        for n, pending in enumerate(pending))
+    return ("    %r:2 = scf.for %i = %lo to %hi step %one iter_args(%c = %z) -> (x)  : i32 {\n"
+            f"{parts}{inner}      scf.yield %c : x\n    }} {{tt.num_stages = 4 : i32}}\n"
+            "    %e:2 = ttng.warp_group_dot_wait %r {pendings = 0 : i32} : x\n")
+
+
+@pytest.mark.parametrize(("code", "left"), [
+    (loop(REGISTERS, 3, 3, 3, 3), 3), (loop(REGISTERS, 1, 1, 0), 0), (loop(SHARED, 1), 0),
+    (loop(REGISTERS, 0, inner=loop(REGISTERS, 1).replace("    ", "      ")), 1),
+    (loop(SHARED, 0) + loop(REGISTERS, 2), 2), ("", 0)])
+def test_products_that_a_step_leaves_under_way(bench, code, left):
+    assert bench.gpu_hazards.left_under_way(code) == left
 
 
 def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
@@ -73,7 +98,7 @@ def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
             "_read", "read_codes", "_score_part", "_finish", "_choose", "_gather", "_quantize",
             "_dequantize", "_skinny", "_add_parts", "_unpack", "_multiply_floats",
             "_unpack_floats", "_index", "_round_queries", "_logits", "_weigh", "_claim", "_copy",
-            *(units if architecture >= 80 else ()), *(("_scaled",) if architecture == 90 else ())}
+            *(units if architecture >= 80 else ())}
         assert not [row for row in mine if row["kernel"] in units and row["dtype"] == "float32"]
         decodes = {(row["dtype"], row["size"], row["bits"])
                    for row in mine if row["kernel"] in ("_read", "read_codes")}
@@ -85,7 +110,7 @@ def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
 def test_what_is_reported_is_within_the_card(rows, bench):
     cards = {card.name: card for card in bench.gpu_cards.CARDS.values()}
     for row in rows:
-        assert row["spill_stores"] == row["spill_loads"] == "0"
+        assert row["spill_stores"] == row["spill_loads"] == row["left_under_way"] == "0"
         assert int(row["shared"]) <= cards[row["card"]].shared == int(row["shared_limit"])
         assert 0 < int(row["registers"]) <= 255 and int(row["programs"]) >= 1
         assert 0 < float(row["occupancy"]) <= 1
