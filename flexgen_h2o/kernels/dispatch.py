@@ -9,6 +9,7 @@ calibration has timed the implementations on this machine, a run may go by what 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -171,6 +172,7 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
                  and line.least_rows <= rows <= line.most_rows), possible[0])
 
 
+@functools.lru_cache(maxsize=1024)
 def gpu_choice(operation: str, rows: int, dtype: torch.dtype, gpu: GPU | None) -> str:
     """Name of the implementation that a GPU uses, by `GPU_TABLE`.
 

@@ -62,6 +62,16 @@ def device_ints(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torc
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own takes some 5 us of the host, and a layer asks 50 times."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The lowest power of two that is n or more; faster than Triton's, see `ceil_div`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def multiprocessors(device: torch.device) -> int:
     """Programs that a device runs side by side, at least."""
     gpu = gpu_of(device)

@@ -34,6 +34,7 @@ from flexgen_h2o.kernels.triton_codes import (
 )
 from flexgen_h2o.kernels.triton_common import (
     FEWEST,
+    ceil_div,
     configs,
     in_units,
     interpreted,
@@ -41,6 +42,7 @@ from flexgen_h2o.kernels.triton_common import (
     load_rotated,
     multiprocessors,
     one_layout,
+    power_of_2,
     soft_capped,
     unit_stride,
 )
@@ -204,7 +206,7 @@ def _split(n: int, programs: int, device: torch.device) -> int:
     """Slots of one split: so many splits that the device is busy for several rounds."""
     least, wanted = (32, 4) if interpreted() else (128, 32 * multiprocessors(device))
     splits = min(max(1, wanted // programs), MOST_SPLITS)
-    return max(least, triton.cdiv(triton.cdiv(n, splits), least) * least)
+    return max(least, ceil_div(ceil_div(n, splits), least) * least)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
@@ -236,7 +238,7 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
     tables = (None, None) if ranks is None else (cos.contiguous(), sin.contiguous())
     eviction = eviction._replace(cos=tables[0], sin=tables[1])
     split = _split(n, pairs, q.device)
-    splits = max(1, triton.cdiv(n, split))
+    splits = max(1, ceil_div(n, split))
     logits, parts, stats = (q.new_empty(pairs * group * size, dtype=torch.float32)
                             for size in (0 if scores is None else n, splits * length, splits * 2))
     logits = None if scores is None else logits
@@ -258,13 +260,13 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
         read_codes[grid](
             q, *q.stride()[:2], slots, *strides, metadata, *stride, logits, parts, stats, chosen,
             kv_heads, n, split, scale, form.softcap, positions, eviction.window, EXACT, **shape,
-            **apart, WORDS=triton.next_power_of_2(length // 8))
+            **apart, WORDS=power_of_2(length // 8))
     else:
         _read[grid](
             q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
             parts, stats, chosen, kv_heads, n, split, scale, form.softcap, positions,
             eviction.window, **shape, **apart, ROTARY=rotary, HEADS=heads,
-            TALL=max(least, triton.next_power_of_2(heads)),
-            WIDTH=max(least, triton.next_power_of_2(length // 2)))
+            TALL=max(least, power_of_2(heads)),
+            WIDTH=max(least, power_of_2(length // 2)))
     return finish(q, k, v, PartialAttention(logits, parts, stats, n, split, scale), slots=slots,
                   metadata=metadata, bits=bits, form=form, eviction=eviction, places=places)

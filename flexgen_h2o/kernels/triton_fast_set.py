@@ -13,7 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.kernels.triton_common import interpreted
+from flexgen_h2o.kernels.triton_common import (
+    ceil_div,
+    interpreted,
+    power_of_2,
+)
 
 
 @triton.jit
@@ -150,9 +154,9 @@ def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -
                  if nbytes % dtype.itemsize == 0)
     source, target = source.view(dtype), target.view(dtype)
     most, width = moves.shape[3], source.shape[4]
-    rows = max(1, (32 if interpreted() else 2048) // triton.next_power_of_2(width))
-    rows = min(rows, triton.next_power_of_2(most))
+    rows = max(1, (32 if interpreted() else 2048) // power_of_2(width))
+    rows = min(rows, power_of_2(most))
     if moves.numel():
-        _copy[(counts.numel(), triton.cdiv(most, rows))](
+        _copy[(counts.numel(), ceil_div(most, rows))](
             source, *source.stride()[:3], target, *target.stride()[:3], *moves, counts,
             counts.shape[1], most, WIDTH=width, ROWS=rows)

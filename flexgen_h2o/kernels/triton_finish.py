@@ -19,10 +19,12 @@ from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.triton_codes import LOG2_E, LOWEST
 from flexgen_h2o.kernels.triton_common import (
     EMPTY,
+    ceil_div,
     in_units,
     interpreted,
     load_rotated,
     multiprocessors,
+    power_of_2,
     soft_capped,
     store_records,
 )
@@ -299,7 +301,7 @@ def _score_slots(n: int, programs: int, device: torch.device) -> int:
     least, wanted = (16, 8) if interpreted() else (1024, 4 * multiprocessors(device))
     if programs >= wanted // 4 or n < 16 * least:
         return n
-    return max(least, triton.next_power_of_2(triton.cdiv(n * programs, wanted)))
+    return max(least, power_of_2(ceil_div(n * programs, wanted)))
 
 
 def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Tensor,
@@ -313,24 +315,24 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
     (sequences, heads, length), kv_heads, n = q.shape, k.shape[1], read.n
     out, taken = q.new_empty(q.shape), q.new_empty((sequences, kv_heads), dtype=torch.int64)
     pairs, group = sequences * kv_heads, heads // kv_heads
-    splits = max(1, triton.cdiv(n, read.split))
-    tall, wide = triton.next_power_of_2(group), triton.next_power_of_2(length)
+    splits = max(1, ceil_div(n, read.split))
+    tall, wide = power_of_2(group), power_of_2(length)
     stride = (0, 0) if scores is None else scores.stride()[:2]
     unit, strides = in_units(slots)
     part = n if scores is None else _score_slots(n, pairs, q.device)
-    score_parts, lowest, victims = max(1, triton.cdiv(n, part)), None, None
+    score_parts, lowest, victims = max(1, ceil_div(n, part)), None, None
     softmax = {"HEADS": group, "TALL": tall, "LENGTH": length, "MEAN": mean,
-               "WIDTH": triton.next_power_of_2(length // 2), "CAPPED": form.softcap > 0,
+               "WIDTH": power_of_2(length // 2), "CAPPED": form.softcap > 0,
                "WINDOWED": window > 0, "ROTARY": 0 if ranks is None else 2 * cos.shape[-1],
-               "SPLITS": triton.next_power_of_2(splits)}
+               "SPLITS": power_of_2(splits)}
     # As few warps as will do, and few logits a thread: 2048 programs of 1024 slots each take 0.011
     # ms on an H200 with 1 warp and 256 slots at a time; with all at once 0.015 ms with 2 warps, and
     # 0.058 and 0.102 ms with 4 and 8. Long caches of few heads, whose programs are few, have up to
     # 16; groups have more than single heads, since some spill otherwise.
-    most = triton.next_power_of_2(n)
+    most = power_of_2(n)
     warps = max(1, min(16, tall * most // (1024 if group == 1 else 512)))
     block = max(16, min(most, max(256, tall * most // 4) // tall, FINISH_ELEMENTS // tall))
-    chunk = max(1, min(triton.next_power_of_2(splits), FINISH_ELEMENTS // (tall * wide)))
+    chunk = max(1, min(power_of_2(splits), FINISH_ELEMENTS // (tall * wide)))
     if score_parts > 1:
         lowest = q.new_empty(pairs * score_parts, dtype=torch.float32)
         victims = q.new_empty(2 * pairs * score_parts, dtype=torch.int32)
@@ -345,5 +347,5 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
         victims, taken, places, kv_heads, n, read.split, splits, part, score_parts, read.scale,
         form.softcap, window, form.sink_logits, decay, sinks, **softmax, UNIT=unit, BITS=bits,
         GROUP=length if bits == 16 else GroupLayout(length, bits).group,
-        PARTS=triton.next_power_of_2(score_parts), CHUNK=chunk, BLOCK=block, num_warps=warps)
+        PARTS=power_of_2(score_parts), CHUNK=chunk, BLOCK=block, num_warps=warps)
     return out, taken

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
-from flexgen_h2o.kernels.triton_common import configs, interpreted
+from flexgen_h2o.kernels.triton_common import (
+    ceil_div,
+    configs,
+    interpreted,
+    power_of_2,
+)
 
 LANES = tl.constexpr(MATRIX_TILE)
 PER = tl.constexpr(8)
@@ -140,7 +145,7 @@ def multiply(x: Tensor, data: Tensor, layout: MatrixLayout, parts: Tensor, split
     _multiply_floats[(layout.tiles, len(parts))](
         x, x.stride(0), data, parts, len(x), layout.outputs, layout.inputs, layout.groups,
         units_of(layout), split, WORDS=layout.words, BITS=layout.bits,
-        ROWS=triton.next_power_of_2(len(x)))
+        ROWS=power_of_2(len(x)))
 
 
 @triton.jit
@@ -180,7 +185,7 @@ def unpack(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int,
     """Write the outputs `chosen`, or else those from `first` on, to the rows of out."""
     block = 8 if interpreted() else 64
     units = units_of(layout)
-    grid = triton.cdiv(len(out), MATRIX_TILE), triton.cdiv(units, block)
+    grid = ceil_div(len(out), MATRIX_TILE), ceil_div(units, block)
     _unpack_floats[grid](data, chosen, first, out, out.stride(0), len(out), layout.inputs,
                          layout.groups, units, WORDS=layout.words, BITS=layout.bits, BLOCK=block)
 

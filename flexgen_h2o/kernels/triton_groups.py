@@ -8,7 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout
-from flexgen_h2o.kernels.triton_common import in_units, load_halves, store_records, unit_stride
+from flexgen_h2o.kernels.triton_common import (
+    ceil_div,
+    in_units,
+    load_halves,
+    power_of_2,
+    store_records,
+    unit_stride,
+)
 
 GROUP_ELEMENTS = 4096
 """Elements that one program handles."""
@@ -41,9 +48,9 @@ def quantize_groups(x: Tensor, bits: int) -> Tensor:
     layout = GroupLayout(x.shape[-1], bits)
     records = x.new_empty((*x.shape[:-1], layout.nbytes), dtype=torch.uint8)
     vectors = unit_stride(x.reshape(-1, layout.length))
-    tile = max(1, GROUP_ELEMENTS // triton.next_power_of_2(layout.length))
+    tile = max(1, GROUP_ELEMENTS // power_of_2(layout.length))
     if len(vectors):
-        _quantize[(triton.cdiv(len(vectors), tile),)](
+        _quantize[(ceil_div(len(vectors), tile),)](
             vectors, records, len(vectors), vectors.stride(0), layout.length, layout.group, bits,
             layout.nbytes, tile)
     return records
@@ -56,10 +63,10 @@ def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
     flat = records.reshape(-1, layout.nbytes)
     if flat.stride(1) != 1 or flat.stride(0) % 2 or flat.data_ptr() % 2:
         flat = flat.clone(memory_format=torch.contiguous_format)  # float16 is read at even bytes
-    tile = max(1, GROUP_ELEMENTS // triton.next_power_of_2(length))
+    tile = max(1, GROUP_ELEMENTS // power_of_2(length))
     unit, (stride,) = in_units(flat)
     if len(flat):
-        _dequantize[(triton.cdiv(len(flat), tile),)](
+        _dequantize[(ceil_div(len(flat), tile),)](
             flat, out, len(flat), stride, length, layout.group, bits,
-            triton.next_power_of_2(length // 2), unit, tile)
+            power_of_2(length // 2), unit, tile)
     return out

@@ -24,7 +24,14 @@ from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
 from flexgen_h2o.kernels import dispatch, triton_floats, triton_matrix_units
 from flexgen_h2o.kernels.gpus import gpu_of
 from flexgen_h2o.kernels.matrix import layout_of
-from flexgen_h2o.kernels.triton_common import configs, interpreted, multiprocessors, unit_stride
+from flexgen_h2o.kernels.triton_common import (
+    ceil_div,
+    configs,
+    interpreted,
+    multiprocessors,
+    power_of_2,
+    unit_stride,
+)
 
 LANES = tl.constexpr(MATRIX_TILE)
 
@@ -193,7 +200,7 @@ def _unpack_to(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int = 
         triton_floats.unpack(out, data, layout, first=first, chosen=chosen)
     elif len(out):
         block = 8 if interpreted() else 64
-        grid = triton.cdiv(len(out), MATRIX_TILE), triton.cdiv(layout.groups * layout.words, block)
+        grid = ceil_div(len(out), MATRIX_TILE), ceil_div(layout.groups * layout.words, block)
         _unpack[grid](data, chosen, first, out, out.stride(0), len(out), layout.inputs,
                       layout.groups, MAGIC, layout.words, layout.bits, block)
 
@@ -221,7 +228,7 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
         return
     if parts is not None:
         block = 64 if interpreted() else 512
-        _add_parts[(len(x), triton.cdiv(outputs, block))](
+        _add_parts[(len(x), ceil_div(outputs, block))](
             parts, bias, out, out.stride(0), outputs, len(parts), add, block)
 
 
@@ -230,13 +237,13 @@ def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
     rows, outputs = len(x), layout.outputs
     total = layout.groups * layout.words if layout.has_zeros else triton_floats.units_of(layout)
     split = _split(total, layout.tiles, 32 * multiprocessors(x.device))
-    parts = x.new_empty((triton.cdiv(total, split), rows, outputs), dtype=torch.float32)
+    parts = x.new_empty((ceil_div(total, split), rows, outputs), dtype=torch.float32)
     if not layout.has_zeros:
         triton_floats.multiply(x, data, layout, parts, split)
         return parts
     _skinny[(layout.tiles, len(parts))](
         x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split, MAGIC,
-        WORDS=layout.words, BITS=layout.bits, ROWS=triton.next_power_of_2(rows))
+        WORDS=layout.words, BITS=layout.bits, ROWS=power_of_2(rows))
     return parts
 
 
@@ -245,16 +252,16 @@ def _split(units: int, programs: int, wanted: int) -> int:
     programs as wanted."""
     least = 16 if interpreted() else 64
     splits = max(1, wanted // programs)
-    return triton.cdiv(triton.cdiv(units, splits), least) * least
+    return ceil_div(ceil_div(units, splits), least) * least
 
 
 def _multiply_unpacked(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
                        out: Tensor, *, add: bool) -> None:
     """A product of many rows, through a buffer of `UNPACKED_BYTES` (but of one tile)."""
-    stride = triton.cdiv(layout.inputs, 8) * 8  # aligned rows suit cuBLAS
+    stride = ceil_div(layout.inputs, 8) * 8  # aligned rows suit cuBLAS
     most = max(1, UNPACKED_BYTES // (MATRIX_TILE * stride * x.element_size()))
-    slices = triton.cdiv(layout.tiles, most)
-    some = min(triton.cdiv(layout.tiles, slices) * MATRIX_TILE, layout.outputs)
+    slices = ceil_div(layout.tiles, most)
+    some = min(ceil_div(layout.tiles, slices) * MATRIX_TILE, layout.outputs)
     buffer = x.new_empty((some, stride))
     for first in range(0, layout.outputs, some):
         part = out[:, first : first + some]

@@ -24,7 +24,13 @@ from torch import Tensor
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.kernels.gpus import gpu_of
-from flexgen_h2o.kernels.triton_common import configs, interpreted, multiprocessors
+from flexgen_h2o.kernels.triton_common import (
+    ceil_div,
+    configs,
+    interpreted,
+    multiprocessors,
+    power_of_2,
+)
 
 LANES = tl.constexpr(MATRIX_TILE)
 RUN = tl.constexpr(4)
@@ -326,15 +332,15 @@ def product(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
     rows, outputs, narrow = len(x), layout.outputs, len(x) <= NARROW.value
     x = _whole(x, layout)
     tile = 8 * RUN.value * (1 if narrow else WARPS.value)
-    split = _split(layout.groups, triton.cdiv(outputs, tile), rows, multiprocessors(x.device))
-    splits = triton.cdiv(layout.groups, split)
+    split = _split(layout.groups, ceil_div(outputs, tile), rows, multiprocessors(x.device))
+    splits = ceil_div(layout.groups, split)
     parts = None
     if splits > 1 or out is None:
         parts, bias = x.new_empty((splits, rows, outputs), dtype=torch.float32), None
     target = out if parts is None else parts[0]
     args = (x, x.stride(0), data, bias, target, target.stride(0), rows, outputs, layout.groups,
             split, MAGIC[x.dtype])
-    grid = triton.cdiv(outputs, tile), splits
+    grid = ceil_div(outputs, tile), splits
     if narrow:
         _narrow[grid](*args, WORDS=layout.words, BITS=layout.bits,
                       EVEN=layout.groups % split == 0, ADJACENT=ADJACENT)
@@ -342,7 +348,7 @@ def product(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
         gpu = gpu_of(x.device)
         warp_groups = gpu is not None and 90 <= gpu.architecture < 100
         _wide[grid](*args, WORDS=layout.words, BITS=layout.bits,
-                    ROWS=max(16, triton.next_power_of_2(rows)),
+                    ROWS=max(16, power_of_2(rows)),
                     ADJACENT=2 if warp_groups else ADJACENT)
     return parts
 
@@ -371,4 +377,4 @@ def _split(groups: int, tiles: int, rows: int, processors: int) -> int:
     least = 1 if not narrow else 2 if interpreted() else 8  # a multiple of any SIDE
     wanted = processors * (8 if narrow else 4 if rows <= 32 else 2)
     splits = 1 if narrow and tiles >= 2.5 * processors else max(1, wanted // tiles)
-    return triton.cdiv(triton.cdiv(groups, splits), least) * least
+    return ceil_div(ceil_div(groups, splits), least) * least

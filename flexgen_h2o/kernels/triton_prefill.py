@@ -23,9 +23,11 @@ from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
 from flexgen_h2o.kernels.gpus import gpu_of
 from flexgen_h2o.kernels.triton_common import (
     FEWEST,
+    ceil_div,
     configs,
     device_ints,
     interpreted,
+    power_of_2,
     soft_capped,
     starts,
     unit_stride,
@@ -286,12 +288,12 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
     options = (scale, inner, form.softcap, form.window)
     shape = {"CAPPED": form.softcap > 0, "WINDOWED": form.window > 0,
              "GROUP": heads // kv_heads, "DIM": dim,
-             "WIDTH": max(FEWEST, triton.next_power_of_2(dim)), "LONG": longest >= LONG}
-    _forward[lambda size: (triton.cdiv(longest, size["BLOCK_M"]), heads, len(lengths))](
+             "WIDTH": max(FEWEST, power_of_2(dim)), "LONG": longest >= LONG}
+    _forward[lambda size: (ceil_div(longest, size["BLOCK_M"]), heads, len(lengths))](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, stats, sequences, rows,
         *options, form.sink_logits, **shape)
     if scores is not None:
-        _sum_columns[lambda size: (triton.cdiv(max(key_lengths), size["BLOCK_N"]), kv_heads,
+        _sum_columns[lambda size: (ceil_div(max(key_lengths), size["BLOCK_N"]), kv_heads,
                                    len(lengths))](
             q, *q.stride()[:2], k, *k.stride()[:2], stats, scores, *scores.stride(),
             _powers(decay, longest, q.device), sequences, rows, *options, **shape)

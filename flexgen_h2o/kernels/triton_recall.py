@@ -25,10 +25,12 @@ from flexgen_h2o.h2o.recall import QUERY_LEVELS
 from flexgen_h2o.kernels import triton_decode
 from flexgen_h2o.kernels.arguments import FormArguments
 from flexgen_h2o.kernels.triton_common import (
+    ceil_div,
     device_ints,
     in_units,
     interpreted,
     load_elements,
+    power_of_2,
     soft_capped,
     unit_stride,
 )
@@ -319,11 +321,11 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     if not max(counts, default=0):
         return
     length = layout.length
-    rows = max(1, (256 if interpreted() else 4096) // triton.next_power_of_2(length))
-    rows = min(rows, triton.next_power_of_2(max(counts)))
+    rows = max(1, (256 if interpreted() else 4096) // power_of_2(length))
+    rows = min(rows, power_of_2(max(counts)))
     unit, strides = in_units(keys)
     told = device_ints(tuple(map(tuple, spans.T.tolist())), index.device)
-    _index[(triton.cdiv(max(counts), rows), len(counts), kv_heads)](
+    _index[(ceil_div(max(counts), rows), len(counts), kv_heads)](
         keys, *strides, index, *index.stride()[:2], told, LENGTH=length,
         RECORD=length if bits == 16 else GroupLayout(length, bits).group, BITS=bits, UNIT=unit,
         GROUP=layout.group, INDEX_BITS=layout.bits, ROWS=rows)
@@ -346,7 +348,7 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
         return chosen
     q, k, metadata = unit_stride(q), unit_stride(k), metadata.contiguous()
     block = 32 if interpreted() else 512
-    blocks = triton.cdiv(n, block)
+    blocks = ceil_div(n, block)
     logits, stats, weights = (q.new_empty(size, dtype=torch.float32) for size in (
         pairs * group * n, 2 * pairs * group * blocks, pairs * n))
     codes = q.new_empty(sequences * heads * length, dtype=torch.int32)
@@ -355,16 +357,16 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
                                        GROUP=layout.group, num_warps=1)
     scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
     shape = {"HEADS": group, "CAPPED": form.softcap > 0, "LENGTH": length, "BLOCK": block}
-    parts = triton.cdiv(group, MOST_HEADS)
+    parts = ceil_div(group, MOST_HEADS)
     _logits[(pairs, blocks, parts)](
         codes, steps, index, *index.stride()[:2], metadata, logits, stats, kv_heads, n, scale,
-        form.softcap, **shape, PART=triton.cdiv(group, parts), GROUP=layout.group,
+        form.softcap, **shape, PART=ceil_div(group, parts), GROUP=layout.group,
         BITS=layout.bits, DEPTH=_depth(layout))
     _weigh[(pairs, blocks)](
         q, *q.stride()[:2], k, *k.stride()[:2], metadata, logits, stats, weights, log_weights,
         *((0, 0) if log_weights is None else log_weights.stride()[:2]), form.sink_logits,
-        kv_heads, n, blocks, scale, form.softcap, **shape, TALL=triton.next_power_of_2(group),
-        BLOCKS=triton.next_power_of_2(blocks))
+        kv_heads, n, blocks, scale, form.softcap, **shape, TALL=power_of_2(group),
+        BLOCKS=power_of_2(blocks))
     _choose[(pairs,)](weights, metadata, chosen, kv_heads, n, most, **launch_shape(n, n))
     return chosen
 

@@ -19,10 +19,12 @@ from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.triton_common import (
     EMPTY,
+    ceil_div,
     device_ints,
     in_units,
     interpreted,
     one_layout,
+    power_of_2,
     starts,
     store_records,
     unit_stride,
@@ -199,8 +201,8 @@ def launch_shape(needed: int, longest: int, *, mean: bool = False) -> dict[str, 
         held = MOST_IN_REGISTERS // (2 if mean else 1)
         whole, warps = needed <= held, 4 if needed <= held // 4 else 16
         chunk = 2048 if warps == 4 else 4096
-    chunk = max(32, min(chunk, triton.next_power_of_2(longest)))
-    block = max(32, triton.next_power_of_2(needed)) if whole else chunk
+    chunk = max(32, min(chunk, power_of_2(longest)))
+    block = max(32, power_of_2(needed)) if whole else chunk
     return {"WHOLE": whole, "BLOCK": block, "CHUNK": chunk, "num_warps": warps}
 
 
@@ -229,9 +231,9 @@ def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: 
         scores, *((0, 0) if scores is None else scores.stride()), table, kept_scores, positions,
         ranks, *state, kept_scores.shape[2], sinks, MEAN=mean, **shape)
     group = length if bits == 16 else GroupLayout(length, bits).group
-    rows = max(1, 4096 // triton.next_power_of_2(length))
+    rows = max(1, 4096 // power_of_2(length))
     kept = max(min(n, h + r + sinks) for n, h, r in zip(lengths, heavy, recent, strict=True))
     unit, strides = in_units(slots)
-    _gather[(triton.cdiv(kept, rows), len(lengths), kv_heads)](
+    _gather[(ceil_div(kept, rows), len(lengths), kv_heads)](
         k, *k.stride()[:2], v, *v.stride()[:2], table, positions, *state, slots,
         *strides, sinks, LENGTH=length, GROUP=group, BITS=bits, UNIT=unit, ROWS=rows)
