@@ -22,6 +22,9 @@ from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 
 AUTO = "auto"
 """`--percent auto` searches for a policy."""
+WARM_UP = ("generate from the first GPU batch before what is measured: two tokens, or all on a "
+           "GPU, where kernels are compiled for the lengths that they meet")
+"""The help of `--warm-up`, which is on in `bench`."""
 GOALS = ("throughput", "latency")
 GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", "sampling",
           "results", "several processes")
@@ -109,8 +112,7 @@ class RunFlags:
     )
     warm_up: bool = _flag(
         "batch and lengths", "bool", False,
-        help="generate from the first GPU batch before what is measured: two tokens, or all on a "
-             "GPU, where kernels are compiled for the lengths that they meet",
+        help=WARM_UP,
     )
     gpu_batch_size: int | None = _flag(
         "batch and lengths", "int", None, low=1,

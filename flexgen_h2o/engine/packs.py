@@ -37,21 +37,22 @@ class Pack:
         """Bytes in front without which most tensors lie at multiples of `ALIGN`.
 
         In a file they may lie at any multiple of 8 bytes (safetensors pads its header to no more),
-        and reads keep that. A GPU's copy does without the lead: cuBLAS multiplies matrices that
-        are not at a multiple of 16 bytes by kernels of half the speed.
+        and reads keep that. What stays in memory, and a GPU's copy, does without the lead: cuBLAS
+        multiplies matrices that are not at a multiple of 16 bytes by kernels of half the speed,
+        and rows that begin within a cache line take a CPU up to 7 % longer.
         """
         places = self.places.values()
         lead = Counter(place % ALIGN for place in places).most_common(1)[0][0] if places else 0
         return lead if lead <= min(places, default=0) else 0
 
-    def to_gpu(self, host: torch.Tensor) -> torch.Tensor:
-        """The bytes of a filled host buffer that go to a GPU."""
+    def after_lead(self, host: torch.Tensor) -> torch.Tensor:
+        """The bytes of a filled host buffer behind the lead."""
         return host[self.lead : self.nbytes]
 
     def views(self, buffer: torch.Tensor, specs: Mapping[str, TensorSpec], form: WeightFormat, *,
-              on_gpu: bool = False) -> dict[str, Weight]:
-        """Local name to tensor, as views of `buffer`; `on_gpu`: which begins with `to_gpu`."""
-        lead = self.lead if on_gpu else 0
+              aligned: bool = False) -> dict[str, Weight]:
+        """Local name to tensor, as views of `buffer`; `aligned`: which begins with `after_lead`."""
+        lead = self.lead if aligned else 0
         return {name: form.view(buffer, place - lead, specs[name].shape)
                 for name, place in self.places.items()}
 

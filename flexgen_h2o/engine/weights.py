@@ -7,6 +7,7 @@ copy and a few large reads. On disk they are the checkpoint's own bytes, or the 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -201,15 +202,16 @@ class WeightStore:
         else:
             host = arena.take(pack.nbytes)
         self.files.fill(pack, wanted, host)
-        separate = self._device.separate
-        if tier == "gpu" and separate:
-            source = pack.to_gpu(host)
+        if tier == "cpu" and self._device.separate:
+            unit.host.append((pack, host))
+            return
+        source = pack.after_lead(host)
+        if self._device.separate:
             host = self._device.empty(pack.nbytes)
             host[: len(source)].copy_(source)
-        if tier == "gpu" or not separate:
-            unit.resident.update(pack.views(host, wanted, self._form, on_gpu=separate))
-        else:
-            unit.host.append((pack, host))
+        elif pack.lead:
+            ctypes.memmove(host.data_ptr(), source.data_ptr(), len(source))  # they overlap
+        unit.resident.update(pack.views(host, wanted, self._form, aligned=True))
 
     def _tie_tables(self) -> None:
         """Keep the lookup tables that are in memory, and share a tied one with the head."""
@@ -314,7 +316,7 @@ class WeightStore:
         start = 0
         for pack in [p for p, _ in unit.host] + [p for t, p in unit.packs.items() if t == "disk"]:
             weights.update(pack.views(buffer.device[start:], unit.specs, self._form,
-                                      on_gpu=self._device.separate))
+                                      aligned=self._device.separate))
             start += round_up(pack.nbytes, PAGE)
         return weights
 
@@ -360,5 +362,5 @@ class WeightStore:
 
 def _send(lane: Lane, pack: Pack, host: torch.Tensor, target: torch.Tensor) -> None:
     """Queue the copy of a filled host buffer to the front of a GPU's."""
-    source = pack.to_gpu(host)
+    source = pack.after_lead(host)
     lane.copy(target[: len(source)], source, H2D)

@@ -319,7 +319,7 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
     tall, wide = power_of_2(group), power_of_2(length)
     stride = (0, 0) if scores is None else scores.stride()[:2]
     unit, strides = in_units(slots)
-    part = n if scores is None else _score_slots(n, pairs, q.device)
+    part = max(1, n if scores is None else _score_slots(n, pairs, q.device))
     score_parts, lowest, victims = max(1, ceil_div(n, part)), None, None
     softmax = {"HEADS": group, "TALL": tall, "LENGTH": length, "MEAN": mean,
                "WIDTH": power_of_2(length // 2), "CAPPED": form.softcap > 0,

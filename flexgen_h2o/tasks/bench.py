@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.expert_counts import check_counting, write_expert_counts
-from flexgen_h2o.cli.flags import AUTO
+from flexgen_h2o.cli.flags import AUTO, WARM_UP
 from flexgen_h2o.cli.input_files import synthetic_prompts, workload
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.result_files import check_results
@@ -69,8 +69,7 @@ class BenchHelps:
 
     warm_up: bool = flag(
         "bool", True, group="batch and lengths",
-        help="generate from the first GPU batch before what is measured: two tokens, or all on a "
-             "GPU, where kernels are compiled for the lengths that they meet",
+        help=WARM_UP,
     )
 
 

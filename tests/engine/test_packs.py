@@ -1,4 +1,4 @@
-"""Where weights lie in a GPU's memory."""
+"""Where weights lie in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 
 import pytest
 import torch
-from fakes import LazyDevice
+from fakes import LazyDevice, PoisonedDevice
 from inside import open_devices, weights_of
 
 from flexgen_h2o import LLM, Placement, Policy
@@ -24,16 +24,17 @@ def moved(source, target, remainder):
     target.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("device", "placement"), [
+    *((LazyDevice, placement) for placement in PLACEMENTS), (PoisonedDevice, (60, 40, 0))])
 @pytest.mark.parametrize("remainder", [0, 8, 56])
-def test_matrices_of_a_gpu_are_aligned_wherever_a_file_has_them(
-        tiny_model, tmp_path, monkeypatch, placement, remainder):
+def test_matrices_are_aligned_wherever_a_file_has_them(
+        tiny_model, tmp_path, monkeypatch, device, placement, remainder):
     """safetensors files of others begin at any multiple of 8 bytes."""
     tiny = tiny_model("llama")
     for file in tiny.folder.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     moved(tiny.folder / "model.safetensors", tmp_path / "model.safetensors", remainder)
-    open_devices(monkeypatch, LazyDevice)
+    open_devices(monkeypatch, device)
     policy = Policy(weights=Placement(*placement), gpu_batch_size=2)
     with LLM(str(tmp_path), policy=policy, dtype="float32", progress=False) as llm:
         weights, seen = weights_of(llm), []
@@ -59,4 +60,4 @@ def test_what_a_copy_leaves_out(places, lead):
     pack = Pack(300, places)
     host = torch.arange(400).to(torch.uint8)
     assert pack.lead == lead
-    assert torch.equal(pack.to_gpu(host), host[lead:300])
+    assert torch.equal(pack.after_lead(host), host[lead:300])
