@@ -143,7 +143,7 @@ class LLM(Session):
 
     @property
     def device(self) -> torch.device:
-        """It computes there: the CPU, or one GPU."""
+        """The device that computes: the CPU, or one GPU."""
         return self._runtime.device
 
     @property

@@ -129,7 +129,7 @@ class Runner:
 
     @property
     def device(self) -> torch.device:
-        """It computes there."""
+        """The device that computes."""
         return self._device.torch
 
     def in_chunks(self, chunk: int) -> Runner:
