@@ -11,25 +11,35 @@
 
 namespace ISA {
 
-constexpr int64_t VECTOR_ROWS = 4;  // so few go by vectors
+constexpr int64_t VECTOR_ROWS = 2;  // so few go by vectors
 constexpr int64_t SIDE = TILE_ROWS;
 constexpr int64_t DEPTH = 2 * TILE_PAIRS;
 constexpr int64_t TILE = SIDE * TILE_PAIRS;  // words
 constexpr int64_t TILES_AHEAD = 4;           // tiles of weights that are asked for beforehand
 static_assert(SKINNY_ROWS <= 4 * SIDE, "sums of 4 tiles of rows");
 
-// x as right operands [steps, tiles of rows, pairs, rows], filled up with zeros.
-inline void pack_columns(const Linear& a, int64_t steps, int64_t row_tiles, uint32_t* to) {
-    std::memset(to, 0, static_cast<size_t>(steps * row_tiles * TILE) * sizeof *to);
-    for (int64_t row = 0; row < a.rows; row++) {
-        const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_row;
-        uint32_t* mine = to + row / SIDE * TILE + row % SIDE;
-        for (int64_t i = 0; i < a.inputs; i += 2) {
-            const int64_t bytes = a.inputs - i < 2 ? 2 : 4;
-            std::memcpy(mine + i / DEPTH * row_tiles * TILE + i % DEPTH / 2 * SIDE, x + i,
-                        static_cast<size_t>(bytes));
+// A step of x as right operands [steps, tiles of rows, pairs, rows], filled up with zeros.
+inline void pack_step(const Linear& a, int64_t step, int64_t row_tiles, uint32_t* to) {
+    alignas(64) bf16 rest[DEPTH] = {};
+    const int64_t first = step * DEPTH, left = a.inputs - first;
+    for (int64_t row = 0; row < row_tiles * SIDE; row += WIDTH)
+        for (int64_t pair = 0; pair < TILE_PAIRS; pair += WIDTH) {
+            Floats words[WIDTH];  // which stand for pairs
+            for (int64_t i = 0; i < WIDTH; i++) {
+                words[i] = Floats{};
+                if (row + i >= a.rows) continue;
+                const bf16* from = static_cast<const bf16*>(a.x) + (row + i) * a.x_row + first;
+                if (left < DEPTH) {
+                    std::memcpy(rest, from, static_cast<size_t>(left) * sizeof *rest);
+                    from = rest;
+                }
+                words[i] = load_raw<Floats>(from + 2 * pair);
+            }
+            transpose(words);
+            uint32_t* mine = to + (step * row_tiles + row / SIDE) * TILE + pair * SIDE + row % SIDE;
+            for (int64_t i = 0; i < WIDTH; i++)
+                store(reinterpret_cast<float*>(mine + i * SIDE), words[i]);
         }
-    }
 }
 
 // 16 rows of weights by 32 inputs: where they lie, or a copy of what is there, filled up with zeros.
@@ -49,6 +59,16 @@ INLINE LeftTile left_tile(const Linear& a, int64_t output, int64_t input, bf16* 
     return {copy, TILE_BYTES};
 }
 
+// Asks for `height` rows of weights from `output` on, by 32 inputs; behind the rows' end for those
+// of the rows after them.
+INLINE void prefetch_weights(const Linear& a, int64_t output, int64_t height, int64_t step,
+                             int64_t steps) {
+    if (step >= steps) output += height, step -= steps;
+    const bf16* from = static_cast<const bf16*>(a.weight) + output * a.weight_row + step * DEPTH;
+    for (int64_t row = 0; row < height; row++)
+        __builtin_prefetch(from + row * a.weight_row, 0, 3);
+}
+
 enum { C0, C1, C2, C3, A0, A1, B0, B1 };
 
 // O tiles of outputs by R tiles of rows, at most 4 in all, to products [16 O, 64] float32.
@@ -61,9 +81,7 @@ void multiply(Tiles& tiles, const Linear& a, const uint32_t* x, int64_t steps, i
     tiles.zero<C2>();
     tiles.zero<C3>();
     for (int64_t k = 0; k < steps; k++, x += R * TILE) {
-        for (int64_t row = 0; row < O * SIDE && output + row < a.outputs; row++)
-            __builtin_prefetch(static_cast<const bf16*>(a.weight) +
-                                   (output + row) * a.weight_row + (k + TILES_AHEAD) * DEPTH, 0, 3);
+        prefetch_weights(a, output, O * SIDE, k + TILES_AHEAD, steps);
         const LeftTile first = left_tile(a, output, k * DEPTH, copies[0]);
         tiles.load<A0>(first.from, first.bytes);
         tiles.load<B0>(x, TILE_BYTES);
@@ -99,10 +117,17 @@ void multiply(Tiles& tiles, const Linear& a, const uint32_t* x, int64_t steps, i
 inline void put_transposed(const Linear& a, int64_t output, const float* products) {
     const int64_t left = a.outputs - output, count = left < SIDE ? left : SIDE;
     const bf16* bias = a.bias ? static_cast<const bf16*>(a.bias) + output : nullptr;
-    for (int64_t row = 0; row < a.rows; row++) {
-        float sums[SIDE];
-        for (int64_t i = 0; i < SIDE; i++) sums[i] = products[i * 4 * SIDE + row];
-        put_outputs(sums, bias, static_cast<bf16*>(a.out) + row * a.out_row + output, count, a.add);
+    for (int64_t row = 0; row < a.rows; row += WIDTH) {
+        alignas(64) float sums[WIDTH * SIDE];
+        for (int64_t i = 0; i < SIDE; i += WIDTH) {
+            Floats some[WIDTH];
+            for (int64_t k = 0; k < WIDTH; k++) some[k] = load(products + (i + k) * 4 * SIDE + row);
+            transpose(some);
+            for (int64_t k = 0; k < WIDTH; k++) store(sums + k * SIDE + i, some[k]);
+        }
+        for (int64_t k = 0; k < WIDTH && row + k < a.rows; k++)
+            put_outputs(sums + k * SIDE, bias,
+                        static_cast<bf16*>(a.out) + (row + k) * a.out_row + output, count, a.add);
     }
 }
 
@@ -121,13 +146,14 @@ inline int tiled_linear(const Linear& a) {
     const int64_t steps = (a.inputs + DEPTH - 1) / DEPTH, row_tiles = (a.rows + SIDE - 1) / SIDE;
     const Memory<uint32_t> x = memory<uint32_t>(steps * row_tiles * TILE);
     if (!x) return NO_MEMORY;
-    pack_columns(a, steps, row_tiles, x.get());
     const int64_t height = row_tiles > 2 ? SIDE : 2 * SIDE;  // outputs that go together
 #pragma omp parallel num_threads(a.threads)
     {
         TileShapes shapes;
         for (int tile = 0; tile < 8; tile++) shapes.set(tile, TILE_ROWS, TILE_BYTES);
         Tiles tiles(shapes);
+#pragma omp for schedule(static)
+        for (int64_t step = 0; step < steps; step++) pack_step(a, step, row_tiles, x.get());
         for (const Linear* each = &a; each; each = each->next) {
             const int64_t blocks = (each->outputs + height - 1) / height;
 #pragma omp for schedule(static) nowait
