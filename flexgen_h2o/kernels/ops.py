@@ -161,14 +161,14 @@ def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weight
                                           metadata=metadata, layout=layout)
 
 
-def _natively(x: Tensor) -> bool:
+def natively(x: Tensor) -> bool:
     """True if the C++ of what has no custom op is called: where nothing is traced, on a CPU."""
     return x.is_cpu and not plain_torch("cpu") and _backend(x) is native
 
 
 def _recall(x: Tensor, name: str):
     """The function `name` of recall's kernels for x's device; None where the reference runs."""
-    if _natively(x):
+    if natively(x):
         return getattr(native_recall, name)
     if x.is_cuda and not plain_torch("cuda"):
         return triton_ops.triton_function("recall", name)
@@ -215,7 +215,7 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
                log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
     """See `reference_recall.take_slots`; on a CPU alone."""
-    take = native_recall if _natively(chosen) else reference_recall
+    take = native_recall if natively(chosen) else reference_recall
     return take.take_slots(chosen, firsts, slot_of=slot_of, token_of=token_of,
                            log_weights=log_weights, newest=newest)
 
@@ -239,7 +239,7 @@ def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -
 def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, offset: int,
                  layout: PageLayout, landing: Tensor) -> tuple[int, int]:
     """See `reference_recall.fetch_tokens`; on a CPU alone."""
-    fetch = native_recall if _natively(missing) else reference_recall
+    fetch = native_recall if natively(missing) else reference_recall
     return fetch.fetch_tokens(missing, slots, file=file, direct=direct, offset=offset,
                               layout=layout, landing=landing)
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.kernels import experts, ops
+from flexgen_h2o.kernels import experts, native, ops
 from flexgen_h2o.kernels.chunks import chunk_rows
 from flexgen_h2o.kernels.matrix import ChunkedMatrix, Matrix, QuantizedMatrix
 
@@ -182,6 +182,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
     """
     if offset:
         return _offset_rms_norm(x, weight, eps=eps, out=out, offset=offset)
+    if x.dtype == torch.bfloat16 and ops.natively(x):  # PyTorch's is several operations
+        out = torch.empty_like(x) if out is None else out
+        native.norm(x, weight, None, out, eps=eps, centred=False)
+        return out
     norm = partial(F.rms_norm, normalized_shape=x.shape[-1:], weight=weight, eps=eps)
     return norm(x) if out is None else _into(out, norm, x)
 
