@@ -71,7 +71,8 @@ class Sizes:
     recalled : (few, many)
         Tokens of each sequence in decode steps that recall a quarter, or as many as of few.
     hidden, layer_rows : int
-        Of a decoder layer; on a CPU a narrow one, whose products do not drown the rest.
+        Of a decoder layer: so wide that its activations leave the caches, as in a run, and not so
+        wide that its products drown the rest.
     logits : (sequences, vocabulary)
     scratch, copied : int
         Bytes of the file that is written and read, and of a copy to a GPU.
@@ -88,7 +89,7 @@ class Sizes:
     sequences: int = 16
     slots: tuple[int, int] = (128, 1024)
     recalled: tuple[int, int] = (1024, 4096)
-    hidden: int = 256
+    hidden: int = 1024
     layer_rows: int = 2048
     logits: tuple[int, int] = (64, 50272)
     scratch: int = 1 << 30
