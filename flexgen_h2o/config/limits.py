@@ -98,8 +98,11 @@ thread holds sums and weights in its second-level cache."""
 PRODUCT_DEPTH = 128
 """Inputs that products in float32 take at once: a strip of weights has so many as floats."""
 
-SKINNY_ROWS = 64
-"""The most rows of `linear_skinny`: what AMX has tiles for sums of."""
+SKINNY_ROWS = 128
+"""The most rows of `linear_skinny`: with AMX more take PyTorch no longer."""
+
+EXPERT_ROWS = 64
+"""The most tokens of one of several experts that one call computes."""
 
 EXPERT_ROUND = 1024
 """Choices of experts, by tokens of few, that one call computes before it adds them up."""

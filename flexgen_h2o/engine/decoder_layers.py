@@ -131,7 +131,8 @@ class DecoderLayers:
 
     def _has_experts(self, step: LayerStep) -> bool:
         """True if the decoder layer of a layer step has experts."""
-        return self._config.has_experts(self._stage.first + self.cached(step))
+        return self._experts is not None and self._config.has_experts(
+            self._stage.first + self.cached(step))
 
     def _tables(self, step: LayerStep) -> RopeTables | None:
         """The rotations of a layer step's rows."""

@@ -147,10 +147,12 @@ class Generation(Sink):
                         chosen: torch.Tensor, found: torch.Tensor, index: torch.Tensor) -> None:
         """Note the log-probabilities of the chosen tokens, and of the likeliest, where asked; the
         logits' rows are those of `found` at `index`."""
+        if self._top is None:
+            return
         wanted = torch.tensor([row for row, request in enumerate(requests)
                                if self._rules[request.key].top is not None
                                and not request.finish_reason], dtype=torch.int64)
-        if self._top is None or not len(wanted):
+        if not len(wanted):
             return
         here = wanted.to(logits.device)
         known = logits[here].float().log_softmax(-1)

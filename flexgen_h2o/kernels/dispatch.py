@@ -61,7 +61,7 @@ TABLE = (
                   "at 4, 8, 16 and 32 rows, and 0.95 at 48."),
     TableLine("linear", ("amx",), "skinny", most_rows=SKINNY_ROWS,
               why="Xeon with AMX, 4096 x 16384: PyTorch takes 1.3, 1.4, 1.3, 1.3, 1.3, 1.4 and 2.0 "
-                  "times as long at 1, 2, 4, 8, 16, 32 and 64 rows; ours goes by tiles from 5 rows "
+                  "times as long at 1, 2, 4, 8, 16, 32 and 64 rows; ours goes by tiles from 3 rows "
                   "on (benchmarks/results/xeon-amx)."),
 )
 """The first line that matches decides. Times are of bfloat16, where nothing else is said, on two

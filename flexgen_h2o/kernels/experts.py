@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.limits import SKINNY_ROWS
+from flexgen_h2o.config.limits import EXPERT_ROWS
 from flexgen_h2o.kernels import abi, cpu_library, dispatch, native, ops
 from flexgen_h2o.kernels.arguments import contiguous, expect, lines, need
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -32,10 +32,10 @@ def most_rows(bits: int, activation_bits: int = 16) -> int:
     if ops.plain_torch("cpu"):
         return 0
     if bits != 16 and activation_bits != 16:
-        return SKINNY_ROWS  # such products always go by codes
+        return EXPERT_ROWS  # such products always go by codes
     operation, ours = ("linear", "skinny") if bits == 16 else ("linear_quantized", "codes")
     rows = 0
-    while 2 << rows <= SKINNY_ROWS and dispatch.choice(
+    while 2 << rows <= EXPERT_ROWS and dispatch.choice(
             operation, 2 << rows, torch.bfloat16, bits) == ours:
         rows += 1
     return 1 << rows if rows else 0
@@ -124,15 +124,15 @@ def route(x: Tensor, router: Tensor, bias: Tensor | None = None, *, each: int, n
 
 def experts(x: Tensor, ids: Tensor, shares: Tensor, table: ExpertTable, sums: Tensor, *,
             function: str | tuple[float, float], most: int) -> None:
-    """See `reference_experts.experts`; bfloat16, and `most` at most SKINNY_ROWS."""
+    """See `reference_experts.experts`; bfloat16, and `most` at most EXPERT_ROWS."""
     name = "experts"
     if table.shape is None:
         return
     slope, limit = function if isinstance(function, tuple) else (1.0, 0.0)
     known = limit > 0 or function in abi.ACTIVATIONS
-    need(x.dim() == ids.dim() == 2 and known and most <= SKINNY_ROWS, name,
+    need(x.dim() == ids.dim() == 2 and known and most <= EXPERT_ROWS, name,
          f"takes x [rows, hidden], ids [rows, each], one of {abi.ACTIVATIONS} and up to "
-         f"{SKINNY_ROWS} rows")
+         f"{EXPERT_ROWS} rows")
     expect(name, torch.bfloat16, x=(x, (len(ids), table.shape[0])))
     expect(name, torch.float32, shares=(shares, tuple(ids.shape)), sums=(sums, tuple(x.shape)))
     expect(name, torch.int64, ids=(ids, tuple(ids.shape)))

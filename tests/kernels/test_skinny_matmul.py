@@ -43,7 +43,7 @@ def _set(request):
 
 
 @BUILT
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 17, 33, 50, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17, 33, 50, 64, 65, 81, 128])
 @pytest.mark.parametrize("inputs, outputs", [(1, 1), (2, 5), (31, 8), (65, 49), (258, 33),
                                              (576, 192), (2075, 10)])
 def test_products(rows, inputs, outputs):
@@ -79,7 +79,7 @@ def test_the_reference(rows):
 
 @BUILT
 @pytest.mark.parametrize("rows, function", [
-    (3, "linear_skinny"), (21, "linear_skinny"), (270, "linear_float32")])
+    (3, "linear_skinny"), (21, "linear_skinny"), (100, "linear_skinny"), (270, "linear_float32")])
 def test_threads_change_nothing(rows, function):
     results = []
     for threads in (1, 2, 3):
@@ -96,7 +96,7 @@ def test_threads_change_nothing(rows, function):
 
 @BUILT
 @pytest.mark.parametrize("rows, function", [
-    (2, "linear_skinny"), (20, "linear_skinny"), (70, "linear_float32")])
+    (2, "linear_skinny"), (20, "linear_skinny"), (100, "linear_skinny"), (70, "linear_float32")])
 def test_products_that_share_their_input_are_one_call(rows, function):
     """Weights of other heights, with a bias and without, and one whose input is another."""
     torch.manual_seed(rows)
@@ -132,7 +132,7 @@ def test_the_custom_op():
         torch.library.opcheck(library.linear_float32, arguments)
 
 
-@pytest.mark.parametrize("rows", [16, 65])
+@pytest.mark.parametrize("rows", [16, 65, 129])
 def test_a_layer_gives_the_same_either_way(monkeypatch, rows):
     x, weight, bias, wide = case(rows, 64, 40)
     residual = torch.randn(rows, 40).bfloat16()
@@ -150,7 +150,7 @@ def test_what_is_admitted(monkeypatch):
     x, weight, *_ = case(16, 31, 8)
     own = cpu_library.instruction_set() != "portable"
     assert ops.linear_choice(x, weight) == ("skinny" if own else "pytorch")
-    many = case(65, 31, 8)[0]
+    many = case(129, 31, 8)[0]
     widens = cpu_library.instruction_set() in ("avx2", "avxvnni", "avx512", "avx512vnni")
     assert ops.linear_choice(many, weight) == ("float32" if widens else "pytorch")
     for bad in ((x.float(), weight.float()), (x.half(), weight), (x.T, weight), (x, weight.T),

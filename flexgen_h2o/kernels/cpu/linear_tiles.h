@@ -3,6 +3,7 @@
 #pragma once
 
 #include "amx.h"
+#include "count.h"
 #include "kernels.h"
 #include "memory.h"
 #include "outputs.h"
@@ -16,19 +17,41 @@ constexpr int64_t SIDE = TILE_ROWS;
 constexpr int64_t DEPTH = 2 * TILE_PAIRS;
 constexpr int64_t TILE = SIDE * TILE_PAIRS;  // words
 constexpr int64_t TILES_AHEAD = 4;           // tiles of weights that are asked for beforehand
-static_assert(SKINNY_ROWS <= 4 * SIDE, "sums of 4 tiles of rows");
 
-// A step of x as right operands [steps, tiles of rows, pairs, rows], filled up with zeros.
-inline void pack_step(const Linear& a, int64_t step, int64_t row_tiles, uint32_t* to) {
+// Rows are multiplied a panel at a time: up to four tiles of them with one tile of outputs, or,
+// where there are more rows, two with two.
+struct Panels {
+    int64_t steps, row_tiles;  // of all inputs, and of all rows
+    int64_t tiles;             // of a panel, but for the last one
+    int64_t outputs;           // that a panel is multiplied with
+
+    explicit Panels(const Linear& a)
+        : steps((a.inputs + DEPTH - 1) / DEPTH), row_tiles((a.rows + SIDE - 1) / SIDE),
+          tiles(row_tiles <= 4 ? row_tiles : 2), outputs(tiles > 2 ? SIDE : 2 * SIDE) {}
+
+    int64_t passes() const { return (row_tiles + tiles - 1) / tiles; }
+    int64_t tiles_of(int64_t pass) const {
+        const int64_t left = row_tiles - pass * tiles;
+        return left < tiles ? left : tiles;
+    }
+};
+
+// A step of a panel of x as right operands [panels, steps, tiles of rows, pairs, rows], filled up
+// with zeros.
+inline void pack_step(const Linear& a, const Panels& panels, int64_t pass, int64_t step,
+                      uint32_t* to) {
     alignas(64) bf16 rest[DEPTH] = {};
+    const int64_t tiles = panels.tiles_of(pass), begin = pass * panels.tiles * SIDE;
     const int64_t first = step * DEPTH, left = a.inputs - first;
-    for (int64_t row = 0; row < row_tiles * SIDE; row += WIDTH)
+    to += (begin / SIDE * panels.steps + step * tiles) * TILE;
+    for (int64_t row = 0; row < tiles * SIDE; row += WIDTH)
         for (int64_t pair = 0; pair < TILE_PAIRS; pair += WIDTH) {
             Floats words[WIDTH];  // which stand for pairs
             for (int64_t i = 0; i < WIDTH; i++) {
                 words[i] = Floats{};
-                if (row + i >= a.rows) continue;
-                const bf16* from = static_cast<const bf16*>(a.x) + (row + i) * a.x_row + first;
+                if (begin + row + i >= a.rows) continue;
+                const bf16* from =
+                    static_cast<const bf16*>(a.x) + (begin + row + i) * a.x_row + first;
                 if (left < DEPTH) {
                     std::memcpy(rest, from, static_cast<size_t>(left) * sizeof *rest);
                     from = rest;
@@ -36,7 +59,7 @@ inline void pack_step(const Linear& a, int64_t step, int64_t row_tiles, uint32_t
                 words[i] = load_raw<Floats>(from + 2 * pair);
             }
             transpose(words);
-            uint32_t* mine = to + (step * row_tiles + row / SIDE) * TILE + pair * SIDE + row % SIDE;
+            uint32_t* const mine = to + row / SIDE * TILE + pair * SIDE + row % SIDE;
             for (int64_t i = 0; i < WIDTH; i++)
                 store(reinterpret_cast<float*>(mine + i * SIDE), words[i]);
         }
@@ -59,29 +82,36 @@ INLINE LeftTile left_tile(const Linear& a, int64_t output, int64_t input, bf16* 
     return {copy, TILE_BYTES};
 }
 
-// Asks for `height` rows of weights from `output` on, by 32 inputs; behind the rows' end for those
-// of the rows after them.
-INLINE void prefetch_weights(const Linear& a, int64_t output, int64_t height, int64_t step,
-                             int64_t steps) {
-    if (step >= steps) output += height, step -= steps;
+// Asks for rows `first` to `last` of a block of weights of so many outputs, by 32 inputs; behind
+// the inputs' end for those of the block after it.
+template <int CACHE>
+INLINE void prefetch_weights(const Linear& a, int64_t output, int64_t outputs, int64_t first,
+                             int64_t last, int64_t step, int64_t steps) {
+    if (step >= steps) output += outputs, step -= steps;
     const bf16* from = static_cast<const bf16*>(a.weight) + output * a.weight_row + step * DEPTH;
-    for (int64_t row = 0; row < height; row++)
-        __builtin_prefetch(from + row * a.weight_row, 0, 3);
+    for (int64_t row = first; row < last; row++)
+        __builtin_prefetch(from + row * a.weight_row, 0, CACHE);
 }
 
 enum { C0, C1, C2, C3, A0, A1, B0, B1 };
 
-// O tiles of outputs by R tiles of rows, at most 4 in all, to products [16 O, 64] float32.
+// O tiles of outputs by R tiles of rows, at most 4 in all, to products [16 O, 64] float32. The
+// first pass has weights come into the nearest cache just before it needs them. Where there are
+// more, each asks for its share of the next block.
 template <int O, int R>
-void multiply(Tiles& tiles, const Linear& a, const uint32_t* x, int64_t steps, int64_t output,
-              float* products) {
+void multiply(Tiles& tiles, const Linear& a, const Panels& panels, const uint32_t* x,
+              int64_t output, int64_t pass, float* products) {
+    const int64_t steps = panels.steps, passes = panels.passes(), outputs = panels.outputs;
+    const int64_t begin = outputs * pass / passes, end = outputs * (pass + 1) / passes;
     alignas(64) bf16 copies[2][SIDE * DEPTH];
     tiles.zero<C0>();
     tiles.zero<C1>();
     tiles.zero<C2>();
     tiles.zero<C3>();
     for (int64_t k = 0; k < steps; k++, x += R * TILE) {
-        prefetch_weights(a, output, O * SIDE, k + TILES_AHEAD, steps);
+        if (pass == 0)
+            prefetch_weights<3>(a, output, outputs, 0, O * SIDE, k + TILES_AHEAD, steps);
+        if (passes > 1) prefetch_weights<2>(a, output, outputs, begin, end, k + steps, steps);
         const LeftTile first = left_tile(a, output, k * DEPTH, copies[0]);
         tiles.load<A0>(first.from, first.bytes);
         tiles.load<B0>(x, TILE_BYTES);
@@ -113,11 +143,12 @@ void multiply(Tiles& tiles, const Linear& a, const uint32_t* x, int64_t steps, i
     if constexpr ((O > 1 && R > 1) || R > 3) tiles.store<C3>(second + SIDE, ROW);
 }
 
-// 16 outputs of all rows, out of products [16, 64].
-inline void put_transposed(const Linear& a, int64_t output, const float* products) {
+// 16 outputs of so many rows from `first` on, out of products [16, 64].
+inline void put_transposed(const Linear& a, int64_t output, int64_t first, int64_t rows,
+                           const float* products) {
     const int64_t left = a.outputs - output, count = left < SIDE ? left : SIDE;
     const bf16* bias = a.bias ? static_cast<const bf16*>(a.bias) + output : nullptr;
-    for (int64_t row = 0; row < a.rows; row += WIDTH) {
+    for (int64_t row = 0; row < rows; row += WIDTH) {
         alignas(64) float sums[WIDTH * SIDE];
         for (int64_t i = 0; i < SIDE; i += WIDTH) {
             Floats some[WIDTH];
@@ -125,45 +156,57 @@ inline void put_transposed(const Linear& a, int64_t output, const float* product
             transpose(some);
             for (int64_t k = 0; k < WIDTH; k++) store(sums + k * SIDE + i, some[k]);
         }
-        for (int64_t k = 0; k < WIDTH && row + k < a.rows; k++)
+        for (int64_t k = 0; k < WIDTH && row + k < rows; k++)
             put_outputs(sums + k * SIDE, bias,
-                        static_cast<bf16*>(a.out) + (row + k) * a.out_row + output, count, a.add);
+                        static_cast<bf16*>(a.out) + (first + row + k) * a.out_row + output, count,
+                        a.add);
     }
 }
 
 template <int O, int R>
-void outputs_of(Tiles& tiles, const Linear& a, const uint32_t* x, int64_t steps, int64_t output) {
-    alignas(64) float products[O * SIDE * 4 * SIDE];
+void outputs_of(Tiles& tiles, const Linear& a, const Panels& panels, const uint32_t* x,
+                int64_t output, int64_t pass) {
     if (output + (O - 1) * SIDE >= a.outputs)  // the last of an odd number
-        return outputs_of<1, R>(tiles, a, x, steps, output);
-    multiply<O, R>(tiles, a, x, steps, output, products);
+        return outputs_of<1, R>(tiles, a, panels, x, output, pass);
+    alignas(64) float products[O * SIDE * 4 * SIDE];
+    const int64_t first = pass * panels.tiles * SIDE, left = a.rows - first;
+    x += first / SIDE * panels.steps * TILE;
+    multiply<O, R>(tiles, a, panels, x, output, pass, products);
     for (int o = 0; o < O; o++)
-        put_transposed(a, output + o * SIDE, products + o * SIDE * 4 * SIDE);
+        put_transposed(a, output + o * SIDE, first, left < R * SIDE ? left : R * SIDE,
+                       products + o * SIDE * 4 * SIDE);
 }
 
 // Every product of the chain, which share x.
 inline int tiled_linear(const Linear& a) {
-    const int64_t steps = (a.inputs + DEPTH - 1) / DEPTH, row_tiles = (a.rows + SIDE - 1) / SIDE;
-    const Memory<uint32_t> x = memory<uint32_t>(steps * row_tiles * TILE);
+    const Panels panels(a);
+    const Memory<uint32_t> x = memory<uint32_t>(panels.steps * panels.row_tiles * TILE);
     if (!x) return NO_MEMORY;
-    const int64_t height = row_tiles > 2 ? SIDE : 2 * SIDE;  // outputs that go together
 #pragma omp parallel num_threads(a.threads)
     {
         TileShapes shapes;
         for (int tile = 0; tile < 8; tile++) shapes.set(tile, TILE_ROWS, TILE_BYTES);
         Tiles tiles(shapes);
-#pragma omp for schedule(static)
-        for (int64_t step = 0; step < steps; step++) pack_step(a, step, row_tiles, x.get());
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t pass = 0; pass < panels.passes(); pass++)
+            for (int64_t step = 0; step < panels.steps; step++)
+                pack_step(a, panels, pass, step, x.get());
         for (const Linear* each = &a; each; each = each->next) {
-            const int64_t blocks = (each->outputs + height - 1) / height;
+            const int64_t blocks = (each->outputs + panels.outputs - 1) / panels.outputs;
 #pragma omp for schedule(static) nowait
             for (int64_t block = 0; block < blocks; block++) {
-                const int64_t output = block * height;
-                switch (row_tiles) {
-                    case 1: outputs_of<2, 1>(tiles, *each, x.get(), steps, output); break;
-                    case 2: outputs_of<2, 2>(tiles, *each, x.get(), steps, output); break;
-                    case 3: outputs_of<1, 3>(tiles, *each, x.get(), steps, output); break;
-                    default: outputs_of<1, 4>(tiles, *each, x.get(), steps, output);
+                const int64_t output = block * panels.outputs;
+                for (int64_t pass = 0; pass < panels.passes(); pass++) {
+                    const auto compute = [&](auto height, auto width) {
+                        outputs_of<decltype(height)::value, decltype(width)::value>(
+                            tiles, *each, panels, x.get(), output, pass);
+                    };
+                    switch (panels.tiles_of(pass)) {
+                        case 1: compute(Count<2>{}, Count<1>{}); break;
+                        case 2: compute(Count<2>{}, Count<2>{}); break;
+                        case 3: compute(Count<1>{}, Count<3>{}); break;
+                        default: compute(Count<1>{}, Count<4>{});
+                    }
                 }
             }
         }
