@@ -228,8 +228,8 @@ def activate_(x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
     """``x = activation(x) * factor`` in place, of an activation that config.json names; x is
     returned."""
     name = activation(name)
-    # PyTorch has the faster erf. On a Xeon it takes 2.4 times as long for relu and gelu_tanh, and 1.3
-    # times for silu with a factor.
+    # PyTorch has the faster erf. On a Xeon it takes 2.4 times as long for relu and gelu_tanh, and
+    # 1.3 times for silu with a factor.
     if name != "gelu" and x.dtype == torch.bfloat16 and ops.natively(x):
         native.activate(x, name, factor)
         return x
