@@ -203,6 +203,28 @@ def test_activations_are_those_of_transformers_and_in_place(name):
     torch.testing.assert_close(x, wanted, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kernels", ["", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_strided_rows_are_activated_and_normed_in_float32_whoever_does_it(
+        monkeypatch, dtype, kernels):
+    """Halves of wider rows, as those of a fused matrix are, with a factor and in place."""
+    monkeypatch.setenv("FLEXGEN_H2O_KERNELS", kernels)
+    eps = torch.finfo(dtype).eps
+    for name in ACTIVATIONS:
+        gate, up = torch.randn(70, 48).to(dtype).split(24, dim=-1)
+        wanted = layers.activate_(gate.double(), name, up.double())
+        got = layers.activate_(gate, name, up)
+        assert got.data_ptr() == gate.data_ptr()
+        torch.testing.assert_close(gate.double(), wanted, atol=2e-6, rtol=2 * eps)
+    x, weight = torch.randn(70, 48).to(dtype)[:, 24:], torch.randn(24).to(dtype)
+    scale = x.double().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
+    wanted = x.double() * scale * weight.double()
+    for got in (layers.rms_norm(x, weight, eps=1e-5),
+                layers.rms_norm(x, weight, eps=1e-5, out=torch.full_like(x, float("nan"))),
+                layers.rms_norm(x, weight, eps=1e-5, out=x)):  # last, as it overwrites x
+        torch.testing.assert_close(got.double(), wanted, atol=2e-6, rtol=2 * eps)
+
+
 def test_an_unknown_activation():
     with pytest.raises(ValueError, match="mish"):
         layers.activate_(torch.ones(1), "mish")
