@@ -115,7 +115,7 @@ class Generation(Sink):
         alike: dict[Sampler, list[int]] = {}
         for place, request in enumerate(requests):
             alike.setdefault(self._rules[request.key].sampler, []).append(place)
-        if len(alike) == 1 and self._top is None:  # the usual case, in a hurry
+        if len(alike) == 1 and self._top is None:  # the usual case: nothing to index
             (sampler, _), = alike.items()
             return torch.tensor(sampler(logits, requests), dtype=torch.float64)[:, None]
         found = torch.zeros((len(requests), self.width), dtype=torch.float64)
