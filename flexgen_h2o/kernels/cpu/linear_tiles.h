@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "memory.h"
 #include "outputs.h"
+#include "prefetch.h"
 
 #if defined(TILES)
 
@@ -84,13 +85,11 @@ INLINE LeftTile left_tile(const Linear& a, int64_t output, int64_t input, bf16* 
 
 // Asks for rows `first` to `last` of a block of weights of so many outputs, by 32 inputs; behind
 // the inputs' end for those of the block after it.
-template <int CACHE>
 INLINE void prefetch_weights(const Linear& a, int64_t output, int64_t outputs, int64_t first,
-                             int64_t last, int64_t step, int64_t steps) {
+                             int64_t last, int64_t step, int64_t steps, CacheLevel to) {
     if (step >= steps) output += outputs, step -= steps;
     const bf16* from = static_cast<const bf16*>(a.weight) + output * a.weight_row + step * DEPTH;
-    for (int64_t row = first; row < last; row++)
-        __builtin_prefetch(from + row * a.weight_row, 0, CACHE);
+    for (int64_t row = first; row < last; row++) prefetch(from + row * a.weight_row, to);
 }
 
 enum { C0, C1, C2, C3, A0, A1, B0, B1 };
@@ -110,8 +109,9 @@ void multiply(Tiles& tiles, const Linear& a, const Panels& panels, const uint32_
     tiles.zero<C3>();
     for (int64_t k = 0; k < steps; k++, x += R * TILE) {
         if (pass == 0)
-            prefetch_weights<3>(a, output, outputs, 0, O * SIDE, k + TILES_AHEAD, steps);
-        if (passes > 1) prefetch_weights<2>(a, output, outputs, begin, end, k + steps, steps);
+            prefetch_weights(a, output, outputs, 0, O * SIDE, k + TILES_AHEAD, steps, NEAREST);
+        if (passes > 1)
+            prefetch_weights(a, output, outputs, begin, end, k + steps, steps, SECOND);
         const LeftTile first = left_tile(a, output, k * DEPTH, copies[0]);
         tiles.load<A0>(first.from, first.bytes);
         tiles.load<B0>(x, TILE_BYTES);
