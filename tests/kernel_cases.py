@@ -67,6 +67,31 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
+def linear_case(rows, inputs, outputs, *, bias=True, dtype=torch.bfloat16):
+    """x and out as slices of wider tensors, out poisoned."""
+    torch.manual_seed(rows + inputs + outputs)
+    x = torch.randn(rows, inputs + 6).to(dtype)[:, :inputs]
+    weight = torch.randn(outputs, inputs).to(dtype)
+    out = torch.full((rows, outputs + 3), float("nan")).to(dtype)
+    return x, weight, torch.randn(outputs).to(dtype) if bias else None, out
+
+
+def check_linear(function, rows, inputs, outputs, *, bias=True, add=False, dtype=torch.bfloat16):
+    """A product of 16-bit weights against float64; nothing behind the outputs is written."""
+    x, weight, bias, wide = linear_case(rows, inputs, outputs, bias=bias, dtype=dtype)
+    out = wide[:, :outputs]
+    expected = x.double() @ weight.double().T
+    if bias is not None:
+        expected += bias.double()
+    if add:
+        out.copy_(torch.randn(rows, outputs))
+        expected += out.double()
+    function(x, weight, bias, out, add=add)
+    bound = torch.finfo(dtype).eps / 2 * expected.abs() + 1e-5 * inputs
+    assert ((out.double() - expected).abs() <= bound).all()
+    assert wide[:, outputs:].isnan().all()
+
+
 def of_form(form, dim: int) -> tuple[torch.dtype, GroupLayout | None]:
     """The dtype of vectors and the layout of slots, of one of `FORMS`."""
     if isinstance(form, torch.dtype):

@@ -91,9 +91,10 @@ PRODUCT_ROWS, PRODUCT_OUTPUTS = 256, 2 * MATRIX_TILE
 """Rows of the input that meet a block of a quantized matrix while it is in a CPU's nearest cache,
 and the outputs that are computed together: each thread holds so many in float32."""
 
-TILED_ROWS, TILED_OUTPUTS, TILED_INPUTS = 512, 512, 256
-"""The same of products in AMX tiles, and the inputs whose weights come to bfloat16 together: each
-thread holds sums and weights in its second-level cache."""
+TILED_OUTPUTS, TILED_INPUTS, TILED_ROWS = 128, 2048, 1024
+"""The outputs and inputs of a matrix that are operands of AMX tiles at a time, for many rows. Each
+thread holds them in its second-level cache, and where there are more inputs sums of so many rows.
+"""
 
 PRODUCT_DEPTH = 128
 """Inputs that products in float32 take at once: a strip of weights has so many as floats."""

@@ -127,7 +127,8 @@ named by the dimension that they step along; the last dimension is contiguous.""
 OPERATIONS = MappingProxyType({
     "norm": "Norm", "rotate": "Rotate", "activate": "Activate", "decode_attention": "Decode",
     "index_keys": "IndexKeys", "choose_keys": "Choose", "attend_recalled": "Recalled",
-    "linear_skinny": "Linear", "linear_float32": "Linear", "linear_quantized": "Product",
+    "linear_skinny": "Linear", "linear_tiled": "Linear", "linear_float32": "Linear",
+    "linear_quantized": "Product",
 })
 """Operations that a program may have, each with its struct; numbered in this order."""
 

@@ -93,6 +93,11 @@ def instruction_set() -> str:
     return chosen
 
 
+def has_tiles() -> bool:
+    """True if the one that is used has AMX tiles, or their twin."""
+    return instruction_set() in ("amx", EMULATED)
+
+
 class Steps(Protocol):
     """Takes calls that are to be made later."""
 
@@ -144,6 +149,7 @@ def bound(calls: Sequence[tuple[str, ctypes.Structure]]) -> Callable[[], None]:
 
 
 _SHARED = {"linear_skinny": ("x", "rows", "inputs", "x_row", "threads"),
+           "linear_tiled": ("x", "rows", "inputs", "x_row", "threads"),
            "linear_float32": ("x", "rows", "inputs", "x_row", "dtype", "threads"),
            "linear_quantized": ("x", "rows", "x_row", "dtype", "threads")}
 """Products that may be joined, and the fields that are alike then."""

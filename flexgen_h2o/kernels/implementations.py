@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
-    # A product with weights of 16 or 32 bits: torch.mm, or ours for few rows of bfloat16, or ours
-    # that multiplies weights of 16 bits as float32.
-    "linear": ("pytorch", "skinny", "float32"),
+    # A product with weights of 16 or 32 bits: torch.mm, or ours for few rows of bfloat16, ours for
+    # many of them in AMX tiles, or ours that multiplies weights of 16 bits as float32.
+    "linear": ("pytorch", "skinny", "tiled", "float32"),
     # With quantized weights: ours on the codes, or PyTorch's on slices that are unpacked to
     # bfloat16 first.
     "linear_quantized": ("codes", "unpacked"),

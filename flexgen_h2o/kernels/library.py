@@ -162,6 +162,19 @@ def _(x, weight, bias, out, add):
     return None
 
 
+@torch.library.custom_op(f"{NAMESPACE}::linear_tiled", mutates_args=("out",),
+                         device_types="cpu")
+def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool
+                 ) -> None:
+    """See `reference.linear_skinny`; where `ops.linear_choice` may be "tiled"."""
+    native.linear_tiled(x, weight, bias, out, add)
+
+
+@linear_tiled.register_fake
+def _(x, weight, bias, out, add):
+    return None
+
+
 @torch.library.custom_op(f"{NAMESPACE}::linear_float32", mutates_args=("out",),
                          device_types="cpu")
 def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool

@@ -32,7 +32,7 @@ from flexgen_h2o.kernels.arguments import (
     need,
     product_shapes,
 )
-from flexgen_h2o.kernels.cpu_library import STRUCTS, Steps, call
+from flexgen_h2o.kernels.cpu_library import STRUCTS, Steps, call, has_tiles
 from flexgen_h2o.kernels.fields import (
     address,
     form_struct,
@@ -180,6 +180,15 @@ def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, a
     name = "linear_skinny"
     need(x.dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS, name,
          f"takes up to {SKINNY_ROWS} rows of bfloat16, got {x.dtype} {list(x.shape)}")
+    _linear(name, x, weight, bias, out, add, steps)
+
+
+def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, *,
+                 steps: Steps | None = None) -> None:
+    """See `library.linear_tiled`."""
+    name = "linear_tiled"
+    need(x.dtype == torch.bfloat16 and has_tiles(), name,
+         f"takes bfloat16 where there is AMX, got {x.dtype}")
     _linear(name, x, weight, bias, out, add, steps)
 
 

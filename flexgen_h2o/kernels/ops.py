@@ -44,7 +44,7 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 __all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "claim_slots",
            "copy_tokens", "decode_attention", "dequantize_groups", "fetch_tokens", "flat",
            "index_keys", "linear_choice",
-           "linear_float32", "linear_skinny", "linear_quantized", "plain_torch",
+           "linear_float32", "linear_skinny", "linear_tiled", "linear_quantized", "plain_torch",
            "prefill_attention", "quantize_groups", "quantize_matrix", "select_heavy_hitters",
            "take_slots", "unpack_rows"]
 
@@ -272,6 +272,15 @@ def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *
                   add: bool = False) -> None:
     """See `reference.linear_skinny`; of few rows of bfloat16, out's rows contiguous."""
     _backend(x).linear_skinny(x, weight, bias, out, add)
+
+
+def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
+                 add: bool = False) -> None:
+    """See `reference.linear_skinny`; of any rows of bfloat16 in AMX tiles, out's rows contiguous.
+
+    Sums are float32 and rounded once, with bias and all; no bit depends on the number of threads.
+    """
+    _backend(x).linear_tiled(x, weight, bias, out, add)
 
 
 def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,

@@ -11,6 +11,7 @@ from flexgen_h2o.config.limits import (
     LOGIT_ROWS,
     MXFP4_GROUP,
     PRODUCT_DEPTH,
+    PRODUCT_ROWS,
     QUERY_LANES,
     ROW_BLOCK,
     SLOT_TILE,
@@ -118,7 +119,8 @@ def _sparse_attention(run: PlannedRun) -> int:
 
 def _own_products(run: PlannedRun) -> int:
     """Temporaries of products with matrices that are quantized, or of 16 bits on a CPU: a panel of
-    rows in pairs of bfloat16, and each thread's sums and weights; or what is unpacked."""
+    rows in float32, which is more than tiles take, and each thread's sums and weights in tiles,
+    which are most; or what is unpacked."""
     model, options = run.model, run.weights
     if run.has_gpu:
         return UNPACKED_BYTES if options.bits < 16 else 0
@@ -130,7 +132,6 @@ def _own_products(run: PlannedRun) -> int:
     widest = max(inputs for part in parts for _, inputs in part.matrices)
     filled = max(-(-widest // size) * size for size in (options.group, PRODUCT_DEPTH))
     least = min(options.group, MXFP4_GROUP) if options.mxfp4 else options.group
-    # What tiles take, which is most: groups are filled up to whole tiles of 16 pairs.
-    panel = TILED_ROWS * (filled // least) * (-(-least // 32) * 16 + 1)
-    thread = TILED_OUTPUTS * (TILED_ROWS + max(options.group, TILED_INPUTS) // 2)
+    panel = PRODUCT_ROWS * (filled + filled // least)
+    thread = TILED_OUTPUTS * (TILED_ROWS + max(math.lcm(least, 32), TILED_INPUTS) // 2)
     return 4 * (panel + (os.cpu_count() or 1) * thread)

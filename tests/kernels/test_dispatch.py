@@ -35,7 +35,7 @@ def test_every_line_names_what_exists_and_why():
     ("avx512", "linear", 2048, "float32"), ("avx512vnni", "linear", 48, "skinny"),
     ("avx512vnni", "linear", 49, "float32"), ("avx512bf16", "linear", 32, "skinny"),
     ("avx512bf16", "linear", 33, "pytorch"), ("amx", "linear", 128, "skinny"),
-    ("amx_emulated", "linear", 129, "pytorch"), ("amx_emulated", "linear_quantized", 65, "codes"),
+    ("amx_emulated", "linear", 129, "tiled"), ("amx_emulated", "linear_quantized", 65, "codes"),
     ("avx512bf16", "linear_quantized", 999, "codes"), ("amx", "linear_quantized", 16, "codes"),
     ("amx", "linear_quantized", 999, "codes"), ("avx512bf16", "prefill_attention", 9, "blocks"),
     ("amx", "prefill_attention", 9, "blocks"), ("portable", "prefill_attention", 9, "blocks")])

@@ -3,37 +3,13 @@
 import inside_kernels
 import pytest
 import torch
-from kernel_cases import BUILT, SETS, using
+from kernel_cases import BUILT, SETS, check_linear, linear_case, using
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.kernels import cpu_library, library, native, ops, reference
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models import layers
-
-
-def case(rows, inputs, outputs, *, bias=True, dtype=torch.bfloat16):
-    """x and out as slices of wider tensors, out poisoned."""
-    torch.manual_seed(rows + inputs + outputs)
-    x = torch.randn(rows, inputs + 6).to(dtype)[:, :inputs]
-    weight = torch.randn(outputs, inputs).to(dtype)
-    out = torch.full((rows, outputs + 3), float("nan")).to(dtype)
-    return x, weight, torch.randn(outputs).to(dtype) if bias else None, out
-
-
-def check(function, rows, inputs, outputs, *, bias=True, add=False, dtype=torch.bfloat16):
-    x, weight, bias, wide = case(rows, inputs, outputs, bias=bias, dtype=dtype)
-    out = wide[:, :outputs]
-    expected = x.double() @ weight.double().T
-    if bias is not None:
-        expected += bias.double()
-    if add:
-        out.copy_(torch.randn(rows, outputs))
-        expected += out.double()
-    function(x, weight, bias, out, add=add)
-    bound = torch.finfo(dtype).eps / 2 * expected.abs() + 1e-5 * inputs
-    assert ((out.double() - expected).abs() <= bound).all()
-    assert wide[:, outputs:].isnan().all()
 
 
 @pytest.fixture(params=SETS or [None], autouse=True)
@@ -48,12 +24,12 @@ def _set(request):
                                              (576, 192), (2075, 10)])
 def test_products(rows, inputs, outputs):
     for bias, add in ((True, False), (False, True)):
-        check(ops.linear_skinny, rows, inputs, outputs, bias=bias, add=add)
+        check_linear(ops.linear_skinny, rows, inputs, outputs, bias=bias, add=add)
 
 
 @BUILT
 def test_a_matrix_whose_rows_are_one():
-    x, weight, _, out = case(3, 31, 1)
+    x, weight, _, out = linear_case(3, 31, 1)
     many = out.new_empty(3, 5)
     ops.linear_skinny(x, weight, None, out[:, :1])
     ops.linear_skinny(x, weight.expand(5, 31), None, many)
@@ -68,13 +44,13 @@ def test_a_matrix_whose_rows_are_one():
 def test_products_in_float32(rows, inputs, outputs, dtype):
     """Rows of one panel and of more, inputs and outputs that fill blocks and that do not."""
     for bias, add in ((True, False), (False, True)):
-        check(ops.linear_float32, rows, inputs, outputs, bias=bias, add=add, dtype=dtype)
+        check_linear(ops.linear_float32, rows, inputs, outputs, bias=bias, add=add, dtype=dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 17])
 def test_the_reference(rows):
     for bias, add in ((True, True), (False, False)):
-        check(reference.linear_skinny, rows, 34, 9, bias=bias, add=add)
+        check_linear(reference.linear_skinny, rows, 34, 9, bias=bias, add=add)
 
 
 @BUILT
@@ -83,7 +59,7 @@ def test_the_reference(rows):
 def test_threads_change_nothing(rows, function):
     results = []
     for threads in (1, 2, 3):
-        x, weight, bias, wide = case(rows, 130, 77)
+        x, weight, bias, wide = linear_case(rows, 130, 77)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -125,7 +101,7 @@ def test_products_that_share_their_input_are_one_call(rows, function):
 
 @BUILT
 def test_the_custom_op():
-    x, weight, bias, wide = case(3, 32, 16)
+    x, weight, bias, wide = linear_case(3, 32, 16)
     out = torch.randn(3, 16).bfloat16()
     for arguments in ((x, weight, bias, out, True), (x, weight, None, out, False)):
         torch.library.opcheck(library.linear_skinny, arguments)
@@ -134,7 +110,7 @@ def test_the_custom_op():
 
 @pytest.mark.parametrize("rows", [16, 65, 129])
 def test_a_layer_gives_the_same_either_way(monkeypatch, rows):
-    x, weight, bias, wide = case(rows, 64, 40)
+    x, weight, bias, wide = linear_case(rows, 64, 40)
     residual = torch.randn(rows, 40).bfloat16()
     kept = residual.clone()
     outputs = [layers.linear(x, weight, bias), layers.linear(x, weight, bias, out=wide[:, :40]),
@@ -147,12 +123,13 @@ def test_a_layer_gives_the_same_either_way(monkeypatch, rows):
 
 @BUILT
 def test_what_is_admitted(monkeypatch):
-    x, weight, *_ = case(16, 31, 8)
+    x, weight, *_ = linear_case(16, 31, 8)
     own = cpu_library.instruction_set() != "portable"
     assert ops.linear_choice(x, weight) == ("skinny" if own else "pytorch")
-    many = case(129, 31, 8)[0]
-    widens = cpu_library.instruction_set() in ("avx2", "avxvnni", "avx512", "avx512vnni")
-    assert ops.linear_choice(many, weight) == ("float32" if widens else "pytorch")
+    many = linear_case(129, 31, 8)[0]
+    many_rows = {"portable": "pytorch", "avx512bf16": "pytorch", "amx": "tiled",
+                 "amx_emulated": "tiled"}.get(cpu_library.instruction_set(), "float32")
+    assert ops.linear_choice(many, weight) == many_rows
     for bad in ((x.float(), weight.float()), (x.half(), weight), (x.T, weight), (x, weight.T),
                 (x.to("meta"), weight.to("meta"))):
         assert ops.linear_choice(*bad) == "pytorch"

@@ -164,8 +164,9 @@ MISTAKES = {
     "no mapping": (("links_gb_per_s",), [3, 6], "links_gb_per_s must hold lines"),
     "no name": (("name",), " ", "name must be text"),
     "a link of a GPU": (("links_gb_per_s", "cpu->gpu"), 12, "it takes disk->cpu, cpu->disk"),
-    "no implementation": (("compute", "implementations"), {"linear": {16: {4: "magic"}}},
-                          "linear: 16: 4 must be one of pytorch, skinny, float32, got 'magic'"),
+    "no implementation": (
+        ("compute", "implementations"), {"linear": {16: {4: "magic"}}},
+        "linear: 16: 4 must be one of pytorch, skinny, tiled, float32, got 'magic'"),
     "no operation": (("compute", "implementations"), {"liner": {}}, "did you mean linear?"),
     "host attention": (("host_attention",), HOST, "host_attention is for machines with a GPU"),
     "links of a GPU missing": (("gpu_gb",), 16, "cpu->gpu is missing"),

@@ -260,13 +260,14 @@ def test_a_buffer_has_room_for_a_quantized_head(bits):
     (OPT_30B, 64, 28672), (LLAMA_8B, 64, 14336), (published("opt-125m"), 1000, 4000),
 ])
 def test_workspace_of_products_with_quantized_weights(monkeypatch, cfg, group, filled):
-    """512 rows of the widest input in pairs, with their sums by group; by thread their sums of 512
-    outputs, and 256 inputs' weights in pairs. On a GPU what is unpacked."""
+    """256 rows of the widest input, with their sums by group; by thread 128 outputs' sums of 1024
+    rows and their weights in pairs, of 2048 inputs or of whole groups and tiles. On a GPU what is
+    unpacked."""
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    panel = 512 * (filled // group) * ((32 if group == 64 else 512) + 1)
-    thread = 512 * (512 + max(group, 256) // 2)
+    panel = 256 * (filled + filled // group)
+    thread = 128 * (1024 + (1024 if group == 64 else 2000))
     widest = 3072 if group == 1000 else filled  # of 16 bits, whose groups count as 64
-    less = 512 * (widest // 64) * (32 + 1) + 3 * 512 * (512 + 128)
+    less = 256 * (widest + widest // 64) + 3 * 128 * (1024 + 1024)
     for has_gpu, tier, more in ((False, 1, 4 * (panel + 3 * thread - less)), (True, 0, 64 << 20)):
         plain, quantized = (
             rows(memory_plan(cfg, make_policy(*ALL_GPU), LOAD, itemsize=2, has_gpu=has_gpu,

@@ -134,6 +134,19 @@ private:
 
 #endif
 
+// Two vectors to the nearest bfloat16, which is 0 for denormals where there is an instruction for it.
+INLINE void narrow(bf16* to, Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+    const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+    std::memcpy(to, &both, sizeof both);
+#else
+    for (int i = 0; i < WIDTH; i++) {
+        put(to + i, low[i]);
+        put(to + WIDTH + i, high[i]);
+    }
+#endif
+}
+
 }  // namespace ISA
 
 #endif

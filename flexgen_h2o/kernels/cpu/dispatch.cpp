@@ -119,6 +119,7 @@ EXPORT int h2o_fetch_tokens(int isa, const FetchTokens* a) { CALL(fetch_tokens, 
 EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, a) }
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
 EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_TILED(linear_skinny, a) }
+EXPORT int h2o_linear_tiled(int isa, const Linear* a) { CALL_TILED(linear_tiled, a) }
 EXPORT int h2o_linear_float32(int isa, const Linear* a) { CALL(linear_float32, a) }
 EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL_PRODUCT(linear_quantized, a) }
 EXPORT int h2o_experts(int isa, const Experts* a) { CALL_PRODUCT(experts, a) }
@@ -145,6 +146,7 @@ EXPORT int h2o_program(int isa, const Program* a) {
             RUN(CHOOSE_KEYS, h2o_choose_keys, Choose)
             RUN(ATTEND_RECALLED, h2o_attend_recalled, Recalled)
             RUN(LINEAR_SKINNY, h2o_linear_skinny, Linear)
+            RUN(LINEAR_TILED, h2o_linear_tiled, Linear)
             RUN(LINEAR_FLOAT32, h2o_linear_float32, Linear)
             RUN(LINEAR_QUANTIZED, h2o_linear_quantized, Product)
         }

@@ -25,6 +25,7 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
     namespace isa {                              \
     int prefill_attention(const Prefill&);       \
     int linear_skinny(const Linear&);            \
+    int linear_tiled(const Linear&);             \
     int linear_quantized(const Product&);        \
     int experts(const Experts&);                 \
     int route(const Route&);                     \

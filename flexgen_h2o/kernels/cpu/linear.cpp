@@ -3,7 +3,7 @@
 // Vectors lie along the inputs, so that weights stream in as they lie and x needs no other form:
 // OUTPUTS weights' rows by QUADS rows of x at a time. The first pass over a block of outputs has it
 // from memory, those for more rows from the cache, part by part, and all of them ask for the next
-// block. With AMX more rows go by tiles: linear_tiles.h.
+// block. With AMX more rows go by tiles: linear_tiles.h, where linear_tiled is, too.
 #include "count.h"
 #include "kernels.h"
 #include "linear_tiles.h"
@@ -167,6 +167,17 @@ int linear_skinny(const Linear& a) {
             outputs<1>(*each, x.get(), x_row, rest);
     }
     return DONE;
+}
+
+int linear_tiled(const Linear& a) {
+#if defined(TILES)
+    for (const Linear* each = a.next; each; each = each->next)
+        if (each->rows != a.rows || each->inputs != a.inputs) return INVALID;
+    return tile_matmul<PlainSlabs>(a, a.inputs, 1);
+#else
+    (void)a;
+    return INVALID;
+#endif
 }
 
 }  // namespace ISA

@@ -1,21 +1,15 @@
-// linear_skinny in AMX tiles: weights [outputs, inputs] are left operands as they lie, x is packed
-// into right ones, and results come transposed.
+// Products with 16-bit weights in AMX tiles. Few rows: weights [outputs, inputs] are left operands as
+// they lie, x is packed into right ones, and results come transposed. Many: tile_matmul.h.
 #pragma once
 
-#include "amx.h"
-#include "count.h"
-#include "kernels.h"
-#include "memory.h"
-#include "outputs.h"
 #include "prefetch.h"
+#include "tile_matmul.h"
 
 #if defined(TILES)
 
 namespace ISA {
 
 constexpr int64_t VECTOR_ROWS = 2;  // so few go by vectors
-constexpr int64_t SIDE = TILE_ROWS;
-constexpr int64_t DEPTH = 2 * TILE_PAIRS;
 constexpr int64_t TILE = SIDE * TILE_PAIRS;  // words
 constexpr int64_t TILES_AHEAD = 4;           // tiles of weights that are asked for beforehand
 
@@ -27,7 +21,7 @@ struct Panels {
     int64_t outputs;           // that a panel is multiplied with
 
     explicit Panels(const Linear& a)
-        : steps((a.inputs + DEPTH - 1) / DEPTH), row_tiles((a.rows + SIDE - 1) / SIDE),
+        : steps((a.inputs + STEP_INPUTS - 1) / STEP_INPUTS), row_tiles((a.rows + SIDE - 1) / SIDE),
           tiles(row_tiles <= 4 ? row_tiles : 2), outputs(tiles > 2 ? SIDE : 2 * SIDE) {}
 
     int64_t passes() const { return (row_tiles + tiles - 1) / tiles; }
@@ -37,33 +31,39 @@ struct Panels {
     }
 };
 
-// A step of a panel of x as right operands [panels, steps, tiles of rows, pairs, rows], filled up
-// with zeros.
-inline void pack_step(const Linear& a, const Panels& panels, int64_t pass, int64_t step,
-                      uint32_t* to) {
-    alignas(64) bf16 rest[DEPTH] = {};
-    const int64_t tiles = panels.tiles_of(pass), begin = pass * panels.tiles * SIDE;
-    const int64_t first = step * DEPTH, left = a.inputs - first;
-    to += (begin / SIDE * panels.steps + step * tiles) * TILE;
-    for (int64_t row = 0; row < tiles * SIDE; row += WIDTH)
+// 16 rows by 32 inputs, as many as there are of both, to a right operand [pairs, rows] whose pairs
+// are `to_row` words apart; the rest are zeros.
+INLINE void right_tile(const bf16* from, int64_t from_row, int64_t rows, int64_t inputs, uint32_t* to,
+                       int64_t to_row) {
+    alignas(64) bf16 rest[STEP_INPUTS] = {};
+    for (int64_t row = 0; row < SIDE; row += WIDTH)
         for (int64_t pair = 0; pair < TILE_PAIRS; pair += WIDTH) {
             Floats words[WIDTH];  // which stand for pairs
             for (int64_t i = 0; i < WIDTH; i++) {
                 words[i] = Floats{};
-                if (begin + row + i >= a.rows) continue;
-                const bf16* from =
-                    static_cast<const bf16*>(a.x) + (begin + row + i) * a.x_row + first;
-                if (left < DEPTH) {
-                    std::memcpy(rest, from, static_cast<size_t>(left) * sizeof *rest);
-                    from = rest;
+                if (row + i >= rows) continue;
+                const bf16* mine = from + (row + i) * from_row;
+                if (inputs < STEP_INPUTS) {
+                    std::memcpy(rest, mine, static_cast<size_t>(inputs) * sizeof *rest);
+                    mine = rest;
                 }
-                words[i] = load_raw<Floats>(from + 2 * pair);
+                words[i] = load_raw<Floats>(mine + 2 * pair);
             }
             transpose(words);
-            uint32_t* const mine = to + row / SIDE * TILE + pair * SIDE + row % SIDE;
             for (int64_t i = 0; i < WIDTH; i++)
-                store(reinterpret_cast<float*>(mine + i * SIDE), words[i]);
+                store(reinterpret_cast<float*>(to + (pair + i) * to_row + row), words[i]);
         }
+}
+
+// A step of a panel of x as right operands [panels, steps, tiles of rows, pairs, rows].
+inline void pack_step(const Linear& a, const Panels& panels, int64_t pass, int64_t step,
+                      uint32_t* to) {
+    const int64_t tiles = panels.tiles_of(pass), begin = pass * panels.tiles * SIDE;
+    const bf16* from = static_cast<const bf16*>(a.x) + begin * a.x_row + step * STEP_INPUTS;
+    to += (begin / SIDE * panels.steps + step * tiles) * TILE;
+    for (int64_t row = 0; row < tiles * SIDE; row += SIDE)
+        right_tile(from + row * a.x_row, a.x_row, a.rows - begin - row,
+                   a.inputs - step * STEP_INPUTS, to + row / SIDE * TILE, SIDE);
 }
 
 // 16 rows of weights by 32 inputs: where they lie, or a copy of what is there, filled up with zeros.
@@ -74,12 +74,12 @@ struct LeftTile {
 INLINE LeftTile left_tile(const Linear& a, int64_t output, int64_t input, bf16* copy) {
     const bf16* from = static_cast<const bf16*>(a.weight) + output * a.weight_row + input;
     const int64_t outputs = a.outputs - output, inputs = a.inputs - input;
-    if (outputs >= SIDE && inputs >= DEPTH)
+    if (outputs >= SIDE && inputs >= STEP_INPUTS)
         return {from, a.weight_row * static_cast<int64_t>(sizeof(bf16))};
-    std::memset(copy, 0, SIDE * DEPTH * sizeof *copy);
+    std::memset(copy, 0, SIDE * STEP_INPUTS * sizeof *copy);
     for (int64_t row = 0; row < SIDE && row < outputs; row++)
-        std::memcpy(copy + row * DEPTH, from + row * a.weight_row,
-                    static_cast<size_t>(inputs < DEPTH ? inputs : DEPTH) * sizeof *copy);
+        std::memcpy(copy + row * STEP_INPUTS, from + row * a.weight_row,
+                    static_cast<size_t>(inputs < STEP_INPUTS ? inputs : STEP_INPUTS) * sizeof *copy);
     return {copy, TILE_BYTES};
 }
 
@@ -88,11 +88,9 @@ INLINE LeftTile left_tile(const Linear& a, int64_t output, int64_t input, bf16* 
 INLINE void prefetch_weights(const Linear& a, int64_t output, int64_t outputs, int64_t first,
                              int64_t last, int64_t step, int64_t steps, CacheLevel to) {
     if (step >= steps) output += outputs, step -= steps;
-    const bf16* from = static_cast<const bf16*>(a.weight) + output * a.weight_row + step * DEPTH;
+    const bf16* from = static_cast<const bf16*>(a.weight) + output * a.weight_row + step * STEP_INPUTS;
     for (int64_t row = first; row < last; row++) prefetch(from + row * a.weight_row, to);
 }
-
-enum { C0, C1, C2, C3, A0, A1, B0, B1 };
 
 // O tiles of outputs by R tiles of rows, at most 4 in all, to products [16 O, 64] float32. The
 // first pass has weights come into the nearest cache just before it needs them. Where there are
@@ -102,7 +100,7 @@ void multiply(Tiles& tiles, const Linear& a, const Panels& panels, const uint32_
               int64_t output, int64_t pass, float* products) {
     const int64_t steps = panels.steps, passes = panels.passes(), outputs = panels.outputs;
     const int64_t begin = outputs * pass / passes, end = outputs * (pass + 1) / passes;
-    alignas(64) bf16 copies[2][SIDE * DEPTH];
+    alignas(64) bf16 copies[2][SIDE * STEP_INPUTS];
     tiles.zero<C0>();
     tiles.zero<C1>();
     tiles.zero<C2>();
@@ -112,7 +110,7 @@ void multiply(Tiles& tiles, const Linear& a, const Panels& panels, const uint32_
             prefetch_weights(a, output, outputs, 0, O * SIDE, k + TILES_AHEAD, steps, NEAREST);
         if (passes > 1)
             prefetch_weights(a, output, outputs, begin, end, k + steps, steps, SECOND);
-        const LeftTile first = left_tile(a, output, k * DEPTH, copies[0]);
+        const LeftTile first = left_tile(a, output, k * STEP_INPUTS, copies[0]);
         tiles.load<A0>(first.from, first.bytes);
         tiles.load<B0>(x, TILE_BYTES);
         tiles.add_product<C0, A0, B0>();
@@ -129,7 +127,7 @@ void multiply(Tiles& tiles, const Linear& a, const Panels& panels, const uint32_
             tiles.add_product<C3, A0, B1>();
         }
         if constexpr (O > 1) {
-            const LeftTile second = left_tile(a, output + SIDE, k * DEPTH, copies[1]);
+            const LeftTile second = left_tile(a, output + SIDE, k * STEP_INPUTS, copies[1]);
             tiles.load<A1>(second.from, second.bytes);
             tiles.add_product<C2, A1, B0>();
             if constexpr (R > 1) tiles.add_product<C3, A1, B1>();
@@ -184,8 +182,7 @@ inline int tiled_linear(const Linear& a) {
     if (!x) return NO_MEMORY;
 #pragma omp parallel num_threads(a.threads)
     {
-        TileShapes shapes;
-        for (int tile = 0; tile < 8; tile++) shapes.set(tile, TILE_ROWS, TILE_BYTES);
+        const TileShapes shapes = whole_tiles();
         Tiles tiles(shapes);
 #pragma omp for schedule(static) collapse(2)
         for (int64_t pass = 0; pass < panels.passes(); pass++)
@@ -213,6 +210,29 @@ inline int tiled_linear(const Linear& a) {
     }
     return DONE;
 }
+
+// Weights as they lie, for products of many rows.
+struct PlainSlabs {
+    const Linear& a;
+
+    explicit PlainSlabs(const Linear& a) : a(a) {}
+    int64_t outputs() const { return a.outputs; }
+
+    void unpack(const Slab& slab, uint32_t* to) const {
+        const bf16* from =
+            static_cast<const bf16*>(a.weight) + slab.output * a.weight_row + slab.input;
+        for (int64_t first = 0; first < slab.pairs() * TILE_COLUMNS; first += TILE_COLUMNS)
+            for (int64_t step = 0; step < slab.steps(); step++, to += TILE_PAIRS * TILE_COLUMNS)
+                for (int64_t side = 0; side < TILE_COLUMNS; side += SIDE) {
+                    const int64_t output = first + side, input = step * STEP_INPUTS;
+                    const bf16* mine = from + output * a.weight_row + input;
+                    for (int64_t row = 0; row < SIDE; row++)
+                        prefetch(mine + row * a.weight_row + TILES_AHEAD * STEP_INPUTS, NEAREST);
+                    right_tile(mine, a.weight_row, slab.outputs - output, slab.inputs - input,
+                               to + side, TILE_COLUMNS);
+                }
+    }
+};
 
 }  // namespace ISA
 

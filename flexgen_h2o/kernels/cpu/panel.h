@@ -25,8 +25,7 @@ struct Panel {
     int64_t rows, steps;
 };
 
-// What one thread works in. In AMX tiles up to EXACT_ROWS rows have all but the totals twice, for two
-// groups; more rows have totals [pairs of tiles, rows, COLUMNS] and the weights of a slab alone.
+// What one thread works in. In AMX tiles all but the totals is there twice, for two groups.
 struct Workspace {
     float* totals;    // [rows of the panel, columns]
     uint32_t* codes;  // [steps, columns]

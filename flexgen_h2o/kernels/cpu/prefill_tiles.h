@@ -15,19 +15,6 @@
 
 namespace ISA {
 
-// Two vectors to the nearest bfloat16.
-INLINE void narrow(bf16* to, Floats low, Floats high) {
-#if defined(__AVX512BF16__)
-    const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
-    std::memcpy(to, &both, sizeof both);
-#else
-    for (int i = 0; i < WIDTH; i++) {
-        put(to + i, low[i]);
-        put(to + WIDTH + i, high[i]);
-    }
-#endif
-}
-
 constexpr int64_t SIDE = TILE_ROWS;          // rows of all tiles, and their columns in words
 constexpr int64_t DEPTH = 2 * TILE_PAIRS;    // what one product of tiles sums over
 constexpr int64_t TILE = SIDE * TILE_PAIRS;  // words

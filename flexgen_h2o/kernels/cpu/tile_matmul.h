@@ -1,0 +1,329 @@
+// Products of many rows of bfloat16 in AMX tiles.
+//
+// Rows of x are left operands as they lie. Weights come to right ones by slabs of some outputs and
+// inputs, which stay in the second-level cache: each once for all rows that meet it. Sums stay in
+// tiles for all inputs of a slab. Meanwhile the next rows of x are asked for, and the lines where
+// results go.
+//
+// A product is a struct that tells how its weights come to operands: PlainSlabs, CodedSlabs.
+#pragma once
+
+#include "amx.h"
+#include "count.h"
+#include "kernels.h"
+#include "memory.h"
+#include "outputs.h"
+
+#if defined(TILES)
+
+namespace ISA {
+
+constexpr int64_t SIDE = TILE_ROWS;               // rows of all tiles, and their columns in words
+constexpr int64_t STEP_INPUTS = 2 * TILE_PAIRS;   // that one product of tiles sums over
+constexpr int64_t TILE_COLUMNS = 2 * SIDE;        // outputs that are computed together
+constexpr int64_t FEWEST_ROWS = 4 * TILE_COLUMNS;  // for which weights come to operands anew
+static_assert(TILED_OUTPUTS % TILE_COLUMNS == 0 && TILED_ROWS % (2 * SIDE) == 0 &&
+                  TILED_INPUTS % STEP_INPUTS == 0,
+              "whole tiles");
+
+INLINE int64_t up_to(int64_t multiple, int64_t x) {
+    return (x + multiple - 1) / multiple * multiple;
+}
+
+// Whole tiles, all of them.
+INLINE TileShapes whole_tiles() {
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; tile++) shapes.set(tile, TILE_ROWS, TILE_BYTES);
+    return shapes;
+}
+
+// Calls f(Count<H>, first) for H x 16 rows at a time.
+template <class F>
+INLINE void by_tiles(int64_t rows, const F& f) {
+    int64_t row = 0;
+    for (; row + SIDE < rows; row += 2 * SIDE) f(Count<2>{}, row);
+    if (row < rows) f(Count<1>{}, row);
+}
+
+enum { C0, C1, C2, C3, A0, A1, B0, B1 };
+
+// 16 rows of a left operand.
+struct LeftRows {
+    const void* from;
+    int64_t bytes;  // from one row to the next
+
+    const char* step(int64_t k) const { return static_cast<const char*>(from) + k * TILE_BYTES; }
+};
+
+// C0 to C3, of H x 2 tiles, += A0, A1 by B0, B1, over some steps; ahead(k) is called in each. Rows of
+// B [pairs, TILE_COLUMNS] follow each other.
+template <int H, class F>
+INLINE void add_products(Tiles& tiles, const LeftRows (&a)[H], const uint32_t* b, int64_t steps,
+                         const F& ahead) {
+    constexpr int64_t ROW = TILE_COLUMNS * sizeof *b;
+    for (int64_t k = 0; k < steps; k++, b += TILE_PAIRS * TILE_COLUMNS) {
+        ahead(k);
+        tiles.load<A0>(a[0].step(k), a[0].bytes);
+        tiles.load<B0>(b, ROW);
+        tiles.add_product<C0, A0, B0>();
+        tiles.load<B1>(b + SIDE, ROW);
+        tiles.add_product<C1, A0, B1>();
+        if constexpr (H == 2) {
+            tiles.load<A1>(a[1].step(k), a[1].bytes);
+            tiles.add_product<C2, A1, B0>();
+            tiles.add_product<C3, A1, B1>();
+        }
+    }
+}
+
+// Sums [16 H, TILE_COLUMNS] of float32.
+template <int H>
+INLINE void zero_sums(Tiles& tiles) {
+    tiles.zero<C0>();
+    tiles.zero<C1>();
+    if constexpr (H == 2) {
+        tiles.zero<C2>();
+        tiles.zero<C3>();
+    }
+}
+
+template <int H>
+INLINE void load_sums(Tiles& tiles, const float* c) {
+    constexpr int64_t ROW = TILE_COLUMNS * sizeof *c;
+    tiles.load<C0>(c, ROW);
+    tiles.load<C1>(c + SIDE, ROW);
+    if constexpr (H == 2) {
+        tiles.load<C2>(c + SIDE * TILE_COLUMNS, ROW);
+        tiles.load<C3>(c + SIDE * TILE_COLUMNS + SIDE, ROW);
+    }
+}
+
+template <int H>
+INLINE void store_sums(Tiles& tiles, float* c) {
+    constexpr int64_t ROW = TILE_COLUMNS * sizeof *c;
+    tiles.store<C0>(c, ROW);
+    tiles.store<C1>(c + SIDE, ROW);
+    if constexpr (H == 2) {
+        tiles.store<C2>(c + SIDE * TILE_COLUMNS, ROW);
+        tiles.store<C3>(c + SIDE * TILE_COLUMNS + SIDE, ROW);
+    }
+}
+
+// x [rows, inputs] by tiles of rows and steps of inputs. What fills none is copied, with zeros.
+class LeftOperand {
+public:
+    const bf16* const x;
+    const int64_t rows, inputs, x_row, steps;
+
+    LeftOperand(const void* x, int64_t rows, int64_t inputs, int64_t x_row)
+        : x(static_cast<const bf16*>(x)), rows(rows), inputs(inputs), x_row(x_row),
+          steps((inputs + STEP_INPUTS - 1) / STEP_INPUTS) {}
+
+    bool make() {
+        const int64_t left = rows % SIDE, whole = rows - left, width = steps * STEP_INPUTS;
+        last_rows = memory<bf16>(left ? SIDE * width : 0);
+        last_step = memory<bf16>(ragged() ? whole * STEP_INPUTS : 0);
+        if (!last_rows || !last_step) return false;
+        if (left) {
+            std::memset(last_rows.get(), 0, static_cast<size_t>(SIDE * width) * sizeof *x);
+            for (int64_t row = 0; row < left; row++)
+                std::memcpy(last_rows.get() + row * width, x + (whole + row) * x_row,
+                            static_cast<size_t>(inputs) * sizeof *x);
+        }
+        if (!ragged()) return true;
+        const int64_t first = width - STEP_INPUTS;
+        std::memset(last_step.get(), 0, static_cast<size_t>(whole * STEP_INPUTS) * sizeof *x);
+        for (int64_t row = 0; row < whole; row++)
+            std::memcpy(last_step.get() + row * STEP_INPUTS, x + row * x_row + first,
+                        static_cast<size_t>(inputs - first) * sizeof *x);
+        return true;
+    }
+
+    // True if the last step is not whole.
+    bool ragged() const { return inputs % STEP_INPUTS != 0; }
+
+    // 16 rows from `row` on, from a step on: the last one, if it is not whole, by itself.
+    LeftRows at(int64_t row, int64_t step) const {
+        constexpr int64_t SIZE = sizeof *x;
+        if (row + SIDE > rows)
+            return {last_rows.get() + step * STEP_INPUTS, steps * STEP_INPUTS * SIZE};
+        if (step == steps - 1 && ragged())
+            return {last_step.get() + row * STEP_INPUTS, STEP_INPUTS * SIZE};
+        return {x + row * x_row + step * STEP_INPUTS, x_row * SIZE};
+    }
+
+private:
+    Memory<bf16> last_rows, last_step;  // [SIDE, inputs], [rows, STEP_INPUTS]
+};
+
+// A block of weights.
+struct Slab {
+    int64_t output, outputs, input, inputs;
+
+    int64_t steps() const { return (inputs + STEP_INPUTS - 1) / STEP_INPUTS; }
+    int64_t pairs() const { return (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS; }
+    // Words of its right operands [pairs, steps, TILE_PAIRS, TILE_COLUMNS] for a pair of tiles.
+    int64_t pair_words() const { return steps() * TILE_PAIRS * TILE_COLUMNS; }
+};
+
+// Results of some rows and TILE_COLUMNS outputs at most, which are written while the tiles compute the
+// next ones.
+template <class A>
+class Results {
+public:
+    explicit Results(const A& a) : a(a) {}
+    ~Results() { put(2 * SIDE); }
+    Results(const Results&) = delete;
+    Results& operator=(const Results&) = delete;
+
+    // Where sums of the next ones go, [rows, TILE_COLUMNS]; those before are written by then.
+    float* begin(int64_t first_row, int64_t count, int64_t output, int64_t outputs) {
+        put(2 * SIDE);
+        turn = !turn, row = 0, rows = count, columns = outputs;
+        out = static_cast<bf16*>(a.out) + first_row * a.out_row + output;
+        bias = a.bias ? static_cast<const bf16*>(a.bias) + output : nullptr;
+        return sums[turn];
+    }
+
+    // Writes so many of the rows that are left.
+    INLINE void put(int64_t count) {
+        for (; count > 0 && row < rows; count--, row++) {
+            const float* from = sums[turn] + row * TILE_COLUMNS;
+            bf16* to = out + row * a.out_row;
+            columns < TILE_COLUMNS ? put_outputs(from, bias, to, columns, a.add) : put_row(from, to);
+        }
+    }
+
+private:
+    INLINE void put_row(const float* from, bf16* to) const {
+        for (int64_t i = 0; i < TILE_COLUMNS; i += 2 * WIDTH) {
+            Floats low = load(from + i), high = load(from + i + WIDTH);
+            if (bias) low += load(bias + i), high += load(bias + i + WIDTH);
+            if (a.add) low += load(to + i), high += load(to + i + WIDTH);
+            narrow(to + i, low, high);
+        }
+    }
+
+    alignas(64) float sums[2][2 * SIDE * TILE_COLUMNS];
+    const A& a;
+    int turn = 0;
+    int64_t row = 0, rows = 0, columns = 0;
+    bf16* out = nullptr;
+    const bf16* bias = nullptr;
+};
+
+// H x 16 rows by a slab, whose right operands are given: to `sums`, and of the last slab to `results`.
+template <int H, class A>
+void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const Slab& slab, int64_t row,
+                   const uint32_t* right, float* sums, Results<A>& results) {
+    const int64_t first = slab.input / STEP_INPUTS, steps = slab.steps(), pairs = slab.pairs();
+    const bool last = first + steps == x.steps, rest = last && x.ragged();
+    const int64_t left = x.rows - row, rows = left < H * SIDE ? left : H * SIDE;
+    const int64_t later = left - rows < H * SIDE ? left - rows : H * SIDE;  // of the next ones
+    const int64_t each = (2 * SIDE + steps - 1) / steps;
+    LeftRows whole[H], end[H];
+    for (int h = 0; h < H; h++) {
+        whole[h] = x.at(row + h * SIDE, first);
+        end[h] = x.at(row + h * SIDE, x.steps - 1);
+    }
+    for (int64_t pair = 0; pair < pairs; pair++, right += slab.pair_words()) {
+        const int64_t column = pair * TILE_COLUMNS, output = slab.output + column;
+        const bf16* out = static_cast<const bf16*>(a.out) + row * a.out_row + output;
+        const bf16* next = x.x + (row + rows) * x.x_row + first * STEP_INPUTS;
+        float* to = sums + column * H * SIDE;
+        const int64_t begin = later * pair / pairs, stop = later * (pair + 1) / pairs;
+        slab.input > 0 ? load_sums<H>(tiles, to) : zero_sums<H>(tiles);
+        add_products<H>(tiles, whole, right, steps - rest, [&](int64_t k) ALWAYS_INLINE {
+            for (int64_t i = begin; i < stop; i++)
+                __builtin_prefetch(next + i * x.x_row + k * STEP_INPUTS, 0, 2);
+            if (last && k < rows) __builtin_prefetch(out + k * a.out_row, 1, 3);
+            results.put(each);
+        });
+        if (rest)
+            add_products<H>(tiles, end, right + (steps - 1) * TILE_PAIRS * TILE_COLUMNS, 1,
+                            [](int64_t) {});
+        if (last) {
+            const int64_t behind = slab.outputs - column;
+            to = results.begin(row, rows, output, behind < TILE_COLUMNS ? behind : TILE_COLUMNS);
+        }
+        store_sums<H>(tiles, to);
+    }
+}
+
+// How a product is shared out: by outputs, and by rows where there are too few of them.
+struct Shares {
+    int64_t outputs, rows;          // of a share
+    int64_t by_outputs, by_rows;    // how many
+
+    // `most` outputs are of a slab.
+    Shares(int64_t all_rows, int64_t all_outputs, int64_t most, int64_t threads) {
+        by_outputs = (all_outputs + most - 1) / most;
+        by_rows = 1;
+        if (by_outputs < threads) {
+            const int64_t parts = (all_rows + FEWEST_ROWS - 1) / FEWEST_ROWS;
+            by_rows = (threads + by_outputs - 1) / by_outputs;
+            if (by_rows > parts) by_rows = parts;
+        } else {
+            by_outputs = up_to(threads, by_outputs);
+        }
+        outputs = up_to(TILE_COLUMNS, (all_outputs + by_outputs - 1) / by_outputs);
+        rows = up_to(2 * SIDE, (all_rows + by_rows - 1) / by_rows);
+        by_outputs = (all_outputs + outputs - 1) / outputs;
+        by_rows = (all_rows + rows - 1) / rows;
+    }
+};
+
+// Every product of the chain, which share x of so many inputs. Weights(a) are those of one; `multiple`
+// is of inputs, where a slab of them may end.
+template <class Weights, class A>
+int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
+    int64_t least = multiple;
+    while (least % STEP_INPUTS) least += multiple;
+    const int64_t deep = least < TILED_INPUTS ? TILED_INPUTS / least * least : least;
+    const bool whole = inputs <= deep;
+    const int64_t width = whole ? up_to(STEP_INPUTS, inputs) : deep, all = TILED_OUTPUTS * deep;
+    const int64_t outputs = all / width / TILE_COLUMNS * TILE_COLUMNS;  // of a slab
+    // Of a thread: right operands, and sums where there are several slabs.
+    const int64_t words = outputs * width / 2;
+    const int64_t size = words + (whole ? 0 : TILED_ROWS * TILED_OUTPUTS);
+    LeftOperand x(a.x, a.rows, inputs, a.x_row);
+    const Memory<float> everyone = memory<float>(a.threads * size);
+    if (!x.make() || !everyone) return NO_MEMORY;
+#pragma omp parallel num_threads(a.threads)
+    {
+        float* const right = everyone.get() + thread_number() * size;
+        const TileShapes shapes = whole_tiles();
+        Tiles tiles(shapes);
+        for (const A* each = &a; each; each = each->next) {
+            const Weights weights(*each);
+            const Shares shares(a.rows, weights.outputs(), outputs, a.threads);
+#pragma omp for schedule(static) nowait
+            for (int64_t share = 0; share < shares.by_outputs * shares.by_rows; share++) {
+                const int64_t output = share % shares.by_outputs * shares.outputs;
+                const int64_t left = weights.outputs() - output;
+                Slab slab{output, left < shares.outputs ? left : shares.outputs, 0, 0};
+                const int64_t first = share / shares.by_outputs * shares.rows;
+                const int64_t end = first + shares.rows < a.rows ? first + shares.rows : a.rows;
+                const int64_t together = whole ? end - first : TILED_ROWS;
+                Results<A> results(*each);
+                for (int64_t row = first; row < end; row += together)
+                    for (slab.input = 0; slab.input < inputs; slab.input += deep) {
+                        slab.inputs = inputs - slab.input < deep ? inputs - slab.input : deep;
+                        weights.unpack(slab, reinterpret_cast<uint32_t*>(right));
+                        const int64_t rows = end - row < together ? end - row : together;
+                        by_tiles(rows, [&](auto height, int64_t r) {
+                            multiply_rows<decltype(height)::value>(
+                                tiles, *each, x, slab, row + r,
+                                reinterpret_cast<const uint32_t*>(right),
+                                right + words + r * slab.pairs() * TILE_COLUMNS, results);
+                        });
+                    }
+            }
+        }
+    }
+    return DONE;
+}
+
+}  // namespace ISA
+
+#endif
