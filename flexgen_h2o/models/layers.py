@@ -170,6 +170,8 @@ def _own_product(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[..., N
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
                out: Tensor | None = None) -> Tensor:
     """Layer normalisation of each row; x is [rows, hidden] and may itself be `out`."""
+    if _normalised_natively(x):
+        return _native_norm(x, weight, bias, out, eps=eps, centred=True)
     norm = partial(F.layer_norm, normalized_shape=x.shape[-1:], weight=weight, bias=bias, eps=eps)
     return norm(x) if out is None else _into(out, norm, x)
 
@@ -182,12 +184,23 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
     """
     if offset:
         return _offset_rms_norm(x, weight, eps=eps, out=out, offset=offset)
-    if x.dtype == torch.bfloat16 and ops.natively(x):  # PyTorch's is several operations
-        out = torch.empty_like(x) if out is None else out
-        native.norm(x, weight, None, out, eps=eps, centred=False)
-        return out
+    if _normalised_natively(x):
+        return _native_norm(x, weight, None, out, eps=eps, centred=False)
     norm = partial(F.rms_norm, normalized_shape=x.shape[-1:], weight=weight, eps=eps)
     return norm(x) if out is None else _into(out, norm, x)
+
+
+def _normalised_natively(x: Tensor) -> bool:
+    """True where ours is faster: PyTorch's RMS norm is several operations, and its layer norm of
+    2,048 rows takes 1.6 times as long on a Xeon, and as long without AVX-512."""
+    return x.dtype == torch.bfloat16 and ops.natively(x)
+
+
+def _native_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor | None, *,
+                 eps: float, centred: bool) -> Tensor:
+    out = torch.empty_like(x) if out is None else out
+    native.norm(x, weight, bias, out, eps=eps, centred=centred)
+    return out
 
 
 def _offset_rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None,

@@ -217,6 +217,13 @@ def test_strided_rows_are_activated_and_normed_in_float32_whoever_does_it(
         assert got.data_ptr() == gate.data_ptr()
         torch.testing.assert_close(gate.double(), wanted, atol=2e-6, rtol=2 * eps)
     x, weight = torch.randn(70, 48).to(dtype)[:, 24:], torch.randn(24).to(dtype)
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    scale = centred.square().mean(-1, keepdim=True).add(1e-5).rsqrt()
+    wanted = centred * scale * weight.double() + weight.double()
+    for got in (layers.layer_norm(x, weight, weight, eps=1e-5),
+                layers.layer_norm(x, weight, weight, eps=1e-5,
+                                  out=torch.full_like(x, float("nan")))):
+        torch.testing.assert_close(got.double(), wanted, atol=2e-6, rtol=2 * eps)
     scale = x.double().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
     wanted = x.double() * scale * weight.double()
     for got in (layers.rms_norm(x, weight, eps=1e-5),
