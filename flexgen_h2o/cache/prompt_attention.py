@@ -212,11 +212,10 @@ class PromptAttention:
     def _fill(self, held: torch.Tensor, cuts: Sequence[Cut], *packed: torch.Tensor) -> None:
         """Put prompts of which everything stays into their first slots."""
         for slots, x in zip(held, packed, strict=True):
+            if self._shape.layout is not None:
+                x = ops.quantize_groups(x, self._shape.layout)
             for mine, rows in zip(slots, x.split([cut.length for cut in cuts]), strict=True):
-                new = rows.transpose(0, 1)
-                if self._shape.layout is not None:
-                    new = ops.quantize_groups(new, self._shape.layout)
-                mine[:, : new.shape[1]] = new
+                mine[:, : len(rows)] = rows.transpose(0, 1)
 
     def _cut(self, layer: int, length: int) -> Cut:
         budget = budgets.budget(self._h2o, layer, length)

@@ -33,7 +33,8 @@ class CacheCosts:
     def prompt_attention_seconds(self) -> float:
         """Causal attention over a whole prompt, with scores in the layers that need them."""
         run, model = self._run, self._run.model
-        rates = self._hardware.compute.prefill_attention
+        compute, heads = self._hardware.compute, model.num_heads
+        rates, each = compute.prefill_attention, compute.query_seconds
         seconds = 0.0
         for layer in range(model.num_layers):
             # Of each query with the keys that it sees.
@@ -41,12 +42,18 @@ class CacheCosts:
             pairs = seen * (seen + 1) / 2 + (self._prompt - seen) * seen
             size = budget(run.cache.h2o, layer, run.workload.prompt_len)
             scored = size is not None and size.heavy > 0
-            seconds += pairs / rates["scored" if scored else "plain"]
-        return 4 * model.head_dim * model.num_heads * seconds / model.num_layers
+            kind = "scored" if scored else "plain"
+            seconds += 4 * model.head_dim * heads * pairs / rates[kind]
+            seconds += heads * self._prompt * each.get(kind, 0.0)
+        return seconds / model.num_layers
 
     def add_prompt(self, tally: Tally) -> None:
         """The cut cache is written once. Until then, prompts in chunks go to and fro whole."""
         run, passes = self._run, self._run.passes
+        if not run.attends_on_host:
+            each = self._hardware.compute.caching.get(run.cache.bits, 0.0) / 1e9
+            kept = self._sequences * self._slots(self._prompt) * 2 * run.model.kv_size
+            tally.add(COMPUTE, kept * each / passes)
         plain = self._sequences * 2 * run.model.kv_size * run.itemsize
         cut = self._sequences * self._slots(self._prompt + GROWTH) * self._record
         fetched = ("cpu", "disk")

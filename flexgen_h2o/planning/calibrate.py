@@ -43,7 +43,7 @@ from flexgen_h2o.storage.tiers import Device
 
 Note = Callable[[str], object]
 
-_FORMAT = 5  # raise it when figures change their meaning: what was kept is then measured anew
+_FORMAT = 6  # raise it when figures change their meaning: what was kept is then measured anew
 _DIGITS = 4  # a measurement has no more
 
 _log = logging.getLogger(__name__)
@@ -160,8 +160,9 @@ def _compute(rates: Rates, progress: Note) -> Compute:
         progress(f"products of rounded activations with weights of {bits} bits")
         rounded[bits] = _figures(rates.linear(bits, activation_bits=8))
     progress("attention")
-    prefill = {"plain": rates.prefill_attention(scored=False),
-               "scored": rates.prefill_attention(scored=True)}
+    plain, scored = (rates.prefill_attention(scored=each) for each in (False, True))
+    prefill, query_seconds = (dict(zip(("plain", "scored"), each, strict=True))
+                              for each in zip(plain, scored, strict=True))
     decode, head_seconds = _decode_attention(rates)
     progress("a decoder layer, and the choice of tokens")
     bound = rates.bound_layer_seconds()
@@ -170,6 +171,7 @@ def _compute(rates: Rates, progress: Note) -> Compute:
                    layer_seconds=_figure(rates.layer_seconds()),
                    bound_layer_seconds=bound and _figure(bound),
                    logit_seconds=_figure(rates.logit_seconds()),
+                   query_seconds=_figures(query_seconds), caching=_figures(rates.caching()),
                    implementations=rates.implementations, rounded_linear=rounded)
 
 

@@ -26,6 +26,13 @@ class Compute:
     prefill_attention : mapping of "plain" and "scored" to float
         FLOP/s of causal attention over a prompt (4 x head_dim for each query and key that it
         sees), without and with heavy hitters' scores.
+    query_seconds : mapping of "plain" and "scored" to float
+        What it takes for each query of a head besides, which is most where prompts are short; none
+        where it was not measured.
+    caching : mapping of bits to float
+        Seconds that putting a billion elements of a prompt's keys and values into a cache of 16, 8
+        or 4 bits takes: choosing, quantizing and copying. None without those that were not
+        measured.
     decode_attention : mapping of bits to float
         Bytes of records per second at which one new token attends over a cache of 16, 8 or 4
         bits in this device's own memory.
@@ -58,6 +65,8 @@ class Compute:
     implementations: Winners = field(default_factory=dict)
     rounded_linear: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     bound_layer_seconds: float | None = None
+    query_seconds: Mapping[str, float] = field(default_factory=dict)
+    caching: Mapping[int, float] = field(default_factory=dict)
 
     def products(self, weights: WeightOptions) -> Mapping[int, float]:
         """Seconds of products with a billion weights by rows; rounding costs nothing where it was

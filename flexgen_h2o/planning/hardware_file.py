@@ -36,7 +36,7 @@ ROWS = (1, 4, 16, 64, 256, 2048)
 
 HOST_LINKS = tuple(link for link in LINKS if "gpu" not in link)
 
-TERA, MICRO, BILLION = 1e12, 1e-6, 1e9
+TERA, MICRO, NANO, BILLION = 1e12, 1e-6, 1e-9, 1e9
 
 _FIGURES = {
     "head_microseconds": ("head_seconds", MICRO),
@@ -83,6 +83,8 @@ class _ComputeRates(Entries):
         Literal[CODED_BITS], dict[_Rows, _Rate]] = field(default_factory=dict)
     linear_roofline: _Roofline | None = None
     bound_layer_microseconds: _Rate | None = None
+    query_nanoseconds: each_of(("plain", "scored"), _Rate) | None = None
+    caching_seconds_per_billion: each_of(BITS, _Rate) | None = None
     implementations: _Winners = _Winners()
 
     def __post_init__(self) -> None:
@@ -167,6 +169,8 @@ def _compute(file: _ComputeRates) -> Compute:
         **{each: _rounded(getattr(file, key) * unit) for key, (each, unit) in _FIGURES.items()},
         bound_layer_seconds=file.bound_layer_microseconds and _rounded(
             file.bound_layer_microseconds * MICRO),
+        query_seconds=_times(NANO, file.query_nanoseconds or {}),
+        caching=_times(1, file.caching_seconds_per_billion or {}),
         implementations={name: by_bits for name, by_bits in asdict(file.implementations).items()
                          if by_bits},
         rounded_linear={bits: _times(1, column) for bits, column in
@@ -196,6 +200,10 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
                for key, (field, unit) in _FIGURES.items()},
             **({"bound_layer_microseconds": _rounded(compute.bound_layer_seconds / MICRO)}
                if compute.bound_layer_seconds else {}),
+            **({"query_nanoseconds": _in_units(compute.query_seconds, NANO)}
+               if compute.query_seconds else {}),
+            **({"caching_seconds_per_billion": _in_units(compute.caching, 1)}
+               if compute.caching else {}),
             **({"implementations": compute.implementations} if compute.implementations else {}),
         },
         "host_attention": host and {

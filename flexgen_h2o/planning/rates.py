@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout, WeightOptions
-from flexgen_h2o.h2o.eviction import Eviction, EvictionState
+from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, native, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.choice import likeliest
@@ -43,6 +43,9 @@ FEWEST, MOST = 7, 200
 
 HOPELESS = 2
 """Times as long as another implementation takes one that is not timed to the end."""
+
+SHORTER = 16
+"""Times as short as other prompts are those that tell what attention takes for a query."""
 
 PATIENCE = 8
 """Times as long is taken for a difference, which is small beside what it is made of."""
@@ -241,22 +244,49 @@ class Rates:
         return itertools.cycle([form.view(rest.to(self._device.torch, copy=True), 0, weight.shape)
                                 for _ in range(self._rounds(rest.nbytes))])
 
-    def prefill_attention(self, *, scored: bool) -> float:
-        """`Compute.prefill_attention`, with or without scores."""
+    def prefill_attention(self, *, scored: bool) -> tuple[float, float]:
+        """`Compute.prefill_attention` and `query_seconds`, with or without scores, from prompts
+        and from as many rows in short ones."""
         sizes = self.sizes
         sequences, tokens = sizes.prompts
         rows = sequences * tokens
         q, k, v = (self._random(rows, sizes.heads, sizes.head_dim) for _ in range(3))
         scores = torch.rand(sizes.heads, rows, device=q.device) if scored else None
-        lengths = [tokens] * sequences
-        seen = sequences * tokens * (tokens + 1) // 2
 
-        def attend() -> None:
-            ops.prefill_attention(q, k, v, lengths, scores=scores)
+        def attend(tokens: int) -> None:
+            ops.prefill_attention(q, k, v, [tokens] * (rows // tokens), scores=scores)
 
-        took = (self._clock.seconds(attend) if scored
-                else self._fastest("prefill_attention", 16, rows, attend))
-        return 4 * sizes.head_dim * sizes.heads * seen / took
+        few = max(1, tokens // SHORTER)
+        took = (self._clock.seconds(partial(attend, tokens)) if scored
+                else self._fastest("prefill_attention", 16, rows, partial(attend, tokens)))
+        winners = None if scored else self.implementations
+        with dispatch.measured(winners):
+            short = self._clock.seconds(partial(attend, few))
+        flops, fewer = (4 * sizes.head_dim * sizes.heads * rows * (each + 1) / 2
+                        for each in (tokens, few))
+        rate = (flops - fewer) / max(took - short, took / 2)
+        return rate, max(short - fewer / rate, LEAST_SECONDS) / (rows * sizes.heads)
+
+    def caching(self) -> dict[int, float]:
+        """`Compute.caching`, of whole prompts with scores."""
+        sizes = self.sizes
+        sequences, tokens = sizes.prompts
+        k, v = (self._random(sequences * tokens, sizes.heads, sizes.head_dim) for _ in range(2))
+        scores = torch.rand(sizes.heads, len(k), device=k.device)
+        cuts = [Cut(tokens, tokens // 2, tokens - tokens // 2)] * sequences
+        found = {}
+        for bits in BITS:
+            one = self._records(sizes.heads, tokens, sizes.head_dim, bits=bits)
+            slots = one.repeat(1, sequences, 1, 1, 1)
+            state = EvictionState(Eviction(), *(
+                torch.zeros(slots.shape[1:4], dtype=dtype, device=k.device)
+                for dtype in (torch.float32, torch.int32)))
+            layout = None if bits == 16 else GroupLayout(sizes.head_dim, bits)
+            took = self._clock.seconds(lambda slots=slots, state=state, layout=layout: (
+                ops.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
+                                         layout=layout)))
+            found[bits] = BILLION * took / (2 * k.numel())
+        return found
 
     def decode_attention(self) -> tuple[dict[int, float], float]:
         """`decode_attention` and `head_seconds`, from steps over few and over many slots."""

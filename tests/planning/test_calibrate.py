@@ -50,12 +50,14 @@ def check(hardware: Hardware, *, count: int) -> None:
     assert {bits: set(table) for bits, table in hardware.compute.linear.items()} == {
         bits: {1, 3} for bits in WEIGHT_BITS}
     assert set(hardware.compute.prefill_attention) == {"plain", "scored"}
+    assert set(hardware.compute.query_seconds) == {"plain", "scored"}
+    assert set(hardware.compute.caching) == set(BITS)
     assert set(hardware.compute.decode_attention) == set(BITS)
 
 
-# Of memory 2, links 2, products 8 and of rounded activations 4, attention 2 + 3, recall 5, 7 single
-# ones.
-CPU_FIGURES = 33
+# Of memory 2, links 2, products 8 and of rounded activations 4, attention 4 + 3, caching 3, recall 5,
+# 7 single ones.
+CPU_FIGURES = 38
 
 
 def test_every_figure_of_a_cpu(tmp_path):

@@ -162,6 +162,25 @@ def test_attention_of_the_prefill_is_causal_and_dearer_with_scores():
     assert prefill == pytest.approx(3 * flops * (0.5 / 250 + 0.5 / 1000))
 
 
+def test_each_query_of_a_prompt_costs_something_besides():
+    compute = replace(FREE, query_seconds={"plain": 1.0, "scored": 3.0})
+    for h2o, each in ((None, 1), (H2OConfig(heavy_ratio=0.1), 3), (H2OConfig(recent_ratio=0.1), 1)):
+        prefill, step = seconds(machine(compute), planned(batch=(3, 1), h2o=h2o))
+        assert prefill == pytest.approx(3 * 12 * 64 * 12 * each)
+        assert step < 1e-3
+
+
+@pytest.mark.parametrize(("h2o", "kept"), [(None, 64), (H2OConfig(heavy_ratio=0.25), 32)])
+def test_what_stays_of_a_prompt_is_put_into_the_cache(h2o, kept):
+    compute = replace(FREE, caching={16: 1e9, 8: 2e9, 4: 5e9})
+    for bits, each in ((16, 1), (4, 5)):
+        prefill, step = seconds(machine(compute), planned(batch=(3, 2), h2o=h2o, bits=(16, bits)))
+        assert prefill == pytest.approx(6 * 12 * kept * 2 * 768 * each)
+        assert step < 1e-3
+    on_host = planned(batch=(3, 2), h2o=h2o, cache=ON_HOST, cpu_cache_compute=True)
+    assert seconds(machine(replace(compute, caching={16: 1e15})), on_host)[0] < 1e9
+
+
 @pytest.mark.parametrize(("h2o", "attended"), [
     (None, sum(range(65, 73)) / 8),  # eight steps, each over one token more, itself included
     (H2OConfig(heavy_ratio=0.25), 33),  # 16 heavy, 16 recent, and the new one beside them

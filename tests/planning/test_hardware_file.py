@@ -23,7 +23,7 @@ from flexgen_h2o.planning.hardware_file import (
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "hardware"
 
-GIGA, TERA, MICRO = 9, 12, -6
+GIGA, TERA, MICRO, NANO = 9, 12, -6, -9
 """Units of a file, as powers of ten."""
 
 nbytes = st.integers(10**6, 10**15 - 1)
@@ -56,7 +56,9 @@ def machines(draw) -> Hardware:
             decode_attention=draw(tables(BITS, GIGA)),
             head_seconds=draw(figures(MICRO)), elementwise=draw(figures()),
             layer_seconds=draw(figures(MICRO)), logit_seconds=draw(figures()),
-            bound_layer_seconds=draw(st.none() | figures(MICRO))),
+            bound_layer_seconds=draw(st.none() | figures(MICRO)),
+            query_seconds=draw(st.just({}) | tables(("plain", "scored"), NANO)),
+            caching=draw(st.just({}) | tables(BITS))),
         host_attention=HostAttentionRates(draw(tables(BITS, GIGA)), draw(figures(MICRO)))
         if has_gpu and draw(st.booleans()) else None,
         recall=RecallRates(*(draw(figures()) for _ in RECALL_FIGURES)),

@@ -19,9 +19,13 @@ struct Lanes {
     const Sequence& sequence;
     int64_t kv_head, first, count, stride;  // the task's next block is so many lanes on
 
-    int64_t group() const { return a.heads / a.kv_heads; }
-    int64_t row(int64_t lane) const { return (first + lane) / group(); }
-    int64_t head(int64_t lane) const { return kv_head * group() + (first + lane) % group(); }
+    const int64_t queries = a.heads / a.kv_heads;  // that a KV head has, of each row
+
+    int64_t group() const { return queries; }
+    int64_t row(int64_t lane) const { return queries == 1 ? first + lane : (first + lane) / queries; }
+    int64_t head(int64_t lane) const {
+        return queries == 1 ? kv_head : kv_head * queries + (first + lane) % queries;
+    }
     // The last key that a lane sees.
     int64_t limit(int64_t lane) const { return sequence.tokens - sequence.rows + row(lane); }
     int64_t seen() const { return limit(count - 1) + 1; }

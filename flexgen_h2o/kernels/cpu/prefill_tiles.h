@@ -169,8 +169,9 @@ struct TileBlock : Lanes {
 
     void run(float* scores) {
         load_queries();
-        std::memset(space.sums.get(), 0, static_cast<size_t>(QUERY_LANES * space.sums_row()) * 4);
-        for (int64_t lane = 0; lane < QUERY_LANES; lane++) {
+        const int64_t lanes = up_to(PAIR, count);
+        std::memset(space.sums.get(), 0, static_cast<size_t>(lanes * space.sums_row()) * 4);
+        for (int64_t lane = 0; lane < lanes; lane++) {
             space.top[lane] = NONE;
             space.totals[lane] = Floats{};
             space.limits[lane] = limit(lane);
@@ -182,11 +183,15 @@ struct TileBlock : Lanes {
         }
         const int64_t seen = this->seen(), begin = this->begin() / KEY_CHUNK * KEY_CHUNK;
         space.pack(a, sequence, kv_head, begin, seen);
+        const int64_t chunks = (seen - begin + KEY_CHUNK - 1) / KEY_CHUNK;
+        const int64_t each = chunks < QUERIES / 8 ? (QUERIES + chunks - 1) / chunks : 8;
         int64_t fetched = 0;
         for (int64_t t = begin; t < seen; t += KEY_CHUNK) {
-            for (const int64_t more = fetched + 8; fetched < more; fetched++) fetch(fetched);
             logits(t);
-            for (int64_t lane = 0; lane < count; lane++) weigh(t, lane);
+            for (int64_t lane = 0; lane < count; lane++) {
+                if (lane < each) fetch(fetched++);
+                weigh(t, lane);
+            }
             add_values(t);
         }
         write();
@@ -204,15 +209,25 @@ struct TileBlock : Lanes {
         return some <= 0 ? 0 : up_to(PAIR, some < KEY_CHUNK ? some : KEY_CHUNK);
     }
 
-    // Asks for what the task's next block begins with, row by row.
+    // Asks for what the task's next block begins with, row by row; behind the last one for the first
+    // of the head that the thread probably has next.
     void fetch(int64_t row) const {
-        const int64_t next = stride + row;
-        if (row >= QUERIES || first + next >= sequence.rows * group()) return;
-        prefetch(query<bf16>(next));
-        const int64_t key = space.packed + row;
-        if (key > limit(next)) return;
-        prefetch(cached<bf16>(sequence, a.k, a.k_row, kv_head * a.k_head) + key * a.k_row);
-        prefetch(cached<bf16>(sequence, a.v, a.v_row, kv_head * a.v_head) + key * a.v_row);
+        const int64_t lanes = sequence.rows * group(), heads = a.threads;
+        if (row >= QUERIES) return;
+        if (first + stride < lanes) {
+            if (first + stride + row < lanes)
+                fetch(query<bf16>(stride + row), space.packed + row, limit(stride + row), kv_head);
+        } else if (stride == QUERIES && row < lanes && kv_head + heads < a.kv_heads) {
+            const bf16* mine = static_cast<const bf16*>(a.q) + (sequence.row + row / group()) * a.q_row;
+            fetch(mine + ((kv_head + heads) * group() + row % group()) * a.q_head, row,
+                  sequence.tokens - 1, kv_head + heads);
+        }
+    }
+    void fetch(const bf16* query, int64_t key, int64_t limit, int64_t head) const {
+        prefetch(query);
+        if (key > limit) return;
+        prefetch(cached<bf16>(sequence, a.k, a.k_row, head * a.k_head) + key * a.k_row);
+        prefetch(cached<bf16>(sequence, a.v, a.v_row, head * a.v_head) + key * a.v_row);
     }
     void prefetch(const bf16* row) const {
         for (int64_t i = 0; i < a.head_dim; i += DEPTH) __builtin_prefetch(row + i, 0, 2);
@@ -220,7 +235,8 @@ struct TileBlock : Lanes {
 
     void load_queries() const {
         const int64_t row = space.queries_row();
-        std::memset(space.queries.get(), 0, static_cast<size_t>(QUERY_LANES * row) * 4);
+        if (a.head_dim < space.dim || count % PAIR)
+            std::memset(space.queries.get(), 0, static_cast<size_t>(up_to(PAIR, count) * row) * 4);
         for (int64_t lane = 0; lane < count; lane++)
             std::memcpy(space.queries.get() + lane * row, query<bf16>(lane),
                         static_cast<size_t>(a.head_dim) * 2);
