@@ -54,7 +54,8 @@ LOOKS = {OURS: ("#0072B2", ""), OURS_12: ("#0072B2", "//"), OURS_8: ("#56B4E9", 
          INDEXED: ("#666666", "++"), RANGE: ("#D55E00", "oo"), "full cache": ("#999999", ""),
          "recall 20%, 4 bits": ("#CC79A7", ""), "recall 20%, 2 bits": ("#CC79A7", "//"),
          "recall 10%, 4 bits": ("#E69F00", ""), "recall 5%, 4 bits": ("#E69F00", "//"),
-         "pytorch": ("#999999", ""), "skinny": ("#0072B2", ""), "float32": ("#CC79A7", "")}
+         "pytorch": ("#999999", ""), "skinny": ("#0072B2", ""), "tiled": ("#009E73", ""),
+         "float32": ("#CC79A7", "")}
 
 
 class TimedRows:

@@ -55,8 +55,8 @@ def check(hardware: Hardware, *, count: int) -> None:
     assert set(hardware.compute.decode_attention) == set(BITS)
 
 
-# Of memory 2, links 2, products 8 and of rounded activations 4, attention 4 + 3, caching 3, recall 5,
-# 7 single ones.
+# Of memory 2, links 2, products 8 and of rounded activations 4, attention 4 + 3, caching 3, recall
+# 5, 7 single ones.
 CPU_FIGURES = 38
 
 
