@@ -100,7 +100,8 @@ PRODUCT_DEPTH = 128
 """Inputs that products in float32 take at once: a strip of weights has so many as floats."""
 
 SKINNY_ROWS = 128
-"""The most rows of `linear_skinny`: for more, PyTorch is as fast with AMX, and faster without."""
+"""The most rows of `linear_skinny`: for more, `linear_tiled` is as fast with AMX, and PyTorch
+faster without."""
 
 EXPERT_ROWS = 64
 """The most tokens of one of several experts that one call computes."""

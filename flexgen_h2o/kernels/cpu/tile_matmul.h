@@ -273,6 +273,25 @@ struct Shares {
     }
 };
 
+// Rows from `first` to `end` by some outputs, in slabs of `deep` inputs at most.
+template <class Weights, class A>
+void multiply_share(Tiles& tiles, const A& a, const Weights& weights, const LeftOperand& x, Slab slab,
+                    int64_t first, int64_t end, int64_t deep, uint32_t* right, float* sums) {
+    const int64_t together = x.inputs <= deep ? end - first : TILED_ROWS;
+    Results<A> results(a);
+    for (int64_t begin = first; begin < end; begin += together)
+        for (slab.input = 0; slab.input < x.inputs; slab.input += deep) {
+            const int64_t left = x.inputs - slab.input, rows = end - begin;
+            slab.inputs = left < deep ? left : deep;
+            weights.unpack(slab, right);
+            by_tiles(rows < together ? rows : together, [&](auto height, int64_t row) {
+                multiply_rows<decltype(height)::value>(
+                    tiles, a, x, slab, begin + row, right,
+                    sums + row * slab.pairs() * TILE_COLUMNS, results);
+            });
+        }
+}
+
 // Every product of the chain, which share x of so many inputs. Weights(a) are those of one; `multiple`
 // is of inputs, where a slab of them may end.
 template <class Weights, class A>
@@ -291,7 +310,8 @@ int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
     if (!x.make() || !everyone) return NO_MEMORY;
 #pragma omp parallel num_threads(a.threads)
     {
-        float* const right = everyone.get() + thread_number() * size;
+        float* const sums = everyone.get() + thread_number() * size + words;
+        auto* const right = reinterpret_cast<uint32_t*>(sums - words);
         const TileShapes shapes = whole_tiles();
         Tiles tiles(shapes);
         for (const A* each = &a; each; each = each->next) {
@@ -301,23 +321,10 @@ int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
             for (int64_t share = 0; share < shares.by_outputs * shares.by_rows; share++) {
                 const int64_t output = share % shares.by_outputs * shares.outputs;
                 const int64_t left = weights.outputs() - output;
-                Slab slab{output, left < shares.outputs ? left : shares.outputs, 0, 0};
+                const Slab slab{output, left < shares.outputs ? left : shares.outputs, 0, 0};
                 const int64_t first = share / shares.by_outputs * shares.rows;
                 const int64_t end = first + shares.rows < a.rows ? first + shares.rows : a.rows;
-                const int64_t together = whole ? end - first : TILED_ROWS;
-                Results<A> results(*each);
-                for (int64_t row = first; row < end; row += together)
-                    for (slab.input = 0; slab.input < inputs; slab.input += deep) {
-                        slab.inputs = inputs - slab.input < deep ? inputs - slab.input : deep;
-                        weights.unpack(slab, reinterpret_cast<uint32_t*>(right));
-                        const int64_t rows = end - row < together ? end - row : together;
-                        by_tiles(rows, [&](auto height, int64_t r) {
-                            multiply_rows<decltype(height)::value>(
-                                tiles, *each, x, slab, row + r,
-                                reinterpret_cast<const uint32_t*>(right),
-                                right + words + r * slab.pairs() * TILE_COLUMNS, results);
-                        });
-                    }
+                multiply_share(tiles, *each, weights, x, slab, first, end, deep, right, sums);
             }
         }
     }
