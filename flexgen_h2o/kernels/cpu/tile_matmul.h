@@ -250,26 +250,34 @@ void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const Slab& s
     }
 }
 
-// How a product is shared out: by outputs, and by rows where there are too few of them.
+// How a product is shared out: by outputs, and by rows where there are too few of them; the same to
+// each thread, but for a tile or two.
 struct Shares {
-    int64_t outputs, rows;          // of a share
-    int64_t by_outputs, by_rows;    // how many
+    int64_t rows, outputs, by_rows = 1, by_outputs;
 
     // `most` outputs are of a slab.
-    Shares(int64_t all_rows, int64_t all_outputs, int64_t most, int64_t threads) {
-        by_outputs = (all_outputs + most - 1) / most;
-        by_rows = 1;
+    Shares(int64_t rows, int64_t outputs, int64_t most, int64_t threads)
+        : rows(rows), outputs(outputs), by_outputs((outputs + most - 1) / most) {
         if (by_outputs < threads) {
-            const int64_t parts = (all_rows + FEWEST_ROWS - 1) / FEWEST_ROWS;
+            const int64_t parts = (rows + FEWEST_ROWS - 1) / FEWEST_ROWS;
             by_rows = (threads + by_outputs - 1) / by_outputs;
             if (by_rows > parts) by_rows = parts;
         } else {
             by_outputs = up_to(threads, by_outputs);
         }
-        outputs = up_to(TILE_COLUMNS, (all_outputs + by_outputs - 1) / by_outputs);
-        rows = up_to(2 * SIDE, (all_rows + by_rows - 1) / by_rows);
-        by_outputs = (all_outputs + outputs - 1) / outputs;
-        by_rows = (all_rows + rows - 1) / rows;
+    }
+
+    int64_t count() const { return by_rows * by_outputs; }
+    int64_t first_row(int64_t part) const { return bound(rows, 2 * SIDE, part, by_rows); }
+    int64_t first_output(int64_t part) const {
+        return bound(outputs, TILE_COLUMNS, part, by_outputs);
+    }
+
+private:
+    // Where a part of `all` begins: at whole tiles.
+    static int64_t bound(int64_t all, int64_t tile, int64_t part, int64_t parts) {
+        const int64_t first = (all + tile - 1) / tile * part / parts * tile;
+        return first < all ? first : all;
     }
 };
 
@@ -318,12 +326,11 @@ int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
             const Weights weights(*each);
             const Shares shares(a.rows, weights.outputs(), outputs, a.threads);
 #pragma omp for schedule(static) nowait
-            for (int64_t share = 0; share < shares.by_outputs * shares.by_rows; share++) {
-                const int64_t output = share % shares.by_outputs * shares.outputs;
-                const int64_t left = weights.outputs() - output;
-                const Slab slab{output, left < shares.outputs ? left : shares.outputs, 0, 0};
-                const int64_t first = share / shares.by_outputs * shares.rows;
-                const int64_t end = first + shares.rows < a.rows ? first + shares.rows : a.rows;
+            for (int64_t share = 0; share < shares.count(); share++) {
+                const int64_t part = share / shares.by_outputs, of = share % shares.by_outputs;
+                const int64_t output = shares.first_output(of), first = shares.first_row(part);
+                const Slab slab{output, shares.first_output(of + 1) - output, 0, 0};
+                const int64_t end = shares.first_row(part + 1);
                 multiply_share(tiles, *each, weights, x, slab, first, end, deep, right, sums);
             }
         }
