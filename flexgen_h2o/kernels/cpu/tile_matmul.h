@@ -156,14 +156,14 @@ private:
     Memory<bf16> last_rows, last_step;  // [SIDE, inputs], [rows, STEP_INPUTS]
 };
 
-// A block of weights.
+// A block of weights; `room` is of inputs, to whole steps and to what of them is unpacked together.
 struct Slab {
-    int64_t output, outputs, input, inputs;
+    int64_t output, outputs, input, inputs, room;
 
     int64_t steps() const { return (inputs + STEP_INPUTS - 1) / STEP_INPUTS; }
     int64_t pairs() const { return (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS; }
-    // Words of its right operands [pairs, steps, TILE_PAIRS, TILE_COLUMNS] for a pair of tiles.
-    int64_t pair_words() const { return steps() * TILE_PAIRS * TILE_COLUMNS; }
+    // Words of its right operands [pairs, room / 2, TILE_COLUMNS] for a pair of tiles.
+    int64_t pair_words() const { return room / 2 * TILE_COLUMNS; }
 };
 
 // Results of some rows and TILE_COLUMNS outputs at most, which are written while the tiles compute the
@@ -281,16 +281,23 @@ private:
     }
 };
 
+// Inputs up to whole steps, after `multiple` of them that are unpacked together.
+INLINE int64_t room_of(int64_t inputs, int64_t multiple) {
+    return up_to(STEP_INPUTS, up_to(multiple, inputs));
+}
+
 // Rows from `first` to `end` by some outputs, in slabs of `deep` inputs at most.
 template <class Weights, class A>
 void multiply_share(Tiles& tiles, const A& a, const Weights& weights, const LeftOperand& x, Slab slab,
-                    int64_t first, int64_t end, int64_t deep, uint32_t* right, float* sums) {
+                    int64_t first, int64_t end, int64_t deep, int64_t multiple, uint32_t* right,
+                    float* sums) {
     const int64_t together = x.inputs <= deep ? end - first : TILED_ROWS;
     Results<A> results(a);
     for (int64_t begin = first; begin < end; begin += together)
         for (slab.input = 0; slab.input < x.inputs; slab.input += deep) {
             const int64_t left = x.inputs - slab.input, rows = end - begin;
             slab.inputs = left < deep ? left : deep;
+            slab.room = room_of(slab.inputs, multiple);
             weights.unpack(slab, right);
             by_tiles(rows < together ? rows : together, [&](auto height, int64_t row) {
                 multiply_rows<decltype(height)::value>(
@@ -308,7 +315,7 @@ int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
     while (least % STEP_INPUTS) least += multiple;
     const int64_t deep = least < TILED_INPUTS ? TILED_INPUTS / least * least : least;
     const bool whole = inputs <= deep;
-    const int64_t width = whole ? up_to(STEP_INPUTS, inputs) : deep, all = TILED_OUTPUTS * deep;
+    const int64_t width = whole ? room_of(inputs, multiple) : deep, all = TILED_OUTPUTS * deep;
     const int64_t outputs = all / width / TILE_COLUMNS * TILE_COLUMNS;  // of a slab
     // Of a thread: right operands, and sums where there are several slabs.
     const int64_t words = outputs * width / 2;
@@ -329,9 +336,10 @@ int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
             for (int64_t share = 0; share < shares.count(); share++) {
                 const int64_t part = share / shares.by_outputs, of = share % shares.by_outputs;
                 const int64_t output = shares.first_output(of), first = shares.first_row(part);
-                const Slab slab{output, shares.first_output(of + 1) - output, 0, 0};
+                const Slab slab{output, shares.first_output(of + 1) - output, 0, 0, 0};
                 const int64_t end = shares.first_row(part + 1);
-                multiply_share(tiles, *each, weights, x, slab, first, end, deep, right, sums);
+                multiply_share(tiles, *each, weights, x, slab, first, end, deep, multiple, right,
+                               sums);
             }
         }
     }
