@@ -141,10 +141,12 @@ if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for,
                          "avx512bf16": AVX512_BF16,
                          "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
                          "amx_emulated": [*AVX2, "-DH2O_EMULATE"]}
-TILED = ("experts", "linear", "prefill", "product")
-SOURCES = {"avxvnni": ("experts", "linear", "product"), "amx": TILED, "amx_emulated": TILED}
-"""Those of instruction sets that have kernels of their own in some alone; dispatch.cpp says which
-set the others are of."""
+VECTORS = ("portable", "avx2", "avx512")
+SOURCES = {name: tuple(INSTRUCTION_SETS) for name in ("experts", "linear", "product")} | {
+    "choose": (*VECTORS, "avx512vnni"),
+    "prefill": (*VECTORS, "avx512bf16", "amx", "amx_emulated")}
+"""The instruction sets that a source has kernels of its own for, `VECTORS` where it is not named:
+for the others it would come out the same. dispatch.cpp says whose kernels those use."""
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-g", "-O1",
             "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 """With FLEXGEN_H2O_SANITIZE in the environment (`make test-asan`). GCC 12 then warns of what its
@@ -166,8 +168,8 @@ class BuildKernels(build_ext):
         flags = FLAGS + (SANITIZE if os.environ.get("FLEXGEN_H2O_SANITIZE") else [])
         jobs = [(source, name, [*flags, *more, f"-DISA={name}"])
                 for source in ext.sources for name, more in INSTRUCTION_SETS.items()
-                if Path(source).stem in SOURCES.get(name, (Path(source).stem,))
-                and Path(source).stem != "dispatch"]
+                if Path(source).stem != "dispatch"
+                and name in SOURCES.get(Path(source).stem, VECTORS)]
         build = fingerprint(ext, jobs, described(compiler_command(self.compiler)))
         jobs.append((str(KERNELS / "dispatch.cpp"), "", [*flags, f'-DH2O_BUILD="{build}"']))
         kept = os.environ.get("FLEXGEN_H2O_OBJECTS")

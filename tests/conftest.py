@@ -165,11 +165,14 @@ def make_tiny(key: str, folder: Path) -> TinyModel:
 
 
 def pytest_generate_tests(metafunc):
-    """A test with the fixture `isa` runs with each instruction set that can be forced here."""
+    """A test with the fixture `isa` runs with each instruction set that can be forced here, one
+    marked with a source of the kernels with each that this source is compiled for."""
     if "isa" in metafunc.fixturenames:
-        from kernel_cases import SETS
+        from kernel_cases import SETS, sets_of
 
-        metafunc.parametrize("isa", SETS or [None], indirect=True)
+        marker = metafunc.definition.get_closest_marker("source")
+        sets = sets_of(*marker.args) if marker else SETS
+        metafunc.parametrize("isa", sets or [None], indirect=True)
 
 
 @pytest.fixture

@@ -217,7 +217,7 @@ def make(name: str, folder: Path, **options: Any) -> tuple[Any, Path]:
 
     case = CASES[name]
     config = AutoConfig.for_model(case.model_type, **{**_SMALL, **case.options})
-    torch.manual_seed(sum(map(ord, name)))
+    torch.default_generator.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():

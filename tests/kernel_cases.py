@@ -7,9 +7,14 @@ NaN too). Whatever may be strided is.
 from __future__ import annotations
 
 import ctypes
+import functools
+import runpy
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +36,21 @@ BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
                            reason="the C++ kernels were not built")
 SETS = () if cpu_library.missing() else cpu_library.available_sets()
 """Instruction sets that this machine can run, or can be made to choose as."""
+
+
+@functools.cache
+def packaging() -> dict[str, Any]:
+    """What setup.py defines; `--name` has it build nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["setup.py", "-q", "--name"])
+        patch.chdir(Path(__file__).parents[1])
+        return runpy.run_path("setup.py")
+
+
+def sets_of(source: str) -> list[str]:
+    """Those of `SETS` that a source of the kernels (its name without .cpp) is compiled for."""
+    return [name for name in SETS
+            if name in packaging()["SOURCES"].get(source, packaging()["VECTORS"])]
 
 
 @contextmanager
@@ -69,7 +89,7 @@ def poisoned_memory() -> Iterator[None]:
 
 def linear_case(rows, inputs, outputs, *, bias=True, dtype=torch.bfloat16):
     """x and out as slices of wider tensors, out poisoned."""
-    torch.manual_seed(rows + inputs + outputs)
+    torch.default_generator.manual_seed(rows + inputs + outputs)
     x = torch.randn(rows, inputs + 6).to(dtype)[:, :inputs]
     weight = torch.randn(outputs, inputs).to(dtype)
     out = torch.full((rows, outputs + 3), float("nan")).to(dtype)
@@ -150,7 +170,7 @@ def prefill_case(lengths, key_lengths=None, *, group=1, kv_heads=2, dim=16, deca
     Keys lie an even number of elements apart for even sums of lengths, an odd one for odd sums.
     """
     key_lengths = key_lengths or lengths
-    torch.manual_seed(sum(lengths) + 7 * sum(key_lengths) + group + dim)
+    torch.default_generator.manual_seed(sum(lengths) + 7 * sum(key_lengths) + group + dim)
     rows, keys = sum(lengths), sum(key_lengths)
     odd = (rows + dim) % 2
     q = torch.randn(rows, kv_heads * group, dim + 3).to(dtype)[..., :dim]
@@ -220,7 +240,7 @@ def tied(*shape):
 
 def select_case(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, rolls=False,
                 draw=torch.randn):
-    torch.manual_seed(len(cuts) + sum(cut.length for cut in cuts) + dim)
+    torch.default_generator.manual_seed(len(cuts) + sum(cut.length for cut in cuts) + dim)
     eviction = eviction or Eviction()
     dtype, layout = of_form(form, dim)
     rows, n = sum(cut.length for cut in cuts), max(map(eviction.kept, cuts)) + 2
@@ -292,7 +312,7 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
 
     ties: scores are whole numbers from 1 to 3, times `HUGE`.
     """
-    torch.manual_seed(len(cached) + sum(cached) + group + dim)
+    torch.default_generator.manual_seed(len(cached) + sum(cached) + group + dim)
     (dtype, layout), n = of_form(form, dim), n or max(cached) + 3
     shape = (len(cached), kv_heads, n)
     q = torch.randn(shape[0], kv_heads * group, dim + 2).to(dtype)[..., :dim]

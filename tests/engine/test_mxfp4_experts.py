@@ -48,7 +48,7 @@ def hub(tmp_path):
     from models import packings
     from transformers import GptOssForCausalLM
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     config = MIXTURES["gpt_oss"](hidden_size=64, intermediate_size=32, eos_token_id=None)
     model = GptOssForCausalLM(config).eval()
     model.set_experts_implementation("eager")

@@ -96,7 +96,7 @@ def qwen(request):
         vocab_size=120, hidden_size=48, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=2, intermediate_size=80, max_position_embeddings=256, head_dim=8,
         eos_token_id=None)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -290,7 +290,7 @@ def test_sampling_draws_the_same_as_the_definition(tiny_model):
     prompts = prompts_of(tiny)
 
     def drawn(h2o, seed=3):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": 0.9, "top_k": 20, "num_return_sequences": 2}
         if h2o is None:
             return plain(tiny.model, prompts, **sampling)

@@ -28,6 +28,7 @@ def by_blocks(q, k, v, lengths, *, key_lengths, scores, decay, form, sinks):
                                        FormArguments.of(form, sinks))
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("form", COMBINATIONS, ids=str)
 def test_prefill(isa, form, dtype):
@@ -37,6 +38,7 @@ def test_prefill(isa, form, dtype):
         [9, 20], [40, 20], decay=0.9, dim=16, dtype=dtype, attention=form))
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("window", [2, 31, 64, 130, 300, 399])
 @pytest.mark.parametrize("dtype", FLOATS[:2])
 def test_long_prefill_in_windows_of_every_size(isa, window, dtype):
@@ -70,6 +72,7 @@ def test_sdpa(lengths, window):
     assert not sdpa.possible(AttentionForm(sinks=True))
 
 
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("stored", FORMS)
 @pytest.mark.parametrize("form", [form for form in COMBINATIONS if form.window is None], ids=str)
 def test_decode(isa, form, stored):
@@ -79,6 +82,7 @@ def test_decode(isa, form, stored):
                                      eviction=Eviction(), rotary=8, attention=form))
 
 
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("window", [2, 6, 40])
 @pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(decay=0.9)])
 def test_decode_does_not_see_what_has_left_the_window(isa, window, eviction):

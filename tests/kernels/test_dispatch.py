@@ -101,7 +101,7 @@ def test_operations_do_what_is_chosen(monkeypatch, isa):
             (ops, inside_kernels.UNPACKED_PRODUCT, "unpacked"),
             (native, "prefill_attention", "blocks"), (ops.sdpa, "prefill_attention", "sdpa")):
         listen(module, function, name)
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     case = prefill_case([9, 4], dtype=torch.bfloat16) | {"scores": None, "key_lengths": None}
     x, weight = torch.randn(9, 64).bfloat16(), torch.randn(20, 64).bfloat16()
     layout = MatrixLayout(20, 64, 8)

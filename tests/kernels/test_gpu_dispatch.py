@@ -88,7 +88,7 @@ def test_prefill_through_products(monkeypatch, dtype, group, decay, rows, tokens
     plain = blockwise.prefill_attention
     monkeypatch.setattr(blockwise, "prefill_attention",
                         lambda *args: taken.append(1) or plain(*args))
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     q = torch.randn(sum(rows), kv_heads * group, dim + 4).to(dtype)[..., :dim]
     k, v = torch.randn(2, kv_heads, sum(tokens), dim).to(dtype).transpose(1, 2)
     scores = torch.full((kv_heads, sum(tokens) + 5), float("nan"))

@@ -58,7 +58,7 @@ def rounds(x, layout):
 
 def weights(outputs, inputs, *, dtype=torch.float32, size=0.3):
     """A slice of something wider."""
-    torch.manual_seed(outputs + 7 * inputs)
+    torch.default_generator.manual_seed(outputs + 7 * inputs)
     wide = torch.full((outputs, inputs + 5), float("nan")).to(dtype)
     wide[:, :inputs] = torch.randn(outputs, inputs) * size
     return wide[:, :inputs]
@@ -223,7 +223,7 @@ def check_product(layout, rows, *, dtype, bias, add, data=None):
     if data is None:
         data = ops.quantize_matrix(weights(layout.outputs, layout.inputs), layout)
     values, _ = by_hand(data, layout)
-    torch.manual_seed(rows)
+    torch.default_generator.manual_seed(rows)
     x = torch.full((rows, layout.inputs + 3), float("nan")).to(dtype)[:, : layout.inputs]
     x.copy_(torch.randn(rows, layout.inputs))
     bias = torch.randn(layout.outputs).to(dtype) if bias else None

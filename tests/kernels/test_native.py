@@ -50,6 +50,7 @@ def _poison(monkeypatch):
 # Instruction sets: a vector has 4, 8 or 16 floats, and the rests of one have their own code.
 
 
+@pytest.mark.source("prefill")
 @BUILT
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 12), (4, 80), (8, 96), (3, 7), (1, 130)])
@@ -67,6 +68,7 @@ def library_prefill(q, k, v, lengths, *, key_lengths, scores, decay):
     return library.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay)
 
 
+@pytest.mark.source("decode")
 @BUILT
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 12), (4, 80), (8, 96), (2, 128), (5, 256),
@@ -79,6 +81,7 @@ def test_decode(isa, form, group, dim):
     check_decode([ops.decode_attention], decode_case([19, 2], form=form, group=group, dim=dim))
 
 
+@pytest.mark.source("decode")
 @BUILT
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cached", [[257], [513, 0], [2000]], ids=str)
@@ -89,6 +92,7 @@ def test_decode_in_parts(isa, form, cached):
             eviction=Eviction(decay=0.9)))
 
 
+@pytest.mark.source("decode")
 @BUILT
 @pytest.mark.parametrize("mean", [False, True])
 def test_of_equal_scores_the_oldest_goes(isa, mean):
@@ -98,6 +102,7 @@ def test_of_equal_scores_the_oldest_goes(isa, mean):
             eviction=Eviction(mean=mean)), ties=True)
 
 
+@pytest.mark.source("select")
 @BUILT
 @pytest.mark.parametrize("draw", [torch.randn, tied, None])
 @pytest.mark.parametrize("form", FORMS)
@@ -115,7 +120,7 @@ def test_select(isa, draw, form):
        seed=st.integers(0, 999))
 @settings(max_examples=200)
 def test_records_are_the_references_to_the_byte(dim, bits, size, offset, dtype, name, seed):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     layout = GroupLayout(dim, bits)
     x = (torch.randn(3, 5, dim + 3) * size + offset).to(dtype)[..., :dim].transpose(0, 1)
     x[0] = x[0, 0, 0]
@@ -268,6 +273,7 @@ def test_wrong_values_raise(name, change):
         function(**arguments | change)
 
 
+@pytest.mark.source("decode")
 @BUILT
 @pytest.mark.parametrize("metadata", [
     [(-1, 3), (10, 10), (3, 3), (0, 0)],  # fewer than none are cached

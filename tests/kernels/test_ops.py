@@ -48,6 +48,7 @@ def _poison():
 # prefill_attention
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("lengths", [[1], [2, 1, 7], [127, 33], [128], [129, 5, 1], [257, 90]],
@@ -57,6 +58,7 @@ def test_prefill(dtype, group, lengths):
                                         kv_heads=1 + group % 2, decay=0.99 if group == 3 else 1.0))
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("group", GROUPS)
 def test_prefill_around_blocks_of_queries(group):
     """The C++ computes 64 (AVX-512), 16 or 8 queries together, those of the group's heads too."""
@@ -66,12 +68,14 @@ def test_prefill_around_blocks_of_queries(group):
         check_prefill(PREFILL, prefill_case(lengths, group=group, dtype=dtype, kv_heads=1))
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("dim", [5, *DIMS])
 def test_prefill_of_every_head_size(dtype, dim):
     check_prefill(PREFILL, prefill_case([67, 20], group=3, dtype=dtype, dim=dim, kv_heads=1))
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize(("group", "decay"), [(1, 1.0), (3, 0.9), (4, 0.98)])
 @pytest.mark.parametrize(("lengths", "key_lengths"), [
@@ -81,11 +85,13 @@ def test_prefill_chunks(dtype, group, decay, lengths, key_lengths):
                                         kv_heads=2 if group == 1 else 1))
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("dtype", BOUND)
 def test_long_prefill(dtype):
     check_prefill(PREFILL[:1], prefill_case([2049, 1030], group=2, dtype=dtype, kv_heads=1))
 
 
+@pytest.mark.source("prefill")
 @given(lengths=st.lists(st.tuples(st.integers(0, 200), st.sampled_from([0, 0, 1, 100])),
                         min_size=1, max_size=4),
        group=st.integers(1, 9), kv_heads=st.integers(1, 3), dim=st.integers(1, 40),
@@ -97,6 +103,7 @@ def test_any_prefill(lengths, group, kv_heads, dim, decay, dtype):
                                         kv_heads=kv_heads, decay=decay, dtype=dtype))
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 @pytest.mark.parametrize("chunks", [[1] * 9, [100, 1, 64, 200], [130, 235]], ids=str)
 @pytest.mark.parametrize("function", PREFILL)
@@ -114,6 +121,7 @@ def test_chunks_accumulate_what_the_whole_gives(decay, chunks, function):
     torch.testing.assert_close(scores.double(), whole, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rise", [0.125, 8, 512, -512])
 def test_prefill_where_logits_rise_or_fall_with_the_keys(dtype, rise):
@@ -125,6 +133,7 @@ def test_prefill_where_logits_rise_or_fall_with_the_keys(dtype, rise):
     check_prefill(PREFILL[:1], case)
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("function", PREFILL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [300, 3e4])
@@ -148,6 +157,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("function", PREFILL)
 def test_prefill_makes_no_tensor_of_all_weights(function):
     case = prefill_case([2048], group=1, kv_heads=2, dim=8)
@@ -159,6 +169,7 @@ def test_prefill_makes_no_tensor_of_all_weights(function):
 # Prefill without scores where PyTorch's own kernels are the fastest: sdpa.py.
 
 
+@pytest.mark.source("prefill")
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("lengths", [[1], [33, 33], [5, 1, 64, 17], [257], [300, 511, 3], [769]],
@@ -177,6 +188,7 @@ CUTS = [Cut(1, 1, 1), Cut(7, 2, 2), Cut(31, 10, 5), Cut(33, 1, 1), Cut(65, 0, 9)
         Cut(100, 40, 33), Cut(100, 90, 9), Cut(5, 4, 9), Cut(300, 1, 298)]
 
 
+@pytest.mark.source("select")
 @pytest.mark.parametrize("draw", [torch.rand, torch.randn, tied, torch.zeros, None])
 @pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(sinks=4)])
 @pytest.mark.parametrize("form", [torch.float32, 4])
@@ -185,6 +197,7 @@ def test_select(draw, eviction, form):
                                      eviction=eviction, form=form, rolls=form == 4))
 
 
+@pytest.mark.source("select")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dim", [5, *DIMS])
 def test_select_of_every_form(form, dim):
@@ -194,6 +207,7 @@ def test_select_of_every_form(form, dim):
                                      kv_heads=3, eviction=Eviction(sinks=1), draw=tied))
 
 
+@pytest.mark.source("select")
 def test_select_by_scores_of_every_size():
     def draw(*shape):
         return torch.randn(shape) * 10.0 ** torch.randint(-44, 38, shape)
@@ -201,6 +215,7 @@ def test_select_by_scores_of_every_size():
     check_select(SELECT, select_case([Cut(900, 250, 5)], draw=draw))
 
 
+@pytest.mark.source("select")
 @pytest.mark.parametrize("draw", [torch.rand, torch.randn, tied,
                                   lambda *shape: torch.randint(40, shape).float()])
 @pytest.mark.parametrize("mean", [False, True])
@@ -210,6 +225,7 @@ def test_select_from_long_prompts(draw, mean):
                                      eviction=Eviction(mean=mean, sinks=4)))
 
 
+@pytest.mark.source("select")
 @given(cuts=st.lists(st.builds(Cut, st.integers(1, 150), st.integers(0, 60), st.integers(1, 60)),
                      min_size=1, max_size=5),
        sinks=st.integers(0, 5), mean=st.booleans(), kv_heads=st.integers(1, 4),
@@ -223,6 +239,7 @@ def test_any_selection(cuts, sinks, mean, kv_heads, draw):
 # decode_attention
 
 
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("rotary", [0, 8, 64])
@@ -231,6 +248,7 @@ def test_decode(form, group, rotary):
                                      rotary=rotary, eviction=Eviction()))
 
 
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cached", [[0], [1], [2], [15, 16, 17], [63, 64, 65], [31, 33, 0],
                                     [129, 127, 2]], ids=str)
@@ -240,6 +258,7 @@ def test_decode_lengths(form, cached, scored):
                                      eviction=Eviction() if scored else None, dim=80))
 
 
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cached", [[255], [256], [257], [700, 300], [1500]], ids=str)
 def test_decode_of_few_heads_with_many_slots(form, cached):
@@ -250,6 +269,7 @@ def test_decode_of_few_heads_with_many_slots(form, cached):
     check_decode(DECODE, decode_case(cached, form=form, kv_heads=1, dim=128, n=1600))
 
 
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dim", [2, 6, 66, 130, *DIMS])
 def test_decode_of_every_head_size(form, dim):
@@ -259,6 +279,7 @@ def test_decode_of_every_head_size(form, dim):
                                          eviction=Eviction()))
 
 
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("eviction", VARIANTS, ids=str)
 @pytest.mark.parametrize("recent", [1, 30])
 @pytest.mark.parametrize("form", [torch.float32, 8])
@@ -267,12 +288,14 @@ def test_decode_variants(eviction, recent, form):
                                      eviction=eviction, form=form, kv_heads=1))
 
 
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("eviction", VARIANTS, ids=str)
 def test_many_victims(eviction):
     check_decode(DECODE, decode_case([40] * 6, full=range(6), recent=1, kv_heads=50, dim=4,
                                      eviction=eviction))
 
 
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("eviction", [e for e in VARIANTS if e.decay != 0.9], ids=str)
 @pytest.mark.parametrize("cached", [[40, 9, 17], [700, 128]], ids=str)
 def test_of_equal_scores_the_oldest_goes(eviction, cached):
@@ -297,6 +320,7 @@ def test_elements_that_lie_apart(function):
     check([function], case)
 
 
+@pytest.mark.source("decode")
 @given(cached=st.lists(st.integers(0, 90), min_size=1, max_size=4), group=st.integers(1, 9),
        kv_heads=st.integers(1, 3), half=st.integers(1, 36), rotary=st.integers(0, 36),
        form=st.sampled_from(FORMS), eviction=st.sampled_from([None, *VARIANTS]),

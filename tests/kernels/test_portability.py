@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import runpy
 import shutil
 import struct
 import subprocess
@@ -20,6 +19,7 @@ from kernel_cases import (
     FORMS,
     decode_case,
     of_form,
+    packaging,
     prefill_case,
     select_case,
     using,
@@ -74,48 +74,38 @@ def test_without_a_compiler_the_package_is_installed_without_kernels(way, tmp_pa
 # One library, several instruction sets
 
 
-@pytest.fixture(scope="module")
-def packaging():
-    """What setup.py defines; `--name` has it build nothing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["setup.py", "-q", "--name"])
-        patch.chdir(ROOT)
-        return runpy.run_path("setup.py")
-
-
-def test_another_compiler_is_another_build(packaging, tmp_path):
+def test_another_compiler_is_another_build(tmp_path):
     """Also one of the same name, after an update: its objects are not linked with older ones."""
     compiler, found = tmp_path / "c++", set()
-    command = packaging["compiler_command"](SimpleNamespace(
+    command = packaging()["compiler_command"](SimpleNamespace(
         compiler_so=["cc"], compiler_so_cxx=[str(compiler), "-O3"]))
     for version in ("12.2.0", "13.1.0"):
         compiler.write_text(f"#!/bin/sh\necho $1 $2 {version}\n")
         compiler.chmod(0o755)
-        told = packaging["described"](command)
+        told = packaging()["described"](command)
         assert f"-O3 --version {version}" in told
-        found.add(packaging["fingerprint"](packaging["Extension"]("e", []), [], told))
+        found.add(packaging()["fingerprint"](packaging()["Extension"]("e", []), [], told))
     assert len(found) == 2
     compiler.unlink()
-    assert packaging["described"](command) == f"{command}\n"
+    assert packaging()["described"](command) == f"{command}\n"
 
 
 @needs("g++", "nm")
-def test_no_function_is_shared_between_instruction_sets(packaging, tmp_path):
+def test_no_function_is_shared_between_instruction_sets(tmp_path):
     """Of functions of one name the linker keeps one, maybe that of a CPU that is not there.
 
     Without optimisation every inline function is one that the linker sees.
     """
-    abi = runpy.run_path(str(ROOT / packaging["KERNELS"].parent / "abi.py"))
-    (tmp_path / "abi.h").write_text(abi["header"](), encoding="utf-8")
-    sources = [path for path in (ROOT / packaging["KERNELS"]).glob("*.cpp")
+    made_by = packaging()
+    (tmp_path / "abi.h").write_text(abi.header(), encoding="utf-8")
+    sources = [path for path in (ROOT / made_by["KERNELS"]).glob("*.cpp")
                if path.stem != "dispatch"]
-    sets = packaging["INSTRUCTION_SETS"]
 
     def shared(job) -> set[str]:
         isa, source = job
         made = tmp_path / f"{isa}-{source.stem}.o"
-        run("g++", *packaging["FLAGS"], *sets[isa], "-O0", "-fPIC", f"-DISA={isa}", f"-I{tmp_path}",
-            "-c", source, "-o", made)
+        run("g++", *made_by["FLAGS"], *made_by["INSTRUCTION_SETS"][isa], "-O0", "-fPIC",
+            f"-DISA={isa}", f"-I{tmp_path}", "-c", source, "-o", made)
         symbols = [line.split() for line in
                    run("nm", "--format=posix", "--extern-only", "--defined-only",
                        made).splitlines()]
@@ -124,10 +114,14 @@ def test_no_function_is_shared_between_instruction_sets(packaging, tmp_path):
         return {name for name, kind, *_ in symbols
                 if f"{len(isa)}{isa}" not in name and not name.startswith("DW.ref.")}
 
-    # The least and the most: what lies between them compiles the same functions.
-    jobs = [(isa, source) for isa in ("portable", "avx512bf16", "amx", "amx_emulated")
-            if isa in sets for source in sources
-            if source.stem in packaging["SOURCES"].get(isa, (source.stem,))]
+    def extremes(source) -> set[str]:
+        """The least and the most: what lies between them compiles the same functions."""
+        names = [name for name in made_by["SOURCES"].get(source.stem, made_by["VECTORS"])
+                 if name in made_by["INSTRUCTION_SETS"]]
+        tiled = {name for name in names if name.startswith("amx")}
+        return {names[0], [name for name in names if name not in tiled][-1]} | tiled
+
+    jobs = [(isa, source) for source in sources for isa in extremes(source)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         assert set().union(*pool.map(shared, jobs)) == set()
 
@@ -255,7 +249,7 @@ def make_calls() -> None:
             case = prefill_case(lengths, group=3, dim=22, dtype=dtype, decay=0.97)
             library.prefill_attention(case["q"], case["k"], case["v"], lengths, lengths,
                                       case["scores"], case["decay"])
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         weight, rows = torch.randn(33, 200).to(dtype), torch.tensor([3, 0, 32])
         for bits in (4, 8):
             layout = MatrixLayout(33, 200, bits, 64)

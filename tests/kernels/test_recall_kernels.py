@@ -21,7 +21,7 @@ def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=to
          attention=DEFAULT_FORM):
     """Arguments of the three operations; slots that hold no token, and what is behind the index,
     are NaN."""
-    torch.manual_seed(tokens + group + dim + bits)
+    torch.default_generator.manual_seed(tokens + group + dim + bits)
     dtype, records = of_form(form, dim)
     cached = torch.randint(1, tokens + 1, (sequences,))
     cached[0] = tokens
@@ -76,6 +76,7 @@ def check_choice(some, chosen):
         assert (weights[sequence].gather(-1, mine) >= least * (1 - 1e-4)).all()
 
 
+@pytest.mark.source("choose")
 @BUILT
 def test_kernels_do_what_the_reference_does(isa):
     for options in CASES:
@@ -128,6 +129,7 @@ def recall(some, *, steps=None):
         **told, **noted)
 
 
+@pytest.mark.source("choose")
 @BUILT
 def test_a_program_recalls_as_its_calls_do_and_goes_by_new_metadata(isa):
     for options in CASES:
@@ -145,6 +147,7 @@ def test_a_program_recalls_as_its_calls_do_and_goes_by_new_metadata(isa):
                 assert same(some["slots"], other["slots"]) and same(some["index"], other["index"])
 
 
+@pytest.mark.source("choose")
 @BUILT
 def test_means_of_logarithms_follow_the_weights(isa):
     """Those of tokens that are not cached stay as they are, and the first weight is the mean."""
@@ -185,6 +188,7 @@ def test_of_equal_weights_the_newer_are_chosen():
         assert found == sorted(wanted or range(40))
 
 
+@pytest.mark.source("choose")
 @BUILT
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("bits", [4, 2])

@@ -11,7 +11,7 @@ from flexgen_h2o.kernels import chunks, rotary
 @pytest.mark.parametrize("rows", [0, 1, 29])
 @pytest.mark.parametrize("dim", [8, 12])
 def test_rotations(monkeypatch, dtype, rows, dim):
-    torch.manual_seed(rows)
+    torch.default_generator.manual_seed(rows)
     angles = torch.rand(rows, 4) * 6
     tables = angles.cos(), angles.sin()
     x = torch.randn(rows, 3, dim + 5).to(dtype)

@@ -75,7 +75,7 @@ def test_threads_change_nothing(rows, function):
     (2, "linear_skinny"), (20, "linear_skinny"), (100, "linear_skinny"), (70, "linear_float32")])
 def test_products_that_share_their_input_are_one_call(rows, function):
     """Weights of other heights, with a bias and without, and one whose input is another."""
-    torch.manual_seed(rows)
+    torch.default_generator.manual_seed(rows)
     x, other = torch.randn(2, rows, 70).bfloat16()
     program, wanted, found = Program(), [], []
     for source, outputs, add in ((x, 40, False), (x, 7, False), (x, 33, True), (other, 20, False)):

@@ -17,6 +17,7 @@ def state(heads: int, slots: int, tokens: int) -> dict[str, torch.Tensor]:
             "log_weights": torch.zeros((heads, tokens), dtype=torch.int32)}
 
 
+@pytest.mark.source("fast_set")
 @BUILT
 def test_kernel_and_reference_take_the_same_slots(isa):
     sequences, kv_heads, slots, tokens, most = 2, 3, 300, 1000, 200

@@ -52,7 +52,7 @@ def test_threads_change_nothing(tiles):
 
 
 def test_products_that_share_their_input_are_one_call(tiles):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     x, program, wanted, found = torch.randn(140, 70).bfloat16(), Program(), [], []
     for outputs, add in ((40, False), (7, True), (160, False)):
         weight, bias = torch.randn(outputs, 70).bfloat16(), torch.randn(outputs).bfloat16()

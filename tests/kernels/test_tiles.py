@@ -1,14 +1,12 @@
 """AMX tiles and their twin in plain C++ (cpu/amx.h): the same bits, which float64 bears out."""
 
-import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_cases import SETS
+from kernel_cases import SETS, packaging
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -19,15 +17,11 @@ SIZES = [(16, 16, 16), (1, 16, 16), (16, 1, 16), (16, 16, 1), (3, 7, 5), (9, 16,
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """tests/tile_products.cpp by instruction set, of those that this machine runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["setup.py", "-q", "--name"])
-        patch.chdir(ROOT)
-        packaging = runpy.run_path("setup.py")
     folder, made = tmp_path_factory.mktemp("tiles"), {}
     for isa in set(SETS) & {"amx", "amx_emulated"}:
         made[isa] = folder / isa
-        subprocess.run(["g++", *packaging["FLAGS"], *packaging["INSTRUCTION_SETS"][isa],
-                        f"-DISA={isa}", f"-I{ROOT / packaging['KERNELS']}",
+        subprocess.run(["g++", *packaging()["FLAGS"], *packaging()["INSTRUCTION_SETS"][isa],
+                        f"-DISA={isa}", f"-I{ROOT / packaging()['KERNELS']}",
                         ROOT / "tests" / "tile_products.cpp", "-o", made[isa]], check=True)
     return made or pytest.skip("needs a CPU with AVX2")
 

@@ -24,7 +24,7 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 def matrix(outputs, inputs, bits, group):

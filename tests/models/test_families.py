@@ -217,7 +217,7 @@ def test_the_family_of_the_how_to(monkeypatch, tmp_path):
     exec(compile(code, "docs/families.md", "exec"), module.__dict__)
     for place in (registry, spec):
         monkeypatch.setattr(place, "FAMILIES", {**registry.FAMILIES, "starcoder2": "starcoder2"})
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     config = Starcoder2Config(vocab_size=120, hidden_size=48, num_hidden_layers=3,
                               intermediate_size=80, num_attention_heads=6, num_key_value_heads=2,
                               max_position_embeddings=256, sliding_window=11, eos_token_id=None,

@@ -66,29 +66,36 @@ int available() {
 #define CALL(function, arguments)                                    \
     switch (isa) {                                                   \
         case AMX:                                                    \
-        case AVX512_BF16: return avx512bf16::function(*arguments);   \
-        case AVX512_VNNI: return avx512vnni::function(*arguments);   \
+        case AVX512_BF16:                                            \
+        case AVX512_VNNI:                                            \
         case AVX512: return avx512::function(*arguments);            \
         case AMX_EMULATED:                                           \
         case AVX_VNNI:                                               \
         case AVX2: return avx2::function(*arguments);                \
         default: return portable::function(*arguments);              \
     }
-// The same of what has kernels of tiles, and of what has products of whole numbers.
-#define CALL_TILED(function, arguments)                                   \
-    if (isa == AMX) return amx::function(*arguments);                     \
-    if (isa == AMX_EMULATED) return amx_emulated::function(*arguments);   \
+// The same of what multiplies whole numbers, of what multiplies bfloat16, and of what does both.
+#define CALL_CHOOSE(function, arguments)                                     \
+    if (isa == AVX512_VNNI || isa == AVX512_BF16 || isa == AMX)              \
+        return avx512vnni::function(*arguments);                             \
     CALL(function, arguments)
-#define CALL_PRODUCT(function, arguments)                            \
-    if (isa == AVX_VNNI) return avxvnni::function(*arguments);       \
-    CALL_TILED(function, arguments)
+#define CALL_PREFILL(function, arguments)                                    \
+    if (isa == AMX) return amx::function(*arguments);                        \
+    if (isa == AMX_EMULATED) return amx_emulated::function(*arguments);      \
+    if (isa == AVX512_BF16) return avx512bf16::function(*arguments);         \
+    CALL(function, arguments)
+#define CALL_PRODUCT(function, arguments)                                    \
+    if (isa == AVX_VNNI) return avxvnni::function(*arguments);               \
+    if (isa == AVX512_VNNI) return avx512vnni::function(*arguments);         \
+    CALL_PREFILL(function, arguments)
 #else
 int available() { return 1 << PORTABLE; }
 
 #define CALL(function, arguments) \
     (void)isa;                    \
     return portable::function(*arguments);
-#define CALL_TILED CALL
+#define CALL_CHOOSE CALL
+#define CALL_PREFILL CALL
 #define CALL_PRODUCT CALL
 #endif
 
@@ -108,22 +115,22 @@ EXPORT int h2o_isa_available() {
 EXPORT const char* h2o_abi() { return H2O_ABI; }
 EXPORT const char* h2o_build() { return H2O_BUILD " " __VERSION__; }
 
-EXPORT int h2o_prefill_attention(int isa, const Prefill* a) { CALL_TILED(prefill_attention, a) }
+EXPORT int h2o_prefill_attention(int isa, const Prefill* a) { CALL_PREFILL(prefill_attention, a) }
 EXPORT int h2o_select_heavy_hitters(int isa, const Select* a) { CALL(select_heavy_hitters, a) }
 EXPORT int h2o_decode_attention(int isa, const Decode* a) { CALL(decode_attention, a) }
 EXPORT int h2o_index_keys(int isa, const IndexKeys* a) { CALL(index_keys, a) }
-EXPORT int h2o_choose_keys(int isa, const Choose* a) { CALL(choose_keys, a) }
+EXPORT int h2o_choose_keys(int isa, const Choose* a) { CALL_CHOOSE(choose_keys, a) }
 EXPORT int h2o_attend_recalled(int isa, const Recalled* a) { CALL(attend_recalled, a) }
 EXPORT int h2o_take_slots(int isa, const TakeSlots* a) { CALL(take_slots, a) }
 EXPORT int h2o_fetch_tokens(int isa, const FetchTokens* a) { CALL(fetch_tokens, a) }
 EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, a) }
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
-EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_TILED(linear_skinny, a) }
-EXPORT int h2o_linear_tiled(int isa, const Linear* a) { CALL_TILED(linear_tiled, a) }
+EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_PRODUCT(linear_skinny, a) }
+EXPORT int h2o_linear_tiled(int isa, const Linear* a) { CALL_PRODUCT(linear_tiled, a) }
 EXPORT int h2o_linear_float32(int isa, const Linear* a) { CALL(linear_float32, a) }
 EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL_PRODUCT(linear_quantized, a) }
 EXPORT int h2o_experts(int isa, const Experts* a) { CALL_PRODUCT(experts, a) }
-EXPORT int h2o_route(int isa, const Route* a) { CALL_TILED(route, a) }
+EXPORT int h2o_route(int isa, const Route* a) { CALL_PRODUCT(route, a) }
 EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, a) }
 EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, a) }
 EXPORT int h2o_norm(int isa, const Norm* a) { CALL(norm, a) }

@@ -20,23 +20,32 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
         default: return function<float>(a);      \
     }
 
-// Sources with kernels of AMX tiles, some of which are compiled for avxvnni, and the others.
-#define DECLARE_TILED(isa)                       \
+// What every instruction set has kernels of its own for, and what only some have; setup.py says which
+// source is compiled for which, and dispatch.cpp whose kernels the others use.
+#define DECLARE_PRODUCTS(isa)                    \
     namespace isa {                              \
-    int prefill_attention(const Prefill&);       \
     int linear_skinny(const Linear&);            \
     int linear_tiled(const Linear&);             \
     int linear_quantized(const Product&);        \
     int experts(const Experts&);                 \
     int route(const Route&);                     \
     }
+#define DECLARE_PREFILL(isa) \
+    namespace isa {          \
+    int prefill_attention(const Prefill&); \
+    }
+#define DECLARE_CHOOSE(isa) \
+    namespace isa {         \
+    int choose_keys(const Choose&); \
+    }
 #define DECLARE(isa)                             \
-    DECLARE_TILED(isa)                           \
+    DECLARE_PRODUCTS(isa)                        \
+    DECLARE_PREFILL(isa)                         \
+    DECLARE_CHOOSE(isa)                          \
     namespace isa {                              \
     int select_heavy_hitters(const Select&);     \
     int decode_attention(const Decode&);         \
     int index_keys(const IndexKeys&);            \
-    int choose_keys(const Choose&);              \
     int attend_recalled(const Recalled&);        \
     int take_slots(const TakeSlots&);            \
     int fetch_tokens(const FetchTokens&);        \
@@ -54,11 +63,17 @@ DECLARE(portable)
 #if defined(__x86_64__)
 DECLARE(avx2)
 DECLARE(avx512)
-DECLARE(avx512vnni)
-DECLARE(avx512bf16)
-DECLARE_TILED(amx)
-DECLARE_TILED(amx_emulated)
-DECLARE_TILED(avxvnni)
+DECLARE_PRODUCTS(avxvnni)
+DECLARE_PRODUCTS(avx512vnni)
+DECLARE_CHOOSE(avx512vnni)
+DECLARE_PRODUCTS(avx512bf16)
+DECLARE_PREFILL(avx512bf16)
+DECLARE_PRODUCTS(amx)
+DECLARE_PREFILL(amx)
+DECLARE_PRODUCTS(amx_emulated)
+DECLARE_PREFILL(amx_emulated)
 #endif
 #undef DECLARE
-#undef DECLARE_TILED
+#undef DECLARE_CHOOSE
+#undef DECLARE_PREFILL
+#undef DECLARE_PRODUCTS
