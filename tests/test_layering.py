@@ -58,9 +58,10 @@ DYNAMIC = {
 TORCH_ROOMS = {"kernels", "storage", "cache", "models", "engine", "integrations", "conversation",
                "llm"}
 TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.policies",
-         "h2o.recall", "h2o.simulation", "planning.rates", "planning.fetch_rate",
-         "planning.recall_rates", "planning.calibrate", "tasks.analysis.evicted",
-         "tasks.analysis.misses", "tasks.analysis.stats", "tasks.analysis.survey",
+         "h2o.recall", "h2o.simulation", "planning.rates", "planning.clock", "planning.fetch_rate",
+         "planning.recall_rates", "planning.sample_layer", "planning.calibrate",
+         "tasks.analysis.evicted", "tasks.analysis.misses", "tasks.analysis.stats",
+         "tasks.analysis.survey",
          "tasks.streams.printer"}
 """What may load torch when it is imported: these rooms and modules, but none of `LIGHT`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",

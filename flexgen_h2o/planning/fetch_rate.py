@@ -12,7 +12,7 @@ from flexgen_h2o.cache.parts import Changed, Grid, Records
 from flexgen_h2o.config.limits import WRITE_BACK_TOKENS
 from flexgen_h2o.metrics.links import LinkStats
 from flexgen_h2o.metrics.trace import Trace
-from flexgen_h2o.planning.rates import LEAST_SECONDS
+from flexgen_h2o.planning.clock import LEAST_SECONDS
 from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import Transfers
 

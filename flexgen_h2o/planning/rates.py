@@ -1,8 +1,8 @@
 """Measured rates of compute: the engine's own operations, each the way that a run uses it.
 
 Weights and caches are random and go round in copies that no processor cache holds together;
-outputs are used again and again. Every measurement warms up first, and is the median of many short
-samples: what a run gets from this machine, if nothing else runs on it now that does not then.
+outputs are used again and again. A rate is what a run gets from this machine, if nothing else runs
+on it now that does not then.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,34 +20,26 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import GroupLayout, WeightOptions
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
-from flexgen_h2o.kernels import dispatch, native, ops
-from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.choice import likeliest
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models.families import opt
-from flexgen_h2o.models.layers import Operations, add_linear_, linear
+from flexgen_h2o.models.layers import Operations, linear
 from flexgen_h2o.models.recording import Recording
 from flexgen_h2o.models.spec import ModelConfig, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.planning.clock import LEAST_SECONDS, Clock
 from flexgen_h2o.planning.hardware_file import BILLION, BITS, ROWS
+from flexgen_h2o.planning.sample_layer import DecodeStep, run_layer, run_products
 from flexgen_h2o.storage.links import disk_beside
 from flexgen_h2o.storage.tiers import Device
-
-LEAST_SECONDS = 1e-9
-"""The least that is left when one time is taken from another: noise must not make it negative."""
-
-FEWEST, MOST = 7, 200
-"""Samples of a measurement."""
 
 HOPELESS = 2
 """Times as long as another implementation takes one that is not timed to the end."""
 
 SHORTER = 16
 """Times as short as other prompts are those that tell what attention takes for a query."""
-
-PATIENCE = 8
-"""Times as long is taken for a difference, which is small beside what it is made of."""
 
 
 @dataclass(frozen=True)
@@ -106,57 +97,6 @@ class Sizes:
             return cls()
         return cls(matrix=(16384, 8192), rotated=1 << 30, prompts=(16, 512), sequences=32,
                    hidden=4096)
-
-
-class Clock:
-    """Times work on a device, in samples of so many calls that reading the clock costs nothing.
-
-    Parameters
-    ----------
-    device : Device
-    seconds : float
-        That the samples of a measurement take together, about.
-    """
-
-    def __init__(self, device: Device, seconds: float):
-        self._device = device
-        self._seconds = seconds
-
-    def seconds(self, work: Callable[[], object], *, hopeless: float = math.inf) -> float:
-        """Seconds of a call; no more than a look at it if they are `hopeless`."""
-        if hopeless < math.inf:
-            self._sample(work, 1)
-            least = min(self._sample(work, 1) for _ in range(2))
-            if least >= hopeless:
-                return least
-        return statistics.median(took for took, in self._samples(self._seconds, work))
-
-    def difference(self, more: Callable[[], object], less: Callable[[], object]) -> float:
-        """Seconds that a call of `more` takes beyond one of `less`; they take turns."""
-        samples = self._samples(PATIENCE * self._seconds, more, less)
-        return statistics.median(with_it - without for with_it, without in samples)
-
-    def _samples(self, seconds: float, *works: Callable[[], object]) -> list[list[float]]:
-        """Seconds of a call of each, again and again for so long, about."""
-        for work in works:  # compiles, and starts threads
-            self._sample(work, 1)
-        tried = [[self._sample(work, 1) for work in works] for _ in range(FEWEST)]
-        once = sum(map(min, zip(*tried, strict=True)))
-        if FEWEST * once >= seconds:
-            return tried
-        calls = math.ceil(seconds / MOST / once)
-        samples, ends = [], time.perf_counter() + seconds
-        while len(samples) < FEWEST or time.perf_counter() < ends:
-            samples.append([self._sample(work, calls) for work in works])
-        return samples
-
-    def _sample(self, work: Callable[[], object], calls: int) -> float:
-        self._device.mark().synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
-            work()
-        self._device.mark().synchronize()
-        return (time.perf_counter() - began) / calls
 
 
 class Rates:
@@ -372,53 +312,3 @@ class Rates:
     def _rounds(self, nbytes: int) -> int:
         """Number of copies of so many bytes that no processor cache holds together."""
         return math.ceil(self.sizes.rotated / nbytes)
-
-
-class DecodeStep:
-    """A step over full slots in the middle of a generation with heavy hitters: each call evicts.
-
-    Parameters
-    ----------
-    slots : Tensor [2, sequences, kv_heads, slots, width]
-        Keys and values, or their records.
-    bits, head_dim : int
-    """
-
-    def __init__(self, slots: Tensor, *, bits: int, head_dim: int):
-        self._slots = slots
-        self._layout = None if bits == 16 else GroupLayout(head_dim, bits)
-        shape, count = slots.shape[1:4], slots.shape[3]
-        order = torch.rand(shape, device=slots.device).argsort(-1)
-        self._state = EvictionState(Eviction(), torch.rand(shape, device=slots.device),
-                                    order.to(torch.int32))
-        metadata = torch.tensor([count, count, max(1, count // 2), 1], dtype=torch.int32)
-        self._metadata = metadata[:, None].repeat(1, shape[0]).to(slots.device)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of a new token; q [sequences, heads, head_dim], k and v with their heads."""
-        self._metadata[1] += 1
-        return ops.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
-                                    layout=self._layout, state=self._state)[0]
-
-    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, steps: Program) -> Tensor:
-        """Note a call among the steps of a program; the result is what these write."""
-        bits = 16 if self._layout is None else self._layout.bits
-        return native.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
-                                       bits=bits, eviction=EvictionArguments.of(self._state),
-                                       steps=steps)[0]
-
-
-def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, do: Operations, *,
-              attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """A decoder layer, as the executor calls it; x [rows, hidden] is updated in place."""
-    attended = attend(*opt.attention_inputs(config, weights, x, do))
-    opt.attention_output(config, weights, x, attended, do)
-    opt.mlp(config, weights, x, do)
-
-
-def run_products(weights: dict[str, Tensor], source: Tensor, x: Tensor, do: Operations) -> None:
-    """The products of such a layer alone, of source [rows, hidden]; two are added to x."""
-    q, _, _, wide = (linear(source, weights[name], out=do.get(
-        name, (len(source), len(weights[name])), source.dtype)) for name in ("q", "k", "v", "fc1"))
-    add_linear_(x, q, weights["out"])
-    add_linear_(x, wide, weights["fc2"])

@@ -11,8 +11,9 @@ import torch
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.kernels import native_recall, ops
 from flexgen_h2o.kernels.program import Program
+from flexgen_h2o.planning.clock import Clock
 from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
-from flexgen_h2o.planning.rates import Clock, Sizes
+from flexgen_h2o.planning.rates import Sizes
 from flexgen_h2o.planning.recall_cost import RecalledTokens, fitted
 from flexgen_h2o.storage.tiers import Device, typed
 

@@ -16,9 +16,11 @@ from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.planning import calibrate as module
 from flexgen_h2o.planning import rates
 from flexgen_h2o.planning.calibrate import calibrate, machine
+from flexgen_h2o.planning.clock import FEWEST, Clock
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.hardware_file import BITS, HOST_LINKS, load_hardware, save_hardware
-from flexgen_h2o.planning.rates import FEWEST, Clock, DecodeStep, Rates, Sizes
+from flexgen_h2o.planning.rates import Rates, Sizes
+from flexgen_h2o.planning.sample_layer import DecodeStep
 from flexgen_h2o.storage.links import copy_rates, disk_write_rate
 from flexgen_h2o.storage.tiers import Device
 

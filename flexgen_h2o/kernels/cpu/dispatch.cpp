@@ -63,30 +63,30 @@ int available() {
     return sets | bit(AVX512_BF16) | (amx() ? bit(AMX) : 0);
 }
 
-#define CALL(function, arguments)                                    \
-    switch (isa) {                                                   \
-        case AMX:                                                    \
-        case AVX512_BF16:                                            \
-        case AVX512_VNNI:                                            \
-        case AVX512: return avx512::function(*arguments);            \
-        case AMX_EMULATED:                                           \
-        case AVX_VNNI:                                               \
-        case AVX2: return avx2::function(*arguments);                \
-        default: return portable::function(*arguments);              \
+#define CALL(function, arguments)                                           \
+    switch (isa) {                                                          \
+        case AMX:                                                           \
+        case AVX512_BF16:                                                   \
+        case AVX512_VNNI:                                                   \
+        case AVX512: return avx512::function(*arguments);                   \
+        case AMX_EMULATED:                                                  \
+        case AVX_VNNI:                                                      \
+        case AVX2: return avx2::function(*arguments);                       \
+        default: return portable::function(*arguments);                     \
     }
 // The same of what multiplies whole numbers, of what multiplies bfloat16, and of what does both.
-#define CALL_CHOOSE(function, arguments)                                     \
-    if (isa == AVX512_VNNI || isa == AVX512_BF16 || isa == AMX)              \
-        return avx512vnni::function(*arguments);                             \
+#define CALL_CHOOSE(function, arguments)                                    \
+    if (isa == AVX512_VNNI || isa == AVX512_BF16 || isa == AMX)             \
+        return avx512vnni::function(*arguments);                            \
     CALL(function, arguments)
-#define CALL_PREFILL(function, arguments)                                    \
-    if (isa == AMX) return amx::function(*arguments);                        \
-    if (isa == AMX_EMULATED) return amx_emulated::function(*arguments);      \
-    if (isa == AVX512_BF16) return avx512bf16::function(*arguments);         \
+#define CALL_PREFILL(function, arguments)                                   \
+    if (isa == AMX) return amx::function(*arguments);                       \
+    if (isa == AMX_EMULATED) return amx_emulated::function(*arguments);     \
+    if (isa == AVX512_BF16) return avx512bf16::function(*arguments);        \
     CALL(function, arguments)
-#define CALL_PRODUCT(function, arguments)                                    \
-    if (isa == AVX_VNNI) return avxvnni::function(*arguments);               \
-    if (isa == AVX512_VNNI) return avx512vnni::function(*arguments);         \
+#define CALL_PRODUCT(function, arguments)                                   \
+    if (isa == AVX_VNNI) return avxvnni::function(*arguments);              \
+    if (isa == AVX512_VNNI) return avx512vnni::function(*arguments);        \
     CALL_PREFILL(function, arguments)
 #else
 int available() { return 1 << PORTABLE; }

@@ -20,36 +20,24 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
         default: return function<float>(a);      \
     }
 
-// What every instruction set has kernels of its own for, and what only some have; setup.py says which
-// source is compiled for which, and dispatch.cpp whose kernels the others use.
-#define DECLARE_PRODUCTS(isa)                    \
-    namespace isa {                              \
-    int linear_skinny(const Linear&);            \
-    int linear_tiled(const Linear&);             \
-    int linear_quantized(const Product&);        \
-    int experts(const Experts&);                 \
-    int route(const Route&);                     \
-    }
-#define DECLARE_PREFILL(isa) \
-    namespace isa {          \
-    int prefill_attention(const Prefill&); \
-    }
-#define DECLARE_CHOOSE(isa) \
-    namespace isa {         \
-    int choose_keys(const Choose&); \
-    }
+// Not every instruction set has kernels of its own for all of these: setup.py says which source is
+// compiled for which, and dispatch.cpp whose kernels the others use.
 #define DECLARE(isa)                             \
-    DECLARE_PRODUCTS(isa)                        \
-    DECLARE_PREFILL(isa)                         \
-    DECLARE_CHOOSE(isa)                          \
     namespace isa {                              \
+    int prefill_attention(const Prefill&);       \
     int select_heavy_hitters(const Select&);     \
     int decode_attention(const Decode&);         \
     int index_keys(const IndexKeys&);            \
+    int choose_keys(const Choose&);              \
     int attend_recalled(const Recalled&);        \
     int take_slots(const TakeSlots&);            \
     int fetch_tokens(const FetchTokens&);        \
+    int linear_skinny(const Linear&);            \
+    int linear_tiled(const Linear&);             \
     int linear_float32(const Linear&);           \
+    int linear_quantized(const Product&);        \
+    int experts(const Experts&);                 \
+    int route(const Route&);                     \
     int quantize_groups(const Groups&);          \
     int dequantize_groups(const Groups&);        \
     int quantize_matrix(const Quantize&);        \
@@ -62,18 +50,11 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
 DECLARE(portable)
 #if defined(__x86_64__)
 DECLARE(avx2)
+DECLARE(avxvnni)
 DECLARE(avx512)
-DECLARE_PRODUCTS(avxvnni)
-DECLARE_PRODUCTS(avx512vnni)
-DECLARE_CHOOSE(avx512vnni)
-DECLARE_PRODUCTS(avx512bf16)
-DECLARE_PREFILL(avx512bf16)
-DECLARE_PRODUCTS(amx)
-DECLARE_PREFILL(amx)
-DECLARE_PRODUCTS(amx_emulated)
-DECLARE_PREFILL(amx_emulated)
+DECLARE(avx512vnni)
+DECLARE(avx512bf16)
+DECLARE(amx)
+DECLARE(amx_emulated)
 #endif
 #undef DECLARE
-#undef DECLARE_CHOOSE
-#undef DECLARE_PREFILL
-#undef DECLARE_PRODUCTS
