@@ -14,6 +14,7 @@ from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 from flexgen_h2o.metrics.links import LINKS
 from flexgen_h2o.planning import calibrate as module
+from flexgen_h2o.planning import clock as clocks
 from flexgen_h2o.planning import rates
 from flexgen_h2o.planning.calibrate import calibrate, machine
 from flexgen_h2o.planning.clock import FEWEST, Clock
@@ -188,7 +189,7 @@ class FakeTime:
 
 def test_the_clock_takes_the_median_after_a_warm_up(monkeypatch):
     time = FakeTime()
-    monkeypatch.setattr(rates, "time", time)
+    monkeypatch.setattr(clocks, "time", time)
     clock = Clock(Device(), seconds=1.0)
     warm = [50.0] + [0.125] * FEWEST
     assert clock.seconds(time.work(*warm, 2.0)) == 2.0
@@ -202,7 +203,7 @@ def test_the_clock_takes_the_median_after_a_warm_up(monkeypatch):
 def test_a_slow_call_is_not_made_often(monkeypatch):
     """And one that another implementation leaves far behind is made three times."""
     time = FakeTime()
-    monkeypatch.setattr(rates, "time", time)
+    monkeypatch.setattr(clocks, "time", time)
     clock = Clock(Device(), seconds=1.0)
     assert clock.seconds(time.work(1.0, 2.0)) == 2.0 and time.now == 1 + 2 * FEWEST
     began = time.now
