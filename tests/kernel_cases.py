@@ -89,6 +89,7 @@ def poisoned_memory() -> Iterator[None]:
 
 def linear_case(rows, inputs, outputs, *, bias=True, dtype=torch.bfloat16):
     """x and out as slices of wider tensors, out poisoned."""
+    # torch.manual_seed would format a stack for each kind of device that is not there, too.
     torch.default_generator.manual_seed(rows + inputs + outputs)
     x = torch.randn(rows, inputs + 6).to(dtype)[:, :inputs]
     weight = torch.randn(outputs, inputs).to(dtype)

@@ -43,7 +43,7 @@ FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
 
 @pytest.fixture(autouse=True, scope="module")
 def _mended_interpreter():
-    """What a GPU does not have of the interpreter in Triton 3.6: two bugs, and a third of its time.
+    """Two bugs of the interpreter in Triton 3.6, which a GPU does not have, and half of its time.
 
     Integers of one-element arrays, which NumPy 2.4 refuses; and the product of bfloat16 matrices,
     which it takes for matrices of the integers with the same bits. And it puts its own functions
