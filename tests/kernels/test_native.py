@@ -348,6 +348,22 @@ def test_the_number_of_threads_changes_no_bit(isa):
                     assert same(one, other)
 
 
+@BUILT
+@pytest.mark.parametrize("name, base", [
+    ("avxvnni", "avx2"), ("amx_emulated", "avx2"), ("avx512vnni", "avx512"),
+    ("avx512bf16", "avx512"), ("amx", "avx512")])
+def test_a_set_without_kernels_of_its_own_has_those_of_a_smaller_one(name, base):
+    """The same bits; those of the portable kernels are others."""
+    if not {name, base} <= {*SETS}:
+        pytest.skip(f"needs a CPU with {name}")
+    case, found = decode_case([70, 300], form=torch.float32, dim=96), {}
+    for each in (name, base, "portable"):
+        with using(each):
+            found[each] = results(ops.decode_attention, case)
+    assert all(map(same, found[name], found[base]))
+    assert not torch.equal(found[name][0], found["portable"][0])
+
+
 # Memory
 
 
