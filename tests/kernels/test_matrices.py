@@ -258,7 +258,7 @@ def test_products(backend, shape, bits, dtype):
 @pytest.mark.parametrize(("shape", "bits"), [((33, 200, 64), 4), ((161, 1100, 64), 4),
                                              ((70, 2100, 24), 8), ((20, 70, 32), 8),
                                              ((2 * TILED_OUTPUTS, 2000, 64), 4),
-                                             ((96, 40, 1000), 4),
+                                             ((96, 40, 1000), 4), ((1100, 200, 32), 4),
                                              ((2 * TILED_OUTPUTS + 40, 40, 32), 4)])
 def test_products_in_tiles(rows, shape, bits):
     """Rows, outputs and inputs that fill up no tiles or slabs, and that need several."""

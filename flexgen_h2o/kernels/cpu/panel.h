@@ -25,13 +25,12 @@ struct Panel {
     int64_t rows, steps;
 };
 
-// What one thread works in. In AMX tiles all but the totals is there twice, for two groups.
+// What one thread works in.
 struct Workspace {
     float* totals;    // [rows of the panel, columns]
     uint32_t* codes;  // [steps, columns]
     float* scales;    // [COLUMNS]
     float* zeros;     // [COLUMNS]: what a sum of x is to be multiplied with
-    float* products;  // of tiles, before they are scaled
 };
 
 // Calls add(Count<R>, first) for R rows at a time.
@@ -109,13 +108,14 @@ INLINE void pack_rows(const T* x, int64_t x_row, int64_t size, int64_t steps, ui
 }
 
 // `rows` of x from `first` on to a panel, in blocks of BLOCK rows (ROWS, or 1), the last one of what
-// is left. Where BLOCK is 1 the panel may have more rows: zeros.
+// is left. Where BLOCK is 1 the panel may have more rows: zeros. It is written in order: rows of one
+// group after the other lie too far apart to stay in the nearest cache.
 template <class A, class T, int64_t BLOCK>
 void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows, const Panel& p) {
 #pragma omp parallel for schedule(static) collapse(2) num_threads(a.threads) \
     if (rows * a.matrix.inputs > LEAST_PACKED)
-    for (int64_t row = 0; row < p.rows; row += BLOCK)
-        for (int64_t g = 0; g < m.groups; g++) {
+    for (int64_t g = 0; g < m.groups; g++)
+        for (int64_t row = 0; row < p.rows; row += BLOCK) {
             const T* x = static_cast<const T*>(a.x) + (first + row) * a.x_row + g * m.group;
             const int64_t left = a.matrix.inputs - g * m.group;
             const int64_t size = row >= rows ? 0 : left < m.group ? left : m.group;

@@ -55,17 +55,18 @@ struct LeftRows {
     const char* step(int64_t k) const { return static_cast<const char*>(from) + k * TILE_BYTES; }
 };
 
-// C0 to C3, of H x 2 tiles, += A0, A1 by B0, B1, over some steps; ahead(k) is called in each. Rows of
-// B [pairs, TILE_COLUMNS] follow each other.
+// C0 to C3, of H x 2 tiles, += A0, A1 by B0, B1, over some steps. Rows of B [pairs, TILE_COLUMNS]
+// follow each other. meanwhile(step, tile) is called before either tile of B is loaded.
 template <int H, class F>
 INLINE void add_products(Tiles& tiles, const LeftRows (&a)[H], const uint32_t* b, int64_t steps,
-                         const F& ahead) {
+                         const F& meanwhile) {
     constexpr int64_t ROW = TILE_COLUMNS * sizeof *b;
     for (int64_t k = 0; k < steps; k++, b += TILE_PAIRS * TILE_COLUMNS) {
-        ahead(k);
+        meanwhile(k, 0);
         tiles.load<A0>(a[0].step(k), a[0].bytes);
         tiles.load<B0>(b, ROW);
         tiles.add_product<C0, A0, B0>();
+        meanwhile(k, 1);
         tiles.load<B1>(b + SIDE, ROW);
         tiles.add_product<C1, A0, B1>();
         if constexpr (H == 2) {
@@ -233,15 +234,17 @@ void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const Slab& s
         float* to = sums + column * H * SIDE;
         const int64_t begin = later * pair / pairs, stop = later * (pair + 1) / pairs;
         slab.input > 0 ? load_sums<H>(tiles, to) : zero_sums<H>(tiles);
-        add_products<H>(tiles, whole, right, steps - rest, [&](int64_t k) ALWAYS_INLINE {
+        const auto ahead = [&](int64_t k, int64_t tile) ALWAYS_INLINE {
+            if (tile > 0) return;
             for (int64_t i = begin; i < stop; i++)
                 __builtin_prefetch(next + i * x.x_row + k * STEP_INPUTS, 0, 2);
             if (last && k < rows) __builtin_prefetch(out + k * a.out_row, 1, 3);
             results.put(each);
-        });
+        };
+        add_products<H>(tiles, whole, right, steps - rest, ahead);
         if (rest)
             add_products<H>(tiles, end, right + (steps - 1) * TILE_PAIRS * TILE_COLUMNS, 1,
-                            [](int64_t) {});
+                            [](int64_t, int64_t) {});
         if (last) {
             const int64_t behind = slab.outputs - column;
             to = results.begin(row, rows, output, behind < TILE_COLUMNS ? behind : TILE_COLUMNS);
