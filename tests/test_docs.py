@@ -162,3 +162,12 @@ def test_each_module_that_a_user_imports_from_is_checked_by_mypy():
     assert {name(path) for path in public - checked} <= {
         "flexgen_h2o/planning/rows.py", "flexgen_h2o/models/sources.py"}
     assert (ROOT / "flexgen_h2o" / "py.typed").is_file()
+
+
+def test_the_site_lists_every_page_once():
+    """`make docs` refuses a page that its navigation leaves out."""
+    listed = re.findall(r"^ +- .+: (\S+\.md)$", read(ROOT / "mkdocs.yml"), flags=re.MULTILINE)
+    results = (ROOT / "benchmarks" / "results").rglob("README.md")
+    pages = [page.name for page in PAGES[1:]] + [name(page) for page in results]
+    assert sorted({*pages} - {*listed}) == []
+    assert len(listed) == len({*listed})
