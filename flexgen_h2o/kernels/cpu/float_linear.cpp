@@ -1,5 +1,6 @@
 // linear_float32: matrices of 16-bit weights times many rows, in float32.
 #include "float_tiles.h"
+#include "prefetch.h"
 
 namespace ISA {
 namespace {
@@ -55,7 +56,7 @@ struct PlainWeights {
         constexpr int64_t LINE = 64 / sizeof(T);
         for (int64_t o = part.outputs * share / shares; o < end; o++)
             for (int64_t k = 0; k < DEPTH; k += LINE)
-                __builtin_prefetch(at(first + o, more ? next + k : k), 0, 2);
+                ISA::prefetch(at(first + o, more ? next + k : k), SECOND);
     }
 };
 

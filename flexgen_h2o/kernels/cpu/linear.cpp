@@ -9,6 +9,7 @@
 #include "linear_tiles.h"
 #include "memory.h"
 #include "outputs.h"
+#include "prefetch.h"
 
 namespace ISA {
 namespace {
@@ -79,8 +80,8 @@ INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, 
     for (; k + SIZE <= inputs; k += SIZE) {
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) {
-            __builtin_prefetch(later[m] + k, 0, 2);
-            if (TWICE) __builtin_prefetch(later[m] + k + SIZE / 2, 0, 2);
+            prefetch(later[m] + k, SECOND);
+            if (TWICE) prefetch(later[m] + k + SIZE / 2, SECOND);
         }
         step(weights + k, weight_row, k);
     }

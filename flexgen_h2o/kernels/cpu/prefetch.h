@@ -27,12 +27,20 @@ INLINE bool passes_outer_caches() { return false; }
 enum CacheLevel { NOWHERE, PAST_OUTER, SECOND, NEAREST };
 
 INLINE void prefetch(const void* line, CacheLevel to) {
+    // GCC takes a function that only asks for lines for one without effects, and drops its calls.
+    asm volatile("");
     if (to == SECOND)
         __builtin_prefetch(line, 0, 2);
     else if (to == NEAREST)
         __builtin_prefetch(line, 0, 3);
     else if (to == PAST_OUTER)
         __builtin_prefetch(line, 0, 0);
+}
+
+// A line that will be written.
+INLINE void prefetch_to_write(const void* line) {
+    asm volatile("");
+    __builtin_prefetch(line, 1, 3);
 }
 
 // For lines that are needed soon.

@@ -6,7 +6,7 @@
 // they lie. Where the CPU multiplies pairs of bfloat16 (AVX512_BF16), bfloat16 inputs use that;
 // everything else is float32. With AMX bfloat16 goes another way: see prefill_tiles.h. A task is a
 // share of the blocks of one KV head of one sequence; the shares depend on shapes alone, so that
-// results do not depend on the number of threads.
+// results do not depend on the number of threads. Few threads take several shares of a head together.
 #include "lanes.h"
 #include "memory.h"
 #include "prefill_tiles.h"
@@ -38,7 +38,7 @@ struct Block : Lanes {
     static constexpr int64_t QUERIES = LANES;
     Space& space;
 
-    void run(float* scores) {
+    void run(float* scores, const Lanes*) {
         load_queries();
         Floats top[VECTORS], total[VECTORS];
         key_products(top);
@@ -178,7 +178,9 @@ struct Block : Lanes {
 
 struct Work {
     Memory<Sequence> sequences;
-    int64_t longest = 0, key_rows = 0, parts = 1;
+    int64_t longest = 0, key_rows = 0;
+    // Of each head's blocks: shares, each with an attention score of its own, and tasks.
+    int64_t shares = 1, tasks = 1;
 
     bool make(const Prefill& a, int64_t queries) {
         sequences = memory<Sequence>(a.sequences);
@@ -193,23 +195,45 @@ struct Work {
             if (blocks > most_blocks) most_blocks = blocks;
         }
         const int64_t heads = a.sequences * a.kv_heads;
-        parts = heads ? (FEWEST_TASKS + heads - 1) / heads : 1;
-        if (parts > most_blocks) parts = most_blocks;
+        shares = heads ? (FEWEST_TASKS + heads - 1) / heads : 1;
+        if (shares > most_blocks) shares = most_blocks;
+        tasks = shares;
+        for (int64_t few = shares - 1; few > 0; few--)
+            if (even(heads * few, a.threads)) tasks = few;
         return true;
+    }
+
+    // True if threads that take turns have as much to do, but for a sixteenth.
+    static bool even(int64_t tasks, int64_t threads) {
+        const int64_t turns = (tasks + threads - 1) / threads;
+        return turns >= 4 && (turns * threads - tasks) * 16 <= tasks;
     }
 };
 
-// Blocks part, part + parts, ... of one KV head of a sequence; scores [tokens] is the task's own.
+// Every task-th share of the blocks of a KV head of a sequence: block b is of share b % shares. The
+// scores [tokens] of a share lie so many floats behind those of the one before.
 template <class Block>
-void attend(const Prefill& a, const Sequence& sequence, int64_t kv_head, int64_t part,
-            int64_t parts, typename Block::Space& space, float* scores) {
+void attend(const Prefill& a, const Work& work, const Sequence& sequence, int64_t kv_head,
+            int64_t task, typename Block::Space& space, float* scores, int64_t scores_share) {
     constexpr int64_t QUERIES = Block::QUERIES;
-    if (scores) std::memset(scores, 0, static_cast<size_t>(sequence.tokens) * sizeof *scores);
+    for (int64_t share = task; scores && share < work.shares; share += work.tasks)
+        std::memset(scores + share * scores_share, 0,
+                    static_cast<size_t>(sequence.tokens) * sizeof *scores);
     space.start();
     const int64_t lanes = sequence.rows * (a.heads / a.kv_heads);
-    for (int64_t first = part * QUERIES; first < lanes; first += parts * QUERIES) {
-        const int64_t count = first + QUERIES < lanes ? QUERIES : lanes - first;
-        Block{{a, sequence, kv_head, first, count, parts * QUERIES}, space}.run(scores);
+    const int64_t blocks = (lanes + QUERIES - 1) / QUERIES;
+    const auto block = [&](int64_t head, int64_t b) {
+        const int64_t left = lanes - b * QUERIES;
+        return Lanes{a, sequence, head, b * QUERIES, left < QUERIES ? left : QUERIES};
+    };
+    for (int64_t b = task, next; b < blocks; b = next) {
+        next = b + 1;
+        while (next % work.shares % work.tasks != task) next++;
+        // Where the thread goes on, as far as that is known.
+        const bool other = next >= blocks, known = !other || (work.tasks == 1 && kv_head + a.threads < a.kv_heads);
+        const Lanes then = other ? block(kv_head + a.threads, 0) : block(kv_head, next);
+        Block{block(kv_head, b), space}.run(
+            scores ? scores + b % work.shares * scores_share : nullptr, known ? &then : nullptr);
     }
 }
 
@@ -223,8 +247,8 @@ void gather_scores(const Prefill& a, const Work& work, const float* shares) {
         float* scores = a.scores + head * a.scores_head + sequence.key_row;
         for (int64_t t = 0; t < sequence.tokens; t++) {
             float received = 0;
-            for (int64_t part = 0; part < work.parts; part++)
-                received += shares[(part * a.kv_heads + head) * work.key_rows +
+            for (int64_t share = 0; share < work.shares; share++)
+                received += shares[(share * a.kv_heads + head) * work.key_rows +
                                    sequence.key_row + t];
             scores[t] = scores[t] * static_cast<float>(kept) + received;
         }
@@ -237,7 +261,7 @@ int prefill(const Prefill& a) {
     if (!work.make(a, Block::QUERIES)) return NO_MEMORY;
     Memory<float> shares;
     if (a.scores) {
-        shares = memory<float>(work.parts * a.kv_heads * work.key_rows);
+        shares = memory<float>(work.shares * a.kv_heads * work.key_rows);
         if (!shares) return NO_MEMORY;
     }
     bool short_of_memory = false;
@@ -250,15 +274,14 @@ int prefill(const Prefill& a) {
             short_of_memory = true;
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < a.sequences * a.kv_heads * work.parts; task++) {
-            const int64_t part = task % work.parts, index = task / work.parts;
+        for (int64_t turn = 0; turn < a.sequences * a.kv_heads * work.tasks; turn++) {
+            const int64_t task = turn % work.tasks, index = turn / work.tasks;
             const Sequence& sequence = work.sequences[index / a.kv_heads];
             const int64_t head = index % a.kv_heads;
-            float* scores = !a.scores ? nullptr
-                                  : shares.get() + (part * a.kv_heads + head) * work.key_rows +
-                                        sequence.key_row;
+            float* scores = a.scores ? shares.get() + head * work.key_rows + sequence.key_row : nullptr;
             if (ready)
-                attend<Block>(a, sequence, head, part, work.parts, space, scores);
+                attend<Block>(a, work, sequence, head, task, space, scores,
+                              a.kv_heads * work.key_rows);
         }
     }
     if (short_of_memory) return NO_MEMORY;

@@ -12,12 +12,19 @@ struct Sequence {
     int64_t row, key_row, rows, tokens;
 };
 
+// The first key or value of one KV head of a sequence.
+template <class T>
+INLINE const T* cached(const Sequence& sequence, const void* x, int64_t row_stride,
+                       int64_t head_offset) {
+    return static_cast<const T*>(x) + sequence.key_row * row_stride + head_offset;
+}
+
 // A block of queries of one KV head of a sequence. Its lanes are flat numbers of (row, head of the
 // group): the query heads of a group are queries too.
 struct Lanes {
     const Prefill& a;
     const Sequence& sequence;
-    int64_t kv_head, first, count, stride;  // the task's next block is so many lanes on
+    int64_t kv_head, first, count;
 
     const int64_t queries = a.heads / a.kv_heads;  // that a KV head has, of each row
 
@@ -47,6 +54,14 @@ struct Lanes {
                head(lane) * a.q_head;
     }
     template <class T>
+    const T* key(int64_t token) const {
+        return cached<T>(sequence, a.k, a.k_row, kv_head * a.k_head) + token * a.k_row;
+    }
+    template <class T>
+    const T* value(int64_t token) const {
+        return cached<T>(sequence, a.v, a.v_row, kv_head * a.v_head) + token * a.v_row;
+    }
+    template <class T>
     T* output(int64_t lane) const {
         return static_cast<T*>(a.out) +
                ((sequence.row + row(lane)) * a.heads + head(lane)) * a.head_dim;
@@ -57,12 +72,5 @@ struct Lanes {
         return a.decay == 1.0 ? 1.0f : static_cast<float>(pow(a.decay, age));
     }
 };
-
-// The first key or value of one KV head of a sequence.
-template <class T>
-INLINE const T* cached(const Sequence& sequence, const void* x, int64_t row_stride,
-                       int64_t head_offset) {
-    return static_cast<const T*>(x) + sequence.key_row * row_stride + head_offset;
-}
 
 }  // namespace ISA

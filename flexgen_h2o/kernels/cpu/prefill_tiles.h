@@ -3,41 +3,37 @@
 // Queries are rows of a tile and keys its columns. A first pass over chunks of keys has the
 // outputs, and each query's maximum and sum (the online softmax of FlashAttention, Dao et al.
 // 2022). A second one computes the logits again for the attention score, which needs the sums
-// first: so its weights are float32, and no memory grows with queries times keys. Keys and values
-// of a KV head are packed into tiles once for all of a task's blocks of queries.
+// first: so its weights are float32, and no memory grows with queries times keys.
+//
+// A chunk's products and its exponentials follow each other. To alternate them gains nothing: next to
+// tiles' products a CPU adds and multiplies vectors at half its rate.
 #pragma once
 
-#include "amx.h"
-#include "memory.h"
-#include "prefill.h"
+#include <float.h>
+
+#include "flushed.h"
+#include "key_value_tiles.h"
+#include "prefetch.h"
 
 #if defined(TILES)
 
 namespace ISA {
 
-constexpr int64_t SIDE = TILE_ROWS;          // rows of all tiles, and their columns in words
-constexpr int64_t DEPTH = 2 * TILE_PAIRS;    // what one product of tiles sums over
-constexpr int64_t TILE = SIDE * TILE_PAIRS;  // words
-constexpr int64_t PAIR = 2 * SIDE;           // queries, keys, dimensions of 2 x 2 tiles
-constexpr int64_t KEY_CHUNK = 128;           // whose logits lie in the nearest cache
 // Elements of 4 bytes from one row to the next: none of 16 rows push each other out of the cache.
-constexpr int64_t LOGITS_ROW = KEY_CHUNK + SIDE, WEIGHTS_ROW = (KEY_CHUNK + DEPTH) / 2;
-static_assert(QUERY_LANES % PAIR == 0 && KEY_CHUNK % PAIR == 0, "whole pairs of tiles");
-
-INLINE int64_t up_to(int64_t multiple, int64_t x) {
-    return (x + multiple - 1) / multiple * multiple;
-}
+constexpr int64_t LOGITS_ROW = KEY_CHUNK + SIDE;
+constexpr int64_t TOGETHER = 4;  // lanes whose weights are computed together
+static_assert(PAIR <= QUERY_LANES, "the memory plan counts fewer");
 
 // C0 to C3, of 2 x 2 tiles, += A0, A1 by B0, B1. Rows of A are so many words apart, each `steps`
-// tiles long; so are the steps of B.
+// tiles long; tiles of B follow each other.
 enum { C0, C1, C2, C3, A0, A1, B0, B1 };
-INLINE void add_products(Tiles& tiles, const uint32_t* a, int64_t a_row, const uint32_t* b0,
-                         const uint32_t* b1, int64_t b_step, int64_t steps) {
-    for (int64_t i = 0; i < steps; i++) {
+INLINE void add_products(Tiles& tiles, const uint32_t* a, int64_t a_row, const uint32_t* b,
+                         int64_t steps) {
+    for (int64_t i = 0; i < steps; i++, b += 2 * TILE) {
         tiles.load<A0>(a + i * TILE_PAIRS, a_row * 4);
-        tiles.load<B0>(b0 + i * b_step, TILE_BYTES);
+        tiles.load<B0>(b, TILE_BYTES);
         tiles.add_product<C0, A0, B0>();
-        tiles.load<B1>(b1 + i * b_step, TILE_BYTES);
+        tiles.load<B1>(b + TILE, TILE_BYTES);
         tiles.add_product<C1, A0, B1>();
         tiles.load<A1>(a + SIDE * a_row + i * TILE_PAIRS, a_row * 4);
         tiles.add_product<C2, A1, B0>();
@@ -61,280 +57,246 @@ INLINE void store_pair(Tiles& tiles, float* c, int64_t row) {
 
 // Memory of one thread, and its tiles.
 struct TileSpace {
-    // Tiles, as right operands: keys [tokens / SIDE, dim / DEPTH], values [tokens / DEPTH, dim /
-    // SIDE]. Rows, as left ones: queries [QUERY_LANES, dim], weights [QUERY_LANES, KEY_CHUNK].
-    Memory<uint32_t> keys, values, queries, weights;
-    Memory<float> logits, sums;  // [QUERY_LANES, KEY_CHUNK], [QUERY_LANES, dim]
-    // Of each lane: the last key that it sees, the first, its largest logit so far, parts of the sum of its
-    // weights relative to that one, and what they are multiplied by to be added to the score.
-    int64_t limits[QUERY_LANES], starts[QUERY_LANES];
-    float top[QUERY_LANES], factors[QUERY_LANES];
-    Floats totals[QUERY_LANES];
-    int64_t dim = 0, packed = 0;  // head_dim up to whole tiles; keys and values in tiles by now
+    KeyValueTiles cache;
+    Memory<uint32_t> queries;    // [PAIR, dim] of bfloat16, as left operands
+    Memory<float> logits, sums;  // [PAIR, KEY_CHUNK], [PAIR, dim]
+    // Of each lane: the largest logit so far, or nearly so; what scaled logits are shifted by to be
+    // relative to that one, and a bit if they are too large for that; parts of the sum of its weights;
+    // and what these are multiplied by to be added to the score.
+    float tops[PAIR], shifts[PAIR], factors[PAIR];
+    uint32_t far;
+    Floats totals[PAIR];
     TileShapes shapes;
 
     bool make(int64_t head_dim, int64_t longest) {
-        dim = up_to(PAIR, head_dim);
         for (int tile = C0; tile <= B1; tile++) shapes.set(tile, SIDE, TILE_BYTES);
-        const int64_t tokens = up_to(PAIR, longest);
-        keys = memory<uint32_t>(tokens * dim / 2);
-        values = memory<uint32_t>(tokens * dim / 2);
-        queries = memory<uint32_t>(QUERY_LANES * queries_row());
-        weights = memory<uint32_t>(QUERY_LANES * WEIGHTS_ROW);
-        logits = memory<float>(QUERY_LANES * LOGITS_ROW);
-        sums = memory<float>(QUERY_LANES * sums_row());
-        return keys && values && queries && weights && logits && sums;
+        if (!cache.make(head_dim, longest)) return false;
+        queries = memory<uint32_t>(PAIR * queries_row());
+        logits = memory<float>(PAIR * LOGITS_ROW);
+        sums = memory<float>(PAIR * sums_row());
+        return queries && logits && sums;
     }
-    int64_t steps() const { return dim / DEPTH; }
-    int64_t queries_row() const { return dim / 2 + TILE_PAIRS; }
-    int64_t sums_row() const { return dim + SIDE; }
+    int64_t queries_row() const { return cache.width() / 2 + TILE_PAIRS; }
+    int64_t sums_row() const { return cache.width() + SIDE; }
 
-    void start() { packed = 0; }
+    void start() { cache.start(); }
+};
 
-    // Keys and values of a head from `begin`, where a pair of tiles begins, up to the first `seen`,
-    // and on to whole tiles. What is before `begin` will not be asked for again.
-    void pack(const Prefill& a, const Sequence& sequence, int64_t kv_head, int64_t begin,
-              int64_t seen) {
-        if (packed < begin) packed = begin;
-        const auto* k = cached<bf16>(sequence, a.k, a.k_row, kv_head * a.k_head);
-        const auto* v = cached<bf16>(sequence, a.v, a.v_row, kv_head * a.v_head);
-        for (; packed < seen; packed += PAIR) {
-            const int64_t left = sequence.tokens - packed;
-            for (int64_t t = 0; t < PAIR; t += SIDE)
-                pack_keys(k + (packed + t) * a.k_row, a.k_row, left - t, a.head_dim,
-                          keys.get() + (packed + t) * dim / 2);
-            for (int64_t t = 0; t < PAIR; t += 2) {
-                const bf16* low = v + (packed + t) * a.v_row;
-                pack_values(t < left ? low : nullptr, t + 1 < left ? low + a.v_row : nullptr,
-                            a.head_dim, values.get() + packed * dim / 2 + t / 2 * TILE_PAIRS);
-            }
+// Asks for the rows that the task's next block begins with, a few at a time.
+class RowsAhead {
+public:
+    // `packed` keys and values are in tiles by now; step() will be called so many times.
+    RowsAhead(const Lanes& now, const Lanes* next, int64_t packed, int64_t steps)
+        : next(next), steps(steps) {
+        if (!next) return;
+        key = next->kv_head == now.kv_head ? packed : next->begin();
+        keys = next->seen() - key;
+        all = keys > next->count ? keys : next->count;
+    }
+
+    INLINE void step() {
+        for (due += all; due >= steps; due -= steps, row++) {
+            if (row < next->count) ask(next->query<bf16>(row));
+            if (row >= keys) continue;
+            ask(next->key<bf16>(key + row));
+            ask(next->value<bf16>(key + row));
         }
     }
 
 private:
-    // Rows of keys to columns of tiles, by pairs of elements.
-    void pack_keys(const bf16* from, int64_t row, int64_t left, int64_t head_dim,
-                   uint32_t* to) const {
-        const int64_t count = left > SIDE ? SIDE : left;
-        typedef uint32_t Line __attribute__((vector_size(TILE_BYTES)));
-        for (int64_t i = 0; i < dim; i += DEPTH, to += TILE) {
-            Line rows[SIDE];
-            if (count == SIDE && head_dim - i >= DEPTH) {
-                for (int64_t t = 0; t < SIDE; t++) rows[t] = load_raw<Line>(from + t * row + i);
-            } else {
-                const int64_t some = head_dim - i < DEPTH ? head_dim - i : DEPTH;
-                std::memset(rows, 0, sizeof rows);
-                for (int64_t t = 0; t < count; t++)
-                    if (some > 0)
-                        std::memcpy(rows + t, from + t * row + i, static_cast<size_t>(some) * 2);
-            }
-#if defined(__AVX512F__)
-            transpose(reinterpret_cast<Floats*>(rows));
-            std::memcpy(to, rows, sizeof rows);
-#else
-            for (int64_t t = 0; t < SIDE; t++)
-                for (int64_t k = 0; k < TILE_PAIRS; k++) to[k * SIDE + t] = rows[t][k];
-#endif
-        }
+    INLINE void ask(const bf16* from) const {
+        for (int64_t i = 0; i < next->a.head_dim; i += DEPTH) prefetch(from + i, SECOND);
     }
-    // Two values to a row of tiles, element by element; null stands for zeros.
-    void pack_values(const bf16* low, const bf16* high, int64_t head_dim, uint32_t* to) const {
-        for (int64_t i = 0; i < dim; i += SIDE, to += TILE) {
-            const int64_t left = head_dim - i;
-            if (left >= SIDE && high) {
-                for (int64_t j = 0; j < SIDE; j += WIDTH) {
-                    const Words pairs = widen(&low[i + j].bits) | widen(&high[i + j].bits) << 16;
-                    std::memcpy(to + j, &pairs, sizeof pairs);
-                }
-                continue;
-            }
-            for (int64_t j = 0; j < SIDE; j++)
-                to[j] = j >= left || !low
-                            ? 0
-                            : low[i + j].bits |
-                                  (high ? static_cast<uint32_t>(high[i + j].bits) << 16 : 0);
-        }
-    }
+
+    const Lanes* const next;
+    const int64_t steps;
+    int64_t key = 0, keys = 0, all = 0, due = 0, row = 0;
 };
 
 struct TileBlock : Lanes {
     using Space = TileSpace;
-    static constexpr int64_t QUERIES = QUERY_LANES;
+    static constexpr int64_t QUERIES = PAIR;
+    // Weights are relative to one that the largest exceeds by a factor of 2^8 at most, which has the
+    // same precision: so sums are hardly ever made smaller.
+    static constexpr float MOST_RAISE = 8;
+    // The rounding of a shift is that of all weights, as long as it is small.
+    static constexpr float MOST_SHIFT = 1024;
+
     Space& space;
+    DenormalsAsZeros denormals{};
     Tiles tiles{space.shapes};
     // Of logits, that are exponents of 2 then.
     const float scale = a.form.softcap > 0   ? LOG2_E
                         : a.form.scale > 0 ? LOG2_E * Lanes::scale()
                                            : LOG2_E / sqrtf(static_cast<float>(a.head_dim));
 
-    void run(float* scores) {
+    void run(float* scores, const Lanes* next) {
+        const int64_t seen = this->seen(), first_key = begin() / KEY_CHUNK * KEY_CHUNK;
+        space.cache.pack(*this, first_key, seen);
         load_queries();
-        const int64_t lanes = up_to(PAIR, count);
-        std::memset(space.sums.get(), 0, static_cast<size_t>(lanes * space.sums_row()) * 4);
-        for (int64_t lane = 0; lane < lanes; lane++) {
-            space.top[lane] = NONE;
-            space.totals[lane] = Floats{};
-            space.limits[lane] = limit(lane);
-            space.starts[lane] = start(lane);
-            if (a.form.sinks) {  // as if it were the first key, with a value of zeros
-                space.top[lane] = a.form.sinks[head(lane)] * LOG2_E / scale;
-                space.totals[lane][0] = 1;
-            }
-        }
-        const int64_t seen = this->seen(), begin = this->begin() / KEY_CHUNK * KEY_CHUNK;
-        space.pack(a, sequence, kv_head, begin, seen);
-        const int64_t chunks = (seen - begin + KEY_CHUNK - 1) / KEY_CHUNK;
-        const int64_t each = chunks < QUERIES / 8 ? (QUERIES + chunks - 1) / chunks : 8;
-        int64_t fetched = 0;
-        for (int64_t t = begin; t < seen; t += KEY_CHUNK) {
+        start();
+        const int64_t chunks = (seen - first_key + KEY_CHUNK - 1) / KEY_CHUNK;
+        RowsAhead ahead(*this, next, space.cache.count(), chunks * (PAIR / TOGETHER));
+        for (int64_t t = first_key; t < seen; t += KEY_CHUNK) {
+            const int64_t width = this->width(t);
             logits(t);
-            for (int64_t lane = 0; lane < count; lane++) {
-                if (lane < each) fetch(fetched++);
-                weigh(t, lane);
+            for (int64_t lane = 0; lane < PAIR; lane += TOGETHER) {
+                ahead.step();
+                if (lane >= count) continue;
+                if (t + width >= seen) ask_for_outputs(lane);
+                width == KEY_CHUNK ? weigh(lane, KEY_CHUNK) : weigh(lane, width);
             }
             add_values(t);
         }
         write();
         if (!scores) return;
-        for (int64_t t = begin; t < seen; t += KEY_CHUNK) {
+        for (int64_t t = first_key; t < seen; t += KEY_CHUNK) {
             logits(t);
             add_received(t, scores);
         }
     }
 
-    // Keys of a chunk that any of a lane's tiles sees, up to whole tiles.
-    int64_t width(int64_t t, int64_t lane) const {
-        const int64_t last = lane / PAIR * PAIR + PAIR;
-        const int64_t some = space.limits[(last < count ? last : count) - 1] + 1 - t;
-        return some <= 0 ? 0 : up_to(PAIR, some < KEY_CHUNK ? some : KEY_CHUNK);
-    }
-
-    // Asks for what the task's next block begins with, row by row; behind the last one for the first
-    // of the head that the thread probably has next.
-    void fetch(int64_t row) const {
-        const int64_t lanes = sequence.rows * group(), heads = a.threads;
-        if (row >= QUERIES) return;
-        if (first + stride < lanes) {
-            if (first + stride + row < lanes)
-                fetch(query<bf16>(stride + row), space.packed + row, limit(stride + row), kv_head);
-        } else if (stride == QUERIES && row < lanes && kv_head + heads < a.kv_heads) {
-            const bf16* mine = static_cast<const bf16*>(a.q) + (sequence.row + row / group()) * a.q_row;
-            fetch(mine + ((kv_head + heads) * group() + row % group()) * a.q_head, row,
-                  sequence.tokens - 1, kv_head + heads);
-        }
-    }
-    void fetch(const bf16* query, int64_t key, int64_t limit, int64_t head) const {
-        prefetch(query);
-        if (key > limit) return;
-        prefetch(cached<bf16>(sequence, a.k, a.k_row, head * a.k_head) + key * a.k_row);
-        prefetch(cached<bf16>(sequence, a.v, a.v_row, head * a.v_head) + key * a.v_row);
-    }
-    void prefetch(const bf16* row) const {
-        for (int64_t i = 0; i < a.head_dim; i += DEPTH) __builtin_prefetch(row + i, 0, 2);
+    // Keys of a chunk that any lane sees, up to whole tiles.
+    int64_t width(int64_t t) const {
+        const int64_t some = seen() - t;
+        return up_to(PAIR, some < KEY_CHUNK ? some : KEY_CHUNK);
     }
 
     void load_queries() const {
         const int64_t row = space.queries_row();
-        if (a.head_dim < space.dim || count % PAIR)
-            std::memset(space.queries.get(), 0, static_cast<size_t>(up_to(PAIR, count) * row) * 4);
+        if (a.head_dim < space.cache.width() || count < PAIR)
+            std::memset(space.queries.get(), 0, static_cast<size_t>(PAIR * row) * 4);
         for (int64_t lane = 0; lane < count; lane++)
             std::memcpy(space.queries.get() + lane * row, query<bf16>(lane),
                         static_cast<size_t>(a.head_dim) * 2);
     }
 
-    void logits(int64_t t) {
-        const int64_t steps = space.steps(), row = space.queries_row();
-        for (int64_t i = 0; i < KEY_CHUNK; i += PAIR)
-            for (int64_t lane = 0; lane < count; lane += PAIR) {
-                if (i >= width(t, lane)) continue;
-                const uint32_t* k = space.keys.get() + (t + i) * space.dim / 2;
-                tiles.zero<C0>();
-                tiles.zero<C1>();
-                tiles.zero<C2>();
-                tiles.zero<C3>();
-                add_products(tiles, space.queries.get() + lane * row, row, k, k + steps * TILE, TILE,
-                             steps);
-                store_pair(tiles, space.logits.get() + lane * LOGITS_ROW + i, LOGITS_ROW);
-            }
-        if (a.form.softcap > 0) cap(t);
+    void start() const {
+        std::memset(space.sums.get(), 0, static_cast<size_t>(PAIR * space.sums_row()) * 4);
+        for (int64_t lane = 0; lane < PAIR; lane++) {
+            // A sink is as if it were the first key, with a value of zeros.
+            const bool sinks = a.form.sinks;
+            set_top(lane, sinks ? a.form.sinks[head(lane)] * LOG2_E / scale : -FLT_MAX);
+            space.totals[lane] = Floats{};
+            if (sinks) space.totals[lane][0] = 1;
+        }
     }
 
-    __attribute__((noinline)) void cap(int64_t t) const {
+    void set_top(int64_t lane, float top) const {
+        const float shift = top * -scale;
+        const bool far = fabsf(shift) > MOST_SHIFT;
+        space.tops[lane] = top;
+        space.shifts[lane] = far ? 0 : shift;
+        space.far = (space.far & ~(1u << lane)) | static_cast<uint32_t>(far) << lane;
+    }
+
+    // Of logits that are too large to be shifted once they are scaled, the differences to the largest.
+    __attribute__((noinline)) void subtract_tops(int64_t lane, int64_t end, int64_t width) const {
+        for (; lane < end; lane++) {
+            float* x = space.logits.get() + lane * LOGITS_ROW;
+            if (space.far >> lane & 1)
+                for (int64_t j = 0; j < width; j += WIDTH)
+                    store(x + j, load(x + j) - space.tops[lane]);
+        }
+    }
+
+    // Of all lanes by a chunk of keys; that of none where a lane does not see the key.
+    void logits(int64_t t) {
+        const int64_t row = space.queries_row(), width = this->width(t);
+        for (int64_t i = 0; i < width; i += PAIR) {
+            tiles.zero<C0>();
+            tiles.zero<C1>();
+            tiles.zero<C2>();
+            tiles.zero<C3>();
+            add_products(tiles, space.queries.get(), row, space.cache.keys_at(t + i),
+                         space.cache.width() / DEPTH);
+            store_pair(tiles, space.logits.get() + i, LOGITS_ROW);
+        }
+        if (a.form.softcap > 0) cap(width);
+        if (limit(0) + 1 < t + width || Lanes::start(count - 1) > t) mask(t, width);
+    }
+
+    __attribute__((noinline)) void cap(int64_t width) const {
         const float scale = Lanes::scale(), most = static_cast<float>(a.form.softcap);
         for (int64_t lane = 0; lane < count; lane++) {
             float* x = space.logits.get() + lane * LOGITS_ROW;
-            for (int64_t j = 0; j < width(t, lane); j += WIDTH)
+            for (int64_t j = 0; j < width; j += WIDTH)
                 store(x + j, soft_capped(load(x + j) * scale, most));
         }
     }
 
-    // Logits become weights, unnormalized, in bfloat16.
-    __attribute__((noinline)) void weigh(int64_t t, int64_t lane) const {
-        const int64_t width = this->width(t, lane), sees = space.limits[lane] + 1 - t;
-        const int64_t start = space.starts[lane] - t;
-        float* x = space.logits.get() + lane * LOGITS_ROW;
-        int64_t some = 0;
-        if (sees > 0 && start < KEY_CHUNK) {
-            some = sees < width ? up_to(WIDTH, sees) : width;
-            if (sees < some) {
-                float* tail = x + some - WIDTH;
-                store(tail, masked(load(tail), sees - (some - WIDTH)));
+    __attribute__((noinline)) void mask(int64_t t, int64_t width) const {
+        Ints place{};
+        for (int i = 0; i < WIDTH; i++) place[i] = i;
+        for (int64_t lane = 0; lane < count; lane++) {
+            float* x = space.logits.get() + lane * LOGITS_ROW;
+            const Ints last = Ints{} + static_cast<int32_t>(limit(lane) - t);
+            const Ints first = Ints{} + static_cast<int32_t>(Lanes::start(lane) - t);
+            for (int32_t j = 0; j < width; j += WIDTH) {
+                const Ints key = place + j;
+                store(x + j, (key <= last) & (key >= first) ? load(x + j) : broadcast(NONE));
             }
-            for (int64_t j = 0; j < start; j += WIDTH)
-                store(x + j, masked_before(load(x + j), start - j));
-            Floats most = load(x);
-            for (int64_t j = WIDTH; j < some; j += WIDTH) most = larger(load(x + j), most);
-            raise(lane, widest(most));
         }
-        const Floats top = broadcast(space.top[lane]);
-        Floats total{};
-        bf16* to = reinterpret_cast<bf16*>(space.weights.get() + lane * WEIGHTS_ROW);
-        for (int64_t j = 0; j < width; j += 2 * WIDTH) {
-            Floats e[2]{};
-            for (int m = 0; m < 2; m++)
-                if (j + m * WIDTH < some) {
-                    e[m] = exp2((load(x + j + m * WIDTH) - top) * scale);
-                    total += e[m];
-                }
-            narrow(to + j, e[0], e[1]);
-        }
-        space.totals[lane] += total;
     }
 
-    INLINE static Floats masked(Floats x, int64_t sees) {
-        Ints place{};
-        for (int i = 0; i < WIDTH; i++) place[i] = i;
-        return place < static_cast<int32_t>(sees) ? x : broadcast(NONE);
+    // They are written behind the last chunk.
+    INLINE void ask_for_outputs(int64_t lane) const {
+        for (int64_t n = lane; n < lane + TOGETHER && n < count; n++)
+            for (int64_t i = 0; i < a.head_dim; i += DEPTH) prefetch_to_write(output<bf16>(n) + i);
     }
 
-    INLINE static Floats masked_before(Floats x, int64_t start) {
-        Ints place{};
-        for (int i = 0; i < WIDTH; i++) place[i] = i;
-        return place < static_cast<int32_t>(start) ? broadcast(NONE) : x;
+    // Logits of TOGETHER lanes become weights, unnormalized, in bfloat16: in their place.
+    INLINE void weigh(int64_t lane, int64_t width) const {
+        float* x = space.logits.get() + lane * LOGITS_ROW;
+        Floats most[TOGETHER];
+#pragma GCC unroll 4
+        for (int n = 0; n < TOGETHER; n++) {
+            const float* row = x + n * LOGITS_ROW;
+            most[n] = larger(load(row), load(row + WIDTH));
+            for (int64_t j = 2 * WIDTH; j < width; j += 2 * WIDTH)
+                most[n] = larger(larger(load(row + j), load(row + j + WIDTH)), most[n]);
+        }
+        float widest[TOGETHER];
+        ISA::widest(most, widest);
+        for (int n = 0; n < TOGETHER; n++)
+            if ((widest[n] - space.tops[lane + n]) * scale > MOST_RAISE) raise(lane + n, widest[n]);
+        if (space.far) subtract_tops(lane, lane + TOGETHER, width);
+        const Floats by = broadcast(scale);
+#pragma GCC unroll 4
+        for (int n = 0; n < TOGETHER; n++) {
+            const float* row = x + n * LOGITS_ROW;
+            bf16* to = reinterpret_cast<bf16*>(x + n * LOGITS_ROW);
+            const Floats shift = broadcast(space.shifts[lane + n]);
+            Floats total{};
+#pragma GCC unroll 4
+            for (int64_t j = 0; j < width; j += 2 * WIDTH) {
+                const Floats low = exp2_flushed(fma(load(row + j), by, shift));
+                const Floats high = exp2_flushed(fma(load(row + j + WIDTH), by, shift));
+                total += low + high;
+                narrow(to + j, low, high);
+            }
+            space.totals[lane + n] += total;
+        }
     }
 
     // A larger maximum: what was summed up becomes smaller.
-    void raise(int64_t lane, float top) const {
-        const float before = space.top[lane];
-        if (!(top > before)) return;
-        const Floats factor = exp2(broadcast((before - top) * scale));
+    __attribute__((noinline)) void raise(int64_t lane, float top) const {
+        const Floats factor = exp2_flushed(broadcast((space.tops[lane] - top) * scale));
         float* sums = space.sums.get() + lane * space.sums_row();
-        for (int64_t i = 0; i < space.dim; i += WIDTH) store(sums + i, load(sums + i) * factor);
+        for (int64_t i = 0; i < space.cache.width(); i += WIDTH)
+            store(sums + i, load(sums + i) * factor);
         space.totals[lane] *= factor;
-        space.top[lane] = top;
+        set_top(lane, top);
     }
 
     void add_values(int64_t t) {
-        const int64_t row = space.sums_row();
-        for (int64_t i = 0; i < space.dim; i += PAIR)
-            for (int64_t lane = 0; lane < count; lane += PAIR) {
-                const uint32_t* v = space.values.get() + t * space.dim / 2 + i / SIDE * TILE;
-                float* sums = space.sums.get() + lane * row + i;
-                load_pair(tiles, sums, row);
-                add_products(tiles, space.weights.get() + lane * WEIGHTS_ROW, WEIGHTS_ROW, v,
-                             v + TILE, space.dim / SIDE * TILE, width(t, lane) / DEPTH);
-                store_pair(tiles, sums, row);
-            }
+        const auto* weights = reinterpret_cast<const uint32_t*>(space.logits.get());
+        for (int64_t i = 0; i < space.cache.width(); i += PAIR) {
+            float* sums = space.sums.get() + i;
+            load_pair(tiles, sums, space.sums_row());
+            add_products(tiles, weights, LOGITS_ROW, space.cache.values_at(t, i), width(t) / DEPTH);
+            store_pair(tiles, sums, space.sums_row());
+        }
     }
 
     void write() const {
@@ -352,23 +314,27 @@ struct TileBlock : Lanes {
 
     // The chunk's logits, again, to what its keys receive.
     __attribute__((noinline)) void add_received(int64_t t, float* scores) const {
-        int64_t lane = 0;
-        for (int64_t j = t; j < t + KEY_CHUNK; j += WIDTH) {
-            while (lane < count && space.limits[lane] < j) lane++;  // sees none from here on
-            if (lane == count) return;
-            Floats received{};
-            for (int64_t i = lane; i < count; i++) {
-                Floats x = load(space.logits.get() + i * LOGITS_ROW + j - t);
-                const int64_t sees = space.limits[i] + 1 - j;
-                if (sees < WIDTH) x = masked(x, sees);
-                if (space.starts[i] > j) x = masked_before(x, space.starts[i] - j);
-                const Floats e = exp2((x - space.top[i]) * scale);
-                received = fma(e, broadcast(space.factors[i]), received);
+        const int64_t left = sequence.tokens - t, width = this->width(t);
+        if (space.far) subtract_tops(0, count, width);
+        const Floats by = broadcast(scale);
+        for (int64_t j = 0; j < width; j += 2 * WIDTH) {
+            const float* x = space.logits.get() + j;
+            Floats received[2]{};
+#pragma GCC unroll 4
+            for (int64_t lane = 0; lane < count; lane++, x += LOGITS_ROW) {
+                const Floats shift = broadcast(space.shifts[lane]);
+                const Floats factor = broadcast(space.factors[lane]);
+                for (int m = 0; m < 2; m++) {
+                    const Floats e = exp2_flushed(fma(load(x + m * WIDTH), by, shift));
+                    received[m] = fma(e, factor, received[m]);
+                }
             }
-            if (j + WIDTH <= sequence.tokens) {
-                store(scores + j, load(scores + j) + received);
-            } else {
-                for (int64_t i = 0; j + i < sequence.tokens; i++) scores[j + i] += received[i];
+            for (int64_t m = 0, i = j; m < 2; m++, i += WIDTH) {
+                if (i + WIDTH <= left) {
+                    store(scores + t + i, load(scores + t + i) + received[m]);
+                } else {
+                    for (int64_t n = 0; i + n < left; n++) scores[t + i + n] += received[m][n];
+                }
             }
         }
     }

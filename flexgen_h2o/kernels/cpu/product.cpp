@@ -203,7 +203,7 @@ struct CodedWeights {
         const int64_t bytes = DEPTH / blocks.group * blocks.block_bytes;
         for (int64_t t = tiles * share / shares; t < tiles * (share + 1) / shares; t++)
             for (int64_t byte = 0; byte < bytes; byte += 64)
-                __builtin_prefetch(blocks.at(tile + t, more ? next : 0) + byte, 0, 2);
+                ISA::prefetch(blocks.at(tile + t, more ? next : 0) + byte, SECOND);
     }
 
 private:

@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "index_tiles.h"
+#include "prefetch.h"
 #include "products.h"
 
 namespace ISA {
@@ -270,7 +271,7 @@ void scan(const uint8_t* index, const TileShape& shape, int64_t tiles, int64_t g
           const RoundedQueries& queries, float* logits, int64_t stride) {
     for (int64_t t = 0; t < tiles; t++) {
         const uint8_t* tile = index + t * shape.bytes;
-        for (int64_t i = 0; i < shape.bytes; i += 64) __builtin_prefetch(tile + AHEAD + i, 0, 3);
+        for (int64_t i = 0; i < shape.bytes; i += 64) prefetch(tile + AHEAD + i, NEAREST);
         by_queries(group, [&](auto G, int64_t g) {
             scan_tile<G(), BITS>(tile, shape, queries, g, logits + g * stride + t * INDEX_TILE,
                                  stride);

@@ -170,6 +170,20 @@ INLINE float widest(Floats x) {
 #endif
 }
 
+// The largest elements of four vectors.
+INLINE void widest(const Floats* x, float* to) {
+#if defined(__AVX512F__)
+    const Floats a = larger(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+    const Floats b = larger(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+    Floats all = larger(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    all = larger(all, _mm512_maskz_shuffle_f32x4(0xffff, all, all, 0x4e));
+    all = larger(all, _mm512_maskz_shuffle_f32x4(0xffff, all, all, 0xb1));
+    _mm_storeu_ps(to, first_four(all));
+#else
+    for (int i = 0; i < 4; i++) to[i] = widest(x[i]);
+#endif
+}
+
 INLINE int32_t sum(Ints x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32(__m512i(x));

@@ -13,6 +13,7 @@
 #include "kernels.h"
 #include "memory.h"
 #include "outputs.h"
+#include "prefetch.h"
 
 #if defined(TILES)
 
@@ -237,8 +238,8 @@ void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const Slab& s
         const auto ahead = [&](int64_t k, int64_t tile) ALWAYS_INLINE {
             if (tile > 0) return;
             for (int64_t i = begin; i < stop; i++)
-                __builtin_prefetch(next + i * x.x_row + k * STEP_INPUTS, 0, 2);
-            if (last && k < rows) __builtin_prefetch(out + k * a.out_row, 1, 3);
+                prefetch(next + i * x.x_row + k * STEP_INPUTS, SECOND);
+            if (last && k < rows) prefetch_to_write(out + k * a.out_row);
             results.put(each);
         };
         add_products<H>(tiles, whole, right, steps - rest, ahead);

@@ -31,8 +31,8 @@ struct PlainTile {
         if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
         for (int64_t r = row; r < row + R; r++) {
             const char* here = reinterpret_cast<const char*>(base + r * stride + i);
-            __builtin_prefetch(here + 2 * AHEAD, 0, 2);
-            __builtin_prefetch(here + AHEAD, 0, 2);
+            ISA::prefetch(here + 2 * AHEAD, SECOND);
+            ISA::prefetch(here + AHEAD, SECOND);
         }
     }
 };
@@ -87,7 +87,7 @@ struct RecordTile {
     INLINE void prefetch(int64_t row, int64_t i) const {
         if (i % (LINE / 2)) return;
         for (int64_t r = row + SLOT_TILE; r < row + SLOT_TILE + R; r++)
-            __builtin_prefetch(base + r * stride + i + AHEAD, 0, 2);
+            ISA::prefetch(base + r * stride + i + AHEAD, SECOND);
     }
     // [groups, SLOT_TILE] each.
     INLINE float* scales() const { return scratch; }
