@@ -63,6 +63,30 @@ def test_prefill(isa, dtype, group, dim):
                                                   dtype=dtype, decay=0.5))
 
 
+@pytest.mark.source("prefill")
+@BUILT
+@pytest.mark.parametrize("size", [1, 30, 3e3, 3e6])
+def test_prefill_whose_largest_logits_come_late(isa, size):
+    """A query's largest logit comes behind some that are nearly so large: what is summed up until
+    then becomes smaller, or not. Logits are exact."""
+    case = prefill_case([300], group=2, dim=16, dtype=torch.bfloat16)
+    case["q"][:] = torch.eye(16)[0] * size
+    case["k"][:] = (torch.randint(-8, 9, (300, 1, 1)) + torch.arange(300)[:, None, None] // 100 * 4)
+    check_prefill([library_prefill], case)
+
+
+@pytest.mark.source("prefill")
+@BUILT
+def test_prefill_leaves_denormals_to_its_caller(isa):
+    """Kernels may take them for zeros; what follows them may not."""
+    tiny = torch.full((64,), 2.0**-130)
+    for count in (1, 2):
+        with threads(count):
+            library.prefill_attention(**prefill_case([70], dtype=torch.bfloat16) | {
+                "key_lengths": [70]})
+            assert ((tiny * 0.5) * 2.0**120 == 2.0**-11).all()
+
+
 def library_prefill(q, k, v, lengths, *, key_lengths, scores, decay):
     """The C++ also where `ops` prefers PyTorch's own kernels."""
     return library.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay)
