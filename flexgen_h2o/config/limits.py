@@ -110,8 +110,8 @@ EXPERT_ROUND = 1024
 """Choices of experts, by tokens of few, that one call computes before it adds them up."""
 
 QUERY_LANES = 64
-"""The most queries that a thread attends with at once, of each of which it holds all weights (with
-AMX, those of some keys)."""
+"""The most queries that a thread attends with at once, of each of which it holds all weights. With
+AMX it may be twice as many, of some of which it holds the weights of some keys."""
 
 SLOT_TILE = 64
 """Slots of a cache whose keys or values a thread expands at once."""

@@ -20,7 +20,7 @@ struct LaneSpace {
     Memory<E> queries, keys, values, weights;
     Memory<float> logits, sums;
 
-    bool make(int64_t dim, int64_t longest) {
+    bool make(int64_t dim, int64_t longest, int64_t) {
         queries = memory<E>(dim * LANES);
         keys = memory<E>(CHUNK * dim);
         values = memory<E>(CHUNK * dim);
@@ -35,7 +35,7 @@ struct LaneSpace {
 template <class T, class As>
 struct Block : Lanes {
     using Space = LaneSpace<typename As::Element>;
-    static constexpr int64_t QUERIES = LANES;
+    static int64_t most_lanes(int64_t, int64_t) { return LANES; }
     Space& space;
 
     void run(float* scores, const Lanes*) {
@@ -178,25 +178,27 @@ struct Block : Lanes {
 
 struct Work {
     Memory<Sequence> sequences;
-    int64_t longest = 0, key_rows = 0;
+    int64_t longest = 0, key_rows = 0, lanes = 0;  // lanes of a block, at most
     // Of each head's blocks: shares, each with an attention score of its own, and tasks.
     int64_t shares = 1, tasks = 1;
 
-    bool make(const Prefill& a, int64_t queries) {
+    template <class Block>
+    bool make(const Prefill& a) {
         sequences = memory<Sequence>(a.sequences);
         if (!sequences) return false;
-        int64_t row = 0, most_blocks = 1;
+        int64_t row = 0, rows = 0;
         for (int64_t s = 0; s < a.sequences; s++) {
             sequences[s] = {row, key_rows, a.lengths[s], a.key_lengths[s]};
             row += a.lengths[s];
             key_rows += a.key_lengths[s];
             if (a.key_lengths[s] > longest) longest = a.key_lengths[s];
-            const int64_t blocks = (a.lengths[s] * (a.heads / a.kv_heads) + queries - 1) / queries;
-            if (blocks > most_blocks) most_blocks = blocks;
+            if (a.lengths[s] > rows) rows = a.lengths[s];
         }
+        lanes = Block::most_lanes(a.head_dim, longest);
+        const int64_t blocks = (rows * (a.heads / a.kv_heads) + lanes - 1) / lanes;
         const int64_t heads = a.sequences * a.kv_heads;
         shares = heads ? (FEWEST_TASKS + heads - 1) / heads : 1;
-        if (shares > most_blocks) shares = most_blocks;
+        if (shares > blocks) shares = blocks > 0 ? blocks : 1;
         tasks = shares;
         for (int64_t few = shares - 1; few > 0; few--)
             if (even(heads * few, a.threads)) tasks = few;
@@ -215,25 +217,25 @@ struct Work {
 template <class Block>
 void attend(const Prefill& a, const Work& work, const Sequence& sequence, int64_t kv_head,
             int64_t task, typename Block::Space& space, float* scores, int64_t scores_share) {
-    constexpr int64_t QUERIES = Block::QUERIES;
     for (int64_t share = task; scores && share < work.shares; share += work.tasks)
         std::memset(scores + share * scores_share, 0,
                     static_cast<size_t>(sequence.tokens) * sizeof *scores);
     space.start();
     const int64_t lanes = sequence.rows * (a.heads / a.kv_heads);
-    const int64_t blocks = (lanes + QUERIES - 1) / QUERIES;
+    const int64_t blocks = (lanes + work.lanes - 1) / work.lanes;
     const auto block = [&](int64_t head, int64_t b) {
-        const int64_t left = lanes - b * QUERIES;
-        return Lanes{a, sequence, head, b * QUERIES, left < QUERIES ? left : QUERIES};
+        const int64_t left = lanes - b * work.lanes;
+        return Lanes{a, sequence, head, b * work.lanes, left < work.lanes ? left : work.lanes};
     };
     for (int64_t b = task, next; b < blocks; b = next) {
         next = b + 1;
         while (next % work.shares % work.tasks != task) next++;
-        // Where the thread goes on, as far as that is known.
-        const bool other = next >= blocks, known = !other || (work.tasks == 1 && kv_head + a.threads < a.kv_heads);
-        const Lanes then = other ? block(kv_head + a.threads, 0) : block(kv_head, next);
+        // Where the thread goes on, in this head or probably in that which is as many heads on.
+        const bool on = next < blocks, probable = work.tasks == 1 && kv_head + a.threads < a.kv_heads;
+        const Lanes then = on ? block(kv_head, next) : block(kv_head + a.threads, 0);
         Block{block(kv_head, b), space}.run(
-            scores ? scores + b % work.shares * scores_share : nullptr, known ? &then : nullptr);
+            scores ? scores + b % work.shares * scores_share : nullptr,
+            on || probable ? &then : nullptr);
     }
 }
 
@@ -258,7 +260,7 @@ void gather_scores(const Prefill& a, const Work& work, const float* shares) {
 template <class Block>
 int prefill(const Prefill& a) {
     Work work;
-    if (!work.make(a, Block::QUERIES)) return NO_MEMORY;
+    if (!work.make<Block>(a)) return NO_MEMORY;
     Memory<float> shares;
     if (a.scores) {
         shares = memory<float>(work.shares * a.kv_heads * work.key_rows);
@@ -268,7 +270,7 @@ int prefill(const Prefill& a) {
 #pragma omp parallel num_threads(a.threads)
     {
         typename Block::Space space;
-        const bool ready = space.make(a.head_dim, work.longest);
+        const bool ready = space.make(a.head_dim, work.longest, work.lanes);
         if (!ready) {
 #pragma omp atomic write
             short_of_memory = true;

@@ -22,7 +22,8 @@ namespace ISA {
 // Elements of 4 bytes from one row to the next: none of 16 rows push each other out of the cache.
 constexpr int64_t LOGITS_ROW = KEY_CHUNK + SIDE;
 constexpr int64_t TOGETHER = 4;  // lanes whose weights are computed together
-static_assert(PAIR <= QUERY_LANES, "the memory plan counts fewer");
+constexpr int64_t MOST_LANES = 2 * QUERY_LANES;
+static_assert(MOST_LANES % PAIR == 0 && PAIR % TOGETHER == 0, "whole pairs of tiles");
 
 // C0 to C3, of 2 x 2 tiles, += A0, A1 by B0, B1. Rows of A are so many words apart, each `steps`
 // tiles long; tiles of B follow each other.
@@ -55,25 +56,25 @@ INLINE void store_pair(Tiles& tiles, float* c, int64_t row) {
     tiles.store<C3>(c + SIDE * row + SIDE, row * 4);
 }
 
-// Memory of one thread, and its tiles.
+// Memory of one thread.
 struct TileSpace {
     KeyValueTiles cache;
-    Memory<uint32_t> queries;    // [PAIR, dim] of bfloat16, as left operands
-    Memory<float> logits, sums;  // [PAIR, KEY_CHUNK], [PAIR, dim]
+    Memory<uint32_t> queries;    // [lanes, dim] of bfloat16, as left operands
+    Memory<float> logits, sums;  // [PAIR, KEY_CHUNK], [lanes, dim]
     // Of each lane: the largest logit so far, or nearly so; what scaled logits are shifted by to be
     // relative to that one, and a bit if they are too large for that; parts of the sum of its weights;
     // and what these are multiplied by to be added to the score.
-    float tops[PAIR], shifts[PAIR], factors[PAIR];
-    uint32_t far;
-    Floats totals[PAIR];
+    float tops[MOST_LANES], shifts[MOST_LANES], factors[MOST_LANES];
+    uint32_t far[MOST_LANES / PAIR];
+    Floats totals[MOST_LANES];
     TileShapes shapes;
 
-    bool make(int64_t head_dim, int64_t longest) {
+    bool make(int64_t head_dim, int64_t longest, int64_t lanes) {
         for (int tile = C0; tile <= B1; tile++) shapes.set(tile, SIDE, TILE_BYTES);
         if (!cache.make(head_dim, longest)) return false;
-        queries = memory<uint32_t>(PAIR * queries_row());
+        queries = memory<uint32_t>(lanes * queries_row());
         logits = memory<float>(PAIR * LOGITS_ROW);
-        sums = memory<float>(PAIR * sums_row());
+        sums = memory<float>(lanes * sums_row());
         return queries && logits && sums;
     }
     int64_t queries_row() const { return cache.width() / 2 + TILE_PAIRS; }
@@ -115,7 +116,12 @@ private:
 
 struct TileBlock : Lanes {
     using Space = TileSpace;
-    static constexpr int64_t QUERIES = PAIR;
+    // Keys and values that the second-level cache does not hold are met by more lanes at a time.
+    static constexpr int64_t NEAR_BYTES = 5 << 18;
+    static int64_t most_lanes(int64_t head_dim, int64_t longest) {
+        const int64_t bytes = 2 * longest * up_to(PAIR, head_dim) * static_cast<int64_t>(sizeof(bf16));
+        return bytes > NEAR_BYTES ? MOST_LANES : PAIR;
+    }
     // Weights are relative to one that the largest exceeds by a factor of 2^8 at most, which has the
     // same precision: so sums are hardly ever made smaller.
     static constexpr float MOST_RAISE = 8;
@@ -136,44 +142,40 @@ struct TileBlock : Lanes {
         load_queries();
         start();
         const int64_t chunks = (seen - first_key + KEY_CHUNK - 1) / KEY_CHUNK;
-        RowsAhead ahead(*this, next, space.cache.count(), chunks * (PAIR / TOGETHER));
-        for (int64_t t = first_key; t < seen; t += KEY_CHUNK) {
-            const int64_t width = this->width(t);
-            logits(t);
-            for (int64_t lane = 0; lane < PAIR; lane += TOGETHER) {
-                ahead.step();
-                if (lane >= count) continue;
-                if (t + width >= seen) ask_for_outputs(lane);
-                width == KEY_CHUNK ? weigh(lane, KEY_CHUNK) : weigh(lane, width);
+        RowsAhead ahead(*this, next, space.cache.count(), chunks * up_to(PAIR, count) / TOGETHER);
+        for (int64_t t = first_key; t < seen; t += KEY_CHUNK)
+            for (int64_t pair = 0; pair < count; pair += PAIR) {
+                const int64_t width = logits(t, pair);
+                if (t + KEY_CHUNK >= seen) ask_for_outputs(pair);
+                for (int64_t lane = pair; lane < pair + PAIR; lane += TOGETHER) {
+                    ahead.step();
+                    if (lane >= count || width == 0) continue;
+                    width == KEY_CHUNK ? weigh(pair, lane, KEY_CHUNK) : weigh(pair, lane, width);
+                }
+                add_values(t, pair, width);
             }
-            add_values(t);
-        }
         write();
         if (!scores) return;
-        for (int64_t t = first_key; t < seen; t += KEY_CHUNK) {
-            logits(t);
-            add_received(t, scores);
-        }
+        for (int64_t t = first_key; t < seen; t += KEY_CHUNK)
+            for (int64_t pair = 0; pair < count; pair += PAIR)
+                add_received(t, pair, logits(t, pair), scores);
     }
 
-    // Keys of a chunk that any lane sees, up to whole tiles.
-    int64_t width(int64_t t) const {
-        const int64_t some = seen() - t;
-        return up_to(PAIR, some < KEY_CHUNK ? some : KEY_CHUNK);
-    }
+    int64_t pair_end(int64_t pair) const { return pair + PAIR < count ? pair + PAIR : count; }
 
     void load_queries() const {
         const int64_t row = space.queries_row();
-        if (a.head_dim < space.cache.width() || count < PAIR)
-            std::memset(space.queries.get(), 0, static_cast<size_t>(PAIR * row) * 4);
+        if (a.head_dim < space.cache.width() || count % PAIR)
+            std::memset(space.queries.get(), 0, static_cast<size_t>(up_to(PAIR, count) * row) * 4);
         for (int64_t lane = 0; lane < count; lane++)
             std::memcpy(space.queries.get() + lane * row, query<bf16>(lane),
                         static_cast<size_t>(a.head_dim) * 2);
     }
 
     void start() const {
-        std::memset(space.sums.get(), 0, static_cast<size_t>(PAIR * space.sums_row()) * 4);
-        for (int64_t lane = 0; lane < PAIR; lane++) {
+        const int64_t lanes = up_to(PAIR, count);
+        std::memset(space.sums.get(), 0, static_cast<size_t>(lanes * space.sums_row()) * 4);
+        for (int64_t lane = 0; lane < lanes; lane++) {
             // A sink is as if it were the first key, with a value of zeros.
             const bool sinks = a.form.sinks;
             set_top(lane, sinks ? a.form.sinks[head(lane)] * LOG2_E / scale : -FLT_MAX);
@@ -187,49 +189,59 @@ struct TileBlock : Lanes {
         const bool far = fabsf(shift) > MOST_SHIFT;
         space.tops[lane] = top;
         space.shifts[lane] = far ? 0 : shift;
-        space.far = (space.far & ~(1u << lane)) | static_cast<uint32_t>(far) << lane;
+        uint32_t& bits = space.far[lane / PAIR];
+        bits = (bits & ~(1u << lane % PAIR)) | static_cast<uint32_t>(far) << lane % PAIR;
     }
 
     // Of logits that are too large to be shifted once they are scaled, the differences to the largest.
     __attribute__((noinline)) void subtract_tops(int64_t lane, int64_t end, int64_t width) const {
         for (; lane < end; lane++) {
-            float* x = space.logits.get() + lane * LOGITS_ROW;
-            if (space.far >> lane & 1)
+            float* x = logits(lane);
+            if (space.far[lane / PAIR] >> lane % PAIR & 1)
                 for (int64_t j = 0; j < width; j += WIDTH)
                     store(x + j, load(x + j) - space.tops[lane]);
         }
     }
 
-    // Of all lanes by a chunk of keys; that of none where a lane does not see the key.
-    void logits(int64_t t) {
-        const int64_t row = space.queries_row(), width = this->width(t);
+    float* logits(int64_t lane) const {
+        return space.logits.get() + lane % PAIR * LOGITS_ROW;
+    }
+
+    // Of a pair's lanes by a chunk's keys up to the last that one of them sees, and on to whole tiles:
+    // so many. That of none where a lane does not see the key.
+    int64_t logits(int64_t t, int64_t pair) {
+        const int64_t row = space.queries_row(), end = pair_end(pair);
+        const int64_t some = limit(end - 1) + 1 - t;
+        if (some <= 0 || Lanes::start(pair) >= t + KEY_CHUNK) return 0;
+        const int64_t width = up_to(PAIR, some < KEY_CHUNK ? some : KEY_CHUNK);
         for (int64_t i = 0; i < width; i += PAIR) {
             tiles.zero<C0>();
             tiles.zero<C1>();
             tiles.zero<C2>();
             tiles.zero<C3>();
-            add_products(tiles, space.queries.get(), row, space.cache.keys_at(t + i),
+            add_products(tiles, space.queries.get() + pair * row, row, space.cache.keys_at(t + i),
                          space.cache.width() / DEPTH);
             store_pair(tiles, space.logits.get() + i, LOGITS_ROW);
         }
-        if (a.form.softcap > 0) cap(width);
-        if (limit(0) + 1 < t + width || Lanes::start(count - 1) > t) mask(t, width);
+        if (a.form.softcap > 0) cap(pair, width);
+        if (limit(pair) + 1 < t + width || Lanes::start(end - 1) > t) mask(t, pair, width);
+        return width;
     }
 
-    __attribute__((noinline)) void cap(int64_t width) const {
+    __attribute__((noinline)) void cap(int64_t pair, int64_t width) const {
         const float scale = Lanes::scale(), most = static_cast<float>(a.form.softcap);
-        for (int64_t lane = 0; lane < count; lane++) {
-            float* x = space.logits.get() + lane * LOGITS_ROW;
+        for (int64_t lane = pair; lane < pair_end(pair); lane++) {
+            float* x = logits(lane);
             for (int64_t j = 0; j < width; j += WIDTH)
                 store(x + j, soft_capped(load(x + j) * scale, most));
         }
     }
 
-    __attribute__((noinline)) void mask(int64_t t, int64_t width) const {
+    __attribute__((noinline)) void mask(int64_t t, int64_t pair, int64_t width) const {
         Ints place{};
         for (int i = 0; i < WIDTH; i++) place[i] = i;
-        for (int64_t lane = 0; lane < count; lane++) {
-            float* x = space.logits.get() + lane * LOGITS_ROW;
+        for (int64_t lane = pair; lane < pair_end(pair); lane++) {
+            float* x = logits(lane);
             const Ints last = Ints{} + static_cast<int32_t>(limit(lane) - t);
             const Ints first = Ints{} + static_cast<int32_t>(Lanes::start(lane) - t);
             for (int32_t j = 0; j < width; j += WIDTH) {
@@ -240,14 +252,15 @@ struct TileBlock : Lanes {
     }
 
     // They are written behind the last chunk.
-    INLINE void ask_for_outputs(int64_t lane) const {
-        for (int64_t n = lane; n < lane + TOGETHER && n < count; n++)
-            for (int64_t i = 0; i < a.head_dim; i += DEPTH) prefetch_to_write(output<bf16>(n) + i);
+    INLINE void ask_for_outputs(int64_t pair) const {
+        for (int64_t lane = pair; lane < pair_end(pair); lane++)
+            for (int64_t i = 0; i < a.head_dim; i += DEPTH)
+                prefetch_to_write(output<bf16>(lane) + i);
     }
 
     // Logits of TOGETHER lanes become weights, unnormalized, in bfloat16: in their place.
-    INLINE void weigh(int64_t lane, int64_t width) const {
-        float* x = space.logits.get() + lane * LOGITS_ROW;
+    INLINE void weigh(int64_t pair, int64_t lane, int64_t width) const {
+        float* x = logits(lane);
         Floats most[TOGETHER];
 #pragma GCC unroll 4
         for (int n = 0; n < TOGETHER; n++) {
@@ -260,7 +273,7 @@ struct TileBlock : Lanes {
         ISA::widest(most, widest);
         for (int n = 0; n < TOGETHER; n++)
             if ((widest[n] - space.tops[lane + n]) * scale > MOST_RAISE) raise(lane + n, widest[n]);
-        if (space.far) subtract_tops(lane, lane + TOGETHER, width);
+        if (space.far[pair / PAIR]) subtract_tops(lane, lane + TOGETHER, width);
         const Floats by = broadcast(scale);
 #pragma GCC unroll 4
         for (int n = 0; n < TOGETHER; n++) {
@@ -289,12 +302,12 @@ struct TileBlock : Lanes {
         set_top(lane, top);
     }
 
-    void add_values(int64_t t) {
+    void add_values(int64_t t, int64_t pair, int64_t width) {
         const auto* weights = reinterpret_cast<const uint32_t*>(space.logits.get());
-        for (int64_t i = 0; i < space.cache.width(); i += PAIR) {
-            float* sums = space.sums.get() + i;
+        for (int64_t i = 0; width > 0 && i < space.cache.width(); i += PAIR) {
+            float* sums = space.sums.get() + pair * space.sums_row() + i;
             load_pair(tiles, sums, space.sums_row());
-            add_products(tiles, weights, LOGITS_ROW, space.cache.values_at(t, i), width(t) / DEPTH);
+            add_products(tiles, weights, LOGITS_ROW, space.cache.values_at(t, i), width / DEPTH);
             store_pair(tiles, sums, space.sums_row());
         }
     }
@@ -313,15 +326,16 @@ struct TileBlock : Lanes {
     }
 
     // The chunk's logits, again, to what its keys receive.
-    __attribute__((noinline)) void add_received(int64_t t, float* scores) const {
-        const int64_t left = sequence.tokens - t, width = this->width(t);
-        if (space.far) subtract_tops(0, count, width);
+    __attribute__((noinline)) void add_received(int64_t t, int64_t pair, int64_t width,
+                                                float* scores) const {
+        if (space.far[pair / PAIR]) subtract_tops(pair, pair_end(pair), width);
         const Floats by = broadcast(scale);
+        const int64_t left = sequence.tokens - t;
         for (int64_t j = 0; j < width; j += 2 * WIDTH) {
             const float* x = space.logits.get() + j;
             Floats received[2]{};
 #pragma GCC unroll 4
-            for (int64_t lane = 0; lane < count; lane++, x += LOGITS_ROW) {
+            for (int64_t lane = pair; lane < pair_end(pair); lane++, x += LOGITS_ROW) {
                 const Floats shift = broadcast(space.shifts[lane]);
                 const Floats factor = broadcast(space.factors[lane]);
                 for (int m = 0; m < 2; m++) {
