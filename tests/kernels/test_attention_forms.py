@@ -46,6 +46,16 @@ def test_long_prefill_in_windows_of_every_size(isa, window, dtype):
     check_prefill(FUNCTIONS, prefill_case([400], group=2, dim=32, dtype=dtype, attention=form))
 
 
+@pytest.mark.source("prefill")
+@pytest.mark.parametrize("window", [None, 40, 200])
+def test_prefill_behind_more_keys_than_a_cache_holds(isa, window):
+    """In AMX tiles more queries meet them at a time, of which some see none of a chunk's keys."""
+    form = AttentionForm(window=window, sinks=True)
+    for group in (1, 3):
+        check_prefill(FUNCTIONS, prefill_case([150], [1500], group=group, dim=250, kv_heads=1,
+                                              dtype=torch.bfloat16, attention=form))
+
+
 @settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 200)), min_size=1, max_size=3),
        form=st.builds(AttentionForm, scale=st.sampled_from((None, 0.05, 1.0)),
