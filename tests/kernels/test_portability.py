@@ -127,7 +127,7 @@ def test_no_function_is_shared_between_instruction_sets(tmp_path):
 
 
 def test_lines_are_asked_for_in_one_place():
-    """GCC drops calls of functions that only ask for lines, unless an empty asm is beside that."""
+    """GCC drops calls of functions that only ask for lines, unless they are inlined."""
     kernels = ROOT / packaging()["KERNELS"]
     asks = {path.name: path.read_text(encoding="utf-8").count("__builtin_prefetch")
             for path in kernels.glob("*.*")}

@@ -48,7 +48,7 @@ struct PlainWeights {
     }
 
     // A share of what comes after a part: the inputs that follow, or the next outputs' first ones.
-    void prefetch(const Extent& part, int64_t share, int64_t shares) const {
+    INLINE void prefetch(const Extent& part, int64_t share, int64_t shares) const {
         const int64_t next = part.input + DEPTH;
         const bool more = next < a.inputs;
         const int64_t first = more ? part.output : part.output + part.outputs;

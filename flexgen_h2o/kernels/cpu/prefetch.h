@@ -26,9 +26,9 @@ INLINE bool passes_outer_caches() { return false; }
 // Where lines are asked for to, if at all.
 enum CacheLevel { NOWHERE, PAST_OUTER, SECOND, NEAREST };
 
+// A function that only asks for lines has to be INLINE: GCC takes others for ones without effects, and
+// drops their calls.
 INLINE void prefetch(const void* line, CacheLevel to) {
-    // GCC takes a function that only asks for lines for one without effects, and drops its calls.
-    asm volatile("");
     if (to == SECOND)
         __builtin_prefetch(line, 0, 2);
     else if (to == NEAREST)
@@ -39,7 +39,6 @@ INLINE void prefetch(const void* line, CacheLevel to) {
 
 // A line that will be written.
 INLINE void prefetch_to_write(const void* line) {
-    asm volatile("");
     __builtin_prefetch(line, 1, 3);
 }
 

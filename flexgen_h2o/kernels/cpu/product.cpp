@@ -195,7 +195,7 @@ struct CodedWeights {
     }
 
     // What comes after a part lies where the hardware expects it, but for the next outputs' blocks.
-    void prefetch(const Extent& part, int64_t share, int64_t shares) const {
+    INLINE void prefetch(const Extent& part, int64_t share, int64_t shares) const {
         const int64_t next = (part.input + DEPTH) / blocks.group;
         const bool more = next < blocks.groups;
         const int64_t tile = (part.output + (more ? 0 : part.outputs)) / MATRIX_TILE;
