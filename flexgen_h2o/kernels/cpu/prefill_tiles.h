@@ -116,7 +116,8 @@ private:
 
 struct TileBlock : Lanes {
     using Space = TileSpace;
-    // Keys and values that the second-level cache does not hold are met by more lanes at a time.
+    // Keys and values that a second-level cache of 2 MB does not hold beside the rest are met by more
+    // lanes at a time.
     static constexpr int64_t NEAR_BYTES = 5 << 18;
     static int64_t most_lanes(int64_t head_dim, int64_t longest) {
         const int64_t bytes = 2 * longest * up_to(PAIR, head_dim) * static_cast<int64_t>(sizeof(bf16));
@@ -140,7 +141,7 @@ struct TileBlock : Lanes {
         const int64_t seen = this->seen(), first_key = begin() / KEY_CHUNK * KEY_CHUNK;
         space.cache.pack(*this, first_key, seen);
         load_queries();
-        start();
+        clear();
         const int64_t chunks = (seen - first_key + KEY_CHUNK - 1) / KEY_CHUNK;
         RowsAhead ahead(*this, next, space.cache.count(), chunks * up_to(PAIR, count) / TOGETHER);
         for (int64_t t = first_key; t < seen; t += KEY_CHUNK)
@@ -172,7 +173,7 @@ struct TileBlock : Lanes {
                         static_cast<size_t>(a.head_dim) * 2);
     }
 
-    void start() const {
+    void clear() const {
         const int64_t lanes = up_to(PAIR, count);
         std::memset(space.sums.get(), 0, static_cast<size_t>(lanes * space.sums_row()) * 4);
         for (int64_t lane = 0; lane < lanes; lane++) {
@@ -212,7 +213,7 @@ struct TileBlock : Lanes {
     int64_t logits(int64_t t, int64_t pair) {
         const int64_t row = space.queries_row(), end = pair_end(pair);
         const int64_t some = limit(end - 1) + 1 - t;
-        if (some <= 0 || Lanes::start(pair) >= t + KEY_CHUNK) return 0;
+        if (some <= 0 || start(pair) >= t + KEY_CHUNK) return 0;
         const int64_t width = up_to(PAIR, some < KEY_CHUNK ? some : KEY_CHUNK);
         for (int64_t i = 0; i < width; i += PAIR) {
             tiles.zero<C0>();
@@ -224,7 +225,7 @@ struct TileBlock : Lanes {
             store_pair(tiles, space.logits.get() + i, LOGITS_ROW);
         }
         if (a.form.softcap > 0) cap(pair, width);
-        if (limit(pair) + 1 < t + width || Lanes::start(end - 1) > t) mask(t, pair, width);
+        if (limit(pair) + 1 < t + width || start(end - 1) > t) mask(t, pair, width);
         return width;
     }
 
@@ -243,7 +244,7 @@ struct TileBlock : Lanes {
         for (int64_t lane = pair; lane < pair_end(pair); lane++) {
             float* x = logits(lane);
             const Ints last = Ints{} + static_cast<int32_t>(limit(lane) - t);
-            const Ints first = Ints{} + static_cast<int32_t>(Lanes::start(lane) - t);
+            const Ints first = Ints{} + static_cast<int32_t>(start(lane) - t);
             for (int32_t j = 0; j < width; j += WIDTH) {
                 const Ints key = place + j;
                 store(x + j, (key <= last) & (key >= first) ? load(x + j) : broadcast(NONE));
@@ -251,7 +252,7 @@ struct TileBlock : Lanes {
         }
     }
 
-    // They are written behind the last chunk.
+    // Outputs are written behind the last chunk.
     INLINE void ask_for_outputs(int64_t pair) const {
         for (int64_t lane = pair; lane < pair_end(pair); lane++)
             for (int64_t i = 0; i < a.head_dim; i += DEPTH)
