@@ -142,7 +142,7 @@ def test_prefetches_are_compiled(name, source, tmp_path):
     made = tmp_path / "made.o"
     run("g++", *made_by["FLAGS"], *made_by["INSTRUCTION_SETS"][name], "-O3", "-fPIC",
         f"-DISA={name}", f"-I{tmp_path}", "-c", f"{made_by['KERNELS']}/{source}.cpp", "-o", made)
-    assert "prefetch" in run("objdump", "-d", made)
+    assert "prefetcht1" in run("objdump", "-d", made)
 
 
 # Another CPU

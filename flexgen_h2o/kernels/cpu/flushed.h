@@ -5,8 +5,8 @@
 
 namespace ISA {
 
-// While this lives, the calling thread's vectors take denormals for zeros, and make none: with one, a
-// CPU takes a hundred times as long.
+// While this lives, the calling thread's vectors take denormals for zeros, and make none: with one, an
+// instruction takes hundreds of times as long.
 class DenormalsAsZeros {
 public:
 #if defined(__AVX512DQ__)
@@ -27,8 +27,8 @@ private:
 // In 7 instructions with AVX512DQ, where exp2 takes 11.
 INLINE Floats exp2_flushed(Floats x) {
 #if defined(__AVX512DQ__)
-    constexpr int BEHIND_FLOOR = 9;                        // quietly
-    const Floats r = _mm512_maskz_reduce_ps(0xffff, x, BEHIND_FLOOR);  // from 0 to 1
+    constexpr int LESS_ITS_FLOOR = 9;  // and no exception for what is rounded
+    const Floats r = _mm512_maskz_reduce_ps(0xffff, x, LESS_ITS_FLOOR);  // from 0 to 1
     // Minimax for the relative error, 1.4e-7, of 1 at 0.
     Floats p = broadcast(0x1.e974fep-10f);
     p = fma(p, r, broadcast(0x1.27785ap-7f));

@@ -74,7 +74,7 @@ struct Block : Lanes {
             starts[lane] = static_cast<int32_t>(start(mine));
         }
         for (int n = 0; n < VECTORS; n++) top[n] = broadcast(NONE);
-        const T* k = cached<T>(sequence, a.k, a.k_row, kv_head * a.k_head);
+        const T* k = key<T>(0);
         const int64_t seen = this->seen(), open = limit(0), closed = start(count - 1);
         for (int64_t t = first_chunk(); t < seen; t += CHUNK) {
             const int64_t some = t + CHUNK < seen ? CHUNK : seen - t;
@@ -132,7 +132,7 @@ struct Block : Lanes {
         const float scale = rest_of_scale();
         const int64_t dim = a.head_dim, seen = this->seen();
         std::memset(space.sums.get(), 0, static_cast<size_t>(dim) * LANES * sizeof(float));
-        const T* v = cached<T>(sequence, a.v, a.v_row, kv_head * a.v_head);
+        const T* v = value<T>(0);
         for (int64_t t = first_chunk(); t < seen; t += CHUNK) {
             const int64_t some = t + CHUNK < seen ? CHUNK : seen - t;
             float* logits = space.logits.get() + t * LANES;

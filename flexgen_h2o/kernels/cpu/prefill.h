@@ -12,13 +12,6 @@ struct Sequence {
     int64_t row, key_row, rows, tokens;
 };
 
-// The first key or value of one KV head of a sequence.
-template <class T>
-INLINE const T* cached(const Sequence& sequence, const void* x, int64_t row_stride,
-                       int64_t head_offset) {
-    return static_cast<const T*>(x) + sequence.key_row * row_stride + head_offset;
-}
-
 // A block of queries of one KV head of a sequence. Its lanes are flat numbers of (row, head of the
 // group): the query heads of a group are queries too.
 struct Lanes {
@@ -55,11 +48,13 @@ struct Lanes {
     }
     template <class T>
     const T* key(int64_t token) const {
-        return cached<T>(sequence, a.k, a.k_row, kv_head * a.k_head) + token * a.k_row;
+        return static_cast<const T*>(a.k) + (sequence.key_row + token) * a.k_row +
+               kv_head * a.k_head;
     }
     template <class T>
     const T* value(int64_t token) const {
-        return cached<T>(sequence, a.v, a.v_row, kv_head * a.v_head) + token * a.v_row;
+        return static_cast<const T*>(a.v) + (sequence.key_row + token) * a.v_row +
+               kv_head * a.v_head;
     }
     template <class T>
     T* output(int64_t lane) const {

@@ -22,6 +22,7 @@ namespace ISA {
 // Elements of 4 bytes from one row to the next: none of 16 rows push each other out of the cache.
 constexpr int64_t LOGITS_ROW = KEY_CHUNK + SIDE;
 constexpr int64_t TOGETHER = 4;  // lanes whose weights are computed together
+// Of a block: their queries and sums take less than the weights of QUERY_LANES that the plan counts.
 constexpr int64_t MOST_LANES = 2 * QUERY_LANES;
 static_assert(MOST_LANES % PAIR == 0 && PAIR % TOGETHER == 0, "whole pairs of tiles");
 
@@ -151,7 +152,7 @@ struct TileBlock : Lanes {
                 for (int64_t lane = pair; lane < pair + PAIR; lane += TOGETHER) {
                     ahead.step();
                     if (lane >= count || width == 0) continue;
-                    width == KEY_CHUNK ? weigh(pair, lane, KEY_CHUNK) : weigh(pair, lane, width);
+                    width == KEY_CHUNK ? weigh(lane, KEY_CHUNK) : weigh(lane, width);
                 }
                 add_values(t, pair, width);
             }
@@ -260,7 +261,7 @@ struct TileBlock : Lanes {
     }
 
     // Logits of TOGETHER lanes become weights, unnormalized, in bfloat16: in their place.
-    INLINE void weigh(int64_t pair, int64_t lane, int64_t width) const {
+    INLINE void weigh(int64_t lane, int64_t width) const {
         float* x = logits(lane);
         Floats most[TOGETHER];
 #pragma GCC unroll 4
@@ -274,7 +275,7 @@ struct TileBlock : Lanes {
         ISA::widest(most, widest);
         for (int n = 0; n < TOGETHER; n++)
             if ((widest[n] - space.tops[lane + n]) * scale > MOST_RAISE) raise(lane + n, widest[n]);
-        if (space.far[pair / PAIR]) subtract_tops(lane, lane + TOGETHER, width);
+        if (space.far[lane / PAIR]) subtract_tops(lane, lane + TOGETHER, width);
         const Floats by = broadcast(scale);
 #pragma GCC unroll 4
         for (int n = 0; n < TOGETHER; n++) {
