@@ -70,7 +70,7 @@ INLINE void key_rows(const Tile& tile, const Queries& to, int64_t row) {
 template <int R, int G, int bits>
 INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
     const int64_t half = to.width / 2, bytes = bits == 8 ? to.width : half;
-    const int64_t group = tile.layout.group < bytes ? tile.layout.group : bytes;
+    const int64_t group = tile.group_bytes(bytes);
     const int64_t apart = tile.layout.groups == 1 ? 0 : half / group;  // groups from low to high
     Floats total[G * R];
     for (int n = 0; n < G * R; n++) total[n] = Floats{};
@@ -91,6 +91,71 @@ INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t ro
             }
         }
     put_logits<R, G>(total, to, row);
+}
+
+// The same of one query: codes meet it, and their sums the scales. Of BYTES of codes, whose groups are
+// the usual ones, or of as many as there are.
+template <int R, int bits, int BYTES>
+INLINE void key_rows_of_one(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
+    constexpr int SIDES = bits == 4 ? 2 : 1, GROUP = BYTES < USUAL_GROUP ? BYTES : USUAL_GROUP;
+    const int64_t bytes = BYTES ? BYTES : to.width / SIDES;
+    const int64_t group = BYTES ? GROUP : tile.group_bytes(bytes);
+    const int64_t apart = tile.layout.groups == 1 ? 0 : bytes / group;  // groups from low to high
+    const uint8_t* from[R];
+    for (int r = 0; r < R; r++) from[r] = tile.base + (row + r) * tile.stride;
+    Floats total[R]{};
+    const float* scale = tile.scales() + row;
+#pragma GCC unroll 2
+    for (int64_t start = 0; start < bytes; start += group, scale += SLOT_TILE) {
+        Floats some[SIDES][R]{};
+#pragma GCC unroll 8
+        for (int64_t i = start; i < start + group; i += WIDTH) {
+            tile.template prefetch<R>(row, i);
+            for (int r = 0; r < R; r++) {
+                const Ints codes = widen(from[r] + i);
+                const Floats x = bits == 8 ? code<WHOLE>(codes) : code<LOW>(codes);
+                some[0][r] = fma(x, load(to.q + i), some[0][r]);
+                if constexpr (SIDES == 2)
+                    some[1][r] = fma(code<HIGH>(codes), load(to.q + bytes + i), some[1][r]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int side = 0; side < SIDES; side++)
+                total[r] = fma(some[side][r], broadcast(scale[side * apart * SLOT_TILE + r]), total[r]);
+    }
+    put_logits<R, 1>(total, to, row);
+}
+
+// Of the first `count` rows.
+template <int G, class Tile>
+INLINE void all_key_rows(const Tile& tile, const Queries& to, int64_t count) {
+    constexpr int R = Tile::rows_at_once(G);
+    int64_t row = 0;
+    for (; row + R <= count; row += R) key_rows<R, G>(tile, to, row);
+    for (; row < count; row++) key_rows<1, G>(tile, to, row);
+}
+
+template <int G, int bits>
+INLINE void all_key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t count) {
+    constexpr int R = RecordTile<bits>::rows_at_once(G);
+    const auto rows = [&](auto known) ALWAYS_INLINE {
+        constexpr int BYTES = decltype(known)::value;
+        int64_t row = 0;
+        if constexpr (G == 1) {
+            for (; row + R <= count; row += R) key_rows_of_one<R, bits, BYTES>(tile, to, row);
+            for (; row < count; row++) key_rows_of_one<1, bits, BYTES>(tile, to, row);
+        } else {
+            for (; row + R <= count; row += R) key_rows<R, G>(tile, to, row);
+            for (; row < count; row++) key_rows<1, G>(tile, to, row);
+        }
+    };
+    const int64_t bytes = bits == 8 ? to.width : to.width / 2;
+    switch (G == 1 && tile.layout.group == USUAL_GROUP ? bytes : 0) {
+        case 32: return rows(std::integral_constant<int, 32>{});
+        case 64: return rows(std::integral_constant<int, 64>{});
+        case 128: return rows(std::integral_constant<int, 128>{});
+        default: rows(std::integral_constant<int, 0>{});
+    }
 }
 
 template <class Tile>
@@ -114,10 +179,7 @@ INLINE void add_zeros(const RecordTile<bits>& tile, const Queries& to, int64_t g
 // Logits of the first `count` rows of a tile.
 template <int G, class Tile>
 INLINE void key_products(const Tile& tile, const Queries& to, int64_t count) {
-    constexpr int R = Tile::rows_at_once(G);
-    int64_t row = 0;
-    for (; row + R <= count; row += R) key_rows<R, G>(tile, to, row);
-    for (; row < count; row++) key_rows<1, G>(tile, to, row);
+    all_key_rows<G>(tile, to, count);
     for (int g = 0; g < G; g++) add_zeros(tile, to, g, count);
 }
 
@@ -174,14 +236,17 @@ INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t col
         for (int g = 0; g < G; g++)
             for (int n = 0; n < N; n++) sums[g][side][n] = load(out + g * apart + at + n * WIDTH);
     }
-    for (int64_t t = 0; t < count; t++) {
+    const uint8_t* from = tile.base + column;
+#pragma GCC unroll 2
+    for (int64_t t = 0; t < count; t++, from += tile.stride) {
         Floats weights[G][SIDES];
         for (int g = 0; g < G; g++)
             for (int side = 0; side < SIDES; side++)
                 weights[g][side] = broadcast(scaled[side][g * groups * SLOT_TILE + t]);
         for (int n = 0; n < N * WIDTH; n += LINE / 2) tile.template prefetch<1>(t, column + n);
+#pragma GCC unroll 4
         for (int n = 0; n < N; n++) {
-            const Ints bytes = widen(tile.base + t * tile.stride + column + n * WIDTH);
+            const Ints bytes = widen(from + n * WIDTH);
             for (int side = 0; side < SIDES; side++) {
                 const Floats x = bits == 8   ? code<WHOLE>(bytes)
                                  : side == 0 ? code<LOW>(bytes)
@@ -218,14 +283,18 @@ INLINE void value_products(const RecordTile<bits>& tile, const Queries& weights,
                 store(to, load(to) + shift);
             }
         }
-    constexpr int N = bits == 8 ? at_once(G) : G > 2 ? 2 : 4;
     const int64_t columns = bits == 4 ? weights.width / 2 : weights.width;
-    int64_t column = 0;
-    if (group % (N * WIDTH) == 0 && columns % (N * WIDTH) == 0)
-        for (; column < columns; column += N * WIDTH)
+    const auto blocks = [&](auto vectors) ALWAYS_INLINE {  // true if they are all of the columns
+        constexpr int N = decltype(vectors)::value;
+        if (group % (N * WIDTH) || columns % (N * WIDTH)) return false;
+        for (int64_t column = 0; column < columns; column += N * WIDTH)
             value_block<G, N>(tile, count, column, out, apart);
-    for (; column < columns; column += WIDTH)
-        value_block<G, 1>(tile, count, column, out, apart);
+        return true;
+    };
+    if constexpr (bits == 8 || G <= 2)
+        if (blocks(std::integral_constant<int, bits == 8 ? at_once(G) : 4>{})) return;
+    if (blocks(std::integral_constant<int, 2>{})) return;
+    blocks(std::integral_constant<int, 1>{});
 }
 
 }  // namespace ISA

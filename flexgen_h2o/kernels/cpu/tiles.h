@@ -12,6 +12,8 @@ constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is co
 constexpr int64_t ROWS_AHEAD = 16;  // the same of rows that lie anywhere
 constexpr int64_t VALUE_ROWS = 16;  // whose values are added up before the next rows'
 
+constexpr int64_t USUAL_GROUP = 64;  // elements of a record that share a scale, in heads of 64 and 128
+
 // Rows of keys, or vectors of a value, that meet so many queries together: their sums stay in
 // registers.
 constexpr int at_once(int queries) { return WIDTH == 8 && queries == 4 ? 2 : 4; }
@@ -81,6 +83,8 @@ struct RecordTile {
                (bits == 8 || (half % WIDTH == 0 && (layout.groups == 1 || layout.groups % 2 == 0)));
     }
     static constexpr int rows_at_once(int queries) { return at_once(queries); }
+    // How many bytes of codes, of all so many, share their scales.
+    int64_t group_bytes(int64_t bytes) const { return layout.group < bytes ? layout.group : bytes; }
     // What lies ahead of byte i of R rows, at every half line, as records end anywhere. The next
     // tile's scales are all read at its beginning.
     template <int R>
@@ -113,12 +117,18 @@ struct RecordRows {
     const Layout& layout;
     float* scratch;
     INLINE RecordTile<bits> tile(int64_t first, int64_t count) const {
-        fp16 raw[SLOT_TILE];
-        for (int64_t i = 0; i < 2 * layout.groups; i++) {
-            const uint8_t* from = base + first * stride + layout.code_bytes + 2 * i;
-            for (int64_t t = 0; t < count; t++) std::memcpy(raw + t, from + t * stride, 2);
-            for (int64_t t = count; t % WIDTH; t++) raw[t].bits = 0;
-            for (int64_t t = 0; t < count; t += WIDTH) store(scratch + i * SLOT_TILE + t, load(raw + t));
+        uint32_t raw[SLOT_TILE];  // two scales or zero points each
+        for (int64_t i = 0; i < layout.groups; i++) {
+            const uint8_t* from = base + first * stride + layout.code_bytes + 4 * i;
+#pragma GCC unroll 8
+            for (int64_t t = 0; t < count; t++) std::memcpy(raw + t, from + t * stride, 4);
+            for (int64_t t = count; t % WIDTH; t++) raw[t] = 0;
+            float* to = scratch + 2 * i * SLOT_TILE;
+            for (int64_t t = 0; t < count; t += WIDTH) {
+                const Words both = load_raw<Words>(raw + t);
+                store(to + t, from_halves(both & 0xffff));
+                store(to + SLOT_TILE + t, from_halves(both >> 16));
+            }
         }
         return {base + first * stride, stride, layout, scratch};
     }
