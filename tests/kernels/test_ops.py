@@ -280,6 +280,16 @@ def test_decode_of_every_head_size(form, dim):
 
 
 @pytest.mark.source("decode")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dim", [32, 192, *DIMS])
+def test_decode_over_records(bits, group, dim):
+    """Of every number of groups of codes, by any number of queries; whole tiles of slots and parts."""
+    check_decode(DECODE, decode_case([6, 67, 130], full=(1,), form=bits, dim=dim, kv_heads=2,
+                                     group=group, eviction=Eviction()))
+
+
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("eviction", VARIANTS, ids=str)
 @pytest.mark.parametrize("recent", [1, 30])
 @pytest.mark.parametrize("form", [torch.float32, 8])

@@ -291,9 +291,12 @@ INLINE void value_products(const RecordTile<bits>& tile, const Queries& weights,
             value_block<G, N>(tile, count, column, out, apart);
         return true;
     };
-    if constexpr (bits == 8 || G <= 2)
-        if (blocks(std::integral_constant<int, bits == 8 ? at_once(G) : 4>{})) return;
-    if (blocks(std::integral_constant<int, 2>{})) return;
+    // As many as there are registers for.
+    constexpr int MOST = bits == 8 ? at_once(G) : G <= 2 ? 4 : WIDTH == 16 || G == 3 ? 2 : 1;
+    if constexpr (MOST >= 4)
+        if (blocks(std::integral_constant<int, 4>{})) return;
+    if constexpr (MOST >= 2)
+        if (blocks(std::integral_constant<int, 2>{})) return;
     blocks(std::integral_constant<int, 1>{});
 }
 
