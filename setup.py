@@ -144,6 +144,7 @@ if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for,
 VECTORS = ("portable", "avx2", "avx512")
 SOURCES = {name: tuple(INSTRUCTION_SETS) for name in ("experts", "linear", "product")} | {
     "choose": (*VECTORS, "avx512vnni"),
+    "decode": (*VECTORS, "amx", "amx_emulated"),
     "prefill": (*VECTORS, "avx512bf16", "amx", "amx_emulated")}
 """The instruction sets that a source has kernels of its own for, `VECTORS` where it is not named:
 for the others it would come out the same. dispatch.cpp says whose kernels those use."""

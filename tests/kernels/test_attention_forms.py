@@ -103,6 +103,17 @@ def test_decode_does_not_see_what_has_left_the_window(isa, window, eviction):
             attention=AttentionForm(softcap=2.0, sinks=True, window=window)))
 
 
+@pytest.mark.source("decode")
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("form", [AttentionForm(0.3, 2.0), AttentionForm(window=200, sinks=True)],
+                         ids=str)
+def test_decode_of_grouped_queries_over_many_records(isa, form, group):
+    eviction = Eviction(window=form.window or 0)
+    for dim, cached in ((64, [300, 192]), (128, [600])):
+        check_decode(DECODE, decode_case(cached, group=group, dim=dim, full=[0], form=4,
+                                         eviction=eviction, attention=form))
+
+
 @settings(max_examples=25, deadline=None)
 @given(cached=st.lists(st.integers(3, 80), min_size=1, max_size=3), window=st.integers(0, 90),
        cap=st.sampled_from((0.0, 5.0)), sinks=st.booleans(), stored=st.sampled_from(FORMS),

@@ -284,8 +284,19 @@ def test_decode_of_every_head_size(form, dim):
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("dim", [32, 192, *DIMS])
 def test_decode_over_records(bits, group, dim):
-    """Of every number of groups of codes, by any number of queries; whole tiles of slots and parts."""
+    """Of every number of groups of codes, by any number of queries; of whole tiles of slots, and not."""
     check_decode(DECODE, decode_case([6, 67, 130], full=(1,), form=bits, dim=dim, kv_heads=2,
+                                     group=group, eviction=Eviction()))
+
+
+@pytest.mark.source("decode")
+@pytest.mark.parametrize("group, dim", [(4, 64), (4, 128), (5, 128), (8, 64), (9, 64)])
+@pytest.mark.parametrize("cached, kv_heads", [([191, 192], 1), ([193, 255], 1), ([288, 256], 1),
+                                              ([2, 513], 2), ([545], 64)], ids=str)
+def test_decode_of_grouped_queries_over_many_records(group, dim, cached, kv_heads):
+    """They go by tiles where there are any: by chunks of 256 slots, tiles of 64, 32 and 16. The
+    slots of few heads are split into parts."""
+    check_decode(DECODE, decode_case(cached, full=(1,), form=4, dim=dim, kv_heads=kv_heads,
                                      group=group, eviction=Eviction()))
 
 

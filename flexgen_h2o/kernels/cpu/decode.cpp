@@ -6,6 +6,7 @@
 // results do not depend on the number of threads.
 #include <math.h>
 
+#include "decode_tiles.h"
 #include "memory.h"
 #include "products.h"
 
@@ -89,6 +90,25 @@ void with_rows(const Head& h, int kind, float* scratch, F f) {
         f(RecordRows<4>{base, a.slots_slot, layout, scratch});
 }
 
+// Calls f with the reader of a head's keys or values by tiles, and returns true, if they go by tiles.
+template <class T, class F>
+bool with_tiles(const Head& h, int kind, float* scratch, F f) {
+#if defined(TILES)
+    const Decode& a = h.a;
+    if (!std::is_same_v<T, bf16> || a.layout.bits != 4 || a.layout.group != USUAL_GROUP || a.ranks ||
+        h.group < FEWEST_QUERIES || h.group > MOST_QUERIES || h.cached < FEWEST_SLOTS)
+        return false;
+    const uint8_t* base = h.slots<uint8_t>(kind);
+    switch (a.head_dim) {
+        case 64: f(TiledRecords<64>(base, a.slots_slot, a.layout, h.group, scratch)); return true;
+        case 128: f(TiledRecords<128>(base, a.slots_slot, a.layout, h.group, scratch)); return true;
+    }
+#else
+    (void)h, (void)kind, (void)scratch, (void)f;
+#endif
+    return false;
+}
+
 // What a part of a head's slots gives for one query: with weights exp(logit - top).
 struct Partial {
     float top, total;
@@ -133,17 +153,24 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     int64_t begin, end;
     span(h, space, part, begin, end);
     queries<T>(h, q);
-    with_rows<T>(h, 0, space_of_tile, [&](const auto& rows) {
-        for (int64_t t = begin; t < end; t += SLOT_TILE) {
-            const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
-            const auto tile = rows.tile(t, count);
-            by_queries(h.group, [&](auto G, int64_t g) {
-                key_products<G()>(tile, Queries{q + g * h.width, h.width,
-                                                logits + g * space.stride + t, space.stride},
-                                  count);
-            });
-        }
+    const bool tiled = with_tiles<T>(h, 0, space_of_tile, [&](const auto& records) {
+        const auto* raw = static_cast<const bf16*>(h.a.q) + h.sequence * h.a.q_row +
+                          h.kv_head * h.group * h.a.q_head;
+        records.keys(raw, h.a.q_head, q, logit_scale(h.a.form, h.a.head_dim), begin, end, logits,
+                     space.stride);
     });
+    if (!tiled)
+        with_rows<T>(h, 0, space_of_tile, [&](const auto& rows) {
+            for (int64_t t = begin; t < end; t += SLOT_TILE) {
+                const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
+                const auto tile = rows.tile(t, count);
+                by_queries(h.group, [&](auto G, int64_t g) {
+                    key_products<G()>(tile, Queries{q + g * h.width, h.width,
+                                                    logits + g * space.stride + t, space.stride},
+                                      count);
+                });
+            }
+        });
     const int64_t stop = begin + padded(end - begin);
     for (int64_t g = 0; g < h.group; g++) {
         float *row = logits + g * space.stride, *at = partial(h, space, index, part, g).out - 2;
@@ -162,6 +189,10 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
         for (int64_t i = 0; i < h.width; i++) at[2 + i] = 0;
     }
     float* out = partial(h, space, index, part, 0).out;
+    const auto add_values = [&](const auto& records) {
+        records.values(logits, space.stride, begin, end, out, space.size);
+    };
+    if (with_tiles<T>(h, 1, space_of_tile, add_values)) return;
     with_rows<T>(h, 1, space_of_tile, [&](const auto& rows) {
         for (int64_t t = begin; t < end; t += SLOT_TILE) {
             const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
@@ -327,7 +358,8 @@ int decode(const Decode& a) {
     space.stride = slots;
     space.size = width + WIDTH;
     const bool split = space.parts > 1;
-    const int64_t each = group * width + (SLOT_TILE + 3) * width;
+    const int64_t of_tile = (SLOT_TILE + 3) * width;
+    const int64_t each = group * width + (of_tile > TILED_RECORDS_SPACE ? of_tile : TILED_RECORDS_SPACE);
     space.scratch = memory<float>(a.threads * each);
     space.logits = memory<float>((split ? heads : a.threads) * group * slots);
     space.partials = memory<float>(heads * space.parts * group * space.size);

@@ -74,16 +74,19 @@ int available() {
         case AVX2: return avx2::function(*arguments);                       \
         default: return portable::function(*arguments);                     \
     }
-// The same of what multiplies whole numbers, of what multiplies bfloat16, and of what does both.
+// The same of what multiplies whole numbers, of what multiplies tiles, of what multiplies bfloat16, and
+// of what does all of these.
 #define CALL_CHOOSE(function, arguments)                                    \
     if (isa == AVX512_VNNI || isa == AVX512_BF16 || isa == AMX)             \
         return avx512vnni::function(*arguments);                            \
     CALL(function, arguments)
-#define CALL_PREFILL(function, arguments)                                   \
+#define CALL_DECODE(function, arguments)                                    \
     if (isa == AMX) return amx::function(*arguments);                       \
     if (isa == AMX_EMULATED) return amx_emulated::function(*arguments);     \
-    if (isa == AVX512_BF16) return avx512bf16::function(*arguments);        \
     CALL(function, arguments)
+#define CALL_PREFILL(function, arguments)                                   \
+    if (isa == AVX512_BF16) return avx512bf16::function(*arguments);        \
+    CALL_DECODE(function, arguments)
 #define CALL_PRODUCT(function, arguments)                                   \
     if (isa == AVX_VNNI) return avxvnni::function(*arguments);              \
     if (isa == AVX512_VNNI) return avx512vnni::function(*arguments);        \
@@ -95,6 +98,7 @@ int available() { return 1 << PORTABLE; }
     (void)isa;                    \
     return portable::function(*arguments);
 #define CALL_CHOOSE CALL
+#define CALL_DECODE CALL
 #define CALL_PREFILL CALL
 #define CALL_PRODUCT CALL
 #endif
@@ -117,7 +121,7 @@ EXPORT const char* h2o_build() { return H2O_BUILD " " __VERSION__; }
 
 EXPORT int h2o_prefill_attention(int isa, const Prefill* a) { CALL_PREFILL(prefill_attention, a) }
 EXPORT int h2o_select_heavy_hitters(int isa, const Select* a) { CALL(select_heavy_hitters, a) }
-EXPORT int h2o_decode_attention(int isa, const Decode* a) { CALL(decode_attention, a) }
+EXPORT int h2o_decode_attention(int isa, const Decode* a) { CALL_DECODE(decode_attention, a) }
 EXPORT int h2o_index_keys(int isa, const IndexKeys* a) { CALL(index_keys, a) }
 EXPORT int h2o_choose_keys(int isa, const Choose* a) { CALL_CHOOSE(choose_keys, a) }
 EXPORT int h2o_attend_recalled(int isa, const Recalled* a) { CALL(attend_recalled, a) }

@@ -1,0 +1,399 @@
+// Decode attention of grouped queries over records of 4 bits in AMX tiles: a head's keys, and its
+// values, meet all query heads that share them at once.
+//
+// Codes are whole numbers, which bfloat16 holds: scales come in with the logits and with the weights.
+// Keys are left operands, 16 slots a tile, and queries right ones. Weights are left operands, each in
+// two parts that add up to within 2^-17 of it, and values right ones, two slots a pair. What is taken
+// apart is multiplied a turn later, since a load of a tile waits until stores of its lines have left
+// the core's buffer.
+#pragma once
+
+#include "amx.h"
+#include "products.h"
+
+#if defined(TILES)
+
+namespace ISA {
+
+// With fewer queries vectors are faster, with more a tile lacks rows for both parts of the weights.
+constexpr int64_t FEWEST_QUERIES = 4, MOST_QUERIES = TILE_ROWS / 2;
+constexpr int64_t FEWEST_SLOTS = 3 * SLOT_TILE;  // for fewer, to set up tiles takes too long
+constexpr int64_t STEP = 2 * TILE_PAIRS;  // elements that a product of tiles sums over, or bytes of codes
+constexpr int64_t TILE_WORDS = TILE_ROWS * TILE_PAIRS;
+constexpr int64_t CHUNK_SLOTS = 4 * SLOT_TILE;  // whose values are added up in tiles together
+constexpr int64_t VALUE_TILES = 4;              // that 32 bytes of values come to
+static_assert(SLOT_TILE == 4 * TILE_ROWS, "four tiles of keys");
+
+// Codes as bfloat16; twice, so that the bit above them does not matter.
+alignas(64) constexpr uint16_t CODES[32] = {
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
+    0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+    0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+
+// The low halves of 32 bytes, and the high ones, as bfloat16.
+INLINE void codes_of(const uint8_t* from, uint16_t* low, uint16_t* high) {
+#if defined(__AVX512BW__)
+    const __m512i table = _mm512_load_si512(CODES);
+    const __m512i bytes = _mm512_cvtepu8_epi16(load_raw<__m256i>(from));
+    _mm512_storeu_si512(low, _mm512_permutexvar_epi16(bytes, table));
+    _mm512_storeu_si512(high, _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table));
+#else
+    for (int64_t i = 0; i < STEP; i++) low[i] = CODES[from[i] & 15], high[i] = CODES[from[i] >> 4];
+#endif
+}
+
+// Of 32 bytes of two slots: a row of pairs of each of VALUE_TILES tiles, two of low halves and two of
+// high ones. A column of the first and of the second is `byte_of` it.
+constexpr int64_t RUN = 8;  // columns whose bytes follow each other
+constexpr int64_t byte_of(int64_t tile, int64_t column) {
+    return tile % 2 * RUN + column + column / RUN * RUN;
+}
+INLINE void pairs_of(const uint8_t* first, const uint8_t* second, uint32_t* to) {
+#if defined(__AVX512BW__)
+    const __m512i table = _mm512_load_si512(CODES);
+    const __m256i a = load_raw<__m256i>(first), b = load_raw<__m256i>(second);
+    const __m256i both[2] = {_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)};
+    for (int64_t tile = 0; tile < 2; tile++, to += TILE_WORDS) {
+        const __m512i bytes = _mm512_cvtepu8_epi16(both[tile]);
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(bytes, table));
+        _mm512_storeu_si512(to + 2 * TILE_WORDS,
+                            _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table));
+    }
+#else
+    for (int64_t tile = 0; tile < VALUE_TILES; tile++, to += TILE_WORDS)
+        for (int64_t n = 0; n < TILE_PAIRS; n++) {
+            const int64_t i = byte_of(tile, n), shift = tile < 2 ? 0 : 4;
+            const uint32_t one = CODES[first[i] >> shift & 15], two = CODES[second[i] >> shift & 15];
+            to[n] = one | two << 16;
+        }
+#endif
+}
+
+// Rows of N floats, as they follow each other in N vectors, to their columns.
+template <int N>
+INLINE void to_columns(Floats* x) {
+    static_assert(N == 4 || N == 8, "a row is half a vector at most");
+    Words even, odd;
+    for (int i = 0; i < WIDTH; i++) even[i] = static_cast<uint32_t>(2 * i), odd[i] = even[i] + 1;
+#pragma GCC unroll 4
+    for (int parts = 1; parts < N; parts *= 2) {  // of N / parts vectors, by the number of a column
+        Floats next[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N / 2; n++) {
+            const int each = N / parts, part = n / (each / 2), i = n % (each / 2);
+            const Floats* from = x + part * each + 2 * i;
+            next[part * each + i] = __builtin_shuffle(from[0], from[1], even);
+            next[part * each + i + each / 2] = __builtin_shuffle(from[0], from[1], odd);
+        }
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) x[n] = next[n];
+    }
+    // A column's bits are those of its place, the other way round.
+    const Floats second = x[1];
+    x[1] = x[N / 2], x[N / 2] = second;
+    if constexpr (N == 8) {
+        const Floats fourth = x[3];
+        x[3] = x[6], x[6] = fourth;
+    }
+}
+
+// The cached keys or values of a KV head, of DIM elements in groups of 64, and memory of the thread.
+template <int DIM>
+class TiledRecords {
+    static constexpr int64_t GROUPS = DIM / USUAL_GROUP, HALF = DIM / 2, BLOCKS = HALF / STEP;
+    static constexpr int64_t SCALES = 2 * GROUPS * SLOT_TILE;  // of a tile
+    static constexpr int64_t TILES_AT_ONCE = 3;  // of keys: taken apart, multiplied, and scaled
+
+public:
+    // Floats of scratch.
+    static constexpr int64_t space() {
+        const int64_t keys = SLOT_TILE * DIM + (GROUPS * SLOT_TILE + HALF) * MOST_QUERIES;
+        const int64_t values = GROUPS * MOST_QUERIES * CHUNK_SLOTS + 2 * VALUE_TILES * TILE_WORDS +
+                               DIM * TILE_ROWS;
+        return TILES_AT_ONCE * SCALES + (keys > values ? keys : values);
+    }
+
+    // Slots `stride` bytes apart.
+    TiledRecords(const uint8_t* base, int64_t stride, const Layout& layout, int64_t queries,
+                 float* scratch)
+        : base(base), stride(stride), layout(layout), queries(queries), columns(queries > 4 ? 8 : 4),
+          scales(scratch), room(scratch + TILES_AT_ONCE * SCALES) {}
+
+    // Logits [queries, row] of the slots begin to end, and behind them to a whole tile: of queries of
+    // bfloat16, so many elements apart, times `scale`. `scaled` are these in float32 [queries, DIM].
+    void keys(const bf16* q, int64_t q_head, const float* scaled, float scale, int64_t begin,
+              int64_t end, float* logits, int64_t row) const {
+        auto* const rooms = reinterpret_cast<uint16_t*>(room);  // [2, SLOT_TILE, DIM]
+        float* const products = room + SLOT_TILE * DIM;         // [GROUPS, SLOT_TILE, columns]
+        auto* const right = reinterpret_cast<uint32_t*>(products + GROUPS * SLOT_TILE * columns);
+        for (int64_t i = 0; i < HALF; i++)
+            for (int64_t g = 0; g < columns; g++)
+                std::memcpy(right + i * columns + g, q + (g < queries ? g : 0) * q_head + 2 * i,
+                            sizeof *right);
+        float zero_sums[MOST_QUERIES * GROUPS];  // what zero points are multiplied with
+        for (int64_t n = 0; n < queries * GROUPS; n++) {
+            Floats all{};
+            for (int64_t i = 0; i < USUAL_GROUP; i += WIDTH) all += load(scaled + n * USUAL_GROUP + i);
+            zero_sums[n] = sum(all);
+        }
+        TileShapes shapes;
+        for (int tile = 0; tile < 4; tile++) shapes.set(tile, TILE_ROWS, 4 * columns);
+        shapes.set(4, TILE_ROWS, TILE_BYTES), shapes.set(5, TILE_ROWS, TILE_BYTES);
+        shapes.set(6, TILE_PAIRS, 4 * columns), shapes.set(7, TILE_PAIRS, 4 * columns);
+        Tiles tiles(shapes);
+        const auto put = [&](const KeyTile& done) ALWAYS_INLINE {
+            float* to = logits + done.first;
+            columns == 4 ? put_logits<4>(products, done.scales, scale, zero_sums, to, row)
+                         : put_logits<8>(products, done.scales, scale, zero_sums, to, row);
+        };
+        KeyTile last, before;
+        for (int64_t t = begin, turn = 0; t < end; t += SLOT_TILE, turn++) {
+            const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
+            const KeyTile mine{rooms + turn % 2 * SLOT_TILE * DIM, load_scales(t, count), t};
+            const auto unpack = [&](int64_t first) ALWAYS_INLINE { unpack_keys(mine, count, first); };
+            if (last.codes)
+                multiply<0>(tiles, last, right, unpack);
+            else
+                for (int64_t first = 0; first < SLOT_TILE; first += TILE_ROWS) unpack(first);
+            if (before.codes) put(before);
+            if (last.codes) finish(tiles, last, right, products);
+            before = last, last = mine;
+        }
+        if (!last.codes) return;
+        multiply<0>(tiles, last, right, [](int64_t) {});
+        if (before.codes) put(before);
+        finish(tiles, last, right, products);
+        put(last);
+    }
+
+    // out [queries, out_row] += weights [queries, row] of the slots begin to end by their values.
+    void values(const float* weights, int64_t row, int64_t begin, int64_t end, float* out,
+                int64_t out_row) const {
+        const int64_t rows = 2 * queries, size = rows * TILE_PAIRS;
+        auto* const left = reinterpret_cast<uint16_t*>(room);  // [GROUPS, rows, CHUNK_SLOTS]
+        auto* const rooms = reinterpret_cast<uint32_t*>(room + GROUPS * queries * CHUNK_SLOTS);
+        // [BLOCKS, VALUE_TILES, rows, columns]
+        float* const sums = reinterpret_cast<float*>(rooms) + 2 * VALUE_TILES * TILE_WORDS;
+        std::memset(sums, 0, static_cast<size_t>(BLOCKS * VALUE_TILES * size) * sizeof *sums);
+        TileShapes shapes;
+        for (int tile = 0; tile < 6; tile++) shapes.set(tile, rows, TILE_BYTES);
+        shapes.set(6, TILE_PAIRS, TILE_BYTES), shapes.set(7, TILE_PAIRS, TILE_BYTES);
+        Tiles tiles(shapes);
+        for (int64_t t = begin; t < end; t += CHUNK_SLOTS) {
+            const int64_t count = t + CHUNK_SLOTS < end ? CHUNK_SLOTS : end - t;
+            weigh(t, count, weights + t, row, left, out, out_row);
+            for (int64_t block = 0; block < BLOCKS; block++) {
+                const uint8_t* from = base + t * stride + block * STEP;
+                float* const mine = sums + block * VALUE_TILES * size;
+                const uint16_t* low = left + element(block, 0, 0) / USUAL_GROUP * rows * CHUNK_SLOTS;
+                const uint16_t* high = left + element(block, 2, 0) / USUAL_GROUP * rows * CHUNK_SLOTS;
+                tiles.load<0>(mine, TILE_BYTES);
+                tiles.load<1>(mine + size, TILE_BYTES);
+                tiles.load<2>(mine + 2 * size, TILE_BYTES);
+                tiles.load<3>(mine + 3 * size, TILE_BYTES);
+                unpack_values(from, count, rooms);
+                for (int64_t first = 0, turn = 0; first < count; first += STEP, turn = !turn) {
+                    const int64_t next = first + STEP;
+                    if (next < count)
+                        unpack_values(from + next * stride, count - next,
+                                      rooms + !turn * VALUE_TILES * TILE_WORDS);
+                    add_values(tiles, low + first, high + first,
+                               rooms + turn * VALUE_TILES * TILE_WORDS);
+                }
+                tiles.store<0>(mine, TILE_BYTES);
+                tiles.store<1>(mine + size, TILE_BYTES);
+                tiles.store<2>(mine + 2 * size, TILE_BYTES);
+                tiles.store<3>(mine + 3 * size, TILE_BYTES);
+            }
+        }
+        for (int64_t g = 0; g < queries; g++)
+            for (int64_t n = 0; n < BLOCKS * VALUE_TILES * TILE_PAIRS; n += RUN) {
+                const int64_t tile = n / TILE_PAIRS, column = n % TILE_PAIRS;
+                const float* from = sums + tile * size + g * TILE_PAIRS + column;
+                float* to = out + g * out_row +
+                            element(tile / VALUE_TILES, tile % VALUE_TILES, column);
+                for (int64_t i = 0; i < RUN; i++) to[i] += from[i] + from[queries * TILE_PAIRS + i];
+            }
+    }
+
+private:
+    // Keys of SLOT_TILE slots, as codes [SLOT_TILE, DIM] of bfloat16; none: there is no tile.
+    struct KeyTile {
+        uint16_t* codes = nullptr;
+        const float* scales = nullptr;
+        int64_t first = 0;
+    };
+
+    // Which element a column of a block's tile of values is.
+    static constexpr int64_t element(int64_t block, int64_t tile, int64_t column) {
+        return tile / 2 * HALF + block * STEP + byte_of(tile, column);
+    }
+
+    const float* load_scales(int64_t first, int64_t count) const {
+        float* mine = scales + first / SLOT_TILE % TILES_AT_ONCE * SCALES;
+        RecordRows<4>{base, stride, layout, mine}.tile(first, count);
+        return mine;
+    }
+
+    // 16 slots of a tile, as far as they are there; asks for what lies ahead.
+    INLINE void unpack_keys(const KeyTile& tile, int64_t count, int64_t first) const {
+        const int64_t end = first + TILE_ROWS < count ? first + TILE_ROWS : count;
+        const uint8_t* from = base + (tile.first + first) * stride;
+        uint16_t* to = tile.codes + first * DIM;
+        for (int64_t i = first; i < end; i++, from += stride, to += DIM) {
+            prefetch(from + SLOT_TILE * stride + AHEAD, SECOND);
+            for (int64_t n = 0; n < HALF; n += STEP) codes_of(from + n, to + n, to + HALF + n);
+        }
+    }
+
+    // C0 to C3 = a tile's codes of one group by the queries; unpack(first) is called before each 16
+    // slots.
+    template <int GROUP, class F>
+    INLINE void multiply(Tiles& tiles, const KeyTile& keys, const uint32_t* right,
+                         const F& unpack) const {
+        const uint32_t* mine = right + GROUP * 2 * TILE_PAIRS * columns;
+        tiles.load<6>(mine, 4 * columns);
+        tiles.load<7>(mine + TILE_PAIRS * columns, 4 * columns);
+        const uint16_t* codes = keys.codes + GROUP * USUAL_GROUP;
+        multiply_slots<0>(tiles, codes, unpack);
+        multiply_slots<1>(tiles, codes, unpack);
+        multiply_slots<2>(tiles, codes, unpack);
+        multiply_slots<3>(tiles, codes, unpack);
+    }
+    template <int C, class F>
+    INLINE void multiply_slots(Tiles& tiles, const uint16_t* codes, const F& unpack) const {
+        constexpr int64_t ROW = DIM * sizeof *codes;
+        unpack(C * TILE_ROWS);
+        codes += C * TILE_ROWS * DIM;
+        tiles.zero<C>();
+        tiles.load<4>(codes, ROW);
+        tiles.add_product<C, 4, 6>();
+        tiles.load<5>(codes + STEP, ROW);
+        tiles.add_product<C, 5, 7>();
+    }
+
+    // A tile's first products go to memory, and so do those of the second group.
+    INLINE void finish(Tiles& tiles, const KeyTile& keys, const uint32_t* right,
+                       float* products) const {
+        store(tiles, products);
+        if constexpr (GROUPS == 2) {
+            multiply<1>(tiles, keys, right, [](int64_t) {});
+            store(tiles, products + SLOT_TILE * columns);
+        }
+    }
+    INLINE void store(Tiles& tiles, float* to) const {
+        const int64_t size = TILE_ROWS * columns;
+        tiles.store<0>(to, 4 * columns);
+        tiles.store<1>(to + size, 4 * columns);
+        tiles.store<2>(to + 2 * size, 4 * columns);
+        tiles.store<3>(to + 3 * size, 4 * columns);
+    }
+
+    template <int COLUMNS>
+    INLINE void put_logits(const float* products, const float* scales, float scale,
+                           const float* zero_sums, float* to, int64_t row) const {
+        for (int64_t i = 0; i < SLOT_TILE; i += WIDTH) {
+            Floats some[GROUPS][COLUMNS];
+            for (int64_t k = 0; k < GROUPS; k++) {
+                for (int64_t n = 0; n < COLUMNS; n++)
+                    some[k][n] = load(products + (k * SLOT_TILE + i) * COLUMNS + n * WIDTH);
+                to_columns<COLUMNS>(some[k]);
+            }
+#pragma GCC unroll 8
+            for (int64_t g = 0; g < COLUMNS; g++) {
+                if (g >= queries) continue;
+                Floats all{};
+                for (int64_t k = 0; k < GROUPS; k++) {
+                    const float* mine = scales + k * SLOT_TILE + i;
+                    all = fma(some[k][g] * scale, load(mine), all);
+                    all = fma(broadcast(zero_sums[g * GROUPS + k]), load(mine + GROUPS * SLOT_TILE),
+                              all);
+                }
+                ISA::store(to + g * row + i, all);
+            }
+        }
+    }
+
+    // Weights times scales of a chunk's slots as left operands [GROUPS, 2 queries, CHUNK_SLOTS]: what
+    // bfloat16 holds of those of all queries, then what is left. Behind the last slot all is 0.
+    // What zero points add goes to the outputs.
+    INLINE void weigh(int64_t first, int64_t slots, const float* weights, int64_t row, uint16_t* left,
+                      float* out, int64_t out_row) const {
+        for (int64_t t = 0; t < slots; t += SLOT_TILE) {
+            const int64_t count = t + SLOT_TILE < slots ? SLOT_TILE : slots - t;
+            const float* mine = load_scales(first + t, count);
+            for (int64_t g = 0; g < queries; g++)
+                for (int64_t k = 0; k < GROUPS; k++) {
+                    auto* high = reinterpret_cast<bf16*>(left) +
+                                 (k * 2 * queries + g) * CHUNK_SLOTS + t;
+                    bf16* low = high + queries * CHUNK_SLOTS;
+                    const float *scale = mine + k * SLOT_TILE, *zero = scale + GROUPS * SLOT_TILE;
+                    Floats shift{};
+                    for (int64_t i = 0; i < count; i += 2 * WIDTH) {
+                        Floats x[2]{};
+                        for (int64_t n = 0, at = i; n < 2 && at < count; n++, at += WIDTH) {
+                            const Floats weight = load(weights + g * row + t + at);
+                            x[n] = weight * load(scale + at);
+                            shift = fma(weight, load(zero + at), shift);
+                        }
+                        narrow(high + i, x[0], x[1]);
+                        narrow(low + i, x[0] - load(high + i), x[1] - load(high + i + WIDTH));
+                    }
+                    for (int64_t i = (count + 2 * WIDTH - 1) / (2 * WIDTH) * 2 * WIDTH; i % STEP;
+                         i += 2 * WIDTH) {
+                        narrow(high + i, Floats{}, Floats{});
+                        narrow(low + i, Floats{}, Floats{});
+                    }
+                    const float all = sum(shift);
+                    for (int64_t i = 0; i < USUAL_GROUP; i += WIDTH) {
+                        float* to = out + g * out_row + k * USUAL_GROUP + i;
+                        ISA::store(to, load(to) + all);
+                    }
+                }
+        }
+    }
+
+    // 32 bytes of up to 32 slots as right operands; asks for what lies ahead of them.
+    INLINE void unpack_values(const uint8_t* from, int64_t count, uint32_t* to) const {
+        alignas(64) static constexpr uint8_t NONE_THERE[STEP] = {};
+        const int64_t ahead = CHUNK_SLOTS * stride + AHEAD;
+        for (int64_t i = 0; i < STEP; i += 2, from += 2 * stride, to += TILE_PAIRS) {
+            prefetch(from + ahead, SECOND);
+            prefetch(from + stride + ahead, SECOND);
+            pairs_of(i < count ? from : NONE_THERE, i + 1 < count ? from + stride : NONE_THERE, to);
+        }
+    }
+
+    INLINE void add_values(Tiles& tiles, const uint16_t* low, const uint16_t* high,
+                           const uint32_t* right) const {
+        constexpr int64_t ROW = CHUNK_SLOTS * sizeof *low;
+        tiles.load<4>(low, ROW);
+        tiles.load<6>(right, TILE_BYTES);
+        tiles.add_product<0, 4, 6>();
+        tiles.load<7>(right + TILE_WORDS, TILE_BYTES);
+        tiles.add_product<1, 4, 7>();
+        tiles.load<5>(high, ROW);
+        tiles.load<6>(right + 2 * TILE_WORDS, TILE_BYTES);
+        tiles.add_product<2, 5, 6>();
+        tiles.load<7>(right + 3 * TILE_WORDS, TILE_BYTES);
+        tiles.add_product<3, 5, 7>();
+    }
+
+    const uint8_t* const base;
+    const int64_t stride;
+    const Layout& layout;
+    const int64_t queries, columns;  // of products with keys, which are 4 or 8
+    float *const scales, *const room;
+};
+
+constexpr int64_t TILED_RECORDS_SPACE = TiledRecords<128>::space();  // no other needs more
+
+}  // namespace ISA
+
+#else
+
+namespace ISA {
+constexpr int64_t TILED_RECORDS_SPACE = 0;
+}
+
+#endif
