@@ -2,6 +2,7 @@
 
 import os
 import struct
+from functools import cache
 
 import pytest
 import torch
@@ -218,11 +219,16 @@ def test_rows(backend, shape, bits):
                                        rtol=EPSILON[dtype])
 
 
+@cache
+def some_matrix(layout):
+    """One of that layout, and its values by hand, which take long."""
+    data = ops.quantize_matrix(weights(layout.outputs, layout.inputs), layout)
+    return data, by_hand(data, layout)[0]
+
+
 def check_product(layout, rows, *, dtype, bias, add, data=None):
     """linear_quantized against float64 with the values by hand; what is beside out stays."""
-    if data is None:
-        data = ops.quantize_matrix(weights(layout.outputs, layout.inputs), layout)
-    values, _ = by_hand(data, layout)
+    data, values = some_matrix(layout) if data is None else (data, by_hand(data, layout)[0])
     torch.default_generator.manual_seed(rows)
     x = torch.full((rows, layout.inputs + 3), float("nan")).to(dtype)[:, : layout.inputs]
     x.copy_(torch.randn(rows, layout.inputs))

@@ -284,7 +284,7 @@ def test_decode_of_every_head_size(form, dim):
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("dim", [32, 192, *DIMS])
 def test_decode_over_records(bits, group, dim):
-    """Of every number of groups of codes, by any number of queries; of whole tiles of slots, and not."""
+    """Of any number of groups, by any number of queries; of whole tiles of slots, and not."""
     check_decode(DECODE, decode_case([6, 67, 130], full=(1,), form=bits, dim=dim, kv_heads=2,
                                      group=group, eviction=Eviction()))
 
