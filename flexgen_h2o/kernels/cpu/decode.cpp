@@ -358,8 +358,9 @@ int decode(const Decode& a) {
     space.stride = slots;
     space.size = width + WIDTH;
     const bool split = space.parts > 1;
-    const int64_t of_tile = (SLOT_TILE + 3) * width;
-    const int64_t each = group * width + (of_tile > TILED_RECORDS_SPACE ? of_tile : TILED_RECORDS_SPACE);
+    int64_t each = (SLOT_TILE + 3) * width;
+    if (each < TILED_RECORDS_SPACE) each = TILED_RECORDS_SPACE;
+    each += group * width;
     space.scratch = memory<float>(a.threads * each);
     space.logits = memory<float>((split ? heads : a.threads) * group * slots);
     space.partials = memory<float>(heads * space.parts * group * space.size);

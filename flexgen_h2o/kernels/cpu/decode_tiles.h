@@ -241,8 +241,10 @@ private:
         const uint8_t* from = base + (tile.first + first) * stride;
         uint16_t* to = tile.codes + first * DIM;
         for (int64_t i = first; i < end; i++, from += stride, to += DIM) {
-            prefetch(from + SLOT_TILE * stride + AHEAD, SECOND);
-            for (int64_t n = 0; n < HALF; n += STEP) codes_of(from + n, to + n, to + HALF + n);
+            for (int64_t n = 0; n < HALF; n += STEP) {
+                prefetch(from + SLOT_TILE * stride + AHEAD + n, SECOND);
+                codes_of(from + n, to + n, to + HALF + n);
+            }
         }
     }
 
