@@ -51,16 +51,6 @@ INLINE void by_rows(int64_t rows, const F& add) {
     }
 }
 
-template <class T>
-INLINE float sum_of(const T* x, int64_t count) {
-    Floats all{};
-    int64_t i = 0;
-    for (; i + WIDTH <= count; i += WIDTH) all += load(x + i);
-    float total = sum(all);
-    for (; i < count; i++) total += one(x + i);
-    return total;
-}
-
 // R vectors to WIDTH times R words: the first word of each, the second of each, and so on.
 template <int R>
 INLINE void store_interleaved(const Words (&from)[R], uint32_t* to) {

@@ -166,10 +166,8 @@ template <int bits>
 INLINE void add_zeros(const RecordTile<bits>& tile, const Queries& to, int64_t g, int64_t count) {
     const int64_t group = tile.layout.group;
     for (int64_t k = 0; k < tile.layout.groups; k++) {
-        Floats all{};
-        for (int64_t i = 0; i < group; i += WIDTH)
-            all += load(to.q + g * to.width + k * group + i);
-        const float part = sum(all), *zeros = tile.zeros() + k * SLOT_TILE;
+        const float part = sum_of(to.q + g * to.width + k * group, group);
+        const float* zeros = tile.zeros() + k * SLOT_TILE;
         float* row = to.row + g * to.stride;
         for (int64_t t = 0; t < count; t += WIDTH)  // what is behind the last row is overwritten
             store(row + t, fma(broadcast(part), load(zeros + t), load(row + t)));

@@ -397,6 +397,16 @@ INLINE void transpose(Floats* x) {
 }
 #endif
 
+template <class T>
+INLINE float sum_of(const T* x, int64_t count) {
+    Floats all{};
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) all += load(x + i);
+    float total = sum(all);
+    for (; i < count; i++) total += one(x + i);
+    return total;
+}
+
 // Two vectors to pairs of the nearest bfloat16, the first in the low half.
 INLINE Words rounded_pairs(Floats first, Floats second) {
 #if defined(__AVX512BF16__)
