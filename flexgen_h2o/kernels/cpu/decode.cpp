@@ -91,11 +91,11 @@ void with_rows(const Head& h, int kind, float* scratch, F f) {
 }
 
 // Calls f with the reader of a head's keys or values by tiles, and returns true, if they go by tiles.
-template <class T, class F>
+template <class F>
 bool with_tiles(const Head& h, int kind, float* scratch, F f) {
 #if defined(TILES)
     const Decode& a = h.a;
-    if (!std::is_same_v<T, bf16> || a.layout.bits != 4 || a.layout.group != USUAL_GROUP || a.ranks ||
+    if (a.layout.bits != 4 || a.layout.group != USUAL_GROUP || a.ranks ||
         h.group < FEWEST_QUERIES || h.group > MOST_QUERIES || h.cached < FEWEST_SLOTS)
         return false;
     const uint8_t* base = h.slots<uint8_t>(kind);
@@ -153,7 +153,7 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     int64_t begin, end;
     span(h, space, part, begin, end);
     queries<T>(h, q);
-    const bool tiled = with_tiles<T>(h, 0, space_of_tile, [&](const auto& records) {
+    const bool tiled = with_tiles(h, 0, space_of_tile, [&](const auto& records) {
         const auto* raw = static_cast<const bf16*>(h.a.q) + h.sequence * h.a.q_row +
                           h.kv_head * h.group * h.a.q_head;
         records.keys(raw, h.a.q_head, q, logit_scale(h.a.form, h.a.head_dim), begin, end, logits,
@@ -192,7 +192,7 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     const auto add_values = [&](const auto& records) {
         records.values(logits, space.stride, begin, end, out, space.size);
     };
-    if (with_tiles<T>(h, 1, space_of_tile, add_values)) return;
+    if (with_tiles(h, 1, space_of_tile, add_values)) return;
     with_rows<T>(h, 1, space_of_tile, [&](const auto& rows) {
         for (int64_t t = begin; t < end; t += SLOT_TILE) {
             const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;

@@ -63,44 +63,53 @@ int available() {
     return sets | bit(AVX512_BF16) | (amx() ? bit(AMX) : 0);
 }
 
-#define CALL(function, arguments)                                           \
-    switch (isa) {                                                          \
-        case AMX:                                                           \
-        case AVX512_BF16:                                                   \
-        case AVX512_VNNI:                                                   \
-        case AVX512: return avx512::function(*arguments);                   \
-        case AMX_EMULATED:                                                  \
-        case AVX_VNNI:                                                      \
-        case AVX2: return avx2::function(*arguments);                       \
-        default: return portable::function(*arguments);                     \
+#define CALL(function, ...)                                  \
+    switch (isa) {                                           \
+        case AMX:                                            \
+        case AVX512_BF16:                                    \
+        case AVX512_VNNI:                                    \
+        case AVX512: return avx512::function(__VA_ARGS__);   \
+        case AMX_EMULATED:                                   \
+        case AVX_VNNI:                                       \
+        case AVX2: return avx2::function(__VA_ARGS__);       \
+        default: return portable::function(__VA_ARGS__);     \
     }
-// The same of what multiplies whole numbers, of what multiplies tiles, of what multiplies bfloat16, and
-// of what does all of these.
-#define CALL_CHOOSE(function, arguments)                                    \
-    if (isa == AVX512_VNNI || isa == AVX512_BF16 || isa == AMX)             \
-        return avx512vnni::function(*arguments);                            \
-    CALL(function, arguments)
-#define CALL_DECODE(function, arguments)                                    \
-    if (isa == AMX) return amx::function(*arguments);                       \
-    if (isa == AMX_EMULATED) return amx_emulated::function(*arguments);     \
-    CALL(function, arguments)
-#define CALL_PREFILL(function, arguments)                                   \
-    if (isa == AVX512_BF16) return avx512bf16::function(*arguments);        \
-    CALL_DECODE(function, arguments)
-#define CALL_PRODUCT(function, arguments)                                   \
-    if (isa == AVX_VNNI) return avxvnni::function(*arguments);              \
-    if (isa == AVX512_VNNI) return avx512vnni::function(*arguments);        \
-    CALL_PREFILL(function, arguments)
+// The same of what multiplies whole numbers for an index, and with matrices.
+#define CALL_CHOOSE(function, ...)                                       \
+    if (isa == AVX512_VNNI || isa == AVX512_BF16 || isa == AMX)          \
+        return avx512vnni::function(__VA_ARGS__);                        \
+    CALL(function, __VA_ARGS__)
+#define CALL_ROUNDED(function, ...)                                      \
+    if (isa == AVX_VNNI) return avxvnni::function(__VA_ARGS__);          \
+    if (isa == AMX_EMULATED) return amx_emulated::function(__VA_ARGS__); \
+    CALL_CHOOSE(function, __VA_ARGS__)
+// The same of what multiplies tiles, and of what multiplies pairs of bfloat16, too.
+#define CALL_TILES(function, ...)                                        \
+    if (isa == AMX) return amx::function(__VA_ARGS__);                   \
+    if (isa == AMX_EMULATED) return amx_emulated::function(__VA_ARGS__); \
+    CALL(function, __VA_ARGS__)
+#define CALL_PAIRS(function, ...)                                        \
+    if (isa == AVX512_BF16) return avx512bf16::function(__VA_ARGS__);    \
+    CALL_TILES(function, __VA_ARGS__)
+
+// The instruction set for a dtype: tiles and pairs are of bfloat16.
+int of_dtype(int isa, int64_t dtype) {
+    if (dtype == BFLOAT16) return isa;
+    if (isa == AVX512_BF16 || isa == AMX) return AVX512_VNNI;
+    return isa == AMX_EMULATED ? AVX2 : isa;
+}
 #else
 int available() { return 1 << PORTABLE; }
 
-#define CALL(function, arguments) \
-    (void)isa;                    \
-    return portable::function(*arguments);
+#define CALL(function, ...) \
+    (void)isa;              \
+    return portable::function(__VA_ARGS__);
 #define CALL_CHOOSE CALL
-#define CALL_DECODE CALL
-#define CALL_PREFILL CALL
-#define CALL_PRODUCT CALL
+#define CALL_ROUNDED CALL
+#define CALL_TILES CALL
+#define CALL_PAIRS CALL
+
+int of_dtype(int isa, int64_t) { return isa; }
 #endif
 
 }  // namespace
@@ -119,27 +128,37 @@ EXPORT int h2o_isa_available() {
 EXPORT const char* h2o_abi() { return H2O_ABI; }
 EXPORT const char* h2o_build() { return H2O_BUILD " " __VERSION__; }
 
-EXPORT int h2o_prefill_attention(int isa, const Prefill* a) { CALL_PREFILL(prefill_attention, a) }
-EXPORT int h2o_select_heavy_hitters(int isa, const Select* a) { CALL(select_heavy_hitters, a) }
-EXPORT int h2o_decode_attention(int isa, const Decode* a) { CALL_DECODE(decode_attention, a) }
-EXPORT int h2o_index_keys(int isa, const IndexKeys* a) { CALL(index_keys, a) }
-EXPORT int h2o_choose_keys(int isa, const Choose* a) { CALL_CHOOSE(choose_keys, a) }
-EXPORT int h2o_attend_recalled(int isa, const Recalled* a) { CALL(attend_recalled, a) }
-EXPORT int h2o_take_slots(int isa, const TakeSlots* a) { CALL(take_slots, a) }
-EXPORT int h2o_fetch_tokens(int isa, const FetchTokens* a) { CALL(fetch_tokens, a) }
-EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, a) }
-EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, a) }
-EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_PRODUCT(linear_skinny, a) }
-EXPORT int h2o_linear_tiled(int isa, const Linear* a) { CALL_PRODUCT(linear_tiled, a) }
-EXPORT int h2o_linear_float32(int isa, const Linear* a) { CALL(linear_float32, a) }
-EXPORT int h2o_linear_quantized(int isa, const Product* a) { CALL_PRODUCT(linear_quantized, a) }
-EXPORT int h2o_experts(int isa, const Experts* a) { CALL_PRODUCT(experts, a) }
-EXPORT int h2o_route(int isa, const Route* a) { CALL_PRODUCT(route, a) }
-EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, a) }
-EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, a) }
-EXPORT int h2o_norm(int isa, const Norm* a) { CALL(norm, a) }
-EXPORT int h2o_rotate(int isa, const Rotate* a) { CALL(rotate, a) }
-EXPORT int h2o_activate(int isa, const Activate* a) { CALL(activate, a) }
+EXPORT int h2o_prefill_attention(int isa, const Prefill* a) {
+    isa = of_dtype(isa, a->dtype);
+    CALL_PAIRS(prefill_attention, *a)
+}
+EXPORT int h2o_select_heavy_hitters(int isa, const Select* a) { CALL(select_heavy_hitters, *a) }
+EXPORT int h2o_decode_attention(int isa, const Decode* a) {
+    isa = of_dtype(isa, a->dtype);
+    CALL_TILES(decode_attention, *a)
+}
+EXPORT int h2o_index_keys(int isa, const IndexKeys* a) { CALL(index_keys, *a) }
+EXPORT int h2o_choose_keys(int isa, const Choose* a) { CALL_CHOOSE(choose_keys, *a) }
+EXPORT int h2o_attend_recalled(int isa, const Recalled* a) { CALL(attend_recalled, *a) }
+EXPORT int h2o_take_slots(int isa, const TakeSlots* a) { CALL(take_slots, *a) }
+EXPORT int h2o_fetch_tokens(int isa, const FetchTokens* a) { CALL(fetch_tokens, *a) }
+EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, *a) }
+EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, *a) }
+EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_PAIRS(linear_skinny, *a) }
+EXPORT int h2o_linear_tiled(int isa, const Linear* a) { CALL_PAIRS(linear_tiled, *a) }
+EXPORT int h2o_linear_float32(int isa, const Linear* a) { CALL(linear_float32, *a) }
+EXPORT int h2o_linear_quantized(int isa, const Product* a) {
+    isa = of_dtype(isa, a->dtype);
+    if (a->matrix.activation_bits == 8) { CALL_ROUNDED(linear_rounded, *a) }
+    CALL_PAIRS(linear_quantized, *a)
+}
+EXPORT int h2o_experts(int isa, const Experts* a) { CALL(experts, isa, *a) }
+EXPORT int h2o_route(int isa, const Route* a) { CALL(route, *a) }
+EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, *a) }
+EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, *a) }
+EXPORT int h2o_norm(int isa, const Norm* a) { CALL(norm, *a) }
+EXPORT int h2o_rotate(int isa, const Rotate* a) { CALL(rotate, *a) }
+EXPORT int h2o_activate(int isa, const Activate* a) { CALL(activate, *a) }
 
 // Carries out operations in order, up to one that fails: what those before it wrote stays.
 EXPORT int h2o_program(int isa, const Program* a) {

@@ -33,20 +33,23 @@ struct Term {
 };
 
 // The products of x with a matrix, and with another of the same shape unless that is null.
-int product(const Term& a, const Term* also, const bf16* x, int64_t rows, int64_t threads) {
+int product(int isa, const Term& a, const Term* also, const bf16* x, int64_t rows,
+            int64_t threads) {
     const Matrix& m = a.matrix;
     const Term& b = also ? *also : a;
     const int64_t n = m.outputs;
     if (m.bits == 16) {
         const Linear second{x, b.matrix.data, b.bias, b.out, nullptr, BFLOAT16, rows,
                             m.inputs, n, m.inputs, m.inputs, n, 0, threads};
-        return linear_skinny(Linear{x, m.data, a.bias, a.out, also ? &second : nullptr, BFLOAT16,
-                                    rows, m.inputs, n, m.inputs, m.inputs, n, 0, threads});
+        const Linear all{x, m.data, a.bias, a.out, also ? &second : nullptr, BFLOAT16, rows,
+                         m.inputs, n, m.inputs, m.inputs, n, 0, threads};
+        return h2o_linear_skinny(isa, &all);
     }
     const Product second{x, b.bias, b.out, b.matrix, nullptr, BFLOAT16, rows, m.inputs, n, 0,
                          threads};
-    return linear_quantized(Product{x, a.bias, a.out, m, also ? &second : nullptr, BFLOAT16, rows,
-                                    m.inputs, n, 0, threads});
+    const Product all{x, a.bias, a.out, m, also ? &second : nullptr, BFLOAT16, rows, m.inputs, n, 0,
+                      threads};
+    return h2o_linear_quantized(isa, &all);
 }
 
 // gate = (up + 1) * gate * sigmoid(slope * gate), of gates of at most `limit` and ups within it.
@@ -72,8 +75,8 @@ void activate_rows(int64_t function, bf16* x, const bf16* factor, int64_t count)
 
 // out = down(act(gate(x)) * up(x)) of an expert's choices, or with `clamp_and_gate` where there is a
 // limit; the round's first choice is number `first`.
-int compute(const Experts& a, const Chosen& c, int64_t first, const int64_t* tokens, const Room& all,
-            int64_t threads) {
+int compute(int isa, const Experts& a, const Chosen& c, int64_t first, const int64_t* tokens,
+            const Room& all, int64_t threads) {
     const Expert& e = *c.expert;
     const int64_t at = c.begin - first, rows = c.end - c.begin, hidden = e.gate.inputs,
                   wide = e.gate.outputs;
@@ -82,14 +85,14 @@ int compute(const Experts& a, const Chosen& c, int64_t first, const int64_t* tok
         std::memcpy(x + i * hidden, static_cast<const bf16*>(a.x) + tokens[c.begin + i] * a.x_row,
                     static_cast<size_t>(hidden) * sizeof *x);
     const Term second{e.up, e.up_bias, up};
-    const int status = product({e.gate, e.gate_bias, gate}, &second, x, rows, threads);
+    const int status = product(isa, {e.gate, e.gate_bias, gate}, &second, x, rows, threads);
     if (status != DONE) return status;
     if (a.limit > 0)
         clamp_and_gate(gate, up, rows * wide, static_cast<float>(a.slope),
                        static_cast<float>(a.limit));
     else
         activate_rows(a.function, gate, up, rows * wide);
-    return product({e.down, e.down_bias, all.out + at * hidden}, nullptr, gate, rows, threads);
+    return product(isa, {e.down, e.down_bias, all.out + at * hidden}, nullptr, gate, rows, threads);
 }
 
 // Adds choices `first` to `last`, whose outputs are in `out`, to the sums of their tokens.
@@ -142,7 +145,7 @@ int64_t round_end(const Chosen* chosen, int64_t count, int64_t from) {
 
 }  // namespace
 
-int experts(const Experts& a) {
+int experts(int isa, const Experts& a) {
     const Memory<int64_t> starts = memory<int64_t>(a.count + 1), tokens = memory<int64_t>(a.rows * a.each);
     const Memory<Chosen> chosen = memory<Chosen>(a.count);
     const Memory<float> shares = memory<float>(a.rows * a.each);
@@ -169,12 +172,12 @@ int experts(const Experts& a) {
         if (a.threads > 1 && (some_experts % a.threads == 0 || some_experts >= 3 * a.threads)) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads) reduction(max : failed)
             for (int64_t e = from; e < to; e++) {
-                const int status = compute(a, chosen[e], begin, tokens.get(), room, 1);
+                const int status = compute(isa, a, chosen[e], begin, tokens.get(), room, 1);
                 failed = status > failed ? status : failed;
             }
         } else {
             for (int64_t e = from; e < to && failed == DONE; e++)
-                failed = compute(a, chosen[e], begin, tokens.get(), room, a.threads);
+                failed = compute(isa, a, chosen[e], begin, tokens.get(), room, a.threads);
         }
         if (failed != DONE) return failed;
         add(a, hidden, begin, chosen[to - 1].end, tokens.get(), shares.get(), room.out);

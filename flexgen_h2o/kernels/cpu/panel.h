@@ -25,6 +25,16 @@ struct Panel {
     int64_t rows, steps;
 };
 
+// Whether the matrices of a chain, which share x, are of one form.
+inline bool alike(const Product& a) {
+    for (const Product* each = a.next; each; each = each->next)
+        if (each->matrix.inputs != a.matrix.inputs || each->matrix.group != a.matrix.group ||
+            each->matrix.bits != a.matrix.bits || each->rows != a.rows ||
+            each->matrix.activation_bits != a.matrix.activation_bits)
+            return false;
+    return true;
+}
+
 // What one thread works in.
 struct Workspace {
     float* totals;    // [rows of the panel, columns]

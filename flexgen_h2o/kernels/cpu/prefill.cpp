@@ -291,22 +291,20 @@ int prefill(const Prefill& a) {
     return DONE;
 }
 
-}  // namespace
-
-int prefill_attention(const Prefill& a) {
-    switch (a.dtype) {
-        case BFLOAT16:
+template <class T>
+int prefill_of(const Prefill& a) {
 #if defined(TILES)
-            return prefill<TileBlock>(a);
+    return prefill<TileBlock>(a);
 #else
 #if defined(__AVX512BF16__)
-            if (a.head_dim % 2 == 0) return prefill<Block<bf16, AsPairs>>(a);
+    if (a.head_dim % 2 == 0) return prefill<Block<bf16, AsPairs>>(a);
 #endif
-            return prefill<Block<bf16, AsFloats<bf16>>>(a);
+    return prefill<Block<T, AsFloats<T>>>(a);
 #endif
-        case FLOAT16: return prefill<Block<fp16, AsFloats<fp16>>>(a);
-        default: return prefill<Block<float, AsFloats<float>>>(a);
-    }
 }
+
+}  // namespace
+
+int prefill_attention(const Prefill& a) { BY_DTYPE(prefill_of) }
 
 }  // namespace ISA

@@ -8,7 +8,6 @@
 #include "outputs.h"
 #include "panel.h"
 #include "product_tiles.h"
-#include "rounded_product.h"
 
 namespace ISA {
 namespace {
@@ -254,10 +253,20 @@ int product(const Product& a) {
     return DONE;
 }
 
-template <class A, class T>
+#if defined(__AVX512BF16__)
+using Arithmetic = Pairs;
+#else
+using Arithmetic = Single;
+#endif
+
+template <class T>
 int product_of(const Product& a) {
     return by_codes(a.matrix, [&](auto codes) {
+        using A = Arithmetic;
         using C = decltype(codes);
+#if defined(TILES)
+        if (a.rows > VECTOR_ROWS) return tiled_product<C>(a);
+#endif
         // Floats, once for so many rows, cost less than scaling the sums of each group's codes.
         if (A::inputs == 1 && a.rows >= FLOAT_PRODUCT_ROWS && CodedWeights<C>(a).suits())
             return float_product<T, CodedWeights<C>>(a, a.matrix.inputs);
@@ -268,27 +277,8 @@ int product_of(const Product& a) {
 }  // namespace
 
 int linear_quantized(const Product& a) {
-    for (const Product* each = a.next; each; each = each->next)
-        if (each->matrix.inputs != a.matrix.inputs || each->matrix.group != a.matrix.group ||
-            each->matrix.bits != a.matrix.bits || each->rows != a.rows ||
-            each->matrix.activation_bits != a.matrix.activation_bits)
-            return INVALID;
-    if (a.matrix.activation_bits == 8) BY_DTYPE(rounded_product)
-    switch (a.dtype) {
-        case BFLOAT16:
-#if defined(TILES)
-            if (a.rows > VECTOR_ROWS)
-                return by_codes(a.matrix,
-                                [&](auto codes) { return tiled_product<decltype(codes)>(a); });
-#endif
-#if defined(__AVX512BF16__)
-            return product_of<Pairs, bf16>(a);
-#else
-            return product_of<Single, bf16>(a);
-#endif
-        case FLOAT16: return product_of<Single, fp16>(a);
-        default: return product_of<Single, float>(a);
-    }
+    if (!alike(a)) return INVALID;
+    BY_DTYPE(product_of)
 }
 
 }  // namespace ISA

@@ -1,15 +1,15 @@
-// linear_quantized with inputs that are rounded to 8 bits: products of whole numbers.
+// linear_rounded: products with quantized matrices of inputs that are rounded to 8 bits, as products
+// of whole numbers.
 //
 // Outputs are the lanes of vectors. A shift and a mask make bytes of four codes of an output; they
 // meet four codes of x in the same order, and products are added up in 16 bits as long as they fit;
 // with AVX-VNNI and AVX512_VNNI in 32 bits, by one instruction.
 // What the rounding is, says kernels/reference_matrix.py (`rounded_activations`).
-#pragma once
-
 #include "activations.h"
 #include "panel.h"
 
 namespace ISA {
+namespace {
 
 constexpr int64_t ROUNDED_ROWS = 64;    // of x, which stay in the nearest cache with their totals
 constexpr float INPUT_LEVELS = 127;     // of a code of x, to either side of 0
@@ -331,6 +331,13 @@ int rounded_product(const Product& a) {
         else
             return rounded_product_of<T, C>(a);
     });
+}
+
+}  // namespace
+
+int linear_rounded(const Product& a) {
+    if (!alike(a)) return INVALID;
+    BY_DTYPE(rounded_product)
 }
 
 }  // namespace ISA
