@@ -6,6 +6,7 @@ import mmap
 import os
 import platform
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy
@@ -43,11 +44,13 @@ FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
 
 @pytest.fixture(autouse=True, scope="module")
 def _mended_interpreter():
-    """Two bugs of the interpreter in Triton 3.6, which a GPU does not have, and half of its time.
+    """Two bugs of the interpreter in Triton 3.6, which a GPU does not have, and most of its time.
 
     Integers of one-element arrays, which NumPy 2.4 refuses; and the product of bfloat16 matrices,
     which it takes for matrices of the integers with the same bits. And it puts its own functions
-    in the place of Triton's for each call of a function by a kernel, not only for the kernel.
+    in the place of Triton's for each call of a function by a kernel, not only for the kernel; and
+    does all arithmetic of integers in 64 bits, too, to tell of an overflow, which results would
+    show as well.
     """
     assert isinstance(tl.sum, interpreter.InterpretedFunction), (
         "Triton was imported before this module: set TRITON_INTERPRET=1 for the whole run")
@@ -71,6 +74,8 @@ def _mended_interpreter():
         return dot(self, a, b, *rest)
 
     with pytest.MonkeyPatch.context() as context:
+        options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        context.setattr(interpreter.interpreter_builder, "options", options)
         context.setattr(interpreter, "_patch_lang", once)
         context.setattr(interpreter, "_patch_lang_tensor", patched)
         context.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
