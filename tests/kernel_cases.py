@@ -403,7 +403,8 @@ def check_victims(taken, score, state, metadata):
         window = state.eviction.window
         gone = [p <= tokens[s] - window if window else False
                 for p in state.positions[s, head].tolist()]
-        may = {t: (-1.0 if gone[t] else float(score[s, head, t]), p)
+        scores = score[s, head].tolist()
+        may = {t: (-1.0 if gone[t] else scores[t], p)
                for t, p in enumerate(state.positions[s, head, : cached[s]].tolist())
                if state.eviction.sinks <= p < tokens[s] - recent[s]}
         lowest = min(may.values())

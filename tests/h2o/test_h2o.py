@@ -15,7 +15,7 @@ from flexgen_h2o.cache import eviction_states
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.errors import UserError
 
-NEW = 64
+NEW = 40
 LOGGED = 20  # more than the write-back log of a cache on disk
 LENGTHS = [60, 41, 7, 23, 1]
 HOST = Placement(0, 100, 0)
