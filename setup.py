@@ -127,11 +127,10 @@ CLASSIFIERS = [
     "Typing :: Typed",
 ]
 
-FLAGS = ["-std=c++17", "-O3",
-         "-g0",  # Python's own flags ask for what debuggers need: nine tenths of the library
-         "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
+FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
          "-Wextra", "-Werror",
-         "-Wno-psabi"]  # vectors as arguments have no stable ABI, and all such calls are inlined
+         "-Wno-psabi",  # vectors as arguments have no stable ABI, and all such calls are inlined
+         "-g0"]  # Python's flags ask for what debuggers read: nine tenths of the library
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 AVX512_VNNI = [*AVX512, "-mavx512vnni"]
@@ -144,12 +143,11 @@ if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # what is built for,
                          "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
                          "amx_emulated": [*AVX2, "-DH2O_EMULATE"]}
 VECTORS = ("portable", "avx2", "avx512")
-SOURCES = {
-    "choose": (*VECTORS, "avx512vnni"),
-    "decode": (*VECTORS, "amx", "amx_emulated"),
-    "rounded_product": (*VECTORS, "avxvnni", "avx512vnni", "amx_emulated")} | {
-    name: (*VECTORS, "avx512bf16", "amx", "amx_emulated")
-    for name in ("linear", "prefill", "product")}
+PRODUCTS = (*VECTORS, "avx512bf16", "amx", "amx_emulated")
+SOURCES = {"choose": (*VECTORS, "avx512vnni"),
+           "decode": (*VECTORS, "amx", "amx_emulated"),
+           "linear": PRODUCTS, "prefill": PRODUCTS, "product": PRODUCTS,
+           "rounded_product": (*VECTORS, "avxvnni", "avx512vnni", "amx_emulated")}
 """The instruction sets that a source has kernels of its own for, `VECTORS` where it is not named:
 for the others it would come out the same. dispatch.cpp says whose kernels those use."""
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-g", "-O1",
