@@ -13,9 +13,13 @@ constexpr float HALF_MAX = 65504.0f, TINY = 0x1p-24f;
 
 // The largest float16 that is no larger than x.
 inline uint16_t half_below(float x) {
+#if defined(__F16C__)
+    return _cvtss_sh(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
     uint16_t nearest = to_half(x);
     if (from_half(nearest) > x) nearest += x < 0 ? 1 : -1;
     return nearest;
+#endif
 }
 
 INLINE Floats clamped(Floats x) {
