@@ -95,6 +95,24 @@ def test_the_fast_bytes_are_those_of_the_reference(layout, seed, size):
                        reference.dequantize_groups(records, layout))
 
 
+@pytest.mark.source("groups")
+@pytest.mark.parametrize("bits", BITS)
+def test_halfway_between_codes_every_instruction_set_rounds_as_the_reference(isa, bits):
+    """Or a bit to either side of it, where a quotient that is a bit off gives another code."""
+    layout = GroupLayout(64, bits)
+    generator = torch.Generator().manual_seed(bits)
+    x = torch.randn(2000, 64, generator=generator) * 10.0 ** torch.randint(
+        -4, 5, (2000, 1), generator=generator)
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    zero = reference.half_below(low).float()
+    scale = reference.half_below((zero - high) / layout.levels).abs().float()
+    halfway = zero + scale * (torch.randint(layout.levels, x.shape, generator=generator) + 0.5)
+    aside = halfway + torch.randint(-1, 2, x.shape, generator=generator)
+    x = torch.nextafter(halfway, aside).clamp(low, high)
+    x[:, :1], x[:, 1:2] = low, high  # the same scale and zero point
+    assert torch.equal(ops.quantize_groups(x, layout), reference.quantize_groups(x, layout))
+
+
 @pytest.mark.parametrize("module", [ops, reference])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.140625, 0.1, -0.1, 1e-7, -1e-9, LARGEST])
