@@ -1,9 +1,9 @@
 // Products with quantized matrices in AMX tiles.
 //
-// x is the left operand, and codes the right one, as their words lie: pairs of inputs by outputs. Up
-// to EXACT_ROWS rows meet the codes themselves, and each group's products are scaled in float32. For
-// more rows that would cost more than the products: weights are rounded to bfloat16 (by 2^-8 of each
-// at most), and go the way of tile_matmul.h.
+// x is the left operand, and codes the right one, as their words lie: pairs of inputs by outputs. Few
+// rows meet the codes themselves, and each group's products are scaled in float32. For more rows that
+// would cost more than the products: weights are rounded to bfloat16 (by 2^-8 of each at most), and
+// go the way of tile_matmul.h.
 #pragma once
 
 #include "coded_tiles.h"
@@ -13,17 +13,17 @@
 namespace ISA {
 
 constexpr int64_t VECTOR_ROWS = 1;  // more go by tiles
-constexpr int64_t EXACT_ROWS = 64;
 static_assert(TILED_OUTPUTS % COLUMNS == 0, "whole chunks");
 
 // A block's weights, rounded, to steps COLUMNS apart.
 template <class C>
-INLINE void unpack_rounded(const Blocks& m, const uint8_t* block, uint32_t* to) {
+INLINE void unpack_rounded(const CodedBlock<C>& from, int64_t words, uint32_t* to) {
     constexpr int STEPS = C::unit_inputs / 2;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
-        const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
-        for (int64_t n = 0; n < m.words / C::unit_words; n++) {
-            const Coded<C> unit = load_coded<C>(block, n, i);
+        const Floats scale = C::scales(from.block, i), zero = C::zeros(from.block, i);
+        const CodedWords mine = from.words(i, true);
+        for (int64_t n = 0; n < words / C::unit_words; n++) {
+            const Coded<C> unit = mine.unit<C, false>(n);
 #pragma GCC unroll 4
             for (int s = 0; s < STEPS; s++) {
                 const Floats first = bits_of<Floats>(Single::codes<C>(unit, 2 * s));
@@ -55,17 +55,24 @@ struct CodedSlabs {
                 std::memset(to, 0, static_cast<size_t>(slab.pair_words()) * sizeof *to);
             for (int64_t t = 0; t < 2 && tile + t < all; t++)
                 for (int64_t g = 0; g < groups; g++)
-                    unpack_rounded<C>(blocks, blocks.at(tile + t, first + g),
-                                      to + g * words + t * MATRIX_TILE);
+                    unpack_rounded(CodedBlock<C>::of(blocks, tile + t, first + g, 1, NEAREST),
+                                   blocks.words, to + g * words + t * MATRIX_TILE);
         }
     }
 };
 
+// The most rows that meet codes. More of them lose exactness in 4 and 8 bits; weights in 12 bits and of
+// MXFP4 are bfloat16 as they stand, so that it is what takes less time.
+template <class C>
+constexpr int64_t coded_rows() {
+    return std::is_same_v<C, Mxfp4> ? 32 : std::is_same_v<C, Float12> ? 56 : 64;
+}
+
 template <class C>
 int tiled_product(const Product& a) {
-    return a.rows <= EXACT_ROWS ? coded_product<C>(a)
-                                : tile_matmul<CodedSlabs<C>>(a, a.matrix.inputs,
-                                                             Blocks(a.matrix).group);
+    return a.rows <= coded_rows<C>() ? coded_product<C>(a)
+                                     : tile_matmul<CodedSlabs<C>>(a, a.matrix.inputs,
+                                                                  Blocks(a.matrix).group);
 }
 
 }  // namespace ISA
