@@ -38,7 +38,6 @@ from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.kernels import cpu_library, native, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
-from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.transfer import Transfers
@@ -247,7 +246,7 @@ class KVCache:
         """
         if rope is not None and not self._evictions.rolls(layer, batch):
             for x in (q, k):
-                apply_rope_(x, *rope)
+                ops.rotate_(x, *rope)
         attending = PendingAttention()
         # The host's comes first: it need not wait for what the device is about to attend to.
         for part in sorted(self._here(batch), key=lambda part: not part.on_host):
@@ -306,7 +305,7 @@ class KVCache:
         key. Arguments as of `attend_token`; results do not depend on it."""
         if rope is not None:
             for x in (q, k):
-                apply_rope_(x, *rope)
+                ops.rotate_(x, *rope)
         for part in self._here(batch):
             if part.recalls(layer):
                 mine = part.sequences(batch)

@@ -21,7 +21,7 @@ from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.eviction import Cut, forget_hidden, narrowed
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.rotary import apply_rope_, rotated
+from flexgen_h2o.kernels.rotary import rotated
 
 
 class PromptAttention:
@@ -89,7 +89,7 @@ class PromptAttention:
         cached = k.clone() if rolling and not appends else k
         if rope is not None and not (rolling and appends):
             for x in (q, k):
-                apply_rope_(x, *rope)
+                ops.rotate_(x, *rope)
         lengths = [len(span) for span in spans]
         attention = LayerAttention(self._shape.form(layer), sinks)
         if batch_layout.grows:

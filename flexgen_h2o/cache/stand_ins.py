@@ -11,7 +11,7 @@ from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.simulation import SimulatedCache
-from flexgen_h2o.kernels.rotary import apply_rope_
+from flexgen_h2o.kernels import ops
 
 
 class SimulatedBlockCache:
@@ -90,5 +90,5 @@ class ProbedCache:
         """Attend within one whole prompt; see `KVCache.attend_prompt`."""
         if rope is not None:
             for x in (q, k):
-                apply_rope_(x, *rope)
+                ops.rotate_(x, *rope)
         return self._attend(layer, self._number, q, k, v)

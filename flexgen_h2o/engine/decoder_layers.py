@@ -19,6 +19,7 @@ from flexgen_h2o.engine.token_layers import TokenLayers
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import ChunkedMatrix
 from flexgen_h2o.models import family
 from flexgen_h2o.models.rope import RopeTables, all_tables
@@ -100,8 +101,9 @@ class DecoderLayers:
             if self._token_layers.complete:
                 return
         here = self._transfers.device.torch
-        self._rope[step.batch] = all_tables(self._config.ropes, positions.to(here), self._dtype,
-                                            None if lengths is None else lengths.to(here))
+        self._rope[step.batch] = all_tables(
+            self._config.ropes, positions.to(here), ops.table_dtype(here, self._dtype),
+            None if lengths is None else lengths.to(here))
 
     def embed(self, step: LayerStep) -> None:
         """Begin a forward pass of a batch with its tokens."""

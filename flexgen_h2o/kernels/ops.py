@@ -32,9 +32,11 @@ from flexgen_h2o.kernels import (
     native,
     native_recall,
     reference,
+    reference_layer,
     reference_matrix,
     reference_recall,
     reference_sparse,
+    rotary,
     sdpa,
     triton_ops,
 )
@@ -242,6 +244,20 @@ def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, off
     fetch = native_recall if natively(missing) else reference_recall
     return fetch.fetch_tokens(missing, slots, file=file, direct=direct, offset=offset,
                               layout=layout, landing=landing)
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn the leading dimensions of each head in place: on a CPU see `reference_layer.rotate`, on
+    others `rotary.apply_rope_`, whose tables are of `table_dtype`."""
+    if x.is_cpu:
+        (native if natively(x) else reference_layer).rotate(x, cos, sin)
+    else:
+        rotary.apply_rope_(x, cos, sin)
+
+
+def table_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of cosines and sines by which `rotate_` turns x of `dtype` on a device."""
+    return torch.float32 if device.type == "cpu" else dtype
 
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:

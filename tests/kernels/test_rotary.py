@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import BOUND, rotated, same
 
-from flexgen_h2o.kernels import chunks, rotary
+from flexgen_h2o.kernels import chunks, ops, rotary
 
 
 @pytest.mark.parametrize("dtype", BOUND)
@@ -26,6 +26,25 @@ def test_rotations(monkeypatch, dtype, rows, dim):
     torch.testing.assert_close(x[..., :dim].double(), expected, rtol=BOUND[dtype],
                                atol=BOUND[dtype])
     assert same(x[..., dim:], before[..., dim:])
+
+
+@pytest.mark.parametrize("kernels", ["", "reference"])
+@pytest.mark.parametrize("dtype", BOUND)
+def test_rows_of_a_wider_matrix_turn_with_one_rounding(monkeypatch, kernels, dtype):
+    """Prompts' queries and keys, where one matrix gives both; a rounding of the tables or of a
+    product would be off by more than the last one alone."""
+    monkeypatch.setenv("FLEXGEN_H2O_KERNELS", kernels)
+    torch.default_generator.manual_seed(3)
+    angles = torch.rand(70, 6) * 6
+    tables = angles.cos(), angles.sin()
+    assert tables[0].dtype == ops.table_dtype(torch.device("cpu"), dtype)
+    wide = torch.randn(70, 5, 16).to(dtype)
+    x, before = wide[:, 1:4, :15], wide.clone()
+    expected = rotated(x, torch.arange(70)[:, None], tables)
+    ops.rotate_(x, *tables)
+    torch.testing.assert_close(x.double(), expected, rtol=torch.finfo(dtype).eps / 2, atol=2**-20)
+    x.copy_(before[:, 1:4, :15])
+    assert same(wide, before)  # nothing else was touched
 
 
 def test_rotations_broadcast_over_leading_dimensions():
