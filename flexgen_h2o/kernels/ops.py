@@ -32,7 +32,6 @@ from flexgen_h2o.kernels import (
     native,
     native_recall,
     reference,
-    reference_layer,
     reference_matrix,
     reference_recall,
     reference_sparse,
@@ -247,10 +246,9 @@ def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, off
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the leading dimensions of each head in place: on a CPU see `reference_layer.rotate`, on
-    others `rotary.apply_rope_`, whose tables are of `table_dtype`."""
-    if x.is_cpu:
-        (native if natively(x) else reference_layer).rotate(x, cos, sin)
+    """See `rotary.apply_rope_`; the tables are of `table_dtype`."""
+    if natively(x):
+        native.rotate(x, cos, sin)
     else:
         rotary.apply_rope_(x, cos, sin)
 

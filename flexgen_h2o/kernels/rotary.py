@@ -21,6 +21,7 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x : Tensor [rows, heads, head_dim]
         Any strides.
     cos, sin : Tensor [rows, rotary_dim / 2]
+        Of x's dtype, in which each product is rounded then; or wider, and the result is, once.
 
     Returns
     -------
@@ -30,7 +31,10 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rows = chunk_rows(x)
     for chunk, c, s in zip(x.split(rows), cos[:, None].split(rows), sin[:, None].split(rows),
                            strict=True):
-        rotate_(chunk, c, s)
+        if cos.dtype == x.dtype:
+            rotate_(chunk, c, s)
+        else:
+            chunk.copy_(rotated(chunk, c, s))
     return x
 
 

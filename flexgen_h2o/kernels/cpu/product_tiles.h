@@ -61,8 +61,8 @@ struct CodedSlabs {
     }
 };
 
-// The most rows that meet codes. More of them lose exactness in 4 and 8 bits; weights in 12 bits and of
-// MXFP4 are bfloat16 as they stand, so that it is what takes less time.
+// The most rows that meet codes. In 4 and 8 bits more would lose exactness. Weights in 12 bits and of
+// MXFP4 are bfloat16 as they stand, so that the faster way is taken.
 template <class C>
 constexpr int64_t coded_rows() {
     return std::is_same_v<C, Mxfp4> ? 32 : std::is_same_v<C, Float12> ? 56 : 64;
