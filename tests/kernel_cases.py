@@ -22,6 +22,7 @@ import torch
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels import cpu_library, reference
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -308,10 +309,10 @@ def check_select(functions, case):
 
 def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=2, dim=16, n=None,
                 full=(), recent=2, eviction: Eviction | None = None, rotary=0, ties=False,
-                attention=None):
+                attention=None, smoothed=False):
     """A step of sequences with `cached` slots each; those numbered in `full` need a victim.
 
-    ties: scores are whole numbers from 1 to 3, times `HUGE`.
+    ties: scores are whole numbers from 1 to 3, times `HUGE`. smoothed: cached keys are smoothed.
     """
     torch.default_generator.manual_seed(len(cached) + sum(cached) + group + dim)
     (dtype, layout), n = of_form(form, dim), n or max(cached) + 3
@@ -344,11 +345,17 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
                     ranks[s, head, :c] = order.argsort().argsort().int()
         angles = torch.rand(n + 1, rotary // 2) * 6
         state = EvictionState(eviction, scores, positions, ranks,
-                              (angles.cos(), angles.sin()) if rotary else None)
+                              (angles.cos(), angles.sin()) if rotary else None,
+                              smoothing_of(kv_heads, dim) if smoothed else None)
     case = dict(q=q, k=k, v=v, slots=slots, metadata=metadata, layout=layout, state=state)
     if attention is not None:
         case |= {"form": attention, "sinks": sinks_of(attention, q.shape[1])}
     return case
+
+
+def smoothing_of(kv_heads, dim):
+    """Constants of keys of which some channels have a large mean and some a large deviation."""
+    return KeySmoothing(torch.randn(kv_heads, dim), torch.rand(kv_heads, dim) + 0.5)
 
 
 def rotated(x, position, tables):
@@ -373,6 +380,9 @@ def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sink
             query, new = q[s, head].double(), k[s, mine].double()
             keys, values = slots[:, s, mine, :cached].double()
             if state is not None and state.ranks is not None:
+                if state.smoothing is not None:
+                    keys = state.smoothing.restored(
+                        slots[0, s, :, :cached])[mine].double()
                 keys = rotated(keys, state.ranks[s, mine, :cached], state.rope)
                 query, new = (rotated(x, cached, state.rope) for x in (query, new))
             hidden = torch.zeros(cached + 1, dtype=torch.bool)
@@ -427,11 +437,21 @@ def check_decode(functions, case, *, ties=False):
         torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=2e-5)
         assert taken.shape == case["k"].shape[:2] and taken.dtype == torch.int64
         slots, place = copied(case["slots"]), taken[..., None]
+        smoothing = None if state is None or state.ranks is None else state.smoothing
         for kind, new in enumerate((case["k"], case["v"])):
+            if smoothing is not None and kind == 0:
+                new = smoothing.keys(new).to(new.dtype)
             new = new if layout is None else reference.quantize_groups(new, layout)
             slots[kind].scatter_(2, place[..., None].expand(-1, -1, 1, slots.shape[-1]),
                                  new[:, :, None])
-        assert same(mine["slots"], slots)
+        if smoothing is None:
+            assert same(mine["slots"], slots)
+        else:  # sums in another order may be rounded to another code
+            got, wanted = (reference.dequantize_groups(
+                x.gather(3, place[None, ..., None].expand(2, -1, -1, 1, x.shape[-1])), layout)
+                for x in (mine["slots"], slots))
+            step = (wanted.amax() - wanted.amin()) / layout.levels
+            assert ((got - wanted).abs() <= 1.01 * step).all()
         for name in "qkv":
             assert same(mine[name], case[name])
         assert same(mine["metadata"], metadata)

@@ -57,7 +57,8 @@ DYNAMIC = {
 
 TORCH_ROOMS = {"kernels", "storage", "cache", "models", "engine", "integrations", "conversation",
                "llm"}
-TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.policies",
+TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.key_smoothing",
+         "h2o.policies",
          "h2o.recall", "h2o.simulation", "planning.rates", "planning.clock", "planning.fetch_rate",
          "planning.recall_rates", "planning.sample_layer", "planning.calibrate",
          "tasks.analysis.evicted", "tasks.analysis.misses", "tasks.analysis.stats",

@@ -16,6 +16,7 @@ from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import rotated
 
@@ -61,7 +62,8 @@ class LayerAttention:
 
 def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Tensor,
            cache_state: CacheState, state: EvictionState | None,
-           layout: GroupLayout | None, attention: LayerAttention) -> torch.Tensor:
+           layout: GroupLayout | None, attention: LayerAttention,
+           smoothing: KeySmoothing | None = None) -> torch.Tensor:
     """Attend from a chunk of one sequence over its slots and itself; cache it, evict what is over.
 
     Parameters
@@ -78,18 +80,25 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
         the order of positions. Where positions roll its rotations reach over slots and chunk.
     layout : GroupLayout or None
     attention : LayerAttention
+    smoothing : KeySmoothing or None
+        By which the keys in slots are smoothed; k comes as it is.
 
     Returns
     -------
     Tensor [rows, heads, head_dim]
     """
     fresh = torch.stack((k, v)).transpose(1, 2)  # [2, kv_heads, rows, head_dim]
-    packed = (fresh if layout is None else ops.quantize_groups(fresh, layout)).to(held.device)
+    packed = fresh
+    if smoothing is not None:
+        smoothed = k.clone()
+        ops.rotate_(smoothed, None, smoothing.keys)
+        packed = torch.stack((smoothed, v)).transpose(1, 2)
+    packed = (packed if layout is None else ops.quantize_groups(packed, layout)).to(held.device)
     if state is None:
         return _attend_in_place(q, fresh, packed, held=held, cached=cache_state.cached,
-                                layout=layout, attention=attention)
+                                layout=layout, attention=attention, smoothing=smoothing)
     old = _in_order(held, state, cache_state.cached)
-    exact = torch.cat((_vectors(old.records, layout, like=q), fresh), dim=2)
+    exact = torch.cat((_vectors(old.records, layout, smoothing, like=q), fresh), dim=2)
     scores = None
     if cache_state.scored:
         new = old.scores.new_zeros((len(old.scores), len(k)))
@@ -116,14 +125,16 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
     return out
 
 
-def _attend_in_place(q, fresh, packed, *, held, cached, layout, attention) -> torch.Tensor:
+def _attend_in_place(q, fresh, packed, *, held, cached, layout, attention, smoothing
+                     ) -> torch.Tensor:
     """`append` where everything stays: the chunk takes the next slots."""
     end = cached + len(q)
     held[:, :, cached:end] = packed
-    if layout is None:
+    if layout is None and smoothing is None:
         keys, values = held[:, :, :end].to(q.device)
     else:  # the chunk's own vectors are exact, as a new token's are in a decode step
-        keys, values = torch.cat((_vectors(held[:, :, :cached], layout, like=q), fresh), dim=2)
+        old = _vectors(held[:, :, :cached], layout, smoothing, like=q)
+        keys, values = torch.cat((old, fresh), dim=2)
     return _attend(q, keys, values, scores=None, decay=1.0, attention=attention)
 
 
@@ -174,11 +185,15 @@ def _in_order(held: torch.Tensor, state: EvictionState, cached: int) -> _Old:
     return _Old(held.gather(2, place), state.scores[0].gather(1, order), positions)
 
 
-def _vectors(records: torch.Tensor, layout: GroupLayout | None, *, like: torch.Tensor
-             ) -> torch.Tensor:
-    """Records as vectors of the dtype and in the memory of `like`."""
+def _vectors(records: torch.Tensor, layout: GroupLayout | None, smoothing: KeySmoothing | None, *,
+             like: torch.Tensor) -> torch.Tensor:
+    """Return records [2, kv_heads, tokens, width] as keys and values before smoothing, of the dtype
+    and in the memory of `like`."""
     if layout is not None:
         records = ops.dequantize_groups(records, layout)
+    records = records.to(like.device)
+    if smoothing is not None:
+        records = torch.stack((smoothing.restored(records[0]), records[1].float()))
     return records.to(like)
 
 

@@ -36,6 +36,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.key_smoothing import BasisChange, LayerSmoothing
 from flexgen_h2o.kernels import cpu_library, native, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.storage.disk import RunFolder
@@ -58,11 +59,15 @@ class KVCache:
         float32 tables, for positions that roll.
     run_folder : callable
         Makes the folder of the disk's share.
+    smoothing : sequence of LayerSmoothing
+        The constants of each layer, by which its keys are smoothed before they are cached; empty:
+        keys are cached as they are.
     """
 
     def __init__(self, shape: CacheShape, size: CacheSize, policy: Policy, *,
                  h2o: H2OConfig | None, rope: Callable[[torch.Tensor], Rope | None],
-                 transfers: Transfers, run_folder: Callable[[], RunFolder]):
+                 transfers: Transfers, run_folder: Callable[[], RunFolder],
+                 smoothing: Sequence[LayerSmoothing] = ()):
         self.shape = shape
         self._h2o = None if h2o is None or h2o.is_full else h2o
         self._fetches_chosen = policy.fetch_chosen
@@ -70,7 +75,8 @@ class KVCache:
         self._device = transfers.device.torch
         self._batch_layouts: list[BatchLayout] = []
         self._changed: dict[tuple, Changed] = {}
-        self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device)
+        self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device,
+                                         smoothing=smoothing)
         counts = split(size.sequences, policy.cache)
         self._host = HostAttentionQueue(counts[1], transfers)
 
@@ -244,9 +250,8 @@ class KVCache:
         may be overwritten, and are free again when this returns. rope is of the sequences, sinks
         as of `attend_prompt`.
         """
-        if rope is not None and not self._evictions.rolls(layer, batch):
-            for x in (q, k):
-                ops.rotate_(x, *rope)
+        for x, rotation in zip((q, k), self._rotations(layer, batch, rope), strict=True):
+            ops.rotate_(x, *rotation)
         attending = PendingAttention()
         # The host's comes first: it need not wait for what the device is about to attend to.
         for part in sorted(self._here(batch), key=lambda part: not part.on_host):
@@ -269,6 +274,16 @@ class KVCache:
                         part.get(layer, batch), taken)
             attending.outputs[part.first] = out
         return attending
+
+    def _rotations(self, layer: int, batch: int, rope: Rope | None
+                   ) -> list[tuple[Rope | None, BasisChange | None]]:
+        """Return what `ops.rotate_` does to new queries and to new keys before attention."""
+        if self._evictions.rolls(layer, batch):
+            return [(None, None)] * 2  # attention rotates them by rank
+        smoothing = self._evictions.smoothing(layer, batch)
+        if smoothing is None:
+            return [(rope, None)] * 2
+        return [(rope, smoothing.queries), (rope, smoothing.keys)]
 
     def _attention(self, layer: int, batch: int, part: CachePart, token: int,
                    options: Mapping[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -303,9 +318,8 @@ class KVCache:
                      sinks: torch.Tensor | None = None) -> None:
         """Start bringing what a new token of each sequence may recall, by a guess at its query and
         key. Arguments as of `attend_token`; results do not depend on it."""
-        if rope is not None:
-            for x in (q, k):
-                ops.rotate_(x, *rope)
+        for x, rotation in zip((q, k), self._rotations(layer, batch, rope), strict=True):
+            ops.rotate_(x, *rotation)
         for part in self._here(batch):
             if part.recalls(layer):
                 mine = part.sequences(batch)
@@ -345,9 +359,9 @@ class KVCache:
         """Note `attend_token` among the steps of a program, which then attends to what q, k and v
         hold, writes to `out` (like q) and caches the token that `begin_token` named."""
         part, = self._here(batch)
-        if rope is not None and not self._evictions.rolls(layer, batch):
-            for x in (q, k):
-                native.rotate(x, *rope, steps=steps)
+        for x, (tables, change) in zip((q, k), self._rotations(layer, batch, rope), strict=True):
+            if tables is not None or change is not None:
+                native.rotate(x, *(tables or (None, None)), change, steps=steps)
         form = FormArguments.of(self.shape.form(layer), sinks)
         if self._recall is not None and self._recall.index(layer, batch, part) is not None:
             self._recall.bind(q, k, v, part=part, where=(layer, batch), form=form, out=out,

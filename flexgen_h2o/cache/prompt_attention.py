@@ -87,9 +87,9 @@ class PromptAttention:
         rolling = rope is not None and self._evictions.rolls(layer, batch)
         appends = batch_layout.grows and not self._apart
         cached = k.clone() if rolling and not appends else k
-        if rope is not None and not (rolling and appends):
+        if not (rolling and appends):
             for x in (q, k):
-                ops.rotate_(x, *rope)
+                ops.rotate_(x, rope)
         lengths = [len(span) for span in spans]
         attention = LayerAttention(self._shape.form(layer), sinks)
         if batch_layout.grows:
@@ -149,7 +149,8 @@ class PromptAttention:
                 state = replace(
                     state, rope=self._evictions.table(cache_state.cached + len(span)))
         out = append(q, k, v, held=part.get(layer, batch)[:, row], cache_state=cache_state,
-                     state=state, layout=self._shape.layout, attention=attention)
+                     state=state, layout=self._shape.layout, attention=attention,
+                     smoothing=self._evictions.smoothing(layer, batch))
         self._index(layer, batch, part, [(span.sequence, span.start, span.end)])
         return out
 
@@ -185,6 +186,10 @@ class PromptAttention:
         k, v [rows, kv_heads, head_dim]; scores [kv_heads, rows] or None. The spans are the prompts'
         last; their sequences are neighbours.
         """
+        smoothing = self._evictions.smoothing(layer, batch)
+        if smoothing is not None:
+            k = k.clone()
+            ops.rotate_(k, None, smoothing.keys)
         first = 0
         for part in self._parts:
             mine = [span for span in spans if part.first <= span.sequence < part.last]

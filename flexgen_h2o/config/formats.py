@@ -13,7 +13,11 @@ DTYPES = ("float16", "bfloat16", "float32")
 """Formats in which a run computes, by PyTorch's names."""
 
 GROUP = 64
-"""The most elements that share a scale and a zero point."""
+"""Inputs of a quantized matrix that share a scale and a zero point, unless said otherwise."""
+
+CACHE_GROUPS = {8: 64, 4: 32}
+"""The most elements of a cached vector that share a scale and a zero point, by bits. In 8 bits
+larger groups lose nothing that could be measured."""
 
 WEIGHT_BITS = (16, 12, 8, 4)
 """Of a number in matrices of weights: as a run's dtype is, `MatrixLayout`'s floats, its codes."""
@@ -68,8 +72,8 @@ class GroupLayout:
 
     @property
     def groups(self) -> int:
-        """The fewest equal groups of an even number of elements, at most `GROUP` each."""
-        groups = -(-self.length // GROUP)
+        """The fewest equal groups of an even number of elements, at most `CACHE_GROUPS` each."""
+        groups = -(-self.length // CACHE_GROUPS[self.bits])
         while self.length % (2 * groups):
             groups += 1
         return groups
@@ -261,6 +265,11 @@ class CacheOptions:
     def evicts(self) -> bool:
         """True if any token ever goes, if only behind the mask of a simulation."""
         return self.h2o is not None and not self.h2o.is_full
+
+    @property
+    def quantizes_keys(self) -> bool:
+        """True if keys are stored in fewer bits, in the cache or in the index of recall."""
+        return self.bits != 16 or self.recalls
 
     @property
     def recalls(self) -> bool:

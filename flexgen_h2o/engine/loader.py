@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from flexgen_h2o.config.formats import CODED_BITS, DTYPES, WEIGHT_BITS, WeightOptions
@@ -22,7 +25,14 @@ from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
 from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
-from flexgen_h2o.models.convert import TEXTS, Keep, cache_dir, weight_files
+from flexgen_h2o.models.convert import (
+    TEXTS,
+    Keep,
+    build_once,
+    cache_dir,
+    kept_folder,
+    weight_files,
+)
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import gguf_types
 from flexgen_h2o.models.gguf_blocks import GgufBlocks
@@ -47,6 +57,8 @@ if TYPE_CHECKING:
 
 ByteProgress = Callable[[int, int], None]
 _COMPARED = 1 << 20  # elements of two tensors at a time
+LEAST_KEPT_SECONDS = 1.0
+"""Constants that take less to measure are measured by each run."""
 
 
 @dataclass
@@ -158,9 +170,42 @@ class Source:
                                           gguf=self.gguf if self._keeps_groups else None)
         if self.dummy or weight_cache is None:
             return quantizing
-        sources = [*weight_files(self.folder), *([self.gguf] if self.gguf else [])]
-        return cached(quantizing, sources, keep=_weight_cache(weight_cache),
+        return cached(quantizing, self._files, keep=_weight_cache(weight_cache),
                       title=self.folder.name, progress=progress)
+
+    @property
+    def _files(self) -> list[Path]:
+        """The files that the weights come from."""
+        return [*weight_files(self.folder), *([self.gguf] if self.gguf else [])]
+
+    def kept_constants(self, measure: Callable[[], np.ndarray], what: str,
+                       weight_cache: str | os.PathLike | None) -> np.ndarray:
+        """Return constants of the model that take a run of it to measure, from the weight cache if
+        they are there.
+
+        Parameters
+        ----------
+        measure : callable () -> array
+        what : str
+            Their name, which stands for how they are measured, too.
+        weight_cache : str, path or None
+            As of `open`.
+        """
+        if weight_cache is None:
+            return measure()
+        dtype = str(self.dtype).removeprefix("torch.")
+        form = f"{what}-{self.bits}bit-{self.activation_bits}-{dtype}"
+        place = self._files, form, self.folder.name
+        keep = _weight_cache(weight_cache)
+        with suppress(OSError, ValueError):  # not there, or damaged
+            return np.load(kept_folder(*place, keep) / "constants.npy", allow_pickle=False)
+        began = time.perf_counter()
+        constants = measure()
+        if time.perf_counter() - began > LEAST_KEPT_SECONDS:
+            with suppress(UserError):  # a folder that cannot be written is no reason not to run
+                build_once(*place, lambda folder: np.save(
+                    folder / "constants.npy", constants, allow_pickle=False), keep=keep)
+        return constants
 
     def _resolve(self, folder: Path, specs) -> tuple[Checkpoint, dict[str, str]]:
         checkpoint = unstacked(open_checkpoint(folder), _views(self.config))

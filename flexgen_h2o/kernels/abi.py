@@ -41,9 +41,11 @@ STRUCTS = MappingProxyType({
     # reference.decode_attention: q [sequences, heads, head_dim], k and v [sequences, kv_heads,
     # head_dim], out contiguous as q, metadata [4, sequences] contiguous; attention score and
     # positions both or neither null; cos and sin [rope_rows, half_rotary]; a window other than 0
-    # hides what is cached at positions outside of it.
+    # hides what is cached at positions outside of it; factor and shift [kv_heads, head_dim] with
+    # ranks, of the keys' smoothing, or null.
     "Decode": """const void*: q k v; void*: out slots; const int32_t*: metadata; float*: scores;
-        int32_t*: positions ranks; const float*: cos sin; int64_t*: taken; Layout: layout;
+        int32_t*: positions ranks; const float*: cos sin factor shift; int64_t*: taken;
+        Layout: layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots rope_rows half_rotary
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks window threads;
@@ -99,9 +101,10 @@ STRUCTS = MappingProxyType({
     # or null; not centred: the root mean square alone.
     "Norm": """const void*: x weight bias; void*: out;
         int64_t: dtype rows width x_row out_row centred threads; double: eps""",
-    # reference_layer.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous.
-    "Rotate": """void*: x; const float*: cos sin;
-        int64_t: dtype rows heads half x_row x_head threads""",
+    # reference_layer.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous, or null
+    # with a half of 0; factor and shift [kv_heads, head_dim] contiguous, both null or shift alone.
+    "Rotate": """void*: x; const float*: cos sin factor shift;
+        int64_t: dtype rows heads kv_heads head_dim half x_row x_head threads""",
     # reference_layer.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.
     "Activate": """void*: x; const void*: factor;
         int64_t: dtype function rows width x_row factor_row threads""",

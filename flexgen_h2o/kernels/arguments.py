@@ -22,7 +22,9 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 class EvictionArguments(NamedTuple):
     """An `EvictionState` in the kernels' types; without tensors, nothing is evicted.
 
-    The custom ops of `library` take its fields one by one, in this order.
+    `factor` and `shift` [kv_heads, head_dim] are those of the keys' smoothing where positions roll
+    (`BasisChange`), else None. The custom ops of `library` take its fields one by one, in this
+    order.
     """
 
     scores: Tensor | None = None
@@ -34,6 +36,8 @@ class EvictionArguments(NamedTuple):
     decay: float = 1.0
     sinks: int = 0
     window: int = 0
+    factor: Tensor | None = None
+    shift: Tensor | None = None
 
     @classmethod
     def of(cls, state: EvictionState | None) -> EvictionArguments:
@@ -42,8 +46,11 @@ class EvictionArguments(NamedTuple):
             return cls()
         rope = (None, None) if state.rope is None else (table.contiguous() for table in state.rope)
         eviction = state.eviction
+        rolls = state.smoothing is not None and state.ranks is not None
+        change = state.smoothing.keys if rolls else None
         return cls(state.scores, state.positions, state.ranks, *rope, mean=eviction.mean,
-                   decay=eviction.decay, sinks=eviction.sinks, window=eviction.window)
+                   decay=eviction.decay, sinks=eviction.sinks, window=eviction.window,
+                   factor=change and change.factor, shift=change and change.shift)
 
 
 class FormArguments(NamedTuple):

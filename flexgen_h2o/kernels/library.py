@@ -97,12 +97,14 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
 def flat_decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: Tensor,
                           bits: int, scores: Tensor | None, positions: Tensor | None,
                           ranks: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-                          mean: bool, decay: float, sinks: int, window: int, scale: float,
+                          mean: bool, decay: float, sinks: int, window: int,
+                          factor: Tensor | None, shift: Tensor | None, scale: float,
                           softcap: float, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
     """`decode_attention` as a custom op."""
     return native.decode_attention(
         q, k, v, slots=slots, metadata=metadata, bits=bits,
-        eviction=EvictionArguments(scores, positions, ranks, cos, sin, mean, decay, sinks, window),
+        eviction=EvictionArguments(scores, positions, ranks, cos, sin, mean, decay, sinks, window,
+                                   factor, shift),
         form=FormArguments(scale, softcap, sink_logits=sink_logits))
 
 

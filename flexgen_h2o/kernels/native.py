@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import CODED_BITS, GroupLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
+from flexgen_h2o.h2o.key_smoothing import BasisChange
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
@@ -124,19 +125,25 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
               "ranks need scores, and cos and sin [positions, at most head_dim / 2]")
         rope = tuple(cos.shape)
         expect(name, torch.float32, cos=(cos, rope), sin=(sin, rope))
+    factor, shift, constants = eviction.factor, eviction.shift, tuple(k.shape[1:])
+    need((factor is None) == (shift is None) and (factor is None or rope[0] > 0), name,
+         "smoothed keys are restored with ranks alone, by factor and shift")
+    expect(name, torch.float32, factor=(factor, constants), shift=(shift, constants))
     out = q.new_empty(q.shape) if out is None else out
     expect(name, dtype, out=(out, q.shape))
-    contiguous(name, metadata=metadata, cos=cos, sin=sin, out=out)
+    contiguous(name, metadata=metadata, cos=cos, sin=sin, factor=factor, shift=shift, out=out)
     if steps is not None:
         lines(name, q=q, k=k, v=v)
     q, k, v = map(unit_stride, (q, k, v))
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     call(name, "Decode", steps=steps,
-         tensors=(q, k, v, out, slots, metadata, *eviction[:5], taken, form.sink_logits),
+         tensors=(q, k, v, out, slots, metadata, *eviction[:5], factor, shift, taken,
+                  form.sink_logits),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=address(eviction.scores),
          positions=address(eviction.positions), ranks=address(eviction.ranks),
-         cos=address(cos), sin=address(sin), taken=taken.data_ptr(),
+         cos=address(cos), sin=address(sin), factor=address(factor), shift=address(shift),
+         taken=taken.data_ptr(),
          layout=record_layout(q.shape[2], bits, slots.shape[-1]), dtype=DTYPES[dtype],
          sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
          num_slots=state[2], rope_rows=rope[0], half_rotary=rope[1],
@@ -283,18 +290,27 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, *, 
          centred=centred, eps=eps)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, steps: Steps | None = None) -> None:
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChange | None = None, *,
+           steps: Steps | None = None) -> None:
     """See `reference_layer.rotate`."""
-    dtype, tables = floats("rotate", x, 3), (len(x), cos.shape[-1])
+    dtype, half = floats("rotate", x, 3), 0 if cos is None else cos.shape[-1]
+    tables = (len(x), half)
     expect("rotate", dtype, x=(x, x.shape))
     expect("rotate", torch.float32, cos=(cos, tables), sin=(sin, tables))
-    need(2 * tables[1] <= x.shape[2], "rotate", f"tables of {tables[1]} turn more than "
+    need(2 * half <= x.shape[2], "rotate", f"tables of {half} turn more than "
          f"{x.shape[2]} elements")
+    factor, shift = (None, None) if change is None else (change.factor, change.shift)
+    kv_heads = x.shape[1] if factor is None else len(factor)
+    need(kv_heads > 0 and x.shape[1] % kv_heads == 0, "rotate",
+         f"{x.shape[1]} heads are no multiple of {kv_heads} KV heads")
+    constants = (kv_heads, x.shape[2])
+    expect("rotate", torch.float32, factor=(factor, constants), shift=(shift, constants))
     lines("rotate", x=x)
-    contiguous("rotate", cos=cos, sin=sin)
-    call("rotate", "Rotate", steps=steps, tensors=(x, cos, sin), x=x.data_ptr(),
-         cos=cos.data_ptr(), sin=sin.data_ptr(), dtype=DTYPES[dtype], rows=len(x),
-         heads=x.shape[1], half=tables[1], x_row=x.stride(0), x_head=x.stride(1))
+    contiguous("rotate", cos=cos, sin=sin, factor=factor, shift=shift)
+    call("rotate", "Rotate", steps=steps, tensors=(x, cos, sin, factor, shift), x=x.data_ptr(),
+         cos=address(cos), sin=address(sin), factor=address(factor), shift=address(shift),
+         dtype=DTYPES[dtype], rows=len(x), heads=x.shape[1], kv_heads=kv_heads,
+         head_dim=x.shape[2], half=half, x_row=x.stride(0), x_head=x.stride(1))
 
 
 def activate(x: Tensor, function: str, factor: Tensor | None = None, *,

@@ -25,6 +25,7 @@ from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
+from flexgen_h2o.h2o.key_smoothing import BasisChange
 from flexgen_h2o.kernels import (
     cpu_library,
     dispatch,
@@ -32,6 +33,7 @@ from flexgen_h2o.kernels import (
     native,
     native_recall,
     reference,
+    reference_layer,
     reference_matrix,
     reference_recall,
     reference_sparse,
@@ -139,7 +141,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
                      form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
                      ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
-    if plain_torch(q.device.type) or _unknown(state):
+    restores = state is not None and state.ranks is not None and state.smoothing is not None
+    if plain_torch(q.device.type) or _unknown(state) or q.is_cuda and restores:
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
                                           state=state, form=form, sinks=sinks)
     return _backend(q).decode_attention(q, k, v, slots=slots, metadata=metadata,
@@ -245,12 +248,21 @@ def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, off
                               layout=layout, landing=landing)
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """See `rotary.apply_rope_`; the tables are of `table_dtype`."""
+def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange | None = None
+            ) -> None:
+    """Rotate heads x [rows, heads, head_dim] in place, then change their basis.
+
+    `rope` are cosines and sines of `table_dtype` as of `rotary.apply_rope_`, None for no rotation;
+    see `reference_layer.rotate`.
+    """
+    if rope is None and change is None:
+        return
     if natively(x):
-        native.rotate(x, cos, sin)
+        native.rotate(x, *(rope or (None, None)), change)
+    elif change is None:
+        rotary.apply_rope_(x, *rope)
     else:
-        rotary.apply_rope_(x, cos, sin)
+        reference_layer.rotate(x, *(rope or (None, None)), change)
 
 
 def table_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

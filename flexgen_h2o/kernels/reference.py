@@ -118,7 +118,11 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
     for sequence, (cut, keys, values, of_prompt) in enumerate(zip(
             cuts, k.split(lengths), v.split(lengths), all_scores.split(lengths, dim=1),
             strict=True)):
-        vectors = torch.stack((keys, values)).transpose(1, 2) if state.eviction.needs else None
+        vectors = None
+        if state.eviction.needs:
+            vectors = torch.stack((keys, values)).transpose(1, 2)
+            if state.smoothing is not None:  # a policy is told of the true keys
+                vectors = torch.stack((state.smoothing.restored(vectors[0]), vectors[1].float()))
         index = state.eviction.select(of_prompt, cut, vectors=vectors)
         kept = index.shape[1]
         for held, x in zip(slots[:, sequence], (keys, values), strict=True):
@@ -142,7 +146,8 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     ----------
     q : Tensor [sequences, heads, head_dim]
     k, v : Tensor [sequences, kv_heads, head_dim]
-        The new token's. With rolling positions (`state.ranks`) q and k come unrotated.
+        The new token's. With rolling positions (`state.ranks`) q and k come unrotated, and k before
+        the smoothing (`state.smoothing`) of the cached keys; else both after it.
     slots : Tensor [2, sequences, kv_heads, slots, width]
         Cached keys and values: head_dim floats of k's dtype, or uint8 records of `layout`; one
         slot per head is written. May be strided, contiguous in the last dimension.
@@ -173,8 +178,13 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     keys, values = (x.float() for x in
                     (slots if layout is None else dequantize_groups(slots, layout)))
     query, key, value = q.float(), k.float(), v.float()
-    held = (keys, values)  # before rotation, if that is by rank
-    if state is not None and state.ranks is not None:
+    smoothing = None if state is None else state.smoothing
+    rolls = state is not None and state.ranks is not None
+    true_keys = keys if smoothing is None else smoothing.restored(keys)
+    if rolls:
+        keys = true_keys
+    held = (true_keys, values)  # before rotation, if that is by rank
+    if rolls:
         old = [table[state.ranks.where(filled, 0)] for table in state.rope]
         new = [table[cached][:, None] for table in state.rope]
         query, key, keys = rotated(query, *new), rotated(key, *new), rotated(keys, *old)
@@ -194,10 +204,13 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     if state is not None:
         received = probabilities.sum(2)
         state.scores.mul_(state.eviction.decay).add_(received[..., :n])
+        new_key = k if smoothing is None or rolls else smoothing.restored(k[..., None, :])[..., 0, :]
         victims = _victims(state, metadata.long(), received[..., n:], held,
-                           torch.stack((k, v)).float())
+                           torch.stack((new_key.float(), v.float())))
         taken = torch.where(full[:, None] == 1, victims, taken)
         _note(state, metadata.long(), taken[..., None], received[..., n:])
+    if rolls and smoothing is not None:
+        k = smoothing.keys(k).to(k.dtype)
     cache_token(k, v, slots=slots, taken=taken, layout=layout)
     return out, taken.contiguous()
 

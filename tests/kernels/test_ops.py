@@ -249,6 +249,15 @@ def test_decode(form, group, rotary):
 
 
 @pytest.mark.source("decode")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dim", [20, 64, 96])
+def test_smoothed_keys_are_restored_before_they_rotate_by_rank(bits, group, dim):
+    check_decode(DECODE, decode_case([0, 63, 1, 70], full=(1, 3), form=bits, group=group, dim=dim,
+                                     rotary=8, eviction=Eviction(), smoothed=True))
+
+
+@pytest.mark.source("decode")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cached", [[0], [1], [2], [15, 16, 17], [63, 64, 65], [31, 33, 0],
                                     [129, 127, 2]], ids=str)

@@ -26,6 +26,10 @@ struct Head {
         : a(a), sequence(index / a.kv_heads), kv_head(index % a.kv_heads),
           group(a.heads / a.kv_heads), width(padded(a.head_dim)), cached(a.metadata[sequence]) {}
 
+    // Of constants of the keys.
+    const float* of_keys(const float* constants) const {
+        return constants ? constants + kv_head * a.head_dim : nullptr;
+    }
     int64_t metadata(int row) const { return a.metadata[row * a.sequences + sequence]; }
     // Of the eviction state's tensors.
     int64_t first() const { return (sequence * a.kv_heads + kv_head) * a.num_slots; }
@@ -74,7 +78,7 @@ void with_rows(const Head& h, int kind, float* scratch, F f) {
             f(PlainRows<T>{base, a.slots_slot});
         } else {
             f(ExpandedRows<T>{base, a.slots_slot, a.head_dim, h.width, layout, ranks, a.cos,
-                              a.sin, a.half_rotary, scratch});
+                              a.sin, a.half_rotary, nullptr, nullptr, scratch});
         }
         return;
     }
@@ -83,7 +87,8 @@ void with_rows(const Head& h, int kind, float* scratch, F f) {
         layout.bits == 8 ? RecordTile<8>::suits(layout) : RecordTile<4>::suits(layout);
     if (ranks || !suits)
         f(ExpandedRows<uint8_t>{base, a.slots_slot, a.head_dim, h.width, layout, ranks, a.cos,
-                                a.sin, a.half_rotary, scratch});
+                                a.sin, a.half_rotary, ranks ? h.of_keys(a.factor) : nullptr,
+                                h.of_keys(a.shift), scratch});
     else if (layout.bits == 8)
         f(RecordRows<8>{base, a.slots_slot, layout, scratch});
     else
@@ -95,7 +100,7 @@ template <class F>
 bool with_tiles(const Head& h, int kind, float* scratch, F f) {
 #if defined(TILES)
     const Decode& a = h.a;
-    if (a.layout.bits != 4 || a.layout.group != USUAL_GROUP || a.ranks ||
+    if (a.layout.bits != 4 || a.layout.group != usual_group(4) || a.ranks ||
         h.group < FEWEST_QUERIES || h.group > MOST_QUERIES || h.cached < FEWEST_SLOTS)
         return false;
     const uint8_t* base = h.slots<uint8_t>(kind);
@@ -323,7 +328,15 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     }
     const int64_t slot = a.scores ? take_slot(h, own_received) : h.cached;
     uint8_t* codes = reinterpret_cast<uint8_t*>(scratch);
-    write_slot(a, slot_start(a, 0, h.sequence, h.kv_head, slot), new_key, codes);
+    T* smoothed = reinterpret_cast<T*>(key);
+    if (a.factor) {  // the key is done with
+        const float *factor = h.of_keys(a.factor), *shift = h.of_keys(a.shift);
+        for (int64_t i = 0; i < a.head_dim; i++) key[i] = one(new_key + i) * factor[i] + shift[i];
+        hadamard(key, a.head_dim);
+        for (int64_t i = 0; i < a.head_dim; i++) put(smoothed + i, key[i]);  // no wider than floats
+    }
+    write_slot(a, slot_start(a, 0, h.sequence, h.kv_head, slot), a.factor ? smoothed : new_key,
+               codes);
     write_slot(a, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, codes);
     a.taken[index] = slot;
 }
