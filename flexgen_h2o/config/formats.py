@@ -13,11 +13,11 @@ DTYPES = ("float16", "bfloat16", "float32")
 """Formats in which a run computes, by PyTorch's names."""
 
 GROUP = 64
-"""Inputs of a quantized matrix that share a scale and a zero point, unless said otherwise."""
+"""The most elements that share a scale and a zero point, unless said otherwise."""
 
-CACHE_GROUPS = {8: 64, 4: 32}
-"""The most elements of a cached vector that share a scale and a zero point, by bits. In 8 bits
-larger groups lose nothing that could be measured."""
+SMALL_GROUP = 32
+"""Elements of a cached vector in 4 bits that share a scale and a zero point, where both halves of
+the vector, which share bytes, hold whole groups. Twice as many double the error of small models."""
 
 WEIGHT_BITS = (16, 12, 8, 4)
 """Of a number in matrices of weights: as a run's dtype is, `MatrixLayout`'s floats, its codes."""
@@ -72,8 +72,11 @@ class GroupLayout:
 
     @property
     def groups(self) -> int:
-        """The fewest equal groups of an even number of elements, at most `CACHE_GROUPS` each."""
-        groups = -(-self.length // CACHE_GROUPS[self.bits])
+        """The number of groups: those of `SMALL_GROUP`, else the fewest equal ones of an even
+        number of elements, at most `GROUP`."""
+        if self.bits == 4 and self.length % (2 * SMALL_GROUP) == 0:
+            return self.length // SMALL_GROUP
+        groups = -(-self.length // GROUP)
         while self.length % (2 * groups):
             groups += 1
         return groups

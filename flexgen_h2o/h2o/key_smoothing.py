@@ -1,7 +1,7 @@
 """Key smoothing: a change of basis in which keys lose little when they are quantized.
 
 Quantized keys are ``k' = H((k - c) / s)``, and the queries that read them ``q' = H(q * s)``. Then
-``q' . k' = q . k - q . c``, and softmax ignores ``q . c``, which is the same for all keys of a query.
+``q' . k' = q . k - q . c``, and softmax ignores ``q . c``, which is the same for all keys.
 
 Channels with a large mean (key biases) or a large deviation would otherwise set the step of their
 whole quantization group. Subtracting the mean c follows SageAttention (arXiv 2410.02367), the

@@ -101,8 +101,8 @@ STRUCTS = MappingProxyType({
     # or null; not centred: the root mean square alone.
     "Norm": """const void*: x weight bias; void*: out;
         int64_t: dtype rows width x_row out_row centred threads; double: eps""",
-    # reference_layer.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous, or null
-    # with a half of 0; factor and shift [kv_heads, head_dim] contiguous, both null or shift alone.
+    # reference_layer.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous, null
+    # where half is 0; factor and shift [kv_heads, head_dim] contiguous, both null or shift alone.
     "Rotate": """void*: x; const float*: cos sin factor shift;
         int64_t: dtype rows heads kv_heads head_dim half x_row x_head threads""",
     # reference_layer.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.

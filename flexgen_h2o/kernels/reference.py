@@ -204,7 +204,9 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     if state is not None:
         received = probabilities.sum(2)
         state.scores.mul_(state.eviction.decay).add_(received[..., :n])
-        new_key = k if smoothing is None or rolls else smoothing.restored(k[..., None, :])[..., 0, :]
+        new_key = k
+        if smoothing is not None and not rolls:
+            new_key = smoothing.restored(k[:, :, None])[:, :, 0]
         victims = _victims(state, metadata.long(), received[..., n:], held,
                            torch.stack((new_key.float(), v.float())))
         taken = torch.where(full[:, None] == 1, victims, taken)

@@ -80,7 +80,8 @@ def test_keys_that_are_all_the_same_have_finite_constants(keys):
 
 
 def test_constants_come_back_from_one_tensor():
-    layer = LayerSmoothing(*(KeySmoothing.of(*[keys_with_outliers(9, 2, 8, seed=i)] * 2) for i in (0, 1)))
+    samples = (keys_with_outliers(9, 2, 8, seed=seed) for seed in (0, 1))
+    layer = LayerSmoothing(*(KeySmoothing.of(keys, keys) for keys in samples))
     again = LayerSmoothing.unstacked(layer.stacked())
     for name in ("rotated", "unrotated"):
         assert torch.equal(getattr(again, name).mean, getattr(layer, name).mean)
@@ -91,12 +92,12 @@ def test_constants_come_back_from_one_tensor():
 
 
 def outliers(tiny, folder):
-    """A copy of a tiny Qwen2 whose key biases have outliers."""
+    """A copy of a tiny Qwen2 whose key biases have outliers, in channels that turn slowly."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=torch.float32)
     for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.data[::3] += 60.0
+        layer.self_attn.k_proj.bias.data[3::4] += 60.0
     model.save_pretrained(folder)
     return folder
 
@@ -121,11 +122,11 @@ def test_a_cache_of_four_bits_survives_outliers_of_key_biases(tiny_model, tmp_pa
                                                               options):
     folder = outliers(tiny_model("qwen2"), tmp_path / "model")
     exact = losses(folder, **options)
-    assert (losses(folder, cache_bits=4, **options) - exact).abs().mean() < 0.02
+    smoothed = (losses(folder, cache_bits=4, **options) - exact).abs().mean()
     monkeypatch.setattr(KeySmoothing, "of", classmethod(
         lambda cls, keys, queries, *, centered=True: cls(torch.zeros(keys.shape[1:]),
                                                          torch.ones(keys.shape[1:]))))
-    assert (losses(folder, cache_bits=4, **options) - exact).abs().mean() > 0.04
+    assert smoothed < 0.3 * (losses(folder, cache_bits=4, **options) - exact).abs().mean()
 
 
 def test_a_policy_of_a_user_is_told_of_the_true_keys(tiny_model, tmp_path):
