@@ -26,7 +26,7 @@ from flexgen_h2o.models.convert import TEXTS, Keep, cache_dir, weight_files
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import gguf_types
 from flexgen_h2o.models.gguf_blocks import GgufBlocks
-from flexgen_h2o.models.gguf_kinds import KEPT
+from flexgen_h2o.config.block_types import KEPT
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
 from flexgen_h2o.models.spec import (

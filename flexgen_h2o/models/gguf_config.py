@@ -10,7 +10,7 @@ from flexgen_h2o.errors import UserError, did_you_mean, shown
 from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.gguf_architectures import ARCHITECTURES, Architecture, variant
 from flexgen_h2o.models.gguf_header import GgufHeader
-from flexgen_h2o.models.gguf_kinds import KEPT, KEPT_GROUP
+from flexgen_h2o.config.block_types import KEPT, KEPT_GROUP
 from flexgen_h2o.models.gguf_metadata import Metadata
 from flexgen_h2o.models.model_config import ModelConfig
 

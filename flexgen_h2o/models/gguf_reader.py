@@ -25,8 +25,17 @@ _LAYER = re.compile(r"blk\.([0-9]{1,9})\.([a-z_]+)\.(weight|bias)")
 Tensors = dict[str, GgufTensor | FusedExperts]
 
 
-def read_gguf(source: Path) -> tuple[GgufHeader, Tensors]:
-    """The header of a GGUF file, and its tensors by Hugging Face name, mapped and not yet read.
+def read_gguf(source: Path, *, fuse_experts: bool = True) -> tuple[GgufHeader, Tensors]:
+    """Return the header of a GGUF file, and its tensors by Hugging Face name, mapped and not yet
+    read.
+
+    Parameters
+    ----------
+    source : Path
+        The file, or the first of several.
+    fuse_experts : bool
+        Give one tensor for all experts of a layer where the hub has such (gpt-oss); otherwise each
+        expert has its own, named as `families.gpt_oss` does.
 
     Raises
     ------
@@ -35,14 +44,16 @@ def read_gguf(source: Path) -> tuple[GgufHeader, Tensors]:
     """
     header = read_header(source)
     meta, kind = architecture_of(header)
-    file = np.memmap(source, dtype=np.uint8, mode="r")
+    fuses = fuse_experts and kind.model_type == "gpt_oss"
+    files = {path: np.memmap(path, dtype=np.uint8, mode="r") for path in header.files}
     found: Tensors = {}
     parts: dict[str, dict[str, GgufTensor]] = {}
     for name, stored in meta.tensors.items():
         match = _LAYER.fullmatch(name)
         if name in ROPE_TENSORS:  # part of the configuration
             continue
-        if kind.model_type == "gpt_oss" and match and match[2] in FUSED_EXPERTS:
+        file = files[stored.source]
+        if fuses and match and match[2] in FUSED_EXPERTS:
             part = GgufTensor(file, stored.kind, stored.shape, stored.offset)
             parts.setdefault(f"{kind.layers}.{match[1]}.mlp.experts.", {})[
                 f"{match[2]}.{match[3]}"] = part

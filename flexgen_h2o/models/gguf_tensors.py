@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flexgen_h2o.models.gguf_dequantize import dequantize
-from flexgen_h2o.models.gguf_kinds import BlockType
+from flexgen_h2o.config.block_types import BlockType
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.reference_blocks import dequantize
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32
 
@@ -52,15 +54,33 @@ class GgufTensor:
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
         """Its values, some rows at a time, so that memory stays small whatever its size."""
-        rows = len(self._rows())
         step = max(1, _CHUNK_ELEMENTS // self.shape[-1])
-        for start in range(0, rows, step):
-            # A copy, as the mapped file is read-only and its rows lie anywhere.
-            packed = torch.from_numpy(np.array(self.packed(slice(start, start + step))))
-            values = dequantize(packed, self.kind.name)
-            if len(self.shape) == 1:
-                values = values[0] if self.order is None else values[0][self.order]
-            yield (values + self.shift if self.shift else values).to(target)
+        for start in range(0, len(self._rows()), step):
+            yield self.values(slice(start, start + step)).to(target)
+
+    def values(self, rows: slice) -> torch.Tensor:
+        """The values of some rows of a matrix, or of a vector, float32."""
+        # A copy, as the mapped file is read-only and its rows lie anywhere.
+        values = dequantize(torch.from_numpy(np.array(self.packed(rows))), self.kind)
+        if len(self.shape) == 1:
+            values = values[0] if self.order is None else values[0][self.order]
+        return values + self.shift if self.shift else values
+
+    def layout(self) -> MatrixLayout | None:
+        """The layout that keeps its codes; None if it is no matrix of codes."""
+        if len(self.shape) != 2 or self.shift:
+            return None
+        return self.kind.layout(self.shape[0], self.shape[1])
+
+    def repack(self, rows: range, layout: MatrixLayout, out: torch.Tensor) -> bool:
+        """Write some rows into `out` by their codes: see `ops.repack`."""
+        whole = self._rows()
+        order = None if self.order is None else torch.from_numpy(self.order)[
+            rows.start : rows.stop : rows.step]
+        if order is None and rows.step != 1:
+            order = torch.arange(rows.start, rows.stop, rows.step)
+        blocks = whole[rows.start : rows.stop] if order is None else whole
+        return ops.repack(blocks, self.kind, layout, out, order)
 
     def _rows(self) -> np.ndarray:
         size = self.shape[-1] // self.kind.elements * self.kind.nbytes

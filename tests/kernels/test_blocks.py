@@ -8,8 +8,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as reference
 
-from flexgen_h2o.models.gguf_dequantize import dequantize
-from flexgen_h2o.models.gguf_kinds import KINDS, OTHERS
+from flexgen_h2o.config.block_types import KINDS, OTHERS
+from flexgen_h2o.kernels.reference_blocks import dequantize
 
 NAMES = [kind.name for kind in KINDS.values()]
 
@@ -31,7 +31,7 @@ def test_random_bytes(name):
     packed = np.random.default_rng(0).integers(0, 256, (700, 3 * kind.nbytes), dtype=np.uint8)
     with np.errstate(invalid="ignore"):
         expected = reference(packed, GGMLQuantizationType[name])
-    found = dequantize(torch.from_numpy(packed), name)
+    found = dequantize(torch.from_numpy(packed), kind)
     assert found.dtype == torch.float32 and tuple(found.shape) == (700, 3 * kind.elements)
     exact = found.view(torch.int32).numpy() == expected.view(np.int32)
     assert np.all(exact | np.isnan(expected) & np.isnan(found.numpy()))
@@ -41,4 +41,4 @@ def test_every_scale_of_mxfp4():
     packed = np.tile(np.arange(17, dtype=np.uint8) * 15, (256, 1))
     packed[:, 0] = np.arange(256)
     expected = reference(packed, GGMLQuantizationType.MXFP4)
-    assert np.array_equal(dequantize(torch.from_numpy(packed), "MXFP4").numpy(), expected)
+    assert np.array_equal(dequantize(torch.from_numpy(packed), KINDS[39]).numpy(), expected)
