@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -45,7 +46,7 @@ def read_gguf(source: Path, *, fuse_experts: bool = True) -> tuple[GgufHeader, T
     header = read_header(source)
     meta, kind = architecture_of(header)
     fuses = fuse_experts and kind.model_type == "gpt_oss"
-    files = {path: np.memmap(path, dtype=np.uint8, mode="r") for path in header.files}
+    files = {path: _mapped(path) for path in header.files}
     found: Tensors = {}
     parts: dict[str, dict[str, GgufTensor]] = {}
     for name, stored in meta.tensors.items():
@@ -66,6 +67,11 @@ def read_gguf(source: Path, *, fuse_experts: bool = True) -> tuple[GgufHeader, T
     for prefix, several in parts.items():
         found.update(fused_experts(header.source, prefix, several))
     return header, found
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
 
 def _named(meta: Metadata, kind: Architecture, name: str, match: re.Match | None,

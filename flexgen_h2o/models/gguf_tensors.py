@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,8 +24,8 @@ class GgufTensor:
 
     Attributes
     ----------
-    file : uint8 array
-        The whole file, mapped.
+    file : mmap
+        The whole file.
     kind : BlockType
     shape : tuple of int
         Of the checkpoint's tensor: a matrix or a vector.
@@ -36,7 +37,7 @@ class GgufTensor:
         Added to every value.
     """
 
-    file: np.ndarray
+    file: mmap.mmap
     kind: BlockType
     shape: tuple[int, ...]
     offset: int
@@ -80,9 +81,17 @@ class GgufTensor:
         if order is None and rows.step != 1:
             order = torch.arange(rows.start, rows.stop, rows.step)
         blocks = whole[rows.start : rows.stop] if order is None else whole
-        return ops.repack(blocks, self.kind, layout, out, order)
+        try:
+            return ops.repack(blocks, self.kind, layout, out, order)
+        finally:
+            self._release(whole.nbytes)
 
     def _rows(self) -> np.ndarray:
         size = self.shape[-1] // self.kind.elements * self.kind.nbytes
         count = math.prod(self.shape[:-1])
-        return self.file[self.offset : self.offset + count * size].reshape(count, size)
+        return np.frombuffer(self.file, np.uint8, count * size, self.offset).reshape(count, size)
+
+    def _release(self, nbytes: int) -> None:
+        """Let the tensor's pages go: they would count as this process's memory until it ends."""
+        first = self.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self.file.madvise(mmap.MADV_DONTNEED, first, self.offset + nbytes - first)
