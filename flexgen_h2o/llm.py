@@ -59,7 +59,8 @@ class LLM(Session):
     h2o : H2OConfig, optional
         Which tokens stay cached; None: all of them.
     weight_bits : int or "auto"
-        "auto": a GGUF file's own codes; for other models 16. 16: the run's dtype. 12: matrices in bfloat16 with a shorter exponent, almost without loss.
+        "auto": a GGUF file's own codes; for other models 16. 16: the run's dtype. 12: matrices in
+        bfloat16 with a shorter exponent, almost without loss.
         8 or 4: matrices are kept in groups of codes, each group with a scale and a zero point.
     cache_bits : int
         16: the run's dtype. 8 or 4: groups of codes, each with a scale and a zero point.

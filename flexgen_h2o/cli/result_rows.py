@@ -90,7 +90,6 @@ def _resolved(config: RunConfig) -> dict[str, object]:
     return {
         "expert_percent": (None if config.expert_percent is None
                            else " ".join(f"{share:g}" for share in config.expert_percent)),
-        "weight_bits": config.resolved_weight_bits,
         "cache_bits": config.resolved_cache_bits,
         "eviction": ("recall" if h2o is not None and h2o.recall else "full" if full
                      else config.eviction),

@@ -15,6 +15,7 @@ from typing import Any
 
 from flexgen_h2o.config import schema
 from flexgen_h2o.config.checks import check_bool, check_choice, check_int, check_number
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.placement import parse_percent, parse_shares
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_yaml
@@ -23,10 +24,10 @@ from flexgen_h2o.files.readers import read_yaml
 def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
     """A field and the metadata of its flag.
 
-    `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, float or
-    bool. Rules: `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the
-    bare flag), `shown` (the default in words) and `short` (another name of one letter, such as
-    ``-i``).
+    `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, bits (an
+    integer or auto), float or bool. Rules: `choices`, `low`, `above` and `high` (bounds),
+    `metavar`, `const` (the value of the bare flag), `shown` (the default in words) and `short`
+    (another name of one letter, such as ``-i``).
     """
     return field(default=default, metadata={"kind": kind, "help": help, **rules})
 
@@ -50,6 +51,9 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
             check_bool(name, value)
         case "int":
             check_int(name, value, low=rules.get("low"))
+        case "bits":
+            if value != AUTO:
+                check_int(name, value)
         case "float":
             check_number(name, value, low=rules.get("low"), above=rules.get("above"),
                          high=rules.get("high"))

@@ -26,7 +26,8 @@ WEIGHT_BITS = (16, 12, 8, 4)
 """Of a number in matrices of weights: as a run's dtype is, `MatrixLayout`'s floats, its codes."""
 
 AUTO = "auto"
-"""The bits of weights that keep a GGUF file's codes, and are 16 for other checkpoints."""
+"""Leaves a choice to the engine. As the bits of weights it keeps a GGUF file's own codes, and is 16
+for other checkpoints."""
 
 CODED_BITS = (8, 4)
 """Those of codes: products with these may round activations, and a checkpoint's own may be kept."""

@@ -253,7 +253,7 @@ def repack(blocks: np.ndarray, order: Tensor | None, kind: BlockType, data: Tens
     expect("repack", torch.int64, order=(order, (outputs,)))
     if order is not None:
         contiguous("repack", order=order)
-        need(0 <= int(order.min()) and int(order.max()) < len(blocks), "repack",
+        need(int(order.min()) >= 0 and int(order.max()) < len(blocks), "repack",
              "rows out of range")
     broken = ctypes.c_int64()
     call("repack", "Repack", blocks=blocks.ctypes.data, rows=address(order), matrix=held,

@@ -49,8 +49,8 @@ __all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "
            "copy_tokens", "decode_attention", "dequantize_groups", "fetch_tokens", "flat",
            "index_keys", "linear_choice",
            "linear_float32", "linear_skinny", "linear_tiled", "linear_quantized", "plain_torch",
-           "prefill_attention", "quantize_groups", "quantize_matrix", "repack", "select_heavy_hitters",
-           "take_slots", "unpack_rows"]
+           "prefill_attention", "quantize_groups", "quantize_matrix", "repack",
+           "select_heavy_hitters", "take_slots", "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
 """Rows of a quantized matrix that are unpacked together where PyTorch then multiplies them."""

@@ -94,7 +94,8 @@ def describe_gguf(source: Path) -> Path:
     return build_once(header.files, "description", source.stem, build, keep=converted())
 
 
-def _write_config(folder: Path, header: GgufHeader, dtype: str | None, more: Mapping[str, Any]) -> None:
+def _write_config(folder: Path, header: GgufHeader, dtype: str | None, more: Mapping[str, Any]
+                  ) -> None:
     config = {**config_of(header, dtype), **more}
     generation = {name: config[name] for name in _GENERATION if config[name] is not None}
     for name, content in (("config.json", config), ("generation_config.json", generation)):

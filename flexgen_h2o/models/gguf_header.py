@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.config.block_types import KINDS, OTHERS, BlockType
+from flexgen_h2o.errors import UserError, shown
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
 

@@ -27,7 +27,7 @@ from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models.families import opt
 from flexgen_h2o.models.layers import Operations, linear
 from flexgen_h2o.models.recording import Recording
-from flexgen_h2o.models.spec import ModelConfig, from_transformers
+from flexgen_h2o.models.spec import ModelConfig, TensorSpec, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.planning.clock import LEAST_SECONDS, Clock
 from flexgen_h2o.planning.hardware_file import BILLION, BITS, ROWS

@@ -76,7 +76,7 @@ class PlanRequest:
     num_gpu_batches: int | None = None
     weights: tuple[WeightOptions, ...] = (WeightOptions(),)
     caches: tuple[CacheOptions, ...] = (CacheOptions(),)
-    written_bits: frozenset[int] = frozenset()
+    written_bits: frozenset[int | str] = frozenset()
     goal: str = "throughput"
     groups: int = 1
 

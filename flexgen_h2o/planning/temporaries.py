@@ -9,7 +9,6 @@ from flexgen_h2o.config.limits import (
     EXPERT_ROUND,
     FEWEST_TASKS,
     LOGIT_ROWS,
-    MXFP4_GROUP,
     PRODUCT_DEPTH,
     PRODUCT_ROWS,
     QUERY_LANES,

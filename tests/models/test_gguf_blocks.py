@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flexgen_h2o.models.gguf_blocks import GgufBlocks
 from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFWriter
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
@@ -21,7 +22,6 @@ from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import reference_matrix
 from flexgen_h2o.models import gguf_blocks
-from flexgen_h2o.models.gguf_blocks import GgufBlocks
 from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
 
 HEADS, KV_HEADS = 4, 2
