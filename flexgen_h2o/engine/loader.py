@@ -33,7 +33,7 @@ from flexgen_h2o.models.convert import TEXTS, Keep, cache_dir, weight_files
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import describe_gguf
 from flexgen_h2o.models.gguf_checkpoint import GgufCheckpoint
-from flexgen_h2o.models.gguf_config import weight_options
+from flexgen_h2o.models.gguf_config import make_alike, weight_options
 from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
@@ -307,18 +307,7 @@ def _kept(config: ModelConfig, weights: ModelWeights,
     """The options that give each matrix the layout of its own codes, or the run's dtype."""
     kept = {name: layout for name, layout in layouts.items() if layout is not None}
     for specs in chain.from_iterable(weights.experts):
-        # Products take gate and up of an expert together.
-        names = [specs[short].name for short in ("gate", "up")]
-        gate, up = (kept.get(name) for name in names)
-        if gate == up:
-            continue
-        if gate is None or up is None:
-            for name in names:
-                kept.pop(name, None)
-            continue
-        bits = 8 if gate.mxfp4 or up.mxfp4 else max(gate.bits, up.bits)
-        common = MatrixLayout(gate.outputs, gate.inputs, bits, min(gate.group, up.group))
-        kept.update(dict.fromkeys(names, common))
+        make_alike(kept, specs["gate"].name, specs["up"].name)
     exact = frozenset(config.exact_shapes)
     kept = {name: layout for name, layout in kept.items()
             if (layout.outputs, layout.inputs) not in exact}

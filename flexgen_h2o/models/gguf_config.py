@@ -129,10 +129,23 @@ def weight_options(kept: WeightOptions, bits: int | str, model: ModelConfig,
     return replace(options, group=_KEPT_GROUP) if same else options
 
 
+def make_alike(kept: dict[str, MatrixLayout], gate: str, up: str) -> None:
+    """Give gate and up of an expert, which products take together, one layout for the codes of
+    both; none where only one of them has codes."""
+    first, second = kept.get(gate), kept.get(up)
+    if first is None or second is None:
+        kept.pop(gate, None)
+        kept.pop(up, None)
+    elif first != second:
+        bits = 8 if first.mxfp4 or second.mxfp4 else max(first.bits, second.bits)
+        kept[gate] = kept[up] = MatrixLayout(first.outputs, first.inputs, bits,
+                                             min(first.group, second.group))
+
+
 def header_options(header: GgufHeader, model: ModelConfig, bits: int | str) -> WeightOptions:
     """Return what `weight_options` would give, from the header alone. Names are the file's own."""
     kept: dict[str, MatrixLayout] = {}
-    plain: list[tuple[int, int]] = []
+    shapes: dict[str, tuple[int, int]] = {}
     exact = model.exact_shapes
     for name, tensor in header.tensors.items():
         if len(tensor.shape) < 2 or tensor.shape[-2:] in exact:
@@ -140,10 +153,13 @@ def header_options(header: GgufHeader, model: ModelConfig, bits: int | str) -> W
         outputs, inputs = tensor.shape[-2:]
         layout = tensor.kind.layout(outputs, inputs)
         for entry in range(math.prod(tensor.shape[:-2])):
-            if layout is None:
-                plain.append((outputs, inputs))
-            else:
+            shapes[f"{name}.{entry}"] = outputs, inputs
+            if layout is not None:
                 kept[f"{name}.{entry}"] = layout
+    for name in shapes:
+        if "ffn_gate_exps" in name:
+            make_alike(kept, name, name.replace("ffn_gate_exps", "ffn_up_exps"))
+    plain = [shape for name, shape in shapes.items() if name not in kept]
     stored = quantization({"quantization_config": MXFP4}, model.name) if (
         has_mxfp4_experts(header)) else None
     return weight_options(WeightOptions(kept=kept, plain=tuple(plain)), bits, model, stored)
