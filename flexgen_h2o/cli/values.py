@@ -15,7 +15,6 @@ from typing import Any
 
 from flexgen_h2o.config import schema
 from flexgen_h2o.config.checks import check_bool, check_choice, check_int, check_number
-from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.placement import parse_percent, parse_shares
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_yaml
@@ -52,7 +51,7 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
         case "int":
             check_int(name, value, low=rules.get("low"))
         case "bits":
-            if value != AUTO:
+            if not isinstance(value, str):  # what it says is checked against the choices
                 check_int(name, value)
         case "float":
             check_number(name, value, low=rules.get("low"), above=rules.get("above"),

@@ -15,6 +15,7 @@ from refusals import refused
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.models.gguf_config import config_of, header_options
 from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.registry import FAMILIES
@@ -102,10 +103,14 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
             options = header_options(header, llm.model_config, bits)
             assert llm.weight_options == options and options.group == group
             assert bool(options.mxfp4) == (bits == 4)
-    with LLM(str(source), dtype="bfloat16") as llm:
-        experts = {name: layout for name, layout in llm.weight_options.kept.items()
-                   if layout.mxfp4}
-        assert len(experts) == len(llm.weight_options.kept) - 9 == 2 * 5 * 3
+    found = []
+    for bits in (AUTO, 16):  # all matrices of this file are in MXFP4, which is exact
+        with LLM(str(source), dtype="float32", weight_bits=bits) as llm:
+            found.append(torch.tensor(llm.loglikelihood([([5, 6, 7], [8, 9, 10])])))
+            kept = llm.weight_options.kept.values()
+            assert len(kept) == (2 * (5 * 3 + 4) + 2 if bits == AUTO else 0)
+            assert all(layout.mxfp4 for layout in kept)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items()
