@@ -62,6 +62,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
         kind, tier = column.split("_")
         row[column] = getattr(getattr(policy, kind), tier)
     row |= {name: getattr(config, name) for name in _SWITCHES} | _resolved(config)
+    row["weight_bits"] = stats.weight_bits  # what auto has come to
     for link in LINKS:
         nbytes, seconds = stats.links.get(link, (0, 0.0))
         name = link.replace("->", "_to_")
