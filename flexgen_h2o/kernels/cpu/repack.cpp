@@ -61,8 +61,14 @@ struct Q4_1 : Type<32, 20, 4, 32, -1> {
 };
 // The highest bits of 32 codes.
 INLINE void fifth_bits(const uint8_t* from, uint8_t* codes) {
-    for (int i = 0; i < 32; i++)
-        codes[i] = static_cast<uint8_t>(codes[i] | (from[i / 8] >> i % 8 & 1) << 4);
+    constexpr uint64_t EVERY = 0x0101010101010101, BITS = 0x8040201008040201;
+    for (int i = 0; i < 4; i++) {  // bit k of a byte to byte k of eight: 16 where it is set
+        uint64_t eight, bits = (from[i] * EVERY) & BITS;
+        bits = (bits + 0x7f7f7f7f7f7f7f7f) | bits;  // the top bit of each byte that is not 0
+        std::memcpy(&eight, codes + 8 * i, sizeof eight);
+        eight |= bits >> 3 & 0x1010101010101010;
+        std::memcpy(codes + 8 * i, &eight, sizeof eight);
+    }
 }
 struct Q5_0 : Type<32, 22, 8, 32, 16> {
     static INLINE void decode(const uint8_t* b, const Row& to) {
@@ -221,23 +227,31 @@ INLINE bool put_head(const float* scales, const float* zeros, int64_t rows, uint
 
 template <class T>
 bool repack_tile(const Repack& a, const Blocks& m, int64_t tile) {
-    constexpr int WORDS = T::elements * T::bits / 32, EACH = WORDS / T::groups;
-    alignas(64) uint8_t codes[T::elements];
-    alignas(64) float scales[T::groups * MATRIX_TILE] = {}, zeros[T::groups * MATRIX_TILE] = {};
+    // Short blocks go together, so that words of several are made by one instruction.
+    constexpr int RUN = 256 / T::elements, GROUPS = RUN * T::groups;
+    constexpr int WORDS = 256 * T::bits / 32, EACH = WORDS / GROUPS;
+    alignas(64) uint8_t codes[256] = {};
+    alignas(64) float scales[GROUPS * MATRIX_TILE] = {}, zeros[GROUPS * MATRIX_TILE] = {};
     alignas(64) uint32_t words[MATRIX_TILE][WORDS] = {};
     const int64_t first = tile * MATRIX_TILE, left = a.matrix.outputs - first;
     const int64_t rows = left < MATRIX_TILE ? left : MATRIX_TILE;
+    const int64_t blocks = a.matrix.inputs / T::elements;
     bool all = true;
-    for (int64_t part = 0; part < a.matrix.inputs / T::elements; part++) {
+    for (int64_t start = 0; start < blocks; start += RUN) {
+        const int64_t run = blocks - start < RUN ? blocks - start : RUN;
         for (int64_t lane = 0; lane < rows; lane++) {
             const int64_t row = a.rows ? a.rows[first + lane] : first + lane;
             const uint8_t* from = static_cast<const uint8_t*>(a.blocks) + row * a.row_bytes;
-            T::decode(from + part * T::bytes, {codes, scales + lane, zeros + lane});
-            join<T::bits>(codes, T::elements, words[lane]);
+            for (int64_t b = 0; b < run; b++) {
+                const int64_t head = b * T::groups * MATRIX_TILE + lane;
+                T::decode(from + (start + b) * T::bytes,
+                          {codes + b * T::elements, scales + head, zeros + head});
+            }
+            join<T::bits>(codes, 256, words[lane]);
         }
-        for (int64_t g = 0; g < T::groups; g++) {
+        for (int64_t g = 0; g < run * T::groups; g++) {
             uint8_t* block = static_cast<uint8_t*>(a.matrix.data) +
-                             (tile * m.groups + part * T::groups + g) * m.block_bytes;
+                             (tile * m.groups + start * T::groups + g) * m.block_bytes;
             all &= put_head<T>(scales + g * MATRIX_TILE, zeros + g * MATRIX_TILE, rows, block);
             uint8_t* to = block + m.block_bytes - 4 * MATRIX_TILE * EACH;
             for (int64_t n = 0; n < EACH; n++) {
