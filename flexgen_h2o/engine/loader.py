@@ -34,7 +34,7 @@ from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import describe_gguf
 from flexgen_h2o.models.gguf_checkpoint import GgufCheckpoint
 from flexgen_h2o.models.gguf_config import make_alike, weight_options
-from flexgen_h2o.models.gguf_header import read_header
+from flexgen_h2o.models.gguf_header import GgufHeader, read_header
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
 from flexgen_h2o.models.spec import (
@@ -72,7 +72,7 @@ class Source:
     dummy : bool
     end_tokens : tuple of int
         The ids that end a text.
-    gguf : Path or None
+    gguf : GgufHeader or None
         The GGUF file that the weights are read from. With 16 bits the folder has a converted copy
         of them instead.
     bits : int or "auto"
@@ -91,7 +91,7 @@ class Source:
     folder: Path | None
     dummy: bool
     end_tokens: tuple[int, ...]
-    gguf: Path | None = None
+    gguf: GgufHeader | None = None
     bits: int | str = 16
     activation_bits: int = 16
     quantization: Quantization | None = None
@@ -162,7 +162,7 @@ class Source:
             if weight_cache is not None and (on_disk or self.bits != AUTO) and not self.dummy:
                 sources, title = weight_files(self.folder), self.folder.name
                 if self.gguf is not None:
-                    sources, title = list(read_header(self.gguf).files), self.gguf.stem
+                    sources, title = list(self.gguf.files), self.gguf.source.stem
                 checkpoint = cached(checkpoint, sources, keep=_weight_cache(weight_cache),
                                     title=title, progress=progress)
             return checkpoint, {name: name for name in specs}
@@ -196,7 +196,7 @@ def _weight_cache(chosen: str | os.PathLike) -> Keep:
     return Keep(root, advice)
 
 
-def _opened(folder: Path, gguf: Path | None) -> Checkpoint:
+def _opened(folder: Path, gguf: GgufHeader | None) -> Checkpoint:
     """The checkpoint of a folder, or of a GGUF file that the folder describes."""
     return open_checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
 
@@ -230,7 +230,8 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | 
     dummy = path == DUMMY
     config = published(model) if dummy else None
     name = model if path is None or dummy else path
-    folder, gguf = None, None if config is not None else gguf_of(name)
+    folder, file = None, None if config is not None else gguf_of(name)
+    gguf = None if file is None or bits == 16 else read_header(file)
     if bits == AUTO and (gguf is None or not _has_codes(gguf)):
         bits = 16
     _check_bits(bits, activation_bits, device)
@@ -254,10 +255,10 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | 
                   _end_tokens(config, folder), gguf, bits, activation_bits, stored, codes)
 
 
-def _has_codes(gguf: Path) -> bool:
+def _has_codes(gguf: GgufHeader) -> bool:
     """True if a GGUF file has matrices of codes."""
     return any(tensor.kind.bits != 16 and len(tensor.shape) > 1
-               for tensor in read_header(gguf).tensors.values())
+               for tensor in gguf.tensors.values())
 
 
 def _check_bits(bits: int | str, activation_bits: int, device: Device) -> None:

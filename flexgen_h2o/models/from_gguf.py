@@ -73,7 +73,7 @@ def convert_gguf(source: Path, dtype: str | None = None,
     return build_once(read_header(source).files, dtype, source.stem, build, keep=converted())
 
 
-def describe_gguf(source: Path) -> Path:
+def describe_gguf(header: GgufHeader) -> Path:
     """Return a folder with the configuration and the tokenizer of a GGUF file, and no weights.
 
     It is made in the user's cache once: transformers takes seconds for the tokenizer.
@@ -81,17 +81,14 @@ def describe_gguf(source: Path) -> Path:
     Raises
     ------
     UserError
-        If the file is damaged or of another architecture, or the cache cannot be written.
+        If the file is of another architecture, or the cache cannot be written.
     """
-    source = Path(source).resolve()
-    header = read_header(source)
-
     def build(folder: Path) -> None:
         _write_config(folder, header, None, {"quantization_config": MXFP4}
                       if has_mxfp4_experts(header) else {})
         save_tokenizer(header, folder)
 
-    return build_once(header.files, "description", source.stem, build, keep=converted())
+    return build_once(header.files, "description", header.source.stem, build, keep=converted())
 
 
 def _write_config(folder: Path, header: GgufHeader, dtype: str | None, more: Mapping[str, Any]

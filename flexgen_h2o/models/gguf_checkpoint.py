@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from pathlib import Path
 
 import torch
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
-from flexgen_h2o.models.gguf_reader import read_gguf
+from flexgen_h2o.models.gguf_header import GgufHeader
+from flexgen_h2o.models.gguf_reader import mapped
 from flexgen_h2o.models.gguf_tensors import GgufTensor
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32
@@ -21,20 +21,18 @@ class GgufCheckpoint(Checkpoint):
 
     Parameters
     ----------
-    source : Path
-        The file, or the first of several.
+    header : GgufHeader
 
     Raises
     ------
     UserError
-        If a file is missing or damaged, of another architecture, or has a type of tensor that is
-        not supported.
+        If the file is of another architecture, or has a tensor that its architecture has not.
     """
 
-    def __init__(self, source: Path):
-        self.source = str(source)
-        _, found = read_gguf(source, fuse_experts=False)
-        self._tensors = {name: tensor for name, tensor in found.items()
+    def __init__(self, header: GgufHeader):
+        self.source = str(header.source)
+        self._tensors = {name: tensor
+                         for name, tensor in mapped(header, fuse_experts=False).items()
                          if isinstance(tensor, GgufTensor)}
 
     def names(self) -> Collection[str]:

@@ -7,10 +7,8 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import functools
 import math
 import mmap
-import os
 import re
 import struct
 from collections.abc import Mapping
@@ -125,16 +123,6 @@ def read_header(source: Path) -> GgufHeader:
 
 
 def _read_one(source: Path) -> GgufHeader:
-    try:
-        status = os.stat(source)
-    except OSError as error:
-        raise UserError(f"cannot read {source}: {error.strerror}") from error
-    return _walked(source, status.st_size, status.st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=8)
-def _walked(source: Path, size: int, modified: int) -> GgufHeader:
-    """The header of a file as it was then: loading a model reads it several times."""
     try:
         with open(source, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
             return _Walk(source, data).header()

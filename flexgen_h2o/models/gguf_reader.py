@@ -26,14 +26,18 @@ _LAYER = re.compile(r"blk\.([0-9]{1,9})\.([a-z_]+)\.(weight|bias)")
 Tensors = dict[str, GgufTensor | FusedExperts]
 
 
-def read_gguf(source: Path, *, fuse_experts: bool = True) -> tuple[GgufHeader, Tensors]:
-    """Return the header of a GGUF file, and its tensors by Hugging Face name, mapped and not yet
-    read.
+def read_gguf(source: Path) -> tuple[GgufHeader, Tensors]:
+    """Return the header of a GGUF file, and its tensors by Hugging Face name: see `mapped`."""
+    header = read_header(source)
+    return header, mapped(header)
+
+
+def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
+    """Return the tensors of a GGUF file by Hugging Face name, mapped and not yet read.
 
     Parameters
     ----------
-    source : Path
-        The file, or the first of several.
+    header : GgufHeader
     fuse_experts : bool
         Give one tensor for all experts of a layer where the hub has such (gpt-oss); otherwise each
         expert has its own, named as `families.gpt_oss` does.
@@ -43,7 +47,6 @@ def read_gguf(source: Path, *, fuse_experts: bool = True) -> tuple[GgufHeader, T
     UserError
         If the file is damaged or of another architecture.
     """
-    header = read_header(source)
     meta, kind = architecture_of(header)
     fuses = fuse_experts and kind.model_type == "gpt_oss"
     files = {path: _mapped(path) for path in header.files}
@@ -63,10 +66,10 @@ def read_gguf(source: Path, *, fuse_experts: bool = True) -> tuple[GgufHeader, T
         tensor = GgufTensor(file, stored.kind, stored.shape, stored.offset, shift=shift)
         found.update(_named(meta, kind, name, match, tensor))
         if len(found) > _MOST_TENSORS:
-            raise UserError(f"{source} has more tensors than any model")
+            raise UserError(f"{header.source} has more tensors than any model")
     for prefix, several in parts.items():
         found.update(fused_experts(header.source, prefix, several))
-    return header, found
+    return found
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -140,7 +140,7 @@ def test_gate_and_up_of_an_expert_share_a_layout(experts, tmp_path):
         for part in ("gate", "up"):
             layout = options.kept[f"model.layers.{layer}.mlp.experts.3.{part}_proj.weight"]
             assert (layout.bits, layout.group) == (bits, group)
-    checkpoint = GgufCheckpoint(experts)
+    checkpoint = GgufCheckpoint(read_header(experts))
     name = "model.layers.1.mlp.experts.3.gate_proj.weight"
     layout = options.kept[name]
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -171,7 +171,7 @@ def test_explicit_bits_keep_codes_of_the_same_width(mixed, tmp_path):
         assert options == WeightOptions(bits, group=64 if bits == 12 else 32)
         assert stats.weight_bits == bits
     name, layout = Q, MatrixLayout(256, 256, 4, 32)
-    checkpoint = GgufCheckpoint(mixed)
+    checkpoint = GgufCheckpoint(read_header(mixed))
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     form = WeightFormat(torch.float32, WeightOptions(4, group=32))
     QuantizingCheckpoint(checkpoint, {name: name}, form).read(name, out)
@@ -182,7 +182,7 @@ def test_explicit_bits_keep_codes_of_the_same_width(mixed, tmp_path):
 def test_rows_of_query_and_key_projections_are_put_in_order(mixed):
     whole = stored(mixed, "blk.0.attn_q.weight")
     expected = torch.cat([torch.cat((head[0::2], head[1::2])) for head in whole.chunk(4)])
-    checkpoint = GgufCheckpoint(mixed)
+    checkpoint = GgufCheckpoint(read_header(mixed))
     out = torch.empty(256, 256)
     checkpoint.read(Q, out)
     assert torch.equal(out, expected) and not torch.equal(whole, expected)
@@ -190,7 +190,7 @@ def test_rows_of_query_and_key_projections_are_put_in_order(mixed):
 
 
 def test_any_part_of_a_tensor_can_be_read(mixed):
-    checkpoint = GgufCheckpoint(mixed)
+    checkpoint = GgufCheckpoint(read_header(mixed))
     for name in (EMBED, Q, "model.norm.weight"):
         whole = torch.empty(checkpoint.info(name).shape)
         checkpoint.read(name, whole)
@@ -207,7 +207,7 @@ def test_scales_beyond_float16_are_quantized_anew(tmp_path):
     with open(source, "r+b") as file:
         file.seek(int(tensor.data_offset))
         file.write(np.array([60000], np.float16).tobytes())
-    checkpoint = GgufCheckpoint(source)
+    checkpoint = GgufCheckpoint(read_header(source))
     layout = checkpoint.kept_layout(Q)
     out, weight = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty(256, 256)
     assert not checkpoint.keep(Q, layout, out)
@@ -296,7 +296,7 @@ def test_the_file_behind_a_name(tmp_path, monkeypatch):
 
 def test_smollm2():
     source = gguf_of("smollm2-135m")
-    checkpoint = GgufCheckpoint(source)
+    checkpoint = GgufCheckpoint(read_header(source))
     layouts = [checkpoint.kept_layout(name) for name in checkpoint.names()]
     assert sum(layout is not None for layout in layouts) == 30 * 7 + 1
     whole = stored(source, "blk.0.attn_q.weight")
